@@ -1,0 +1,284 @@
+"""What the network baseline keeps on disk: dnsmasq's configuration, forwarding, the boot service.
+
+The live part is _bridge; together they are the module ovs_nat. The way back is _baseline_removal.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _before,
+    _boot,
+    _bridge,
+    _change,
+    _command,
+    _host,
+    _packages,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+
+DNSMASQ = "/etc/dnsmasq.d/gpuaas-slice.conf"
+RESERVATIONS = f"{_host.STATE_DIRECTORY}/dnsmasq/hosts.d"
+LEASES = "/var/lib/misc/dnsmasq.leases"
+SYSCTL = "/etc/sysctl.d/60-gpuaas-slice.conf"
+
+RECORD = "network"
+SWITCH, DHCP, RSHIM = "openvswitch-switch.service", "dnsmasq.service", "rshim.service"
+
+_OLD_SERVICE = "gpuaas-slice-host-net-baseline"
+_UNITS = "/etc/systemd/system"
+_OLD_FILES = (
+    f"{_UNITS}/{_OLD_SERVICE}.service",
+    f"{_UNITS}/{_OLD_SERVICE}.service.d",
+    f"/usr/local/sbin/{_OLD_SERVICE}",
+    f"/usr/local/sbin/{_OLD_SERVICE}.sh",
+    "/usr/local/sbin/gpuaas-slice-network-baseline.sh",
+)
+_COMMANDS = {
+    "start_switch": ["systemctl", "enable", "--now", SWITCH],
+    "enable_dnsmasq": ["systemctl", "enable", DHCP],
+    "restart_dnsmasq": ["systemctl", "restart", DHCP],
+}
+_BRIDGE_NAME = re.compile(r"[a-z][a-z0-9_.-]{0,14}")
+
+Params = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class State:
+    """dnsmasq_changed: when its files changed last, in seconds since the epoch.
+
+    before: what was remembered of the host before its first baseline; None when nothing ever was.
+    """
+
+    live: _bridge.State
+    installed: _boot.Installed
+    files: Mapping[str, str | None]
+    reservations: bool
+    stale: tuple[str, ...]
+    old: tuple[str, ...]
+    dnsmasq: _boot.Service
+    dnsmasq_changed: int
+    switch: _boot.Service
+    rshim: _boot.Service
+    before: Mapping[str, Any] | None = None
+
+    @property
+    def ours(self) -> bool:
+        """Whether a baseline of ours is on this host already, in whole or in part."""
+        return self.files[DNSMASQ] is not None or bool(self.installed.present)
+
+
+def unit(params: Params) -> _boot.Unit:
+    keys = ("bridge", "address", "subnet", "tmfifo")
+    return _boot.Unit(
+        name="gpuaas-slice-network-baseline",
+        description="Network baseline of this slice host: bridge, forwarding, NAT",
+        module="_bridge",
+        settings_path=_bridge.SETTINGS,
+        settings={key: params[key] for key in keys},
+        order=(
+            "After=network.target openvswitch-switch.service rshim.service",
+            "Wants=openvswitch-switch.service",
+            "Before=dnsmasq.service",
+        ),
+        # dnsmasq waits for this unit at boot; without --no-block the two would wait for each other.
+        after="/usr/bin/systemctl --no-block restart dnsmasq.service",
+    )
+
+
+def observe(params: Params) -> State:
+    services = _boot.services([DHCP, SWITCH, RSHIM])
+    folder = _host.path("/etc/dnsmasq.d")
+    stale = folder.glob("gpuaas-gpuaas-slice-*.conf") if folder.is_dir() else ()
+    return State(
+        live=_bridge.observe(params),
+        installed=_boot.observe(unit(params)),
+        files={path: _host.read(path) for path in (DNSMASQ, SYSCTL)},
+        reservations=_host.path(RESERVATIONS).is_dir(),
+        stale=tuple(sorted(file.name for file in stale)),
+        old=tuple(_old()),
+        dnsmasq=services[DHCP],
+        # A file that came, went or was replaced moves the folder's time.
+        dnsmasq_changed=int(folder.stat().st_mtime) if folder.is_dir() else 0,
+        switch=services[SWITCH],
+        rshim=services[RSHIM],
+        before=_before.recalled(RECORD),
+    )
+
+
+def plan(params: Params, state: State) -> _change.Plan:
+    live = _bridge.plan(params, state.live)
+    blockers = [*_unsafe(params), *live.blockers]
+    start_rshim = params["tmfifo"] and not state.rshim.active
+    if start_rshim:
+        # The interface comes with the service.
+        blockers = [blocker for blocker in blockers if blocker.code != "tmfifo_missing"]
+    steps = []
+    if state.before is None and not state.ours:
+        steps += _before.remembering(RECORD, None, _was(state))
+    steps += outdated(state)
+    if not state.reservations:
+        steps.append(_change.Step("make_folder", RESERVATIONS, None, "folder"))
+    files = {} if blockers else {SYSCTL: "net.ipv4.ip_forward = 1\n", DNSMASQ: dnsmasq(params)}
+    steps += [
+        _change.Step("write_file", path, state.files[path], text.strip())
+        for path, text in files.items()
+        if state.files[path] != text.strip()
+    ]
+    if not (state.switch.active and state.switch.enabled):
+        steps.append(_change.Step("start_switch", SWITCH, "inactive", "active at every boot"))
+    if start_rshim:
+        steps.append(_change.Step("start_rshim", RSHIM, "inactive", "active"))
+    steps += [*live.steps, *_boot.plan(unit(params), state.installed)]
+    steps += _dnsmasq_steps(state, {step.name for step in steps})
+    return _change.Plan(tuple(steps), tuple(blockers))
+
+
+def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
+    if step.name in _before.STEPS:
+        _before.apply(step)
+    elif step.name in _boot.STEPS:
+        _boot.apply(unit(params), step)
+    elif step.name == "remove_old_service":
+        _remove_old(step.before)
+    elif step.name == "remove_stale_reservation":
+        _host.remove(step.subject)
+    elif step.name == "make_folder":
+        _host.path(RESERVATIONS).mkdir(parents=True, exist_ok=True)
+    elif step.name == "write_file":
+        if step.subject == DNSMASQ:
+            _command.run(["dnsmasq", "--test", "--conf-file=-"], stdin=f"{step.after}\n")
+        _host.write(step.subject, f"{step.after}\n")
+    elif step.name == "start_rshim":
+        _start_rshim()
+    elif step.name in _COMMANDS:
+        _command.run(_COMMANDS[step.name])
+    else:
+        return _bridge.apply(params, step)
+    return None
+
+
+def facts(params: Params, state: State) -> dict[str, Any]:
+    return {
+        "network": {
+            "bridge": params["bridge"],
+            "address": params["address"],
+            "nat": state.live.nat,
+            "forwarding": state.live.forwarding,
+            "uplink": state.live.uplink,
+            "dnsmasq": state.dnsmasq.active,
+        }
+    }
+
+
+def dnsmasq(params: Params) -> str:
+    """dnsmasq's configuration: the slice subnet and nothing else of the host."""
+    subnet = ipaddress.IPv4Network(params["subnet"])
+    own = ipaddress.IPv4Interface(params["address"]).ip
+    return "\n".join(
+        [
+            "# Written by the gpuaas.slice collection; changed by its playbooks only.",
+            f"interface={params['bridge']}",
+            "except-interface=lo",
+            # The bridge may come later than dnsmasq, and the host has resolvers of its own.
+            "bind-dynamic",
+            "domain-needed",
+            "bogus-priv",
+            # static: only reserved hosts get an address, so a flood of requests takes none.
+            f"dhcp-range={subnet.network_address},static,{subnet.netmask},12h",
+            "dhcp-ignore=tag:!known",
+            "dhcp-authoritative",
+            f"dhcp-option=option:router,{own}",
+            f"dhcp-option=option:dns-server,{own}",
+            f"dhcp-hostsdir={RESERVATIONS}",
+            f"dhcp-leasefile={LEASES}",
+            "",
+        ]
+    )
+
+
+def outdated(state: State) -> list[_change.Step]:
+    """What earlier releases left: the service under its first name, reservations one file each."""
+    steps = []
+    if state.old:
+        steps.append(_change.Step("remove_old_service", _OLD_SERVICE, list(state.old), []))
+    return steps + [
+        _change.Step("remove_stale_reservation", f"/etc/dnsmasq.d/{name}", "present", None)
+        for name in state.stale
+    ]
+
+
+def _old() -> list[str]:
+    """Files of the first service; links of `enable` stay behind when only its unit was removed."""
+    folders = sorted(folder.name for folder in _host.path(_UNITS).glob("*.wants"))
+    links = [f"{_UNITS}/{folder}/{_OLD_SERVICE}.service" for folder in folders]
+    # A link to a unit that is gone does not exist, as far as `exists` can tell.
+    found = [path for path in links if _host.path(path).is_symlink()]
+    return [path for path in _OLD_FILES if _host.path(path).exists()] + found
+
+
+def _remove_old(paths: Sequence[str]) -> None:
+    if _OLD_FILES[0] in paths:
+        _command.run(["systemctl", "disable", "--now", f"{_OLD_SERVICE}.service"])
+    for path in paths:
+        if _host.path(path).is_dir():
+            shutil.rmtree(_host.path(path))
+        else:
+            _host.remove(path)
+    _command.run(["systemctl", "daemon-reload"])
+
+
+def _was(state: State) -> dict[str, Any]:
+    """The host before us. A service of a package that we installed was not there at all."""
+    ours = _before.recalled(_packages.RECORD) or {}
+    services = (("dnsmasq", state.dnsmasq), ("openvswitch-switch", state.switch))
+    found: dict[str, Any] = {
+        package: {
+            "active": service.active and package not in ours,
+            "enabled": service.enabled and package not in ours,
+        }
+        for package, service in (*services, ("rshim", state.rshim))
+    }
+    return {"forwarding": state.live.forwarding, **found}
+
+
+def _dnsmasq_steps(state: State, planned: set[str]) -> list[_change.Step]:
+    steps = []
+    if not state.dnsmasq.enabled:
+        steps.append(_change.Step("enable_dnsmasq", "dnsmasq at boot", "disabled", "enabled"))
+    stale = state.dnsmasq.started_at < state.dnsmasq_changed
+    rewritten = planned & {"write_file", "remove_stale_reservation", "add_bridge"}
+    if not state.dnsmasq.active or stale or rewritten:
+        before = "old configuration" if state.dnsmasq.active else "inactive"
+        steps.append(_change.Step("restart_dnsmasq", DHCP, before, "restarted"))
+    return steps
+
+
+def _unsafe(params: Params) -> list[Refusal]:
+    if _BRIDGE_NAME.fullmatch(params["bridge"]):
+        return []
+    return [
+        Refusal(
+            "network_invalid",
+            expected="a bridge name of at most 15 lower case letters, digits and _ . -",
+            found=repr(params["bridge"]),
+            remedy="correct network.bridge of the hardware profile",
+        )
+    ]
+
+
+def _start_rshim() -> None:
+    _command.run(["systemctl", "enable", "--now", RSHIM])
+    # The driver needs some seconds to make its interface; after 30 it will not.
+    deadline = time.monotonic() + 30
+    link = _host.path(f"/sys/class/net/{_bridge.TMFIFO}")
+    while not link.exists() and time.monotonic() < deadline:
+        time.sleep(1)

@@ -1,0 +1,147 @@
+"""The way back of the network baseline: nothing of ours is left, the rest is as it was before.
+
+Where nothing was remembered, a host with a baseline of ours is taken for a freshly deployed one,
+which has neither Open vSwitch nor dnsmasq running. A host without one is left alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _baseline,
+    _before,
+    _boot,
+    _bridge,
+    _change,
+    _command,
+    _host,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+
+_OFF = {"active": False, "enabled": False}
+_SERVICES = {
+    "dnsmasq": _baseline.DHCP,
+    "openvswitch-switch": _baseline.SWITCH,
+    "rshim": _baseline.RSHIM,
+}
+
+Params = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class State:
+    """ports: of the bridge, its own apart. reserved: files of slices in the reservations."""
+
+    baseline: _baseline.State
+    ports: tuple[str, ...]
+    reserved: tuple[str, ...]
+
+    @property
+    def concerned(self) -> bool:
+        """Whether this host has or had a baseline of ours."""
+        return self.baseline.ours or self.baseline.before is not None
+
+
+def observe(params: Params) -> State:
+    found = _baseline.observe(params)
+    bridge = params["bridge"]
+    there = _bridge.ports(bridge) if bridge in found.live.bridges else []
+    folder = _host.path(_baseline.RESERVATIONS)
+    files = folder.iterdir() if folder.is_dir() else ()
+    return State(found, tuple(there), tuple(sorted(file.name for file in files)))
+
+
+def plan(params: Params, state: State) -> _change.Plan:
+    found, bridge = state.baseline, params["bridge"]
+    blockers = tuple(_in_use(params, state))
+    steps = _baseline.outdated(found)
+    steps += _boot.plan_removal(_baseline.unit(params), found.installed)
+    steps += [
+        _change.Step("remove_file", path, text, None)
+        for path, text in found.files.items()
+        if text is not None
+    ]
+    if found.reservations:
+        steps.append(_change.Step("remove_folder", _baseline.RESERVATIONS, "folder", None))
+    if found.live.nat:
+        rule = _bridge.nat_rule(params["subnet"])
+        steps.append(_change.Step("remove_nat", "nat rule", rule, None))
+    card = found.live.interfaces.get(_bridge.TMFIFO)
+    if state.concerned and card and _bridge.TMFIFO_ADDRESS in card.addresses:
+        before = list(card.addresses)
+        steps.append(_change.Step("remove_address", _bridge.TMFIFO, before, []))
+    if bridge in found.live.bridges:
+        steps.append(_change.Step("remove_bridge", bridge, "OVS bridge", None))
+    # Unknown is left to the next boot, which has no setting of ours.
+    if found.live.forwarding and (found.before or {}).get("forwarding") is False:
+        steps.append(_change.Step("stop_forwarding", "net.ipv4.ip_forward", 1, 0))
+    if state.concerned:
+        steps += _services(found, rewritten=any(step.name == "remove_file" for step in steps))
+    steps += _before.forgetting(_baseline.RECORD, found.before)
+    return _change.Plan(tuple(steps), blockers)
+
+
+def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
+    if step.name == "remove_file":
+        _host.remove(step.subject)
+    elif step.name == "remove_folder":
+        # Not a tree: a reservation that came after the look must stop this.
+        _host.path(step.subject).rmdir()
+    elif step.name == "remove_nat":
+        _bridge.without_nat(params["subnet"])
+    elif step.name == "remove_address":
+        _command.run(["ip", "address", "del", _bridge.TMFIFO_ADDRESS, "dev", step.subject])
+    elif step.name == "remove_bridge":
+        _command.run(["ovs-vsctl", "--timeout=60", "--if-exists", "del-br", step.subject])
+    elif step.name == "stop_forwarding":
+        _command.run(["sysctl", "-q", "-w", "net.ipv4.ip_forward=0"])
+    elif step.name == "stop_service":
+        _command.run(["systemctl", "disable", "--now", step.subject], timeout=120)
+    elif step.name == "restart_service":
+        _command.run(["systemctl", "restart", step.subject])
+    else:
+        return _baseline.apply(params, step)
+    return None
+
+
+def facts(params: Params, state: State) -> dict[str, Any]:
+    return _baseline.facts(params, state.baseline)
+
+
+SUBJECT = _change.Subject(observe, plan, apply, facts)
+
+
+def _services(found: _baseline.State, *, rewritten: bool) -> list[_change.Step]:
+    """Services that did not run before stop; the others forget our settings."""
+    steps = []
+    now = {"dnsmasq": found.dnsmasq, "openvswitch-switch": found.switch, "rshim": found.rshim}
+    for package, service in now.items():
+        was = (found.before or {}).get(package, _OFF)
+        name = _SERVICES[package]
+        if not was["enabled"] and not was["active"]:
+            if service.active or service.enabled:
+                before = dataclasses.asdict(service)
+                before.pop("started_at")
+                steps.append(_change.Step("stop_service", name, before, dict(_OFF)))
+        elif package == "dnsmasq" and service.active and rewritten:
+            steps.append(_change.Step("restart_service", name, "our settings", "without them"))
+    return steps
+
+
+def _in_use(params: Params, state: State) -> list[Refusal]:
+    left = [f"port {name}" for name in state.ports]
+    left += [f"reservation {name}" for name in state.reserved]
+    if not left:
+        return []
+    return [
+        Refusal(
+            "network_in_use",
+            expected=f"no slice on {params['bridge']}",
+            found=", ".join(left),
+            remedy="release or recover the slices of this host first",
+        )
+    ]

@@ -1,0 +1,127 @@
+"""The disk as other modules see it, and the one way to get hold of it for destruction.
+
+`exclusive` is invariant I7: one descriptor, opened O_EXCL, on which identity and use are checked
+and through which everything destructive then goes. Nothing opens the path a second time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import struct
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from ansible_collections.gpuaas.slice.plugins.module_utils import _disk, _usage
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+
+Result = TypeVar("Result")
+
+Disk = _disk.Disk
+Usage = _usage.Usage
+disks = _disk.disks
+resolve = _disk.resolve
+of_slot = _disk.of_slot
+pci_addresses = _disk.pci_addresses
+usage = _usage.usage
+usages = _usage.usages
+
+# QEMU keeps shared locks on bytes from 100 and from 200 of an image that it has open.
+_QEMU_LOCKS = (100, 200)
+_PATIENCE_S = 15.0  # How long udev or a scan may hold the disk before that counts as use.
+
+
+def refusals(disk: Disk, used: Usage) -> list[Refusal]:
+    """Why the disk must not be written to: `os_disk` or `disk_in_use`, nothing when it is free."""
+    found = used.findings()
+    codes = [code for code, _why in found]
+    if not found:
+        return []
+    return [
+        Refusal(
+            "os_disk" if "os_disk" in codes else "disk_in_use",
+            expected=f"{disk.by_id or disk.kernel_name} ({disk.identity}) not in use by anything",
+            found="; ".join(f"{code}: {text}" for code, text in found),
+            remedy="stop what uses it, or choose another disk; nothing is taken away by force",
+        )
+    ]
+
+
+@contextlib.contextmanager
+def exclusive(disk: Disk) -> Iterator[int]:
+    """A descriptor of the disk that nobody else can claim, checked to be that disk and unused.
+
+    Opened for direct I/O. While it is held no partition of the disk can be mounted or formatted,
+    and a QEMU that shares our /dev cannot start on it.
+    """
+    flags = os.O_RDWR | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC
+    try:
+        descriptor = _patiently(lambda: os.open(_disk.node(disk.kernel_name), flags))
+    except OSError as busy:
+        if busy.errno != errno.EBUSY:
+            raise
+        raise _busy(disk, "the kernel: it is claimed") from busy
+    try:
+        _reserve(descriptor, disk)
+        actual = _disk.of_descriptor(descriptor)
+        _disk.require(actual, identifier=disk.identity, serial=disk.serial, size=disk.size_bytes)
+        _refuse_use(actual)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _refuse_use(disk: Disk) -> None:
+    """A program may look at the disk for a moment; everything else is refused at once."""
+    until = time.monotonic() + _PATIENCE_S
+    while True:
+        used = _usage.usage(disk)
+        blockers = refusals(disk, used)
+        if not blockers:
+            return
+        lasting = {code for code, _why in used.findings()} - {"held_open"}
+        if lasting or time.monotonic() > until:
+            raise blockers[0]
+        time.sleep(0.2)
+
+
+def _reserve(descriptor: int, disk: Disk) -> None:
+    try:
+        # udev's protocol: it leaves a disk alone while somebody has it locked.
+        _patiently(lambda: fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB))
+    except OSError as locked:
+        raise _busy(disk, "a program that locked it") from locked
+    for first in _QEMU_LOCKS:
+        lock = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, first, 100, 0)
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, lock)
+        except OSError as locked:
+            raise _busy(disk, "QEMU's image locks") from locked
+
+
+def _patiently(act: Callable[[], Result]) -> Result:
+    """Try again while something passing holds the disk; the last OSError comes out."""
+    until = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return act()
+        except OSError as refused:
+            if refused.errno not in (errno.EBUSY, errno.EAGAIN) or time.monotonic() > until:
+                raise
+        time.sleep(0.2)
+
+
+def _busy(disk: Disk, who: str) -> Refusal:
+    """What uses the disk, as far as it can be seen; otherwise who refused."""
+    found = refusals(disk, _usage.usage(disk))
+    if found:
+        return found[0]
+    return Refusal(
+        "disk_in_use",
+        expected=f"{disk.by_id or disk.kernel_name} ({disk.identity}) free to be claimed",
+        found=f"held by {who}",
+        remedy="find its user (`lsblk`, `fuser`) and stop it; nothing is taken away by force",
+    )

@@ -1,0 +1,286 @@
+"""What survives a reboot: a oneshot service per concern that runs the collection's code at boot.
+
+The host needs no Ansible for it: the sources that the concern imports are copied below LIBRARY
+under their real names, and a script of a few lines calls `boot(<settings file>)` of one of them. So
+what runs at boot and what a playbook runs is the same observe, plan, apply and verify.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _command, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+
+LIBRARY = "/usr/local/lib/gpuaas"
+PACKAGE = "ansible_collections.gpuaas.slice.plugins.module_utils"
+SLICE_MODE = "/etc/gpuaas/slice-mode.json"
+STEPS = ("install_service", "start_service", "remove_service")
+
+_UNITS = "/etc/systemd/system"
+_PROGRAMS = "/usr/local/sbin"
+
+_SCRIPT = """\
+#!/usr/bin/python3 -I
+# Written by the gpuaas.slice collection; changed by its playbooks only.
+import sys
+
+sys.dont_write_bytecode = True
+sys.path.insert(0, "{library}")
+
+from {package} import {module}
+
+sys.exit({module}.boot("{settings}"))
+"""
+
+_UNIT = """\
+# Written by the gpuaas.slice collection; changed by its playbooks only.
+[Unit]
+Description={description}
+{order}
+
+[Service]
+Type=oneshot
+RemainAfterExit=yes
+ExecStart={program}
+{after}TimeoutStartSec=180
+
+[Install]
+WantedBy=multi-user.target
+"""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A concern that is brought back at boot.
+
+    module: the file of module_utils with `boot`. settings: what `boot` is given, kept as JSON in
+    `settings_path`. order: lines of the [Unit] section. after: ExecStartPost or "".
+    """
+
+    name: str
+    description: str
+    module: str
+    settings_path: str
+    settings: Mapping[str, Any]
+    order: tuple[str, ...] = ()
+    after: str = ""
+
+    @property
+    def service(self) -> str:
+        return f"{self.name}.service"
+
+
+@dataclass(frozen=True)
+class Service:
+    """What systemd says of a unit; started_at: seconds since the epoch, 0 when it does not run."""
+
+    active: bool
+    enabled: bool
+    started_at: int
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What of a unit is on the host. differing: files that are not what they should be."""
+
+    differing: tuple[str, ...]
+    present: tuple[str, ...]
+    service: Service
+
+
+def observe(unit: Unit) -> Installed:
+    wanted = _files(unit)
+    return Installed(
+        differing=tuple(p for p, (text, _mode) in wanted.items() if not _is(p, text)),
+        present=tuple(p for p in _own(unit) if _host.path(p).exists()),
+        service=services([unit.service])[unit.service],
+    )
+
+
+def plan(unit: Unit, found: Installed) -> list[_change.Step]:
+    """Steps that make the concern come back at every boot, and count as done in this one."""
+    steps = []
+    if found.differing or not found.service.enabled:
+        before = {"differing": list(found.differing), "enabled": found.service.enabled}
+        after = {"differing": [], "enabled": True}
+        steps.append(_change.Step("install_service", f"{unit.service} files", before, after))
+    if not found.service.active:
+        steps.append(_change.Step("start_service", unit.service, "inactive", "active"))
+    return steps
+
+
+def plan_removal(unit: Unit, found: Installed) -> list[_change.Step]:
+    if not found.present:
+        return []
+    return [_change.Step("remove_service", unit.service, list(found.present), [])]
+
+
+def apply(unit: Unit, step: _change.Step) -> None:
+    """Do one of STEPS."""
+    if step.name == "install_service":
+        for absolute, (text, mode) in _files(unit).items():
+            _host.write(absolute, text, mode)
+        _command.run(["systemctl", "daemon-reload"])
+        _command.run(["systemctl", "enable", unit.service])
+    elif step.name == "start_service":
+        # restart, not start: a failed or half-done earlier start must not be taken for this one.
+        _command.run(["systemctl", "restart", unit.service], timeout=200)
+    elif step.name == "remove_service":
+        _command.run(["systemctl", "disable", "--now", unit.service], ok=(0, 1, 5))
+        for absolute in _own(unit):
+            _host.remove(absolute)
+        # The last unit takes the library with it.
+        if not list(_host.path(_UNITS).glob("gpuaas-*.service")):
+            shutil.rmtree(_host.path(LIBRARY), ignore_errors=True)
+        _command.run(["systemctl", "daemon-reload"])
+
+
+def services(names: Iterable[str]) -> dict[str, Service]:
+    """Several units in one call; a unit that does not exist is inactive and not enabled."""
+    wanted = list(names)
+    properties = "--property=ActiveState,UnitFileState,ActiveEnterTimestamp"
+    shown = _command.run(["systemctl", "show", "--timestamp=unix", properties, "--", *wanted])
+    blocks = [dict(_pairs(block)) for block in shown.out.strip().split("\n\n")]
+    if len(blocks) != len(wanted):
+        raise Refusal(
+            "systemd_answer_unreadable",
+            expected=f"{len(wanted)} units from systemctl show",
+            found=f"{len(blocks)}",
+            remedy="run `systemctl show` for these units by hand",
+        )
+    return {name: _service(block) for name, block in zip(wanted, blocks, strict=True)}
+
+
+def slice_mode() -> bool:
+    """Whether this host was put into slice mode on purpose (bootstrap writes the file)."""
+    try:
+        return bool(json.loads(_host.read(SLICE_MODE) or "{}").get("mode") == "slice")
+    except (ValueError, AttributeError):
+        return False
+
+
+def boot(
+    subject: _change.Subject,
+    settings_path: str,
+    *,
+    wait_for: tuple[str, ...] = (),
+    patience: float = 90,
+    sleep: Callable[[float], None] = time.sleep,
+) -> int:
+    """Body of a boot script: drive `subject` by the settings file; 0 when done and verified.
+
+    wait_for: refusal codes that early boot explains (a card whose driver is still loading), retried
+    for `patience` seconds. Longer than TimeoutStartSec of the unit would hide the refusal.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        failure: Refusal | None
+        try:
+            settings = json.loads(_host.read(settings_path) or "{}")
+            outcome = _change.drive(subject, settings, check_mode=False)
+            failure = outcome.failure
+            _say(f"done: {', '.join(outcome.done) or 'nothing to do'}")
+        except Refusal as refusal:
+            failure = refusal
+        if failure is None:
+            return 0
+        if failure.code not in wait_for or time.monotonic() > deadline:
+            _say(str(failure))
+            return 1
+        sleep(2)
+
+
+def sources(module: str) -> dict[str, str]:
+    """`module` and every file of module_utils that it imports, near or far: name to source text."""
+    found: dict[str, str] = {}
+    queue = [module]
+    while queue:
+        name = queue.pop()
+        if name in found:
+            continue
+        found[name] = _source(name)
+        queue.extend(_imported(found[name]))
+    return found
+
+
+def _source(name: str) -> str:
+    # The loader knows: of files, of the zip that Ansible sends a module in, of a generated script.
+    spec = importlib.util.find_spec(f"{PACKAGE}.{name}")
+    source = getattr(spec.loader if spec else None, "get_source", None)
+    text = source(f"{PACKAGE}.{name}") if source else None
+    if text is None:
+        raise ImportError(f"no source text of {name}")
+    return str(text)
+
+
+def _imported(source: str) -> list[str]:
+    names: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module == PACKAGE:
+            names.extend(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{PACKAGE}."):
+            names.append(str(node.module).removeprefix(f"{PACKAGE}."))
+    return names
+
+
+def _own(unit: Unit) -> tuple[str, ...]:
+    """The files of this unit alone; the library is shared with the other units."""
+    return (
+        f"{_UNITS}/{unit.service}",
+        f"{_PROGRAMS}/{unit.name}",
+        unit.settings_path,
+    )
+
+
+def _files(unit: Unit) -> dict[str, tuple[str, int]]:
+    service, program, settings = _own(unit)
+    folder = f"{LIBRARY}/{PACKAGE.replace('.', '/')}"
+    library = {f"{folder}/{n}.py": (text, 0o644) for n, text in sources(unit.module).items()}
+    script = _SCRIPT.format(
+        library=LIBRARY, package=PACKAGE, module=unit.module, settings=unit.settings_path
+    )
+    definition = _UNIT.format(
+        description=unit.description,
+        order="\n".join(unit.order),
+        program=program,
+        after=f"ExecStartPost={unit.after}\n" if unit.after else "",
+    )
+    return {
+        **library,
+        settings: (json.dumps(unit.settings, indent=2, sort_keys=True) + "\n", 0o644),
+        program: (script, 0o755),
+        service: (definition, 0o644),
+    }
+
+
+def _is(absolute: str, text: str) -> bool:
+    return _host.read(absolute) == text.strip()
+
+
+def _pairs(block: str) -> list[tuple[str, str]]:
+    return [(key, value) for key, _eq, value in (line.partition("=") for line in block.split("\n"))]
+
+
+def _service(block: Mapping[str, str]) -> Service:
+    stamp = block.get("ActiveEnterTimestamp", "").removeprefix("@")
+    active = block.get("ActiveState") in ("active", "reloading")
+    return Service(
+        active=active,
+        enabled=block.get("UnitFileState") in ("enabled", "enabled-runtime", "static", "alias"),
+        started_at=int(stamp) if active and stamp.isdigit() else 0,
+    )
+
+
+def _say(text: str) -> None:
+    # The journal takes one message per line; a newline in it would be a second, forged one.
+    sys.stdout.write(text.replace("\n", " ") + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,192 @@
+"""The driver of every module: observe, plan, apply, verify for those that change something.
+
+`check_mode` is looked at here and nowhere else in the collection. *changed*, *diff* and the actions
+come from one plan, so they cannot disagree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+
+State = TypeVar("State")
+Params = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One act of a plan.
+
+    name: stable verb_noun, for example `stop_domain`; a step must be safe to do twice.
+    subject: what it acts on; the key of its entry in the diff.
+    before, after: what the diff shows; JSON values.
+    destroys: identity of the data that is lost when the step runs, or None.
+    """
+
+    name: str
+    subject: str
+    before: Any = None
+    after: Any = None
+    destroys: str | None = None
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "subject": self.subject,
+            "before": self.before,
+            "after": self.after,
+            "destroys": self.destroys,
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What would be done. With a blocker nothing is done: a blocker is never a warning."""
+
+    steps: tuple[Step, ...] = ()
+    blockers: tuple[Refusal, ...] = ()
+
+
+@dataclass
+class Outcome:
+    """What a drive ended in; `failure` is None when every step is done and verified."""
+
+    plan: Plan
+    changed: bool = False
+    done: list[str] = field(default_factory=list)
+    evidence: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    failure: Refusal | None = None
+    failed_step: str | None = None
+
+    def document(self) -> dict[str, Any]:
+        steps = self.plan.steps
+        return {
+            "changed": self.changed,
+            "plan": [step.document() for step in steps],
+            "done": self.done,
+            "evidence": self.evidence,
+            "diff": {
+                "before": {step.subject: step.before for step in steps},
+                "after": {step.subject: step.after for step in steps},
+            },
+            **self.facts,
+        }
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A module's four functions; `plan` is pure over parameters and state.
+
+    apply returns evidence (a JSON object) for its step or None. facts turns the last observed state
+    into return values of the module. exclusive is a lock on this host, held from the first look to
+    the last, for plans that two runs must not make from the same look. Check mode takes none: it
+    leaves nothing behind, and its plan is a forecast.
+    """
+
+    observe: Callable[[Params], Any]
+    plan: Callable[[Params, Any], Plan]
+    apply: Callable[[Params, Step], dict[str, Any] | None]
+    facts: Callable[[Params, Any], dict[str, Any]] = lambda _params, _state: {}
+    exclusive: Callable[[Params], AbstractContextManager[object]] = lambda _params: (
+        contextlib.nullcontext()
+    )
+
+
+def drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
+    """Bring the host to what `params` ask for, or say why not."""
+    with contextlib.nullcontext() if check_mode else subject.exclusive(params):
+        return _drive(subject, params, check_mode=check_mode)
+
+
+def _drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
+    state = subject.observe(params)
+    outcome = Outcome(plan=subject.plan(params, state), facts=subject.facts(params, state))
+    if outcome.plan.blockers:
+        outcome.failure = outcome.plan.blockers[0]
+        return outcome
+    outcome.changed = bool(outcome.plan.steps)
+    if check_mode or not outcome.plan.steps:
+        return outcome
+
+    outcome.changed = False
+    for step in outcome.plan.steps:
+        try:
+            evidence = subject.apply(params, step)
+        except Refusal as refusal:
+            # The step may have acted before it failed, so the host counts as changed.
+            outcome.changed = True
+            outcome.failure, outcome.failed_step = refusal, step.name
+            return outcome
+        outcome.changed = True
+        outcome.done.append(step.name)
+        if evidence is not None:
+            outcome.evidence[step.name] = evidence
+    _verify(subject, params, outcome)
+    return outcome
+
+
+def _verify(subject: Subject, params: Params, outcome: Outcome) -> None:
+    """A change counts only when a second look finds nothing left to do."""
+    state = subject.observe(params)
+    outcome.facts = subject.facts(params, state)
+    rest = subject.plan(params, state)
+    if rest.blockers:
+        outcome.failure, outcome.failed_step = rest.blockers[0], "verify"
+    elif rest.steps:
+        left = ", ".join(f"{step.name}({step.subject})" for step in rest.steps)
+        outcome.failed_step = "verify"
+        outcome.failure = Refusal(
+            "verify_failed",
+            expected="nothing left to do after the change",
+            found=f"still open: {left}",
+            remedy="read the evidence of the steps; the host did not take the change",
+        )
+
+
+def run(module: Any, subject: Subject) -> None:
+    """Drive `subject` for an AnsibleModule and leave through exit_json or fail_json."""
+    try:
+        outcome = drive(subject, module.params, check_mode=module.check_mode)
+    except Refusal as refusal:
+        module.fail_json(msg=str(refusal), error=refusal.document(), changed=False)
+        return
+    document = outcome.document()
+    if outcome.failure is None:
+        module.exit_json(**document)
+        return
+    module.fail_json(
+        msg=str(outcome.failure),
+        error=outcome.failure.document(),
+        blockers=[blocker.document() for blocker in outcome.plan.blockers],
+        failed_step=outcome.failed_step,
+        **document,
+    )
+
+
+def inform(module: Any, look: Callable[[Params], dict[str, Any]]) -> None:
+    """Run a read-only module: `look` returns its values."""
+    attend(module, lambda params, _once: (look(params), None))
+
+
+def attend(
+    module: Any, watch: Callable[[Params, bool], tuple[dict[str, Any], Refusal | None]]
+) -> None:
+    """Run a read-only module that waits for something; in check mode `watch` is to look once.
+
+    watch returns the module's values and why they are not what was waited for, or None. A failure
+    has the values too: they are its evidence.
+    """
+    try:
+        found, refusal = watch(module.params, module.check_mode)
+    except Refusal as invalid:
+        found, refusal = {}, invalid
+    if refusal is None:
+        module.exit_json(changed=False, **found)
+        return
+    module.fail_json(msg=str(refusal), error=refusal.document(), changed=False, **found)

@@ -1,0 +1,236 @@
+"""Bootstrap of a deployed machine by itself, for cloud-init or an operator's shell.
+
+The same subjects in the same order as the playbook bootstrap, one line each on standard output. A
+step that fails ends it: later ones build on earlier ones. A reboot comes last and only when it is
+needed and allowed; the boot services then bring back what a reboot takes.
+
+Exit codes: 0 done, 1 a step failed, 2 wrong settings, 3 done as far as possible without a reboot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _baseline,
+    _change,
+    _command,
+    _fabric,
+    _gpu_services,
+    _grub,
+    _ipoib,
+    _libvirt_host,
+    _packages,
+    _parity,
+    _resolution,
+    _slice_mode,
+    _tuning,
+    _tuning_profiles,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+
+DONE, FAILED, WRONG_CALL, REBOOT_NEEDED = 0, 1, 2, 3
+DEFAULT_PROFILE = "xe9680l-h200"
+
+SETTINGS = """\
+settings, from the environment:
+  GPUAAS_SLICE_PROFILE             hardware profile (xe9680l-h200)
+  GPUAAS_SLICE_REBOOT_IF_REQUIRED  1 reboots when that is needed; 0 (default) only says so
+  GPUAAS_SLICE_FABRIC_INTERFACE    the site's values of this machine where the profile has none:
+  GPUAAS_SLICE_FABRIC_ADDRESS      interface, address with prefix length and
+  GPUAAS_SLICE_FABRIC_ROUTE        subnet of the InfiniBand fabric
+  GPUAAS_SLICE_TUNING              tuned profiles beside those of the hardware profile, with commas:
+                                   hugepages-1g, network-buffers
+  GPUAAS_SLICE_API_NAMES           name=address,... of the control plane where DNS does not know it
+exit codes: 0 done, 1 a step failed, 2 wrong settings, 3 a reboot is needed and not allowed
+"""
+
+_FABRIC = {
+    "interface": "GPUAAS_SLICE_FABRIC_INTERFACE",
+    "site_address": "GPUAAS_SLICE_FABRIC_ADDRESS",
+    "route": "GPUAAS_SLICE_FABRIC_ROUTE",
+}
+_KERNEL = _change.Subject(_grub.observe, _grub.plan, _grub.apply, _grub.facts)
+_NETWORK = _change.Subject(_baseline.observe, _baseline.plan, _baseline.apply, _baseline.facts)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One step: its name, a subject and the subject's parameters."""
+
+    name: str
+    subject: _change.Subject
+    params: Mapping[str, Any]
+
+
+def main(words: Sequence[str], environment: Mapping[str, str]) -> int:
+    """The whole bootstrap. Profiles are the JSON that the generated file carries."""
+    return _run(words, environment, "Make a slice host of this deployed machine.")
+
+
+def network(words: Sequence[str], environment: Mapping[str, str]) -> int:
+    """The network baseline alone: repaired now, and by its service at every boot."""
+    return _run(words, environment, "Repair the network baseline of this slice host.", "network")
+
+
+def _run(words: Sequence[str], environment: Mapping[str, str], about: str, only: str = "") -> int:
+    # What is run is a file descriptor, which has no name that helps.
+    parser = argparse.ArgumentParser(
+        prog="sh <this file>",
+        description=about,
+        epilog=SETTINGS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--check", action="store_true", help="say what would be done")
+    check = parser.parse_args(words).check
+    try:
+        profile = _profile(environment)
+        may_reboot = _switch(environment, "GPUAAS_SLICE_REBOOT_IF_REQUIRED")
+    except Refusal as refusal:
+        _say("settings", "FAIL", str(refusal))
+        return WRONG_CALL
+    if os.geteuid() != 0 and not check:
+        _say("settings", "FAIL", "must be run as root")
+        return WRONG_CALL
+    failed = False
+    for part in parts(profile):
+        if only not in ("", part.name):
+            continue
+        failed = not _done(part, check=check) or failed
+        # A forecast names everything that stands in the way, not only the first.
+        if failed and not check:
+            break
+    if failed:
+        return FAILED
+    return DONE if check or only else _reboot(profile, may_reboot=may_reboot)
+
+
+def parts(profile: Mapping[str, Any]) -> Iterator[Part]:
+    """What a slice host of this profile needs, in order."""
+    fabric, network = profile["fabric"], profile["network"]
+    packages = [*_packages.REQUIRED, *profile.get("packages", [])]
+    yield Part("packages", _packages.SUBJECT, {"packages": packages})
+    services = {"services": profile["gpu_services"]}
+    yield Part("gpu_services", _gpu_services.SUBJECT, services)
+    if profile.get("api_names"):
+        yield Part("api_names", _resolution.SUBJECT, {"names": profile["api_names"]})
+    yield Part("tuning", _tuning.SUBJECT, {"profiles": profile.get("tuning", [])})
+    yield Part("kernel", _KERNEL, _kernel(profile))
+    yield Part("libvirt", _libvirt_host.SUBJECT, {"directory": "/var/lib/libvirt"})
+    if fabric["pf_ids"]:
+        cards = {"pfs": [], "pf_ids": fabric["pf_ids"], "macs": {}}
+        yield Part("fabric", _fabric.SUBJECT, {**cards, "count": fabric["vfs_per_pf"]})
+    if fabric["ipoib"] and fabric["site_address"]:
+        own = {"interface": fabric.get("interface", ""), "route": fabric["route"]}
+        yield Part("ipoib", _ipoib.SUBJECT, {**own, "address": fabric["site_address"]})
+    keys = ("bridge", "address", "subnet", "tmfifo")
+    yield Part("network", _NETWORK, {key: network[key] for key in keys})
+    yield Part("slice_mode", _slice_mode.SUBJECT, {"profile": profile["name"]})
+
+
+def _kernel(profile: Mapping[str, Any], *, in_effect: bool = False) -> dict[str, Any]:
+    return {
+        "arguments": profile["kernel_arguments"],
+        "tuning": profile.get("tuning", []),
+        "hugepages_1g": profile.get("hugepages_1g"),
+        "state": "present",
+        "in_effect": in_effect,
+    }
+
+
+def _done(part: Part, *, check: bool) -> bool:
+    """Drive one part and say how it ended."""
+    try:
+        outcome = _change.drive(part.subject, part.params, check_mode=check)
+    except (Refusal, OSError, ValueError, LookupError) as problem:
+        _say(part.name, "FAIL", str(problem) or type(problem).__name__)
+        return False
+    if outcome.failure is not None:
+        _say(part.name, "FAIL", str(outcome.failure))
+        return False
+    steps = [f"{step.name}({step.subject})" for step in outcome.plan.steps]
+    status = "PASS" if not steps else "PLANNED" if check else "CHANGED"
+    _say(part.name, status, ", ".join(steps) or "nothing to do")
+    return True
+
+
+def _reboot(profile: Mapping[str, Any], *, may_reboot: bool) -> int:
+    """Prove that this boot has what was configured, or get a boot that has."""
+    reasons = _grub.reboot_reasons(_kernel(profile), _grub.observe(_kernel(profile)))
+    if not reasons:
+        proof = Part("in_effect", _KERNEL, _kernel(profile, in_effect=True))
+        return DONE if _done(proof, check=True) else FAILED
+    if not may_reboot:
+        allow = "GPUAAS_SLICE_REBOOT_IF_REQUIRED=1 allows it"
+        _say("reboot", "WARN", f"{'; '.join(reasons)}; {allow}")
+        return REBOOT_NEEDED
+    _say("reboot", "CHANGED", "; ".join(reasons))
+    try:
+        # As a job of its own: cloud-init, which may have called us, gets to its end first.
+        _command.run(["systemctl", "--no-block", "reboot"])
+    except Refusal as refusal:
+        _say("reboot", "FAIL", str(refusal))
+        return FAILED
+    return DONE
+
+
+def _profile(environment: Mapping[str, str]) -> dict[str, Any]:
+    name = environment.get("GPUAAS_SLICE_PROFILE") or DEFAULT_PROFILE
+    try:
+        profile: dict[str, Any] = json.loads(_carried(name))
+    except LookupError as unknown:
+        raise Refusal(
+            "profile_unknown",
+            expected="a hardware profile that this file carries",
+            found=name,
+            remedy="set GPUAAS_SLICE_PROFILE to the name of one; see the end of this file",
+        ) from unknown
+    for key, variable in _FABRIC.items():
+        if environment.get(variable):
+            profile["fabric"][key] = environment[variable]
+    profile["tuning"] = _tuned(profile.get("tuning", []), environment)
+    pairs = [pair for pair in environment.get("GPUAAS_SLICE_API_NAMES", "").split(",") if pair]
+    profile["api_names"] = dict(pair.partition("=")[::2] for pair in pairs)
+    return profile
+
+
+def _tuned(asked: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    more = [name for name in environment.get("GPUAAS_SLICE_TUNING", "").split(",") if name]
+    unknown = [name for name in more if name not in _tuning_profiles.PROFILES]
+    if unknown:
+        raise Refusal(
+            "setting_invalid",
+            expected=f"GPUAAS_SLICE_TUNING of {', '.join(_tuning_profiles.PROFILES)}",
+            found=", ".join(unknown),
+            remedy="nothing was done; correct the setting",
+        )
+    return list(dict.fromkeys([*asked, *more]))
+
+
+def _carried(name: str) -> str:
+    """A file that the generated script carries. Raises LookupError."""
+    return str(globals()["__loader__"].get_data(name).decode())
+
+
+def _switch(environment: Mapping[str, str], name: str) -> bool:
+    value = environment.get(name, "0")
+    if value not in ("", "0", "1"):
+        raise Refusal(
+            "setting_invalid",
+            expected=f"{name} to be 0 or 1",
+            found=value,
+            remedy="nothing was done; correct the setting",
+        )
+    return value == "1"
+
+
+def _say(step: str, status: str, detail: str) -> None:
+    line = f"GPUAAS_SLICE_BOOTSTRAP status={status} step={step} detail={_parity.quoted(detail)}"
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()

@@ -1,0 +1,151 @@
+"""The host's own ledger: per slot the highest fence seen, its holder, whether its disk is dirty.
+
+One JSON file per slot under /var/lib/gpuaas/ledger, replaced atomically and synced, so that it
+survives power loss. It is what lets a host refuse a controller that lost its claim (I10), and what
+proves whether a failed run wrote to the disk (a disk is marked dirty *before* the first byte).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils import _host
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+
+DIRECTORY = f"{_host.STATE_DIRECTORY}/ledger"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the host knows of one slot.
+
+    fence: highest number seen; 0 before the first claim. allocation_id: holder of the lease or "".
+    disk: identity of the slot's disk. dirty: a tenant's or unknown bytes may be on it.
+    dirty_at, clean_at: ISO times; proof: the last wipe proof, as nvme_wipe returned it.
+    """
+
+    slot_id: str
+    fence: int = 0
+    allocation_id: str = ""
+    disk: str = ""
+    dirty: bool = False
+    dirty_at: str = ""
+    clean_at: str = ""
+    proof: dict[str, object] | None = None
+
+
+def load(slot_id: str) -> Entry:
+    """The slot's entry; a fresh one when the host has never seen the slot."""
+    text = _host.read(_file(slot_id))
+    if text is None:
+        return Entry(slot_id)
+    try:
+        return Entry(**json.loads(text))
+    except (ValueError, TypeError) as broken:
+        raise Refusal(
+            "ledger_unreadable",
+            expected=f"a ledger entry in {_file(slot_id)}",
+            found=str(broken),
+            remedy="keep the file as evidence, disable the slot and repair it from the last proof",
+        ) from broken
+
+
+def entries() -> list[Entry]:
+    """Every slot that this host has seen, by slot id."""
+    folder = _host.path(DIRECTORY)
+    return [load(file.stem) for file in sorted(folder.glob("*.json"))] if folder.is_dir() else []
+
+
+def check(slot_id: str, fence: int) -> Entry:
+    """Refuse a fence lower than the highest seen. Call it before every destructive step."""
+    entry = load(slot_id)
+    if fence < entry.fence:
+        raise Refusal(
+            "stale_fence",
+            expected=f"a fence of at least {entry.fence} for slot {slot_id}",
+            found=f"fence {fence}",
+            remedy="this run belongs to an older claim: read the slot, do not retry",
+        )
+    return entry
+
+
+def check_each(slots: Iterable[Mapping[str, Any]]) -> None:
+    """The same for every bundle that a run was given."""
+    for slot in slots:
+        check(str(slot["slot_id"]), int(slot["fence"]))
+
+
+def hold(slot_id: str, *, fence: int, allocation_id: str, disk: str) -> Entry:
+    """Take the lease for an allocation and remember its fence."""
+    with locked():
+        entry = check(slot_id, fence)
+        if entry.allocation_id not in ("", allocation_id) and fence == entry.fence:
+            raise Refusal(
+                "slot_leased",
+                expected=f"slot {slot_id} free or leased by {allocation_id}",
+                found=f"leased by {entry.allocation_id} under the same fence {fence}",
+                remedy="verify the absence of that allocation and release it first",
+            )
+        if entry.dirty and entry.allocation_id != allocation_id:
+            raise Refusal(
+                "disk_dirty",
+                expected=f"a clean disk in slot {slot_id}",
+                found=f"marked dirty at {entry.dirty_at} and not wiped since",
+                remedy="wipe the slot (`gpuaas recover`) before it is given to another tenant",
+            )
+        return _save(replace(entry, fence=fence, allocation_id=allocation_id, disk=disk))
+
+
+def raise_fence(slot_id: str, *, fence: int) -> Entry:
+    """Refuse, from now on, every run with a lower fence."""
+    with locked():
+        return _save(replace(check(slot_id, fence), fence=fence))
+
+
+def release(slot_id: str, *, fence: int) -> Entry:
+    """Give the lease back; fence and disk state stay."""
+    with locked():
+        return _save(replace(check(slot_id, fence), fence=fence, allocation_id=""))
+
+
+def mark_dirty(slot_id: str, *, fence: int, disk: str) -> Entry:
+    """Say, durably, that bytes are about to be written. Before the first byte, never after."""
+    with locked():
+        entry = check(slot_id, fence)
+        return _save(
+            replace(entry, fence=fence, disk=disk, dirty=True, dirty_at=_host.now(), proof=None)
+        )
+
+
+def mark_clean(slot_id: str, *, fence: int, disk: str, proof: dict[str, object]) -> Entry:
+    """Record a verified wipe."""
+    with locked():
+        entry = check(slot_id, fence)
+        return _save(
+            replace(entry, fence=fence, disk=disk, dirty=False, clean_at=_host.now(), proof=proof)
+        )
+
+
+def locked() -> AbstractContextManager[None]:
+    """One writer of the ledger at a time on this host."""
+    return _host.locked(DIRECTORY, mode=0o700)
+
+
+def _file(slot_id: str) -> str:
+    if not slot_id or not all(c.isalnum() or c in "-_" for c in slot_id):
+        raise Refusal(
+            "slot_id_invalid",
+            expected="a slot id of letters, digits, - and _",
+            found=repr(slot_id),
+            remedy="pass the id that the reconciler shows",
+        )
+    return f"{DIRECTORY}/{slot_id}.json"
+
+
+def _save(entry: Entry) -> Entry:
+    _host.write(_file(entry.slot_id), json.dumps(asdict(entry), sort_keys=True) + "\n", mode=0o600)
+    return entry

@@ -1,0 +1,213 @@
+"""Parity checks of the slice network, most of them by using it."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _command,
+    _host,
+    _parity_probe,
+    _topology_network,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils._parity import (
+    Verdict,
+    failed,
+    passed,
+    verdict,
+    warned,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils._parity_facts import (
+    BASELINE,
+    OLD_BASELINE,
+    Facts,
+)
+
+# What bootstrap writes; named again, since the code that writes it takes seconds to load on a host.
+DNSMASQ = "/etc/dnsmasq.d/gpuaas-slice.conf"
+RESERVATIONS = f"{_host.STATE_DIRECTORY}/dnsmasq/hosts.d"
+TMFIFO, TMFIFO_ADDRESS, TMFIFO_PEER = "tmfifo_net0", "192.168.100.1/30", "192.168.100.2"
+IPOIB = "/etc/netplan/60-ipoib.yaml"
+
+
+def fabric_vfs(facts: Facts) -> Verdict:
+    """Each physical function has its virtual functions, and the approved ones are among them."""
+    fabric = facts.profile["fabric"]
+    physical = [device for device in facts.devices.values() if device.id in fabric["pf_ids"]]
+    problems = [] if physical else [f"no physical function of {', '.join(fabric['pf_ids'])}"]
+    problems += [
+        f"{device.address} has {device.sriov_numvfs} of {fabric['vfs_per_pf']} functions"
+        for device in physical
+        if device.sriov_numvfs < int(fabric["vfs_per_pf"])
+    ]
+    for slot in facts.slots:
+        address = slot["fabric_vf_pci_address"]
+        if address not in facts.devices:
+            problems.append(f"{address} is not there")
+        elif not facts.devices[address].physfn:
+            problems.append(f"{address} is no virtual function")
+    made = sum(device.sriov_numvfs for device in physical)
+    return verdict(problems, f"{made} functions on {len(physical)} cards")
+
+
+def ipoib_netplan(facts: Facts) -> Verdict:
+    """The next boot gives the host its site address: a file alone may be another site's."""
+    text, wanted = _host.read(IPOIB), str(facts.profile["fabric"].get("site_address") or "")
+    if not text:
+        return failed(f"{IPOIB} is missing")
+    if wanted and not re.search(rf"(?<![0-9.]){re.escape(wanted)}(?![0-9])", text):
+        return failed(f"{IPOIB} does not give {wanted}")
+    return passed(f"{IPOIB} {wanted}".strip())
+
+
+def fabric_address(facts: Facts) -> Verdict:
+    wanted = str(facts.profile["fabric"].get("site_address") or "")
+    found = {
+        name: interface.addresses
+        for name, interface in facts.interfaces.items()
+        if name.startswith("ibp")
+    }
+    for name, addresses in found.items():
+        if any(wanted in (address, address.partition("/")[0]) for address in addresses):
+            return passed(f"{name} has {wanted}")
+    return failed(f"no ibp* interface has {wanted or 'a site address (the profile names none)'}")
+
+
+def fabric_route(facts: Facts) -> Verdict:
+    wanted = str(facts.profile["fabric"].get("route") or "")
+    if not wanted:
+        return failed("the profile names no fabric route")
+    return passed(wanted) if wanted in facts.routes else failed(f"no route to {wanted}")
+
+
+def ovs_bridge(facts: Facts) -> Verdict:
+    """The bridge is Open vSwitch's, up, and owns the gateway's address."""
+    name, address = facts.network["bridge"], facts.network["address"]
+    found = facts.interfaces.get(name)
+    if found is None:
+        return failed(f"{name} is missing")
+    problems = [] if found.up else [f"{name} is down"]
+    if address not in found.addresses:
+        problems.append(f"{name} has {', '.join(found.addresses) or 'no address'}, not {address}")
+    # A guest that was put on it is proof enough.
+    if (
+        facts.guest_problem
+        and _command.run(["ovs-vsctl", "--timeout=10", "br-exists", name], ok=(0, 2)).rc
+    ):
+        problems.append(f"{name} is no bridge of Open vSwitch")
+    return verdict(problems, f"{name} {address}")
+
+
+def dnsmasq(facts: Facts) -> Verdict:
+    """A guest on the bridge gets an answer, and the same process listens for DHCP."""
+    pid, bridge = _topology_network.dnsmasq_pid(), facts.network["bridge"]
+    if not pid:
+        return failed("dnsmasq does not run")
+    problems = []
+    if not facts.guest.named:
+        problems.append(f"process {pid} runs, but does not answer a guest on {bridge}")
+    if not _topology_network.listens(pid, 67):
+        problems.append(f"process {pid} does not listen for DHCP")
+    return verdict(problems, f"process {pid} answers a guest on {bridge} and listens for DHCP")
+
+
+def dnsmasq_config(_facts: Facts) -> Verdict:
+    """The next start of dnsmasq works: settings parse, nothing stale, no address reserved twice."""
+    problems = [f"stale {name}" for name in _topology_network.stale_reservations()]
+    if _host.read(DNSMASQ) is None:
+        problems.append(f"{DNSMASQ} is missing")
+    problems += _duplicates()
+    # Debian's service adds the folder on its command line, so the test must name it too.
+    folder = "--conf-dir=/etc/dnsmasq.d,.dpkg-dist,.dpkg-old,.dpkg-new"
+    tested = _command.run(["dnsmasq", "--test", folder], ok=range(256))
+    if tested.rc:
+        problems.append((tested.err or tested.out).strip())
+    return verdict(problems, "syntax check OK, nothing stale")
+
+
+def nat(facts: Facts) -> Verdict:
+    subnet = facts.network["subnet"]
+    for rule in facts.nat_rules:
+        if _topology_network.translates(rule, subnet):
+            return passed(rule)
+    return failed(f"no rule of POSTROUTING translates {subnet}")
+
+
+def ip_forwarding(_facts: Facts) -> Verdict:
+    on = _topology_network.forwarding()
+    return passed("net.ipv4.ip_forward is 1") if on else failed("net.ipv4.ip_forward is not 1")
+
+
+def guest_egress(facts: Facts) -> Verdict:
+    """A guest-like namespace on the bridge reaches the outside through NAT."""
+    target = facts.network.get("egress_probe") or _topology_network.gateway()
+    if not target:
+        return failed("the profile names no egress_probe and the host has no default gateway")
+    found, subnet = facts.guest, ipaddress.ip_network(facts.network["subnet"])
+    raw = [source for source in found.sources if ipaddress.ip_address(source) in subnet]
+    problems = []
+    if found.egress_ms is None:
+        problems.append(f"{target} does not answer a guest, whatever the services say")
+    if raw:
+        problems.append(f"a guest's packets leave untranslated, as {', '.join(raw)}")
+    elif not found.sources:
+        problems.append("no packet of a guest was seen leaving the host")
+    shown = f"{target} answered a guest in {found.egress_ms or 0:.1f} ms"
+    return verdict(problems, f"{shown}, seen as {', '.join(found.sources)}")
+
+
+def network_service(_facts: Facts) -> Verdict:
+    unit = _facts.unit(BASELINE)
+    problems = []
+    if unit.load != "loaded":
+        return failed(f"{BASELINE} is {unit.load or 'unknown'}")
+    if unit.file != "enabled":
+        problems.append(f"{BASELINE} is {unit.file or 'not enabled'}: it would not start at boot")
+    if (unit.active, unit.result) != ("active", "success"):
+        problems.append(f"{BASELINE} is {unit.active}/{unit.sub} ({unit.result})")
+    return verdict(problems, f"{unit.active}/{unit.sub}")
+
+
+def historical_network_service(facts: Facts) -> Verdict:
+    unit = facts.unit(OLD_BASELINE)
+    if unit.load in ("not-found", ""):
+        return passed("absent")
+    return warned(f"{OLD_BASELINE} is still there ({unit.active})")
+
+
+def tmfifo(facts: Facts) -> Verdict:
+    found = facts.interfaces.get(TMFIFO)
+    if found is None:
+        return failed(f"{TMFIFO} is missing")
+    shown = ", ".join(found.addresses) or "no address"
+    return passed(shown) if TMFIFO_ADDRESS in found.addresses else failed(f"{TMFIFO}: {shown}")
+
+
+def rshim_peer(_facts: Facts) -> Verdict:
+    took = _parity_probe.echo(TMFIFO_PEER)
+    return failed(f"{TMFIFO_PEER} is silent") if took is None else passed(f"{took:.1f} ms")
+
+
+def _duplicates() -> list[str]:
+    """Addresses that two reservations name: one such pair keeps dnsmasq from starting."""
+    folder = _host.path(RESERVATIONS)
+    seen: dict[str, str] = {}
+    problems = []
+    for file in sorted(folder.iterdir()) if folder.is_dir() else []:
+        for word in file.read_text(errors="replace").replace("\n", ",").split(","):
+            key = word.strip().lower()
+            if not (_is_address(key) or key.count(":") == 5):
+                continue
+            if key in seen:
+                problems.append(f"{key} is reserved in {seen[key]} and {file.name}")
+            seen[key] = file.name
+    return problems
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.IPv4Address(text)
+    except ValueError:
+        return False
+    return True

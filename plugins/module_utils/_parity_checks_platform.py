@@ -1,0 +1,234 @@
+"""Parity checks of the machine: its management path, firmware, kernel, IOMMU and bindings."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import os
+import time
+from urllib.parse import urlsplit
+
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _grub,
+    _host,
+    _parity_certificate,
+    _pci,
+    _resolution,
+    _topology_host,
+    _topology_pci,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils._parity import (
+    Verdict,
+    failed,
+    passed,
+    verdict,
+    warned,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils._parity_facts import Facts
+
+ENROLMENT = "/etc/gpuaas/enrolment.env"
+HOST_KEY = "/etc/ssh/ssh_host_ed25519_key.pub"
+CERTIFICATE = "/etc/ssh/ssh_host_ed25519_key-cert.pub"
+_TAGS = {"slice": "gpuaas-profile-slice-vm", "baremetal": "gpuaas-profile-baremetal"}
+_KVM_GET_API_VERSION, _KVM_CREATE_VM = 0xAE00, 0xAE01
+
+
+def node_agent(facts: Facts) -> Verdict:
+    """The management path: enrolled, certificate valid, for this key, and offered by sshd."""
+    if not facts.enrolment:
+        return failed(f"not enrolled: {ENROLMENT} is missing")
+    text = _host.read(CERTIFICATE)
+    if text is None:
+        return failed(f"no host certificate in {CERTIFICATE}")
+    certificate = _parity_certificate.parse(text)
+    until, problems = _iso(certificate.valid_before), []
+    if certificate.valid_before <= time.time():
+        problems.append(f"local certificate expired at {until}")
+    if certificate.valid_after > time.time():
+        problems.append(f"local certificate not valid before {_iso(certificate.valid_after)}")
+    if certificate.key != _parity_certificate.key_parts(_host.read(HOST_KEY) or ""):
+        problems.append("local certificate is for another host key")
+    if not _offered():
+        problems.append("sshd does not offer the certificate: no HostCertificate in its settings")
+    return verdict(problems, f"node certificate enrolled, valid until {until}")
+
+
+def name_resolution(facts: Facts) -> Verdict:
+    """Every name of the API leads to an address that answers, even if only with a refusal."""
+    names = _api_names(facts)
+    if not names:
+        return failed(f"{ENROLMENT} names no API")
+    problems, found = [], []
+    for name, port in names.items():
+        answers = [name] if _is_address(name) else _resolution.addresses(name)
+        if not answers:
+            problems.append(f"{name}: Name or service not known")
+            continue
+        silent = [_resolution.unreachable(answer, port) for answer in answers] if port else [""]
+        if all(silent):
+            problems.append(f"{name}: {'; '.join(silent)}")
+        found.append(f"{name} is {'an address' if _is_address(name) else answers[0]}")
+    return verdict(problems, ", ".join(found))
+
+
+def maas_intent(facts: Facts) -> Verdict:
+    tags, wanted = facts.asked.maas_tags, _TAGS[facts.asked.intent]
+    if tags is None:
+        return warned("the MAAS tags of this machine are not known here")
+    return passed(wanted) if wanted in tags else failed(f"tags are {', '.join(tags) or 'none'}")
+
+
+def firmware_virtualization(_facts: object) -> Verdict:
+    for row in (_host.read("/proc/cpuinfo") or "").splitlines():
+        if row.startswith("flags"):
+            found = {"vmx", "svm"} & set(row.split())
+            return passed(found.pop()) if found else failed("no vmx or svm: off in the firmware")
+    return failed("/proc/cpuinfo shows no flags")
+
+
+def kvm(_facts: object) -> Verdict:
+    """A virtual machine can be made, not only: the file exists."""
+    descriptor = os.open(_host.path("/dev/kvm"), os.O_RDWR | os.O_CLOEXEC)
+    try:
+        version = fcntl.ioctl(descriptor, _KVM_GET_API_VERSION)
+        os.close(fcntl.ioctl(descriptor, _KVM_CREATE_VM))
+    finally:
+        os.close(descriptor)
+    return verdict([] if version == 12 else [f"KVM API {version}, not 12"], "a VM can be created")
+
+
+def kernel_cmdline(facts: Facts) -> Verdict:
+    arguments = facts.kernel.arguments
+    problems = [f"{word} is not in /proc/cmdline" for word, there in arguments.items() if not there]
+    return verdict(problems, " ".join(arguments))
+
+
+def iommu_groups(facts: Facts) -> Verdict:
+    """Groups exist, and those of approved devices hold nothing else that lives."""
+    count = facts.kernel.iommu_groups
+    if not count:
+        return failed("the kernel has made no IOMMU group")
+    devices = list(facts.devices.values())
+    problems = [
+        blocker["detail"]
+        for address in facts.passthrough
+        if address in facts.devices
+        for blocker in _topology_pci.group_blockers(facts.devices[address], devices)
+    ]
+    return verdict(problems, f"{count} groups")
+
+
+def vfio_modules(facts: Facts) -> Verdict:
+    """Loaded now, and loaded again after the next boot."""
+    problems = [f"{name} is not loaded" for name in facts.kernel.missing_modules]
+    listed = (_host.read(_grub.MODULES_LOAD) or "").replace("-", "_").split()
+    problems += [
+        f"{name} is not in {_grub.MODULES_LOAD}" for name in _grub.MODULES if name not in listed
+    ]
+    return verdict(problems, " ".join(_grub.MODULES))
+
+
+def vfio_binding(facts: Facts) -> Verdict:
+    """Every approved device is on vfio-pci and answers on its configuration space."""
+    if not facts.passthrough:
+        return warned("no approved slot: nothing is to be bound yet")
+    problems = []
+    if _topology_host.mode() != "slice":
+        problems.append("the host is not in slice mode: nothing would be bound at boot")
+    for address in facts.passthrough:
+        device = facts.devices.get(address)
+        if device is None:
+            problems.append(f"{address} is not there")
+        elif device.driver != _pci.VFIO:
+            problems.append(f"{address} is on {device.driver or 'no driver'}")
+        elif not _pci.answers(address):
+            problems.append(f"{address} does not answer")
+    return verdict(problems, f"{len(facts.passthrough)} devices on {_pci.VFIO}")
+
+
+def gpu_services_quiesced(facts: Facts) -> Verdict:
+    services = facts.profile.get("gpu_services", [])
+    problems = []
+    for name in services:
+        unit = facts.unit(name)
+        if unit.active not in ("inactive", "failed"):
+            problems.append(f"{name} is {unit.active}")
+        if unit.file == "enabled":
+            problems.append(f"{name} starts at boot")
+    problems += _nvidia_holders()
+    return verdict(problems, f"{len(services)} services quiet")
+
+
+def reboot_required(facts: Facts) -> Verdict:
+    return verdict(facts.kernel.reboot_reasons, "the running kernel is what was set up")
+
+
+def api_topology(facts: Facts) -> Verdict:
+    evidence = facts.asked.api_topology
+    if not evidence:
+        return warned("not proven: no topology evidence was given (API token and node id)")
+    blockers = ", ".join(map(str, evidence.get("blockers", [])))
+    if not evidence.get("completed"):
+        why = f" ({blockers})" if blockers else ""
+        return failed(f"the reconciler has no completed discovery of this node{why}")
+    seen, now = evidence.get("boot_id"), _host.identity()["boot_id"]
+    if seen and seen != now:
+        return failed(f"the reconciler's discovery is of boot {seen}, this is {now}")
+    if blockers:
+        return failed(f"candidate_summary.blockers: {blockers}")
+    return passed("completed with no candidate_summary.blockers")
+
+
+def _api_names(facts: Facts) -> dict[str, int]:
+    """Port by name; 0 where only the name is known."""
+    names: dict[str, int] = {}
+    for key, value in facts.enrolment.items():
+        if "API" not in key or not value:
+            continue
+        # https://name:port/path, or the bare name.
+        url = urlsplit(value if "://" in value else f"//{value}")
+        if url.hostname:
+            port = url.port or {"http": 80, "https": 443}.get(url.scheme, 0)
+            names[url.hostname] = names.get(url.hostname) or port
+    return names
+
+
+def _is_address(name: str) -> bool:
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(name)
+        return True
+    return False
+
+
+def _offered() -> bool:
+    folder = _host.path("/etc/ssh/sshd_config.d")
+    files = [_host.path("/etc/ssh/sshd_config")]
+    files += sorted(folder.glob("*.conf")) if folder.is_dir() else []
+    return any(
+        row.split()[:2] == ["HostCertificate", CERTIFICATE]
+        for file in files
+        if file.is_file()
+        for row in file.read_text(errors="replace").splitlines()
+    )
+
+
+def _nvidia_holders() -> list[str]:
+    """Processes that hold an NVIDIA device: they block the change to vfio-pci."""
+    if not list(_host.path("/dev").glob("nvidia*")):
+        return []
+    holders = []
+    for process in _host.path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            targets = [str(entry.readlink()) for entry in (process / "fd").iterdir()]
+            if any(target.startswith("/dev/nvidia") for target in targets):
+                name = _host.read(f"/proc/{process.name}/comm")
+                holders.append(f"process {process.name} ({name}) holds a GPU")
+    return holders
+
+
+def _iso(seconds: int) -> str:
+    # OpenSSH writes "for ever" as the largest 64-bit number, which no calendar holds.
+    if seconds > 253402300799:
+        return "for ever"
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))

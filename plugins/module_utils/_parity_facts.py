@@ -1,0 +1,148 @@
+"""What the parity checks look at, each read at most once per run however many checks need it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _block,
+    _command,
+    _host,
+    _parity_probe,
+    _pci,
+    _topology_host,
+    _topology_network,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+
+BASELINE = "gpuaas-slice-network-baseline.service"
+OLD_BASELINE = "gpuaas-slice-host-net-baseline.service"
+FABRIC, BINDING = "gpuaas-slice-fabric.service", "gpuaas-slice-vfio.service"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A systemd unit: load, active and sub state, whether it starts at boot, how it last ended."""
+
+    load: str
+    active: str
+    sub: str
+    file: str
+    result: str
+
+
+_ABSENT = Unit("not-found", "inactive", "dead", "", "")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The module's parameters. api_topology, maas_tags: None when the caller does not know."""
+
+    profile: Mapping[str, Any]
+    slots: Sequence[Mapping[str, Any]] = ()
+    intent: str = "slice"
+    api_topology: Mapping[str, Any] | None = None
+    maas_tags: Sequence[str] | None = None
+
+
+class Facts:
+    """A look at the host. Everything is lazy: a check that is not applicable costs nothing."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked = asked
+        self.profile = asked.profile
+        self.network: Mapping[str, Any] = asked.profile["network"]
+        self.slots = asked.slots
+
+    @cached_property
+    def interfaces(self) -> dict[str, _topology_network.Interface]:
+        return _topology_network.interfaces()
+
+    @cached_property
+    def nat_rules(self) -> list[str]:
+        return _topology_network.nat_rules()
+
+    @cached_property
+    def routes(self) -> list[str]:
+        return _topology_network.routes()
+
+    @cached_property
+    def kernel(self) -> _topology_host.Kernel:
+        return _topology_host.kernel(self.profile, self.asked.intent)
+
+    @cached_property
+    def devices(self) -> dict[str, _pci.Device]:
+        return {device.address: device for device in _pci.devices()}
+
+    @cached_property
+    def disks(self) -> list[_block.Disk]:
+        return _block.disks()
+
+    @cached_property
+    def usages(self) -> dict[str, _block.Usage]:
+        return _block.usages(self.disks)
+
+    @cached_property
+    def enrolment(self) -> dict[str, str]:
+        """The words of /etc/gpuaas/enrolment.env; {} when the host is not enrolled."""
+        rows = (_host.read("/etc/gpuaas/enrolment.env") or "").splitlines()
+        pairs = (row.partition("=") for row in rows if "=" in row and not row.startswith("#"))
+        return {key.strip(): value.strip().strip("'\"") for key, _sep, value in pairs}
+
+    @property
+    def guest(self) -> _parity_probe.Finding:
+        """What a guest would see; building the stand-in is the costly part, so once for all."""
+        found = self._guest
+        if isinstance(found, Refusal):
+            raise found
+        return found
+
+    @property
+    def guest_problem(self) -> str:
+        """Why no guest stand-in could be made, or ""."""
+        return str(self._guest) if isinstance(self._guest, Refusal) else ""
+
+    @cached_property
+    def _guest(self) -> _parity_probe.Finding | Refusal:
+        target = str(self.network.get("egress_probe") or "") or _topology_network.gateway()
+        probe = _parity_probe.Probe(
+            bridge=self.network["bridge"],
+            bridge_address=str(self.network["address"]).partition("/")[0],
+            subnet=self.network["subnet"],
+            target=target,
+        )
+        try:
+            return _parity_probe.look(probe)
+        except Refusal as refusal:
+            return refusal
+
+    @cached_property
+    def passthrough(self) -> list[str]:
+        """PCI addresses that the approved slots give to guests."""
+        keys = ("gpu_pci_address", "fabric_vf_pci_address")
+        return [str(slot[key]) for slot in self.slots for key in keys if slot.get(key)]
+
+    def unit(self, name: str) -> Unit:
+        return self._units.get(name, _ABSENT)
+
+    @cached_property
+    def _units(self) -> dict[str, Unit]:
+        names = [BASELINE, OLD_BASELINE, FABRIC, BINDING]
+        names += self.profile.get("gpu_services", [])
+        keys = "Id,LoadState,ActiveState,SubState,UnitFileState,Result"
+        out = _command.run(["systemctl", "show", f"--property={keys}", "--", *names]).out
+        units: dict[str, Unit] = {}
+        # One block per unit in the order asked for; an alias would answer with another Id.
+        for name, block in zip(names, out.split("\n\n"), strict=False):
+            values = dict(row.partition("=")[::2] for row in block.splitlines())
+            units[name] = Unit(
+                load=values.get("LoadState", ""),
+                active=values.get("ActiveState", ""),
+                sub=values.get("SubState", ""),
+                file=values.get("UnitFileState", ""),
+                result=values.get("Result", ""),
+            )
+        return units

@@ -1,0 +1,240 @@
+"""Every parity check in the order of the report, each with what to do when it fails."""
+
+from __future__ import annotations
+
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _parity_checks_baremetal as baremetal,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _parity_checks_network as network,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _parity_checks_platform as platform,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _parity_checks_runtime as runtime,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils._parity import Check, Remedy
+from ansible_collections.gpuaas.slice.plugins.module_utils._parity_facts import Facts
+
+_BOOTSTRAP = "gpuaas.slice.bootstrap"
+_BIND = "gpuaas.slice.bind_topology"
+_STORAGE = "gpuaas.slice.transition_storage"
+_DISCOVER = "gpuaas.slice.discover"
+_CACHE = "gpuaas.slice.cache_image"
+_FIRMWARE = "gpuaas.slice.firmware"
+_RESTORE = "gpuaas.slice.restore_baremetal"
+
+
+def _role(name: str, before: str = "", after: str = "") -> Remedy:
+    """A part of bootstrap, with what must be done before it and what if that is not enough."""
+    return Remedy(f"{before}run playbook {_BOOTSTRAP} (role {name}){after}", _BOOTSTRAP, name)
+
+
+_RESTORED = Remedy(f"run playbook {_RESTORE}", _RESTORE)
+
+CHECKS: tuple[Check[Facts], ...] = (
+    Check(
+        "node_agent",
+        platform.node_agent,
+        Remedy(
+            "enrol again: POST /api/v1/admin/nodes/{node_id}/enrollment-token, run the userdata"
+        ),
+        baremetal=platform.node_agent,
+    ),
+    Check(
+        "name_resolution",
+        platform.name_resolution,
+        Remedy(
+            f"run playbook {_BOOTSTRAP} with slice_api_names (role api_names), "
+            "or have the site's DNS know the name",
+            _BOOTSTRAP,
+        ),
+        baremetal=platform.name_resolution,
+        restore=Remedy(
+            "enrol again with an API name that this host resolves, or add it to its DNS"
+        ),
+    ),
+    Check(
+        "maas_intent",
+        platform.maas_intent,
+        Remedy("tag the machine in MAAS with the profile that it is meant for"),
+        baremetal=platform.maas_intent,
+        soft=True,
+    ),
+    Check(
+        "firmware_virtualization",
+        platform.firmware_virtualization,
+        Remedy(f"run playbook {_FIRMWARE}, approve its plan, power-cycle", _FIRMWARE),
+    ),
+    Check(
+        "kvm",
+        platform.kvm,
+        Remedy(f"turn virtualization on with playbook {_FIRMWARE}, power-cycle", _FIRMWARE),
+    ),
+    Check(
+        "kernel_cmdline",
+        platform.kernel_cmdline,
+        _role("boot_configuration", after=" with slice_allow_reboot"),
+        baremetal=baremetal.kernel_cmdline,
+        restore=_RESTORED,
+    ),
+    Check(
+        "iommu_groups",
+        platform.iommu_groups,
+        _role("boot_configuration", before="turn the IOMMU on in the firmware and "),
+    ),
+    Check(
+        "vfio_modules",
+        platform.vfio_modules,
+        _role("boot_configuration"),
+        baremetal=baremetal.vfio_modules,
+        restore=_RESTORED,
+    ),
+    Check(
+        "vfio_binding",
+        platform.vfio_binding,
+        Remedy(
+            f"approve slots, then run playbook {_BIND} (role vfio_binding)", _BIND, "vfio_binding"
+        ),
+        baremetal=baremetal.vfio_binding,
+        restore=_RESTORED,
+    ),
+    Check(
+        "gpu_services_quiesced",
+        platform.gpu_services_quiesced,
+        _role("boot_configuration"),
+        baremetal=baremetal.gpu_services,
+        restore=_RESTORED,
+    ),
+    Check(
+        "fabric_vfs",
+        network.fabric_vfs,
+        _role("fabric_functions"),
+        baremetal=baremetal.fabric_vfs,
+        restore=_RESTORED,
+    ),
+    Check(
+        "ipoib_netplan",
+        network.ipoib_netplan,
+        _role("fabric_functions", before=f"render {network.IPOIB} from the site profile: "),
+        baremetal=baremetal.ipoib_netplan,
+        restore=_RESTORED,
+    ),
+    Check(
+        "fabric_address",
+        network.fabric_address,
+        _role("fabric_functions", before="set fabric.site_address in the profile, then "),
+    ),
+    Check(
+        "fabric_route",
+        network.fabric_route,
+        _role("fabric_functions", before="set fabric.route in the profile, then "),
+    ),
+    Check(
+        "ovs_bridge",
+        network.ovs_bridge,
+        _role("slice_network"),
+        baremetal=baremetal.ovs_bridge,
+        restore=_RESTORED,
+    ),
+    Check(
+        "dnsmasq",
+        network.dnsmasq,
+        _role("slice_network"),
+        baremetal=baremetal.dnsmasq,
+        restore=_RESTORED,
+    ),
+    Check("dnsmasq_config", network.dnsmasq_config, _role("slice_network")),
+    Check(
+        "nat",
+        network.nat,
+        _role("slice_network"),
+        baremetal=baremetal.nat,
+        restore=_RESTORED,
+    ),
+    Check(
+        "ip_forwarding",
+        network.ip_forwarding,
+        _role("slice_network"),
+        baremetal=baremetal.ip_forwarding,
+        restore=_RESTORED,
+    ),
+    Check(
+        "guest_egress",
+        network.guest_egress,
+        _role("slice_network", after="; if it stays, look at the uplink and at filters in FORWARD"),
+    ),
+    Check(
+        "network_service",
+        network.network_service,
+        _role("slice_network"),
+        baremetal=baremetal.network_service,
+        restore=_RESTORED,
+    ),
+    Check(
+        "historical_network_service",
+        network.historical_network_service,
+        _role("slice_network", after=", which migrates the older service away"),
+        baremetal=baremetal.historical_network_service,
+        restore=_RESTORED,
+        soft=True,
+    ),
+    Check(
+        "tmfifo",
+        network.tmfifo,
+        _role("slice_network"),
+        baremetal=baremetal.tmfifo,
+        restore=_RESTORED,
+        soft=True,
+    ),
+    Check("rshim_peer", network.rshim_peer, _role("slice_network"), soft=True),
+    Check(
+        "libvirt",
+        runtime.libvirt,
+        _role("libvirt_host"),
+        baremetal=baremetal.libvirt,
+        restore=Remedy("release or recover the slices of this host first"),
+    ),
+    Check("libvirt_directory", runtime.libvirt_directory, _role("libvirt_host")),
+    Check("ovmf", runtime.ovmf, _role("slice_packages")),
+    Check("cloud_init_tools", runtime.cloud_init_tools, _role("slice_packages")),
+    Check("rdma_tools", runtime.rdma_tools, _role("slice_packages")),
+    Check(
+        "nvme_ownership",
+        runtime.nvme_ownership,
+        # No role: what is on a disk is destroyed with an approval only, never by a repair.
+        Remedy(
+            f"run playbook {_STORAGE} for the disk, or approve the slot again; "
+            "wipe what a tenant left",
+            _STORAGE,
+        ),
+        baremetal=baremetal.nvme_ownership,
+        restore=Remedy("release or recover the slices of this host first"),
+    ),
+    Check(
+        "image_cache",
+        runtime.image_cache,
+        Remedy(f"free space on /var, then run playbook {_CACHE}", _CACHE),
+    ),
+    Check("hugepages", runtime.hugepages, _role("boot_configuration")),
+    Check(
+        "tuning",
+        runtime.tuning,
+        _role("host_tuning", after="; a loaded module takes its options at the next boot"),
+        baremetal=baremetal.tuning,
+        restore=_RESTORED,
+    ),
+    Check(
+        "reboot_required",
+        platform.reboot_required,
+        _role("boot_configuration", after=" with slice_allow_reboot"),
+        baremetal=platform.reboot_required,
+        restore=Remedy(f"run playbook {_RESTORE} with slice_allow_reboot", _RESTORE),
+    ),
+    Check(
+        "api_topology",
+        platform.api_topology,
+        Remedy(f"run playbook {_DISCOVER} through the reconciler, pass its evidence", _DISCOVER),
+    ),
+)

@@ -1,0 +1,310 @@
+"""What slice mode leaves on a host: everything that is compared, item by item.
+
+One list for three readers: the way back to bare metal ends with it, parity of a bare-metal host is
+the same list by check, and the reconciler looks at it later. Names of files are said again here
+where the code that writes them takes long to load on a host; a test holds both to each other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _before,
+    _fstab,
+    _grub,
+    _host,
+    _lease,
+    _libvirt,
+    _parity_checks_network,
+    _pci,
+    _topology_host,
+    _topology_network,
+    _tuning,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils._parity_facts import (
+    BASELINE,
+    BINDING,
+    FABRIC,
+    OLD_BASELINE,
+    Facts,
+)
+
+SLICE_MODE = "/etc/gpuaas/slice-mode.json"
+BINDING_RECORD = "/etc/gpuaas/vfio-binding.json"
+FABRIC_RECORD = "/etc/gpuaas/fabric.json"
+BASELINE_RECORD = "/etc/gpuaas/network-baseline.json"
+SYSCTL = "/etc/sysctl.d/60-gpuaas-slice.conf"
+LIBRARY = "/usr/local/lib/gpuaas"
+
+_UNITS, _PROGRAMS = "/etc/systemd/system", "/usr/local/sbin"
+_DOMAIN = "gpuaas-slice-"
+_MARKER = "# Written by the gpuaas.slice collection"
+# What systemd says of the load state of a unit that it does not know.
+_ABSENT = ("not-found", "")
+
+
+@dataclass(frozen=True)
+class Item:
+    """One comparison. check: the parity check that it belongs to, or a name of its own kind."""
+
+    check: str
+    name: str
+    expected: str
+    found: str
+    ok: bool
+
+    def document(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+Look = Callable[[Facts], Iterator[Item]]
+
+
+def compare(facts: Facts, *, scope: str = "host") -> list[Item]:
+    """Every item. scope `slices`: only what slices themselves leave, not what slice mode does.
+
+    What cannot be looked at is an item that is not ok: unknown is not absent.
+    """
+    looks = SLICES if scope == "slices" else {**SLICES, **MODE}
+    return [item for check, look in looks.items() for item in _tried(check, look, facts)]
+
+
+def of(facts: Facts, *checks: str) -> list[Item]:
+    """The items of some checks; a look that fails raises."""
+    looks = {**SLICES, **MODE}
+    return [item for check in checks for item in looks[check](facts)]
+
+
+def kept() -> dict[str, Any]:
+    """What stays on purpose, for the record of a conversion."""
+    images = _host.path(f"{_host.STATE_DIRECTORY}/images")
+    return {
+        "ledger": [entry.slot_id for entry in _lease.entries()],
+        "fstab_disabled": _fstab.disabled(),
+        "images": sorted(file.name for file in images.glob("*.raw")) if images.is_dir() else [],
+        "packages": sorted(_before.recalled("packages") or {}),
+    }
+
+
+def _tried(check: str, look: Look, facts: Facts) -> list[Item]:
+    try:
+        return list(look(facts))
+    except Refusal as refusal:
+        why = f"{refusal.code}: {refusal.found}"
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as problem:
+        why = f"{type(problem).__name__}: {problem}"
+    return [Item(check, "the look itself", "an answer", f"unknown: {why}", ok=False)]
+
+
+def _domains(_facts: Facts) -> Iterator[Item]:
+    """Read from libvirt's files: it need not be installed, and must not be started to be asked."""
+    folders = [_host.path(path) for path in ("/etc/libvirt/qemu", "/run/libvirt/qemu")]
+    defined = {file.stem for folder in folders for file in folder.glob(f"{_DOMAIN}*.xml")}
+    yield _none("libvirt", "domains of slices", sorted(defined))
+    running = _libvirt.processes(_DOMAIN)
+    yield _none("libvirt", "QEMU of slices", [f"process {pid}" for pid in sorted(running)])
+
+
+def _leases(_facts: Facts) -> Iterator[Item]:
+    entries = _lease.entries()
+    for entry in entries:
+        left = [f"is leased by {entry.allocation_id}"] if entry.allocation_id else []
+        left += [f"waits for the wipe of {entry.disk}"] if entry.dirty else []
+        yield _none("nvme_ownership", f"slot {entry.slot_id}", left, "free and clean")
+    if not entries:
+        yield _none("nvme_ownership", "slots in the ledger", [])
+
+
+def _reservations(_facts: Facts) -> Iterator[Item]:
+    folder = _host.path(_parity_checks_network.RESERVATIONS)
+    files = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
+    yield _none("slice_reservations", "reservations of slices", files)
+
+
+def _mode(_facts: Facts) -> Iterator[Item]:
+    there = _topology_host.mode() == "slice"
+    found = "the host is still in slice mode" if there else _file(SLICE_MODE)
+    yield Item("slice_mode", SLICE_MODE, "absent", found, ok=found == "absent")
+
+
+def _binding(facts: Facts) -> Iterator[Item]:
+    fabric = set(facts.profile["fabric"]["pf_ids"])
+    for device in facts.devices.values():
+        parent = facts.devices.get(device.physfn)
+        ours = device.id in facts.profile["gpu"]["ids"] or (parent and parent.id in fabric)
+        if not ours:
+            continue
+        on = _pci.VFIO in (device.driver, device.driver_override)
+        found = f"is on {_pci.VFIO}" if on else f"driver {device.driver or 'none'}"
+        yield Item("vfio_binding", device.address, f"not on {_pci.VFIO}", found, ok=not on)
+    record = json.loads(_host.read(BINDING_RECORD) or "{}").get("devices", {})
+    bound = [f"{address} would be bound at boot" for address in sorted(record)]
+    yield _none("vfio_binding", BINDING_RECORD, bound)
+    yield from _service(facts, "vfio_binding", BINDING)
+
+
+def _kernel(_facts: Facts) -> Iterator[Item]:
+    """The next boot has no arguments of ours; this boot's are the matter of reboot_required."""
+    yield _gone("kernel_cmdline", _grub.DROP_IN)
+
+
+def _modules(_facts: Facts) -> Iterator[Item]:
+    """Nothing of ours keeps GPUs from the host's own drivers at the next boot."""
+    yield _gone("vfio_modules", _grub.MODULES_LOAD)
+    yield _gone("vfio_modules", _grub.SOFT_DEPENDENCIES)
+    block = _grub.has_block(_host.read(_grub.INITRAMFS_MODULES))
+    found = ["a block of ours"] if block else []
+    yield _none("vfio_modules", _grub.INITRAMFS_MODULES, found, "no block of ours")
+
+
+def _functions(facts: Facts) -> Iterator[Item]:
+    for device in facts.devices.values():
+        if device.id in facts.profile["fabric"]["pf_ids"] and not device.physfn:
+            count = device.sriov_numvfs
+            found = [f"{count} virtual functions"] if count else []
+            yield _none("fabric_vfs", device.address, found, "no virtual functions")
+    yield _gone("fabric_vfs", FABRIC_RECORD)
+    yield from _service(facts, "fabric_vfs", FABRIC)
+
+
+def _ipoib(_facts: Facts) -> Iterator[Item]:
+    """The site may have a file of its own under this name."""
+    path = _parity_checks_network.IPOIB
+    ours = (_host.read(path) or "").startswith(_MARKER)
+    yield _none("ipoib_netplan", path, ["a file of ours"] if ours else [], "no file of ours")
+    yield _given_back("ipoib_netplan", "ipoib")
+
+
+def _bridge(facts: Facts) -> Iterator[Item]:
+    name = facts.network["bridge"]
+    yield _none("ovs_bridge", f"bridge {name}", ["is there"] if name in facts.interfaces else [])
+
+
+def _dnsmasq(_facts: Facts) -> Iterator[Item]:
+    """The slice settings are gone; a dnsmasq for other purposes may run."""
+    yield _gone("dnsmasq", _parity_checks_network.DNSMASQ)
+    yield _none("dnsmasq", "stale reservations", _topology_network.stale_reservations())
+    yield _gone("dnsmasq", _parity_checks_network.RESERVATIONS)
+
+
+def _nat(facts: Facts) -> Iterator[Item]:
+    subnet = facts.network["subnet"]
+    try:
+        rules = [rule for rule in facts.nat_rules if subnet in rule.split()]
+    except Refusal as refusal:
+        if refusal.code != "command_missing":
+            raise
+        # Our rule is made by iptables; a machine that never had it has no rule of ours.
+        rules = []
+    yield _none("nat", f"rules for {subnet}", rules)
+
+
+def _forwarding(_facts: Facts) -> Iterator[Item]:
+    yield _gone("ip_forwarding", SYSCTL)
+
+
+def _baseline(facts: Facts) -> Iterator[Item]:
+    yield _gone("network_service", BASELINE_RECORD)
+    yield _given_back("network_service", "network")
+    yield from _service(facts, "network_service", BASELINE)
+
+
+def _old_baseline(facts: Facts) -> Iterator[Item]:
+    yield from _service(facts, "historical_network_service", OLD_BASELINE)
+
+
+def _tmfifo(facts: Facts) -> Iterator[Item]:
+    found = facts.interfaces.get(_parity_checks_network.TMFIFO)
+    address = _parity_checks_network.TMFIFO_ADDRESS
+    there = bool(found and address in found.addresses)
+    name = f"{address} on {_parity_checks_network.TMFIFO}"
+    yield _none("tmfifo", name, ["is there"] if there else [])
+
+
+def _tuned(_facts: Facts) -> Iterator[Item]:
+    for path in _tuning.FILES:
+        ours = (_host.read(path) or "").startswith(_MARKER)
+        yield _none("tuning", path, ["a file of ours"] if ours else [], "no file of ours")
+    yield _given_back("tuning", "tuning")
+
+
+def _given_back(check: str, subject: str) -> Item:
+    """What was remembered of the host before slice mode has been given back."""
+    found = [] if _before.recalled(subject) is None else ["not given back"]
+    return _none(check, f"{subject} as before", found, "given back")
+
+
+def _gpu_services(_facts: Facts) -> Iterator[Item]:
+    yield _given_back("gpu_services_quiesced", "gpu-services")
+
+
+def _libvirt_service(_facts: Facts) -> Iterator[Item]:
+    yield _given_back("libvirt_service", "libvirt")
+
+
+def _files(_facts: Facts) -> Iterator[Item]:
+    """Any unit, link of `enable` or program under our names, whatever wrote it."""
+    patterns = {
+        _UNITS: ("gpuaas-slice-*", "*.wants/gpuaas-slice-*"),
+        _PROGRAMS: ("gpuaas-slice-*",),
+    }
+    for folder, names in patterns.items():
+        found = [str(file.name) for name in names for file in _host.path(folder).glob(name)]
+        yield _none("boot_services", f"{folder}/gpuaas-slice-*", sorted(found))
+    yield _gone("boot_services", LIBRARY)
+
+
+def _reboot(facts: Facts) -> Iterator[Item]:
+    reasons = list(facts.kernel.reboot_reasons)
+    yield _none("reboot_required", "the running kernel", reasons, "as the next boot's")
+
+
+SLICES: dict[str, Look] = {
+    "libvirt": _domains,
+    "nvme_ownership": _leases,
+    "slice_reservations": _reservations,
+}
+MODE: dict[str, Look] = {
+    "slice_mode": _mode,
+    "vfio_binding": _binding,
+    "fabric_vfs": _functions,
+    "ipoib_netplan": _ipoib,
+    "ovs_bridge": _bridge,
+    "dnsmasq": _dnsmasq,
+    "nat": _nat,
+    "ip_forwarding": _forwarding,
+    "network_service": _baseline,
+    "historical_network_service": _old_baseline,
+    "tmfifo": _tmfifo,
+    "tuning": _tuned,
+    "kernel_cmdline": _kernel,
+    "vfio_modules": _modules,
+    "boot_services": _files,
+    "gpu_services_quiesced": _gpu_services,
+    "libvirt_service": _libvirt_service,
+    "reboot_required": _reboot,
+}
+
+
+def _none(check: str, name: str, found: list[str], expected: str = "none") -> Item:
+    return Item(check, name, expected, ", ".join(found) or expected, ok=not found)
+
+
+def _gone(check: str, path: str) -> Item:
+    found = _file(path)
+    return Item(check, path, "absent", found, ok=found == "absent")
+
+
+def _file(path: str) -> str:
+    return "is there" if _host.path(path).exists() else "absent"
+
+
+def _service(facts: Facts, check: str, name: str) -> Iterator[Item]:
+    unit = facts.unit(name)
+    there = unit.load not in _ABSENT
+    yield Item(check, name, "absent", f"is {unit.active}" if there else "absent", ok=not there)

@@ -1,0 +1,36 @@
+"""The word that this host is for slices. Without it nothing is bound, now or at a boot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils import _boot, _change, _host
+
+Params = Mapping[str, Any]
+
+
+def observe(_params: Params) -> str | None:
+    return _host.read(_boot.SLICE_MODE)
+
+
+def plan(params: Params, state: str | None) -> _change.Plan:
+    wanted = None
+    if params.get("state", "present") == "present":
+        wanted = json.dumps({"mode": "slice", "profile": params["profile"]})
+    if state == wanted:
+        return _change.Plan()
+    name = "remove_file" if wanted is None else "write_file"
+    return _change.Plan((_change.Step(name, _boot.SLICE_MODE, state, wanted),))
+
+
+def apply(_params: Params, step: _change.Step) -> dict[str, Any] | None:
+    if step.after is None:
+        _host.remove(step.subject)
+    else:
+        _host.write(step.subject, f"{step.after}\n")
+    return None
+
+
+SUBJECT = _change.Subject(observe, plan, apply)

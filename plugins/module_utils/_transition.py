@@ -1,0 +1,197 @@
+"""What taking a disk from host storage means: what blocks it, its steps, and its manifest."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _block,
+    _change,
+    _claims,
+    _disk,
+    _fstab,
+    _host,
+    _proof,
+    _signature,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+
+# Members of bigger things are dissolved with their own tools first, whatever was approved.
+_MEMBERS = {"linux_raid_member": "md_member", "LVM2_member": "lvm_member"}
+
+
+@dataclass(frozen=True)
+class Device:
+    """One requested path. disk is None when it could not be identified; refusal then says why."""
+
+    path: str
+    disk: _block.Disk | None
+    used: _block.Usage
+    fstab: tuple[str, ...] = ()
+    slots: tuple[str, ...] = ()
+    proof: Mapping[str, Any] | None = None
+    manifest: str = ""
+    refusal: Refusal | None = None
+
+    @property
+    def identity(self) -> str:
+        return self.disk.identity if self.disk else ""
+
+    def needs_erase(self) -> bool:
+        return bool(self.used.children or self.used.filesystems) or self.proof is None
+
+
+def observe(path: str) -> Device:
+    """Look at one device; never raises for what a blocker can say."""
+    try:
+        disk = _block.resolve(path)
+    except Refusal as refusal:
+        return Device(path, None, _block.Usage(), refusal=refusal)
+    used = _block.usage(disk)
+    manifest = str((_proof.recorded(disk.identity) or {}).get("manifest", ""))
+    return Device(
+        path=path,
+        disk=disk,
+        used=used,
+        fstab=tuple(_fstab.lines_of([disk.kernel_name, *used.children], used.mounts)),
+        slots=tuple(_claims.in_use(disk.identity)),
+        proof=_proof.standing(disk.identity),
+        manifest=manifest if manifest and _host.read(manifest) is not None else "",
+    )
+
+
+def stamp() -> str:
+    """The time as backups and manifests carry it in their names, UTC."""
+    return time.strftime("%Y%m%d%H%M%S", time.gmtime())
+
+
+def blockers(
+    device: Device, expected: Mapping[str, Any] | None, *, apply: bool
+) -> Iterator[Refusal]:
+    """Why the device must not be taken; `expected` is its approval."""
+    if device.disk is None or device.refusal is not None:
+        yield device.refusal or _disk.mismatch(device.path, "a disk", "nothing", "identity")
+        return
+    if apply and not device.path.startswith(_disk.BY_ID):
+        yield Refusal(
+            "kernel_name_not_allowed",
+            expected=f"a path that starts with {_disk.BY_ID}",
+            found=device.path,
+            remedy=f"kernel names move between boots; this disk is {device.disk.by_id}",
+        )
+    yield from _identity_blockers(device.disk, device.path, expected, apply=apply)
+    yield from _use_blockers(device, tuple((expected or {}).get("filesystems", ())))
+
+
+def steps(device: Device) -> list[_change.Step]:
+    """What would be done to the device itself, in order; fstab and manifest are shared by all."""
+    if device.disk is None:
+        return []
+    found = [
+        _change.Step("unmount", point, before=device.identity)
+        # The last mount is the uppermost.
+        for point in reversed(device.used.mounts)
+    ]
+    if device.needs_erase():
+        before = {"partitions": device.used.children, "filesystems": device.used.filesystems}
+        found.append(
+            _change.Step("erase_disk", device.path, before=before, destroys=device.identity)
+        )
+    return found
+
+
+def fstab_step(devices: Sequence[Device], moment: str) -> list[_change.Step]:
+    """One edit of fstab for all devices."""
+    lines = sorted({line for device in devices for line in device.fstab})
+    if not lines:
+        return []
+    after = {"backup": _fstab.BACKUP + moment, "marker": _fstab.MARKER}
+    return [_change.Step("disable_fstab", _fstab.FILE, before=lines, after=after)]
+
+
+def manifest_step(devices: Sequence[Device], directory: str, moment: str) -> list[_change.Step]:
+    """The record of what was done, for devices that have none yet."""
+    taken = [device for device in devices if device.needs_erase() or not device.manifest]
+    if not taken:
+        return []
+    document = {
+        "schema": 1,
+        "fstab_backup": _fstab.BACKUP + moment if any(one.fstab for one in taken) else "",
+        "devices": [document_of(device) for device in taken],
+    }
+    path = f"{directory}/slice-storage-transition-{moment}.json"
+    return [_change.Step("write_manifest", path, after=document)]
+
+
+def write_manifest(step: _change.Step) -> None:
+    """Write the manifest with the proofs of its devices, and link each proof to it."""
+    devices = []
+    for device in step.after["devices"]:
+        proof = _proof.standing(device["identity"])
+        devices.append({**device, "proof": proof})
+    document = {**step.after, "written_at": _host.now(), **_host.identity(), "devices": devices}
+    _host.write(step.subject, json.dumps(document, indent=2, sort_keys=True) + "\n", mode=0o640)
+    for device in devices:
+        if device["proof"] is not None:
+            _proof.record(device["identity"], device["proof"], manifest=step.subject)
+
+
+def document_of(device: Device) -> dict[str, Any]:
+    """The device as results and manifests show it."""
+    disk = device.disk
+    return {
+        "nvme_device": (disk.by_id or device.path) if disk else device.path,
+        "identity": device.identity,
+        "kernel_name": disk.kernel_name if disk else "",
+        "serial": disk.serial if disk else "",
+        "model": disk.model if disk else "",
+        "eui": disk.eui or disk.nguid if disk else "",
+        "size_bytes": disk.size_bytes if disk else 0,
+        "mounts": device.used.mounts,
+        "partitions": device.used.children,
+        "filesystems": device.used.filesystems,
+        "fstab": list(device.fstab),
+        "steps": [step.document() for step in steps(device)],
+        "proof": dict(device.proof) if device.proof and not device.needs_erase() else None,
+    }
+
+
+def _identity_blockers(
+    disk: _block.Disk, path: str, expected: Mapping[str, Any] | None, *, apply: bool
+) -> Iterator[Refusal]:
+    approved = expected or {}
+    serial, identifier = str(approved.get("serial") or ""), str(approved.get("eui") or "")
+    if apply and not (serial and identifier):
+        yield Refusal(
+            "approval_missing",
+            expected=f"serial and eui of {path} in `expected`",
+            found="none" if expected is None else f"serial {serial!r}, eui {identifier!r}",
+            remedy="make a dry run, let it be approved, and pass what it showed",
+        )
+    try:
+        _disk.require(disk, identifier=identifier, serial=serial)
+    except Refusal as refusal:
+        yield refusal
+
+
+def _use_blockers(device: Device, approved: Sequence[str]) -> Iterator[Refusal]:
+    named = f"{device.path} ({device.identity})"
+    for code, found in device.used.findings():
+        if code != "mounted":
+            remedy = "choose another disk, or take it out of that use first; nothing is forced"
+            yield Refusal(code, expected=f"{named} free", found=found, remedy=remedy)
+    for name, kind in sorted(device.used.filesystems.items()):
+        if kind not in (*_signature.TABLES, *_signature.PLAIN, *approved) or kind in _MEMBERS:
+            yield Refusal(
+                _MEMBERS.get(kind, "unexpected_filesystem"),
+                expected=f"on {named} nothing, or {', '.join((*_signature.PLAIN, *approved))}",
+                found=f"{kind} on {name}",
+                remedy="find out whose data it is; dissolve an array or volume group with its own "
+                "tools, name any other type under `filesystems` in the approval",
+            )
+    if device.slots and device.disk:
+        yield _claims.belongs(device.disk, f"leased or not wiped in {', '.join(device.slots)}")

@@ -1,0 +1,190 @@
+"""Tuned profiles on a host: files for the next boot, values for this one, and what is in force.
+
+One file per mechanism holds what all wanted profiles ask for. What a value was before is remembered
+when it is first changed, and comes back when no profile wants it any more.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _before,
+    _change,
+    _command,
+    _host,
+    _hugepages,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils._tuning_profiles import (
+    DEFINITIONS,
+    Definition,
+)
+
+SYSCTL = "/etc/sysctl.d/60-gpuaas-slice-tuning.conf"
+MODPROBE = "/etc/modprobe.d/gpuaas-slice-tuning.conf"
+LIMITS = "/etc/security/limits.d/60-gpuaas-slice-tuning.conf"
+FILES = (SYSCTL, MODPROBE, LIMITS)
+MARKER = "# Written by the gpuaas.slice collection; changed by its playbooks only."
+RECORD = "tuning"
+
+# A login that is nobody in particular shows the limit that every login gets.
+_LOGIN = ["runuser", "nobody", "-s", "/bin/sh", "-c", "ulimit -S -l; ulimit -H -l"]
+
+Params = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class State:
+    """files: content, None when absent. values: of every sysctl that a profile knows."""
+
+    files: Mapping[str, str | None]
+    values: Mapping[str, str]
+    before: Mapping[str, Any] | None
+
+
+def observe(_params: Params) -> State:
+    before = _before.recalled(RECORD)
+    keys = {key for one in DEFINITIONS.values() for key in one.sysctl} | set(before or {})
+    return State(
+        files={path: _host.read(path) for path in FILES},
+        values={key: value(key) for key in sorted(keys)},
+        before=before,
+    )
+
+
+def plan(params: Params, state: State) -> _change.Plan:
+    chosen = [DEFINITIONS[name] for name in params["profiles"]]
+    wanted = {key: text for one in chosen for key, text in one.sysctl.items()}
+    steps = []
+    if wanted:
+        there = {key: state.values[key] for key in wanted}
+        steps += _before.remembering(RECORD, state.before, there)
+    texts = _texts(chosen)
+    steps += [
+        _change.Step("write_file", path, state.files[path], text)
+        for path, text in texts.items()
+        if text and state.files[path] != text.strip()
+    ]
+    steps += [
+        _change.Step("remove_file", path, state.files[path], None)
+        for path, text in texts.items()
+        if not text and (state.files[path] or "").startswith(MARKER)
+    ]
+    # What no profile wants any more goes back to what it was.
+    targets = {**(state.before or {}), **wanted}
+    steps += [
+        _change.Step("set_sysctl", key, state.values[key], text)
+        for key, text in sorted(targets.items())
+        if state.values[key] != _words(text)
+    ]
+    if not wanted:
+        steps += _before.forgetting(RECORD, state.before)
+    return _change.Plan(tuple(steps), tuple(_foreign(texts, state)))
+
+
+def apply(_params: Params, step: _change.Step) -> dict[str, Any] | None:
+    if step.name in _before.STEPS:
+        _before.apply(step)
+    elif step.name == "write_file":
+        _host.write(step.subject, step.after)
+    elif step.name == "remove_file":
+        _host.remove(step.subject)
+    else:
+        _command.run(["sysctl", "-q", "-w", f"{step.subject}={step.after}"])
+    return None
+
+
+def facts(params: Params, _state: State) -> dict[str, Any]:
+    """What waits for a reboot: a module's options hold when it is loaded, limits at a login."""
+    chosen = [DEFINITIONS[name] for name in params["profiles"]]
+    return {"pending": [problem for one in chosen for problem in _options(one)]}
+
+
+SUBJECT = _change.Subject(observe, plan, apply, facts)
+
+
+def problems(profile: Mapping[str, Any]) -> dict[str, list[str]]:
+    """By tuned profile that the hardware profile asks for, what of it is not in force.
+
+    Read from the running kernel and from a login, never from our files.
+    """
+    names = profile.get("tuning") or []
+    return {name: _problems(name, profile) for name in names}
+
+
+def value(key: str) -> str:
+    """A sysctl as the kernel has it now; "" when there is no such one."""
+    return _words(_host.read(f"/proc/sys/{key.replace('.', '/')}") or "")
+
+
+def _problems(name: str, profile: Mapping[str, Any]) -> list[str]:
+    one = DEFINITIONS.get(name)
+    if one is None:
+        return [f"this collection has no tuned profile {name}"]
+    found = [
+        f"{key} is {value(key) or 'not there'}, not {text}"
+        for key, text in one.sysctl.items()
+        if value(key) != _words(text)
+    ]
+    pages = _hugepages.asked([name], profile.get("hugepages_1g"))
+    return [*found, *_options(one), *_limits(one), *(_hugepages.problems(pages) if pages else [])]
+
+
+def _options(one: Definition) -> list[str]:
+    """Options of loaded modules; one that is not loaded takes them when it is."""
+    found = []
+    for module, options in one.modprobe.items():
+        for name, wanted in options.items():
+            have = _host.read(f"/sys/module/{module}/parameters/{name}")
+            if have is not None and have != wanted:
+                found.append(f"{module} {name} is {have}, not {wanted}, until it is loaded again")
+    return found
+
+
+def _limits(one: Definition) -> list[str]:
+    if not one.memlock:
+        return []
+    try:
+        have = _command.run(_LOGIN).out.split()
+    except Refusal as refusal:
+        return [f"memlock of a login is unknown: {refusal.code}"]
+    return [] if have == [one.memlock] * 2 else [f"memlock of a login is {' '.join(have)}"]
+
+
+def _texts(chosen: Sequence[Definition]) -> dict[str, str | None]:
+    """Content of each file; None for one that nobody needs."""
+    sysctl = [f"{key} = {text}" for one in chosen for key, text in one.sysctl.items()]
+    modprobe = [
+        f"options {module} {' '.join(f'{name}={text}' for name, text in options.items())}"
+        for one in chosen
+        for module, options in one.modprobe.items()
+    ]
+    # `*` does not mean root.
+    limits = [
+        f"{who} - memlock {one.memlock}" for one in chosen if one.memlock for who in ("*", "root")
+    ]
+    rows = {SYSCTL: sysctl, MODPROBE: modprobe, LIMITS: limits}
+    return {p: "\n".join([MARKER, *lines]) + "\n" if lines else None for p, lines in rows.items()}
+
+
+def _foreign(texts: Mapping[str, str | None], state: State) -> list[Refusal]:
+    """A file under our name that we have not written is somebody's work."""
+    return [
+        Refusal(
+            "file_not_ours",
+            expected=f"no {path}, or one that begins with our marker",
+            found="another file",
+            remedy="move it to a name of its own",
+        )
+        for path, text in state.files.items()
+        if texts[path] and text is not None and not text.startswith(MARKER)
+    ]
+
+
+def _words(text: str) -> str:
+    """The kernel separates with tabs what people separate with blanks."""
+    return re.sub(r"\s+", " ", str(text)).strip()

@@ -1,0 +1,55 @@
+#!/usr/bin/python
+# Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
+"""Names of the control plane that this host must resolve."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: api_names
+short_description: Names of the control plane that a host must resolve
+version_added: "0.1.0"
+author: The gpuaas.slice authors (@gpuaas)
+description:
+  - Keeps a block of C(/etc/hosts) with the names of the control plane's API and their addresses,
+    for a site whose DNS does not know them. Where cloud-init manages C(/etc/hosts), its template
+    gets the block too, or the next boot would take it away.
+  - Lines outside the block are never changed. Refuses with C(api_name_invalid), and with
+    C(api_name_taken) when such a line gives a name another address.
+  - Whether the names lead to a host that answers is the parity check C(name_resolution).
+options:
+  names:
+    description: Address by name. With none the block goes.
+    type: dict
+    default: {}
+extends_documentation_fragment: [gpuaas.slice.change]
+"""
+
+EXAMPLES = r"""
+- name: Have the API found
+  gpuaas.slice.api_names:
+    names:
+      api.gpuaas.example: 192.0.2.20
+"""
+
+RETURN = r"""
+resolved:
+  description: What this host makes of each name now.
+  returned: always
+  type: dict
+  sample: {api.gpuaas.example: [192.0.2.20]}
+"""
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _resolution
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={"names": {"type": "dict", "default": {}}},
+        supports_check_mode=True,
+    )
+    _change.run(module, _resolution.SUBJECT)
+
+
+if __name__ == "__main__":
+    main()

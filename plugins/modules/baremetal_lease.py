@@ -1,0 +1,249 @@
+#!/usr/bin/python
+# Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
+"""Give this whole machine to one allocation, and take it back."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: baremetal_lease
+short_description: Give this whole machine to one allocation, and take it back
+version_added: "0.1.0"
+author: The gpuaas.slice authors (@gpuaas)
+description:
+  - Keeps the host's own ledger of who has the machine and the disks that go with it, under the
+    fence of the node's claim. A fence lower than the highest seen is refused.
+  - V(held) takes the machine; it is refused on a slice host, while a slot is leased, and unless
+    every disk is the approved one by its own word, unused, and no disk of the system.
+  - V(given) says, durably and before the tenant has an account, that the disks are the tenant's.
+  - V(ending) shuts out every run with an older fence and marks every disk dirty. The tenant was
+    root, so nothing that the ledger said of them before counts.
+  - V(released) gives the machine back; refused while one of its disks is dirty.
+  - Refuses with C(node_in_slice_mode), C(boot_changed), C(stale_fence), C(slot_leased),
+    C(disk_dirty), C(disk_belongs_to_slot), C(disk_misnamed), C(identity_mismatch), C(disk_in_use),
+    C(os_disk), C(device_not_found), C(machine_not_held).
+options:
+  allocation_id:
+    description: The allocation, a UUID with dashes.
+    type: str
+    required: true
+  fence:
+    description: The fence of the node's claim.
+    type: int
+    required: true
+  disks:
+    description: >-
+      The disks that go with the machine, each with C(slot_id) (C(disk-) and its EUI),
+      C(nvme_device), C(nvme_serial), C(nvme_eui) and C(nvme_size_bytes).
+    type: list
+    elements: dict
+    required: true
+  state:
+    description: What the allocation has of the machine.
+    type: str
+    choices: [held, given, ending, released]
+    default: held
+  boot_id:
+    description: >-
+      The boot under which the machine was discovered. Required with O(state=held); under another
+      boot nothing is taken.
+    type: str
+extends_documentation_fragment: [gpuaas.slice.change]
+attributes:
+  idempotent:
+    description: A second run plans nothing, but V(ending), which marks the disks again once clean.
+    support: partial
+"""
+
+EXAMPLES = r"""
+- name: Take the machine for an allocation
+  gpuaas.slice.baremetal_lease:
+    allocation_id: 23bd713b-6073-4ef7-8a51-2897e902365d
+    fence: 3
+    disks: "{{ slice_disks }}"
+    boot_id: 0b0f3b4e-4f0e-4d6a-8f0c-2f6d1f1f7a51
+"""
+
+RETURN = r"""
+given:
+  description: Whether the tenant may be on the machine, so that nothing may be wiped.
+  returned: always
+  type: bool
+dirty:
+  description: Ledger names of the disks on which a tenant's bytes may be.
+  returned: always
+  type: list
+  elements: str
+slots:
+  description: The disks as slots with their fence, as M(gpuaas.slice.nvme_wipe) wants them.
+  returned: always
+  type: list
+  elements: dict
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _change,
+    _host,
+    _lease,
+    _whole_machine,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+
+MACHINE = _whole_machine.MACHINE
+
+
+@dataclass(frozen=True)
+class State:
+    """entries: of the machine and of its disks. problems: what speaks against O(state)."""
+
+    entries: dict[str, _lease.Entry]
+    problems: tuple[Refusal, ...] = ()
+
+    def holder(self) -> str:
+        return self.entries[MACHINE].allocation_id
+
+    def given_to(self, allocation_id: str) -> bool:
+        return self.holder() == allocation_id and self.entries[MACHINE].dirty
+
+
+def observe(params: _change.Params) -> State:
+    entries = _whole_machine.entries(params["disks"])
+    allocation, wanted = params["allocation_id"], params["state"]
+    problems = [*_whole_machine.slice_mode(), *_whole_machine.stale(params["fence"], entries)]
+    state = State(entries)
+    if wanted == "held" and not problems and not state.given_to(allocation):
+        problems += _boot(params["boot_id"])
+        problems += _whole_machine.unfit(params["disks"], allocation)
+    if wanted == "given" and state.holder() != allocation:
+        problems.append(_not_held(allocation, state.holder()))
+    if wanted == "released":
+        problems += [_still_dirty(e) for e in entries.values() if e.dirty and e.slot_id != MACHINE]
+    return State(entries, tuple(problems))
+
+
+def plan(params: _change.Params, state: State) -> _change.Plan:
+    steps = {"held": _hold, "given": _give, "ending": _end, "released": _release}
+    return _change.Plan(tuple(steps[params["state"]](params, state)), state.problems)
+
+
+def _hold(params: _change.Params, state: State) -> list[_change.Step]:
+    after = {"allocation_id": params["allocation_id"], "fence": params["fence"]}
+    return [
+        _change.Step("hold", name, before, after)
+        for name, entry in state.entries.items()
+        if (before := {key: getattr(entry, key) for key in after}) != after
+    ]
+
+
+def _give(_params: _change.Params, state: State) -> list[_change.Step]:
+    # The machine comes last: its mark says that all the others are made.
+    order = sorted(state.entries.values(), key=lambda entry: entry.slot_id == MACHINE)
+    return [_change.Step("mark_dirty", e.slot_id, False, True) for e in order if not e.dirty]
+
+
+def _end(params: _change.Params, state: State) -> list[_change.Step]:
+    fence = params["fence"]
+    steps = []
+    for entry in state.entries.values():
+        if entry.slot_id != MACHINE and not entry.dirty:
+            steps.append(_change.Step("mark_dirty", entry.slot_id, False, True))
+        elif entry.fence < fence:
+            steps.append(_change.Step("raise_fence", entry.slot_id, entry.fence, fence))
+    return steps
+
+
+def _release(params: _change.Params, state: State) -> list[_change.Step]:
+    """What another allocation holds is left alone: it may hold the machine by now."""
+    own = ("", params["allocation_id"])
+    return [
+        _change.Step("release", entry.slot_id, entry.allocation_id, "")
+        for entry in state.entries.values()
+        if (entry.allocation_id or entry.dirty) and entry.allocation_id in own
+    ]
+
+
+def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
+    fence, allocation = params["fence"], params["allocation_id"]
+    named = {_whole_machine.slot_of(disk): f"eui.{disk['nvme_eui']}" for disk in params["disks"]}
+    disk = named.get(step.subject, "")
+    if step.name == "hold":
+        _lease.hold(step.subject, fence=fence, allocation_id=allocation, disk=disk)
+    elif step.name == "raise_fence":
+        _lease.raise_fence(step.subject, fence=fence)
+    elif step.name == "mark_dirty":
+        _lease.mark_dirty(step.subject, fence=fence, disk=disk)
+    elif step.name == "release":
+        if step.subject == MACHINE:
+            _lease.mark_clean(MACHINE, fence=fence, disk="", proof={})
+        _lease.release(step.subject, fence=fence)
+    return None
+
+
+def facts(params: _change.Params, state: State) -> dict[str, Any]:
+    return {
+        "given": state.given_to(params["allocation_id"]),
+        "dirty": [entry.slot_id for entry in _disks(state) if entry.dirty],
+        "slots": [{**disk, "fence": params["fence"]} for disk in params["disks"]],
+    }
+
+
+def _disks(state: State) -> list[_lease.Entry]:
+    return [entry for name, entry in state.entries.items() if name != MACHINE]
+
+
+def _boot(discovered: str | None) -> list[Refusal]:
+    found = _host.identity()["boot_id"]
+    if found and found == discovered:
+        return []
+    return [
+        Refusal(
+            "boot_changed",
+            expected=f"the boot of the last discovery, {discovered or 'not named'}",
+            found=f"boot {found or 'unknown'}",
+            remedy="discover the node again; the host has been restarted since",
+        )
+    ]
+
+
+def _not_held(allocation: str, holder: str) -> Refusal:
+    return Refusal(
+        "machine_not_held",
+        expected=f"this machine held by {allocation}",
+        found=f"held by {holder}" if holder else "held by nobody",
+        remedy="take the machine first (state=held)",
+    )
+
+
+def _still_dirty(entry: _lease.Entry) -> Refusal:
+    return Refusal(
+        "disk_dirty",
+        expected=f"the wipe of {entry.disk} before the machine is given back",
+        found=f"marked dirty at {entry.dirty_at}",
+        remedy="wipe it first (nvme_wipe); without its proof the node stays off sale",
+    )
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "allocation_id": {"type": "str", "required": True},
+            "fence": {"type": "int", "required": True},
+            "disks": {"type": "list", "elements": "dict", "required": True},
+            "state": {
+                "type": "str",
+                "choices": ["held", "given", "ending", "released"],
+                "default": "held",
+            },
+            "boot_id": {"type": "str"},
+        },
+        required_if=[("state", "held", ["boot_id"])],
+        supports_check_mode=True,
+    )
+    _change.run(module, _change.Subject(observe, plan, apply, facts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+#!/usr/bin/python
+# Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
+"""The account of a bare-metal tenant on this host: there, ended, or gone with every trace."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: baremetal_tenant
+short_description: The account of a bare-metal tenant on this host
+version_added: "0.1.0"
+author: The gpuaas.slice authors (@gpuaas)
+description:
+  - V(present) makes the account with its home, its SSH keys and sudo. It has no password.
+  - V(ended) takes sudo away, locks the account, stops its sessions and ends every process of its
+    uid, and of that uid only. What sudo started counts by its login uid, which the kernel keeps.
+  - V(absent) does the same, and removes crontabs, queued jobs, lingering, the account, its home and
+    every file of its uid in folders that all may write to.
+  - A tenant has had root. What a tenant left as root is not found here but named by
+    M(gpuaas.slice.host_baseline).
+  - Refuses with C(node_in_slice_mode), C(stale_fence), C(account_taken), C(username_invalid),
+    C(key_invalid), C(processes_left), C(home_has_mounts).
+options:
+  username:
+    description: The account's name.
+    type: str
+    required: true
+  uid:
+    description: >-
+      The account's number, the same for every tenant: a machine has one tenant at a time.
+    type: int
+    default: 59000
+  fence:
+    description: The fence of the node's claim.
+    type: int
+    required: true
+  ssh_keys:
+    description: Public keys. Required with O(state=present).
+    type: list
+    elements: str
+  state:
+    description: What is wanted of the account.
+    type: str
+    choices: [present, ended, absent]
+    default: present
+  grace:
+    description: Seconds that processes get to end in order.
+    type: int
+    default: 10
+extends_documentation_fragment: [gpuaas.slice.change]
+"""
+
+EXAMPLES = r"""
+- name: Let the tenant in
+  gpuaas.slice.baremetal_tenant:
+    username: alice
+    fence: 3
+    ssh_keys: ["ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAILw6MHUfBS0BkklFB8Qsked8rLaWhYoJ7HQ8JG alice"]
+
+- name: Remove the tenant
+  gpuaas.slice.baremetal_tenant:
+    username: alice
+    fence: 4
+    state: absent
+"""
+
+RETURN = r"""
+account:
+  description: The account as it is.
+  returned: always
+  type: dict
+  sample: {username: alice, uid: 59000, home: /home/alice}
+absence:
+  description: Whether nothing of the account is left, with one check for each trace.
+  returned: always
+  type: dict
+  sample: {absent: true, checks: {account: {absent: true, known: true, detail: nothing found}}}
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _change,
+    _command,
+    _host,
+    _lease,
+    _tenant_account,
+    _whole_machine,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+
+
+@dataclass(frozen=True)
+class State:
+    user: _tenant_account.User | None
+    keys: str | None
+    sudoers: str | None
+    traces: _tenant_account.Traces
+    problems: tuple[Refusal, ...]
+
+
+def observe(params: _change.Params) -> State:
+    name, uid = params["username"], params["uid"]
+    home = _tenant_account.home_of(name)
+    problems = _whole_machine.slice_mode()
+    machine = {_whole_machine.MACHINE: _lease.load(_whole_machine.MACHINE)}
+    problems += _whole_machine.stale(params["fence"], machine)
+    if params["state"] == "present":
+        problems += [*_tenant_account.taken(name, uid), *_keys(params["ssh_keys"])]
+    return State(
+        user=next((user for user in _tenant_account.users() if user.uid == uid), None),
+        keys=_host.read(f"{home}/.ssh/authorized_keys"),
+        sudoers=_host.read(_tenant_account.SUDOERS),
+        traces=_tenant_account.traces(name, uid),
+        problems=tuple(problems),
+    )
+
+
+def plan(params: _change.Params, state: State) -> _change.Plan:
+    steps = _present(params, state) if params["state"] == "present" else _end(params, state)
+    if params["state"] == "absent":
+        steps += _absent(params, state)
+    return _change.Plan(tuple(steps), state.problems)
+
+
+def _present(params: _change.Params, state: State) -> list[_change.Step]:
+    name, home = params["username"], _tenant_account.home_of(params["username"])
+    steps = []
+    if state.user is None:
+        after = {"name": name, "uid": params["uid"], "home": home}
+        steps.append(_change.Step("add_account", name, None, after))
+    keys = "\n".join(params["ssh_keys"])
+    if state.keys != keys:
+        steps.append(_change.Step("write_keys", f"{home}/.ssh/authorized_keys", state.keys, keys))
+    rule = _rule(name)
+    if state.sudoers != rule:
+        steps.append(_change.Step("write_sudoers", _tenant_account.SUDOERS, state.sudoers, rule))
+    return steps
+
+
+def _end(params: _change.Params, state: State) -> list[_change.Step]:
+    """Doors first: nobody comes in again while those inside are shown out."""
+    left, name = state.traces, params["username"]
+    steps = []
+    if left.sudoers:
+        steps.append(_change.Step("remove_sudoers", _tenant_account.SUDOERS, "present", None))
+    steps += [_change.Step("lock_account", name, "open", "expired") for name in _open(left)]
+    if left.slice_alive:
+        steps.append(_change.Step("end_sessions", f"sessions of {name}", "alive", "ended"))
+    if left.processes:
+        steps.append(_change.Step("end_processes", f"uid {params['uid']}", list(left.processes)))
+    return steps
+
+
+def _absent(params: _change.Params, state: State) -> list[_change.Step]:
+    left, name = state.traces, params["username"]
+    home = _tenant_account.home_of(name)
+    steps = []
+    if left.lingering:
+        steps.append(_change.Step("remove_linger", f"linger of {name}", "set", None))
+    steps += [_change.Step("remove_schedule", path, "present", None) for path in left.schedules]
+    if left.mounts:
+        steps.append(_change.Step("unmount_home", home, list(left.mounts), []))
+    steps += [_change.Step("remove_account", one, "present", None) for one in left.accounts]
+    if left.home:
+        steps.append(_change.Step("remove_home", f"{home} and what is in it", "present", None))
+    if left.files:
+        subject = f"files of uid {params['uid']}"
+        steps.append(_change.Step("remove_files", subject, list(left.files[:100]), []))
+    return steps
+
+
+def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
+    name, uid = params["username"], params["uid"]
+    _lease.check(_whole_machine.MACHINE, params["fence"])
+    match step.name:
+        case "add_account":
+            _command.run(_useradd(name, uid))
+        case "write_keys":
+            _write_keys(name, step.after)
+        case "write_sudoers":
+            _command.run(["visudo", "--check", "--quiet", "--file=-"], stdin=f"{step.after}\n")
+            _host.write(step.subject, f"{step.after}\n", mode=0o440)
+        case "lock_account":
+            _command.run(["usermod", "--expiredate", "1", "--", step.subject])
+        case "end_sessions":
+            _tenant_account.end_sessions(uid)
+        case "end_processes":
+            return {"ended": _tenant_account.end_processes(uid, grace=params["grace"])}
+        case "remove_sudoers" | "remove_schedule":
+            _host.remove(step.subject)
+        case "remove_linger":
+            _host.remove(f"/var/lib/systemd/linger/{name}")
+        case "unmount_home":
+            _tenant_account.unmount_home(name)
+        case "remove_account":
+            _command.run(["userdel", "--", step.subject])
+        case "remove_home":
+            _tenant_account.remove_home(name)
+        case "remove_files":
+            return {"removed": _tenant_account.remove_files(uid)}
+    return None
+
+
+def facts(params: _change.Params, state: State) -> dict[str, Any]:
+    checks = state.traces.checks()
+    return {
+        "account": {
+            "username": params["username"],
+            "uid": params["uid"],
+            "home": _tenant_account.home_of(params["username"]),
+        },
+        "absence": {"absent": all(check["absent"] for check in checks.values()), "checks": checks},
+    }
+
+
+def _open(left: _tenant_account.Traces) -> list[str]:
+    """Accounts of the tenant's uid that have not expired."""
+    expired = set()
+    for line in (_host.read("/etc/shadow") or "").splitlines():
+        fields = line.split(":")
+        if len(fields) == 9 and fields[7] == "1":
+            expired.add(fields[0])
+    return [name for name in left.accounts if name not in expired]
+
+
+def _keys(keys: list[str] | None) -> list[Refusal]:
+    bad = [key for key in keys or [] if not key.isprintable() or not key.strip()]
+    if keys and not bad:
+        return []
+    return [
+        Refusal(
+            "key_invalid",
+            expected="at least one public key, each on one line",
+            found=f"{len(bad)} that are not" if keys else "none",
+            remedy="launch with the text of a .pub file",
+        )
+    ]
+
+
+def _rule(name: str) -> str:
+    return f"{name} ALL=(ALL:ALL) NOPASSWD:ALL"
+
+
+def _useradd(name: str, uid: int) -> list[str]:
+    # "*" is no password at all; a locked one ("!") would keep keys out where PAM is not used.
+    return [
+        "useradd", "--uid", str(uid), "--user-group", "--create-home",
+        "--home-dir", _tenant_account.home_of(name), "--shell", "/bin/bash",
+        "--password", "*", "--comment", "gpuaas tenant", "--", name,
+    ]  # fmt: skip
+
+
+def _write_keys(name: str, keys: str) -> None:
+    folder = f"{_tenant_account.home_of(name)}/.ssh"
+    _command.run(["install", "-d", "-m", "0700", "-o", name, "-g", name, "--", folder])
+    _host.write(f"{folder}/authorized_keys", f"{keys}\n", mode=0o600)
+    _command.run(["chown", "--", f"{name}:{name}", f"{folder}/authorized_keys"])
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "username": {"type": "str", "required": True},
+            "uid": {"type": "int", "default": 59000},
+            "fence": {"type": "int", "required": True},
+            "ssh_keys": {"type": "list", "elements": "str", "no_log": False},
+            "state": {
+                "type": "str",
+                "choices": ["present", "ended", "absent"],
+                "default": "present",
+            },
+            "grace": {"type": "int", "default": 10},
+        },
+        required_if=[("state", "present", ["ssh_keys"])],
+        supports_check_mode=True,
+    )
+    _change.run(module, _change.Subject(observe, plan, apply, facts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+#!/usr/bin/python
+# Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
+"""Say whether the firmware of a machine lets it become a slice host."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: firmware_preflight
+short_description: Say whether the firmware of a machine lets it become a slice host
+version_added: "0.1.0"
+author: The gpuaas.slice authors (@gpuaas)
+description:
+  - Reads the BIOS settings that slices need, and what of them the running kernel sees.
+  - Lists GPUs, fabric cards with what virtual functions they offer, and every NVMe disk with its
+    stable name, partitions, mount points, filesystems and signatures.
+  - Gives the same lines as the MAAS commissioning script
+    C(50-gpuaas-slice-firmware-preflight.sh), which is generated from the same code.
+  - The module succeeds also when checks fail; the caller judges C(preflight.failures).
+options:
+  profile:
+    description:
+      - The hardware profile. Checks named in its C(not_applicable) pass without a look; without
+        C(bios_settings) no RACADM is needed.
+    type: dict
+    required: true
+  attributes:
+    description: Wanted BIOS settings, as in M(gpuaas.slice.racadm_bios).
+    type: dict
+    default:
+      ProcVirtualization: Enabled
+      LogicalProc: Enabled
+      SriovGlobalEnable: Enabled
+  program:
+    description: Name or path of RACADM.
+    type: str
+    default: racadm
+  timeout:
+    description: Seconds for one answer of RACADM.
+    type: float
+    default: 120
+attributes:
+  check_mode:
+    description: The module only reads.
+    support: full
+  diff_mode:
+    description: Nothing changes, so there is no difference to show.
+    support: none
+"""
+
+EXAMPLES = r"""
+- name: Look at firmware and hardware
+  gpuaas.slice.firmware_preflight:
+    profile: "{{ slice_profile }}"
+  register: looked
+  failed_when: looked.preflight.failures > 0
+"""
+
+RETURN = r"""
+preflight:
+  description: The report.
+  returned: always
+  type: dict
+  sample:
+    failures: 1
+    warnings: 0
+    summary: GPUAAS_SLICE_FIRMWARE_SUMMARY status=FAIL checks=8 failures=1 warnings=0
+    checks:
+      - check: bios_settings
+        status: FAIL
+        detail: ProcSettings.LogicalProc is Disabled, not Enabled
+        remediation: run playbook gpuaas.slice.firmware, approve its plan, power-cycle
+    lines:
+      - GPUAAS_SLICE_GPU address=0000:1b:00.0 id=10de:2335 numa_node=0 iommu_group=- driver=-
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.gpuaas.slice.plugins.module_utils import _bios, _change, _preflight
+
+_BARE = {name.partition(".")[2]: value for name, value in _bios.WANTED.items()}
+
+
+def look(params: Mapping[str, Any]) -> dict[str, Any]:
+    profile = params["profile"]
+    asked = _preflight.Asked(
+        bios={
+            "attributes": params["attributes"],
+            "state": "planned",
+            "power_cycle": False,
+            "wait": True,
+            "acknowledged_jobs": [],
+            "program": params["program"],
+            "timeout": params["timeout"],
+        },
+        gpu_ids=profile["gpu"]["ids"],
+        fabric_ids=profile["fabric"]["pf_ids"],
+        expected_gpus=int(profile["gpu"].get("expected") or 0),
+        exclude_models=profile["nvme"].get("exclude_models", []),
+        not_applicable=profile.get("not_applicable", []),
+    )
+    return {"preflight": _preflight.report(asked)}
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "profile": {"type": "dict", "required": True},
+            "attributes": {"type": "dict", "default": _BARE},
+            "program": {"type": "str", "default": "racadm"},
+            "timeout": {"type": "float", "default": 120},
+        },
+        supports_check_mode=True,
+    )
+    _change.inform(module, look)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+#!/usr/bin/python
+# Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
+"""Services that hold a host's GPUs."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: gpu_services
+short_description: Quiesce the services that hold a host's GPUs, or restore them
+version_added: "0.1.0"
+author: The gpuaas.slice authors (@gpuaas)
+description:
+  - Stops and disables each service that runs or would start at boot.
+  - A service that does not exist is quiet already.
+  - The first run, also where all are quiet, writes what each service was to
+    C(/var/lib/gpuaas/before/gpu-services.json). With O(state=restored) exactly that comes back and
+    the record goes; a service that was quiet before stays quiet.
+  - Refuses with C(service_not_restored), C(before_unreadable).
+options:
+  services:
+    description: Names of units. With O(state=restored) the record names them.
+    type: list
+    elements: str
+    default: []
+  state:
+    description: Whether the GPUs are for slices or for the host's own services.
+    type: str
+    choices: [quiesced, restored]
+    default: quiesced
+extends_documentation_fragment: [gpuaas.slice.change]
+"""
+
+EXAMPLES = r"""
+- name: Take the GPUs from the host's own services
+  gpuaas.slice.gpu_services:
+    services: [nvidia-persistenced.service, nvidia-fabricmanager.service]
+
+- name: Give them back as they were
+  gpuaas.slice.gpu_services:
+    state: restored
+"""
+
+RETURN = r"""
+services:
+  description: What each service does; empty when it is quiet.
+  returned: always
+  type: dict
+  sample: {nvidia-persistenced.service: ""}
+before:
+  description: What was remembered of each service.
+  returned: always
+  type: dict
+  sample: {nvidia-persistenced.service: {active: true, file: enabled}}
+"""
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _gpu_services
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "services": {"type": "list", "elements": "str", "default": []},
+            "state": {
+                "type": "str",
+                "choices": ["quiesced", "restored"],
+                "default": "quiesced",
+            },
+        },
+        supports_check_mode=True,
+    )
+    _change.run(module, _gpu_services.SUBJECT)
+
+
+if __name__ == "__main__":
+    main()

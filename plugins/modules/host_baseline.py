@@ -1,0 +1,152 @@
+#!/usr/bin/python
+# Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
+"""What this machine was like before a tenant came, and what is different now."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: host_baseline
+short_description: What this machine was like before a tenant came, and what is different now
+version_added: "0.1.0"
+author: The gpuaas.slice authors (@gpuaas)
+description:
+  - Looks at accounts, groups, SSH keys, files that are read at login, at boot and at set times,
+    programs outside of packages, listening sockets, mounts, homes, packages and kernel modules.
+    Files are told by digest, so nothing secret is in the result.
+  - V(recorded) keeps the first look for an allocation on the host and returns it again, so that a
+    repeated provision never takes the tenant's own changes for the state before.
+  - V(compared) compares with O(baseline), which the caller kept. A tenant with root could change
+    whatever the host keeps, which is forgotten then.
+options:
+  allocation_id:
+    description: The allocation, a UUID with dashes.
+    type: str
+    required: true
+  state:
+    description: Whether to record or to compare.
+    type: str
+    choices: [recorded, compared]
+    default: recorded
+  baseline:
+    description: >-
+      What V(recorded) returned. With V(compared) and no baseline nothing can be said, and
+      RV(compared) is false.
+    type: dict
+extends_documentation_fragment: [gpuaas.slice.change]
+"""
+
+EXAMPLES = r"""
+- name: Remember what the machine is like
+  gpuaas.slice.host_baseline:
+    allocation_id: 23bd713b-6073-4ef7-8a51-2897e902365d
+  register: before
+
+- name: Name what is different
+  gpuaas.slice.host_baseline:
+    allocation_id: 23bd713b-6073-4ef7-8a51-2897e902365d
+    state: compared
+    baseline: "{{ before.baseline }}"
+"""
+
+RETURN = r"""
+baseline:
+  description: The first look for the allocation.
+  returned: with O(state=recorded)
+  type: dict
+  sample: {accounts: {root: 0f343b0931126a20}, listening: {tcp 22 00000000: listening}}
+drift:
+  description: >-
+    What differs. C(access) is true for what can let somebody in or run something later.
+  returned: with O(state=compared)
+  type: list
+  elements: dict
+  sample: [{section: keys, name: /root/.ssh/authorized_keys, change: changed, access: true}]
+compared:
+  description: Whether there was something to compare with.
+  returned: with O(state=compared)
+  type: bool
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _change,
+    _host,
+    _host_baseline,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+
+Sections = dict[str, dict[str, str]]
+
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+
+@dataclass(frozen=True)
+class State:
+    """kept: the first look, as the host remembers it. now: with O(state=compared) only."""
+
+    kept: Sections | None
+    now: Sections
+
+
+def observe(params: _change.Params) -> State:
+    text = _host.read(_file(params["allocation_id"]))
+    kept: Sections | None = json.loads(text) if text else None
+    return State(kept, _host_baseline.take() if params["state"] == "compared" else {})
+
+
+def plan(params: _change.Params, state: State) -> _change.Plan:
+    file = _file(params["allocation_id"])
+    if params["state"] == "recorded" and state.kept is None:
+        return _change.Plan((_change.Step("record_baseline", file),))
+    if params["state"] == "compared" and state.kept is not None:
+        return _change.Plan((_change.Step("forget_baseline", file),))
+    return _change.Plan()
+
+
+def apply(_params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
+    if step.name == "forget_baseline":
+        _host.remove(step.subject)
+        return None
+    text = json.dumps(_host_baseline.take(), sort_keys=True)
+    _host.write(step.subject, text + "\n", mode=0o600)
+    return None
+
+
+def facts(params: _change.Params, state: State) -> dict[str, Any]:
+    if params["state"] == "recorded":
+        return {"baseline": state.kept or {}}
+    before = params["baseline"] or {}
+    found = _host_baseline.differences(before, state.now) if before else []
+    return {"drift": found, "compared": bool(before)}
+
+
+def _file(allocation_id: str) -> str:
+    if not _UUID.fullmatch(allocation_id):
+        raise Refusal(
+            "allocation_id_invalid",
+            expected="a UUID in lower case, with dashes",
+            found=repr(allocation_id),
+            remedy="pass the id that the reconciler shows",
+        )
+    return f"{_host.STATE_DIRECTORY}/baseline/{allocation_id}.json"
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "allocation_id": {"type": "str", "required": True},
+            "state": {"type": "str", "choices": ["recorded", "compared"], "default": "recorded"},
+            "baseline": {"type": "dict"},
+        },
+        supports_check_mode=True,
+    )
+    _change.run(module, _change.Subject(observe, plan, apply, facts))
+
+
+if __name__ == "__main__":
+    main()

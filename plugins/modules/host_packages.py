@@ -1,0 +1,54 @@
+#!/usr/bin/python
+# Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
+"""Packages of a slice host."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: host_packages
+short_description: Install packages that a slice host lacks
+version_added: "0.1.0"
+author: The gpuaas.slice authors (@gpuaas)
+description:
+  - Asks dpkg once. When nothing is missing, apt is not called and no mirror is needed.
+  - Refuses with C(package_invalid); a failing apt is C(command_failed) with its own words.
+options:
+  packages:
+    description: Names of packages.
+    type: list
+    elements: str
+    required: true
+extends_documentation_fragment: [gpuaas.slice.change]
+"""
+
+EXAMPLES = r"""
+- name: Install what a slice VM runs on
+  gpuaas.slice.host_packages:
+    packages: [libvirt-daemon-system, openvswitch-switch, ovmf]
+"""
+
+RETURN = r"""
+installed:
+  description: Those of the named packages that are installed.
+  returned: always
+  type: list
+  elements: str
+  sample: [ovmf]
+"""
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _packages
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "packages": {"type": "list", "elements": "str", "required": True},
+        },
+        supports_check_mode=True,
+    )
+    _change.run(module, _packages.SUBJECT)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+#!/usr/bin/python
+# Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
+"""Tuned profiles of a slice host, off by default."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: host_tuning
+short_description: Tuned profiles of a slice host, off by default
+version_added: "0.1.0"
+author: The gpuaas.slice authors (@gpuaas)
+description:
+  - Writes what the named profiles ask for into C(60-gpuaas-slice-tuning.conf) in C(/etc/sysctl.d),
+    C(gpuaas-slice-tuning.conf) in C(/etc/modprobe.d) and C(60-gpuaas-slice-tuning.conf) in
+    C(/etc/security/limits.d), each with one owner marker, and sets the sysctl values now.
+  - A profile that is no longer named is taken back. What a value was before the first change is
+    kept in C(/var/lib/gpuaas/before/tuning.json).
+  - V(network-buffers) is socket buffers, backlog, queues of C(ib_ipoib), and locked memory.
+  - V(hugepages-1g) has no files here. Its pages are kernel arguments, which
+    M(gpuaas.slice.kernel_arguments) takes care of.
+  - Whether a profile is in force is read by M(gpuaas.slice.slice_parity), and reported as a
+    capability of the host by M(gpuaas.slice.slice_discovery).
+  - Refuses with C(file_not_ours).
+options:
+  profiles:
+    description: Names of the wanted profiles; with none everything of ours goes.
+    type: list
+    elements: str
+    choices: [hugepages-1g, network-buffers]
+    default: []
+extends_documentation_fragment: [gpuaas.slice.change]
+"""
+
+EXAMPLES = r"""
+- name: Large buffers for a fast fabric
+  gpuaas.slice.host_tuning:
+    profiles: [network-buffers]
+
+- name: Back to what the host had
+  gpuaas.slice.host_tuning:
+"""
+
+RETURN = r"""
+pending:
+  description: What holds only after a module is loaded again or after a reboot, in sentences.
+  returned: always
+  type: list
+  elements: str
+  sample: ["ib_ipoib send_queue_size is 128, not 4096, until it is loaded again"]
+"""
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _change,
+    _tuning,
+    _tuning_profiles,
+)
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "profiles": {
+                "type": "list",
+                "elements": "str",
+                "choices": list(_tuning_profiles.PROFILES),
+                "default": [],
+            },
+        },
+        supports_check_mode=True,
+    )
+    _change.run(module, _tuning.SUBJECT)
+
+
+if __name__ == "__main__":
+    main()

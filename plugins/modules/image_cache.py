@@ -1,0 +1,193 @@
+#!/usr/bin/python
+# Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
+"""Keep a slice image in the host's digest-checked cache."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: image_cache
+short_description: Keep a slice image in the host's digest-checked cache
+version_added: "0.1.0"
+author: The gpuaas.slice authors (@gpuaas)
+description:
+  - Fetches an image, unpacks it, computes the sha256 of its raw bytes and puts it under
+    C(/var/lib/gpuaas/images) when it matches.
+  - Keeps an index beside it, with a hash of every chunk and what tells that the file has not been
+    touched since. A file that was touched is fetched again.
+  - Of two runs at once for the same image one fetches it and the other waits and finds it there.
+  - Takes no more bytes than the image has, whatever the source sends or the packed file holds.
+  - Refuses with C(image_digest_mismatch), C(image_digest_invalid), C(image_unreachable),
+    C(image_too_large), C(image_no_room).
+options:
+  name:
+    description: Name in the catalogue, for messages.
+    type: str
+    required: true
+  digest:
+    description: C(sha256:) and the hex digest of the raw bytes, from the catalogue.
+    type: str
+    required: true
+  size_bytes:
+    description: Size of the raw image. Needed with O(state=present).
+    type: int
+    default: 0
+  url:
+    description: Where the image is, with the scheme http, https or file. Needed when the image is
+      not cached yet.
+    type: str
+    default: ""
+  compression:
+    description: How the source is packed.
+    type: str
+    choices: [none, zstd]
+    default: none
+  state:
+    description: Whether the image is in the cache.
+    type: str
+    choices: [present, absent]
+    default: present
+extends_documentation_fragment: [gpuaas.slice.change]
+"""
+
+EXAMPLES = r"""
+- name: Cache the slice image
+  gpuaas.slice.image_cache:
+    name: H200-ubuntu-24.04-gpuaas-slice
+    digest: sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
+    size_bytes: 1258291200
+    url: https://images.example.org/h200-slice.raw.zst
+    compression: zstd
+"""
+
+RETURN = r"""
+path:
+  description: Where the cached image is, or would be.
+  returned: always
+  type: str
+  sample: /var/lib/gpuaas/images/<hex of the digest>.raw
+cached:
+  description: Whether the image is there and verified.
+  returned: always
+  type: bool
+  sample: true
+"""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _change,
+    _download,
+    _host,
+    _image,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+
+
+@dataclass(frozen=True)
+class State:
+    """there: a file of that name exists. verified: and is untouched since it was checked."""
+
+    path: str
+    there: bool
+    verified: bool
+    free_bytes: int
+
+
+def observe(params: _change.Params) -> State:
+    path = _image.path_of(params["digest"])
+    index = _image.verified(path)
+    return State(
+        path=path,
+        there=_image.stamp_of(path) is not None,
+        verified=index is not None and index.stamp.size_bytes == params["size_bytes"],
+        free_bytes=_download.free_bytes(path),
+    )
+
+
+def plan(params: _change.Params, state: State) -> _change.Plan:
+    if params["state"] == "absent":
+        gone = _change.Step("forget_image", state.path, before=params["digest"])
+        return _change.Plan(steps=(gone,) if state.there else ())
+    if state.verified:
+        return _change.Plan()
+    fetch = _change.Step("fetch_image", state.path, after=params["digest"])
+    return _change.Plan(steps=(fetch,), blockers=tuple(_blockers(params, state)))
+
+
+def _blockers(params: _change.Params, state: State) -> list[Refusal]:
+    if not params["url"] or params["size_bytes"] <= 0:
+        return [
+            Refusal(
+                "image_source_missing",
+                expected=f"url and size_bytes for the image {params['name']}, which is not cached",
+                found=f"url {params['url']!r}, size_bytes {params['size_bytes']}",
+                remedy="take both from the image catalogue",
+            )
+        ]
+    needed = params["size_bytes"]
+    if params["compression"] != "none":
+        # Packed and raw lie side by side for a while.
+        needed += _download.packed_limit(params["size_bytes"])
+    if state.free_bytes >= needed:
+        return []
+    return [
+        Refusal(
+            "image_no_room",
+            expected=f"{needed} bytes free for {state.path}",
+            found=f"{state.free_bytes} bytes",
+            remedy="remove images that are not used any more (state: absent)",
+        )
+    ]
+
+
+def apply(params: _change.Params, step: _change.Step) -> None:
+    if step.name == "forget_image":
+        _image.forget(step.subject)
+        return
+    _image.forget(step.subject)
+    draft = f"{step.subject}.part"
+    try:
+        _download.fetch(
+            params["url"],
+            draft,
+            compression=params["compression"],
+            size_bytes=params["size_bytes"],
+        )
+        _image.admit(draft, step.subject, params["digest"], params["size_bytes"])
+    finally:
+        _host.remove(draft)
+
+
+def facts(_params: _change.Params, state: State) -> dict[str, Any]:
+    return {"path": state.path, "cached": state.verified}
+
+
+def _locked(params: _change.Params) -> AbstractContextManager[None]:
+    """One run at a time works on an image; what is volatile on a host lies under /run."""
+    name = _image.hexadecimal(params["digest"])
+    return _host.locked(f"/run/gpuaas/images/{name}", mode=0o700)
+
+
+SUBJECT = _change.Subject(observe, plan, apply, facts, exclusive=_locked)
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "name": {"type": "str", "required": True},
+            "digest": {"type": "str", "required": True},
+            "size_bytes": {"type": "int", "default": 0},
+            "url": {"type": "str", "default": "", "no_log": True},
+            "compression": {"type": "str", "choices": ["none", "zstd"], "default": "none"},
+            "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
+        },
+        supports_check_mode=True,
+    )
+    _change.run(module, SUBJECT)
+
+
+if __name__ == "__main__":
+    main()

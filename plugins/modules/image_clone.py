@@ -1,0 +1,244 @@
+#!/usr/bin/python
+# Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
+"""Clone a cached image onto the raw boot disk of a slot."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: image_clone
+short_description: Clone a cached image onto the raw boot disk of a slot
+version_added: "0.1.0"
+author: The gpuaas.slice authors (@gpuaas)
+description:
+  - Writes the image on one exclusively opened descriptor, on which identity and use are checked
+    first.
+  - Every chunk is compared with what was verified against the digest before it is written. Zeros
+    are written without being read.
+  - Marks the disk dirty in the host's ledger before the first byte. The disk must be clean with a
+    standing wipe proof, or already be dirty under the same claim, which is a clone that was
+    interrupted.
+  - A disk that already carries the image for this claim is left alone, whatever the tenant wrote
+    since.
+  - Refuses with C(image_not_cached), C(image_digest_mismatch), C(disk_too_small), C(stale_fence),
+    C(lease_not_held), C(not_clean), C(os_disk), C(disk_in_use), C(identity_mismatch).
+options:
+  image_path:
+    description: The image in the cache, as M(gpuaas.slice.image_cache) returned it.
+    type: path
+    required: true
+  digest:
+    description: C(sha256:) and the hex digest of the image, from the catalogue.
+    type: str
+    required: true
+  size_bytes:
+    description: Size of the raw image.
+    type: int
+    required: true
+  slot:
+    description: Slot bundle of the boot disk, with its C(fence).
+    type: dict
+    required: true
+  allocation_id:
+    description: Allocation that must hold the slot's lease on this host.
+    type: str
+    default: ""
+  progress_path:
+    description: File that is given C(done) and C(total) in bytes about once a second.
+    type: path
+    default: ""
+extends_documentation_fragment: [gpuaas.slice.change]
+"""
+
+EXAMPLES = r"""
+- name: Clone the image
+  gpuaas.slice.image_clone:
+    image_path: "{{ cached.path }}"
+    digest: "{{ slice_image.digest }}"
+    size_bytes: "{{ slice_image.size_bytes }}"
+    slot: "{{ slice_slots | first }}"
+    allocation_id: "{{ slice_allocation.id }}"
+    progress_path: /run/gpuaas/clone.json
+"""
+
+RETURN = r"""
+bytes:
+  description: Size of the image on the disk; 0 before it is complete.
+  returned: always
+  type: int
+  sample: 1258291200
+seconds:
+  description: How long the clone took.
+  returned: always
+  type: float
+  sample: 7.2
+digest:
+  description: The digest of the bytes that were written; empty before they are complete.
+  returned: always
+  type: str
+  sample: sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
+"""
+
+import syslog
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _block,
+    _change,
+    _claims,
+    _clone,
+    _host,
+    _image,
+    _lease,
+    _proof,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+
+
+@dataclass(frozen=True)
+class State:
+    """complete: the record of this very clone, unless wiped since. proven: a wipe stands."""
+
+    disk: _block.Disk
+    entry: _lease.Entry
+    proven: bool
+    uses: tuple[Refusal, ...]
+    complete: Mapping[str, Any]
+    stamp: _image.Stamp | None
+    index: _image.Index | None
+
+
+def observe(params: _change.Params) -> State:
+    slot = params["slot"]
+    entry = _lease.check(str(slot["slot_id"]), int(slot["fence"]))
+    disk = _block.of_slot(slot)
+    complete = _complete(params, disk, entry)
+    return State(
+        disk=disk,
+        entry=entry,
+        proven=_proof.standing(disk.identity) is not None,
+        # After the clone the disk is the tenant's, and of course in use.
+        uses=() if complete else tuple(_uses(disk, entry)),
+        complete=complete,
+        stamp=_image.stamp_of(params["image_path"]),
+        index=_image.verified(params["image_path"]),
+    )
+
+
+def _uses(disk: _block.Disk, entry: _lease.Entry) -> list[Refusal]:
+    others = _claims.refusals(disk, entry.slot_id)
+    return [*others, *_block.refusals(disk, _block.usage(disk))]
+
+
+def _complete(params: _change.Params, disk: _block.Disk, entry: _lease.Entry) -> Mapping[str, Any]:
+    fence = int(params["slot"]["fence"])
+    wanted = {"fence": fence, "disk": disk.identity, "digest": params["digest"]}
+    record = _clone.finished(entry.slot_id) or {}
+    unwiped = entry.dirty and str(record.get("finished_at", "")) > entry.clean_at
+    return record if unwiped and wanted.items() <= record.items() else {}
+
+
+def plan(params: _change.Params, state: State) -> _change.Plan:
+    if state.complete:
+        return _change.Plan()
+    digest, disk = params["digest"], state.disk.identity
+    verify = _change.Step("verify_image", params["image_path"], after=digest)
+    clone = _change.Step(
+        "clone_image", state.disk.by_id or state.disk.kernel_name, after=digest, destroys=disk
+    )
+    return _change.Plan(
+        steps=(clone,) if state.index else (verify, clone),
+        blockers=(*_image_blockers(params, state), *_disk_blockers(params, state)),
+    )
+
+
+def _image_blockers(params: _change.Params, state: State) -> Iterator[Refusal]:
+    path, digest, size = params["image_path"], params["digest"], params["size_bytes"]
+    if state.stamp is None:
+        yield _image.missing(path)
+    elif state.stamp.size_bytes != size:
+        yield _image.mismatch(path, digest, f"{state.stamp.size_bytes} bytes", size)
+    elif state.index and state.index.digest != digest:
+        yield _image.mismatch(path, digest, state.index.digest, size)
+
+
+def _disk_blockers(params: _change.Params, state: State) -> Iterator[Refusal]:
+    entry, allocation_id = state.entry, params["allocation_id"]
+    yield from state.uses
+    if params["size_bytes"] > state.disk.size_bytes:
+        yield _clone.too_small(state.disk, params["size_bytes"])
+    if entry.allocation_id != allocation_id:
+        yield Refusal(
+            "lease_not_held",
+            expected=f"slot {entry.slot_id} leased by {allocation_id or 'nobody'} on this host",
+            found=f"leased by {entry.allocation_id or 'nobody'}",
+            remedy="take the lease (slice_lease) before the clone",
+        )
+    interrupted = entry.dirty and entry.fence == int(params["slot"]["fence"]) and allocation_id
+    if not (state.proven or interrupted):
+        yield Refusal(
+            "not_clean",
+            expected=f"a wipe proof of {state.disk.identity} that still stands",
+            found=f"written to at {entry.dirty_at}" if entry.dirty else "no proof",
+            remedy="wipe the slot's disk first (`gpuaas recover`, or nvme_wipe by hand)",
+        )
+
+
+def apply(params: _change.Params, step: _change.Step) -> dict[str, Any]:
+    path, slot = params["image_path"], params["slot"]
+    if step.name == "verify_image":
+        index = _image.verify(path, params["digest"], params["size_bytes"])
+        return {"chunks": len(index.chunks)}
+    found = _image.verified(path)
+    if found is None or found.digest != params["digest"]:
+        raise _image.mismatch(path, params["digest"], "a changed file", params["size_bytes"])
+    disk, slot_id, fence = _block.of_slot(slot), str(slot["slot_id"]), int(slot["fence"])
+    with _block.exclusive(disk) as descriptor:
+        _lease.mark_dirty(slot_id, fence=fence, disk=disk.identity)
+        syslog.syslog(f"gpuaas: cloning {params['digest']} onto {disk.identity}, slot {slot_id}")
+        began = time.monotonic()
+        progress = _clone.Progress(params["progress_path"], params["size_bytes"])
+        _clone.copy(path, found, descriptor, progress)
+        seconds = round(time.monotonic() - began, 3)
+    syslog.syslog(f"gpuaas: cloned {params['size_bytes']} bytes onto {disk.identity}, {seconds} s")
+    document = {
+        "slot_id": slot_id,
+        "fence": fence,
+        "disk": disk.identity,
+        "digest": params["digest"],
+        "bytes": params["size_bytes"],
+        "seconds": seconds,
+        "finished_at": _host.now(),
+    }
+    _clone.record(slot_id, document)
+    return document
+
+
+def facts(_params: _change.Params, state: State) -> dict[str, Any]:
+    return {
+        "bytes": state.complete.get("bytes", 0),
+        "seconds": state.complete.get("seconds", 0.0),
+        "digest": state.complete.get("digest", ""),
+    }
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "image_path": {"type": "path", "required": True},
+            "digest": {"type": "str", "required": True},
+            "size_bytes": {"type": "int", "required": True},
+            "slot": {"type": "dict", "required": True},
+            "allocation_id": {"type": "str", "default": ""},
+            "progress_path": {"type": "path", "default": ""},
+        },
+        supports_check_mode=True,
+    )
+    _change.run(module, _change.Subject(observe, plan, apply, facts))
+
+
+if __name__ == "__main__":
+    main()

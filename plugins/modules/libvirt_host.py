@@ -1,0 +1,61 @@
+#!/usr/bin/python
+# Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
+"""libvirt, reachable for its own guests."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: libvirt_host
+short_description: Have libvirt answer, with its directory open to QEMU
+version_added: "0.1.0"
+author: The gpuaas.slice authors (@gpuaas)
+description:
+  - With mode 0700 QEMU cannot read the keys of its own domain.
+  - The daemon ends by itself when idle; its socket is what is kept active.
+  - What libvirt was before is remembered in C(/var/lib/gpuaas/before/libvirt.json) by the first
+    run, which is a change also where nothing else is to do. With O(state=absent) it becomes that
+    again; it stays installed, and without a record as it is.
+options:
+  directory:
+    description: libvirt's state directory; set to mode 0755.
+    type: path
+    default: /var/lib/libvirt
+  state:
+    description: Whether libvirt serves slices or is what it was before.
+    type: str
+    choices: [present, absent]
+    default: present
+extends_documentation_fragment: [gpuaas.slice.change]
+"""
+
+EXAMPLES = r"""
+- name: Prepare libvirt
+  gpuaas.slice.libvirt_host:
+"""
+
+RETURN = r"""
+done:
+  description: Names of the steps that were carried out.
+  returned: always
+  type: list
+  elements: str
+  sample: [enable_libvirt, start_socket]
+"""
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _libvirt_host
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "directory": {"type": "path", "default": "/var/lib/libvirt"},
+            "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
+        },
+        supports_check_mode=True,
+    )
+    _change.run(module, _libvirt_host.SUBJECT)
+
+
+if __name__ == "__main__":
+    main()

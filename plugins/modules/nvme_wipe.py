@@ -1,0 +1,187 @@
+#!/usr/bin/python
+# Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
+"""Wipe the disks of slots and prove it by reading back."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: nvme_wipe
+short_description: Wipe the disks of slots and prove it by reading back
+version_added: "0.1.0"
+author: The gpuaas.slice authors (@gpuaas)
+description:
+  - Erases the disk of each slot on one exclusively opened descriptor, on which identity and use are
+    checked first.
+  - Tries the methods in order, leaving out what the controller lacks. A method counts only when
+    both ends of the disk, the places of old signatures and drawn samples then read as zeros, past
+    every cache.
+  - Marks the disk dirty in the host's ledger before the first byte and clean, with the proof, after
+    the last.
+  - A disk that is clean by the ledger, has a standing proof and carries no signature is left alone
+    and its proof is returned.
+  - Refuses with C(stale_fence), C(disk_belongs_to_slot), C(os_disk), C(disk_in_use),
+    C(identity_mismatch), C(device_not_found), C(wipe_not_verified).
+options:
+  slots:
+    description: Slot bundles, each with its C(fence).
+    type: list
+    elements: dict
+    required: true
+  methods:
+    description: Erase methods in order of preference.
+    type: list
+    elements: str
+    choices: [crypto_erase, user_data_erase, discard, zero_fill]
+    default: [crypto_erase, user_data_erase, discard, zero_fill]
+extends_documentation_fragment: [gpuaas.slice.change]
+"""
+
+EXAMPLES = r"""
+- name: Wipe the disk of a released slot
+  gpuaas.slice.nvme_wipe:
+    slots:
+      - slot_id: slot-0
+        fence: 7
+        nvme_device: /dev/disk/by-id/nvme-eui.5e0000000000a000
+        nvme_eui: 5e0000000000a000
+        nvme_serial: LABNVME0
+        nvme_size_bytes: 4294967296
+    methods: [user_data_erase, zero_fill]
+"""
+
+RETURN = r"""
+proofs:
+  description: The standing proof of each clean slot, by slot id.
+  returned: always
+  type: dict
+  sample:
+    slot-0:
+      slot_id: slot-0
+      disk: eui.5e0000000000a000
+      serial: LABNVME0
+      method: user_data_erase
+      class: purge
+      started_at: "2026-05-01T10:00:00+00:00"
+      finished_at: "2026-05-01T10:00:09+00:00"
+      size_bytes: 4294967296
+      controller_status: {command: format_nvm, secure_erase_setting: 1, status: 0}
+      samples: 66
+      sample_bytes: 100663296
+      attempts: []
+      verified: true
+      digest: sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _block,
+    _change,
+    _claims,
+    _lease,
+    _proof,
+    _slots,
+    _wipe,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+
+
+@dataclass(frozen=True)
+class SlotState:
+    """refusals: why the slot's disk must not be touched. written: signatures that are on it."""
+
+    slot_id: str
+    identity: str = ""
+    dirty: bool = False
+    written: tuple[str, ...] = ()
+    proof: Mapping[str, Any] | None = None
+    refusals: tuple[Refusal, ...] = ()
+
+    def needs_wipe(self) -> bool:
+        return self.dirty or self.proof is None or bool(self.written)
+
+
+_NEEDED = ("slot_id", "fence", "nvme_device", "nvme_serial", "nvme_eui")
+
+
+def observe(params: _change.Params) -> list[SlotState]:
+    return [_look(slot) for slot in _slots.checked(params["slots"], needed=_NEEDED)]
+
+
+def _look(slot: Mapping[str, Any]) -> SlotState:
+    slot_id = str(slot["slot_id"])
+    try:
+        entry = _lease.check(slot_id, int(slot["fence"]))
+        disk = _block.of_slot(slot)
+    except Refusal as refusal:
+        return SlotState(slot_id, refusals=(refusal,))
+    used = _block.usage(disk)
+    return SlotState(
+        slot_id=slot_id,
+        identity=disk.identity,
+        dirty=entry.dirty,
+        written=tuple(f"{kind} on {name}" for name, kind in sorted(used.filesystems.items())),
+        proof=_proof.standing(disk.identity),
+        refusals=(*_claims.refusals(disk, slot_id), *_block.refusals(disk, used)),
+    )
+
+
+def plan(_params: _change.Params, state: list[SlotState]) -> _change.Plan:
+    return _change.Plan(
+        steps=tuple(
+            _change.Step(
+                "wipe_disk",
+                slot.slot_id,
+                before={"dirty": slot.dirty, "written": list(slot.written)},
+                after={"dirty": False, "written": []},
+                destroys=slot.identity,
+            )
+            for slot in state
+            if slot.needs_wipe()
+        ),
+        blockers=tuple(refusal for slot in state if slot.needs_wipe() for refusal in slot.refusals),
+    )
+
+
+def apply(params: _change.Params, step: _change.Step) -> dict[str, Any]:
+    slot = next(one for one in params["slots"] if str(one["slot_id"]) == step.subject)
+    slot_id, fence = str(slot["slot_id"]), int(slot["fence"])
+    disk = _block.of_slot(slot)
+    with _block.exclusive(disk) as descriptor:
+        _lease.mark_dirty(slot_id, fence=fence, disk=disk.identity)
+        proof = _wipe.erase(descriptor, disk, params["methods"])
+        _lease.mark_clean(slot_id, fence=fence, disk=disk.identity, proof=proof)
+    return proof
+
+
+def facts(_params: _change.Params, state: list[SlotState]) -> dict[str, Any]:
+    return {
+        "proofs": {
+            slot.slot_id: {**slot.proof, "slot_id": slot.slot_id}
+            for slot in state
+            if slot.proof is not None and not slot.needs_wipe()
+        }
+    }
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "slots": {"type": "list", "elements": "dict", "required": True},
+            "methods": {
+                "type": "list",
+                "elements": "str",
+                "choices": list(_wipe.METHODS),
+                "default": list(_wipe.METHODS),
+            },
+        },
+        supports_check_mode=True,
+    )
+    _change.run(module, _change.Subject(observe, plan, apply, facts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+#!/usr/bin/python
+# Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
+"""The network baseline of a slice host: OVS bridge, forwarding, NAT, dnsmasq; kept over reboots."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: ovs_nat
+short_description: Network baseline of a slice host, kept over reboots
+version_added: "0.1.0"
+author: The gpuaas.slice authors (@gpuaas)
+description:
+  - Runs Open vSwitch, gives its bridge an address, switches IPv4 forwarding on, masquerades the
+    slice subnet and has dnsmasq serve reservations only (C(/var/lib/gpuaas/dnsmasq/hosts.d)).
+  - C(gpuaas-slice-network-baseline.service) repairs the same at boot and restarts dnsmasq after
+    itself, never from inside.
+  - Migrates the older service C(gpuaas-slice-host-net-baseline) away and removes stale
+    C(/etc/dnsmasq.d/gpuaas-gpuaas-slice-*.conf).
+  - Before the first change it remembers in C(/var/lib/gpuaas/before/network.json) whether the host
+    forwarded and which of the services ran. With O(state=absent) everything of ours goes and the
+    rest becomes that again; services that did not run before are stopped.
+  - Refuses with C(network_invalid), C(bridge_name_taken), C(tmfifo_missing) and, on the way back,
+    with C(network_in_use). A configuration that dnsmasq does not accept is never installed.
+options:
+  bridge:
+    description: Name of the bridge.
+    type: str
+    default: ovsbr0
+  address:
+    description: Address of the bridge, with prefix length.
+    type: str
+    default: 10.100.0.1/24
+  subnet:
+    description: Subnet of the slices.
+    type: str
+    default: 10.100.0.0/24
+  tmfifo:
+    description: Whether the fabric card's management link (C(tmfifo_net0), rshim) belongs to it.
+    type: bool
+    default: false
+  state:
+    description: Whether the baseline is there or nothing of it.
+    type: str
+    choices: [present, absent]
+    default: present
+extends_documentation_fragment: [gpuaas.slice.change]
+"""
+
+EXAMPLES = r"""
+- name: Network baseline with the default subnet
+  gpuaas.slice.ovs_nat:
+
+- name: The same on a host with a BlueField card
+  gpuaas.slice.ovs_nat:
+    tmfifo: true
+
+- name: Take it away again
+  gpuaas.slice.ovs_nat:
+    state: absent
+"""
+
+RETURN = r"""
+network:
+  description: What slices are connected to.
+  returned: always
+  type: dict
+  sample:
+    bridge: ovsbr0
+    address: 10.100.0.1/24
+    nat: true
+    forwarding: true
+    uplink: eno1
+    dnsmasq: true
+"""
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _baseline,
+    _baseline_removal,
+    _change,
+)
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "bridge": {"type": "str", "default": "ovsbr0"},
+            "address": {"type": "str", "default": "10.100.0.1/24"},
+            "subnet": {"type": "str", "default": "10.100.0.0/24"},
+            "tmfifo": {"type": "bool", "default": False},
+            "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
+        },
+        supports_check_mode=True,
+    )
+    present = _change.Subject(_baseline.observe, _baseline.plan, _baseline.apply, _baseline.facts)
+    wanted = module.params["state"] == "present"
+    _change.run(module, present if wanted else _baseline_removal.SUBJECT)
+
+
+if __name__ == "__main__":
+    main()

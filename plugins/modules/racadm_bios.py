@@ -1,0 +1,158 @@
+#!/usr/bin/python
+# Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
+"""BIOS settings of a Dell machine through its local RACADM."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: racadm_bios
+short_description: BIOS settings of a Dell machine through its local RACADM
+version_added: "0.1.0"
+author: The gpuaas.slice authors (@gpuaas)
+description:
+  - Compares BIOS settings, current and pending, with what is wanted. By default that is all.
+  - With O(state=present) stages what differs, makes one job with a power cycle and follows the
+    C(JID_…) and C(RID_…) of both to their end.
+  - A setting counts when its current value is right and no BIOS job is open; a pending value proves
+    nothing.
+  - Run on the machine itself, the power cycle ends the call. Call again when the machine is back;
+    the open job is found in the controller's queue and followed. O(wait=false) returns before the
+    power cycle comes.
+  - A failed job is not tried again by itself; the controller's queue remembers it over reboots and
+    reinstalls. Name it in O(acknowledged_jobs) after looking at it.
+  - Uses no credentials; the local RACADM needs none.
+  - Refuses with C(racadm_garbled), C(command_timeout), C(attribute_invalid),
+    C(attribute_unknown), C(attribute_read_only), C(power_cycle_not_allowed), C(job_in_queue),
+    C(foreign_pending_values), C(staging_failed), C(bios_job_failed), C(bios_job_timeout).
+options:
+  attributes:
+    description:
+      - Wanted values by C(GROUP.NAME), as C(racadm get BIOS.GROUP) lists them. The three default
+        settings may be named without their group.
+    type: dict
+    default:
+      ProcVirtualization: Enabled
+      LogicalProc: Enabled
+      SriovGlobalEnable: Enabled
+  state:
+    description: With V(planned) nothing is changed and RV(differences) says what would be.
+    type: str
+    choices: [planned, present]
+    default: planned
+  power_cycle:
+    description: Whether the machine may be power-cycled. Without it nothing is staged either.
+    type: bool
+    default: false
+  wait:
+    description: Whether an open BIOS job is followed to its end.
+    type: bool
+    default: true
+  deadline:
+    description: Seconds in which job and power cycle must end.
+    type: int
+    default: 3600
+  interval:
+    description: Seconds between two looks at a job.
+    type: float
+    default: 15
+  timeout:
+    description: Seconds for one answer of RACADM.
+    type: float
+    default: 120
+  acknowledged_jobs:
+    description: Ids of failed jobs that do not stand in the way of another one.
+    type: list
+    elements: str
+    default: []
+  program:
+    description: Name or path of RACADM; V(racadm) is also looked for where Dell's packages put it.
+    type: str
+    default: racadm
+extends_documentation_fragment: [gpuaas.slice.change]
+"""
+
+EXAMPLES = r"""
+- name: Say what would be changed
+  gpuaas.slice.racadm_bios:
+  register: bios
+
+- name: Change it and let the machine go down
+  gpuaas.slice.racadm_bios:
+    state: present
+    power_cycle: true
+    wait: false
+
+- name: Follow the job when the machine is back
+  gpuaas.slice.racadm_bios:
+    state: present
+    power_cycle: true
+    deadline: 1800
+"""
+
+RETURN = r"""
+settled:
+  description: Whether every wanted value is current and no BIOS job is open.
+  returned: always
+  type: bool
+attributes:
+  description: Each wanted setting as it is now.
+  returned: always
+  type: list
+  elements: dict
+  sample:
+    - name: ProcSettings.ProcVirtualization
+      wanted: Enabled
+      current: Disabled
+      pending: Enabled
+      status: pending
+jobs:
+  description: BIOS and reboot jobs in the controller's queue.
+  returned: always
+  type: list
+  elements: dict
+  sample:
+    - id: JID_763788807801
+      name: "Configure: BIOS.Setup.1-1"
+      status: Completed
+      message: "PR19: Job completed successfully."
+      percent: "100"
+differences:
+  description: The steps that O(state=present) would take, also when this call takes none.
+  returned: always
+  type: list
+  elements: dict
+refusals:
+  description: What would stand in the way of O(state=present).
+  returned: always
+  type: list
+  elements: dict
+"""
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.gpuaas.slice.plugins.module_utils import _bios, _change, _racadm
+
+_BARE = {name.partition(".")[2]: value for name, value in _bios.WANTED.items()}
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "attributes": {"type": "dict", "default": _BARE},
+            "state": {"type": "str", "choices": ["planned", "present"], "default": "planned"},
+            "power_cycle": {"type": "bool", "default": False},
+            "wait": {"type": "bool", "default": True},
+            "deadline": {"type": "int", "default": 3600},
+            "interval": {"type": "float", "default": 15},
+            "timeout": {"type": "float", "default": 120},
+            "acknowledged_jobs": {"type": "list", "elements": "str", "default": []},
+            "program": {"type": "str", "default": "racadm"},
+        },
+        supports_check_mode=True,
+    )
+    _change.run(
+        module, _change.Subject(_racadm.observe, _racadm.plan, _racadm.apply, _racadm.facts)
+    )
+
+
+if __name__ == "__main__":
+    main()

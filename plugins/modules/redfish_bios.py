@@ -1,0 +1,211 @@
+#!/usr/bin/python
+# Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
+"""BIOS settings of a machine through its BMC's Redfish."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: redfish_bios
+short_description: BIOS settings of a machine through its BMC's Redfish
+version_added: "0.1.0"
+author: The gpuaas.slice authors (@gpuaas)
+description:
+  - Compares BIOS settings, current and pending, with what is wanted. By default that is all.
+  - With O(state=present) asks for everything that differs in one request, with C(OnReset) as its
+    apply time, and checks that it waits with a job. O(power_cycle=true) also resets the machine and
+    follows the job to its end.
+  - A setting counts when its current value is right and no BIOS job is open; a pending value proves
+    nothing. The plan is that of M(gpuaas.slice.racadm_bios).
+  - Names and values are checked against the attribute registry of this BIOS before anything is
+    asked for.
+  - Logs in with a session and always ends it. A busy BMC (503) is asked again when it says; an
+    expired session is replaced once.
+  - The BMC's certificate is always verified, with O(ca_file), with O(fingerprint), or with the CA
+    store of the machine this runs on.
+  - Returns the settings asked for and no other.
+  - Run it where the BMC can be reached, for example with C(delegate_to).
+  - Refuses with C(trust_invalid), C(tls_untrusted), C(bmc_address_invalid), C(bmc_unreachable),
+    C(bmc_busy), C(bmc_login_refused), C(bmc_session_refused), C(bmc_privilege_missing),
+    C(bmc_answer_missing), C(bmc_answer_malformed), C(bmc_request_refused), C(bmc_feature_missing),
+    C(system_ambiguous), C(attribute_unknown), C(attribute_read_only), C(value_not_allowed),
+    C(job_in_queue), C(foreign_pending_values), C(bios_job_missing), C(bios_job_failed),
+    C(bios_job_timeout).
+options:
+  host:
+    description: Name or address of the BMC, with C(:port) where it is not 443.
+    type: str
+    required: true
+  user:
+    description: User of the BMC.
+    type: str
+    required: true
+  password:
+    description: Password of O(user).
+    type: str
+    required: true
+  ca_file:
+    description: PEM file of the only CAs that may have signed the BMC's certificate.
+    type: path
+    default: ""
+  fingerprint:
+    description:
+      - SHA-256 of the BMC's own certificate in hexadecimal, instead of a CA. Take it from the BMC's
+        console, not from the network.
+    type: str
+    default: ""
+  system:
+    description: Id of the system, where the BMC has several.
+    type: str
+    default: ""
+  attributes:
+    description: Wanted values by the name that the BIOS's attribute registry has.
+    type: dict
+    default:
+      ProcVirtualization: Enabled
+      LogicalProc: Enabled
+      SriovGlobalEnable: Enabled
+  state:
+    description: With V(planned) nothing is changed and RV(differences) says what would be.
+    type: str
+    choices: [planned, present]
+    default: planned
+  power_cycle:
+    description:
+      - Whether the machine is reset for its changes. Without it they wait for whoever resets it
+        next.
+    type: bool
+    default: false
+  wait:
+    description: With O(power_cycle=true), whether the job is followed to its end.
+    type: bool
+    default: true
+  deadline:
+    description: Seconds in which the job must end.
+    type: int
+    default: 3600
+  interval:
+    description: Seconds between two looks at a job.
+    type: float
+    default: 15
+  timeout:
+    description: Seconds for one look or one change, all its requests and waits together.
+    type: float
+    default: 180
+  acknowledged_jobs:
+    description: Ids of failed jobs that do not stand in the way of another one.
+    type: list
+    elements: str
+    default: []
+extends_documentation_fragment: [gpuaas.slice.change]
+"""
+
+EXAMPLES = r"""
+- name: Say what would be changed
+  gpuaas.slice.redfish_bios:
+    host: "{{ bmc_address }}"
+    user: "{{ bmc_user }}"
+    password: "{{ bmc_password }}"
+    ca_file: /etc/gpuaas/bmc-ca.pem
+  delegate_to: localhost
+  register: bios
+
+- name: Let the changes wait for the next reset
+  gpuaas.slice.redfish_bios:
+    host: "{{ bmc_address }}"
+    user: "{{ bmc_user }}"
+    password: "{{ bmc_password }}"
+    fingerprint: "{{ bmc_fingerprint }}"
+    state: present
+  delegate_to: localhost
+
+- name: Change one setting, reset the machine and follow the job
+  gpuaas.slice.redfish_bios:
+    host: "{{ bmc_address }}"
+    user: "{{ bmc_user }}"
+    password: "{{ bmc_password }}"
+    ca_file: /etc/gpuaas/bmc-ca.pem
+    attributes:
+      SriovGlobalEnable: Enabled
+    state: present
+    power_cycle: true
+  delegate_to: localhost
+"""
+
+RETURN = r"""
+settled:
+  description: Whether every wanted value is current and no BIOS job is open.
+  returned: always
+  type: bool
+attributes:
+  description: Each wanted setting as it is now.
+  returned: always
+  type: list
+  elements: dict
+  sample:
+    - name: ProcVirtualization
+      wanted: Enabled
+      current: Disabled
+      pending: Enabled
+      status: pending
+jobs:
+  description: BIOS and reboot jobs in the BMC's queue.
+  returned: always
+  type: list
+  elements: dict
+  sample:
+    - id: JID_763788807801
+      name: "Configure: BIOS.Setup.1-1"
+      status: Scheduled
+      message: "JCP001: Task successfully scheduled."
+      percent: "0"
+differences:
+  description: The steps that O(state=present) would take, also when this call takes none.
+  returned: always
+  type: list
+  elements: dict
+refusals:
+  description: What would stand in the way of O(state=present).
+  returned: always
+  type: list
+  elements: dict
+"""
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _change,
+    _redfish,
+    _redfish_firmware,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils._redfish_connection import Trust
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "host": {"type": "str", "required": True},
+            "user": {"type": "str", "required": True},
+            "password": {"type": "str", "required": True, "no_log": True},
+            "ca_file": {"type": "path", "default": ""},
+            "fingerprint": {"type": "str", "default": ""},
+            "system": {"type": "str", "default": ""},
+            "attributes": {"type": "dict", "default": _redfish_firmware.WANTED},
+            "state": {"type": "str", "choices": ["planned", "present"], "default": "planned"},
+            "power_cycle": {"type": "bool", "default": False},
+            "wait": {"type": "bool", "default": True},
+            "deadline": {"type": "int", "default": 3600},
+            "interval": {"type": "float", "default": 15},
+            "timeout": {"type": "float", "default": 180},
+            "acknowledged_jobs": {"type": "list", "elements": "str", "default": []},
+        },
+        supports_check_mode=True,
+    )
+    asked = module.params
+    trust = Trust(asked["ca_file"], asked["fingerprint"])
+    account = _redfish.Account(asked["user"], asked["password"])
+    # The end of the module is a SystemExit, which passes through here and logs out.
+    with _redfish.Client(asked["host"], account, trust, timeout=asked["timeout"]) as client:
+        _change.run(module, _redfish_firmware.subject(client))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+#!/usr/bin/python
+# Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
+"""Look at a host and say what of it could become slots."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: slice_discovery
+short_description: Say what of a host could become slice slots
+version_added: "0.1.0"
+author: The gpuaas.slice authors (@gpuaas)
+description:
+  - Reads GPUs, NVMe disks, fabric functions, the slice network and what bootstrap has done.
+  - Suggests one bundle per GPU, by NUMA node and PCI nearness; advisory until approved.
+  - Everything that speaks against a device or the node is a blocker with a stable code.
+    A host before bootstrap is described too; it has more blockers.
+  - Disks are known by what they say themselves (EUI64 or NGUID), never by kernel name.
+options:
+  profile:
+    description: The hardware profile; it says what counts as GPU, fabric card and disk.
+    type: dict
+    required: true
+attributes:
+  check_mode:
+    description: The module only reads.
+    support: full
+  diff_mode:
+    description: Nothing changes, so there is no difference to show.
+    support: none
+"""
+
+EXAMPLES = r"""
+- name: Discover the candidates of a host
+  gpuaas.slice.slice_discovery:
+    profile: "{{ slice_profile }}"
+  register: found
+
+- name: Show why the node cannot have slots yet
+  ansible.builtin.debug:
+    var: found.discovery.candidate_summary
+"""
+
+RETURN = r"""
+discovery:
+  description: The document; its schema is C(contracts/discovery.schema.json).
+  returned: always
+  type: dict
+  sample:
+    schema: 1
+    profile: lab
+    reboot_required: false
+    candidate_summary:
+      blockers: []
+      gpu_devices: 4
+      fabric_devices: 1
+      nvme_devices: 5
+      mounted_nvme_devices: 3
+      candidate_slots: 2
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _topology
+
+
+def look(params: Mapping[str, Any]) -> dict[str, Any]:
+    return {"discovery": _topology.discover(params["profile"])}
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={"profile": {"type": "dict", "required": True}},
+        supports_check_mode=True,
+    )
+    _change.inform(module, look)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,400 @@
+#!/usr/bin/python
+# Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
+"""Take approved slots of this host for one allocation, and say what it gets."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: slice_lease
+short_description: Take approved slots of this host for one allocation, and say what it gets
+version_added: "0.1.0"
+author: The gpuaas.slice authors (@gpuaas)
+description:
+  - Holds each slot bundle against the host as it is now, before anything is created. PCI
+    functions are there, bound to vfio-pci, answering and alone in their IOMMU group; the disk is
+    the approved one by its own word, clean in the host's ledger and unused; no other domain names
+    any of them; the bridge, CPUs and memory are there.
+  - Then writes the leases with their fences into the ledger. A fence lower than the highest seen
+    is refused.
+  - CPUs are chosen on the NUMA node of the slots, whole cores at a time, and recorded with the
+    memory. One plan is made at a time on a host, so that two never share a CPU or count on the same
+    memory, also while the VM of the first one is not there yet.
+  - Acts under the boot only for which parity was proven (O(boot_id)).
+  - Refuses with C(boot_changed), C(bundle_incomplete), C(stale_fence), C(slot_leased),
+    C(disk_dirty), C(identity_mismatch), C(disk_in_use), C(os_disk), C(device_missing),
+    C(not_bound), C(device_not_answering), C(group_not_viable), C(device_in_use), C(bridge_missing),
+    C(cpus_unavailable), C(memory_unavailable), C(hugepages_unavailable), C(domain_present).
+options:
+  allocation_id:
+    description: The allocation, a UUID with dashes.
+    type: str
+    required: true
+  slots:
+    description: >-
+      Approved slot bundles, each with C(slot_id) and C(fence); with O(state=released) nothing
+      more is needed.
+    type: list
+    elements: dict
+    required: true
+  state:
+    description: >-
+      Whether the allocation holds the slots. Giving them back needs the domain to be gone.
+      C(fenced) only raises the fence, so that a late run of an older claim is refused.
+    type: str
+    choices: [held, fenced, released]
+    default: held
+  boot_id:
+    description: >-
+      The boot under which this host passed parity, as C(/proc/sys/kernel/random/boot_id) said
+      then. The reconciler knows it; by hand it is C(identity.boot_id) of the discovery that came
+      with the parity report. Under another boot nothing is leased. Required with O(state=held).
+    type: str
+  requirements:
+    description: What the slice VM as a whole needs of the host. Required with O(state=held).
+    type: dict
+    suboptions:
+      vcpus:
+        description: Virtual CPUs; each gets a hardware thread of its own.
+        type: int
+        required: true
+      memory_mib:
+        description: Guest memory.
+        type: int
+        required: true
+      hugepages:
+        description: Whether the memory comes from 1 GiB pages.
+        type: bool
+        default: false
+      bridge:
+        description: The Open vSwitch bridge that the VM is connected to.
+        type: str
+        default: ovsbr0
+      shared_cpus:
+        description: >-
+          Let virtual CPUs float over the host instead of giving each a hardware thread.
+        type: bool
+        default: false
+extends_documentation_fragment: [gpuaas.slice.change]
+"""
+
+EXAMPLES = r"""
+- name: Take one slot for an allocation
+  gpuaas.slice.slice_lease:
+    allocation_id: 23bd713b-6073-4ef7-8a51-2897e902365d
+    slots: "{{ slice_slots }}"
+    boot_id: 0b0f3b4e-4f0e-4d6a-8f0c-2f6d1f1f7a51
+    requirements: {vcpus: 24, memory_mib: 65536, bridge: ovsbr0}
+  register: lease
+
+- name: Give it back
+  gpuaas.slice.slice_lease:
+    allocation_id: 23bd713b-6073-4ef7-8a51-2897e902365d
+    slots: "{{ slice_slots }}"
+    state: released
+"""
+
+RETURN = r"""
+bundle:
+  description: What the allocation gets, fully resolved; the boot slot is the first one.
+  returned: with O(state=held)
+  type: dict
+  sample:
+    domain: gpuaas-slice-23bd713b60734ef78a512897e902365d
+    port: gs23bd713b6073
+    numa_node: 0
+    cpus: [2, 3]
+    memory_mib: 65536
+    hugepages: false
+    mac: "52:54:00:64:00:0a"
+    ip: 10.100.0.10
+    gpus: ["0000:43:00.0"]
+    fabric_vfs: ["0000:61:10.1"]
+    disks: [/dev/disk/by-id/nvme-eui.5e0000000000a000]
+    slots: []
+ledger:
+  description: The ledger entries of the slots after the run.
+  returned: always
+  type: list
+  elements: dict
+"""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _block,
+    _bridge,
+    _change,
+    _host,
+    _lease,
+    _libvirt,
+    _pci,
+    _placement,
+    _slice_names,
+    _slots,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+
+
+@dataclass(frozen=True)
+class State:
+    """problems: what speaks against the claim. given: what the allocation has or would get."""
+
+    entries: dict[str, _lease.Entry]
+    active: bool
+    defined: bool
+    recorded: dict[str, Any] | None = None
+    disks: dict[str, _block.Disk] = field(default_factory=dict)
+    problems: tuple[Refusal, ...] = ()
+    given: dict[str, Any] = field(default_factory=dict)
+
+
+def observe(params: _change.Params) -> State:
+    allocation = params["allocation_id"]
+    name = _slice_names.domain_name(allocation)
+    held = params["state"] == "held"
+    if held:
+        _same_boot(params["boot_id"])
+    needed = {} if held else {"needed": ("slot_id", "fence")}
+    slots = _slots.checked(params["slots"], **needed)
+    domain = _libvirt.states().get(name)
+    entries = {str(slot["slot_id"]): _lease.load(str(slot["slot_id"])) for slot in slots}
+    state = State(
+        entries=entries,
+        active=bool(domain and domain.active) or bool(_libvirt.processes(name)),
+        defined=domain is not None,
+        recorded=_placement.recorded(allocation),
+    )
+    if not held:
+        return state
+    others = _slots.other_domains(name)
+    pids = list(_libvirt.processes(name))
+    disks: dict[str, _block.Disk] = {}
+    problems: list[Refusal] = []
+    for slot in slots:
+        disk, trouble = _slots.disk(slot, own_pids=pids)
+        if disk is not None:
+            disks[str(slot["slot_id"])] = disk
+        passed = _slots.passthrough(_slots.addresses(slot), own_pids=pids)
+        rest = [*_slots.ledger(slot, allocation), *_slots.claimed(slot, others)]
+        problems += [*rest, *trouble, *passed]
+    pins = [pin for other in others.values() for pin in other["pins"]]
+    taken = {cpu for pin in pins for cpu in _placement.numbers(pin)}
+    given, lacking = _given(params, slots, taken, state)
+    return State(
+        entries=entries,
+        active=state.active,
+        defined=state.defined,
+        recorded=state.recorded,
+        disks=disks,
+        problems=(*problems, *lacking),
+        given=given,
+    )
+
+
+def _same_boot(proven: str) -> None:
+    """What parity proved of the host holds for one boot (I16)."""
+    found = _host.identity()["boot_id"]
+    if not found or found != proven:
+        raise Refusal(
+            "boot_changed",
+            expected=f"the boot under which parity passed, {proven or 'not named'}",
+            found=f"boot {found or 'unknown'}",
+            remedy="discover the node and run its parity again; the host has been restarted since",
+        )
+
+
+def _given(
+    params: _change.Params, slots: list[_slots.Slot], taken: set[int], state: State
+) -> tuple[dict[str, Any], list[Refusal]]:
+    """CPUs, memory node and the other resolved values, and what the host lacks for them."""
+    allocation, wanted = params["allocation_id"], params["requirements"]
+    gpus = [str(slot["gpu_pci_address"]) for slot in slots]
+    nodes = {_pci.read(address).numa_node for address in gpus if _pci.present(address)}
+    node = nodes.pop() if len(nodes) == 1 else -1
+    place = None if node < 0 else node
+    cpus: list[int] = list((state.recorded or {}).get("cpus", []))
+    lacking: list[Refusal] = []
+    if wanted["shared_cpus"]:
+        cpus = []
+    elif len(cpus) != wanted["vcpus"]:
+        busy = taken | _placement.taken(allocation)
+        cpus = _placement.choose(_placement.cores(place), busy, wanted["vcpus"])
+        if not cpus:
+            lacking.append(_lacking("cpus", f"{wanted['vcpus']} free CPUs", place, "fewer"))
+    if not state.active:
+        pages = wanted["hugepages"]
+        promised = _placement.memory_promised_mib(place, hugepages=pages, except_for=allocation)
+        free = _placement.memory_free_mib(place, hugepages=pages)
+        if free - promised < wanted["memory_mib"]:
+            what = "hugepages" if pages else "memory"
+            text = f"{wanted['memory_mib']} MiB free"
+            found = f"{free} MiB, of which {promised} MiB are promised to other slices"
+            lacking.append(_lacking(what, text, place, found))
+    if wanted["bridge"] not in _bridge.bridges():
+        lacking.append(_lacking("bridge", f"the bridge {wanted['bridge']}", None, "no such bridge"))
+    functions = [str(slot.get("fabric_vf_pci_address") or "") for slot in slots]
+    functions = [address for address in functions if address]
+    boot = slots[0]
+    given = {
+        "domain": _slice_names.domain_name(allocation),
+        "port": _slice_names.port_name(allocation),
+        "seed_path": _slice_names.seed_path(allocation),
+        "numa_node": node,
+        "cpus": cpus,
+        "memory_mib": wanted["memory_mib"],
+        "hugepages": wanted["hugepages"],
+        "mac": str(boot.get("management_mac", "")),
+        "ip": str(boot.get("private_ip", "")),
+        "gpus": gpus,
+        "fabric_vfs": functions,
+        "disks": [str(slot["nvme_device"]) for slot in slots],
+    }
+    return given, lacking
+
+
+def plan(params: _change.Params, state: State) -> _change.Plan:
+    if params["state"] == "released":
+        return _plan_release(params, state)
+    if params["state"] == "fenced":
+        return _plan_fence(params, state)
+    allocation = params["allocation_id"]
+    steps = []
+    if state.recorded != state.given:
+        steps.append(_change.Step("record_plan", "host plan", state.recorded, state.given))
+    for slot in params["slots"]:
+        entry = state.entries[str(slot["slot_id"])]
+        disk = state.disks.get(entry.slot_id)
+        after = {"allocation_id": allocation, "fence": int(slot["fence"])}
+        after["disk"] = disk.identity if disk else ""
+        before = {key: getattr(entry, key) for key in after}
+        if before != after:
+            steps.append(_change.Step("hold_slot", entry.slot_id, before, after))
+    return _change.Plan(tuple(steps), state.problems)
+
+
+def _plan_fence(params: _change.Params, state: State) -> _change.Plan:
+    steps = []
+    for slot in params["slots"]:
+        entry, fence = state.entries[str(slot["slot_id"])], int(slot["fence"])
+        if entry.fence < fence:
+            steps.append(_change.Step("raise_fence", entry.slot_id, entry.fence, fence))
+    return _change.Plan(tuple(steps), tuple(_stale(params["slots"], state)))
+
+
+def _plan_release(params: _change.Params, state: State) -> _change.Plan:
+    allocation = params["allocation_id"]
+    blockers = [*_stale(params["slots"], state)]
+    mine = [entry for entry in state.entries.values() if entry.allocation_id == allocation]
+    steps = [
+        _change.Step("release_slot", entry.slot_id, {"allocation_id": allocation}, {})
+        for entry in mine
+    ]
+    if state.recorded is not None:
+        steps.append(_change.Step("forget_plan", "host plan", state.recorded, None))
+    if steps and (state.defined or state.active):
+        blockers.append(
+            Refusal(
+                "domain_present",
+                expected=f"no domain or QEMU of allocation {allocation}",
+                found=_slice_names.domain_name(allocation),
+                remedy="remove the VM first (slice_vm with state=absent)",
+            )
+        )
+    return _change.Plan(tuple(steps), tuple(blockers))
+
+
+def _stale(slots: list[_slots.Slot], state: State) -> list[Refusal]:
+    found = []
+    for slot in slots:
+        entry = state.entries[str(slot["slot_id"])]
+        if int(slot["fence"]) < entry.fence:
+            try:
+                _lease.check(entry.slot_id, int(slot["fence"]))
+            except Refusal as refusal:
+                found.append(refusal)
+    return found
+
+
+def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
+    allocation = params["allocation_id"]
+    fences = {str(slot["slot_id"]): int(slot["fence"]) for slot in params["slots"]}
+    if step.name == "record_plan":
+        _placement.record(allocation, step.after)
+    elif step.name == "hold_slot":
+        _lease.hold(
+            step.subject,
+            fence=fences[step.subject],
+            allocation_id=allocation,
+            disk=step.after["disk"],
+        )
+    elif step.name == "raise_fence":
+        _lease.raise_fence(step.subject, fence=fences[step.subject])
+    elif step.name == "release_slot":
+        _lease.release(step.subject, fence=fences[step.subject])
+    elif step.name == "forget_plan":
+        _placement.forget(allocation)
+    return None
+
+
+def facts(params: _change.Params, state: State) -> dict[str, Any]:
+    ledger = [asdict(entry) for entry in state.entries.values()]
+    if params["state"] != "held":
+        return {"ledger": ledger}
+    slots = [_resolved(slot, state) for slot in _slots.checked(params["slots"])]
+    return {"ledger": ledger, "bundle": {**state.given, "slots": slots}}
+
+
+def _resolved(slot: _slots.Slot, state: State) -> dict[str, Any]:
+    disk = state.disks.get(str(slot["slot_id"]))
+    groups = {a: _pci.read(a).iommu_group for a in _slots.addresses(slot) if _pci.present(a)}
+    return {
+        **slot,
+        "kernel_device": f"/dev/{disk.kernel_name}" if disk else "",
+        "disk": disk.identity if disk else "",
+        "iommu_groups": groups,
+    }
+
+
+# Plans are made one at a time: what this one finds free is recorded before the next one looks.
+SUBJECT = _change.Subject(
+    observe, plan, apply, facts, exclusive=lambda _params: _placement.locked()
+)
+
+
+def _lacking(what: str, expected: str, node: int | None, found: str) -> Refusal:
+    where = "" if node is None else f" on NUMA node {node}"
+    code = "bridge_missing" if what == "bridge" else f"{what}_unavailable"
+    return Refusal(
+        code,
+        expected=expected + where,
+        found=found,
+        remedy="read the node's parity report; choose other slots or a smaller profile",
+    )
+
+
+def main() -> None:
+    requirements = {
+        "vcpus": {"type": "int", "required": True},
+        "memory_mib": {"type": "int", "required": True},
+        "hugepages": {"type": "bool", "default": False},
+        "bridge": {"type": "str", "default": "ovsbr0"},
+        "shared_cpus": {"type": "bool", "default": False},
+    }
+    module = AnsibleModule(
+        argument_spec={
+            "allocation_id": {"type": "str", "required": True},
+            "slots": {"type": "list", "elements": "dict", "required": True},
+            "state": {"type": "str", "choices": ["held", "fenced", "released"], "default": "held"},
+            "boot_id": {"type": "str"},
+            "requirements": {"type": "dict", "options": requirements},
+        },
+        required_if=[("state", "held", ("boot_id", "requirements"))],
+        supports_check_mode=True,
+    )
+    _change.run(module, SUBJECT)
+
+
+if __name__ == "__main__":
+    main()

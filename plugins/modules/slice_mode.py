@@ -1,0 +1,63 @@
+#!/usr/bin/python
+# Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
+"""Whether a host is for slices."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: slice_mode
+short_description: Say that a host is for slices, or no longer
+version_added: "0.1.0"
+author: The gpuaas.slice authors (@gpuaas)
+description:
+  - Keeps C(/etc/gpuaas/slice-mode.json). Without it no device is bound to vfio-pci, now or at a
+    boot, and with it no tenant of the whole machine is let in.
+options:
+  profile:
+    description: Name of the hardware profile. Required with O(state=present).
+    type: str
+  state:
+    description: Whether the host is for slices.
+    type: str
+    choices: [present, absent]
+    default: present
+extends_documentation_fragment: [gpuaas.slice.change]
+"""
+
+EXAMPLES = r"""
+- name: A host for slices
+  gpuaas.slice.slice_mode:
+    profile: xe9680l-h200
+
+- name: No longer
+  gpuaas.slice.slice_mode:
+    state: absent
+"""
+
+RETURN = r"""
+done:
+  description: Names of the steps that were carried out.
+  returned: always
+  type: list
+  elements: str
+  sample: [write_file]
+"""
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _slice_mode
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "profile": {"type": "str"},
+            "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
+        },
+        required_if=[("state", "present", ["profile"])],
+        supports_check_mode=True,
+    )
+    _change.run(module, _slice_mode.SUBJECT)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+#!/usr/bin/python
+# Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
+"""Check every target condition of a host in one pass."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: slice_parity
+short_description: Check every target condition of a slice host in one pass
+version_added: "0.1.0"
+author: The gpuaas.slice authors (@gpuaas)
+description:
+  - Runs every parity check in one call and returns one outcome each, with what to do about it.
+  - Checks behave as a guest would where they can. C(guest_egress) makes a network namespace on the
+    slice bridge, reaches the profile's C(network.egress_probe) through NAT, and removes it again.
+  - A check that cannot look has failed. A check passes as C(not_applicable) only when the profile
+    names it.
+  - The module succeeds also when checks fail; the caller judges C(parity.failures).
+options:
+  profile:
+    description: The hardware profile, with the checks that do not apply in C(not_applicable).
+    type: dict
+    required: true
+  slots:
+    description: The approved slot bundles of the node; none before approval.
+    type: list
+    elements: dict
+    default: []
+  intent:
+    description: What the host is for. V(baremetal) proves that slice services are absent.
+    type: str
+    choices: [slice, baremetal]
+    default: slice
+  api_topology:
+    description:
+      - What the reconciler knows of this node's latest discovery, as C(completed), C(blockers) and
+        C(boot_id); of another boot it proves nothing.
+      - Without it C(api_topology) is a warning.
+    type: dict
+  maas_tags:
+    description: The machine's tags in MAAS. Without them C(maas_intent) is a warning.
+    type: list
+    elements: str
+attributes:
+  check_mode:
+    description: Nothing that stays is changed; C(guest_egress) makes its namespace here too.
+    support: full
+  diff_mode:
+    description: Nothing changes, so there is no difference to show.
+    support: none
+"""
+
+EXAMPLES = r"""
+- name: Check a slice host with its approved slots
+  gpuaas.slice.slice_parity:
+    profile: "{{ slice_profile }}"
+    slots: "{{ slice_slots }}"
+  register: parity
+  failed_when: parity.parity.failures > 0
+
+- name: Prove that a bare-metal host has no slice services
+  gpuaas.slice.slice_parity:
+    profile: "{{ slice_profile }}"
+    intent: baremetal
+"""
+
+RETURN = r"""
+parity:
+  description: The report; its schema is C(contracts/parity.schema.json).
+  returned: always
+  type: dict
+  sample:
+    schema: 1
+    intent: slice
+    failures: 1
+    warnings: 0
+    checks:
+      - check: nat
+        status: FAIL
+        detail: no rule of POSTROUTING translates 10.100.0.0/24
+        remediation: run playbook gpuaas.slice.bootstrap (role slice_network)
+        playbook: gpuaas.slice.bootstrap
+        role: slice_network
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _change,
+    _host,
+    _parity,
+    _parity_facts,
+    _parity_table,
+)
+
+
+def look(params: Mapping[str, Any]) -> dict[str, Any]:
+    asked = _parity_facts.Asked(
+        profile=params["profile"],
+        slots=params["slots"],
+        intent=params["intent"],
+        api_topology=params["api_topology"],
+        maas_tags=params["maas_tags"],
+    )
+    outcomes = _parity.evaluate(
+        _parity_table.CHECKS,
+        _parity_facts.Facts(asked),
+        intent=asked.intent,
+        not_applicable=asked.profile.get("not_applicable", []),
+    )
+    told = {"schema": 1, "intent": asked.intent, "profile": str(asked.profile["name"])}
+    when = {"collected_at": _host.now(), "identity": _host.identity()}
+    return {"parity": {**told, **when, **_parity.report(outcomes)}}
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "profile": {"type": "dict", "required": True},
+            "slots": {"type": "list", "elements": "dict", "default": []},
+            "intent": {"type": "str", "choices": ["slice", "baremetal"], "default": "slice"},
+            "api_topology": {"type": "dict"},
+            "maas_tags": {"type": "list", "elements": "str"},
+        },
+        supports_check_mode=True,
+    )
+    _change.inform(module, look)
+
+
+if __name__ == "__main__":
+    main()

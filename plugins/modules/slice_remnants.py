@@ -1,0 +1,147 @@
+#!/usr/bin/python
+# Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
+"""What slice mode has left on a host, compared item by item."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: slice_remnants
+short_description: What slice mode has left on a host, compared item by item
+version_added: "0.1.0"
+author: The gpuaas.slice authors (@gpuaas)
+description:
+  - Compares the host with one that was never a slice host and returns every comparison, also those
+    that are fine. What cannot be looked at is not fine.
+  - M(gpuaas.slice.slice_parity) with the intent V(baremetal) judges by the same list.
+  - What stays on purpose (the ledger with its fences, entries of fstab that the storage transition
+    disabled, cached images, installed packages) is returned as RV(kept).
+options:
+  profile:
+    description: The hardware profile, which says what counts as GPU, fabric card and slice network.
+    type: dict
+    required: true
+  scope:
+    description:
+      - V(slices) is what slices themselves leave (machines, leases, disks that wait for a wipe,
+        reservations), V(host) that and everything of slice mode.
+    type: str
+    choices: [slices, host]
+    default: host
+  require:
+    description:
+      - Refuse with C(slices_present) (scope V(slices)) or C(remnants_found) when anything is left.
+    type: bool
+    default: false
+attributes:
+  check_mode:
+    description: Nothing is changed.
+    support: full
+  diff_mode:
+    description: Nothing changes, so there is no difference to show.
+    support: none
+"""
+
+EXAMPLES = r"""
+- name: Refuse a host with slices on it
+  gpuaas.slice.slice_remnants:
+    profile: "{{ slice_profile }}"
+    scope: slices
+    require: true
+
+- name: Prove that nothing of slice mode is left
+  gpuaas.slice.slice_remnants:
+    profile: "{{ slice_profile }}"
+    require: true
+  register: left
+"""
+
+RETURN = r"""
+remnants:
+  description: How many comparisons are not fine.
+  returned: always
+  type: int
+compared:
+  description: Every comparison.
+  returned: always
+  type: list
+  elements: dict
+  sample:
+    - check: nat
+      name: rules for 10.100.0.0/24
+      expected: none
+      found: none
+      ok: true
+kept:
+  description: What stays on purpose.
+  returned: always
+  type: dict
+  sample: {ledger: [slot-0], fstab_disabled: [], images: [], packages: [dnsmasq]}
+identity:
+  description: Boot id, machine id and public host key.
+  returned: always
+  type: dict
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _change,
+    _host,
+    _parity_facts,
+    _remnants,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+
+
+def look(params: _change.Params) -> dict[str, Any]:
+    asked = _parity_facts.Asked(profile=params["profile"], intent="baremetal")
+    items = _remnants.compare(_parity_facts.Facts(asked), scope=params["scope"])
+    return {
+        "remnants": sum(not item.ok for item in items),
+        "compared": [item.document() for item in items],
+        "kept": _remnants.kept(),
+        "identity": _host.identity(),
+    }
+
+
+def judged(params: _change.Params) -> tuple[dict[str, Any], Refusal | None]:
+    """What was compared is wanted most when something is left, so it comes with the refusal."""
+    found = look(params)
+    refused = found["remnants"] and params["require"]
+    return found, refusal(params["scope"], found["compared"]) if refused else None
+
+
+def refusal(scope: str, compared: Sequence[Mapping[str, Any]]) -> Refusal:
+    left = [item for item in compared if not item["ok"]]
+    found = "; ".join(f"{item['name']}: {item['found']}" for item in left)
+    if scope == "slices":
+        return Refusal(
+            "slices_present",
+            expected="a host without slices and without disks that wait for a wipe",
+            found=found,
+            remedy="release or recover the slices of this host first",
+        )
+    return Refusal(
+        "remnants_found",
+        expected="nothing of slice mode on this host",
+        found=found,
+        remedy="run restore_baremetal again; what stays then, look at by hand",
+    )
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "profile": {"type": "dict", "required": True},
+            "scope": {"type": "str", "choices": ["slices", "host"], "default": "host"},
+            "require": {"type": "bool", "default": False},
+        },
+        supports_check_mode=True,
+    )
+    _change.attend(module, lambda params, _once: judged(params))
+
+
+if __name__ == "__main__":
+    main()

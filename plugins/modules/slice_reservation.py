@@ -1,0 +1,249 @@
+#!/usr/bin/python
+# Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
+"""The DHCP address of one allocation: reserved, or given back with everything that hangs on it."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: slice_reservation
+short_description: The DHCP address of one allocation, reserved or given back
+version_added: "0.1.0"
+author: The gpuaas.slice authors (@gpuaas)
+description:
+  - Writes one file into the host directory of the slice network's dnsmasq, which reads it by
+    itself.
+  - All reservations are checked together by C(dnsmasq --test) first, because one duplicate stops
+    dnsmasq for everyone.
+  - O(state=absent) removes the reservation, has dnsmasq give up the lease, and drops tracked
+    connections of the address.
+  - Refuses with C(mac_in_use), C(ip_in_use), C(spec_invalid), C(dnsmasq_down), C(stale_fence).
+options:
+  allocation_id:
+    description: The allocation, a UUID with dashes.
+    type: str
+    required: true
+  mac:
+    description: MAC of the management interface, in lower case and quoted.
+    type: str
+    required: true
+  ip:
+    description: The IPv4 address.
+    type: str
+    required: true
+  hostname:
+    description: The guest's name, a lower-case DNS label. Required with O(state=present).
+    type: str
+  bridge:
+    description: The interface that dnsmasq serves.
+    type: str
+    default: ovsbr0
+  slots:
+    description: >-
+      The allocation's slots with C(slot_id) and C(fence); nothing is made under a fence older than
+      the host has seen. Without them no fence is looked at.
+    type: list
+    elements: dict
+    default: []
+  state:
+    description: Whether the address is kept for the allocation.
+    type: str
+    choices: [present, absent]
+    default: present
+extends_documentation_fragment: [gpuaas.slice.change]
+"""
+
+EXAMPLES = r"""
+- name: Keep the address
+  gpuaas.slice.slice_reservation:
+    allocation_id: 23bd713b-6073-4ef7-8a51-2897e902365d
+    mac: "52:54:00:64:00:0a"
+    ip: 10.100.0.10
+    hostname: trainer
+
+- name: Give it back
+  gpuaas.slice.slice_reservation:
+    allocation_id: 23bd713b-6073-4ef7-8a51-2897e902365d
+    mac: "52:54:00:64:00:0a"
+    ip: 10.100.0.10
+    state: absent
+"""
+
+RETURN = r"""
+reservation:
+  description: What is there after the run; strings are empty where there is nothing.
+  returned: always
+  type: dict
+  sample:
+    mac: "52:54:00:64:00:0a"
+    ip: 10.100.0.10
+    hostname: trainer
+    lease_ip: ""
+    connections: 0
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _change,
+    _dnsmasq,
+    _lease,
+    _slice_names,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+
+
+@dataclass(frozen=True)
+class State:
+    """own, others: reservations. leases: of this MAC or address. tracked: connections to forget."""
+
+    own: _dnsmasq.Reservation | None
+    others: tuple[_dnsmasq.Reservation, ...]
+    leases: tuple[_dnsmasq.Lease, ...]
+    tracked: int
+    running: bool
+
+
+def observe(params: _change.Params) -> State:
+    _slice_names.hexadecimal(params["allocation_id"])
+    _not_late(params)
+    everyone = _dnsmasq.reservations()
+    own = [entry for entry in everyone if entry.name == params["allocation_id"]]
+    address = (params["mac"], params["ip"])
+    return State(
+        own=own[0] if own else None,
+        others=tuple(entry for entry in everyone if entry not in own),
+        leases=tuple(x for x in _dnsmasq.leases() if x.mac == address[0] or x.ip == address[1]),
+        tracked=_dnsmasq.connections(params["ip"]) if params["state"] == "absent" else 0,
+        running=_dnsmasq.pid() is not None,
+    )
+
+
+def plan(params: _change.Params, state: State) -> _change.Plan:
+    if params["state"] == "absent":
+        return _plan_absent(params, state)
+    wanted = _wanted(params)
+    blockers = _conflicts(wanted, state)
+    if not state.running:
+        blockers.append(
+            Refusal(
+                "dnsmasq_down",
+                expected="dnsmasq of the slice network running",
+                found="no such process",
+                remedy="read `journalctl -u dnsmasq`; run the bootstrap playbook to repair it",
+            )
+        )
+    steps = []
+    if state.own != wanted:
+        before = state.own.line() if state.own else None
+        steps.append(_change.Step("reserve_address", wanted.ip, before, wanted.line()))
+    return _change.Plan(tuple(steps), tuple(blockers))
+
+
+def _plan_absent(params: _change.Params, state: State) -> _change.Plan:
+    steps = []
+    if state.own is not None:
+        steps.append(_change.Step("remove_reservation", state.own.ip, state.own.line(), None))
+    if not _taken_over(params, state):
+        for lease in state.leases:
+            steps.append(_change.Step("release_lease", f"lease {lease.ip}", lease.mac, None))
+        if state.tracked:
+            subject = f"connections of {params['ip']}"
+            steps.append(_change.Step("forget_connections", subject, state.tracked, 0))
+    return _change.Plan(tuple(steps))
+
+
+def _taken_over(params: _change.Params, state: State) -> bool:
+    """Whether the address belongs to another allocation by now: a late release leaves it alone."""
+    return any(e.mac == params["mac"] or e.ip == params["ip"] for e in state.others)
+
+
+def _conflicts(wanted: _dnsmasq.Reservation, state: State) -> list[Refusal]:
+    found = []
+    for other in state.others:
+        if other.mac == wanted.mac:
+            found.append(_in_use("mac", wanted.mac, f"reserved for allocation {other.name}"))
+        if other.ip == wanted.ip:
+            found.append(_in_use("ip", wanted.ip, f"reserved for allocation {other.name}"))
+    for lease in state.leases:
+        if lease.ip == wanted.ip and lease.mac != wanted.mac:
+            found.append(_in_use("ip", wanted.ip, f"leased to {lease.mac}"))
+    return found
+
+
+def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
+    _not_late(params)
+    if step.name == "reserve_address":
+        wanted = _wanted(params)
+        others = [e for e in _dnsmasq.reservations() if e.name != wanted.name]
+        _dnsmasq.test([*others, wanted])
+        _dnsmasq.write(wanted)
+    elif step.name == "remove_reservation":
+        _dnsmasq.remove(params["allocation_id"])
+    elif step.name == "release_lease":
+        leases = [lease for lease in _dnsmasq.leases() if lease.mac == step.before]
+        return {lease.ip: _dnsmasq.release(params["bridge"], lease) for lease in leases}
+    elif step.name == "forget_connections":
+        _dnsmasq.forget_connections(params["ip"])
+    return None
+
+
+def _not_late(params: _change.Params) -> None:
+    # A reservation that a late run leaves behind would shut the slot's next tenant out.
+    if params["state"] == "present":
+        _lease.check_each(params.get("slots") or ())
+
+
+def facts(_params: _change.Params, state: State) -> dict[str, Any]:
+    own = state.own
+    return {
+        "reservation": {
+            "mac": own.mac if own else "",
+            "ip": own.ip if own else "",
+            "hostname": own.hostname if own else "",
+            "lease_ip": state.leases[0].ip if state.leases else "",
+            "connections": state.tracked,
+        }
+    }
+
+
+def _wanted(params: _change.Params) -> _dnsmasq.Reservation:
+    return _dnsmasq.check(
+        _dnsmasq.Reservation(
+            name=params["allocation_id"],
+            mac=params["mac"],
+            ip=params["ip"],
+            hostname=params["hostname"],
+        )
+    )
+
+
+def _in_use(what: str, value: str, found: str) -> Refusal:
+    return Refusal(
+        f"{what}_in_use",
+        expected=f"{value} free on this host",
+        found=found,
+        remedy="verify the absence of that allocation and release its address first",
+    )
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "allocation_id": {"type": "str", "required": True},
+            "mac": {"type": "str", "required": True},
+            "ip": {"type": "str", "required": True},
+            "hostname": {"type": "str"},
+            "bridge": {"type": "str", "default": "ovsbr0"},
+            "slots": {"type": "list", "elements": "dict", "default": []},
+            "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
+        },
+        required_if=[("state", "present", ("hostname",))],
+        supports_check_mode=True,
+    )
+    _change.run(module, _change.Subject(observe, plan, apply, facts))
+
+
+if __name__ == "__main__":
+    main()

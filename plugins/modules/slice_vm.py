@@ -1,0 +1,445 @@
+#!/usr/bin/python
+# Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
+"""The virtual machine of one allocation: running behind a guarded port, stopped, or gone."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: slice_vm
+short_description: The virtual machine of one allocation behind its guarded port
+version_added: "0.1.0"
+author: The gpuaas.slice authors (@gpuaas)
+description:
+  - Defines the libvirt domain, starts it paused, guards its Open vSwitch port with flows, and
+    only then lets it run.
+  - The guard lets the guest use its own MAC and IPv4 address only. A guest serves no DHCP, sends
+    no IPv6, reaches no other slice, and of the host only DHCP, DNS and ping. The host reaches the
+    guest by SSH.
+  - Stopping asks the guest first and takes the power away after O(shutdown_deadline).
+  - Removing leaves no definition, NVRAM, console log, port or flow behind. The disk is not
+    touched.
+  - Refuses with C(spec_invalid), C(lease_missing), C(stale_fence), C(domain_differs),
+    C(domain_paused), C(domain_crashed), C(domain_busy), C(port_missing), C(qemu_orphan),
+    C(domain_not_stopped).
+options:
+  allocation_id:
+    description: The allocation, a UUID with dashes. Domain and port are named after it.
+    type: str
+    required: true
+  state:
+    description: What the VM should be. A VM that is C(stopped) keeps its definition.
+    type: str
+    choices: [running, stopped, absent]
+    default: running
+  slots:
+    description: >-
+      The slots with C(slot_id) and C(fence); a fence older than the host has seen is refused.
+    type: list
+    elements: dict
+    default: []
+  bridge:
+    description: The Open vSwitch bridge.
+    type: str
+    default: ovsbr0
+  bridge_address:
+    description: The bridge's own address with prefix length. Required with O(state=running).
+    type: str
+  ip:
+    description: The guest's IPv4 address. Required with O(state=running).
+    type: str
+  denied_networks:
+    description: Further destinations that the guest must not reach, such as a BMC network.
+    type: list
+    elements: str
+    default: []
+  shutdown_deadline:
+    description: Seconds that the guest has to power off by itself.
+    type: int
+    default: 60
+  spec:
+    description: What the VM is made of. Required with O(state=running).
+    type: dict
+    suboptions:
+      vcpus: {description: Virtual CPUs., type: int, required: true}
+      memory_mib: {description: Memory., type: int, required: true}
+      cpus:
+        description: Host CPUs, one for each virtual CPU; none lets them float.
+        type: list
+        elements: int
+        default: []
+      numa_node:
+        description: Where all memory comes from; -1 for anywhere.
+        type: int
+        default: -1
+      firmware: {description: Firmware., type: str, choices: [bios, uefi], default: bios}
+      hugepages: {description: Memory from 1 GiB pages., type: bool, default: false}
+      gpus: {description: PCI addresses of the GPUs., type: list, elements: str, required: true}
+      fabric_vfs:
+        description: PCI addresses of the fabric virtual functions.
+        type: list
+        elements: str
+        default: []
+      disks:
+        description: Paths in /dev/disk/by-id; the first one boots.
+        type: list
+        elements: str
+        required: true
+      mac: {description: MAC of the management interface., type: str, required: true}
+      seed_path: {description: The cloud-init seed., type: str, default: ""}
+      qemu_arguments:
+        description: Further QEMU arguments of the hardware profile, never of a tenant.
+        type: list
+        elements: str
+        default: []
+extends_documentation_fragment: [gpuaas.slice.change]
+"""
+
+EXAMPLES = r"""
+- name: Run the VM
+  gpuaas.slice.slice_vm:
+    allocation_id: 23bd713b-6073-4ef7-8a51-2897e902365d
+    slots: "{{ slice_slots }}"
+    bridge_address: 10.100.0.1/24
+    ip: 10.100.0.10
+    spec:
+      vcpus: 24
+      memory_mib: 65536
+      cpus: "{{ lease.bundle.cpus }}"
+      numa_node: "{{ lease.bundle.numa_node }}"
+      firmware: uefi
+      gpus: ["0000:43:00.0"]
+      fabric_vfs: ["0000:61:10.1"]
+      disks: [/dev/disk/by-id/nvme-eui.5e0000000000a000]
+      mac: "52:54:00:64:00:0a"
+      seed_path: "{{ lease.bundle.seed_path }}"
+
+- name: Stop and remove it
+  gpuaas.slice.slice_vm:
+    allocation_id: 23bd713b-6073-4ef7-8a51-2897e902365d
+    state: absent
+    shutdown_deadline: 120
+  register: removed
+  # removed.evidence.stop_domain.shutdown is graceful or hard; without that step there was none.
+"""
+
+RETURN = r"""
+domain:
+  description: The domain after the run.
+  returned: always
+  type: dict
+  sample:
+    name: gpuaas-slice-23bd713b60734ef78a512897e902365d
+    state: running
+    port: gs23bd713b6073
+    ofport: 3
+    flows: 24
+    pid: 4711
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _change,
+    _domain,
+    _flows,
+    _host,
+    _lease,
+    _libvirt,
+    _slice_names,
+    _slots,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+
+_STUCK = {
+    "crashed": ("domain_crashed", "remove the VM (state=absent) after reading its QEMU log"),
+    "in shutdown": ("domain_busy", "wait until the guest is off"),
+    "suspended": ("domain_busy", "wake the guest, or stop the VM"),
+    "no state": ("domain_busy", "look at libvirtd"),
+    "paused": ("domain_paused", "read the QEMU log: QEMU stops a guest on disk errors"),
+}
+
+
+@dataclass(frozen=True)
+class State:
+    """found: the definition, None without a domain. port: number on the bridge, None without one.
+    wanted_flows: what the guard of that port must be. left: files that outlived the VM.
+    """
+
+    life: _libvirt.State | None
+    found: _domain.Description | None
+    pids: tuple[int, ...]
+    port: int | None
+    flows: frozenset[_flows.Flow]
+    wanted_flows: frozenset[_flows.Flow]
+    held: frozenset[str]
+    fences: dict[str, int]
+    left: tuple[str, ...]
+
+    @property
+    def active(self) -> bool:
+        return self.life is not None and self.life.active
+
+
+def observe(params: _change.Params) -> State:
+    allocation = params["allocation_id"]
+    name = _slice_names.domain_name(allocation)
+    slots = _slots.checked(params["slots"], needed=("slot_id", "fence"))
+    life = _libvirt.states().get(name)
+    active = life is not None and life.active
+    port = _flows.port_number(_slice_names.port_name(allocation))
+    wanted: frozenset[_flows.Flow] = frozenset()
+    held: frozenset[str] = frozenset()
+    if params["state"] == "running":
+        guard = _guard(params)
+        held = frozenset(e.disk for e in _lease.entries() if e.allocation_id == allocation)
+        if active and port:
+            wanted = _flows.rules(guard, port, _flows.host_addresses())
+    files = [_slice_names.nvram_path(allocation), *_slice_names.console_files(allocation)]
+    return State(
+        life=life,
+        found=_domain.parse(_libvirt.definition(name)) if life else None,
+        pids=tuple(_libvirt.processes(name)),
+        port=port,
+        flows=_flows.installed(params["bridge"], allocation),
+        wanted_flows=wanted,
+        held=held,
+        fences={str(s["slot_id"]): _lease.load(str(s["slot_id"])).fence for s in slots},
+        left=tuple(path for path in files if _host.path(path).exists()),
+    )
+
+
+def plan(params: _change.Params, state: State) -> _change.Plan:
+    stale = [
+        _refuse(
+            "stale_fence",
+            f"a fence of at least {seen}",
+            f"{slot['fence']} for {name}",
+            "this run belongs to an older claim: do not retry it",
+        )
+        for slot in params["slots"]
+        if int(slot["fence"]) < (seen := state.fences.get(name := str(slot["slot_id"]), 0))
+    ]
+    if params["state"] == "running":
+        found = _plan_running(params, state)
+    else:
+        found = _plan_off(params, state)
+    return _change.Plan(found.steps, (*stale, *found.blockers))
+
+
+def _plan_running(params: _change.Params, state: State) -> _change.Plan:
+    domain = _spec(params)
+    want = _domain.describe(domain)
+    different = _domain.differences(want, state.found) if state.found else None
+    blockers = _obstacles(domain, state, different)
+    steps = []
+    if different is None or different:
+        before = {key: pair[1] for key, pair in (different or {}).items()} or None
+        after = {key: pair[0] for key, pair in (different or {}).items()} or want
+        steps.append(_change.Step("define_domain", domain.name, before, after))
+    if not state.active:
+        steps.append(_change.Step("start_domain", f"{domain.name} power", "off", "paused"))
+    if not state.active or state.flows != state.wanted_flows:
+        before_flows = sorted(flow.text() for flow in state.flows)
+        after_flows: Any = sorted(flow.text() for flow in state.wanted_flows)
+        after_flows = after_flows or "the guard of the port that it gets"
+        steps.append(_change.Step("guard_port", domain.port, before_flows, after_flows))
+    if not state.active or (state.life and state.life.name == "paused"):
+        steps.append(_change.Step("resume_domain", f"{domain.name} CPUs", "stopped", "running"))
+    return _change.Plan(tuple(steps), tuple(blockers))
+
+
+def _obstacles(
+    domain: _domain.Domain, state: State, different: dict[str, tuple[Any, Any]] | None
+) -> list[Refusal]:
+    found = []
+    if len(state.held) < len(domain.disks):
+        text = f"leases of {len(state.held)} disks"
+        expected = f"leases of this allocation on {len(domain.disks)} disks"
+        found.append(
+            _refuse("lease_missing", expected, text, "take the slots with slice_lease first")
+        )
+    life = state.life
+    if life is None and state.pids:
+        found.append(_orphan(domain.name, state.pids))
+    if life is None or life.name in ("running", "blocked", "shut off"):
+        pass
+    elif life.name != "paused" or life.reason not in _libvirt.PAUSED_ON_PURPOSE:
+        code, remedy = _STUCK.get(life.name, _STUCK["no state"])
+        text = f"{life.name}, reason {life.reason}"
+        found.append(_refuse(code, f"{domain.name} running or off", text, remedy))
+    if state.active and different:
+        text = "; ".join(f"{key}: {pair[1]!r}" for key, pair in different.items())
+        wish = "; ".join(f"{key}: {pair[0]!r}" for key, pair in different.items())
+        found.append(_refuse("domain_differs", wish, text, "stop the VM before it is changed"))
+    if state.active and not state.port:
+        text = "no such port on the bridge"
+        found.append(_refuse("port_missing", f"port {domain.port}", text, "stop and start the VM"))
+    return found
+
+
+def _plan_off(params: _change.Params, state: State) -> _change.Plan:
+    name = _slice_names.domain_name(params["allocation_id"])
+    port = _slice_names.port_name(params["allocation_id"])
+    steps, blockers = [], []
+    if state.active and state.life:
+        steps.append(_change.Step("stop_domain", f"{name} power", state.life.name, "off"))
+    elif state.pids:
+        blockers.append(_orphan(name, state.pids))
+    # A flow that stays behind would hold for the next port that gets this one's number.
+    if state.flows:
+        flows = sorted(flow.text() for flow in state.flows)
+        steps.append(_change.Step("remove_flows", f"{port} flows", flows, []))
+    if state.port is not None:
+        steps.append(_change.Step("remove_port", port, state.port, None))
+    if params["state"] == "absent":
+        if state.found is not None:
+            steps.append(_change.Step("undefine_domain", name, state.found, None))
+        if state.left or state.found is not None:
+            steps.append(_change.Step("remove_files", f"{name} files", list(state.left), []))
+    return _change.Plan(tuple(steps), tuple(blockers))
+
+
+def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
+    allocation, bridge = params["allocation_id"], params["bridge"]
+    name, port = _slice_names.domain_name(allocation), _slice_names.port_name(allocation)
+    for slot in params["slots"]:
+        _lease.check(str(slot["slot_id"]), int(slot["fence"]))
+    if step.name == "define_domain":
+        _libvirt.define(_domain.render(_spec(params)))
+    elif step.name == "start_domain":
+        # Memory is pinned before the first instruction: the limit grows with what there is to pin.
+        spec = params["spec"]
+        _mark_dirty(params["slots"])
+        _libvirt.start_paused(name, timeout=180 + spec["memory_mib"] / 256 + 60 * len(spec["gpus"]))
+    elif step.name == "guard_port":
+        number = _flows.await_port(port)
+        count = _flows.install(_guard(params), number, _flows.host_addresses())
+        return {"ofport": number, "flows": count}
+    elif step.name == "resume_domain":
+        _libvirt.resume(name)
+    elif step.name == "stop_domain":
+        return _stop(name, step.before, params["shutdown_deadline"])
+    elif step.name == "remove_flows":
+        _flows.remove(bridge, allocation)
+    elif step.name == "remove_port":
+        _flows.remove_port(bridge, port)
+    elif step.name == "undefine_domain":
+        _undefine(name)
+    elif step.name == "remove_files":
+        _host.remove(_slice_names.nvram_path(allocation))
+        for path in _slice_names.console_files(allocation):
+            _host.remove(path)
+    return None
+
+
+def _mark_dirty(slots: list[dict[str, Any]]) -> None:
+    """A guest may write to every disk it gets, also to one that no image was cloned on."""
+    for slot in slots:
+        entry = _lease.load(str(slot["slot_id"]))
+        if not entry.dirty:
+            _lease.mark_dirty(entry.slot_id, fence=int(slot["fence"]), disk=entry.disk)
+
+
+def _stop(name: str, state: str, deadline: float) -> dict[str, Any]:
+    # A paused or crashed guest cannot answer a request.
+    graceful = state in ("running", "blocked") and _libvirt.shut_down(name, deadline=deadline)
+    if not graceful:
+        _libvirt.destroy(name)
+    return {"shutdown": "graceful" if graceful else "hard"}
+
+
+def _undefine(name: str) -> None:
+    # A transient domain goes with its QEMU.
+    if name in _libvirt.states():
+        _libvirt.undefine(name)
+
+
+def facts(params: _change.Params, state: State) -> dict[str, Any]:
+    return {
+        "domain": {
+            "name": _slice_names.domain_name(params["allocation_id"]),
+            "state": state.life.name if state.life else "absent",
+            "port": _slice_names.port_name(params["allocation_id"]),
+            "ofport": state.port or 0,
+            "flows": len(state.flows),
+            "pid": state.pids[0] if state.pids else 0,
+        }
+    }
+
+
+def _spec(params: _change.Params) -> _domain.Domain:
+    options = {**params["spec"], "bridge": params["bridge"]}
+    return _domain.from_options(params["allocation_id"], options)
+
+
+def _guard(params: _change.Params) -> _flows.Guard:
+    return _flows.check(
+        _flows.Guard(
+            allocation_id=params["allocation_id"],
+            bridge=params["bridge"],
+            mac=params["spec"]["mac"],
+            ip=params["ip"],
+            address=params["bridge_address"],
+            denied=tuple(params["denied_networks"]),
+        )
+    )
+
+
+def _orphan(name: str, pids: tuple[int, ...]) -> Refusal:
+    return _refuse(
+        "qemu_orphan",
+        f"no QEMU of {name} without its domain",
+        f"process {', '.join(map(str, pids))}",
+        "restart libvirtd so that it finds the process again, or end it by hand",
+    )
+
+
+def _refuse(code: str, expected: str, found: str, remedy: str) -> Refusal:
+    return Refusal(code, expected=expected, found=found, remedy=remedy)
+
+
+def _strings(*, required: bool = False) -> dict[str, Any]:
+    found: dict[str, Any] = {"type": "list", "elements": "str"}
+    return {**found, "required": True} if required else {**found, "default": []}
+
+
+SPEC: dict[str, Any] = {
+    "vcpus": {"type": "int", "required": True},
+    "memory_mib": {"type": "int", "required": True},
+    "cpus": {"type": "list", "elements": "int", "default": []},
+    "numa_node": {"type": "int", "default": -1},
+    "firmware": {"type": "str", "choices": ["bios", "uefi"], "default": "bios"},
+    "hugepages": {"type": "bool", "default": False},
+    "gpus": _strings(required=True),
+    "fabric_vfs": _strings(),
+    "disks": _strings(required=True),
+    "mac": {"type": "str", "required": True},
+    "seed_path": {"type": "str", "default": ""},
+    "qemu_arguments": _strings(),
+}
+OPTIONS: dict[str, Any] = {
+    "allocation_id": {"type": "str", "required": True},
+    "state": {"type": "str", "choices": ["running", "stopped", "absent"], "default": "running"},
+    "slots": {"type": "list", "elements": "dict", "default": []},
+    "bridge": {"type": "str", "default": "ovsbr0"},
+    "bridge_address": {"type": "str"},
+    "ip": {"type": "str"},
+    "denied_networks": _strings(),
+    "shutdown_deadline": {"type": "int", "default": 60},
+    "spec": {"type": "dict", "options": SPEC},
+}
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec=OPTIONS,
+        required_if=[("state", "running", ("spec", "ip", "bridge_address"))],
+        supports_check_mode=True,
+    )
+    _change.run(module, _change.Subject(observe, plan, apply, facts))
+
+
+if __name__ == "__main__":
+    main()

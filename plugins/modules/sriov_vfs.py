@@ -1,0 +1,77 @@
+#!/usr/bin/python
+# Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
+"""Virtual functions of the fabric cards, with fixed identities, kept over reboots."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: sriov_vfs
+short_description: Virtual functions of the fabric cards, with fixed identities, kept over reboots
+version_added: "0.1.0"
+author: The gpuaas.slice authors (@gpuaas)
+description:
+  - Makes the same number of SR-IOV virtual functions on each selected card and gives each a MAC (or
+    GUID on InfiniBand) that is derived from the card's own address, before anything is bound.
+  - Switches off automatic probing, so that no driver of the host takes a virtual function.
+  - C(gpuaas-slice-fabric.service) does the same at boot.
+  - Refuses with C(device_missing), C(interface_missing), C(too_many_functions), C(vf_in_use).
+  - InfiniBand GUIDs have not yet been set on hardware by this module.
+options:
+  pfs:
+    description: PCI addresses of physical functions.
+    type: list
+    elements: str
+    default: []
+  pf_ids:
+    description: C(vendor:device) ids; every physical function with one of them is selected.
+    type: list
+    elements: str
+    default: []
+  count:
+    description: Virtual functions per card. With 0 the cards go back to plain use.
+    type: int
+    required: true
+  macs:
+    description: Identities that are given instead of derived, by C(<card's address>/<index>).
+    type: dict
+    default: {}
+extends_documentation_fragment: [gpuaas.slice.change]
+"""
+
+EXAMPLES = r"""
+- name: Four virtual functions on every fabric card of the profile
+  gpuaas.slice.sriov_vfs:
+    pf_ids: ["15b3:a2dc"]
+    count: 4
+"""
+
+RETURN = r"""
+vfs:
+  description: The virtual functions as the kernel shows them.
+  returned: always
+  type: list
+  elements: dict
+  sample:
+    - {pf: "0000:25:00.0", index: 0, address: "0000:25:10.0", identity: "02:1d:77:0e:5b:90"}
+"""
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _fabric
+
+
+def main() -> None:
+    strings = {"type": "list", "elements": "str", "default": []}
+    module = AnsibleModule(
+        argument_spec={
+            "pfs": strings,
+            "pf_ids": strings,
+            "count": {"type": "int", "required": True},
+            "macs": {"type": "dict", "default": {}},
+        },
+        supports_check_mode=True,
+    )
+    _change.run(module, _fabric.SUBJECT)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+#!/usr/bin/python
+# Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
+"""Bind approved PCI functions to vfio-pci, now and at every boot."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: vfio_bind
+short_description: Bind approved PCI functions to vfio-pci, now and at every boot
+version_added: "0.1.0"
+author: The gpuaas.slice authors (@gpuaas)
+description:
+  - Binds each address through C(driver_override), with the other functions of the same card, and
+    reads the driver back.
+  - PCI-to-PCI bridges keep their driver. Every other function of the IOMMU group must be bound too,
+    or have no driver.
+  - Records the devices with their ids in C(/etc/gpuaas/vfio-binding.json).
+    C(gpuaas-slice-vfio.service) binds them again at boot, before libvirt, and refuses an address
+    that then holds another device.
+  - Acts only on a host in slice mode (C(/etc/gpuaas/slice-mode.json)).
+  - Refuses with C(not_slice_mode), C(device_missing), C(wrong_class), C(group_not_viable) and
+    C(device_busy); nothing is forced.
+options:
+  addresses:
+    description: Approved PCI addresses. With O(state=unbound), none means every recorded one.
+    type: list
+    elements: str
+    default: []
+  gpu_ids:
+    description: C(vendor:device) of the hardware profile that count as GPUs.
+    type: list
+    elements: str
+    default: []
+  pf_ids:
+    description: C(vendor:device) of the physical functions whose virtual functions may be bound.
+    type: list
+    elements: str
+    default: []
+  exclusive:
+    description: Give devices that are recorded but not in O(addresses) back to the host.
+    type: bool
+    default: false
+  state:
+    description: Whether the devices belong to slices or to the host.
+    type: str
+    choices: [bound, unbound]
+    default: bound
+extends_documentation_fragment: [gpuaas.slice.change]
+"""
+
+EXAMPLES = r"""
+- name: Bind the GPUs and fabric functions of the approved slots
+  gpuaas.slice.vfio_bind:
+    addresses: ["0000:43:00.0", "0000:61:10.1"]
+    gpu_ids: ["10de:2335"]
+    pf_ids: ["15b3:a2dc"]
+    exclusive: true
+
+- name: Give everything back to the host
+  gpuaas.slice.vfio_bind:
+    state: unbound
+"""
+
+RETURN = r"""
+bound:
+  description: Every function that belongs to slices now, read back from the kernel.
+  returned: always
+  type: list
+  elements: dict
+  sample:
+    - {address: "0000:43:00.0", id: "10de:2335", driver: vfio-pci, iommu_group: 37, answers: true}
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.gpuaas.slice.plugins.module_utils import _boot, _change, _vfio
+
+
+@dataclass(frozen=True)
+class State:
+    live: _vfio.State
+    installed: _boot.Installed
+
+
+def _unit(params: _change.Params, live: _vfio.State) -> _boot.Unit:
+    """The boot service for what will be recorded when this run is done."""
+    bind, release = _vfio.wanted(params, live), _vfio.to_release(params, live)
+    kept = {a: id_ for a, id_ in live.recorded.items() if a not in release}
+    kept.update({a: live.devices[a].id for a in bind if a in live.devices})
+    return _boot.Unit(
+        name="gpuaas-slice-vfio",
+        description="Bind the approved PCI functions of this slice host to vfio-pci",
+        module="_vfio",
+        settings_path=_vfio.SETTINGS,
+        settings={"devices": kept},
+        order=(
+            "After=systemd-modules-load.service gpuaas-slice-fabric.service",
+            "Before=libvirtd.service",
+        ),
+    )
+
+
+def observe(params: _change.Params) -> State:
+    live = _vfio.observe(params)
+    return State(live, _boot.observe(_unit(params, live)))
+
+
+def plan(params: _change.Params, state: State) -> _change.Plan:
+    live = _vfio.plan(params, state.live)
+    unit = _unit(params, state.live)
+    if unit.settings["devices"]:
+        service = _boot.plan(unit, state.installed)
+    else:
+        service = _boot.plan_removal(unit, state.installed)
+    return _change.Plan((*live.steps, *service), live.blockers)
+
+
+def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
+    if step.name not in _boot.STEPS:
+        return _vfio.apply(params, step)
+    _boot.apply(_unit(params, _vfio.observe(params)), step)
+    return None
+
+
+def facts(params: _change.Params, state: State) -> dict[str, Any]:
+    return _vfio.facts(params, state.live)
+
+
+def main() -> None:
+    strings = {"type": "list", "elements": "str", "default": []}
+    module = AnsibleModule(
+        argument_spec={
+            "addresses": strings,
+            "gpu_ids": strings,
+            "pf_ids": strings,
+            "exclusive": {"type": "bool", "default": False},
+            "state": {"type": "str", "choices": ["bound", "unbound"], "default": "bound"},
+        },
+        supports_check_mode=True,
+    )
+    _change.run(module, _change.Subject(observe, plan, apply, facts))
+
+
+if __name__ == "__main__":
+    main()
