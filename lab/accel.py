@@ -1,0 +1,31 @@
+"""KVM or emulation: chosen by what is loaded, never by the presence of /dev/kvm."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from lab.command import LabError
+
+VARIABLE = "GPUAAS_LAB_ACCEL"
+CHOICES = ("kvm", "tcg")
+
+
+def choose(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> str:
+    """`kvm` when its vendor module is loaded with nesting and usable, else `tcg`.
+
+    /dev/kvm alone says nothing: on some machines it exists and runs no stock kernel.
+    """
+    wanted = environment.get(VARIABLE, "")
+    if wanted:
+        if wanted not in CHOICES:
+            raise LabError(f"{VARIABLE} is one of {', '.join(CHOICES)}; it is {wanted!r}")
+        return wanted
+    for vendor in ("kvm_intel", "kvm_amd"):
+        nested = root / "sys/module" / vendor / "parameters/nested"
+        # Slice VMs are guests of a guest: without nesting, emulation is the only way.
+        if nested.is_file() and nested.read_text().strip() in ("Y", "1"):
+            device = root / "dev/kvm"
+            return "kvm" if os.access(device, os.R_OK | os.W_OK) else "tcg"
+    return "tcg"

@@ -1,0 +1,34 @@
+"""What a tenant leaves on a disk, and the search for it in every byte afterwards."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+COPIES = 64
+
+
+def writer(mark: str) -> str:
+    """A script for the guest that writes `mark` into files all over its filesystem, and syncs."""
+    return f"""
+import os
+folder = "/var/tmp/canary"
+os.makedirs(folder, exist_ok=True)
+for number in range({COPIES}):
+    with open(f"{{folder}}/{{number}}", "w") as file:
+        file.write(("{mark}" + "\\n") * 1000)
+        file.flush()
+        os.fsync(file.fileno())
+os.sync()
+print("written")
+"""
+
+
+def count(disk: Path, mark: str) -> int:
+    """How often `mark` stands on the disk image, every byte searched."""
+    needle, found, position = mark.encode(), 0, 0
+    with disk.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        while (position := data.find(needle, position)) >= 0:
+            found += 1
+            position += len(needle)
+    return found

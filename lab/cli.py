@@ -1,0 +1,111 @@
+"""`gpuaas lab`: build, start, enter and stop a virtual slice host."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from lab import guest_image, host_image, machine, packages, qemu, state, userdata
+from lab.command import LabError
+from lab.distro import this_distro
+from lab.paths import lab_folder
+
+app = typer.Typer(no_args_is_help=True, help="A virtual slice host on this machine.")
+say = Console(stderr=True, highlight=False)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except LabError as error:
+        say.print(f"[red]error[/red] {error}", soft_wrap=True)
+        raise typer.Exit(1) from error
+
+
+@app.command()
+def build() -> None:
+    """Build (or find in the cache) QEMU and the images."""
+    with _told():
+        packages.ensure()
+        distro = this_distro()
+        found: dict[str, object] = {
+            "qemu": qemu.ensure(distro).version,
+            "host_image": str(host_image.ensure(distro)),
+            "guest_image": guest_image.described(guest_image.ensure(distro)),
+        }
+        print(json.dumps(found, indent=1))
+
+
+@app.command()
+def up(
+    fresh: Annotated[bool, typer.Option(help="Forget all disks of this lab first.")] = False,
+) -> None:
+    """Start the lab host and wait until it answers."""
+    with _told():
+        lab = machine.up(fresh=fresh)
+        say.print(f"lab host up: [bold]gpuaas lab ssh[/bold] (port {lab.ssh_port}, {lab.accel})")
+
+
+@app.command()
+def down() -> None:
+    """Shut the lab host down; its disks stay."""
+    with _told():
+        say.print("lab host down" if machine.down() else "no lab host was up")
+
+
+@app.command()
+def status() -> None:
+    """Print lab.json and whether the host is up."""
+    with _told():
+        lab = state.load()
+        if lab is None:
+            print(json.dumps({"folder": str(lab_folder()), "up": False}))
+        else:
+            print(json.dumps({**asdict(lab), "up": lab.alive()}, indent=1))
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def ssh(command: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+    """A shell on the lab host as root, or one command (after --)."""
+    with _told():
+        lab = state.running()
+        tty = command is None and sys.stdin.isatty()
+        argv = state.ssh_command(lab, command, tty=tty)
+        sys.exit(subprocess.run(argv, check=False).returncode)
+
+
+@app.command("userdata")
+def deliver(script: Path, timeout: float = 600) -> None:
+    """Run a script on the host over the trusted channel; exit as it did."""
+    with _told():
+        answer = userdata.deliver(
+            Path(state.running().userdata), script.read_text(), timeout=timeout
+        )
+        sys.stdout.write(answer.output)
+        sys.exit(answer.exit_code)
+
+
+@app.command("power-cut")
+def power_cut(
+    restart: Annotated[bool, typer.Option(help="Power comes back at once.")] = False,
+) -> None:
+    """Cut the power: nothing is shut down or flushed."""
+    with _told():
+        machine.power_cut(restart=restart)
+
+
+@app.command("reset-disks")
+def reset_disks() -> None:
+    """Make the data disks as on the first day (the lab must be down)."""
+    with _told():
+        machine.reset_disks()

@@ -1,0 +1,161 @@
+"""Steps 1 to 8: from a deployed machine to slots that may be sold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lab import guest_image, packages, userdata
+from lab.command import LabError
+from lab.demo.report import Evidence
+from lab.demo.stage import NODE, Stage
+from lab.distro import this_distro
+
+# Two slots: the first tenant's, and the one whose provisioning is made to fail.
+SLOTS = (0, 1)
+IMAGE_NAME = "lab-slice"
+
+
+def host(stage: Stage) -> Evidence:
+    """Build what is not in the cache, then boot a freshly deployed machine."""
+    packages.ensure()
+    image = guest_image.ensure(this_distro())
+    stage.known["image"] = image
+    lab = stage.boot()
+    return {
+        "accelerator": lab.accel,
+        "qemu": lab.qemu,
+        "firmware": lab.firmware,
+        "ssh_port": lab.ssh_port,
+        "devices": lab.devices,
+        "kernel": stage.on_host("uname", "-r").strip(),
+    }
+
+
+def enrol(stage: Stage) -> Evidence:
+    """Register the node, run its userdata on the host; from then on its SSH key is certified."""
+    stage.open()
+    lab = stage.host()
+    api = stage.api()
+    body = {"id": NODE, "name": NODE, "address": "127.0.0.1", "port": lab.ssh_port}
+    api.post("/admin/nodes", {**body, "ssh_user": "root", "profile": "lab"})
+    token = api.post(stage.path("/enrollment-token"))
+    answer = userdata.deliver(Path(lab.userdata), token["userdata"])
+    if answer.exit_code != 0:
+        raise LabError(f"enrolment failed on the host: {answer.output[-1000:]}")
+    node = api.get(stage.path())
+    return {
+        "state": node["state"],
+        "machine_id": node["machine_id"],
+        "host_said": answer.output.strip().splitlines()[-1:],
+        "token_expires_at": token["expires_at"],
+    }
+
+
+def bootstrap(stage: Stage) -> Evidence:
+    """Kernel arguments, a real reboot, VFIO modules, libvirt, bridge, NAT, dnsmasq."""
+    before = stage.api().get(stage.path())["boot_id"]
+    result = stage.task(stage.path("/bootstrap"), {"allow_reboot": True})
+    return {
+        "rebooted": result["rebooted"],
+        "boot_id_before": before,
+        "boot_id_after": result["identity"]["boot_id"],
+        "kernel_command_line": stage.on_host("cat", "/proc/cmdline").strip(),
+    }
+
+
+def discover(stage: Stage) -> Evidence:
+    """What the host has, as candidates that nobody may schedule."""
+    result = stage.task(stage.path("/slice-topology/discovery"))
+    return {"candidate_summary": result["candidate_summary"], "candidates": _bundles(stage)}
+
+
+def transition(stage: Stage) -> Evidence:
+    """Two disks leave host storage: the plan first, then the act under their approved identity."""
+    disks = _disks(stage)
+    devices = sorted(disks)
+    path = stage.path("/storage-transition")
+    dry = stage.task(path, {"devices": devices, "apply": False})
+    if any(device.get("proof") for device in dry["devices"]):
+        raise LabError("the dry run acted: it returned a proof")
+    for device in dry["devices"]:
+        plan = ", ".join(f"{step['name']} {step['subject']}" for step in device["steps"])
+        stage.console.print(f"      [dim]dry run: {plan}[/]", highlight=False)
+    expected = {name: {key: disks[name][key] for key in ("serial", "eui")} for name in devices}
+    done = stage.task(path, {"devices": devices, "apply": True, "expected": expected})
+    return {
+        "dry_run": [{key: d[key] for key in ("nvme_device", "steps")} for d in dry["devices"]],
+        "applied": done["devices"],
+        "manifest": done["manifest"],
+    }
+
+
+def approve(stage: Stage) -> Evidence:
+    """The operator approves two bundles from a fresh discovery; they stay disabled."""
+    stage.task(stage.path("/slice-topology/discovery"))
+    bundles = [_bundles(stage)[index] for index in SLOTS]
+    body = {"slots": bundles, "reason": "demo: approved from discovery"}
+    slots = stage.api().post(stage.path("/resource-slots"), body)["items"]
+    if {slot["status"] for slot in slots} != {"disabled"}:
+        raise LabError(f"approved slots must stay disabled; found {slots}")
+    return {"approved": bundles, "status": [slot["status"] for slot in slots]}
+
+
+def bind(stage: Stage) -> Evidence:
+    """GPUs and virtual functions of the approved topology go to vfio-pci."""
+    return stage.task(stage.path("/bind-topology"))
+
+
+def parity(stage: Stage) -> Evidence:
+    """Rediscover, prove the host in one pass; only then are the slots available."""
+    stage.task(stage.path("/slice-topology/discovery"))
+    result = stage.task(stage.path("/parity"))
+    report = stage.api().get(stage.path("/parity"))["document"]
+    failed = [check for check in report["checks"] if check["status"] == "FAIL"]
+    if failed:
+        raise LabError(f"parity failed: {failed}")
+    slots = stage.api().get(stage.path("/resource-slots"))["items"]
+    status = [slot["status"] for slot in slots]
+    if set(status) != {"available"}:
+        raise LabError(f"expected every slot available after parity; found {status}: {result}")
+    _sell(stage)
+    return {
+        "failures": report["failures"],
+        "warnings": report["warnings"],
+        "checks": {check["check"]: check["status"] for check in report["checks"]},
+        "slots": status,
+    }
+
+
+def _sell(stage: Stage) -> None:
+    """Put the image on the host ahead of need and switch slice scheduling on."""
+    api, image = stage.api(), stage.known["image"]
+    entry = api.post(
+        "/admin/images",
+        {
+            "name": IMAGE_NAME,
+            "version": image.sha256[:12],
+            "digest": f"sha256:{image.sha256}",
+            "size_bytes": image.size,
+            "url": Path(image.zst).as_uri(),
+            "compression": "zstd",
+        },
+    )
+    stage.known["image_id"] = entry["id"]
+    stage.task(stage.path("/image-cache"), {"image_id": entry["id"]})
+    api.put("/admin/settings/slice-scheduling", {"enabled": True})
+    api.put(stage.path("/scheduling"), {"enabled": True})
+
+
+def _document(stage: Stage) -> dict[str, Any]:
+    latest: dict[str, Any] = stage.api().get(stage.path("/slice-topology/discovery"))["document"]
+    return latest
+
+
+def _bundles(stage: Stage) -> list[dict[str, Any]]:
+    return [candidate["bundle"] for candidate in _document(stage)["candidates"]]
+
+
+def _disks(stage: Stage) -> dict[str, dict[str, Any]]:
+    wanted = {_bundles(stage)[index]["nvme_device"] for index in SLOTS}
+    return {disk["by_id"]: disk for disk in _document(stage)["nvme"] if disk["by_id"] in wanted}

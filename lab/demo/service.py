@@ -1,0 +1,101 @@
+"""A reconciler of its own for a demonstration or a test: a real process on a free port."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+
+from lab.command import LabError
+
+START_DEADLINE_S = 60
+
+
+class Service:
+    """`gpuaas serve` on SQLite in `folder`; hosts reach it under the lab's gateway address."""
+
+    def __init__(self, folder: Path, *, gateway: str, profiles: Path) -> None:
+        self.folder = folder
+        self.port = _free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.environment = {
+            **os.environ,
+            "GPUAAS_STATE_DIR": str(folder),
+            "GPUAAS_LISTEN": f"127.0.0.1:{self.port}",
+            "GPUAAS_PUBLIC_URL": f"http://{gateway}:{self.port}",
+            "GPUAAS_PROFILES_DIR": str(profiles),
+            "GPUAAS_API": self.url,
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the service and wait until it is ready."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        log = self.folder / "serve.log"
+        with log.open("ab") as sink:
+            self._process = subprocess.Popen(
+                [*self.command, "serve"],
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+            )
+        end = time.monotonic() + START_DEADLINE_S
+        while not self._ready():
+            if self._process.poll() is not None or time.monotonic() > end:
+                raise LabError(f"the reconciler did not start:\n{log.read_text()[-3000:]}")
+            time.sleep(0.3)
+
+    @property
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "reconciler.cli.main"]
+
+    def cli(self, *words: str) -> str:
+        """Run one command of the product against this service's database."""
+        done = subprocess.run(
+            [*self.command, *words],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise LabError(
+                f"gpuaas {' '.join(words)}: {done.stderr.strip() or done.stdout.strip()}"
+            )
+        return done.stdout.strip()
+
+    def kill(self) -> None:
+        """End the process as a crash would: nothing gets a chance to tidy up."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+    def stop(self) -> None:
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        self._process = None
+
+    def _ready(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/readyz", timeout=5).is_success
+        except httpx.TransportError:
+            return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

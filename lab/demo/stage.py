@@ -1,0 +1,187 @@
+"""What the steps share: the lab host, the reconciler, two identities and what became known."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from lab import machine, state
+from lab.command import LabError
+from lab.demo.service import Service
+from lab.paths import REPOSITORY
+from lab.state import Lab
+from reconciler.client import Client
+from reconciler.domain.bundle import run_bundle
+
+NODE = "lab-host"
+# The lab host for Ansible by hand, past the reconciler; it follows GPUAAS_LAB_DIR.
+INVENTORY = REPOSITORY / "inventory" / "lab"
+PROJECT = "demo"
+TASK_DEADLINE_S = 1800
+
+
+@dataclass
+class Stage:
+    """One demonstration: everything it makes lies in `folder`."""
+
+    folder: Path
+    firmware: str = "bios"
+    console: Console = field(default_factory=lambda: Console(stderr=True))
+    # Set by `open`, and by the steps as they go.
+    lab: Lab | None = None
+    service: Service | None = None
+    admin: Client | None = None
+    member: Client | None = None
+    known: dict[str, Any] = field(default_factory=dict)
+    _shown: str = ""
+
+    def boot(self) -> Lab:
+        """A freshly deployed lab host of its own; the host of `make lab-up` is not touched."""
+        os.environ["GPUAAS_LAB_DIR"] = str(self.folder / "lab")
+        known = state.load()
+        if known is not None and known.alive():
+            machine.power_cut()
+        self.lab = machine.up(fresh=True)
+        return self.lab
+
+    def open(self) -> None:
+        """Start a reconciler with an empty database and get a token for admin and tenant."""
+        if self.lab is None:
+            raise LabError("boot the lab host before the reconciler is started")
+        shutil.rmtree(self.folder / "reconciler", ignore_errors=True)
+        self.service = Service(
+            self.folder / "reconciler", gateway=self.lab.gateway, profiles=self._profiles()
+        )
+        self.service.start()
+        words = ("token", "create", "--role", "platform-admin", "--name", "demo")
+        secret = self.service.cli(*words)
+        token_file = self.service.folder / "token"
+        token_file.touch(mode=0o600)
+        token_file.write_text(secret)
+        self.admin = Client(self.service.url, secret, correlation_id="make-demo")
+        project = self.admin.post("/admin/projects", {"name": PROJECT})
+        body = {"role": "project-member", "name": "tenant", "project_id": project["id"]}
+        token = self.admin.post("/admin/tokens", body)["token"]
+        self.member = Client(self.service.url, token)
+        self.known["project"] = project["id"]
+
+    def close(self) -> None:
+        """Stop what this stage started."""
+        for client in (self.admin, self.member):
+            if client is not None:
+                client.close()
+        if self.service is not None:
+            self.service.stop()
+        if self.lab is not None and self.lab.alive():
+            machine.power_cut()
+
+    def api(self) -> Client:
+        if self.admin is None:
+            raise LabError("the reconciler is not started")
+        return self.admin
+
+    def host(self) -> Lab:
+        if self.lab is None:
+            raise LabError("the lab host is not booted")
+        return self.lab
+
+    def path(self, rest: str = "") -> str:
+        return f"/admin/nodes/{NODE}{rest}"
+
+    def task(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """POST, wait for the task that it queued, and return its result."""
+        return self.follow(self.api().post(path, body))
+
+    def follow(self, task: dict[str, Any]) -> dict[str, Any]:
+        ended = self.api().wait(
+            task["id"], deadline_s=TASK_DEADLINE_S, on_progress=self.show_progress
+        )
+        if ended["state"] != "succeeded":
+            error = ended.get("error") or {}
+            raise LabError(
+                f"task {ended['kind']} {ended['state']} at {error.get('step') or '?'}: "
+                f"expected {error.get('expected')}; found {error.get('found')}; "
+                f"{error.get('remedy')}"
+            )
+        result: dict[str, Any] = ended["result"]
+        return result
+
+    def show_progress(self, task: dict[str, Any]) -> None:
+        """Print what the task's run works on, once per change."""
+        line = (task.get("progress") or {}).get("task", "")
+        if line and line != self._shown and not line.startswith("Validating arguments"):
+            self._shown = line
+            self.console.print(f"      [dim]{line}[/]", highlight=False)
+
+    def on_host(self, *words: str, stdin: str = "", limit_s: float = 300) -> str:
+        """Run a program on the lab host as the lab's operator."""
+        done = subprocess.run(
+            state.ssh_command(self.host(), list(words)),
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise LabError(f"{' '.join(words)} on the lab host: {done.stderr.strip()[-500:]}")
+        return done.stdout
+
+    def ansible_environment(self) -> dict[str, str]:
+        collections = str(REPOSITORY / "build" / "collections")
+        # Ansible's programs lie beside this Python.
+        return {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "ANSIBLE_COLLECTIONS_PATH": collections,
+            "ANSIBLE_PIPELINING": "true",
+        }
+
+    def module(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Run one module of the collection on the lab host, past the reconciler."""
+        words = [sys.executable, "-m", "ansible", "adhoc", "all", "-i", str(INVENTORY)]
+        words += ["-m", f"gpuaas.slice.{name}", "-a", json.dumps(arguments)]
+        done = subprocess.run(
+            words,
+            env=self.ansible_environment(),
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
+        )
+        # Warnings and errors may come first and hold braces of their own.
+        _, arrow, document = done.stdout.partition(" => ")
+        if not arrow:
+            raise LabError(f"module {name}: {done.stderr[-500:]}{done.stdout[-500:]}")
+        result: dict[str, Any] = json.JSONDecoder().raw_decode(document)[0]
+        return {"failed": done.returncode != 0, **result}
+
+    def profile(self) -> dict[str, Any]:
+        """The hardware profile that this stage's reconciler uses."""
+        found: dict[str, Any] = yaml.safe_load((self.folder / "profiles" / "lab.yml").read_text())
+        return found
+
+    def bundles(self) -> list[dict[str, Any]]:
+        """The approved slots as the run contract wants them."""
+        slots = self.api().get(self.path("/resource-slots"))["items"]
+        return [run_bundle(slot, fence=False) for slot in slots]
+
+    def _profiles(self) -> Path:
+        """The shipped profiles, the lab's one with the firmware that was asked for."""
+        folder = self.folder / "profiles"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(REPOSITORY / "profiles", folder)
+        file = folder / "lab.yml"
+        profile = yaml.safe_load(file.read_text())
+        profile["vm"]["firmware"] = self.firmware
+        file.write_text(yaml.safe_dump(profile, sort_keys=False))
+        return folder

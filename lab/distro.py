@@ -1,0 +1,87 @@
+"""What this machine runs and which mirror it uses: the images are made from the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from lab.command import LabError
+
+APT = Path("/etc/apt")
+KEYRINGS = Path("/usr/share/keyrings")
+
+
+@dataclass(frozen=True)
+class Distro:
+    """A supported distribution as mmdebstrap needs it."""
+
+    id: str
+    suite: str
+    components: str
+    mirror: str
+    keyring: str
+
+    @property
+    def sources(self) -> list[str]:
+        """One-line apt sources: the release and its updates."""
+        option = f"[signed-by={self.keyring}]"
+        return [
+            f"deb {option} {self.mirror} {self.suite} {self.components}",
+            f"deb {option} {self.mirror} {self.suite}-updates {self.components}",
+        ]
+
+
+SUPPORTED = {
+    ("debian", "bookworm"): ("main", "debian-archive-keyring.gpg"),
+    ("ubuntu", "noble"): ("main universe", "ubuntu-archive-keyring.gpg"),
+}
+
+
+def parse_os_release(text: str) -> dict[str, str]:
+    """os-release(5) as a dictionary."""
+    pairs = (line.split("=", 1) for line in text.splitlines() if "=" in line)
+    return {key: value.strip().strip('"') for key, value in pairs}
+
+
+def parse_sources(text: str) -> list[tuple[str, list[str]]]:
+    """(URI, suites) of each binary source, from one-line and deb822 text alike."""
+    found: list[tuple[str, list[str]]] = []
+    for stanza in text.split("\n\n"):
+        fields: dict[str, str] = {}
+        for line in stanza.splitlines():
+            if line.startswith("#") or not line.strip():
+                continue
+            if line.startswith("deb "):
+                words = line.split("]", 1)[1].split() if "[" in line else line.split()[1:]
+                found.append((words[0], [words[1]]))
+            elif ":" in line and not line[0].isspace():
+                name, value = line.split(":", 1)
+                fields[name.strip().lower()] = value.strip()
+        if "deb" in fields.get("types", "").split() and fields.get("enabled", "yes") != "no":
+            suites = fields.get("suites", "").split()
+            found += [(uri, suites) for uri in fields.get("uris", "").split()]
+    return found
+
+
+def this_distro(root: Path = Path("/")) -> Distro:
+    """The distribution of this machine, or a LabError that names the supported ones."""
+    release = parse_os_release((root / "etc/os-release").read_text())
+    name, suite = release.get("ID", "?"), release.get("VERSION_CODENAME", "?")
+    if (name, suite) not in SUPPORTED:
+        known = ", ".join(f"{d} {s}" for d, s in SUPPORTED)
+        raise LabError(f"the lab is built from one of: {known}; this machine runs {name} {suite}")
+    components, keyring = SUPPORTED[name, suite]
+    apt = root / APT.relative_to("/")
+    files = [
+        apt / "sources.list",
+        *sorted((apt / "sources.list.d").glob("*.sources")),
+        *sorted((apt / "sources.list.d").glob("*.list")),
+    ]
+    sources = [
+        entry for file in files if file.is_file() for entry in parse_sources(file.read_text())
+    ]
+    # Other repositories have suites of their own; only the distribution's carries its codename.
+    mirror = next((uri for uri, suites in sources if suite in suites), None)
+    if mirror is None:
+        raise LabError(f"no apt source of this machine offers {suite}: add one to {apt}")
+    return Distro(name, suite, components, mirror.rstrip("/"), str(KEYRINGS / keyring))

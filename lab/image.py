@@ -1,0 +1,154 @@
+"""From a root filesystem to a disk image without root, loop devices or mounts."""
+
+from __future__ import annotations
+
+import io
+import shlex
+import tarfile
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from lab import grub
+from lab.command import LabError, run
+
+SECTOR = 512
+MIB = 1024 * 1024
+# A gap after the partition table for GRUB's BIOS part, then the ESP, then the root partition.
+BIOS_START, BIOS_SIZE = 1 * MIB, 1 * MIB
+ESP_START, ESP_SIZE = 2 * MIB, 34 * MIB
+ROOT_START = 36 * MIB
+TABLE_BACKUP = 1 * MIB
+
+FINISH = "lab-finish.sh"
+# What `finish` leaves in the new root, in its own GRUB's version.
+LOADERS = ("lab-boot.efi",)
+BIOS_LOADERS = ("lab-boot.img", "lab-core.img")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One disk image: GPT, an ESP, an ext4 root; with `bios`, a BIOS boot partition too."""
+
+    size_mib: int
+    root_uuid: str
+    esp_id: str
+    bios: bool = False
+
+    @property
+    def root_kib(self) -> int:
+        """Size of the root partition."""
+        return (self.size_mib * MIB - ROOT_START - TABLE_BACKUP) // 1024
+
+    def table(self) -> str:
+        """The partition table as sfdisk reads it."""
+        lines = ["label: gpt"]
+        if self.bios:
+            # The type of a BIOS boot partition (UEFI specification has no name for it).
+            lines.append(_partition(BIOS_START, BIOS_SIZE, "21686148-6449-6E6F-744E-656564454649"))
+        lines.append(_partition(ESP_START, ESP_SIZE, "uefi"))
+        lines.append(_partition(ROOT_START, self.root_kib * 1024, "linux"))
+        return "\n".join(lines) + "\n"
+
+
+def _partition(start: int, size: int, kind: str) -> str:
+    return f"start={start // SECTOR}, size={size // SECTOR}, type={kind}"
+
+
+def overlay_tar(overlay: Path, private: frozenset[str]) -> bytes:
+    """The files of `overlay` as a tar file owned by root; `private` ones are for root's eyes."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for file in sorted(p for p in overlay.rglob("*") if p.is_file()):
+            name = file.relative_to(overlay).as_posix()
+            content = file.read_bytes()
+            entry = tarfile.TarInfo(f"./{name}")
+            entry.size = len(content)
+            executable = bool(file.stat().st_mode & 0o100)
+            entry.mode = 0o600 if name in private else 0o755 if executable else 0o644
+            tar.addfile(entry, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def write(
+    image: Path,
+    layout: Layout,
+    *,
+    rootfs: Path,
+    overlay: Path,
+    finish: Path,
+    private: frozenset[str] = frozenset(),
+    log: Path,
+) -> None:
+    """Unpack `rootfs`, add `overlay`, run `finish` inside, and write it all as a disk image.
+
+    `finish` gets the root UUID and the ESP's id and leaves the boot loaders in /.
+    """
+    exports = LOADERS + (BIOS_LOADERS if layout.bios else ())
+    with tempfile.TemporaryDirectory(prefix="gpuaas-image.") as name:
+        stage = Path(name)
+        # Without root the hooks run as a mapped user: it may enter here and write one file.
+        stage.chmod(0o755)
+        disk = stage / "disk.raw"
+        run(["truncate", "-s", f"{layout.size_mib}M", disk])
+        run(["sfdisk", "-q", disk], stdin=layout.table().encode())
+        disk.chmod(0o666)
+        (stage / "overlay.tar").write_bytes(overlay_tar(overlay, private))
+        run(_finish_command(stage, layout, rootfs, finish, exports), log=log)
+        _write_esp(disk, stage / "esp.img", stage / "lab-boot.efi", layout.esp_id)
+        if layout.bios:
+            _write_bios_boot(disk, stage / "lab-boot.img", stage / "lab-core.img")
+        # Copied, not moved: another file system may be between, and holes must stay holes.
+        run(["cp", "--sparse=always", disk, image])
+        image.chmod(0o644)
+
+
+def _finish_command(
+    stage: Path, layout: Layout, rootfs: Path, finish: Path, exports: tuple[str, ...]
+) -> list[str | Path]:
+    make_root = (
+        f'mke2fs -q -t ext4 -i 65536 -L cloudimg-rootfs -U {layout.root_uuid} -d "$1"'
+        f" -E offset={ROOT_START},lazy_itable_init=1 {stage}/disk.raw {layout.root_kib}k"
+    )
+    hooks = [
+        f"tar-in {shlex.quote(str(stage / 'overlay.tar'))} /",
+        f"upload {shlex.quote(str(finish))} /{FINISH}",
+        f'chroot "$1" sh /{FINISH} {layout.root_uuid} {layout.esp_id}',
+        *(f"download /{export} {shlex.quote(str(stage / export))}" for export in exports),
+        f'rm "$1/{FINISH}"' + "".join(f' "$1/{export}"' for export in exports),
+        make_root,
+    ]
+    return [
+        "mmdebstrap",
+        "--variant=custom",
+        "--format=null",
+        # Nothing mounted inside: mke2fs would copy /proc and /sys.
+        "--skip=update,chroot/mount",
+        f"--setup-hook=tar-in {shlex.quote(str(rootfs))} /",
+        *(f"--customize-hook={hook}" for hook in hooks),
+        "",
+        "/dev/null",
+    ]
+
+
+def _write_esp(disk: Path, esp: Path, loader: Path, volume_id: str) -> None:
+    run(["truncate", "-s", str(ESP_SIZE), esp])
+    run(["mkfs.vfat", "-F", "16", "-n", "UEFI", "-i", volume_id.replace("-", ""), esp])
+    quiet = {"MTOOLS_SKIP_CHECK": "1"}
+    run(["mmd", "-i", esp, "::/EFI", "::/EFI/BOOT"], env=quiet)
+    run(["mcopy", "-i", esp, loader, "::/EFI/BOOT/BOOTX64.EFI"], env=quiet)
+    run(["dd", f"if={esp}", f"of={disk}", "bs=1M", f"seek={ESP_START // MIB}",
+         "conv=notrunc", "status=none"])  # fmt: skip
+
+
+def _write_bios_boot(disk: Path, boot: Path, core: Path) -> None:
+    sector = BIOS_START // SECTOR
+    with disk.open("r+b") as stream:
+        current = stream.read(SECTOR)
+        stream.seek(0)
+        stream.write(grub.boot_sector(boot.read_bytes(), current, sector))
+        code = grub.core_image(core.read_bytes(), sector)
+        if len(code) > BIOS_SIZE:
+            raise LabError(f"core.img has {len(code)} bytes, its partition {BIOS_SIZE}")
+        stream.seek(BIOS_START)
+        stream.write(code)

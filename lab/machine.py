@@ -1,0 +1,196 @@
+"""Brings a lab host up and down; knows it by pid and start time, never by a process name."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+
+from lab import accel, disks, host_image, packages, qmp, state, topology, userdata
+from lab.command import LabError, run
+from lab.distro import this_distro
+from lab.paths import lab_folder
+from lab.progress import step
+from lab.qemu import Qemu
+from lab.qemu import ensure as ensure_qemu
+
+FIRMWARE = Path("/usr/share/OVMF")
+# An emulated host answers after one to two minutes; five times that is a fault.
+BOOT_TIMEOUT = 600.0
+SHUTDOWN_TIMEOUT = 120.0
+
+
+def up(*, fresh: bool = False) -> state.Lab:
+    """The lab of this folder, booted and answering on SSH; nothing to do when it already is."""
+    folder = lab_folder()
+    known = state.load(folder)
+    if known is not None and known.alive():
+        if fresh:
+            raise LabError("this lab is up: `gpuaas lab down` first, then `up --fresh`")
+        return known
+    packages.ensure()
+    distro = this_distro()
+    qemu = ensure_qemu(distro)
+    machine = topology.Machine(
+        folder,
+        FIRMWARE / "OVMF_CODE_4M.fd",
+        accel.choose(),
+        _free_port(known.ssh_port if known else None),
+        memory_mib=int(os.environ.get("GPUAAS_LAB_MEMORY_MIB", "6144")),
+    )
+    if fresh:
+        disks.remove(machine, system=True)
+    # A lab that exists keeps the image that it was made from, also when a newer one could be built.
+    image = disks.backing_image(machine, qemu) or host_image.ensure(distro)
+    if not image.exists():
+        raise LabError(f"the image under this lab's disk is gone ({image}): use `up --fresh`")
+    disks.ensure(machine, qemu, image=image, variables=FIRMWARE / "OVMF_VARS_4M.fd")
+    lab = _start(machine, qemu, image)
+    lab.save()
+    with step(f"lab host boot ({machine.accel})"):
+        _admit(lab)
+    return lab
+
+
+def _free_port(preferred: int | None) -> int:
+    for port in (preferred, 0):
+        if port is None:
+            continue
+        with closing(socket.socket()) as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise LabError("no free TCP port on 127.0.0.1")
+
+
+def _start(machine: topology.Machine, qemu: Qemu, image: Path) -> state.Lab:
+    for leftover in (machine.pid_file, machine.qmp, machine.userdata):
+        leftover.unlink(missing_ok=True)
+    log = machine.folder / "qemu.log"
+    with log.open("wb") as sink:
+        # The shell leaves QEMU in the background and ends: it is nobody's child, as it outlives us.
+        subprocess.run(
+            ["sh", "-c", '"$@" &', "sh", *qemu.system, *topology.arguments(machine)],
+            env={**os.environ, **qemu.environment},
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=sink,
+            start_new_session=True,
+            check=True,
+        )
+    deadline = time.monotonic() + 20
+    while not machine.pid_file.exists() or not machine.qmp.exists():
+        if time.monotonic() > deadline:
+            raise LabError(f"QEMU did not start ({log}):\n{log.read_text()[-2000:]}")
+        time.sleep(0.1)
+    pid = int(machine.pid_file.read_text())
+    started = state.process_start(pid)
+    if started is None:
+        raise LabError(f"QEMU ended at once ({log}):\n{log.read_text()[-2000:]}")
+    return state.Lab(
+        folder=str(machine.folder),
+        pid=pid,
+        pid_started=started,
+        ssh_port=machine.ssh_port,
+        key=str(machine.folder / "key"),
+        known_hosts=str(machine.folder / "known_hosts"),
+        qmp=str(machine.qmp),
+        userdata=str(machine.userdata),
+        accel=machine.accel,
+        qemu=qemu.version,
+        firmware=str(machine.firmware_code),
+        gateway=topology.GATEWAY,
+        image=str(image),
+        devices={
+            "os": {"serial": "LABOS", "eui64": f"{topology.OS_EUI:016x}"},
+            "data": [
+                {**asdict(disk), "serial": disk.serial, "eui64": f"{disk.eui64:016x}"}
+                for disk in topology.DATA_DISKS
+            ],
+            "gpus": [{"id": "1234:11e8", "node": node} for node in topology.GPU_NODES],
+            "fabric": [{"id": "8086:10c9", "node": 0, "mac": topology.FABRIC_MAC}],
+        },
+    )
+
+
+def _admit(lab: state.Lab) -> None:
+    """Give the operator's key to the host and learn the host's key, both over the channel."""
+    key = Path(lab.key)
+    if not key.exists():
+        run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "gpuaas-lab", "-f", key])
+    public = key.with_suffix(".pub").read_text().strip()
+    script = (
+        "#!/bin/sh\nset -e\nmkdir -p -m 700 /root/.ssh\nfile=/root/.ssh/authorized_keys\n"
+        f'touch "$file"; chmod 600 "$file"\n'
+        f"grep -qxF '{public}' \"$file\" || echo '{public}' >> \"$file\"\n"
+        "systemctl start ssh.service\ncat /etc/ssh/ssh_host_ed25519_key.pub\n"
+    )
+    answer = userdata.deliver(Path(lab.userdata), script, timeout=BOOT_TIMEOUT)
+    if answer.exit_code != 0 or not answer.output.startswith("ssh-"):
+        raise LabError(f"the lab host did not take the operator's key: {answer.output[-500:]}")
+    Path(lab.known_hosts).write_text(f"[127.0.0.1]:{lab.ssh_port} {answer.output.strip()}\n")
+    _wait_for_ssh(lab)
+
+
+def _wait_for_ssh(lab: state.Lab) -> None:
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            run(state.ssh_command(lab, ["true"]), timeout=60)
+        except LabError:
+            if time.monotonic() > deadline or not lab.alive():
+                raise
+            time.sleep(2)
+        else:
+            return
+
+
+def down(*, timeout: float = SHUTDOWN_TIMEOUT) -> bool:
+    """Shut the host down in order, cutting power when that takes too long; False: was not up."""
+    lab = state.load()
+    if lab is None or not lab.alive():
+        return False
+    with step("lab host shutdown"):
+        qmp.execute(Path(lab.qmp), "system_powerdown")
+        if not _gone(lab, timeout):
+            power_cut()
+    return True
+
+
+def power_cut(*, restart: bool = False) -> None:
+    """As if the cable were pulled: the host gets no chance to write anything more.
+
+    With `restart` the power comes back at once, on the same ports.
+    """
+    lab = state.running()
+    qmp.execute(Path(lab.qmp), "system_reset" if restart else "quit")
+    if not restart and not _gone(lab, 30):
+        raise LabError(f"QEMU (pid {lab.pid}) did not end on QMP quit; see {lab.folder}/qemu.log")
+
+
+def reset_disks() -> None:
+    """Make the data disks as on the first day; the lab must be down."""
+    lab = state.load()
+    if lab is None:
+        raise LabError("there is no lab here: start one with `gpuaas lab up`")
+    if lab.alive():
+        raise LabError("the lab is up: `gpuaas lab down` first")
+    machine = topology.Machine(Path(lab.folder), Path(lab.firmware), lab.accel, lab.ssh_port)
+    disks.remove(machine, system=False)
+    qemu = ensure_qemu(this_distro())
+    disks.ensure(machine, qemu, image=Path(lab.image), variables=FIRMWARE / "OVMF_VARS_4M.fd")
+
+
+def _gone(lab: state.Lab, timeout: float) -> bool:
+    deadline = time.monotonic() + timeout
+    while lab.alive():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.3)
+    return True

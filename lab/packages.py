@@ -1,0 +1,49 @@
+"""The tools that building and booting a lab needs on this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from lab.command import LabError, run
+from lab.paths import cache_folder
+from lab.progress import step
+
+NEEDED = [
+    "mmdebstrap", "mtools", "dosfstools", "zstd", "e2fsprogs", "fdisk", "ovmf",
+    "debian-archive-keyring", "openssh-client",
+]  # fmt: skip
+# Without root, mmdebstrap works in a user namespace whose maps these programs write.
+WITHOUT_ROOT = ["uidmap"]
+UBUNTU = ["ubuntu-keyring", "qemu-system-x86", "qemu-utils"]
+
+
+def missing(wanted: list[str]) -> list[str]:
+    """Those packages that dpkg does not call installed."""
+    query = ["dpkg-query", "-W", "-f", "${Package} ${db:Status-Status}\n", *wanted]
+    # Exit code 1 only says that some are unknown.
+    said = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+    installed = {line.split()[0] for line in said.splitlines() if line.endswith(" installed")}
+    return [package for package in wanted if package not in installed]
+
+
+def ensure() -> None:
+    """Install what is missing; without root and sudo, say what to install."""
+    if not shutil.which("dpkg-query"):
+        raise LabError("the lab is built on Debian 12 or Ubuntu 24.04: this machine has no dpkg")
+    root = os.geteuid() == 0
+    ubuntu = "ubuntu" in Path("/etc/os-release").read_text().lower()
+    wanted = NEEDED + ([] if root else WITHOUT_ROOT) + (UBUNTU if ubuntu else [])
+    lacking = missing(wanted)
+    if not lacking:
+        return
+    if not root and not shutil.which("sudo"):
+        raise LabError(f"install these packages first (as root): {' '.join(lacking)}")
+    # `env` stands behind sudo, which hands on no variables of ours.
+    apt = [*([] if root else ["sudo"]), "env", "DEBIAN_FRONTEND=noninteractive", "apt-get"]
+    log = cache_folder() / "packages.log"
+    with step("packages of this machine"):
+        run([*apt, "update", "-q"], log=log)
+        run([*apt, "install", "-y", "-q", "--no-install-recommends", *lacking], log=log)

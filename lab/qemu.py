@@ -1,0 +1,110 @@
+"""Which QEMU runs the lab: the machine's own when new enough, else a private unpacked one."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lab import cache
+from lab.command import LabError, run
+from lab.distro import Distro
+from lab.progress import step
+
+# `igb`, the SR-IOV card, appeared in QEMU 8.0.
+NEEDED = (8, 0)
+
+# Debian 12 has 7.2; these packages are unpacked, never installed.
+TREE_RELEASE = "trixie"
+TREE_PACKAGES = [
+    "qemu-system-x86",
+    "qemu-utils",
+    "qemu-system-data",
+    "seabios",
+    "ipxe-qemu",
+    "libc6",
+    "libc-bin",
+    "bash",
+    "coreutils",
+]
+
+
+@dataclass(frozen=True)
+class Qemu:
+    """How to start this QEMU's programs."""
+
+    version: str
+    system: list[str]
+    img: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def parse_version(text: str) -> tuple[int, int]:
+    """(major, minor) out of `qemu-system-x86_64 --version`."""
+    found = re.search(r"version (\d+)\.(\d+)", text)
+    if not found:
+        raise LabError(f"QEMU did not say its version; it said: {text[:80]!r}")
+    return int(found[1]), int(found[2])
+
+
+def ensure(distro: Distro) -> Qemu:
+    """The machine's own QEMU, or the private tree (built on first use)."""
+    own = shutil.which("qemu-system-x86_64")
+    if own:
+        text = run([own, "--version"]).decode()
+        if parse_version(text) >= NEEDED:
+            return Qemu(text.split()[3], [own], ["qemu-img"])
+    if distro.id != "debian":
+        raise LabError(
+            f"the lab needs QEMU {NEEDED[0]}.{NEEDED[1]} or newer: install qemu-system-x86"
+        )
+    return _private(distro)
+
+
+def _private(distro: Distro) -> Qemu:
+    backports = f"{TREE_RELEASE}-backports"
+    sources = [f"deb {distro.mirror} {suite} main" for suite in (TREE_RELEASE, backports)]
+    key = cache.content_key({"packages": TREE_PACKAGES, "sources": sources})
+
+    def build(folder: Path) -> None:
+        with step("private QEMU"):
+            tar = folder / "tree.tar"
+            run(
+                [
+                    "mmdebstrap",
+                    "--variant=extract",
+                    '--aptopt=APT::Install-Recommends "false"',
+                    f'--aptopt=APT::Default-Release "{backports}"',
+                    f"--include={','.join(TREE_PACKAGES)}",
+                    TREE_RELEASE,
+                    tar,
+                    *sources,
+                ],
+                log=folder / "mmdebstrap.log",
+            )
+            (folder / "tree").mkdir()
+            # Through a tar file: without root, mmdebstrap's own folders would belong to subuids.
+            run(["tar", "-C", folder / "tree", "--exclude=./dev/*", "--no-same-owner", "-xf", tar])
+            tar.unlink()
+
+    return _in_tree(cache.ensure("qemu", key, build) / "tree")
+
+
+def _in_tree(tree: Path) -> Qemu:
+    loader = next(
+        (p for p in (tree / "lib64", tree / "usr/lib64") if (p / "ld-linux-x86-64.so.2").exists()),
+        None,
+    )
+    if loader is None:
+        raise LabError(f"{tree} holds no dynamic loader: remove this folder and build again")
+    libraries = tree / "usr/lib/x86_64-linux-gnu"
+    # Started through its own loader: nothing of the tree touches the machine's libraries.
+    start = [str(loader / "ld-linux-x86-64.so.2"), "--library-path", str(libraries)]
+    data = ["share/qemu", "share/seabios", "lib/ipxe/qemu"]
+    system = [*start, str(tree / "usr/bin/qemu-system-x86_64")]
+    environment = {"QEMU_MODULE_DIR": str(libraries / "qemu")}
+    version = run([*system, "--version"], env=environment).decode().split()[3]
+    for folder in data:
+        system += ["-L", str(tree / "usr" / folder)]
+    return Qemu(version, system, [*start, str(tree / "usr/bin/qemu-img")], environment)

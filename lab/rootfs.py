@@ -1,0 +1,68 @@
+"""Root filesystems as tar files: packages only, the slow part, kept apart from our own files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lab import cache
+from lab.command import run
+from lab.distro import Distro
+from lab.progress import step
+
+# Documentation is a third of the files and nobody reads it in a lab.
+SLIM = [
+    "--dpkgopt=path-exclude=/usr/share/doc/*",
+    "--dpkgopt=path-exclude=/usr/share/man/*",
+    "--dpkgopt=path-exclude=/usr/share/locale/*",
+    "--dpkgopt=path-exclude=/usr/share/info/*",
+    "--dpkgopt=force-unsafe-io",
+]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Packages, and the modules that its initial RAM disk holds."""
+
+    noun: str
+    packages: Sequence[str]
+    initramfs_modules: Sequence[str]
+
+
+def _initramfs_hook(modules: Sequence[str]) -> str:
+    # lz4: an emulated CPU unpacks (and, at update-initramfs, packs) it several times faster.
+    lines = "\\n".join(modules)
+    return (
+        'sed -i "s/^MODULES=.*/MODULES=list/; s/^COMPRESS=.*/COMPRESS=lz4/"'
+        ' "$1/etc/initramfs-tools/initramfs.conf";'
+        f' printf "{lines}\\n" >> "$1/etc/initramfs-tools/modules";'
+        ' chroot "$1" update-initramfs -u -k all'
+    )
+
+
+def ensure(recipe: Recipe, distro: Distro) -> Path:
+    """The tar file of this recipe, from the cache or made now."""
+    hook = _initramfs_hook(recipe.initramfs_modules)
+    inputs = {"packages": sorted(recipe.packages), "sources": distro.sources, "hook": hook}
+    key = cache.content_key(inputs, [Path(__file__)])
+
+    def build(folder: Path) -> None:
+        log = folder / "mmdebstrap.log"
+        with step(f"{recipe.noun} root filesystem"):
+            run(
+                [
+                    "mmdebstrap",
+                    "--variant=minbase",
+                    '--aptopt=APT::Install-Recommends "false"',
+                    f"--include={','.join(recipe.packages)}",
+                    *SLIM,
+                    f"--customize-hook={hook}",
+                    distro.suite,
+                    folder / "root.tar",
+                    *distro.sources,
+                ],
+                log=log,
+            )
+
+    return cache.ensure(f"{recipe.noun}-rootfs", key, build) / "root.tar"
