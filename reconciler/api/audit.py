@@ -1,0 +1,26 @@
+"""The audit log: who used which power, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+
+from reconciler.api.models import Filter
+from reconciler.api.paging import Paging
+from reconciler.api.security import Admin
+from reconciler.store import audit
+
+router = APIRouter(prefix="/admin/audit", tags=["audit"])
+
+
+@router.get("")
+def list_audit(
+    context: Admin, part: Paging, action: Filter = None, subject_id: Filter = None
+) -> dict[str, Any]:
+    """Newest first."""
+    page = part.page(audit.ORDER)
+    rows = context.read(
+        lambda conn: audit.every(conn, action=action, subject_id=subject_id, page=page)
+    )
+    return part.told(audit.ORDER, rows)

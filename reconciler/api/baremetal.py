@@ -1,0 +1,35 @@
+"""Whole machines after their tenants: what an admin does when something was left."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+from sqlalchemy import Connection
+
+from reconciler.api import queueing, views
+from reconciler.api.models import Id, Reasoned
+from reconciler.api.security import Admin
+from reconciler.store import baremetal
+
+router = APIRouter(prefix="/admin/nodes/{node_id}", tags=["bare metal"])
+
+
+@router.post("/clean-machine", status_code=202)
+def clean_machine(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResponse:
+    """Remove what the last tenant left, wipe its disks and prove it. Answers with the task."""
+    body = body or Reasoned()
+    act = context.act(body.reason)
+
+    def work(conn: Connection) -> views.Record:
+        return queueing.told(conn, baremetal.clean(conn, node_id, act), act)
+
+    return context.write(work, body=body, status=202)
+
+
+@router.post("/accept-drift")
+def accept_drift(node_id: Id, body: Reasoned, context: Admin) -> JSONResponse:
+    """Let the machine be given away with the differences that its last tenant left."""
+    act = context.act(body.reason)
+    return context.write(
+        lambda conn: views.record(baremetal.accept_drift(conn, node_id, act)), body=body
+    )

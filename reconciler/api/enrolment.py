@@ -1,0 +1,110 @@
+"""Enrolment: an admin hands out a token, the host comes back with it and gets its certificate."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from pydantic import StringConstraints
+from sqlalchemy import Connection
+
+from reconciler.api import correlation, secrecy, views
+from reconciler.api.models import Body, Id, Reasoned
+from reconciler.api.security import Admin
+from reconciler.domain.act import Act
+from reconciler.domain.errors import Problem
+from reconciler.store import nodes, tokens
+from reconciler.store.engine import reading, retrying
+from reconciler.trust import ca, enrolment
+
+router = APIRouter(tags=["enrolment"])
+
+Word = Annotated[str, StringConstraints(max_length=4096)]
+
+
+class EnrolmentBody(Body):
+    """What a host says of itself; the trust layer judges every field."""
+
+    token: Word
+    node_id: Word
+    host_key: Word
+    machine_id: Word
+    boot_id: Word
+    hostname: Word
+
+
+@router.post("/admin/nodes/{node_id}/enrollment-token", status_code=201)
+def issue(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResponse:
+    """A token for one enrolment, and the userdata script that uses it. Shown once."""
+    body = body or Reasoned()
+    act = context.act(body.reason)
+
+    def work(conn: Connection) -> tuple[dict[str, Any], dict[str, Any]]:
+        node = nodes.get(conn, node_id)
+        record, secret = tokens.issue_enrolment(conn, node_id, act)
+        script = enrolment.userdata(
+            context.settings.api_url,
+            node_id,
+            secret,
+            user=node["ssh_user"],
+            ca=enrolment.read_pin(context.settings.enrolment_ca_file),
+            address=context.settings.public_address,
+        )
+        return views.record(record), {"token": secret, "userdata": script}
+
+    return secrecy.write(context, work, body=body)
+
+
+@router.post("/nodes/{node_id}/enrol")
+def enrol(node_id: Id, body: EnrolmentBody, request: Request) -> dict[str, Any]:
+    """Called by the host itself; the token in the body is its only credential."""
+    asked = enrolment.EnrolmentRequest.parse(body.model_dump())
+    if asked.node_id != node_id:
+        raise Problem(
+            "enrolment_invalid",
+            422,
+            expected=f"node_id {node_id}, as in the path",
+            found=asked.node_id,
+            remedy="run the enrolment script as it was generated",
+        )
+    trust = ca.open_trust(request.app.state.settings.state_dir)
+    act = Act(f"node:{node_id}", "node certificate enrolled", correlation.of(request), role="node")
+    used_by = {"address": request.client.host if request.client else "", "host": asked.hostname}
+
+    # One transaction: a certificate that cannot be recorded is never handed out, and a token
+    # whose certificate could not be made is not used up.
+    def work(conn: Connection) -> dict[str, Any]:
+        tokens.redeem_enrolment(conn, node_id, asked.token, used_by=used_by)
+        tokens.check_host_key(conn, node_id, asked.host_key)
+        answer = enrolment.answer(trust, asked)
+        certificate = ca.read_certificate(answer["certificate"])
+        tokens.record_certificate(
+            conn,
+            node_id,
+            act,
+            serial=str(certificate.serial),
+            public_key=asked.host_key,
+            certificate=answer["certificate"],
+            principals=certificate.principals,
+            valid_until=certificate.valid_before.timestamp(),
+        )
+        tokens.replace_certificates(conn, node_id, asked.host_key, act)
+        nodes.enrolled(
+            conn,
+            node_id,
+            act,
+            machine_id=asked.machine_id,
+            host_key=asked.host_key,
+            boot_id=asked.boot_id,
+        )
+        return answer
+
+    engine = request.app.state.engine
+    answer = retrying(engine, work)
+    # After the records: a key must not be shut out for an enrolment that did not happen. Should the
+    # service end between the two, the next launch of a run does it.
+    with reading(engine) as conn:
+        revoked = tokens.revoked_host_keys(conn)
+    ca.revoke_host(trust, *revoked)
+    return answer

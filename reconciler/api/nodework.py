@@ -1,0 +1,133 @@
+"""Work that changes a node's host, asked for by an admin: each route queues one task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+from pydantic import Field, StringConstraints
+from sqlalchemy import Connection
+
+from reconciler.api import queueing
+from reconciler.api.context import Context
+from reconciler.api.guards import IfMatch
+from reconciler.api.models import Body, Id, Reasoned, Text
+from reconciler.api.security import Admin
+from reconciler.domain.errors import Problem
+from reconciler.domain.states import NodeMode, TaskKind
+from reconciler.store import images, nodes
+
+router = APIRouter(prefix="/admin/nodes/{node_id}", tags=["node work"])
+
+Device = Annotated[str, StringConstraints(max_length=200, pattern=r"^/dev/[A-Za-z0-9/._:+-]+$")]
+
+
+class Bootstrap(Reasoned):
+    """Preparing a host may need one reboot."""
+
+    allow_reboot: Annotated[bool, Field(strict=True)] = False
+
+
+class Conversion(Reasoned):
+    """What the machine is to become; both ways need a reboot."""
+
+    to: Literal["slice", "baremetal"]
+    allow_reboot: Annotated[bool, Field(strict=True)] = False
+
+
+class DiskIdentity(Body):
+    """What the operator has seen on the disk that is to be taken over."""
+
+    serial: Text
+    eui: Text
+
+
+class StorageTransition(Reasoned):
+    """Without `apply` a dry run; with it every device needs its expected identity."""
+
+    devices: Annotated[list[Device], Field(min_length=1, max_length=64)]
+    apply: Annotated[bool, Field(strict=True)] = False
+    expected: Annotated[dict[Device, DiskIdentity], Field(default_factory=dict)]
+
+
+class ImageCache(Reasoned):
+    """An image that the host should hold before a tenant waits for it."""
+
+    image_id: Text
+
+
+@router.post("/bootstrap", status_code=202)
+def bootstrap(node_id: Id, context: Admin, body: Bootstrap | None = None) -> JSONResponse:
+    """Make the machine a slice host."""
+    body = body or Bootstrap()
+    parameters = {"allow_reboot": body.allow_reboot}
+    return _for_slice_host(
+        context, node_id, TaskKind.NODE_BOOTSTRAP, body, lambda _conn: parameters
+    )
+
+
+@router.post("/conversion", status_code=202)
+def convert(node_id: Id, body: Conversion, context: Admin, guard: IfMatch) -> JSONResponse:
+    """Slice host or bare metal: slots go off sale first; refused while one is in use."""
+    target = NodeMode(body.to)
+    act = context.act(body.reason)
+
+    def parameters(conn: Connection) -> dict[str, Any]:
+        guard.check(conn, "node", node_id)
+        nodes.convert(conn, node_id, target, act)
+        return {"allow_reboot": body.allow_reboot}
+
+    kind = TaskKind.NODE_BOOTSTRAP if target is NodeMode.SLICE else TaskKind.NODE_CONVERT
+    return queueing.for_node(context, node_id, kind, body, parameters)
+
+
+@router.post("/storage-transition", status_code=202)
+def transition(node_id: Id, body: StorageTransition, context: Admin) -> JSONResponse:
+    """Take host disks over for slots: they lose what is on them, and get a proof."""
+    unnamed = sorted(set(body.devices) - set(body.expected))
+    if body.apply and unnamed:
+        raise Problem(
+            "expected_identity_missing",
+            422,
+            expected="serial and EUI of every disk that is to be wiped",
+            found=f"none for {', '.join(unnamed)}",
+            remedy="do the dry run first, look at the identities it shows, and send them along",
+        )
+    parameters = body.model_dump(mode="json", exclude={"reason"})
+    return _for_slice_host(
+        context, node_id, TaskKind.NODE_STORAGE_TRANSITION, body, lambda _conn: parameters
+    )
+
+
+@router.post("/bind-topology", status_code=202)
+def bind(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResponse:
+    """Bind the devices of the approved slots to vfio-pci."""
+    return _for_slice_host(context, node_id, TaskKind.NODE_BIND_TOPOLOGY, body or Reasoned())
+
+
+@router.post("/image-cache", status_code=202)
+def cache_image(node_id: Id, body: ImageCache, context: Admin) -> JSONResponse:
+    """Bring an image into the host's cache."""
+
+    def parameters(conn: Connection) -> dict[str, Any]:
+        return {"image_id": images.get(conn, body.image_id)["id"]}
+
+    return queueing.for_node(context, node_id, TaskKind.NODE_IMAGE_CACHE, body, parameters)
+
+
+def _for_slice_host(
+    context: Context,
+    node_id: str,
+    kind: TaskKind,
+    body: Reasoned,
+    parameters: Callable[[Connection], dict[str, Any]] = lambda _conn: {},
+) -> JSONResponse:
+    """Queue work that makes a slice host: never by accident on a bare-metal node."""
+
+    def checked(conn: Connection) -> dict[str, Any]:
+        nodes.require_slice_mode(conn, node_id)
+        return parameters(conn)
+
+    return queueing.for_node(context, node_id, kind, body, checked)

@@ -1,0 +1,51 @@
+"""Queueing one task for a request; the answer is the task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from sqlalchemy import Connection
+
+from reconciler.api import views
+from reconciler.api.context import Context
+from reconciler.domain.act import Act
+from reconciler.domain.states import TaskKind
+from reconciler.store import audit, nodes, tasks
+
+Record = dict[str, Any]
+
+
+def for_node(
+    context: Context,
+    node_id: str,
+    kind: TaskKind,
+    body: BaseModel,
+    parameters: Callable[[Connection], Record] = lambda _conn: {},
+) -> JSONResponse:
+    """202 with a task whose subject is the node itself."""
+    act = context.act(getattr(body, "reason", ""))
+
+    def work(conn: Connection) -> Record:
+        nodes.get(conn, node_id)
+        item = tasks.Enqueue(
+            kind=kind,
+            node_id=node_id,
+            subject_kind="node",
+            subject_id=node_id,
+            parameters=parameters(conn),
+        )
+        return told(conn, tasks.enqueue(conn, item, act), act)
+
+    return context.write(work, body=body, status=202)
+
+
+def told(conn: Connection, task: Record, act: Act) -> Record:
+    """The task as the answer, with an audit row: asking for work on a host is an admin's act."""
+    detail = {"kind": task["kind"], "task_id": task["id"]}
+    audit.write(
+        conn, act, "admin.task.queued", task["subject_kind"], task["subject_id"], detail=detail
+    )
+    return views.record(task)

@@ -1,0 +1,138 @@
+"""Who is calling, and what that role may do. Nobody learns of other tenants' objects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Request, Security
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+
+from reconciler.api.context import Context
+from reconciler.api.models import Id
+from reconciler.domain.errors import Problem, not_found
+from reconciler.domain.states import Role
+from reconciler.settings import Settings
+from reconciler.store import projects, tokens
+from reconciler.store.engine import reading
+from reconciler.trust import oidc
+
+_bearer = HTTPBearer(
+    auto_error=False,
+    scheme_name="token",
+    description="A token of `gpuaas`, or of the OpenID provider.",
+)
+_ACTOR: dict[str, str] = {
+    Role.PLATFORM_ADMIN: "admin",
+    Role.PROJECT_MEMBER: "member",
+    Role.NODE: "node",
+}
+
+
+@dataclass(frozen=True)
+class Caller:
+    """The token's identity."""
+
+    token_id: str
+    name: str
+    role: str
+    projects: frozenset[str]
+
+    @property
+    def actor(self) -> str:
+        """As history and audit name it."""
+        return f"{_ACTOR[self.role]}:{self.name}"
+
+
+def caller(
+    request: Request,
+    credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
+) -> Caller:
+    """The holder of a valid token; 401 otherwise, the same whatever is wrong with it."""
+    found = None if credentials is None else _known(request, credentials.credentials)
+    if found is None:
+        raise Problem(
+            "unauthenticated",
+            401,
+            expected="Authorization: Bearer with a valid token",
+            found="no token, or one that is unknown, expired or revoked",
+            remedy="get one with `gpuaas token create`, or from the site's OpenID provider",
+        )
+    return found
+
+
+def admin(
+    request: Request, who: Annotated[Caller, Security(caller, scopes=[Role.PLATFORM_ADMIN.value])]
+) -> Context:
+    """A platform admin's request."""
+    if who.role != Role.PLATFORM_ADMIN:
+        raise _wrong_role(who, Role.PLATFORM_ADMIN)
+    return _context(request, who)
+
+
+def member(
+    project_id: Id,
+    request: Request,
+    who: Annotated[
+        Caller,
+        Security(caller, scopes=[Role.PROJECT_MEMBER.value, Role.PLATFORM_ADMIN.value]),
+    ],
+) -> Context:
+    """A request about one project, by one of its members or by an admin."""
+    if who.role == Role.NODE:
+        raise _wrong_role(who, Role.PROJECT_MEMBER)
+    if who.role == Role.PROJECT_MEMBER and project_id not in who.projects:
+        raise not_found("project", project_id)
+    with reading(request.app.state.engine) as conn:
+        projects.get(conn, project_id)
+    return _context(request, who)
+
+
+Admin = Annotated[Context, Depends(admin)]
+Member = Annotated[Context, Depends(member)]
+
+
+def _context(request: Request, who: Caller) -> Context:
+    return Context(request, actor=who.actor, role=who.role, holder=who.token_id)
+
+
+def _known(request: Request, secret: str) -> Caller | None:
+    settings: Settings = request.app.state.settings
+    if settings.oidc_issuer and oidc.looks_like_one(secret):
+        identity = oidc.verifier(_provider(settings)).identity(secret)
+        return None if identity is None else _of_provider(identity)
+    with reading(request.app.state.engine) as conn:
+        record = tokens.authenticate(conn, secret)
+    if record is None:
+        return None
+    mine = frozenset({record["project_id"]} - {None})
+    return Caller(record["id"], record["name"], record["role"], mine)
+
+
+def _of_provider(identity: oidc.Identity) -> Caller:
+    # No token of ours has a name with a colon in it, so audit cannot take one for the other.
+    name = f"oidc:{identity.name}"
+    role = Role.PLATFORM_ADMIN if identity.admin else Role.PROJECT_MEMBER
+    return Caller(identity.id, name, role.value, identity.projects)
+
+
+def _provider(settings: Settings) -> oidc.Provider:
+    return oidc.Provider(
+        issuer=settings.oidc_issuer,
+        audience=settings.oidc_audience,
+        skew_s=settings.oidc_skew_s,
+        groups_claim=settings.oidc_groups_claim,
+        name_claim=settings.oidc_name_claim,
+        admin_group=settings.oidc_admin_group,
+        project_prefix=settings.oidc_project_prefix,
+    )
+
+
+def _wrong_role(who: Caller, wanted: Role) -> Problem:
+    return Problem(
+        "role_required",
+        403,
+        expected=f"a token of the role {wanted}",
+        found=f"a token of the role {who.role}",
+        remedy="use a token of that role",
+    )

@@ -1,0 +1,159 @@
+"""Approved slots of a node: approve, switch, repair, look."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+from pydantic import Field
+from sqlalchemy import Connection
+
+from reconciler.api import guards, views
+from reconciler.api.guards import IfMatch
+from reconciler.api.models import Body, Bytes, Id, Reason, Reasoned, Text
+from reconciler.api.paging import Paging
+from reconciler.api.security import Admin
+from reconciler.domain.bundle import Bundle
+from reconciler.domain.errors import Problem, not_found
+from reconciler.domain.proof import DEFAULT_POLICY
+from reconciler.settings import hardware_profile
+from reconciler.store import history, nodes, proofs, slots
+
+router = APIRouter(prefix="/admin/nodes/{node_id}/resource-slots", tags=["slots"])
+
+Record = dict[str, Any]
+Action = Literal["disable", "enable", "withdraw"]
+_ACTIONS = {"disable": slots.disable, "enable": slots.enable, "withdraw": slots.withdraw}
+
+
+class BundleBody(Body):
+    """One slot's devices and addresses; what is left out is refused as an incomplete bundle."""
+
+    slot_index: Annotated[int, Field(ge=0, le=255)]
+    gpu_pci_address: Text = ""
+    nvme_device: Text = ""
+    nvme_serial: Text = ""
+    nvme_eui: Text = ""
+    nvme_size_bytes: Bytes = 0
+    management_mac: Text = ""
+    private_ip: Text = ""
+    fabric_vf_pci_address: Text = ""
+    numa_node: Annotated[int, Field(ge=-1, le=1023)] = -1
+
+
+class Approval(Body):
+    """All of them or none; an approval needs a reason that audit can show."""
+
+    slots: Annotated[list[BundleBody], Field(min_length=1, max_length=64)]
+    reason: Annotated[Reason, Field(min_length=1)]
+
+
+@router.get("")
+def list_slots(node_id: Id, context: Admin, part: Paging) -> Record:
+    """The node's approved slots, each with its last proof."""
+    page = part.page(slots.ORDER)
+    return part.told(slots.ORDER, context.read(lambda conn: slots.of_node(conn, node_id, page)))
+
+
+@router.post("", status_code=201)
+def approve(node_id: Id, body: Approval, context: Admin) -> JSONResponse:
+    """Approve bundles of the latest discovery; they stay disabled until the gate opens."""
+    act = context.act(body.reason)
+
+    def work(conn: Connection) -> Record:
+        profile = _profile(context, nodes.get(conn, node_id))
+        for wanted in body.slots:
+            bundle = Bundle.of(wanted.model_dump())
+            metadata = _from_profile(profile, bundle)
+            try:
+                slots.approve(conn, node_id, bundle, act, capacity_metadata=metadata)
+            except Problem as problem:
+                problem.detail.setdefault("slot_index", wanted.slot_index)
+                raise
+        mine = {wanted.slot_index for wanted in body.slots}
+        rows = slots.of_node(conn, node_id)
+        return views.items(row for row in rows if row["slot_index"] in mine)
+
+    return context.write(work, body=body, status=201)
+
+
+@router.get("/{slot_id}")
+def show(node_id: Id, slot_id: Id, context: Admin) -> JSONResponse:
+    """One slot: what keeps its gate closed, its history, and every proof of its disk."""
+
+    def read(conn: Connection) -> Record:
+        slot = _of(conn, node_id, slot_id)
+        return views.record(slot) | {
+            "gate": [blocker.document() for blocker in slots.gate(conn, slot_id)],
+            "history": views.items(history.of(conn, "slot", slot_id))["items"],
+            "proofs": views.items(proofs.of_slot(conn, slot_id))["items"],
+        }
+
+    return guards.tagged(context.read(read))
+
+
+@router.post("/{slot_id}/repair", status_code=202)
+def repair(
+    node_id: Id,
+    slot_id: Id,
+    context: Admin,
+    guard: IfMatch,
+    body: Reasoned | None = None,
+) -> JSONResponse:
+    """Clean a blocked slot: remove what is left, wipe, verify. Answers with the task."""
+    body = body or Reasoned()
+    act = context.act(body.reason)
+
+    def work(conn: Connection) -> Record:
+        _of(conn, node_id, slot_id)
+        guard.check(conn, "slot", slot_id)
+        return views.record(slots.repair(conn, slot_id, act))
+
+    return context.write(work, body=body, status=202)
+
+
+@router.post("/{slot_id}/{action}")
+def switch(
+    node_id: Id,
+    slot_id: Id,
+    action: Action,
+    context: Admin,
+    guard: IfMatch,
+    body: Reasoned | None = None,
+) -> JSONResponse:
+    """Take a slot out of sale, let it back in, or take its approval back."""
+    body = body or Reasoned()
+    act = context.act(body.reason)
+
+    def work(conn: Connection) -> Record:
+        _of(conn, node_id, slot_id)
+        guard.check(conn, "slot", slot_id)
+        return views.record(_ACTIONS[action](conn, slot_id, act))
+
+    return context.write(work, body=body)
+
+
+def _profile(context: Admin, node: Record) -> Record:
+    if not node["profile"]:
+        return {}
+    return hardware_profile(context.settings.profiles_dir, node["profile"])
+
+
+def _from_profile(profile: Record, bundle: Bundle) -> Record:
+    """Kept with the slot: a later change of the profile does not change what was approved."""
+    if not profile:
+        return {}
+    found: Record = {"destructive_wipe_policy": profile.get("wipe_policy", DEFAULT_POLICY)}
+    gpu = profile.get("gpu", {})
+    if gpu.get("nvlink_sets"):
+        found["nvlink_sets"] = gpu["nvlink_sets"]
+    module = gpu.get("module_ids", {}).get(bundle.gpu_pci_address)
+    return found if module is None else {**found, "gpu_module_id": module}
+
+
+def _of(conn: Connection, node_id: str, slot_id: str) -> Record:
+    slot = slots.get(conn, slot_id)
+    if slot["node_id"] != node_id:
+        raise not_found("slot", slot_id)
+    return slot

@@ -1,0 +1,126 @@
+"""The file of a backup: a tar with a manifest, the database, the SSH authorities and the settings.
+
+It holds private keys and hashes of tokens, so it is made for its owner only. Runs are not in it:
+what they did is on the hosts, and what they said is in the database.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from reconciler.backup import database
+from reconciler.domain.errors import Problem
+from reconciler.settings import PREFIX, Settings, config_file
+from reconciler.store import migrations
+from reconciler.store.existing import existing
+
+SCHEMA = 1
+MANIFEST, DATABASE, SETTINGS, TRUST = "manifest.json", "database", "settings.env", "trust/"
+
+
+def write(settings: Settings, file: Path) -> dict[str, Any]:
+    """Make the backup beside a service that runs; its manifest. Problem `backup_exists`."""
+    if file.exists():
+        raise Problem(
+            "backup_exists",
+            expected="the name of a new file",
+            found=str(file),
+            remedy="choose another name, or move that file away",
+        )
+    with existing(settings) as engine, tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        # One picture: whatever changes meanwhile is in the next backup.
+        copy = database.copy(engine, Path(folder) / DATABASE)
+        manifest = {
+            "schema": SCHEMA,
+            "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "version": version("gpuaas-slice"),
+            "engine": engine.dialect.name,
+            "revision": migrations.current(engine),
+        }
+        trust = settings.state_dir / "trust"
+        keys = sorted(path for path in trust.glob("*") if path.is_file() and path.name != "lock")
+        if not keys:
+            raise _incomplete(str(trust))
+        fresh = Path(folder) / "backup.tar.gz"
+        with _private(fresh) as handle, tarfile.open(fileobj=handle, mode="w:gz") as tar:
+            _add(tar, MANIFEST, json.dumps(manifest, indent=1).encode())
+            _add(tar, SETTINGS, _settings().encode())
+            tar.add(copy, DATABASE)
+            for key in keys:
+                tar.add(key, f"{TRUST}{key.name}")
+        # In place all at once, so that a file with this name is a whole backup.
+        fresh.rename(file)
+    return manifest
+
+
+def read(file: Path, folder: Path) -> dict[str, Any]:
+    """Unpack what a backup holds, and nothing else, into the folder; its manifest."""
+    try:
+        with tarfile.open(file) as tar:
+            for member in tar:
+                name = member.name
+                plain = name in {MANIFEST, DATABASE, SETTINGS} or name.startswith(TRUST)
+                if not member.isreg() or not plain or ".." in Path(name).parts:
+                    raise _unreadable(file, f"{name[:100]!r} in it")
+                tar.extract(member, folder, filter="data")
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
+        if manifest["schema"] != SCHEMA:
+            raise _unreadable(file, f"schema {manifest['schema']!r}")
+    except (OSError, ValueError, KeyError, tarfile.TarError) as broken:
+        raise _unreadable(file, f"{type(broken).__name__}: {broken}") from broken
+    return manifest
+
+
+def _settings() -> str:
+    """What this site has set, for whoever makes it again; never applied by itself."""
+    lines = [f"# from {config_file()}"]
+    if config_file().is_file():
+        lines += config_file().read_text().splitlines()
+    lines.append("# from the environment")
+    names = {PREFIX + name.upper() for name in Settings.model_fields}
+    lines += [f"{name}={os.environ[name]}" for name in sorted(names & set(os.environ))]
+    return "\n".join(lines) + "\n"
+
+
+@contextmanager
+def _private(path: Path) -> Iterator[io.BufferedWriter]:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as handle:
+        yield handle
+        handle.flush()
+        os.fsync(descriptor)
+
+
+def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size, member.mode = len(content), 0o600
+    tar.addfile(member, io.BytesIO(content))
+
+
+def _incomplete(where: str) -> Problem:
+    return Problem(
+        "backup_incomplete",
+        expected="the SSH authorities, without which every host must enrol again",
+        found=f"no keys in {where}",
+        remedy="run it where the service has its state folder",
+    )
+
+
+def _unreadable(file: Path, found: str) -> Problem:
+    return Problem(
+        "backup_unreadable",
+        422,
+        expected=f"a backup of this version in {file}",
+        found=found,
+        remedy="use a file that `gpuaas backup` made; nothing was restored",
+    )

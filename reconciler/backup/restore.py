@@ -1,0 +1,93 @@
+"""A site from its backup. What happened since the backup was made is unknown, and treated so.
+
+Hosts went on: runs ended, tenants came and went. So what was running is lost and not repeated, its
+slots are blocked; nothing is on sale until each host has been discovered and proven again; and new
+claims get fences above all that a host can have seen.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Engine
+
+from reconciler.backup import archive, database
+from reconciler.domain.act import Act
+from reconciler.domain.errors import Problem
+from reconciler.domain.states import TaskState
+from reconciler.settings import Settings
+from reconciler.store import migrations, restored, tasks
+from reconciler.store.engine import open_engine, transaction
+from reconciler.tasks import overdue
+
+
+def restore(settings: Settings, file: Path) -> dict[str, Any]:
+    """Make the site of the backup; what was done about what was under way.
+
+    Problem `restore_not_empty` where there is a site, `backup_unreadable`, `backup_newer`.
+    """
+    state = settings.state_dir
+    trust = state / "trust"
+    if trust.exists():
+        raise database.not_empty(f"{trust} exists")
+    state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=state) as place:
+        folder = Path(place)
+        manifest = archive.read(file, folder)
+        engine = open_engine(settings.database)
+        try:
+            _refuse_another(engine, manifest)
+            database.put_back(engine, folder / archive.DATABASE)
+            _put_keys(folder / archive.TRUST, trust)
+            shutil.copyfile(folder / archive.SETTINGS, state / "restored-settings.env")
+            (state / "restored-settings.env").chmod(0o600)
+            revision = migrations.migrate(engine)
+            with transaction(engine) as conn:
+                done = _doubt(conn, settings, manifest)
+        finally:
+            engine.dispose()
+    return {**manifest, "revision": revision, **done}
+
+
+def _doubt(conn: Connection, settings: Settings, manifest: dict[str, Any]) -> dict[str, Any]:
+    act = Act("restore", f"restored from the backup of {manifest['made_at']}")
+    error = {
+        "code": "restored",
+        "expected": "a service that was there when the run ended",
+        "found": f"a backup of {manifest['made_at']}, in which it was running",
+        "remedy": "the effect on the host is unknown: verify the host before anything is freed",
+    }
+    lost = tasks.every(conn, state=TaskState.RUNNING, limit=100_000)
+    for task in lost:
+        overdue.lose(conn, settings, {**task, "error": error}, act)
+    closed = restored.doubt(conn, act)
+    return {"lost_tasks": [task["id"] for task in lost], **closed}
+
+
+def _refuse_another(engine: Engine, manifest: dict[str, Any]) -> None:
+    if manifest["engine"] != engine.dialect.name:
+        raise Problem(
+            "backup_other_engine",
+            422,
+            expected=f"a backup of {engine.dialect.name}, which GPUAAS_DATABASE_URL names",
+            found=f"one of {manifest['engine']}",
+            remedy="restore to the engine that it was made of",
+        )
+    if manifest["revision"] not in migrations.revisions():
+        raise Problem(
+            "backup_newer",
+            422,
+            expected=f"a schema that this version knows, up to {migrations.head()}",
+            found=f"revision {manifest['revision']} of version {manifest['version']}",
+            remedy="restore with that version of the service or a newer one",
+        )
+
+
+def _put_keys(source: Path, trust: Path) -> None:
+    trust.mkdir(mode=0o700)
+    for key in sorted(source.iterdir()):
+        shutil.copyfile(key, trust / key.name)
+        (trust / key.name).chmod(0o600)

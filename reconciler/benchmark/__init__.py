@@ -1,0 +1,1 @@
+"""Benchmark captures: one harness for bare metal and VM, comparison, and the gate for tuning."""

@@ -1,0 +1,151 @@
+"""Disk: fio, reading only. No option of fio comes from outside, so none can make it write."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from typing import Any
+
+from reconciler.benchmark.harness import program
+from reconciler.benchmark.harness.reasons import Failed, Skipped, Unavailable
+from reconciler.benchmark.harness.request import Request
+from reconciler.benchmark.harness.series import metric
+
+# pattern: block size, queue depth
+READS = {"read": ("1m", 32), "randread": ("4k", 64)}
+
+
+def deadline_s(request: Request) -> float:
+    return 60 + 2 * request.repetitions * (request.seconds + 30)
+
+
+def measure(request: Request) -> dict[str, Any]:
+    """Sequential bandwidth, random reads per second, and their 99th percentile latency."""
+    if not request.fio_target:
+        raise Skipped(
+            "not_requested",
+            expected="--fio-target with an approved benchmark target",
+            found="none",
+            remedy="name a device or a file; it is only read",
+        )
+    fio = program.find("fio", "fio")
+    subject = target(request.fio_target)
+    told = {
+        pattern: [_run(fio, request, pattern) for _ in range(request.repetitions)]
+        for pattern in READS
+    }
+    sequential, random = told["read"], told["randread"]
+    return {
+        "tool": {"name": "fio", "version": program.version(fio, "--version")},
+        "subject": subject,
+        "workload": {
+            "patterns": {name: {"block": size, "depth": n} for name, (size, n) in READS.items()},
+            "seconds": request.seconds,
+            "repetitions": request.repetitions,
+        },
+        "metrics": [
+            metric("disk.read", "MB/s", [job["bw_bytes"] / 1e6 for job in sequential]),
+            metric("disk.read_random", "IOPS", [job["iops"] for job in random]),
+            metric(
+                "disk.read_random_p99",
+                "us",
+                [job["clat_ns"]["percentile"]["99.000000"] / 1e3 for job in random],
+                better="lower",
+            ),
+        ],
+    }
+
+
+def target(name: str) -> str:
+    """The real path of an existing disk or file; fio would create what does not exist."""
+    expected = "the absolute path of an existing block device or regular file"
+    remedy = "name the approved benchmark target, by its identity under /dev/disk/by-id"
+    if not name.startswith("/") or not name.isprintable():
+        raise Failed("target_invalid", expected=expected, found=repr(name), remedy=remedy)
+    real = os.path.realpath(name)
+    try:
+        handle = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        mode = os.fstat(handle).st_mode
+        os.close(handle)
+    except PermissionError as error:
+        raise Unavailable(
+            "target_unreadable",
+            expected=f"to be allowed to read {real}",
+            found=str(error),
+            remedy="capture as root, or with --sudo",
+        ) from error
+    except OSError as error:
+        raise Unavailable(
+            "target_missing", expected=expected, found=str(error), remedy=remedy
+        ) from error
+    if not (stat.S_ISBLK(mode) or stat.S_ISREG(mode)):
+        raise Failed("target_invalid", expected=expected, found=real, remedy=remedy)
+    return real
+
+
+def arguments(fio: str, path: str, pattern: str, seconds: int) -> list[str]:
+    """One read-only job. Failed `write_refused` for any pattern that is not a read."""
+    if pattern not in READS:
+        raise Failed(
+            "write_refused",
+            expected=f"one of the read patterns {', '.join(READS)}",
+            found=pattern,
+            remedy="a benchmark never writes; nothing was run",
+        )
+    size, depth = READS[pattern]
+    # fio separates names by colons, and names under /dev/disk/by-path are full of them.
+    escaped = path.replace("\\", "\\\\").replace(":", "\\:")
+    return [
+        fio,
+        "--readonly",
+        "--output-format=json",
+        "--name=gpuaas",
+        f"--filename={escaped}",
+        f"--rw={pattern}",
+        f"--bs={size}",
+        f"--iodepth={depth}",
+        "--ioengine=libaio",
+        "--direct=1",
+        "--allow_file_create=0",
+        "--time_based",
+        f"--runtime={seconds}",
+    ]
+
+
+def parse(text: str) -> dict[str, Any]:
+    """The `read` part of fio's JSON; Failed when anything was written, trimmed or went wrong."""
+    # Warnings may precede the document.
+    try:
+        job = json.loads(text[text.index("{") :])["jobs"][0]
+        written = job["write"]["io_bytes"] + job["trim"]["io_bytes"]
+        error, read = job["error"], job["read"]
+    except (ValueError, LookupError, TypeError) as strange:
+        raise Failed(
+            "output_unreadable",
+            expected="fio's JSON with one job",
+            found=repr(text[:300]),
+            remedy="use fio 3.x",
+        ) from strange
+    if written:
+        raise Failed(
+            "target_written",
+            expected="0 bytes written and trimmed",
+            found=f"{written} bytes",
+            remedy="treat the target as damaged, and report this fio",
+        )
+    if error:
+        raise Failed(
+            "tool_failed",
+            expected="fio to read without errors",
+            found=f"error {error}",
+            remedy="look at the kernel's log of the machine",
+        )
+    result: dict[str, Any] = read
+    return result
+
+
+def _run(fio: str, request: Request, pattern: str) -> dict[str, Any]:
+    # Resolved anew for each run: what the name means may have changed in between.
+    argv = arguments(fio, target(request.fio_target), pattern, request.seconds)
+    return parse(program.run(argv, timeout=request.seconds + 30)[0])

@@ -1,0 +1,36 @@
+"""`gpuaas audit` and the switch of the site."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+from reconciler.cli import session, show
+
+
+def mount(app: typer.Typer) -> None:
+    """Add the commands of the site as a whole."""
+    app.command("audit")(audit)
+    app.command("scheduling")(scheduling)
+
+
+def audit(
+    context: typer.Context,
+    action: str = "",
+    subject: Annotated[str, typer.Option(help="Id of a node, slot, allocation, …")] = "",
+    limit: int = 50,
+) -> None:
+    """Who used which power, and why; newest first."""
+    here = session.of(context)
+    wanted = {"action": action, "subject_id": subject}
+    query = {name: value for name, value in wanted.items() if value}
+    found = here.client.get("/admin/audit", limit=limit, **query)["items"]
+    show.rows(here, found, "at", "actor", "action", "subject_id", "reason", "correlation_id")
+
+
+def scheduling(context: typer.Context, switch: Literal["on", "off"]) -> None:
+    """Sell slices at this site, or none; each node has its own switch besides."""
+    here = session.of(context)
+    body = {"enabled": switch == "on"}
+    show.record(here, here.client.put("/admin/settings/slice-scheduling", body))

@@ -1,0 +1,41 @@
+"""`gpuaas backup` and `gpuaas restore`: docs/operations.md says what follows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from reconciler.cli import session, show
+
+
+def mount(app: typer.Typer) -> None:
+    """Add both."""
+    app.command("backup")(backup)
+    app.command("restore")(restore)
+
+
+def backup(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(help="A new file; it will hold private keys.")],
+) -> None:
+    """Database, SSH authorities and settings in one file, beside a service that runs."""
+    from reconciler.backup import archive
+    from reconciler.settings import Settings
+
+    show.record(session.of(context), archive.write(Settings(), file))
+
+
+def restore(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(help="What `gpuaas backup` made.")],
+) -> None:
+    """Make the site of a backup in an empty state folder, with the service stopped.
+
+    What was running is lost, not repeated; nothing is on sale until its host is proven again.
+    """
+    from reconciler.backup.restore import restore as make
+    from reconciler.settings import Settings
+
+    show.record(session.of(context), make(Settings(), file))

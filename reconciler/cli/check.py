@@ -1,0 +1,34 @@
+"""`gpuaas check`: does the database keep its promises?"""
+
+from __future__ import annotations
+
+import typer
+
+from reconciler.cli import session, show
+
+
+def mount(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("check")(check)
+
+
+def check(context: typer.Context) -> None:
+    """Ask the database for everything that must always hold; exit 1 with each violation.
+
+    Reads only, beside a service that runs or without one.
+    """
+    from reconciler.settings import Settings
+    from reconciler.store import invariants
+    from reconciler.store.engine import reading
+    from reconciler.store.existing import existing
+    from reconciler.store.migrations import current
+
+    here = session.of(context)
+    with existing(Settings()) as engine:
+        revision = current(engine)
+        with reading(engine) as conn:
+            found = invariants.check(conn)
+    show.rows(here, [vars(violation) for violation in found], "invariant", "subject", "found")
+    show.line(f"database at {revision}: {len(invariants.CHECKS)} checks, {len(found)} violations")
+    if found:
+        raise typer.Exit(1)

@@ -1,0 +1,228 @@
+"""`gpuaas host`: work on one host by hand, over SSH or on the host itself, without the service."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from reconciler.cli import benchmark, handwork, parityreport, session, show
+from reconciler.domain.errors import Problem
+from reconciler.runs.reach import Reach
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="One host by hand, without the service: over SSH, or here when --host is not given.",
+)
+app.add_typer(benchmark.app, name="benchmark")
+
+Host = Annotated[str, typer.Option("--host", help="Its address; this machine unless given.")]
+User = Annotated[str, typer.Option("--user", help="Of SSH; root, or one that may use sudo.")]
+Port = Annotated[int, typer.Option("--port", help="Of SSH.")]
+Key = Annotated[Path | None, typer.Option("--ssh-key", help="A private key.")]
+Config = Annotated[Path | None, typer.Option("--ssh-config", help="For ssh -F.")]
+Profile = Annotated[
+    str,
+    typer.Option(
+        "--profile",
+        envvar="GPUAAS_SLICE_PROFILE",
+        help=f"Hardware profile; the node's own by the API, or {handwork.DEFAULT_PROFILE}.",
+    ),
+]
+ApiBase = Annotated[str, typer.Option("--api-base", help="The reconciler, for its evidence.")]
+ApiToken = Annotated[Path | None, typer.Option("--api-token-file", help="An admin's token.")]
+NodeId = Annotated[str, typer.Option("--node-id", help="The host's node in the reconciler.")]
+Slots = Annotated[Path | None, typer.Option("--slots", help="Approved bundles, without the API.")]
+Reboot = Annotated[bool, typer.Option("--allow-reboot", help="It may reboot the host.")]
+SSH_USER, SSH_PORT = "root", 22
+
+
+@app.command()
+def parity(
+    context: typer.Context,
+    *,
+    host: Host = "",
+    user: User = SSH_USER,
+    port: Port = SSH_PORT,
+    ssh_key: Key = None,
+    ssh_config: Config = None,
+    profile: Profile = "",
+    api_base: ApiBase = "",
+    api_token_file: ApiToken = None,
+    node_id: NodeId = "",
+    slots: Slots = None,
+    intent: Annotated[Literal["slice", "baremetal"], typer.Option(help="Its purpose.")] = "slice",
+    remediate: Annotated[bool, typer.Option("--remediate", help="Repair, check again.")] = False,
+    allow_reboot: Reboot = False,
+) -> None:
+    """Check every target condition: a line each, exit 0 only when none has failed."""
+    here = session.of(context)
+    known = handwork.ask(handwork.Api(api_base or here.api, api_token_file, node_id))
+    work = handwork.work(
+        "parity",
+        "node.parity",
+        profile or known.profile,
+        slice_slots=handwork.slots_of(slots) or known.slots,
+        slice_intent=intent,
+        slice_api_topology=known.topology,
+        slice_remediate=remediate,
+        slice_allow_reboot=allow_reboot,
+    )
+    evidence = handwork.play(work, Reach(host, user, port, ssh_key, ssh_config, node_id))
+    report = evidence["parity"]
+    lines = parityreport.lines(report)
+    if here.output == "json":
+        show.document(report)
+    else:
+        sys.stdout.write("".join(f"{line}\n" for line in lines))
+    _tell_repairs(evidence)
+    if parityreport.failures(report):
+        raise typer.Exit(1)
+
+
+@app.command()
+def discover(
+    context: typer.Context,
+    *,
+    host: Host = "",
+    user: User = SSH_USER,
+    port: Port = SSH_PORT,
+    ssh_key: Key = None,
+    ssh_config: Config = None,
+    profile: Profile = "",
+) -> None:
+    """Look at the host and show what slots it could give."""
+    work = handwork.work("discover", "slice.topology_discover", profile)
+    found = handwork.play(work, Reach(host, user, port, ssh_key, ssh_config))["discovery"]
+    here = session.of(context)
+    if here.output == "json":
+        show.document(found)
+        return
+    bundle = ("gpu_pci_address", "nvme_device", "private_ip", "fabric_vf_pci_address", "numa_node")
+    codes = [", ".join(row["code"] for row in one["blockers"]) for one in found["candidates"]]
+    rows = [one | {"codes": said} for one, said in zip(found["candidates"], codes, strict=True)]
+    show.rows(here, rows, "slot_index", *(f"bundle.{name}" for name in bundle), "codes")
+    summary = found["candidate_summary"]
+    show.line(f"node blockers: {', '.join(summary['blockers']) or 'none'}")
+
+
+@app.command()
+def transition(
+    context: typer.Context,
+    *,
+    devices: Annotated[
+        list[str], typer.Option("--devices", help="Paths, with commas between; may be repeated.")
+    ],
+    host: Host = "",
+    user: User = SSH_USER,
+    port: Port = SSH_PORT,
+    ssh_key: Key = None,
+    ssh_config: Config = None,
+    profile: Profile = "",
+    apply: Annotated[bool, typer.Option("--apply", help="Wipe them.")] = False,
+    approved: Annotated[
+        Path | None, typer.Option(help="JSON: serial and eui by by-id path, as approved.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Take disks for slices: a plan with their identities, and with --apply the wipe itself."""
+    here, paths = (
+        session.of(context),
+        [path for word in devices for path in word.split(",") if path],
+    )
+    if apply:
+        _refuse_kernel_names(paths)
+    reach, kind = Reach(host, user, port, ssh_key, ssh_config), "node.storage_transition"
+    asked = {"slice_devices": paths, "slice_apply": False}
+    plan = handwork.work("transition_storage", kind, profile, **asked)
+    disks = handwork.play(plan, reach)["devices"]
+    columns = ("nvme_device", "kernel_name", "serial", "size_bytes", "mounts", "filesystems")
+    if not apply:
+        if here.output == "json":
+            show.document(disks)
+            return
+        show.rows(here, disks, *columns)
+        show.line("a plan; nothing was changed. To act: --apply with the paths of nvme_device")
+        return
+    expected = _approved(approved) if approved else _identities(disks)
+    if not approved and not yes:
+        for path, disk in expected.items():
+            show.line(f"to be wiped: {path}  serial {disk['serial']}  eui {disk['eui']}")
+        typer.confirm("Everything on these disks is lost. Go on?", abort=True, err=True)
+    asked = {"slice_devices": paths, "slice_apply": True, "slice_expected": expected}
+    done = handwork.play(handwork.work("transition_storage", kind, profile, **asked), reach)
+    if here.output == "json":
+        show.document(done)
+        return
+    show.rows(here, done["devices"], "nvme_device", "serial", "proof.method", "proof.verified")
+    show.line(f"manifest: {done['manifest']}")
+
+
+@app.command()
+def bootstrap(
+    context: typer.Context,
+    *,
+    host: Host = "",
+    user: User = SSH_USER,
+    port: Port = SSH_PORT,
+    ssh_key: Key = None,
+    ssh_config: Config = None,
+    profile: Profile = "",
+    allow_reboot: Reboot = False,
+) -> None:
+    """Make the machine a slice host."""
+    work = handwork.work("bootstrap", "node.bootstrap", profile, slice_allow_reboot=allow_reboot)
+    found = handwork.play(work, Reach(host, user, port, ssh_key, ssh_config))
+    show.record(session.of(context), found)
+
+
+@app.command()
+def prepare(
+    context: typer.Context,
+    *,
+    host: Host = "",
+    user: User = SSH_USER,
+    port: Port = SSH_PORT,
+    ssh_key: Key = None,
+    ssh_config: Config = None,
+    profile: Profile = "",
+) -> None:
+    """Ready a slice host for VMs: GPU services quiet, libvirt reachable, network repaired."""
+    work = handwork.work("prepare_runtime", "node.bootstrap", profile)
+    found = handwork.play(work, Reach(host, user, port, ssh_key, ssh_config))
+    show.record(session.of(context), found)
+
+
+def _tell_repairs(evidence: dict[str, Any]) -> None:
+    for role in evidence.get("repaired") or []:
+        show.line(f"repaired: {role}")
+    for failed in evidence.get("unrepaired") or []:
+        show.line(f"not repaired: {failed['role']} ({failed['code']})")
+
+
+def _refuse_kernel_names(paths: list[str]) -> None:
+    moving = [path for path in paths if not path.startswith("/dev/disk/by-id/nvme-eui.")]
+    if moving:
+        raise Problem(
+            "kernel_name_not_allowed",
+            422,
+            expected="paths like /dev/disk/by-id/nvme-eui.*, which name a disk and not a position",
+            found=", ".join(moving),
+            remedy="run it without --apply, which shows the identities, and apply with these",
+        )
+
+
+def _identities(disks: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
+    return {disk["nvme_device"]: {"serial": disk["serial"], "eui": disk["eui"]} for disk in disks}
+
+
+def _approved(file: Path) -> dict[str, Any]:
+    found = handwork.read_json(
+        file,
+        "approval_unreadable",
+        "JSON with serial and eui by by-id path",
+        "save what the plan showed, once it is approved",
+    )
+    return dict(found) if isinstance(found, dict) else {}

@@ -1,0 +1,80 @@
+"""`gpuaas images`: the catalogue, and the caches of the hosts."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from reconciler.cli import session, show, waiting
+from reconciler.cli.nodes import Node, Wait
+from reconciler.domain.errors import Problem
+
+app = typer.Typer(no_args_is_help=True, help="Images that virtual machines start from.")
+
+
+@app.command("list")
+def list_images(context: typer.Context) -> None:
+    """The catalogue."""
+    here = session.of(context)
+    found = list(here.client.items("/admin/images"))
+    show.rows(here, found, "id", "name", "version", "size_bytes", "digest", "compression")
+
+
+@app.command()
+def add(
+    context: typer.Context,
+    source: Annotated[str, typer.Argument(help="An http(s) URL, or a file of the reconciler's.")],
+    *,
+    name: Annotated[str, typer.Option()],
+    version: Annotated[str, typer.Option()],
+    digest: Annotated[str, typer.Option(help="sha256:… of the raw image.")] = "",
+    size: Annotated[int, typer.Option(help="Bytes of the raw image.")] = 0,
+    compression: Annotated[Literal["none", "zstd"], typer.Option()] = "none",
+) -> None:
+    """Register an image. Digest and size of a raw file on this machine are measured."""
+    here = session.of(context)
+    file = None if "://" in source else Path(source).resolve()
+    if file is not None and compression == "none" and not digest:
+        digest, size = _measure(file)
+    if not digest or not size:
+        raise typer.BadParameter("--digest and --size of the raw image are needed")
+    body = {
+        "name": name,
+        "version": version,
+        "digest": digest,
+        "size_bytes": size,
+        "url": source if file is None else file.as_uri(),
+        "compression": compression,
+    }
+    show.record(here, here.client.post("/admin/images", body))
+
+
+@app.command()
+def cache(
+    context: typer.Context,
+    node: Node,
+    image: Annotated[str, typer.Argument(help="The image's id.")],
+    wait: Wait = True,
+) -> None:
+    """Bring an image into a host's cache before a tenant waits for it."""
+    here = session.of(context)
+    task = here.client.post(f"/admin/nodes/{node}/image-cache", {"image_id": image})
+    ended = waiting.after(here, task, wait=wait)
+    show.record(here, ended["result"] if wait else ended)
+
+
+def _measure(file: Path) -> tuple[str, int]:
+    try:
+        with file.open("rb") as handle:
+            return f"sha256:{hashlib.file_digest(handle, 'sha256').hexdigest()}", handle.tell()
+    except OSError as error:
+        raise Problem(
+            "file_invalid",
+            422,
+            expected="a raw image that can be read",
+            found=f"{file}: {error.strerror}",
+            remedy="correct the path",
+        ) from error

@@ -1,0 +1,121 @@
+"""Answers on the terminal: a table for people, JSON for programs. Errors say what to do."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from reconciler.cli.session import Session
+from reconciler.domain.errors import Problem
+
+Record = Mapping[str, Any]
+
+
+def rows(session: Session, found: Sequence[Record], *columns: str) -> None:
+    """A list; a column may be a path such as `connection.host`."""
+    if session.output == "json":
+        document(found)
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column.rpartition(".")[2], overflow="fold")
+    for row in found:
+        table.add_row(*(plain(_at(row, column)) for column in columns))
+    _out().print(table)
+
+
+def timeline(session: Session, newest_first: Sequence[Record]) -> None:
+    """What happened, oldest first, as it is read; JSON stays as the service gave it."""
+    if session.output == "json":
+        document(list(newest_first))
+        return
+    found = [
+        {"at": row["at"], "what": row["type"], "happened": _happened(row)} for row in newest_first
+    ]
+    rows(session, list(reversed(found)), "at", "what", "happened")
+
+
+def _happened(row: Record) -> str:
+    if row["type"] == "progress":
+        said = row["document"]
+        code = f" {said['code']}" if said.get("code") else ""
+        return f"{row['kind']}: {said.get('event', '')}{code} {said.get('task', '')}"
+    reason = f": {row['reason']}" if row["reason"] else ""
+    if row["type"] == "audit":
+        return f"{row['actor']} {row['action']}{reason}"
+    change = f"{row['entity']} {row['entity_id']} {row['source']} -> {row['target']}"
+    return f"{change} ({row['event']} by {row['actor']}){reason}"
+
+
+def record(session: Session, found: Record) -> None:
+    """One thing, field by field."""
+    if session.output == "json":
+        document(found)
+        return
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in found.items():
+        if value not in (None, "", [], {}):
+            table.add_row(name, plain(value))
+    _out().print(table)
+
+
+def document(found: Any) -> None:
+    """JSON on standard output."""
+    sys.stdout.write(json.dumps(found, indent=1) + "\n")
+
+
+def line(text: str) -> None:
+    """A remark for the person who waits; standard output is for answers."""
+    sys.stderr.write(clean(text) + "\n")
+
+
+def failure(session: Session, problem: Problem) -> None:
+    """What was expected, what was found, what to do."""
+    if session.output == "json":
+        sys.stderr.write(json.dumps(problem.document(), indent=1) + "\n")
+        return
+    console = Console(stderr=True, highlight=False)
+    console.print(Text(f"error: {problem.code}", style="bold red"))
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for name, text in (
+        ("expected", problem.expected),
+        ("found", problem.found),
+        ("what to do", problem.remedy),
+    ):
+        table.add_row(f"  {name}", plain(text))
+    console.print(table)
+
+
+def plain(value: Any) -> Text:
+    """Never markup, never a terminal's control sequence: hosts and tenants wrote some of it."""
+    if isinstance(value, dict | list):
+        value = json.dumps(value)
+    return Text(clean("" if value is None else str(value)))
+
+
+def clean(text: str) -> str:
+    """Printable characters and line ends only."""
+    return "".join(
+        char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}"
+        for char in text
+    )
+
+
+def _at(row: Record, path: str) -> Any:
+    value: Any = row
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _out() -> Console:
+    # In a pipe a row is a line, however long.
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 1000)

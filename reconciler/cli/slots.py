@@ -1,0 +1,141 @@
+"""`gpuaas slots`: what a node sells."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from reconciler.cli import session, show, waiting
+from reconciler.cli.nodes import Node, Wait
+from reconciler.domain.errors import Problem
+
+app = typer.Typer(no_args_is_help=True, help="Slots: approve, switch, repair.")
+
+Slot = Annotated[str, typer.Argument(help="The slot's id, or its index on the node.")]
+Reason = Annotated[str, typer.Option(help="Kept in history and audit.")]
+COLUMNS = (
+    "slot_index",
+    "id",
+    "status",
+    "health_state",
+    "gpu_pci_address",
+    "nvme_device",
+    "private_ip",
+    "status_reason",
+)
+
+
+@app.command("list")
+def list_slots(context: typer.Context, node: Node) -> None:
+    """The node's approved slots."""
+    here = session.of(context)
+    show.rows(here, list(here.client.items(_path(node))), *COLUMNS)
+
+
+@app.command()
+def approve(
+    context: typer.Context,
+    node: Node,
+    reason: Reason,
+    file: Annotated[
+        Path | None, typer.Argument(help="JSON: a bundle, or a list of them.", dir_okay=False)
+    ] = None,
+    from_candidates: Annotated[
+        str, typer.Option(help="Slot indexes of the latest discovery, such as 0,1.")
+    ] = "",
+) -> None:
+    """Approve bundles as slots, all or none. They stay disabled until parity has passed."""
+    here = session.of(context)
+    if (file is None) is not bool(from_candidates):
+        raise typer.BadParameter("give either FILE or --from-candidates")
+    bundles = _read(file) if file else _candidates(here, node, from_candidates)
+    made = here.client.post(_path(node), {"slots": bundles, "reason": reason})
+    show.rows(here, made["items"], *COLUMNS)
+
+
+@app.command()
+def disable(context: typer.Context, node: Node, slot: Slot, reason: Reason = "") -> None:
+    """Take a slot out of sale; one in use is disabled when it comes back."""
+    _switch(context, node, slot, "disable", reason)
+
+
+@app.command()
+def enable(context: typer.Context, node: Node, slot: Slot, reason: Reason = "") -> None:
+    """Let a slot be sold again, as soon as its gate is open."""
+    _switch(context, node, slot, "enable", reason)
+
+
+@app.command()
+def withdraw(context: typer.Context, node: Node, slot: Slot, reason: Reason = "") -> None:
+    """Take the approval of a disabled slot back."""
+    _switch(context, node, slot, "withdraw", reason)
+
+
+@app.command()
+def repair(
+    context: typer.Context, node: Node, slot: Slot, reason: Reason = "", wait: Wait = True
+) -> None:
+    """Clean a blocked slot: remove what is left, wipe, verify."""
+    here = session.of(context)
+    path = f"{_path(node)}/{_id(here, node, slot)}/repair"
+    task = waiting.after(here, here.client.post(path, {"reason": reason}), wait=wait)
+    show.record(here, task["result"] if wait else task)
+
+
+def _switch(context: typer.Context, node: str, slot: str, action: str, reason: str) -> None:
+    here = session.of(context)
+    path = f"{_path(node)}/{_id(here, node, slot)}/{action}"
+    show.rows(here, [here.client.post(path, {"reason": reason})], *COLUMNS)
+
+
+def _path(node: str) -> str:
+    return f"/admin/nodes/{node}/resource-slots"
+
+
+def _id(here: session.Session, node: str, slot: str) -> str:
+    if not slot.isdigit():
+        return slot
+    for row in here.client.items(_path(node)):
+        if row["slot_index"] == int(slot):
+            return str(row["id"])
+    raise Problem(
+        "slot_not_found",
+        404,
+        expected=f"an approved slot of node {node}",
+        found=f"index {slot}",
+        remedy=f"see `gpuaas slots list {node}`",
+    )
+
+
+def _read(file: Path) -> list[Any]:
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise Problem(
+            "file_invalid",
+            422,
+            expected="a JSON file with bundles",
+            found=f"{file}: {error}",
+            remedy="write one bundle, or a list of bundles, as the discovery shows them",
+        ) from error
+    return document if isinstance(document, list) else [document]
+
+
+def _candidates(here: session.Session, node: str, wanted: str) -> list[Any]:
+    path = f"/admin/nodes/{node}/slice-topology/discovery"
+    document = here.client.get(path)["document"] or {}
+    known = {str(row["slot_index"]): row["bundle"] for row in document.get("candidates", [])}
+    indexes = [word.strip() for word in wanted.split(",") if word.strip()]
+    unknown = [index for index in indexes if index not in known]
+    if unknown:
+        raise Problem(
+            "candidate_not_found",
+            404,
+            expected=f"slot indexes of the latest discovery: {', '.join(known) or 'none'}",
+            found=", ".join(unknown),
+            remedy=f"run `gpuaas nodes discover {node}`",
+        )
+    return [known[index] for index in indexes]

@@ -1,0 +1,166 @@
+"""A client of the reconciler's API, for the CLI and the demonstration."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from reconciler.domain.errors import Problem
+
+API = "/api/v1"
+ENDED = frozenset({"succeeded", "failed", "canceled", "lost"})
+# About a minute: a service that is being restarted is back by then.
+_RECONNECTS = 15
+
+
+@dataclass(frozen=True)
+class Event:
+    """One server-sent event; place is where a reader goes on."""
+
+    name: str
+    place: str
+    document: dict[str, Any]
+
+
+class Client:
+    """One session with the reconciler; errors of the service are raised as `Problem`."""
+
+    def __init__(self, base_url: str, token: str, *, correlation_id: str = "") -> None:
+        headers = {"Authorization": f"Bearer {token}"}
+        if correlation_id:
+            headers["X-Correlation-Id"] = correlation_id
+        self._http = httpx.Client(base_url=base_url, headers=headers, timeout=60)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def get(self, path: str, **query: Any) -> Any:
+        return self._send("GET", path, params=query)
+
+    def items(self, path: str, **query: Any) -> Iterator[Any]:
+        """Every item of a list, page after page."""
+        while True:
+            page = self.get(path, **query)
+            yield from page["items"]
+            if not page["next"]:
+                return
+            query["cursor"] = page["next"]
+
+    def post(
+        self, path: str, body: Mapping[str, Any] | None = None, *, key: str | None = ""
+    ) -> Any:
+        """POST with an idempotency key: a new one, or `key` to repeat an act; None sends none."""
+        headers = {} if key is None else {"Idempotency-Key": key or str(uuid.uuid4())}
+        return self._send("POST", path, json=body or {}, headers=headers)
+
+    def put(self, path: str, body: Mapping[str, Any]) -> Any:
+        return self._send("PUT", path, json=body)
+
+    def patch(self, path: str, body: Mapping[str, Any]) -> Any:
+        return self._send("PATCH", path, json=body)
+
+    def events(self, path: str, *, after: str = "") -> Iterator[Event]:
+        """The server-sent events of a path, as they come; ends when the service says no more.
+
+        A connection that breaks is made again, behind the last event; `reconciler_unreachable`
+        when that fails for a while.
+        """
+        failures = 0
+        while True:
+            headers = {"Accept": "text/event-stream"} | ({"Last-Event-ID": after} if after else {})
+            try:
+                with self._http.stream("GET", API + path, headers=headers) as response:
+                    if response.is_error:
+                        response.read()
+                        raise _refusal(response)
+                    for event in _parsed(response.iter_lines()):
+                        after, failures = event.place, 0
+                        yield event
+                    return
+            except httpx.TransportError as lost:
+                failures += 1
+                if failures > _RECONNECTS:
+                    raise self._unreachable(lost) from lost
+                time.sleep(min(0.5 * failures, 5))
+
+    def wait(
+        self,
+        task_id: str,
+        *,
+        deadline_s: float,
+        on_progress: Callable[[dict[str, Any]], None] = lambda _task: None,
+    ) -> dict[str, Any]:
+        """The task once it has ended; `task_timeout` when it does not end in time."""
+        end = time.monotonic() + deadline_s
+        while True:
+            task: dict[str, Any] = self.get(f"/admin/tasks/{task_id}")
+            on_progress(task)
+            if task["state"] in ENDED:
+                return task
+            if time.monotonic() > end:
+                raise Problem(
+                    "task_timeout",
+                    504,
+                    expected=f"task {task_id} to end within {deadline_s:g} s",
+                    found=f"state {task['state']}",
+                    remedy=f"read `gpuaas tasks show {task_id}`; the task goes on by itself",
+                )
+            time.sleep(0.5)
+
+    def text(self, path: str, **query: Any) -> str:
+        """A document that is not JSON."""
+        return self._answer("GET", path, params=query).text
+
+    def _send(self, method: str, path: str, **arguments: Any) -> Any:
+        response = self._answer(method, path, **arguments)
+        return response.json() if response.content else {}
+
+    def _answer(self, method: str, path: str, **arguments: Any) -> httpx.Response:
+        try:
+            response = self._http.request(method, API + path, **arguments)
+        except httpx.TransportError as lost:
+            raise self._unreachable(lost) from lost
+        if response.is_error:
+            raise _refusal(response)
+        return response
+
+    def _unreachable(self, lost: httpx.TransportError) -> Problem:
+        return Problem(
+            "reconciler_unreachable",
+            503,
+            expected=f"the reconciler to answer on {self._http.base_url}",
+            found=str(lost) or type(lost).__name__,
+            remedy="start it with `gpuaas serve`, or set GPUAAS_API",
+        )
+
+
+def _refusal(response: httpx.Response) -> Problem:
+    document = response.json() if response.content else {}
+    known = ("code", "expected", "found", "remedy")
+    return Problem(
+        document.get("code", "http_error"),
+        response.status_code,
+        expected=document.get("expected", "a request that the service takes"),
+        found=document.get("found", response.text[:500]),
+        remedy=document.get("remedy", "see the service's log"),
+        detail={key: value for key, value in document.items() if key not in known},
+    )
+
+
+def _parsed(lines: Iterator[str]) -> Iterator[Event]:
+    """Events of a stream; one that the end of the connection cut off is none."""
+    fields: dict[str, str] = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        if line and name:
+            fields[name] = value.removeprefix(" ")
+        elif not line and "data" in fields:
+            document = json.loads(fields["data"])
+            yield Event(fields.get("event", "message"), fields.get("id", ""), document)
+            fields = {}

@@ -1,0 +1,1 @@
+"""What is wrong with an installation: looks only, changes nothing, needs no service."""

@@ -1,0 +1,1 @@
+"""States, transitions and rules: no input, no output."""

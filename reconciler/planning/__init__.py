@@ -1,0 +1,1 @@
+"""Who gets what: pure functions over a snapshot."""

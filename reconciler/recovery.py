@@ -1,0 +1,176 @@
+"""The runbook for a slot stuck in `cleanup_blocked`, as one act with evidence at every step.
+
+The order is that of the operators' runbook (seed 000): inventory, allocation, absence on the
+host, disk evidence, force-cleanup with an idempotency key, audit event, inventory again. Where the
+host still holds something of the failed VM, the allocation is failed first and the slots go through
+cleanup, so that absence and wipe are measured, not claimed.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from reconciler.client import Client
+from reconciler.domain.errors import Problem
+
+Record = dict[str, Any]
+OnStep = Callable[[str, Record], None]
+
+ABSENCE_DEADLINE_S = 300
+SETTLE_DEADLINE_S = 1800
+AUDIT_ACTION = "admin.allocation.force_cleanup.applied"
+
+
+def recover(client: Client, allocation_id: str, reason: str, on_step: OnStep) -> Record:
+    """Bring the slots of a failed allocation back, or stop where a person must decide.
+
+    Returns the evidence of each step by name. Raises Problem: the service's own refusals, or
+    `slots_not_recovered` when a slot did not come back.
+    """
+    evidence: Record = {}
+
+    def note(step: str, found: Record) -> Record:
+        evidence[step] = found
+        on_step(step, found)
+        return found
+
+    allocation = client.get(f"/admin/allocations/{allocation_id}")
+    note("allocation", {"state": allocation["state"], "error": allocation.get("error")})
+    _refuse(allocation)
+    claimed = {claim["slot_id"] for claim in allocation["claims"] if claim["slot_id"]}
+    node_id = allocation["node_id"]
+    mine = set(note("inventory", _held(allocation, _inventory(client, node_id, claimed))))
+
+    absence = note("runtime_absence", _absence(client, allocation_id))
+    note("disk_evidence", _proofs(_inventory(client, node_id, mine)))
+    released = allocation["state"] == "released"
+    if not released:
+        note("force_cleanup", _force(client, allocation_id, reason, absence["absent"]))
+    if released or not absence["absent"]:
+        # A forced release and the seed leave the slots blocked here; repair removes what is left,
+        # wipes and verifies.
+        note("repair", _repair(client, node_id, mine))
+        note("runtime_absence_after", _absence_after_settling(client, node_id, mine, allocation_id))
+    after = note("inventory_after", _settled(client, node_id, mine))
+    note("disk_evidence_after", _proofs(after))
+    note(
+        "audit",
+        {
+            "events": client.get("/admin/audit", action=AUDIT_ACTION, subject_id=allocation_id)[
+                "items"
+            ][:1]
+        },
+    )
+
+    stuck = {key: slot["status"] for key, slot in after.items() if slot["status"] != "available"}
+    if stuck:
+        raise Problem(
+            "slots_not_recovered",
+            409,
+            expected="every slot of the allocation available",
+            found=", ".join(f"{key} {status}" for key, status in stuck.items()),
+            remedy="read the slot's health_detail and the task that failed; the host needs a look",
+        )
+    return evidence
+
+
+def _refuse(allocation: Record) -> None:
+    """Before anything is asked of a host: what only a person can decide about."""
+    for wrong, code, found, remedy in (
+        (
+            allocation["capacity_shape"] == "baremetal",
+            "allocation_baremetal",
+            "a bare-metal allocation",
+            "`gpuaas nodes clean-machine` removes and verifies in one go",
+        ),
+        (
+            allocation["state"] == "active",
+            "allocation_active",
+            "an active allocation: its tenant may be using it",
+            "look into its runtime first; then release it, or force its release",
+        ),
+    ):
+        if wrong:
+            raise Problem(
+                code,
+                409,
+                expected="a failed, unfinished or stuck slice allocation",
+                found=found,
+                remedy=remedy,
+            )
+
+
+def _force(client: Client, allocation_id: str, reason: str, absent: bool) -> Record:
+    body = {"reason": reason, "runtime_verified_absent": absent}
+    path = f"/admin/allocations/{allocation_id}/force-cleanup"
+    forced: Record = client.post(path, body, key=str(uuid.uuid4()))
+    return forced
+
+
+def _held(allocation: Record, slots: Record) -> Record:
+    """Those that no later tenant has taken over: what happens to the others is not ours to undo."""
+    if allocation["state"] not in ("failed", "released"):
+        return slots
+    return {
+        slot_id: slot
+        for slot_id, slot in slots.items()
+        if slot["health_detail"].get("allocation_id", allocation["id"]) == allocation["id"]
+        and slot["status"] in ("cleanup_blocked", "cleanup", "available", "disabled")
+    }
+
+
+def _inventory(client: Client, node_id: str, mine: set[str]) -> Record:
+    slots = list(client.items(f"/admin/nodes/{node_id}/resource-slots"))
+    wanted = ("status", "health_state", "health_detail", "last_proof", "slot_index")
+    return {slot["id"]: {key: slot[key] for key in wanted} for slot in slots if slot["id"] in mine}
+
+
+def _proofs(slots: Record) -> Record:
+    return {slot_id: slot["last_proof"] for slot_id, slot in slots.items()}
+
+
+def _absence(client: Client, allocation_id: str) -> Record:
+    task = client.post(f"/admin/allocations/{allocation_id}/verify-absent")
+    ended = client.wait(task["id"], deadline_s=ABSENCE_DEADLINE_S)
+    if ended["state"] != "succeeded":
+        error = ended.get("error") or {}
+        raise Problem(
+            "absence_unknown",
+            409,
+            expected="the host to say what is left of the allocation",
+            found=f"the look ended as {ended['state']}: {error.get('found', '')}",
+            remedy="bring the host back first; unknown never frees a slot",
+        )
+    absence: Record = ended["result"]["absence"]
+    return absence
+
+
+def _repair(client: Client, node_id: str, mine: set[str]) -> Record:
+    tasks = {}
+    for slot_id, slot in _inventory(client, node_id, mine).items():
+        if slot["status"] == "cleanup_blocked":
+            path = f"/admin/nodes/{node_id}/resource-slots/{slot_id}/repair"
+            tasks[slot_id] = client.post(path)["id"]
+    return {"tasks": tasks}
+
+
+def _absence_after_settling(
+    client: Client, node_id: str, mine: set[str], allocation_id: str
+) -> Record:
+    _settled(client, node_id, mine)
+    return _absence(client, allocation_id)
+
+
+def _settled(client: Client, node_id: str, mine: set[str]) -> Record:
+    """The slots once none of them is in cleanup any more."""
+    end = time.monotonic() + SETTLE_DEADLINE_S
+    while True:
+        found = _inventory(client, node_id, mine)
+        if all(slot["status"] != "cleanup" for slot in found.values()):
+            return found
+        if time.monotonic() > end:
+            return found
+        time.sleep(1)

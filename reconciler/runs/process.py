@@ -1,0 +1,125 @@
+"""The process of one run: `python -m reconciler.runs.process <run dir> <lock descriptor>`.
+
+It leaves the reconciler at once, holds the lock of the folder as long as it lives, and ends by
+writing outcome.json. Without that file nobody knows what happened: the run is lost. Only a run that
+AWX carries out goes on without its process, which is then begun again.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import ansible_runner
+
+from reconciler.runs import orphans
+from reconciler.runs.awx import follow
+from reconciler.runs.events import Recorder, judge
+from reconciler.runs.paths import RunPaths, read_json, write_json
+
+
+def main(arguments: list[str]) -> int:
+    paths, descriptor = RunPaths(Path(arguments[0])), int(arguments[1])
+    if os.fork():
+        return 0
+    os.umask(0o077)
+    os.set_inheritable(descriptor, False)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    told = Told(paths)
+    signal.signal(signal.SIGTERM, told.stop)
+    signal.signal(signal.SIGINT, told.stop)
+    write_json(paths.process, _identity())
+    _carry_out(paths, told)
+    return 0
+
+
+class Told:
+    """Whether the run was asked to stop, by a signal or by the file `cancel`."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._paths = paths
+        self._signalled = False
+
+    def stop(self, _number: int, _frame: object) -> None:
+        self._signalled = True
+
+    def __call__(self) -> bool:
+        return self._signalled or self._paths.cancel.exists()
+
+
+def _identity() -> dict[str, Any]:
+    """For people; nothing decides on it."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    return {
+        "pid": os.getpid(),
+        "start_ticks": int(fields[19]),  # field 22; two are before the bracket
+        "boot_id": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        "started_at": datetime.now(UTC).isoformat(),
+    }
+
+
+def _carry_out(paths: RunPaths, told: Callable[[], bool]) -> None:
+    manifest = read_json(paths.manifest)
+    if manifest is None:
+        raise FileNotFoundError(paths.manifest)
+    started = datetime.now(UTC).isoformat()
+    play = follow.play if "awx" in manifest else _play
+    verdict = play(paths, manifest, told)
+    if verdict is None:
+        return
+    verdict = {"result": None, "unreachable": False, "problem": "", **verdict}
+    _forget_variables(paths)
+    write_json(
+        paths.outcome,
+        {
+            "schema": 1,
+            "run_id": manifest["run_id"],
+            "started_at": started,
+            "finished_at": datetime.now(UTC).isoformat(),
+            **verdict,
+        },
+    )
+
+
+def _play(
+    paths: RunPaths, manifest: dict[str, Any], told: Callable[[], bool]
+) -> dict[str, Any] | None:
+    if told():
+        return {"status": "canceled", "rc": None, "problem": "never_began"}
+    recorder = Recorder(paths.progress)
+    begun = time.monotonic()
+    try:
+        runner = ansible_runner.run(
+            private_data_dir=str(paths.root),
+            ident=paths.artifacts.name,
+            playbook=manifest["target"],
+            inventory=str(paths.inventory),
+            timeout=manifest["deadline_s"],
+            event_handler=recorder,
+            cancel_callback=told,
+            fact_cache_type="",
+            quiet=True,
+        )
+    finally:
+        # The runner kills the group of ansible-playbook; its workers are not in it.
+        orphans.end(paths.root)
+    return judge(recorder, runner.status, runner.rc, time.monotonic() - begun)
+
+
+def _forget_variables(paths: RunPaths) -> None:
+    """The task keeps the variables; a finished run needs only what it said."""
+    for folder in (paths.env, paths.root / "home", paths.artifacts / "job_events"):
+        if folder.is_dir():
+            shutil.rmtree(folder)
+    (paths.artifacts / "command").unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,45 @@
+"""Secrets taken out of what Ansible printed. Our modules print none; a host may print anything.
+
+By form, not by value: what the secrets of this site are is not known where output is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+GONE = "[removed]"
+
+_NAME = (
+    r"[\w.-]*(?:password|passwd|passphrase|secret|token|api_?key|private_?key|credential|signature)"
+    r"[\w.-]*"
+)
+# A whole key, and one of which the beginning or the end of the text has cut off a part.
+_KEY = re.compile(
+    r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
+    r"|\A(?:(?!-----BEGIN).)*-----END [A-Z ]*PRIVATE KEY-----",
+    re.DOTALL,
+)
+_RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
+    (_KEY, GONE),
+    # What our own tokens, and those of a web login, look like wherever they stand.
+    (re.compile(r"\b(?:gpuaas|enrol)_[A-Za-z0-9_-]{20,}"), GONE),
+    (re.compile(r"\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]*"), GONE),
+    (re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9+/=._~-]{8,}"), rf"\1 {GONE}"),
+    # Links: who logs in, and what the query proves.
+    (re.compile(r"(\w+://)[^\s/@\"']+@"), rf"\1{GONE}@"),
+    (re.compile(r"(\w+://[^\s?\"']+\?)[^\s\"'\\]+"), rf"\1{GONE}"),
+    # name: value and name=value, quoted or not; in JSON also with the quotes escaped.
+    (
+        re.compile(rf"(?i)(\\?[\"']?\b{_NAME}\\?[\"']?\s*[:=]\s*)(\\?[\"'])(?!\2)(?:(?!\2).)+(\2)"),
+        rf"\1\2{GONE}\3",
+    ),
+    (re.compile(rf"(?i)(\b{_NAME}\s*[:=]\s*)(?![\"'\\\[{{])[^\s,;}}\]]+"), rf"\1{GONE}"),
+)
+
+
+def scrub(text: str) -> str:
+    """The text without anything that has the form of a secret."""
+    for pattern, instead in _RULES:
+        text = pattern.sub(instead, text)
+    return text

@@ -1,0 +1,89 @@
+"""What one run is: a playbook, a node, and variables that leave it no choice."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from reconciler.runs.errors import SpecError
+
+# These values reach the inventory, which Ansible takes for templates, and SSH's command line.
+# So no brace, no space and no leading dash can be in any of them.
+_IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_PLAYBOOK = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_ADDRESS = re.compile(r"[A-Za-z0-9:][A-Za-z0-9.:%-]{0,252}")
+_USER = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
+_PYTHON = re.compile(r"/[A-Za-z0-9/._-]{1,200}")
+_CORRELATION = re.compile(r"[A-Za-z0-9._:-]{0,128}")
+
+
+@dataclass(frozen=True)
+class NodeAccess:
+    """Where a node's machine answers. `address` is the transport address, never a display name."""
+
+    node_id: str
+    address: str
+    port: int = 22
+    user: str = "root"
+    python: str = "/usr/bin/python3"
+
+    def __post_init__(self) -> None:
+        _match("node_id", _IDENTIFIER, self.node_id)
+        _match("address", _ADDRESS, self.address)
+        _match("user", _USER, self.user)
+        _match("python", _PYTHON, self.python)
+        if not 1 <= self.port <= 65535:
+            raise _refuse("port", "1 to 65535", self.port)
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """One run, worked out to the end. The same run_id always means the same run."""
+
+    run_id: str
+    playbook: str
+    node: NodeAccess
+    variables: Mapping[str, Any]
+    deadline_s: int
+    correlation_id: str
+
+    def __post_init__(self) -> None:
+        _match("run_id", _RUN_ID, self.run_id)
+        _match("playbook", _PLAYBOOK, self.playbook)
+        _match("correlation_id", _CORRELATION, self.correlation_id)
+        if not 1 <= self.deadline_s <= 86_400:
+            raise _refuse("deadline_s", "1 to 86400 seconds", self.deadline_s)
+        said = self.variables.get("slice_run")
+        if isinstance(said, Mapping):
+            mine = {
+                "id": self.run_id,
+                "node_id": self.node.node_id,
+                "correlation_id": self.correlation_id,
+            }
+            for key, value in mine.items():
+                if said.get(key) != value:
+                    raise _refuse(f"variables.slice_run.{key}", value, said.get(key))
+
+    def fingerprint(self) -> str:
+        """Tells whether two descriptions mean the same work on the same node."""
+        meaning = [self.playbook, self.node.node_id, dict(self.variables)]
+        return hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest()
+
+
+def _match(field: str, pattern: re.Pattern[str], value: str) -> None:
+    if not pattern.fullmatch(value):
+        raise _refuse(field, f"text like {pattern.pattern}", value)
+
+
+def _refuse(field: str, expected: str, found: object) -> SpecError:
+    return SpecError(
+        "spec_invalid",
+        expected=f"{field}: {expected}",
+        found=repr(found)[:200],
+        remedy="correct the record that this value comes from; nothing was started",
+    )

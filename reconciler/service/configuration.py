@@ -1,0 +1,89 @@
+"""docs/configuration.md, from the settings themselves.
+
+`python -m reconciler.service.configuration` writes it. A test compares the two, so a setting that
+nobody described is not released.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic.fields import FieldInfo
+
+from reconciler.settings import CONFIG_FILE, CONFIG_FILE_VARIABLE, PREFIX, PROJECT, Settings
+
+PAGE = PROJECT / "docs" / "configuration.md"
+_HEAD = f"""\
+# Configuration
+
+The service and every command that opens its database read these settings. Each is an environment
+variable; the same names may stand in `{CONFIG_FILE}`, one `NAME=value` per line (another file with
+`{CONFIG_FILE_VARIABLE}`). The environment goes before the file, the file before the default.
+`gpuaas doctor` names values that are refused and names that no setting has.
+
+This page is made from `reconciler/settings.py` by `python -m reconciler.service.configuration`; a
+test compares.
+
+| variable | default | allowed | meaning |
+|---|---|---|---|
+"""
+# Of commands that talk to a service, or choose where these settings are: no setting of the service.
+OTHERS = {
+    CONFIG_FILE_VARIABLE: f"The file of settings; {CONFIG_FILE} unless set.",
+    f"{PREFIX}API": "Where the commands find the service; http://127.0.0.1:8080 unless set.",
+    f"{PREFIX}TOKEN_FILE": "A file with the token that the commands use.",
+    f"{PREFIX}PROJECT": "The project that launches belong to unless told otherwise.",
+}
+
+
+def page() -> str:
+    """The whole document."""
+    rows = [_row(name, field) for name, field in Settings.model_fields.items()]
+    others = [f"- `{name}`: {told}" for name, told in OTHERS.items()]
+    lines = [*rows, "", "Read by the commands, and never from the file:", "", *others]
+    return _HEAD + "\n".join(lines) + "\n"
+
+
+def _row(name: str, field: FieldInfo) -> str:
+    told = (field.description or "").replace("|", "\\|")
+    return f"| `{PREFIX}{name.upper()}` | {_default(field)} | {_allowed(field)} | {told} |"
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, Path) and value.is_relative_to(PROJECT):
+        # In a checkout; an installation has its own.
+        return f"`{value.relative_to(PROJECT)}` in the checkout"
+    return "unset" if value in (None, "") else f"`{value}`"
+
+
+def _allowed(field: FieldInfo) -> str:
+    choices = get_args(field.annotation)
+    if choices and all(isinstance(one, str) for one in choices):
+        return ", ".join(f"`{one}`" for one in choices)
+    limits = [_limit(rule) for rule in field.metadata]
+    return " ".join([_kind(field), *filter(None, limits)])
+
+
+def _kind(field: FieldInfo) -> str:
+    kinds: dict[Any, str] = {
+        int: "whole number",
+        float: "number",
+        str: "text",
+        bool: "`true`, `false`",
+        Path: "path",
+    }
+    options = [one for one in (field.annotation, *get_args(field.annotation)) if one in kinds]
+    return kinds[options[0]] if options else "text"
+
+
+def _limit(rule: Any) -> str:
+    for name, word in (("ge", "from"), ("gt", "above"), ("le", "to"), ("lt", "below")):
+        if hasattr(rule, name):
+            return f"{word} {getattr(rule, name)}"
+    return ""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,86 @@
+"""The loops that must be single: they run in the process that leads, and nowhere else.
+
+Each gets a database in which it can write only as long as this process leads (`store.leader`). So a
+loop need not ask whether it is still the one; what it takes no part in is deciding that.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import Engine
+
+from reconciler.settings import Settings
+from reconciler.store.leader import Deposed, Lease, led_by
+from reconciler.tasks.overdue import end_overdue
+from reconciler.tasks.recovery import recover_blocked
+
+log = logging.getLogger("gpuaas.loops")
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Work without input, done every so often. every_s counts from an end to the next beginning."""
+
+    name: str
+    every_s: float
+    act: Callable[[Engine, Settings], object]
+
+
+LOOPS: tuple[Loop, ...] = (
+    Loop("overdue", 10.0, end_overdue),
+    Loop("recovery", 10.0, recover_blocked),
+)
+
+
+class Loops:
+    """Runs what is due while there is a lease. lease: the one that this process holds now."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        engine: Engine,
+        lease: Callable[[], Lease | None],
+        loops: Sequence[Loop] = LOOPS,
+    ) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._lease = lease
+        self._loops = loops
+        self._due = {loop.name: 0.0 for loop in loops}
+        self._stopping = threading.Event()
+        # A daemon: what it does can be cut off anywhere.
+        self._thread = threading.Thread(target=self._run, name="loops", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._thread.join(timeout=10)
+
+    def _run(self) -> None:
+        while not self._stopping.wait(self._settings.poll_s):
+            self.look()
+
+    def look(self) -> list[str]:
+        """Do what is due, if this process leads; the names of what was done."""
+        done = []
+        for loop in self._loops:
+            lease = self._lease()
+            if lease is None or self._due[loop.name] > time.monotonic():
+                continue
+            try:
+                loop.act(led_by(self._engine, lease), self._settings)
+                done.append(loop.name)
+            except Deposed as deposed:
+                log.warning("%s stopped: %s", loop.name, deposed)
+            except Exception:
+                # One loop that fails must not keep the others from their work.
+                log.exception("%s failed; it is tried again", loop.name)
+            self._due[loop.name] = time.monotonic() + loop.every_s
+        return done

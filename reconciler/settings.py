@@ -1,0 +1,184 @@
+"""Configuration: environment variables with the prefix GPUAAS_, each documented here.
+
+The same names may stand in a file, one `NAME=value` per line; the environment goes before the file.
+`docs/configuration.md` is made from this class (`python -m reconciler.service.configuration`).
+"""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import yaml
+from pydantic import Field, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from reconciler.domain.errors import Problem
+
+PROJECT = Path(__file__).resolve().parent.parent
+PREFIX = "GPUAAS_"
+# Where the file is; a service's unit need not say so.
+CONFIG_FILE = Path("/etc/gpuaas/gpuaas.env")
+CONFIG_FILE_VARIABLE = f"{PREFIX}CONFIG_FILE"
+
+
+def config_file() -> Path:
+    """The file of settings; it need not be there."""
+    return Path(os.environ.get(CONFIG_FILE_VARIABLE) or CONFIG_FILE)
+
+
+class Settings(BaseSettings):
+    """Every setting of the reconciler; `GPUAAS_STATE_DIR=/srv/gpuaas` sets `state_dir`."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore")
+
+    state_dir: Path = Field(
+        default=PROJECT / "build" / "reconciler",
+        description="Where database, run folders, SSH CA and logs live.",
+    )
+    database_url: str = Field(
+        default="", description="SQLAlchemy URL; empty means SQLite in the state folder."
+    )
+    listen: str = Field(default="127.0.0.1:8080", description="Address of the API, host:port.")
+    public_url: str = Field(
+        default="",
+        description="URL under which hosts reach the API; empty: the listen address.",
+    )
+    public_address: str = Field(
+        default="",
+        pattern=r"^([0-9]{1,3}(\.[0-9]{1,3}){3}|[0-9a-f:]*:[0-9a-f:.]*)?$",
+        description="IP address behind the name in public_url, for a site whose DNS does not know"
+        " the name: hosts use it to enrol, and bootstrap writes it into their /etc/hosts.",
+    )
+    enrolment_ca_file: Path | None = Field(
+        default=None,
+        description="PEM of the CA that alone may vouch for the API when a host enrols over HTTPS;"
+        " unset: the CAs that the host itself trusts.",
+    )
+    collections_path: Path = Field(
+        default=PROJECT / "build" / "collections",
+        description="Ansible collections path that holds gpuaas.slice.",
+    )
+    profiles_dir: Path = Field(
+        default=PROJECT / "profiles", description="Hardware profiles, one YAML file each."
+    )
+    workers: int = Field(default=2, ge=0, description="Tasks that one process runs at a time.")
+    task_lease_s: int = Field(
+        default=30, ge=5, description="Seconds after which a silent worker's task is taken over."
+    )
+    poll_s: float = Field(
+        default=0.5, gt=0, description="Seconds between two looks at the queue and at runs."
+    )
+    leader_lease_s: float = Field(
+        default=10.0,
+        ge=1,
+        description="Seconds after which a silent leader is replaced. Too low, and a busy database"
+        " makes the leader change for nothing; too high, and deadlines pass unseen for that long.",
+    )
+    log_format: Literal["text", "json"] = Field(
+        default="text", description="One line per event: for people, or a JSON object for programs."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="The least that is logged."
+    )
+    member_address: str = Field(
+        default="", description="Tenant-facing SSH address; empty until the gateway is configured."
+    )
+
+    launcher: Literal["runner", "awx"] = Field(
+        default="runner",
+        description="What carries out the playbooks: processes of ansible-runner on this machine,"
+        " or job templates of an AWX (docs/awx.md). Runs under way are followed where they began.",
+    )
+    awx_url: str = Field(
+        default="",
+        pattern=r"^$|^https://[^/?#@]+/?$|^http://(127\.0\.0\.1|localhost|\[::1\])(:[0-9]+)?/?$",
+        description="URL of the AWX, without /api; required with launcher=awx.",
+    )
+    awx_token_file: Path | None = Field(
+        default=None,
+        description="File with the OAuth2 token of AWX's service user; read for each request.",
+    )
+    awx_ca_file: Path | None = Field(
+        default=None,
+        description="PEM of the CA that alone may vouch for AWX; unset: the system's.",
+    )
+    awx_template_prefix: str = Field(
+        default="gpuaas.slice.",
+        pattern=r"^[A-Za-z0-9._ -]*$",
+        description="What the name of each job template has before the name of its playbook.",
+    )
+    oidc_issuer: str = Field(
+        default="",
+        pattern=r"^$|^https://|^http://(127\.0\.0\.1|localhost|\[::1\])[:/]",
+        description="Issuer of the site's OpenID provider, whose bearer tokens are accepted too;"
+        " empty: none. Its CA, if it is none of the public ones: SSL_CERT_FILE.",
+    )
+    oidc_audience: str = Field(
+        default="", description="What a provider's token must be for; required with an issuer."
+    )
+    oidc_name_claim: str = Field(
+        default="sub",
+        description="Claim that names the holder in audit; one that nobody can choose for himself.",
+    )
+    oidc_groups_claim: str = Field(default="groups", description="Claim with the holder's groups.")
+    oidc_admin_group: str = Field(
+        default="", description="Members of this group are platform admins; empty: nobody is."
+    )
+    oidc_project_prefix: str = Field(
+        default="",
+        description="A group with this prefix makes its members project members; what follows the"
+        " prefix is the project's id. Empty: nobody is.",
+    )
+    oidc_skew_s: int = Field(
+        default=30, ge=0, le=120, description="How far the provider's clock may be from ours."
+    )
+
+    @model_validator(mode="after")
+    def _oidc_is_whole(self) -> Settings:
+        if self.oidc_issuer and not self.oidc_audience:
+            raise ValueError("GPUAAS_OIDC_AUDIENCE goes with GPUAAS_OIDC_ISSUER")
+        return self
+
+    @model_validator(mode="after")
+    def _awx_is_whole(self) -> Settings:
+        if self.launcher == "awx" and not (self.awx_url and self.awx_token_file):
+            raise ValueError("GPUAAS_LAUNCHER=awx needs GPUAAS_AWX_URL and GPUAAS_AWX_TOKEN_FILE")
+        return self
+
+    def __init__(self, **values: Any) -> None:
+        """Arguments, environment, file: what comes first wins."""
+        super().__init__(_env_file=config_file(), **values)
+
+    @property
+    def database(self) -> str:
+        return self.database_url or f"sqlite:///{self.state_dir / 'reconciler.db'}"
+
+    @property
+    def api_url(self) -> str:
+        return self.public_url or f"http://{self.listen}"
+
+    @property
+    def api_names(self) -> dict[str, str]:
+        """Address by name of the API, as hosts must know it; {} where their DNS does."""
+        name = urlsplit(self.api_url).hostname or ""
+        return {name: self.public_address} if name and self.public_address else {}
+
+
+@lru_cache(maxsize=32)
+def hardware_profile(folder: Path, name: str) -> dict[str, Any]:
+    """The hardware profile `name`; Problem `profile_unknown` when there is none."""
+    known = sorted(file.stem for file in folder.glob("*.yml"))
+    if name not in known:
+        raise Problem(
+            "profile_unknown",
+            422,
+            expected=f"one of the hardware profiles {', '.join(known)}",
+            found=name,
+            remedy=f"choose one of these, or add {name}.yml to {folder}",
+        )
+    document: dict[str, Any] = yaml.safe_load((folder / f"{name}.yml").read_text())
+    return document

@@ -1,0 +1,293 @@
+"""What tenants asked for: placing it, giving it back, reading it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.domain.act import Act
+from reconciler.domain.errors import Problem
+from reconciler.domain.machine import gpus, tenant_disks
+from reconciler.domain.states import (
+    AllocationState,
+    CapacityShape,
+    ProofKind,
+    TaskKind,
+    TaskState,
+)
+from reconciler.planning.machine import MachineWant
+from reconciler.planning.snapshot import Want
+from reconciler.store import (
+    audit,
+    baremetal,
+    clock,
+    gates,
+    images,
+    lifecycle,
+    machines,
+    placement,
+    projects,
+    proofs,
+    rows,
+    tasks,
+)
+from reconciler.store.claims import (
+    bundles,
+    claim_node,
+    claim_slot,
+    held_slots,
+    move,
+    of_allocation,
+)
+from reconciler.store.lifecycle import advance
+from reconciler.store.paging import Order, Page, part
+from reconciler.store.rows import Record
+from reconciler.store.tables import allocations, nodes
+
+# Bundles and claims belong to an allocation; their file is their own because others need them too.
+__all__ = ["bundles"]
+
+ORDER = Order(allocations, ("created_at", "id"), descending=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """A tenant's request, checked for its form by the API."""
+
+    project_id: str
+    gpu_count: int
+    username: str
+    ssh_keys: Sequence[str]
+    hostname: str
+    image_id: str
+    capacity_shape: str = CapacityShape.GPU_SLICE.value
+    region: str = ""
+    pool: str = ""
+    sku: str = ""
+    runtime_profile: str = ""
+    node_id: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+
+def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Record:
+    """Place, claim, reserve, record and queue the work: together or not at all."""
+    if launch.capacity_shape == CapacityShape.BAREMETAL:
+        return _whole_machine(conn, launch, act)
+    image = _check(conn, launch)
+    want = Want(launch.gpu_count, launch.region, launch.pool, launch.node_id)
+    node_id, chosen = placement.reserve(conn, want)
+    allocation = _record(conn, launch, node_id, launch.gpu_count, act)
+    own = act.because(act.reason or "allocated", {"allocation_id": allocation["id"]})
+    for position, slot in enumerate(chosen):
+        claim_slot(conn, allocation["id"], slot, position, own)
+    # The slots were available, so this is the boot that their gate was proven under (I16).
+    boot_id = rows.get(conn, nodes, node_id, "node")["boot_id"]
+    extra = {**_parameters(launch, image), "boot_id": boot_id}
+    _queue(conn, allocation, TaskKind.SLICE_VM_PROVISION, act, extra=extra)
+    return get(conn, allocation["id"])
+
+
+def _whole_machine(conn: sa.Connection, launch: Launch, act: Act) -> Record:
+    """The same for a machine as a whole, with every disk of it that nothing uses."""
+    projects.get(conn, launch.project_id)
+    want = MachineWant(launch.region, launch.pool, launch.node_id)
+    node, discovery = machines.reserve(conn, want)
+    document = discovery["document"]
+    allocation = _record(conn, launch, node["id"], gpus(document), act)
+    own = act.because(act.reason or "allocated", {"allocation_id": allocation["id"]})
+    claim_node(conn, allocation["id"], node["id"], own, disks=tenant_disks(document))
+    baremetal.queue_provision(conn, allocation, node["boot_id"], act)
+    return get(conn, allocation["id"])
+
+
+def _record(conn: sa.Connection, launch: Launch, node_id: str, gpu_count: int, act: Act) -> Record:
+    allocation = rows.add(
+        conn,
+        allocations,
+        {
+            "id": rows.new_id(),
+            "project_id": launch.project_id,
+            "node_id": node_id,
+            "capacity_shape": launch.capacity_shape,
+            "sku": launch.sku,
+            "region": launch.region,
+            "pool": launch.pool,
+            "gpu_count": gpu_count,
+            "name": launch.hostname,
+            "hostname": launch.hostname,
+            "username": launch.username,
+            "ssh_keys": list(launch.ssh_keys),
+            "image_id": launch.image_id or None,
+            "runtime_profile": launch.runtime_profile,
+            "parameters": dict(launch.parameters),
+            "state": AllocationState.REQUESTED.value,
+            "state_reason": act.reason,
+            "deadline_at": lifecycle.limit("allocation", AllocationState.REQUESTED),
+            "requested_by": act.actor,
+            "correlation_id": act.correlation_id,
+        },
+    )
+    lifecycle.begin(conn, "allocation", allocation, act)
+    audit.write(
+        conn,
+        act,
+        "allocation.created",
+        "allocation",
+        allocation["id"],
+        detail={
+            "capacity_shape": launch.capacity_shape,
+            "gpu_count": gpu_count,
+            "node_id": node_id,
+        },
+        project_id=launch.project_id,
+    )
+    return allocation
+
+
+def release(conn: sa.Connection, id: str, act: Act) -> Record:
+    """The tenant gives it back. One that nobody has begun to build goes back at once."""
+    allocation = rows.get(conn, allocations, id, "allocation", lock=True)
+    state = allocation["state"]
+    queued = tasks.open_of_allocation(conn, id)
+    unstarted = all(task["started_at"] is None for task in queued)
+    if state == AllocationState.ACTIVE:
+        _move(conn, id, "release", act)
+        if allocation["capacity_shape"] == CapacityShape.BAREMETAL:
+            baremetal.queue_release(conn, allocation, act)
+        else:
+            _queue(conn, allocation, TaskKind.SLICE_VM_RELEASE, act)
+    elif state == AllocationState.REQUESTED and unstarted:
+        _withdraw(conn, id, queued, act)
+    else:
+        raise Problem(
+            "allocation_not_releasable",
+            409,
+            expected="an allocation that is active, or requested and not begun",
+            found=str(state),
+            remedy="wait until it is active, or have an admin force its clean-up",
+        )
+    audit.write(
+        conn,
+        act,
+        "allocation.released",
+        "allocation",
+        id,
+        project_id=allocation["project_id"],
+    )
+    return get(conn, id)
+
+
+def get(conn: sa.Connection, id: str) -> Record:
+    """The allocation with an id, its claims and the ids of its tasks, the oldest first."""
+    allocation = rows.get(conn, allocations, id, "allocation")
+    allocation["claims"] = of_allocation(conn, id)
+    newest_first = tasks.every(conn, allocation_id=id)
+    allocation["task_ids"] = [task["id"] for task in reversed(newest_first)]
+    return allocation
+
+
+def claims(conn: sa.Connection, allocation_id: str) -> list[Record]:
+    """The allocation's claims, the boot slot's first."""
+    return of_allocation(conn, allocation_id)
+
+
+def every(
+    conn: sa.Connection,
+    *,
+    project_id: str | None = None,
+    state: AllocationState | None = None,
+    node_id: str | None = None,
+    page: Page | None = None,
+) -> list[Record]:
+    """Newest first, without claims."""
+    query = rows.where(
+        sa.select(allocations), allocations, project_id=project_id, state=state, node_id=node_id
+    )
+    return rows.every(conn, part(query, ORDER, page))
+
+
+def _check(conn: sa.Connection, launch: Launch) -> Record:
+    if launch.capacity_shape != CapacityShape.GPU_SLICE:
+        raise Problem(
+            "shape_not_schedulable",
+            422,
+            expected=", ".join(CapacityShape),
+            found=launch.capacity_shape,
+            remedy="ask for a shape that this site sells",
+        )
+    if launch.gpu_count < 1:
+        raise Problem(
+            "gpu_count_invalid",
+            422,
+            expected="at least one GPU",
+            found=str(launch.gpu_count),
+            remedy="ask for one GPU or more",
+        )
+    projects.get(conn, launch.project_id)
+    return images.get(conn, launch.image_id)
+
+
+def _parameters(launch: Launch, image: Record) -> dict[str, Any]:
+    return {
+        "allocation": {
+            "username": launch.username,
+            "ssh_keys": list(launch.ssh_keys),
+            "hostname": launch.hostname,
+        },
+        "image": {name: value for name, value in image.items() if name != "created_at"},
+        "runtime_profile": launch.runtime_profile,
+        "parameters": dict(launch.parameters),
+    }
+
+
+def _queue(
+    conn: sa.Connection,
+    allocation: Record,
+    kind: TaskKind,
+    act: Act,
+    *,
+    extra: Mapping[str, Any] | None = None,
+) -> Record:
+    held = bundles(conn, allocation["id"])
+    given = dict(extra or {})
+    named = {"id": allocation["id"], **given.pop("allocation", {})}
+    return tasks.enqueue(
+        conn,
+        tasks.Enqueue(
+            kind=kind,
+            node_id=allocation["node_id"],
+            subject_kind="allocation",
+            subject_id=allocation["id"],
+            allocation_id=allocation["id"],
+            parameters={"allocation": named, "slots": held, **given},
+            fences={slot["slot_id"]: slot["fence"] for slot in held},
+        ),
+        act,
+    )
+
+
+def _move(conn: sa.Connection, id: str, event: str, act: Act) -> None:
+    own = act.because(act.reason, {**act.evidence, "allocation_id": id})
+    advance(conn, "allocation", id, event, act)
+    move(conn, id, event, act)
+    for slot in held_slots(conn, id):
+        advance(conn, "slot", slot["id"], event, own)
+
+
+def _withdraw(conn: sa.Connection, id: str, queued: Sequence[Record], act: Act) -> None:
+    for task in queued:
+        tasks.cancel(conn, task["id"], act)
+    evidence = {
+        "allocation_id": id,
+        "never_started": [task["id"] for task in queued],
+        "state": TaskState.CANCELED.value,
+    }
+    own = act.because("withdrawn before any run began", evidence)
+    for slot in held_slots(conn, id):
+        proof = proofs.record(conn, slot, ProofKind.UNTOUCHED, evidence, allocation_id=id)
+        gates.give_back(conn, slot, proof, own)
+    move(conn, id, "finish", own)
+    advance(conn, "allocation", id, "withdraw", own, columns={"ended_at": clock.now()})

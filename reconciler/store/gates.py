@@ -1,0 +1,146 @@
+"""Collecting what the gate looks at, and opening slots that pass it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.domain.act import Act
+from reconciler.domain.bundle import Bundle
+from reconciler.domain.discovery import Blocker
+from reconciler.domain.errors import Problem
+from reconciler.domain.gate import GateEvidence, Proof, Sighting, blockers
+from reconciler.domain.states import HealthState, ProofKind, SlotState
+from reconciler.store import discoveries, proofs, rows
+from reconciler.store.claims import exclusive_ended_at
+from reconciler.store.lifecycle import advance
+from reconciler.store.rows import Record
+from reconciler.store.tables import nodes, slots
+
+
+def gate(conn: sa.Connection, slot_id: str) -> tuple[Blocker, ...]:
+    """What keeps a slot from being sold; empty when nothing does."""
+    slot = rows.get(conn, slots, slot_id, "slot")
+    return judge(conn, slot, proofs.current(conn, slot))
+
+
+def judge(conn: sa.Connection, slot: Record, proof: Record | None) -> tuple[Blocker, ...]:
+    """The gate for a slot with this proof."""
+    node = rows.get(conn, nodes, slot["node_id"], "node")
+    return blockers(
+        GateEvidence(
+            bundle=Bundle.of(slot),
+            approved_at=slot["approved_at"],
+            disk_generation=slot["disk_generation"],
+            node_state=node["state"],
+            node_mode=node["mode"],
+            boot_id=node["boot_id"],
+            install_id=node["install_id"],
+            reboot_required=node["reboot_required"],
+            discovery=_sighting(discoveries.latest(conn, node["id"])),
+            parity=_sighting(discoveries.latest_parity(conn, node["id"])),
+            proof=_proof(proof),
+            exclusive_ended_at=exclusive_ended_at(conn, node["id"]),
+            wipe_policy=proofs.policy(slot),
+            others=others(conn, node["id"], beside=slot["id"]),
+        )
+    )
+
+
+def others(conn: sa.Connection, node_id: str, beside: str = "") -> tuple[Bundle, ...]:
+    """The bundles of the node's approved slots but one."""
+    query = sa.select(slots).where(
+        slots.c.node_id == node_id, slots.c.retired_at.is_(None), slots.c.id != beside
+    )
+    return tuple(Bundle.of(row) for row in rows.every(conn, query.order_by(slots.c.slot_index)))
+
+
+def make_available(conn: sa.Connection, slot_id: str, act: Act) -> Record:
+    """Sell a disabled slot; refused with every blocker that there is."""
+    slot = rows.get(conn, slots, slot_id, "slot", lock=True)
+    proof = proofs.current(conn, slot)
+    found = judge(conn, slot, proof)
+    if found or proof is None:
+        raise Problem(
+            "gate_closed",
+            409,
+            expected="a slot without blockers",
+            found="; ".join(f"{row.code}: {row.detail}" for row in found),
+            remedy="remove the causes on the host, then run discovery and parity again",
+            detail={"blockers": [row.document() for row in found]},
+        )
+    return advance(
+        conn,
+        "slot",
+        slot_id,
+        "enable",
+        act.because(act.reason or "gate passed", {**act.evidence, "proof_id": proof["id"]}),
+        columns={
+            "available_proof_id": proof["id"],
+            "last_proof_id": proof["id"],
+            "health_state": HealthState.HEALTHY.value,
+            "health_detail": {},
+        },
+    )
+
+
+def open_gate(conn: sa.Connection, node_id: str, act: Act) -> dict[str, Any]:
+    """Sell every slot of the node that is wanted and passes; say why the others do not."""
+    query = sa.select(slots).where(
+        slots.c.node_id == node_id,
+        slots.c.retired_at.is_(None),
+        slots.c.status == SlotState.DISABLED,
+        slots.c.wanted == SlotState.AVAILABLE,
+    )
+    opened: list[str] = []
+    closed: dict[str, list[dict[str, str]]] = {}
+    for slot in rows.every(conn, query.order_by(slots.c.slot_index)):
+        found = judge(conn, slot, proofs.current(conn, slot))
+        if found:
+            closed[slot["id"]] = [row.document() for row in found]
+        else:
+            make_available(conn, slot["id"], act)
+            opened.append(slot["id"])
+    return {"opened": opened, "closed": closed}
+
+
+def give_back(conn: sa.Connection, slot: Record, proof: Record, act: Act) -> Record:
+    """A slot that is proven clean again: on sale, or disabled while its gate is closed."""
+    found = judge(conn, slot, proof)
+    wanted = slot["wanted"] == SlotState.AVAILABLE
+    columns = {
+        "last_proof_id": proof["id"],
+        "health_state": HealthState.HEALTHY.value,
+        "health_detail": {},
+    }
+    evidence = {**act.evidence, "proof_id": proof["id"]}
+    if wanted and not found:
+        columns["available_proof_id"] = proof["id"]
+        return advance(
+            conn, "slot", slot["id"], "return", act.because(act.reason, evidence), columns=columns
+        )
+    why = "; ".join(row.code for row in found) if found else "it is wanted disabled"
+    evidence["blockers"] = [row.document() for row in found]
+    parked = act.because(f"{act.reason}; disabled: {why}", evidence)
+    return advance(conn, "slot", slot["id"], "park", parked, columns=columns)
+
+
+def _proof(record: Record | None) -> Proof | None:
+    if record is None:
+        return None
+    # An untouched disk is as clean as the proof that it was sold on.
+    method = None if record["kind"] == ProofKind.UNTOUCHED else record["method"]
+    return Proof(record["disk_identity"], record["disk_generation"], record["created_at"], method)
+
+
+def _sighting(record: Record | None) -> Sighting | None:
+    if record is None:
+        return None
+    return Sighting(
+        observed_at=record["observed_at"],
+        boot_id=record["boot_id"],
+        install_id=record["install_id"],
+        document=record["document"],
+        failures=record.get("failures", 0),
+    )

@@ -1,0 +1,293 @@
+"""What must always hold, asked of a live database; every answer but none is a defect of ours.
+
+The numbers are those of the reliability programme. Much of this the schema refuses by itself: it is
+asked all the same, because a restored backup, another version or a person may have written.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.domain import transitions
+from reconciler.domain.proof import accepts, nothing_written
+from reconciler.domain.states import (
+    LIVE_CLAIMS,
+    AllocationState,
+    ClaimKind,
+    ClaimState,
+    NodeMode,
+    ProofKind,
+    SlotState,
+    TaskState,
+)
+from reconciler.store import clock, discoveries, proofs, rows
+from reconciler.store.leasing import DUE
+from reconciler.store.lifecycle import ENTITIES
+from reconciler.store.rows import Record
+from reconciler.store.tables import allocations, claims, history, nodes, slots, tasks
+from reconciler.store.tables import proofs as proof_table
+from reconciler.store.tasks import GRACE_S
+
+# A deadline is looked at every few seconds by every worker, and one that ends a run takes GRACE_S
+# more. Something that is later than this, nobody looks at.
+UNSEEN_S = 2 * GRACE_S
+_CLAIMS_OF = {
+    AllocationState.REQUESTED: ClaimState.RESERVED,
+    AllocationState.PROVISIONING: ClaimState.PROVISIONING,
+    AllocationState.ACTIVE: ClaimState.ACTIVE,
+    AllocationState.RELEASING: ClaimState.RELEASING,
+}
+_HELD = (SlotState.RESERVED, SlotState.PROVISIONING, SlotState.ACTIVE, SlotState.RELEASING)
+_BEING_PROVEN = (SlotState.CLEANUP, SlotState.CLEANUP_BLOCKED)
+
+
+@dataclass(frozen=True)
+class Violation:
+    """invariant: I1 … I20. subject: what it is about, by kind and id."""
+
+    invariant: str
+    subject: str
+    found: str
+
+
+Found = Iterator[Violation]
+
+
+def check(conn: sa.Connection) -> list[Violation]:
+    """Every violation; in one consistent picture, so do it in a reading transaction."""
+    return [violation for ask in CHECKS for violation in ask(conn)]
+
+
+def one_claim_each(conn: sa.Connection) -> Found:
+    """I1: at most one live claim per slot, GPU, disk, fabric function, MAC and address."""
+    live = _live(conn, ClaimKind.SLICE)
+    for names in (
+        ("slot_id",),
+        ("node_id", "gpu_pci_address"),
+        ("nvme_identity",),
+        ("node_id", "fabric_vf_pci_address"),
+        ("management_mac",),
+        ("node_id", "private_ip"),
+    ):
+        holders = defaultdict(list)
+        for claim in live:
+            if claim[names[-1]]:
+                holders[tuple(claim[name] for name in names)].append(claim["id"])
+        for key, ids in holders.items():
+            if len(ids) > 1:
+                what = f"{names[-1]} {' '.join(map(str, key))}"
+                yield Violation("I1", what, f"live claims {', '.join(ids)}")
+
+
+def whole_or_sliced(conn: sa.Connection) -> Found:
+    """I2: a claim on the whole machine excludes those on its slots, and each needs its mode."""
+    modes = _pairs(conn, nodes.c.id, nodes.c.mode)
+    whole: dict[str, list[str]] = defaultdict(list)
+    for claim in _live(conn, ClaimKind.NODE_EXCLUSIVE):
+        whole[claim["node_id"]].append(claim["id"])
+    for node_id, ids in whole.items():
+        if len(ids) > 1:
+            yield Violation("I2", f"node {node_id}", f"whole machine claimed by {', '.join(ids)}")
+    for kind, mode in (
+        (ClaimKind.NODE_EXCLUSIVE, NodeMode.BAREMETAL),
+        (ClaimKind.SLICE, NodeMode.SLICE),
+    ):
+        for claim in _live(conn, kind):
+            if modes[claim["node_id"]] != mode:
+                found = f"live on node {claim['node_id']} in mode {modes[claim['node_id']]}"
+                yield Violation("I2", f"claim {claim['id']}", found)
+
+
+def together(conn: sa.Connection) -> Found:
+    """I3: allocation, claims and slots say the same."""
+    live: dict[str, list[Record]] = defaultdict(list)
+    for one in _live(conn):
+        live[one["allocation_id"]].append(one)
+    columns = (allocations.c.id, allocations.c.state)
+    for key, state in conn.execute(sa.select(*columns)):
+        expected = _CLAIMS_OF.get(state)
+        found = {claim["state"] for claim in live[key]}
+        if found != ({expected} if expected else set()):
+            told = f"{state}, with claims {', '.join(sorted(found)) or 'none'}"
+            yield Violation("I3", f"allocation {key}", told)
+    held = {c["slot_id"]: c for claims_of in live.values() for c in claims_of if c["slot_id"]}
+    for slot in rows.every(conn, sa.select(slots)):
+        claim: Record | None = held.get(slot["id"])
+        state, status = (claim["state"] if claim else ""), slot["status"]
+        fine = status == state if status in _HELD else not state or status in _BEING_PROVEN
+        if not fine or (claim and claim["disk_generation"] != slot["disk_generation"]):
+            told = f"{status} at disk generation {slot['disk_generation']}, its claim"
+            theirs = f"{state} at {claim['disk_generation']}" if claim else "none"
+            yield Violation("I3", f"slot {slot['id']}", f"{told} {theirs}")
+
+
+def proven(conn: sa.Connection) -> Found:
+    """I4, I6: what is on sale is proven clean since its disk was last given to anybody."""
+    known = {row["id"]: row for row in rows.every(conn, _proofs_in_use())}
+    for slot in _on_sale(conn):
+        proof = known.get(slot["available_proof_id"])
+        if proof is None:
+            yield Violation("I4", f"slot {slot['id']}", "available without a proof")
+            continue
+        for wrong, found in (
+            (proof["disk_identity"] != slot["nvme_identity"], "a proof of another disk"),
+            (proof["node_id"] != slot["node_id"], "a proof from another node"),
+            (proof["disk_generation"] != slot["disk_generation"], "a proof from before its tenant"),
+            (not _says_clean(slot, proof), f"a {proof['kind']} proof that does not say so"),
+        ):
+            if wrong:
+                yield Violation("I4", f"slot {slot['id']}", f"available with {found}")
+
+
+def fenced(conn: sa.Connection) -> Found:
+    """I10: nobody works under a fence that was never given out."""
+    fences = _pairs(conn, slots.c.id, slots.c.fence)
+    for claim in _live(conn, ClaimKind.SLICE):
+        if claim["fence"] > fences[claim["slot_id"]]:
+            found = f"fence {claim['fence']}, of its slot {fences[claim['slot_id']]}"
+            yield Violation("I10", f"claim {claim['id']}", found)
+    for task in _tasks(conn, *DUE, TaskState.RUNNING):
+        for slot_id, fence in task["fences"].items():
+            if fence > fences.get(slot_id, fence):
+                found = f"fence {fence} for slot {slot_id}, which is at {fences[slot_id]}"
+                yield Violation("I10", f"task {task['id']}", found)
+
+
+def in_time(conn: sa.Connection) -> Found:
+    """I12: nothing stays in an unstable state unseen."""
+    now = clock.read(conn)
+    for entity, where in ENTITIES.items():
+        state, deadline = where.table.c[where.state], where.table.c[where.deadline]
+        for key, value, at in conn.execute(sa.select(where.table.c.id, state, deadline)):
+            rule = transitions.DEADLINES.get((entity, value))
+            if rule is None:
+                continue
+            if at is None:
+                yield Violation("I12", f"{entity} {key}", f"{value} without a deadline")
+            elif rule.event and at < now - UNSEEN_S:
+                yield Violation("I12", f"{entity} {key}", f"{value} past {clock.iso(at)}, unseen")
+
+
+def unknown_frees_nothing(conn: sa.Connection) -> Found:
+    """I13: a run of which no outcome was seen is followed by a wipe before anything is sold."""
+    known = {row["id"]: row for row in rows.every(conn, _proofs_in_use())}
+    holders = _last_holders(conn)
+    lost: dict[str, float] = {}
+    for task in _tasks(conn, TaskState.LOST):
+        key, at = task["allocation_id"], task["finished_at"] or 0.0
+        lost[key] = max(at, lost.get(key, 0.0))
+    for slot in _on_sale(conn):
+        at = lost.get(holders.get((slot["id"], slot["disk_generation"]), ""))
+        proof = known.get(slot["available_proof_id"])
+        if at is None or proof is None:
+            continue
+        if proof["kind"] != ProofKind.WIPE or proof["created_at"] < at:
+            found = (
+                f"available by a {proof['kind']} proof, a lost run of its last tenant unanswered"
+            )
+            yield Violation("I13", f"slot {slot['id']}", found)
+
+
+def this_boot(conn: sa.Connection) -> Found:
+    """I16: what is on sale was looked at under this boot and installation, and passed."""
+    by_node: dict[str, list[Record]] = defaultdict(list)
+    for slot in _on_sale(conn):
+        by_node[slot["node_id"]].append(slot)
+    for node_id, found in by_node.items():
+        node = rows.get(conn, nodes, node_id, "node")
+        parity = discoveries.latest_parity(conn, node_id)
+        why = "reboot required" if node["reboot_required"] else ""
+        if parity and parity["failures"]:
+            why = f"parity with {parity['failures']} failures"
+        for name, seen in (("discovery", discoveries.latest(conn, node_id)), ("parity", parity)):
+            if seen is None:
+                why = f"no {name}"
+            elif any(not node[key] or seen[key] != node[key] for key in ("boot_id", "install_id")):
+                why = f"{name} of another boot or installation"
+        if why:
+            ids = ", ".join(slot["id"] for slot in found)
+            yield Violation("I16", f"node {node_id}", f"{why}, and on sale: {ids}")
+
+
+def told(conn: sa.Connection) -> Found:
+    """I20: every state has its history, without a gap."""
+    before = sa.func.lag(history.c.target).over(
+        partition_by=(history.c.entity, history.c.entity_id), order_by=history.c.id
+    )
+    after = sa.func.lead(history.c.id).over(
+        partition_by=(history.c.entity, history.c.entity_id), order_by=history.c.id
+    )
+    chain = sa.select(
+        history.c.id,
+        history.c.entity,
+        history.c.entity_id,
+        history.c.source,
+        history.c.target,
+        before.label("before"),
+        after.label("after"),
+    ).subquery()
+    gaps = sa.select(chain).where(chain.c.before.is_not(None), chain.c.before != chain.c.source)
+    for row in conn.execute(gaps).mappings():
+        found = f"history row {row['id']} comes from {row['source']}, it was {row['before']}"
+        yield Violation("I20", f"{row['entity']} {row['entity_id']}", found)
+    newest = sa.select(chain.c.entity, chain.c.entity_id, chain.c.target)
+    last = {(e, k): s for e, k, s in conn.execute(newest.where(chain.c.after.is_(None)))}
+    for entity, where in ENTITIES.items():
+        state = where.table.c[where.state]
+        for key, value in conn.execute(sa.select(where.table.c.id, state)):
+            # The mode that a node is made with belongs to the history of the node itself.
+            if last.get((entity, key), value if entity == "node_mode" else None) != value:
+                seen = last.get((entity, key), "nothing")
+                yield Violation("I20", f"{entity} {key}", f"{value}, its history ends with {seen}")
+
+
+CHECKS: tuple[Callable[[sa.Connection], Found], ...] = (
+    one_claim_each,
+    whole_or_sliced,
+    together,
+    proven,
+    fenced,
+    in_time,
+    unknown_frees_nothing,
+    this_boot,
+    told,
+)
+
+
+def _pairs(conn: sa.Connection, key: sa.Column[Any], value: sa.Column[Any]) -> dict[str, Any]:
+    return {row[0]: row[1] for row in conn.execute(sa.select(key, value))}
+
+
+def _live(conn: sa.Connection, kind: ClaimKind | None = None) -> list[Record]:
+    query = sa.select(claims).where(claims.c.state.in_(LIVE_CLAIMS))
+    return rows.every(conn, rows.where(query, claims, kind=kind))
+
+
+def _on_sale(conn: sa.Connection) -> list[Record]:
+    return rows.every(conn, sa.select(slots).where(slots.c.status == SlotState.AVAILABLE))
+
+
+def _proofs_in_use() -> sa.Select[Any]:
+    return sa.select(proof_table).join(slots, slots.c.available_proof_id == proof_table.c.id)
+
+
+def _says_clean(slot: Record, proof: Record) -> bool:
+    document = proof["document"]
+    if proof["kind"] == ProofKind.UNTOUCHED:
+        return nothing_written(document)
+    return document.get("verified") is True and accepts(proofs.policy(slot), proof["method"])
+
+
+def _last_holders(conn: sa.Connection) -> dict[tuple[str, int], str]:
+    columns = (claims.c.slot_id, claims.c.disk_generation, claims.c.allocation_id)
+    query = sa.select(*columns).where(claims.c.kind == ClaimKind.SLICE)
+    return {(slot, number): key for slot, number, key in conn.execute(query)}
+
+
+def _tasks(conn: sa.Connection, *states: TaskState) -> list[Record]:
+    return rows.every(conn, sa.select(tasks).where(tasks.c.state.in_(states)))

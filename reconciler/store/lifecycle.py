@@ -1,0 +1,166 @@
+"""The one function that changes lifecycle state, and what is written with every change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.domain import transitions
+from reconciler.domain.act import Act
+from reconciler.domain.errors import Problem
+from reconciler.store import clock, history, outbox, rows
+from reconciler.store.rows import Record
+from reconciler.store.tables import allocations, claims, nodes, slots, tasks
+
+
+@dataclass(frozen=True)
+class Entity:
+    """Where an entity's state is kept."""
+
+    table: sa.Table
+    state: str = "state"
+    deadline: str = "deadline_at"
+
+
+ENTITIES = {
+    "node": Entity(nodes),
+    "node_mode": Entity(nodes, "mode", "mode_deadline_at"),
+    "slot": Entity(slots, "status"),
+    "allocation": Entity(allocations),
+    "claim": Entity(claims),
+    "task": Entity(tasks),
+}
+
+
+@dataclass(frozen=True)
+class Overdue:
+    """Something that stayed in an unstable state too long; event is what follows, "" a warning."""
+
+    entity: str
+    id: str
+    state: str
+    deadline_at: float
+    event: str
+
+
+def advance(
+    conn: sa.Connection,
+    entity: str,
+    key: str,
+    event: str,
+    act: Act,
+    *,
+    expect_generation: int | None = None,
+    columns: Mapping[str, Any] | None = None,
+) -> Record:
+    """Apply an event: conditional on id, state and generation, with history and outbox row.
+
+    columns are set by the same update, so that they cannot disagree with the state.
+    """
+    where = ENTITIES[entity]
+    before = rows.get(conn, where.table, key, entity, lock=True)
+    source = str(before[where.state])
+    target = transitions.target(entity, source, event)
+    if expect_generation is not None and expect_generation != before["generation"]:
+        raise _outpaced(entity, key, expect_generation, before["generation"])
+    if target is None:
+        raise Problem(
+            "transition_refused",
+            409,
+            expected=f"{entity} {key} in a state that allows {event!r}",
+            found=f"{source}, which allows {', '.join(transitions.events(entity, source))}",
+            remedy=f"read the {entity} again and act on its state",
+            detail={"entity": entity, "id": key, "state": source},
+        )
+    deadline = transitions.DEADLINES.get((entity, target))
+    values = {
+        where.state: target,
+        f"{where.state}_reason": act.reason,
+        f"{where.state}_since": clock.now(),
+        where.deadline: clock.now() + deadline.seconds if deadline else None,
+        "generation": before["generation"] + 1,
+        **(columns or {}),
+    }
+    update = (
+        sa.update(where.table)
+        .where(
+            where.table.c.id == key,
+            where.table.c[where.state] == source,
+            where.table.c.generation == before["generation"],
+        )
+        .values(**values)
+        .returning(where.table)
+    )
+    row = conn.execute(update).mappings().first()
+    if row is None:
+        raise _outpaced(entity, key, before["generation"], None)
+    after = dict(row)
+    history.write(conn, entity, after, act, source=source, event=event, target=target)
+    _tell(conn, entity, after, act, change=(source, event, target))
+    return after
+
+
+def begin(conn: sa.Connection, entity: str, record: Record, act: Act) -> None:
+    """History and outbox of a row that has just been inserted in its first state."""
+    state = str(record[ENTITIES[entity].state])
+    history.write(conn, entity, record, act, source="", event="create", target=state)
+    _tell(conn, entity, record, act, change=("", "create", state))
+
+
+def limit(entity: str, state: str) -> Any:
+    """The deadline of a row inserted in this state; an SQL expression or None."""
+    deadline = transitions.DEADLINES.get((entity, state))
+    return clock.now() + deadline.seconds if deadline else None
+
+
+def overdue(conn: sa.Connection) -> list[Overdue]:
+    """Everything past its deadline, by the database's clock."""
+    found = []
+    for entity, where in ENTITIES.items():
+        state, deadline = where.table.c[where.state], where.table.c[where.deadline]
+        query = sa.select(where.table.c.id, state, deadline).where(deadline < clock.now())
+        for key, value, at in conn.execute(query.order_by(deadline)):
+            rule = transitions.DEADLINES.get((entity, value))
+            found.append(Overdue(entity, key, value, at, rule.event if rule else ""))
+    return found
+
+
+def _tell(
+    conn: sa.Connection, entity: str, record: Record, act: Act, *, change: tuple[str, str, str]
+) -> None:
+    source, event, target = change
+    payload = {
+        "id": record["id"],
+        "from": source,
+        "event": event,
+        "to": target,
+        "generation": record["generation"],
+        "actor": act.actor,
+        "reason": act.reason,
+    }
+    for name in ("allocation_id", "slot_id", "kind", "subject_kind", "subject_id"):
+        if record.get(name):
+            payload[name] = record[name]
+    outbox.add(
+        conn,
+        f"{entity}.{target}",
+        entity,
+        record["id"],
+        payload=payload,
+        node_id=record["id"] if entity.startswith("node") else record.get("node_id") or "",
+        project_id=record.get("project_id") or "",
+        correlation_id=act.correlation_id,
+    )
+
+
+def _outpaced(entity: str, key: str, expected: int, found: int | None) -> Problem:
+    return Problem(
+        "generation_conflict",
+        409,
+        expected=f"{entity} {key} at generation {expected}",
+        found="a later one" if found is None else f"generation {found}",
+        remedy=f"read the {entity} again and decide anew",
+    )

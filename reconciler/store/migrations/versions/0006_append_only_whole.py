@@ -1,0 +1,31 @@
+"""Two ways around append-only are closed: emptying a table, and inserting over a row."""
+
+from __future__ import annotations
+
+from alembic import op
+
+revision = "0006"
+down_revision = "0010"
+
+# Whether a row with the new one's key is there already.
+TABLES = {
+    "state_history": "SELECT 1 FROM state_history WHERE id = NEW.id",
+    "audit_log": "SELECT 1 FROM audit_log WHERE id = NEW.id",
+    "wipe_proofs": "SELECT 1 FROM wipe_proofs WHERE id = NEW.id",
+}
+
+
+def upgrade() -> None:
+    """Triggers per row see neither PostgreSQL's TRUNCATE nor SQLite's INSERT OR REPLACE."""
+    for table, there in TABLES.items():
+        if op.get_bind().dialect.name == "postgresql":
+            op.execute(
+                f"CREATE TRIGGER {table}_no_truncate BEFORE TRUNCATE ON {table}"
+                " FOR EACH STATEMENT EXECUTE FUNCTION gpuaas_append_only()"
+            )
+        else:
+            op.execute(
+                f"CREATE TRIGGER {table}_no_replace BEFORE INSERT ON {table} FOR EACH ROW"
+                f" WHEN EXISTS ({there})"
+                f" BEGIN SELECT RAISE(ABORT, '{table} is append-only'); END"
+            )

@@ -1,0 +1,42 @@
+"""A disk's generation only grows, and a slot keeps its disk, whoever writes.
+
+A slot is available by a proof of its disk's present generation. Taken back, the generation would
+make an old proof count again: that of a disk which has had a tenant since.
+"""
+
+from __future__ import annotations
+
+from alembic import op
+
+revision = "0009"
+down_revision = "0008"
+
+SLOTS = "node_resource_slots"
+TOLD = "a disk generation only grows, and a slot keeps its disk"
+CHANGED = "NEW.disk_generation < OLD.disk_generation OR NEW.nvme_identity <> OLD.nvme_identity"
+# Retired slots count: the disk of one may come into a new one.
+OLDER = (
+    "NEW.disk_generation < (SELECT max(disk_generation) FROM node_resource_slots"
+    " WHERE nvme_identity = NEW.nvme_identity)"
+)
+
+
+def upgrade() -> None:
+    """A trigger per verb; a migration that makes the table anew must make them again."""
+    changing = f"BEFORE UPDATE OF disk_generation, nvme_identity ON {SLOTS} FOR EACH ROW"
+    adding = f"BEFORE INSERT ON {SLOTS} FOR EACH ROW"
+    for name, head, wrong in (
+        ("disk_generation_grows", changing, CHANGED),
+        ("disk_generation_begins", adding, OLDER),
+    ):
+        if op.get_bind().dialect.name == "postgresql":
+            # integrity_constraint_violation, as SQLite calls it too.
+            op.execute(
+                f"CREATE FUNCTION gpuaas_{name}() RETURNS trigger LANGUAGE plpgsql AS $$"
+                f" BEGIN IF {wrong} THEN RAISE EXCEPTION '{TOLD}' USING ERRCODE = '23000';"
+                " END IF; RETURN NEW; END $$"
+            )
+            op.execute(f"CREATE TRIGGER {SLOTS}_{name} {head} EXECUTE FUNCTION gpuaas_{name}()")
+        else:
+            refuse = f"SELECT RAISE(ABORT, '{TOLD}') WHERE {wrong};"
+            op.execute(f"CREATE TRIGGER {SLOTS}_{name} {head} BEGIN {refuse} END")

@@ -1,0 +1,21 @@
+"""Counting a site's slots without reading them."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0010"
+down_revision = "0007"
+
+
+def upgrade() -> None:
+    """Everything that ranking nodes needs is in the index."""
+    approved = sa.text("retired_at IS NULL")
+    op.create_index(
+        "ix_slots_counts",
+        "node_resource_slots",
+        ["node_id", "numa_node", "status"],
+        sqlite_where=approved,
+        postgresql_where=approved,
+    )

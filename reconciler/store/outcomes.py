@@ -1,0 +1,249 @@
+"""What follows from the end of a run: allocation, claims and slots move together.
+
+Each function is called in the transaction that finishes the task. It answers False, and changes
+nothing, when the allocation has moved on meanwhile: a late result decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.domain.act import Act
+from reconciler.domain.errors import Problem
+from reconciler.domain.proof import nothing_written
+from reconciler.domain.states import AllocationState, HealthState, ProofKind, SlotState
+from reconciler.store import clock, discoveries, gates, proofs, rows
+from reconciler.store.claims import held_slots, last_holder, move
+from reconciler.store.lifecycle import advance
+from reconciler.store.rows import Record
+from reconciler.store.tables import allocations, slots
+
+Proofs = Mapping[str, Mapping[str, Any]]
+BUILDING = (AllocationState.REQUESTED, AllocationState.PROVISIONING)
+CLAIMED = (SlotState.RESERVED, SlotState.PROVISIONING)
+CLEANING = (SlotState.CLEANUP, SlotState.CLEANUP_BLOCKED)
+
+
+def provision_started(conn: sa.Connection, allocation_id: str, act: Act) -> bool:
+    """A run has begun to build it."""
+    if not _is(conn, allocation_id, AllocationState.REQUESTED):
+        return False
+    _together(conn, allocation_id, "provision", act)
+    return True
+
+
+def provision_succeeded(
+    conn: sa.Connection, allocation_id: str, act: Act, *, connection: Mapping[str, Any]
+) -> bool:
+    """The tenant can use it; connection is what the tenant may see."""
+    if not _is(conn, allocation_id, AllocationState.PROVISIONING):
+        return False
+    columns = {"connection": dict(connection), "activated_at": clock.now()}
+    healthy = {"health_state": HealthState.HEALTHY.value, "health_detail": {}}
+    _together(conn, allocation_id, "activate", act, columns=columns, on_slots=healthy)
+    return True
+
+
+def provision_failed(
+    conn: sa.Connection,
+    allocation_id: str,
+    act: Act,
+    *,
+    step: str,
+    error: Mapping[str, Any],
+    untouched: Proofs | None = None,
+) -> bool:
+    """It never became usable. Only slots that the host calls untouched go back by themselves."""
+    if not _is(conn, allocation_id, *BUILDING):
+        return False
+    own = _own(act, allocation_id, f"provisioning failed at {step}", {"error": dict(error)})
+    fail(conn, allocation_id, own, error=error)
+    for slot in held_slots(conn, allocation_id):
+        if slot["status"] not in CLAIMED:
+            continue
+        evidence = (untouched or {}).get(slot["id"], {})
+        if nothing_written(evidence):
+            proof = proofs.record(
+                conn, slot, ProofKind.UNTOUCHED, evidence, allocation_id=allocation_id
+            )
+            gates.give_back(conn, slot, proof, own)
+        else:
+            block(conn, slot, allocation_id, own, step=step, error=error)
+    return True
+
+
+def release_succeeded(
+    conn: sa.Connection,
+    allocation_id: str,
+    act: Act,
+    *,
+    proofs: Proofs,
+    absence: Mapping[str, Any],
+) -> bool:
+    """Nothing is left and every disk is proven clean; raises when a proof does not say so."""
+    if not _is(conn, allocation_id, AllocationState.RELEASING):
+        return False
+    own = _own(act, allocation_id, "released")
+    _clean(conn, held_slots(conn, allocation_id), proofs, absence, own)
+    move(conn, allocation_id, "finish", own)
+    advance(conn, "allocation", allocation_id, "finish", own, columns={"ended_at": clock.now()})
+    return True
+
+
+def release_failed(
+    conn: sa.Connection, allocation_id: str, act: Act, *, step: str, error: Mapping[str, Any]
+) -> bool:
+    """Something may be left: the slots wait for evidence, the allocation stays releasing."""
+    if not _is(conn, allocation_id, AllocationState.RELEASING):
+        return False
+    own = _own(act, allocation_id, f"release failed at {step}", {"error": dict(error)})
+    for slot in held_slots(conn, allocation_id):
+        if slot["status"] == SlotState.RELEASING:
+            block(conn, slot, allocation_id, own, step=step, error=error)
+    update = sa.update(allocations).where(allocations.c.id == allocation_id)
+    conn.execute(update.values(error=dict(error)))
+    return True
+
+
+def wiped(
+    conn: sa.Connection,
+    allocation_id: str,
+    act: Act,
+    *,
+    proofs: Proofs,
+    absence: Mapping[str, Any],
+) -> bool:
+    """The clean-up after an allocation is proven; True when at least one slot came back."""
+    found = [slot for slot in held_slots(conn, allocation_id) if slot["id"] in proofs]
+    cleaning = [slot for slot in found if slot["status"] in CLEANING]
+    _clean(conn, cleaning, proofs, absence, _own(act, allocation_id, "cleaned up"))
+    return bool(cleaning)
+
+
+def wipe_failed(
+    conn: sa.Connection, allocation_id: str, act: Act, *, step: str, error: Mapping[str, Any]
+) -> bool:
+    """The clean-up did not prove anything: blocked again, with the reason."""
+    found = [slot["id"] for slot in held_slots(conn, allocation_id)]
+    return wipe_slots_failed(conn, found, act, step=step, error=error)
+
+
+def wiped_slots(conn: sa.Connection, proofs: Proofs, absence: Mapping[str, Any], act: Act) -> bool:
+    """As `wiped`, for single slots."""
+    holders = {last_holder(conn, slot_id) for slot_id in proofs}
+    done = [wiped(conn, key, act, proofs=proofs, absence=absence) for key in sorted(holders)]
+    return any(done)
+
+
+def wipe_slots_failed(
+    conn: sa.Connection,
+    slot_ids: list[str],
+    act: Act,
+    *,
+    step: str,
+    error: Mapping[str, Any],
+) -> bool:
+    """As `wipe_failed`, for single slots."""
+    done = False
+    for slot_id in slot_ids:
+        slot = rows.get(conn, slots, slot_id, "slot", lock=True)
+        if slot["status"] == SlotState.CLEANUP:
+            holder = last_holder(conn, slot_id)
+            own = _own(act, holder, f"clean-up failed at {step}", {"error": dict(error)})
+            block(conn, slot, holder, own, step=step, error=error)
+            done = True
+    return done
+
+
+def fail(conn: sa.Connection, allocation_id: str, act: Act, *, error: Mapping[str, Any]) -> None:
+    """End an allocation and its claims as failed."""
+    columns = {"error": dict(error), "ended_at": clock.now()}
+    advance(conn, "allocation", allocation_id, "fail", act, columns=columns)
+    move(conn, allocation_id, "fail", act)
+
+
+def block(
+    conn: sa.Connection,
+    slot: Record,
+    allocation_id: str,
+    act: Act,
+    *,
+    step: str,
+    error: Mapping[str, Any],
+) -> Record:
+    """Keep a slot from everybody until there is evidence; its detail says whose and why."""
+    reason = str(error.get("found") or error.get("code") or act.reason)
+    detail = {"allocation_id": allocation_id, "reason": reason, "step": step}
+    if error.get("code"):
+        detail["code"] = str(error["code"])
+    columns = {"health_state": HealthState.FAILED.value, "health_detail": detail}
+    return advance(conn, "slot", slot["id"], "block", act, columns=columns)
+
+
+def require_absence(
+    conn: sa.Connection, allocation_id: str, absence: Mapping[str, Any], act: Act
+) -> None:
+    """Keep the report, and raise unless it says that nothing of the allocation is left."""
+    discoveries.record_absence(conn, allocation_id, absence, act)
+    if absence.get("absent") is not True:
+        raise Problem(
+            "absence_unproven",
+            409,
+            expected="proof that nothing of the allocation is left on the host",
+            found=str(absence.get("checks") or "no answer"),
+            remedy="treat the run as failed; `gpuaas recover` verifies again",
+        )
+
+
+def _clean(
+    conn: sa.Connection,
+    found: list[Record],
+    given: Proofs,
+    absence: Mapping[str, Any],
+    act: Act,
+) -> None:
+    allocation_id = str(act.evidence["allocation_id"])
+    require_absence(conn, allocation_id, absence, act)
+    for slot in found:
+        if slot["id"] not in given:
+            raise Problem(
+                "proof_missing",
+                409,
+                expected=f"a wipe proof for slot {slot['id']}",
+                found=f"proofs for {', '.join(sorted(given)) or 'no slot'}",
+                remedy="treat the run as failed; `gpuaas recover` wipes again",
+            )
+        proof = proofs.record(
+            conn, slot, ProofKind.WIPE, given[slot["id"]], allocation_id=allocation_id
+        )
+        gates.give_back(conn, slot, proof, act)
+
+
+def _together(
+    conn: sa.Connection,
+    allocation_id: str,
+    event: str,
+    act: Act,
+    *,
+    columns: Mapping[str, Any] | None = None,
+    on_slots: Mapping[str, Any] | None = None,
+) -> None:
+    own = _own(act, allocation_id, act.reason)
+    advance(conn, "allocation", allocation_id, event, own, columns=columns)
+    move(conn, allocation_id, event, own)
+    for slot in held_slots(conn, allocation_id):
+        advance(conn, "slot", slot["id"], event, own, columns=on_slots)
+
+
+def _own(
+    act: Act, allocation_id: str, reason: str, evidence: Mapping[str, object] | None = None
+) -> Act:
+    return act.because(reason, {**act.evidence, **(evidence or {}), "allocation_id": allocation_id})
+
+
+def _is(conn: sa.Connection, allocation_id: str, *states: AllocationState) -> bool:
+    allocation = rows.get(conn, allocations, allocation_id, "allocation", lock=True)
+    return allocation["state"] in states

@@ -1,0 +1,39 @@
+"""Projects: whose allocations they are."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+from reconciler.domain.act import Act
+from reconciler.domain.errors import Problem
+from reconciler.store import audit, rows
+from reconciler.store.paging import Order, Page, part
+from reconciler.store.rows import Record
+from reconciler.store.tables import projects
+
+ORDER = Order(projects, ("name",))
+
+
+def create(conn: sa.Connection, name: str, act: Act, *, id: str | None = None) -> Record:
+    """A new project; its name is its own."""
+    if rows.first(conn, sa.select(projects).where(projects.c.name == name)):
+        raise Problem(
+            "project_exists",
+            409,
+            expected="a new name",
+            found=f"{name!r}, which a project has",
+            remedy="use that project or another name",
+        )
+    record = rows.add(conn, projects, {"id": id or rows.new_id(), "name": name})
+    audit.write(conn, act, "admin.project.created", "project", record["id"])
+    return record
+
+
+def get(conn: sa.Connection, id: str) -> Record:
+    """The project with an id."""
+    return rows.get(conn, projects, id, "project")
+
+
+def every(conn: sa.Connection, page: Page | None = None) -> list[Record]:
+    """By name."""
+    return rows.every(conn, part(sa.select(projects), ORDER, page))

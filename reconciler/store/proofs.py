@@ -1,0 +1,179 @@
+"""Proofs that a disk is clean. They are kept for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.domain.act import Act
+from reconciler.domain.errors import Problem
+from reconciler.domain.proof import DEFAULT_POLICY, check_proof
+from reconciler.domain.states import ProofKind, SlotState
+from reconciler.store import rows
+from reconciler.store.rows import Record
+from reconciler.store.tables import proofs, slots
+
+
+def record(
+    conn: sa.Connection,
+    slot: Mapping[str, Any],
+    kind: ProofKind,
+    document: Mapping[str, Any],
+    *,
+    allocation_id: str | None = None,
+    task_id: str | None = None,
+) -> Record:
+    """A proof for a slot's disk as it is since its last claim."""
+    if kind is ProofKind.WIPE:
+        check_proof(
+            document,
+            identity=slot["nvme_identity"],
+            serial=slot["nvme_serial"],
+            size_bytes=slot["nvme_size_bytes"],
+            policy=policy(slot),
+        )
+    return rows.add(
+        conn,
+        proofs,
+        {
+            "id": rows.new_id(),
+            "kind": kind.value,
+            "node_id": slot["node_id"],
+            "slot_id": slot["id"],
+            "allocation_id": allocation_id,
+            "task_id": task_id,
+            "disk_identity": slot["nvme_identity"],
+            "disk_generation": slot["disk_generation"],
+            "method": str(document.get("method") or ""),
+            "document": dict(document),
+        },
+    )
+
+
+def record_transition(
+    conn: sa.Connection,
+    node_id: str,
+    proof: Mapping[str, Any],
+    act: Act,
+    *,
+    task_id: str | None = None,
+) -> Record:
+    """The proof of a storage transition, which may come before there is a slot."""
+    identity = str(proof.get("disk") or proof.get("identity") or "")
+    check_proof(proof, identity=identity)
+    query = sa.select(slots).where(slots.c.nvme_identity == identity, slots.c.retired_at.is_(None))
+    slot = rows.first(conn, query)
+    if slot is not None and slot["status"] != SlotState.DISABLED:
+        raise Problem(
+            "disk_in_use",
+            409,
+            expected=f"{identity} in no slot, or in one that is disabled",
+            found=f"slot {slot['id']} is {slot['status']}",
+            remedy="disable the slot before its disk is taken over",
+        )
+    return rows.add(
+        conn,
+        proofs,
+        {
+            "id": rows.new_id(),
+            "kind": ProofKind.TRANSITION.value,
+            "node_id": node_id,
+            "slot_id": slot["id"] if slot else None,
+            "task_id": task_id,
+            "disk_identity": identity,
+            "disk_generation": generation(conn, identity),
+            "method": str(proof["method"]),
+            "document": {**proof, "actor": act.actor},
+        },
+    )
+
+
+def record_disk(
+    conn: sa.Connection,
+    node_id: str,
+    disk: Mapping[str, Any],
+    document: Mapping[str, Any] | None,
+    *,
+    policy: str,
+    allocation_id: str,
+    task_id: str | None = None,
+) -> Record:
+    """The proof for a disk that went with a whole machine."""
+    identity = f"eui.{disk['nvme_eui']}"
+    if document is None:
+        raise Problem(
+            "proof_missing",
+            409,
+            expected=f"a wipe proof for {identity}",
+            found="none",
+            remedy="treat the run as failed; clean the node again",
+        )
+    check_proof(
+        document,
+        identity=identity,
+        serial=disk["nvme_serial"],
+        size_bytes=disk["nvme_size_bytes"],
+        policy=policy,
+    )
+    return rows.add(
+        conn,
+        proofs,
+        {
+            "id": rows.new_id(),
+            "kind": ProofKind.WIPE.value,
+            "node_id": node_id,
+            "allocation_id": allocation_id,
+            "task_id": task_id,
+            "disk_identity": identity,
+            "disk_generation": generation(conn, identity),
+            "method": str(document["method"]),
+            "document": dict(document),
+        },
+    )
+
+
+def policy(slot: Mapping[str, Any]) -> str:
+    """What a wipe of the slot's disk must be; a gate judges transition proofs by it as well."""
+    return str(slot["capacity_metadata"].get("destructive_wipe_policy") or DEFAULT_POLICY)
+
+
+def generation(conn: sa.Connection, identity: str) -> int:
+    """How often the disk has been given to a tenant, in any slot it was ever part of."""
+    query = sa.select(sa.func.max(slots.c.disk_generation))
+    found = conn.execute(query.where(slots.c.nvme_identity == identity)).scalar_one()
+    return int(found or 0)
+
+
+def current(conn: sa.Connection, slot: Mapping[str, Any]) -> Record | None:
+    """The newest proof that still counts: made since the disk's last claim."""
+    query = sa.select(proofs).where(
+        proofs.c.disk_identity == slot["nvme_identity"],
+        proofs.c.disk_generation == slot["disk_generation"],
+        proofs.c.node_id == slot["node_id"],
+    )
+    return rows.first(conn, query.order_by(proofs.c.created_at.desc()))
+
+
+def latest(conn: sa.Connection, slot_id: str) -> Record | None:
+    """The newest proof of a slot, whether or not it still counts."""
+    query = sa.select(proofs).where(proofs.c.slot_id == slot_id)
+    return rows.first(conn, query.order_by(proofs.c.created_at.desc()))
+
+
+def of_slot(conn: sa.Connection, slot_id: str) -> list[Record]:
+    """Newest first."""
+    query = sa.select(proofs).where(proofs.c.slot_id == slot_id)
+    return rows.every(conn, query.order_by(proofs.c.created_at.desc()))
+
+
+def of_disk(conn: sa.Connection, identity: str) -> list[Record]:
+    """Newest first, on whatever node the disk was."""
+    query = sa.select(proofs).where(proofs.c.disk_identity == identity)
+    return rows.every(conn, query.order_by(proofs.c.created_at.desc()))
+
+
+def get(conn: sa.Connection, proof_id: str) -> Record:
+    """The proof with an id."""
+    return rows.get(conn, proofs, proof_id, "proof")

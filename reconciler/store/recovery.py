@@ -1,0 +1,357 @@
+"""Bringing blocked slots back: by evidence, never by somebody's word alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.domain.act import Act
+from reconciler.domain.bundle import run_bundle
+from reconciler.domain.errors import Problem
+from reconciler.domain.states import (
+    LIVE_CLAIMS,
+    AllocationState,
+    CapacityShape,
+    HealthState,
+    NodeState,
+    ProofKind,
+    SlotState,
+    TaskKind,
+)
+from reconciler.store import (
+    audit,
+    baremetal,
+    clock,
+    discoveries,
+    gates,
+    outcomes,
+    proofs,
+    rows,
+    tasks,
+)
+from reconciler.store.claims import held_slots, last_holder, move, of_allocation
+from reconciler.store.lifecycle import ENTITIES, Overdue, advance
+from reconciler.store.rows import Record
+from reconciler.store.tables import allocations, nodes
+from reconciler.store.tables import slots as slot_table
+
+ACTION = "admin.allocation.force_cleanup.applied"
+DRAINED = (NodeState.DRAINING, NodeState.MAINTENANCE)
+# Nothing to recover: back already, or a clean-up is under way.
+SETTLED = (SlotState.AVAILABLE, SlotState.DISABLED, SlotState.CLEANUP)
+
+
+def force_cleanup(
+    conn: sa.Connection, allocation_id: str, act: Act, *, runtime_verified_absent: bool
+) -> Record:
+    """End a stuck allocation; with the operator's word for absence its slots are cleaned up.
+
+    They come back through verification and wipe, at once only where the proof is already there.
+    """
+    _need_reason(act)
+    allocation = rows.get(conn, allocations, allocation_id, "allocation", lock=True)
+    held = held_slots(conn, allocation_id)
+    _refuse(conn, allocation, held)
+    canceled = _cancel(conn, allocation_id, act)
+    own = act.because(act.reason, {**act.evidence, "allocation_id": allocation_id})
+    if allocation["state"] != AllocationState.FAILED:
+        outcomes.fail(conn, allocation_id, own, error={"code": "force_cleanup"})
+    changed = [_recover(conn, slot, allocation_id, own, runtime_verified_absent) for slot in held]
+    before = {slot["id"]: slot["status"] for slot in held}
+    cleaning = [
+        slot
+        for slot in changed
+        if slot["status"] == SlotState.CLEANUP and before[slot["id"]] != SlotState.CLEANUP
+    ]
+    task = _queue_wipe(conn, allocation_id, cleaning, own) if cleaning else None
+    audit.write(
+        conn,
+        act,
+        ACTION,
+        "allocation",
+        allocation_id,
+        detail={
+            "runtime_verified_absent": runtime_verified_absent,
+            "slots": {slot["id"]: slot["status"] for slot in changed},
+            "canceled_tasks": canceled,
+        },
+        project_id=allocation["project_id"],
+    )
+    queued = {slot["id"] for slot in cleaning}
+    return {
+        "allocation_id": allocation_id,
+        "state": AllocationState.FAILED.value,
+        "runtime_verified_absent": runtime_verified_absent,
+        "slots": [
+            {
+                "slot_id": slot["id"],
+                "slot_index": slot["slot_index"],
+                "status": slot["status"],
+                "task_id": task["id"] if task and slot["id"] in queued else None,
+            }
+            for slot in changed
+        ],
+        "canceled_tasks": canceled,
+    }
+
+
+def force_release(conn: sa.Connection, allocation_id: str, act: Act) -> Record:
+    """End the tenant's use and the billing although the host does not answer."""
+    _need_reason(act)
+    own = act.because(act.reason, {**act.evidence, "allocation_id": allocation_id})
+    columns = {"ended_at": clock.now()}
+    allocation = advance(conn, "allocation", allocation_id, "force_release", own, columns=columns)
+    _cancel(conn, allocation_id, act)
+    move(conn, allocation_id, "finish", own)
+    error = {"code": "force_release", "found": act.reason}
+    for slot in held_slots(conn, allocation_id):
+        if slot["status"] in (SlotState.ACTIVE, SlotState.RELEASING):
+            outcomes.block(conn, slot, allocation_id, own, step="force_release", error=error)
+    baremetal.left_behind(conn, allocation_id, own, step="force_release", error=error)
+    audit.write(
+        conn,
+        act,
+        "admin.allocation.force_release.applied",
+        "allocation",
+        allocation_id,
+        project_id=allocation["project_id"],
+    )
+    return allocation
+
+
+def repair(conn: sa.Connection, slot_id: str, act: Act) -> Record:
+    """Clean up one blocked slot: verify, wipe, prove. The task that does it."""
+    slot = rows.get(conn, slot_table, slot_id, "slot", lock=True)
+    holder = last_holder(conn, slot_id)
+    own = act.because(act.reason or "repair", {**act.evidence, "allocation_id": holder})
+    if slot["status"] != SlotState.CLEANUP_BLOCKED:
+        raise Problem(
+            "slot_not_blocked",
+            409,
+            expected="a slot in cleanup_blocked",
+            found=str(slot["status"]),
+            remedy="nothing to repair; disable and enable it to have its gate judged again",
+        )
+    # Sold with a live claim on it, the slot would refuse every launch that is placed there.
+    claimed = [claim for claim in of_allocation(conn, holder) if claim["slot_id"] == slot_id]
+    if any(claim["state"] in LIVE_CLAIMS for claim in claimed):
+        raise Problem(
+            "claim_live",
+            409,
+            expected="a slot whose last claim has ended",
+            found=f"the claim of allocation {holder}",
+            remedy=f"end it first: `gpuaas recover {holder}` does both",
+        )
+    audit.write(conn, act, "admin.slot.repair", "slot", slot_id)
+    return _queue_wipe(conn, holder, [_clean(conn, slot, own)], own)
+
+
+def verify_absence(conn: sa.Connection, allocation_id: str, act: Act) -> Record:
+    """Queue the look at the host for anything that is left of an allocation."""
+    held = held_slots(conn, allocation_id)
+    shape = rows.get(conn, allocations, allocation_id, "allocation")["capacity_shape"]
+    if shape == CapacityShape.BAREMETAL:
+        raise Problem(
+            "allocation_baremetal",
+            409,
+            expected="an allocation of slices",
+            found="a bare-metal allocation",
+            remedy="`gpuaas nodes clean-machine` removes and verifies in one go",
+        )
+    return _enqueue(conn, TaskKind.SLICE_ABSENCE_VERIFY, allocation_id, held, act)
+
+
+def blocked(conn: sa.Connection, node_id: str | None = None) -> list[Record]:
+    """Slots that wait for evidence, with the allocation, reason and step of their detail."""
+    query = rows.where(
+        sa.select(slot_table), slot_table, status=SlotState.CLEANUP_BLOCKED, node_id=node_id
+    )
+    found = rows.every(conn, query.order_by(slot_table.c.node_id, slot_table.c.slot_index))
+    names = ("allocation_id", "reason", "step")
+    return [
+        {**slot, **{key: slot["health_detail"].get(key, "") for key in names}} for slot in found
+    ]
+
+
+def expire(conn: sa.Connection, overdue: Overdue, act: Act) -> bool:
+    """Do what passing a deadline means; False when it is only a warning, or over meanwhile."""
+    where = ENTITIES[overdue.entity]
+    record = rows.get(conn, where.table, overdue.id, overdue.entity, lock=True)
+    if not overdue.event or record[where.state] != overdue.state:
+        return False
+    error = deadline_error(overdue)
+    own = act.because(f"deadline passed in {overdue.state}", {"deadline": error})
+    if overdue.entity == "allocation":
+        return _expire_allocation(conn, overdue.id, own, error)
+    if overdue.entity == "slot":
+        holder = last_holder(conn, overdue.id)
+        # A slot that is being built or released goes with its allocation; a clean-up by itself.
+        if overdue.state == SlotState.CLEANUP or not _expire_allocation(conn, holder, own, error):
+            own = own.because(own.reason, {**own.evidence, "allocation_id": holder})
+            outcomes.block(conn, record, holder, own, step="deadline", error=error)
+    elif overdue.entity == "task" and overdue.event == "cancel":
+        tasks.cancel(conn, overdue.id, own)
+    elif overdue.entity == "node":
+        advance(conn, "node", overdue.id, overdue.event, own)
+    else:
+        return False
+    return True
+
+
+def deadline_error(overdue: Overdue) -> dict[str, str]:
+    """What is recorded of something that stayed in a state for too long."""
+    return {
+        "code": tasks.DEADLINE_PASSED,
+        "expected": f"{overdue.entity} {overdue.state} for a limited time",
+        "found": f"still {overdue.state} after {clock.iso(overdue.deadline_at)}",
+        "remedy": "look at its last task; recover the slot by evidence",
+    }
+
+
+def _expire_allocation(
+    conn: sa.Connection, allocation_id: str, act: Act, error: dict[str, str]
+) -> bool:
+    _cancel(conn, allocation_id, act)
+    building = outcomes.provision_failed(conn, allocation_id, act, step="deadline", error=error)
+    if building:
+        baremetal.left_behind(conn, allocation_id, act, step="deadline", error=error)
+    return building or outcomes.release_failed(
+        conn, allocation_id, act, step="deadline", error=error
+    )
+
+
+def _need_reason(act: Act) -> None:
+    if not act.reason.strip():
+        raise Problem(
+            "reason_required",
+            422,
+            expected="a reason for the audit log",
+            found="none",
+            remedy="say why this is forced",
+        )
+
+
+def _refuse(conn: sa.Connection, allocation: Record, held: list[Record]) -> None:
+    state = allocation["state"]
+    node = rows.get(conn, nodes, allocation["node_id"], "node")
+    unhealthy = node["health_state"] == HealthState.FAILED and node["state"] not in DRAINED
+    unready = node["state"] not in (NodeState.READY, *DRAINED)
+    releasing = state == AllocationState.RELEASING and any(
+        slot["status"] == SlotState.RELEASING for slot in held
+    )
+    for wrong, code, found, remedy in (
+        (
+            allocation["capacity_shape"] == CapacityShape.BAREMETAL,
+            "allocation_baremetal",
+            "a bare-metal allocation",
+            "release it; force-cleanup is for slices",
+        ),
+        (
+            state == AllocationState.ACTIVE,
+            "allocation_active",
+            "an active allocation",
+            "release it, or look into its runtime first",
+        ),
+        (
+            state == AllocationState.RELEASED,
+            "allocation_released",
+            "a released allocation",
+            "repair its slot, if one is blocked",
+        ),
+        (
+            releasing,
+            "allocation_releasing",
+            "a release that has not failed",
+            "wait until it has ended",
+        ),
+        (
+            node["state"] == NodeState.UNREACHABLE,
+            "node_unreachable",
+            "a node that does not answer",
+            "bring the node back first: what runs on it is unknown",
+        ),
+        (
+            unready or unhealthy,
+            "node_unhealthy",
+            f"node {node['state']}, health {node['health_state']}",
+            "drain the node first",
+        ),
+    ):
+        if wrong:
+            raise Problem(
+                code,
+                409,
+                expected="a failed, unfinished or stuck slice allocation on a healthy node",
+                found=found,
+                remedy=remedy,
+            )
+
+
+def _cancel(conn: sa.Connection, allocation_id: str, act: Act) -> list[str]:
+    open_tasks = tasks.open_of_allocation(conn, allocation_id)
+    # A clean-up under way is what is wanted; everything else ends.
+    ended = [task["id"] for task in open_tasks if task["kind"] != TaskKind.SLICE_WIPE]
+    for task_id in ended:
+        tasks.cancel(conn, task_id, act)
+    return ended
+
+
+def _recover(
+    conn: sa.Connection, slot: Record, allocation_id: str, act: Act, absent: bool
+) -> Record:
+    if slot["status"] in SETTLED:
+        return slot
+    if not absent:
+        if slot["status"] == SlotState.CLEANUP_BLOCKED:
+            return slot
+        error = {"code": "force_cleanup", "found": act.reason}
+        return outcomes.block(conn, slot, allocation_id, act, step="force_cleanup", error=error)
+    proof = _proof_since_failure(conn, slot, allocation_id)
+    return _clean(conn, slot, act) if proof is None else gates.give_back(conn, slot, proof, act)
+
+
+def _proof_since_failure(conn: sa.Connection, slot: Record, allocation_id: str) -> Record | None:
+    """The proof, if absence and a clean disk were both shown after the slot was blocked."""
+    if slot["status"] != SlotState.CLEANUP_BLOCKED:
+        return None
+    since = slot["status_since"]
+    absence = discoveries.latest_absence(conn, allocation_id)
+    proof = proofs.current(conn, slot)
+    absent = absence is not None and absence["absent"] and absence["observed_at"] >= since
+    wiped = proof is not None and proof["kind"] == ProofKind.WIPE and proof["created_at"] >= since
+    return proof if absent and wiped else None
+
+
+def _clean(conn: sa.Connection, slot: Record, act: Act) -> Record:
+    # The next fence: from its first step on, the host refuses whatever run is still alive.
+    return advance(conn, "slot", slot["id"], "clean", act, columns={"fence": slot["fence"] + 1})
+
+
+def _queue_wipe(
+    conn: sa.Connection, allocation_id: str, cleaning: list[Record], act: Act
+) -> Record:
+    return _enqueue(conn, TaskKind.SLICE_WIPE, allocation_id, cleaning, act)
+
+
+def _enqueue(
+    conn: sa.Connection, kind: TaskKind, allocation_id: str, found: list[Record], act: Act
+) -> Record:
+    allocation = rows.get(conn, allocations, allocation_id, "allocation")
+    parameters: dict[str, Any] = {
+        "allocation": {"id": allocation_id},
+        "slots": [run_bundle(slot, fence=True) for slot in found],
+    }
+    return tasks.enqueue(
+        conn,
+        tasks.Enqueue(
+            kind=kind,
+            node_id=allocation["node_id"],
+            subject_kind="allocation",
+            subject_id=allocation_id,
+            allocation_id=allocation_id,
+            parameters=parameters,
+            fences={slot["id"]: slot["fence"] for slot in found},
+        ),
+        act,
+    )

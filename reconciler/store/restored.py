@@ -1,0 +1,40 @@
+"""Nothing that a restored database says of hosts is taken as it stands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.domain.act import Act
+from reconciler.domain.states import LIVE_CLAIMS
+from reconciler.store import audit, contact, settings
+from reconciler.store.tables import claims, leaders, nodes, service_processes, slots
+
+# More claims than any slot can have had since the backup: hosts refuse a fence they have passed.
+LEAP = 1_000_000
+
+
+def doubt(conn: sa.Connection, act: Act) -> dict[str, Any]:
+    """Close every gate until its host is discovered and proven, and leap over unknown fences."""
+    closed: list[str] = []
+    for node_id, boot in conn.execute(sa.select(nodes.c.id, nodes.c.boot_id)).all():
+        before = _on_sale(conn, node_id)
+        contact.restarted(conn, node_id, act, since=boot)
+        closed += before
+    live = claims.c.state.in_(LIVE_CLAIMS)
+    held = sa.exists().where(live, claims.c.slot_id == slots.c.id)
+    conn.execute(sa.update(slots).where(~held).values(fence=slots.c.fence + LEAP))
+    whole = sa.exists().where(live, claims.c.node_id == nodes.c.id, claims.c.slot_id.is_(None))
+    conn.execute(sa.update(nodes).where(~whole).values(fence=nodes.c.fence + LEAP))
+    settings.set_site_scheduling(conn, False, act)
+    # Those were processes of another life.
+    conn.execute(sa.update(leaders).values(expires_at=0))
+    conn.execute(sa.delete(service_processes))
+    audit.write(conn, act, "admin.service.restored", "service", "", detail={"closed": closed})
+    return {"closed_slots": closed}
+
+
+def _on_sale(conn: sa.Connection, node_id: str) -> list[str]:
+    query = sa.select(slots.c.id).where(slots.c.node_id == node_id, slots.c.status == "available")
+    return [str(slot) for slot in conn.execute(query).scalars()]

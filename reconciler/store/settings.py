@@ -1,0 +1,39 @@
+"""Switches of the site."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.domain.act import Act
+from reconciler.store import audit, clock
+from reconciler.store.tables import settings
+
+_SCHEDULING = "slice_scheduling"
+
+
+def read(conn: sa.Connection, name: str, default: Any = None) -> Any:
+    """The value; the default when nobody has set it."""
+    query = sa.select(settings.c.value).where(settings.c.name == name)
+    found = conn.execute(query).scalar_one_or_none()
+    return default if found is None else found
+
+
+def write(conn: sa.Connection, name: str, value: Any, act: Act) -> None:
+    """Set it, and say who did."""
+    values = {"value": value, "changed_at": clock.now()}
+    update = sa.update(settings).where(settings.c.name == name).values(**values)
+    if not conn.execute(update).rowcount:
+        conn.execute(sa.insert(settings).values(name=name, **values))
+    audit.write(conn, act, "admin.setting.changed", "setting", name, detail={"value": value})
+
+
+def site_scheduling(conn: sa.Connection) -> bool:
+    """Whether slices are sold at all; off until set."""
+    return bool(read(conn, _SCHEDULING, False))
+
+
+def set_site_scheduling(conn: sa.Connection, on: bool, act: Act) -> None:
+    """Sell slices, or sell none; each node has a switch of its own."""
+    write(conn, _SCHEDULING, on, act)

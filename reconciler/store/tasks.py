@@ -1,0 +1,427 @@
+"""The queue of work on hosts: who does what, who holds it, how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.domain.act import Act
+from reconciler.domain.errors import Problem
+from reconciler.domain.states import TaskKind, TaskState
+from reconciler.store import clock, history, lifecycle, outbox, rows
+from reconciler.store.leasing import DUE, lease
+from reconciler.store.lifecycle import advance
+from reconciler.store.paging import Order, Page, part
+from reconciler.store.rows import Record
+from reconciler.store.tables import history as history_table
+from reconciler.store.tables import task_events, tasks
+
+# Used through this noun as well; which work may begin is a subject of its own.
+__all__ = ["lease"]
+
+# A run is ended by its own deadline first; its task waits this much longer for the start of the
+# process, the end of what it left, and the record of its outcome.
+SETTLE_S = 180
+# What a run and its worker get to end in order once their deadline has passed. Too low, and a run
+# that was just being ended counts as lost.
+GRACE_S = 300
+DEADLINE_PASSED = "deadline_passed"
+ORDER = Order(tasks, ("created_at", "id"), descending=True)
+_ENDS = {
+    TaskState.SUCCEEDED: "succeed",
+    TaskState.FAILED: "fail",
+    TaskState.CANCELED: "cancel",
+    TaskState.LOST: "lose",
+}
+_FREE = {"lease_owner": "", "lease_token": "", "lease_expires_at": None}
+_NO_RUN = {"run_id": "", "run_directory": "", "progress_offset": 0}
+# A host that is restarting answers within minutes; one that is gone is asked rarely.
+_FIRST_PAUSE_S = 5
+_LONGEST_PAUSE_S = 300
+
+
+@dataclass(frozen=True)
+class Enqueue:
+    """One piece of work. parameters are fully resolved: the run makes no choices."""
+
+    kind: TaskKind
+    node_id: str
+    subject_kind: str
+    subject_id: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    fences: Mapping[str, int] = field(default_factory=dict)
+    allocation_id: str | None = None
+    deadline_s: int = 3600
+    priority: int = 0
+    max_attempts: int = 1
+    not_before_s: float = 0
+
+
+def enqueue(conn: sa.Connection, item: Enqueue, act: Act) -> Record:
+    """Queue the work; the same work that nobody has begun yet is not queued twice."""
+    for same in every(conn, node_id=item.node_id, kind=item.kind, limit=1000):
+        if (
+            same["state"] in DUE
+            and (same["subject_kind"], same["subject_id"]) == (item.subject_kind, item.subject_id)
+            and same["parameters"] == dict(item.parameters)
+            and same["fences"] == dict(item.fences)
+        ):
+            return same
+    record = rows.add(
+        conn,
+        tasks,
+        {
+            "id": rows.new_id(),
+            "kind": item.kind.value,
+            "subject_kind": item.subject_kind,
+            "subject_id": item.subject_id,
+            "node_id": item.node_id,
+            "allocation_id": item.allocation_id,
+            "state": TaskState.QUEUED.value,
+            "deadline_at": lifecycle.limit("task", TaskState.QUEUED),
+            "deadline_s": item.deadline_s,
+            "priority": item.priority,
+            "exclusive": item.kind.exclusive,
+            "parameters": dict(item.parameters),
+            "fences": dict(item.fences),
+            "max_attempts": item.max_attempts,
+            "not_before": clock.now() + item.not_before_s if item.not_before_s else None,
+            "correlation_id": act.correlation_id,
+            "requested_by": act.actor,
+        },
+    )
+    lifecycle.begin(conn, "task", record, act)
+    return record
+
+
+def run_id(task: Mapping[str, Any]) -> str:
+    """The name of the run that the task has now: one for each attempt, and for each that did not
+    reach its host.
+    """
+    again = f"-{task['unreached']}" if task["unreached"] else ""
+    return f"{task['id']}-{task['attempt']}{again}"
+
+
+def heartbeat(conn: sa.Connection, task_id: str, token: str, *, seconds: float = 30) -> Record:
+    """Hold on to the task; the answer says whether somebody asked for its end.
+
+    Past its deadline nobody can hold on to it: the lease ends, so that the task can be given up.
+    """
+    over = tasks.c.deadline_at < clock.now()
+    until = sa.case((over, tasks.c.lease_expires_at), else_=clock.now() + seconds)
+    return _held(conn, task_id, token, {"lease_expires_at": until})
+
+
+def started(
+    conn: sa.Connection,
+    task_id: str,
+    token: str,
+    *,
+    run_id: str,
+    run_directory: str,
+    deadline_s: int | None = None,
+) -> Record:
+    """A run of its own belongs to the task: whoever takes it over attaches to that run.
+
+    deadline_s: how long the run may take; the task's own deadline follows it, once for each run.
+    """
+    values: dict[str, Any] = {"run_id": run_id, "run_directory": run_directory}
+    if deadline_s is not None:
+        new = clock.now() + deadline_s + SETTLE_S
+        values["deadline_at"] = sa.case((tasks.c.run_id == run_id, tasks.c.deadline_at), else_=new)
+    return _held(conn, task_id, token, values)
+
+
+def progress(
+    conn: sa.Connection,
+    task_id: str,
+    token: str,
+    *lines: Mapping[str, Any],
+    offset: int | None = None,
+) -> Record:
+    """How far it is; every line is kept as an event, the last one is the task's progress.
+
+    offset: how much of the run's progress file these lines end; who attends next begins there.
+    """
+    last = dict(lines[-1])
+    values = {"progress": last} if offset is None else {"progress": last, "progress_offset": offset}
+    task = _held(conn, task_id, token, values)
+    rows_of = [{"task_id": task_id, "document": dict(line)} for line in lines]
+    conn.execute(sa.insert(task_events), rows_of)
+    outbox.add(
+        conn,
+        "task.progress",
+        "task",
+        task_id,
+        payload={"id": task_id, "kind": task["kind"], "progress": last},
+        node_id=task["node_id"],
+        correlation_id=task["correlation_id"],
+    )
+    return task
+
+
+def wait(
+    conn: sa.Connection, task_id: str, token: str, reason: str, *, seconds: float, act: Act
+) -> Record:
+    """Give the task back until later; the reason is shown."""
+    _held(conn, task_id, token, {})
+    columns = {**_FREE, "not_before": clock.now() + seconds}
+    return advance(conn, "task", task_id, "wait", act.because(reason), columns=columns)
+
+
+def wait_for_host(
+    conn: sa.Connection, task_id: str, token: str, reason: str, *, act: Act
+) -> Record:
+    """Give the task back because its run never reached the host: nothing was done there.
+
+    The next run has an id of its own and is the same attempt. It comes when the host answers, or
+    by itself after a while that doubles each time.
+    """
+    task = _held(conn, task_id, token, {})
+    pause = min(_FIRST_PAUSE_S * 2 ** min(task["unreached"], 20), _LONGEST_PAUSE_S)
+    columns = {
+        **_FREE,
+        **_NO_RUN,
+        "unreached": task["unreached"] + 1,
+        "not_before": clock.now() + pause,
+    }
+    return advance(conn, "task", task_id, "wait", act.because(reason), columns=columns)
+
+
+def retry(
+    conn: sa.Connection, task_id: str, token: str, reason: str, *, seconds: float, act: Act
+) -> Record:
+    """Another attempt with a run of its own."""
+    task = _held(conn, task_id, token, {})
+    if task["attempt"] >= task["max_attempts"]:
+        raise Problem(
+            "attempts_exhausted",
+            409,
+            expected=f"at most {task['max_attempts']} attempts",
+            found=f"attempt {task['attempt']} has ended",
+            remedy="finish the task as failed; its error says what to do",
+        )
+    columns = {
+        **_FREE,
+        **_NO_RUN,
+        "attempt": task["attempt"] + 1,
+        "unreached": 0,
+        "not_before": clock.now() + seconds,
+    }
+    return advance(conn, "task", task_id, "retry", act.because(reason), columns=columns)
+
+
+def finish(
+    conn: sa.Connection,
+    task_id: str,
+    token: str,
+    state: TaskState,
+    act: Act,
+    *,
+    result: Mapping[str, Any] | None = None,
+    error: Mapping[str, Any] | None = None,
+) -> Record:
+    """End the task, once, by its holder; what follows from it goes into the same transaction."""
+    _held(conn, task_id, token, {})
+    columns = {
+        **_FREE,
+        "result": dict(result or {}),
+        "error": dict(error or {}),
+        "finished_at": clock.now(),
+    }
+    return advance(conn, "task", task_id, _ENDS[state], act, columns=columns)
+
+
+def cancel(conn: sa.Connection, task_id: str, act: Act) -> Record:
+    """End it if nobody has begun; otherwise ask its holder to end the run."""
+    task = rows.get(conn, tasks, task_id, "task", lock=True)
+    if task["state"] in DUE:
+        columns = {"finished_at": clock.now(), "cancel_requested": True}
+        return advance(conn, "task", task_id, "cancel", act, columns=columns)
+    if task["state"] != TaskState.RUNNING:
+        return task
+    asked = sa.update(tasks).where(tasks.c.id == task_id).values(cancel_requested=True)
+    conn.execute(asked)
+    history.write(
+        conn, "task", task, act, source=task["state"], event="cancel_requested", target="running"
+    )
+    return get(conn, task_id)
+
+
+def expire(
+    conn: sa.Connection, task_id: str, deadline_at: float, act: Act, error: Mapping[str, Any]
+) -> Record | None:
+    """A running task is past its deadline: its holder is asked to end the run, for a last while.
+
+    None when that is not its deadline any more.
+    """
+    update = (
+        sa.update(tasks)
+        .where(
+            tasks.c.id == task_id,
+            tasks.c.state == TaskState.RUNNING,
+            tasks.c.deadline_at == deadline_at,
+        )
+        .values(cancel_requested=True, error=dict(error), deadline_at=clock.now() + GRACE_S)
+        .returning(tasks)
+    )
+    row = conn.execute(update).mappings().first()
+    if row is None:
+        return None
+    task = dict(row)
+    history.write(
+        conn, "task", task, act, source=task["state"], event="cancel_requested", target="running"
+    )
+    return task
+
+
+def lose(conn: sa.Connection, task: Record, act: Act, error: Mapping[str, Any]) -> Record:
+    """End a task that neither run nor holder ended, as it was read; nobody holds it any more."""
+    columns = {**_FREE, "error": dict(error), "finished_at": clock.now()}
+    return advance(
+        conn, "task", task["id"], "lose", act, expect_generation=task["generation"], columns=columns
+    )
+
+
+def get(conn: sa.Connection, id: str) -> Record:
+    """The task with an id."""
+    return rows.get(conn, tasks, id, "task")
+
+
+def every(
+    conn: sa.Connection,
+    *,
+    node_id: str | None = None,
+    allocation_id: str | None = None,
+    kind: TaskKind | None = None,
+    state: TaskState | None = None,
+    limit: int = 100,
+    page: Page | None = None,
+) -> list[Record]:
+    """Newest first."""
+    query = rows.where(
+        sa.select(tasks),
+        tasks,
+        node_id=node_id,
+        allocation_id=allocation_id,
+        kind=kind,
+        state=state,
+    )
+    return rows.every(conn, part(query, ORDER, page or Page(limit)))
+
+
+def open_of_allocation(conn: sa.Connection, allocation_id: str) -> list[Record]:
+    """What has not ended yet."""
+    query = sa.select(tasks).where(
+        tasks.c.allocation_id == allocation_id, tasks.c.state.in_((*DUE, TaskState.RUNNING))
+    )
+    return rows.every(conn, query.order_by(tasks.c.created_at))
+
+
+def unwanted(conn: sa.Connection, runner: str) -> list[Record]:
+    """Tasks of this runner whose runs somebody has asked to end."""
+    query = sa.select(tasks).where(
+        tasks.c.state == TaskState.RUNNING,
+        tasks.c.cancel_requested,
+        tasks.c.runner == runner,
+        tasks.c.run_directory != "",
+    )
+    return rows.every(conn, query)
+
+
+def events(conn: sa.Connection, task_id: str, since: int = 0) -> list[Record]:
+    """Progress in order, after the event `since`."""
+    query = sa.select(task_events).where(task_events.c.task_id == task_id, task_events.c.id > since)
+    return rows.every(conn, query.order_by(task_events.c.id))
+
+
+def timeline(
+    conn: sa.Connection,
+    *,
+    allocation_id: str | None = None,
+    node_id: str | None = None,
+    limit: int = 200,
+) -> list[Record]:
+    """Changes of state and progress of tasks in one list, oldest first."""
+    changes = rows.where(
+        sa.select(history_table), history_table, allocation_id=allocation_id, node_id=node_id
+    )
+    steps = rows.where(
+        sa.select(task_events, tasks.c.kind).join(tasks, tasks.c.id == task_events.c.task_id),
+        tasks,
+        allocation_id=allocation_id,
+        node_id=node_id,
+    )
+    # The newest of each, so that a long past does not hide what goes on now.
+    changes = changes.order_by(history_table.c.id.desc()).limit(limit)
+    steps = steps.order_by(task_events.c.id.desc()).limit(limit)
+    found = [{"type": "state", **row} for row in rows.every(conn, changes)]
+    found += [{"type": "progress", **row} for row in rows.every(conn, steps)]
+    return sorted(found, key=lambda row: (row["at"], row["type"], row["id"]))[-limit:]
+
+
+def abandon(conn: sa.Connection, owner: str) -> int:
+    """What this owner held before it ended can be taken at once."""
+    update = (
+        sa.update(tasks)
+        .where(tasks.c.state == TaskState.RUNNING, tasks.c.lease_owner == owner)
+        .values(lease_expires_at=clock.now() - 1)
+    )
+    return conn.execute(update).rowcount
+
+
+def let_go(conn: sa.Connection, task: Record) -> None:
+    """Its holder cannot attend to it now: anybody may, if the lease is still this one."""
+    held = sa.update(tasks).where(
+        tasks.c.id == task["id"],
+        tasks.c.state == TaskState.RUNNING,
+        tasks.c.lease_token == task["lease_token"],
+    )
+    conn.execute(held.values(lease_expires_at=clock.now() - 1))
+
+
+def holders(conn: sa.Connection, runner: str) -> list[str]:
+    """Who holds the leases of tasks whose runs are in this runner's folder."""
+    query = sa.select(tasks.c.lease_owner).where(
+        tasks.c.state == TaskState.RUNNING, tasks.c.runner == runner, tasks.c.lease_owner != ""
+    )
+    return list(conn.execute(query.distinct()).scalars())
+
+
+def resume(conn: sa.Connection, node_id: str) -> int:
+    """The node answers again: what waits for it is due now."""
+    update = (
+        sa.update(tasks)
+        .where(tasks.c.state == TaskState.WAITING, tasks.c.node_id == node_id)
+        .values(not_before=clock.now())
+    )
+    return conn.execute(update).rowcount
+
+
+def _held(conn: sa.Connection, task_id: str, token: str, values: Mapping[str, Any]) -> Record:
+    """Update as the holder; whoever lost the lease, or has finished, is refused."""
+    update = (
+        sa.update(tasks)
+        .where(
+            tasks.c.id == task_id,
+            tasks.c.state == TaskState.RUNNING,
+            tasks.c.lease_token == token,
+            tasks.c.lease_token != "",
+        )
+        .values(**(values or {"lease_token": token}))
+        .returning(tasks)
+    )
+    row = conn.execute(update).mappings().first()
+    if row is None:
+        task = get(conn, task_id)
+        raise Problem(
+            "stale_lease",
+            409,
+            expected=f"the holder of task {task_id}",
+            found=f"a lease that ended; the task is {task['state']}",
+            remedy="stop: another worker goes on with this task, or it has ended",
+        )
+    return dict(row)

@@ -1,0 +1,69 @@
+"""What a task waits for: everything that has not begun says why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import sqlalchemy as sa
+
+from reconciler.domain.states import NodeState, TaskKind, TaskState
+from reconciler.store import clock, rows
+from reconciler.store.leasing import DUE
+from reconciler.store.rows import Record
+from reconciler.store.tables import nodes, tasks
+
+
+def reasons(conn: sa.Connection, found: Sequence[Record]) -> dict[str, Record]:
+    """By task id, for those that have not begun: `code`, `detail`, and what goes with the code.
+
+    host_unreachable (unreachable_since, attempts, not_before), later (not_before), node_busy and
+    exclusive_first (task_id), worker.
+    """
+    due = [task for task in found if task["state"] in DUE]
+    ids = {task["node_id"] for task in due}
+    if not ids:
+        return {}
+    known = rows.every(conn, sa.select(nodes).where(nodes.c.id.in_(ids)))
+    hosts = {node["id"]: node for node in known}
+    query = sa.select(tasks).where(
+        tasks.c.node_id.in_(ids), tasks.c.state.in_((TaskState.RUNNING, TaskState.QUEUED))
+    )
+    beside = rows.every(conn, query.order_by(tasks.c.created_at))
+    now = clock.read(conn)
+    return {task["id"]: _reason(task, hosts[task["node_id"]], beside, now) for task in due}
+
+
+def _reason(task: Record, node: Record, beside: Sequence[Record], now: float) -> Record:
+    lost = node["state"] == NodeState.UNREACHABLE and TaskKind(task["kind"]).needs_contact
+    later = task["not_before"] is not None and task["not_before"] > now
+    if lost or (task["unreached"] and later):
+        return {
+            "code": "host_unreachable",
+            "detail": task["state_reason"] if task["unreached"] else node["state_reason"],
+            "unreachable_since": node["state_since"] if lost else None,
+            "attempts": task["unreached"],
+            "not_before": None if lost else task["not_before"],
+        }
+    if later:
+        detail = task["state_reason"] if task["state"] == TaskState.WAITING else "not before a time"
+        return {"code": "later", "detail": detail, "not_before": task["not_before"]}
+    for other in beside:
+        if other["node_id"] == task["node_id"] and (code := _ahead(task, other)):
+            return {
+                "code": code,
+                "detail": f"{other['kind']} {other['state']}",
+                "task_id": other["id"],
+            }
+    return {"code": "worker", "detail": "a worker that is free"}
+
+
+def _ahead(task: Record, other: Record) -> str:
+    """Why the other one keeps this task from beginning; "" when it does not."""
+    same = (task["subject_kind"], task["subject_id"]) == (
+        other["subject_kind"],
+        other["subject_id"],
+    )
+    if other["state"] == TaskState.RUNNING:
+        return "node_busy" if same or task["exclusive"] or other["exclusive"] else ""
+    earlier = other["exclusive"] and other["created_at"] < task["created_at"]
+    return "exclusive_first" if earlier and not task["exclusive"] else ""

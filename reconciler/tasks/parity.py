@@ -1,0 +1,41 @@
+"""node.parity: the proof that the host is a slice host; a pass opens the gate of its slots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reconciler.store import discoveries, slots
+from reconciler.tasks.handler import Handler, Work
+
+
+def variables(work: Work) -> dict[str, Any]:
+    node_id = work.task["node_id"]
+    latest = discoveries.latest(work.conn, node_id)
+    topology: dict[str, Any] = {"source": "reconciler", "completed": latest is not None}
+    summary = latest["document"]["candidate_summary"] if latest else {}
+    topology["blockers"] = summary.get("blockers", [])
+    return {
+        "slice_slots": slots.bundles(work.conn, node_id),
+        "slice_intent": "slice",
+        "slice_api_topology": topology,
+    }
+
+
+def succeed(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
+    report, node_id = evidence["parity"], work.task["node_id"]
+    discoveries.record_parity(
+        work.conn,
+        node_id,
+        report,
+        work.act.because("parity measured"),
+        task_id=work.task["id"],
+        observed_at=work.task["started_at"],
+    )
+    result = {"failures": report["failures"], "warnings": report["warnings"]}
+    if report["failures"]:
+        return result
+    gate = slots.open_gate(work.conn, node_id, work.act.because("parity passed", result))
+    return {**result, **gate}
+
+
+HANDLER = Handler("parity", variables, succeed)

@@ -1,0 +1,121 @@
+"""The end of a run becomes the end of its task and the next state of its subject, in one go."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from sqlalchemy import Connection, Engine
+
+from reconciler.domain.act import Act
+from reconciler.domain.errors import Problem
+from reconciler.domain.states import TaskState
+from reconciler.runs.collect import Outcome
+from reconciler.runs.silence import is_untouched
+from reconciler.settings import Settings
+from reconciler.store import claims, reachability, tasks
+from reconciler.store.engine import reading, transaction
+from reconciler.store.tasks import DEADLINE_PASSED
+from reconciler.tasks.handler import Failure, Handler, Record
+from reconciler.tasks.work import open_work
+
+_STATES = {"canceled": TaskState.CANCELED, "lost": TaskState.LOST}
+
+
+def settle(
+    engine: Engine, settings: Settings, handler: Handler, task: Record, outcome: Outcome
+) -> None:
+    """Finish `task` by `outcome`; Problem `stale_lease` when somebody else holds the task.
+
+    A run that never reached its host ends nothing: the task waits until the host answers.
+    """
+    if is_untouched(outcome) and _wait_for_host(engine, task, outcome):
+        return
+    if outcome.ok:
+        try:
+            with transaction(engine) as conn:
+                work = open_work(conn, settings, task)
+                reachability.answered(conn, task["node_id"], work.act.because("its run ended well"))
+                evidence = (outcome.result or {})["evidence"]
+                result = handler.succeed(work, evidence)
+                _finish(work.conn, task, TaskState.SUCCEEDED, work.act, result=result)
+            return
+        except Problem as problem:
+            if problem.code == "stale_lease":
+                raise
+            # The host did its part, the records refuse it: that is a failure with a name.
+            failure = Failure("record the outcome", problem.told(), evidence, known=True)
+            state = TaskState.FAILED
+        except (KeyError, TypeError, ValueError) as unreadable:
+            # Left alone, the task would be leased and settled for ever.
+            failure = Failure("record the outcome", _unreadable(unreadable), {}, known=False)
+            state = TaskState.FAILED
+    else:
+        failure = _with_cause(engine, task, outcome, read_failure(outcome))
+        state = _STATES.get(outcome.status, TaskState.FAILED)
+    with transaction(engine) as conn:
+        work = open_work(conn, settings, task)
+        handler.fail(work, failure)
+        if outcome.unreachable and outcome.touched:
+            reachability.silent(conn, task["node_id"], work.act.because(failure.error["found"]))
+        if state is TaskState.LOST:
+            # Its launcher lost it too: something of it may still act, under the fence it was given.
+            claims.fence_off(conn, task["fences"])
+        error = {**failure.error, "step": failure.step, "evidence": failure.evidence}
+        _finish(conn, task, state, work.act.because(failure.error["code"]), error=error)
+
+
+def _wait_for_host(engine: Engine, task: Record, outcome: Outcome) -> bool:
+    """False when the task is not wanted any more: then it has ended."""
+    act = Act(f"task:{task['id']}", outcome.problem, task["correlation_id"] or "")
+    with transaction(engine) as conn:
+        if tasks.get(conn, task["id"])["cancel_requested"]:
+            return False
+        tasks.wait_for_host(conn, task["id"], task["lease_token"], outcome.problem, act=act)
+        reachability.silent(conn, task["node_id"], act)
+    return True
+
+
+def read_failure(outcome: Outcome) -> Failure:
+    """Why a run failed: what its playbook says, or else how its process ended."""
+    result = outcome.result or {}
+    error = result.get("error") or {}
+    if outcome.status == "failed" and result and not outcome.unreachable:
+        named = {
+            "code": error.get("code", "step_failed"),
+            "expected": error.get("expected", "the step to succeed"),
+            "found": error.get("found", "it failed; see the output of the task"),
+            "remedy": error.get("remedy", "read the task's output"),
+        }
+        return Failure(result.get("step", ""), named, result.get("evidence", {}), known=True)
+    code = "host_unreachable" if outcome.unreachable else f"run_{outcome.status}"
+    found = outcome.problem or f"the run ended as {outcome.status}"
+    ended = {
+        "code": code,
+        "expected": "a run that ends with a result",
+        "found": found,
+        "remedy": "the effect on the host is unknown: verify the host before anything is freed",
+    }
+    return Failure("", ended, result.get("evidence", {}), known=False)
+
+
+def _with_cause(engine: Engine, task: Record, outcome: Outcome, failure: Failure) -> Failure:
+    """A run that was told to end because of its deadline says so, and not that it was canceled."""
+    if outcome.status != "canceled":
+        return failure
+    with reading(engine) as conn:
+        asked = tasks.get(conn, task["id"])["error"]
+    return replace(failure, error=asked) if asked.get("code") == DEADLINE_PASSED else failure
+
+
+def _unreadable(cause: Exception) -> dict[str, str]:
+    return {
+        "code": "outcome_unreadable",
+        "expected": "a result that this version of the reconciler can record",
+        "found": f"{type(cause).__name__}: {cause}",
+        "remedy": "the effect on the host is unknown: verify the host before anything is freed",
+    }
+
+
+def _finish(conn: Connection, task: Record, state: TaskState, act: Act, **columns: Any) -> None:
+    tasks.finish(conn, task["id"], task["lease_token"], state, act, **columns)

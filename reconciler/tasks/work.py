@@ -1,0 +1,15 @@
+"""A task with what its handler needs to know, read in the transaction at hand."""
+
+from __future__ import annotations
+
+from sqlalchemy import Connection
+
+from reconciler.settings import Settings, hardware_profile
+from reconciler.store import nodes
+from reconciler.tasks.handler import Record, Work
+
+
+def open_work(conn: Connection, settings: Settings, task: Record) -> Work:
+    node = nodes.get(conn, task["node_id"])
+    profile = hardware_profile(settings.profiles_dir, node["profile"])
+    return Work(conn, task, node, profile, settings)

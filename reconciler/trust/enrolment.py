@@ -1,0 +1,151 @@
+"""Enrolment: a host sends its public key with a one-time token and gets it certified.
+
+The store decides whether the token is good, once; this file says what is asked and answered.
+"""
+
+from __future__ import annotations
+
+import re
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from reconciler.trust.ca import OPERATOR, Trust, certify_host, user_ca
+from reconciler.trust.errors import TrustError
+from reconciler.trust.keygen import public_key
+
+_SCRIPT = Path(__file__).with_name("enrol.sh")
+_MARK = "# @values@\n"
+
+# Nothing that ends a quoted word of the shell can be in any of these.
+_NODE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_TOKEN = re.compile(r"[A-Za-z0-9._~-]{16,512}")
+_USER = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
+_PEM = re.compile(r"(-----BEGIN CERTIFICATE-----\n[A-Za-z0-9+/=\n]+\n-----END CERTIFICATE-----\n)+")
+_ADDRESS = re.compile(r"[0-9a-f.:]{2,45}")
+_URL = re.compile(r"https?://[A-Za-z0-9.:\[\]-]+(/[A-Za-z0-9._~/-]*)?")
+_FIELDS = {
+    "token": _TOKEN,
+    "node_id": _NODE_ID,
+    "machine_id": re.compile(r"[0-9a-f]{32}"),
+    "boot_id": re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"),
+    "hostname": re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,252})"),
+}
+
+
+@dataclass(frozen=True)
+class EnrolmentRequest:
+    """What a host says of itself. hostname is for people; nothing decides on it."""
+
+    token: str = field(repr=False)
+    node_id: str
+    host_key: str
+    machine_id: str
+    boot_id: str
+    hostname: str
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> EnrolmentRequest:
+        for name, pattern in _FIELDS.items():
+            # The token's own text must not come back in an error.
+            _match(name, pattern, body.get(name), show=name != "token")
+        key = body.get("host_key")
+        return cls(
+            **{name: body[name] for name in _FIELDS},
+            host_key=public_key(key if isinstance(key, str) else ""),
+        )
+
+
+def answer(trust: Trust, request: EnrolmentRequest, *, days: int = 90) -> dict[str, Any]:
+    """The body that the host expects. Use up the token first: this gives the node its identity."""
+    certificate = certify_host(trust, request.host_key, request.node_id, days=days)
+    return {
+        "certificate": certificate.text,
+        "user_ca": user_ca(trust),
+        "principals": [OPERATOR],
+    }
+
+
+def read_pin(file: Path | None) -> str:
+    """The certificates in a PEM file, and nothing else of it; "" when no file is set."""
+    if file is None:
+        return ""
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace") + "\n"
+        # Comments may stand between them; a key in the same file must never reach a host.
+        found = "".join(match.group() for match in _PEM.finditer(text))
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=found)
+    except (OSError, ValueError) as error:
+        raise TrustError(
+            "enrolment_ca_unreadable",
+            expected=f"PEM certificates in {file}",
+            found=f"none that TLS can use: {error}",
+            remedy="name a file with the CA's certificates in GPUAAS_ENROLMENT_CA_FILE, or none",
+        ) from error
+    return found
+
+
+def userdata(
+    api_url: str,
+    node_id: str,
+    token: str,
+    *,
+    user: str = "root",
+    ca: str = "",
+    address: str = "",
+) -> str:
+    """A script for cloud-init that enrols the machine it runs on as `node_id`.
+
+    It holds the token: hand it to the machine over a channel of its own and keep no copy.
+    ca: PEM certificates (`read_pin`) that alone may vouch for the API; "" leaves that to the CAs
+    that the machine trusts. A pin is only good for https, and anything else is refused with one.
+    address: where the API's name leads, for a machine whose DNS does not know it; "" asks the DNS.
+    """
+    url = api_url.rstrip("/")
+    _match("api_url", _URL, url)
+    _match("node_id", _NODE_ID, node_id)
+    _match("token", _TOKEN, token, show=False)
+    _match("user", _USER, user)
+    if ca:
+        _match("ca", _PEM, ca, show=False)
+        _only_tls(url)
+    if address:
+        _match("address", _ADDRESS, address)
+    parts = urlsplit(url)
+    name = parts.hostname or ""
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    values = {
+        "node_id": node_id,
+        "api_url": url,
+        "api_name": name,
+        "api_at": f"{name}:{port}:{address}" if address else "",
+        "login_user": user,
+        "token": token,
+        "ca": ca,
+    }
+    lines = "".join(f"{key}='{value}'\n" for key, value in values.items())
+    return _SCRIPT.read_text(encoding="utf-8").replace(_MARK, lines, 1)
+
+
+def _only_tls(url: str) -> None:
+    if not url.startswith("https://"):
+        raise TrustError(
+            "enrolment_pin_without_tls",
+            expected="the API under an https address, as a CA is pinned for it",
+            found=url,
+            remedy="set GPUAAS_PUBLIC_URL to that address, or unset GPUAAS_ENROLMENT_CA_FILE",
+        )
+
+
+def _match(name: str, pattern: re.Pattern[str], value: object, *, show: bool = True) -> None:
+    if isinstance(value, str) and pattern.fullmatch(value):
+        return
+    raise TrustError(
+        "enrolment_invalid",
+        expected=f"{name}: text like {pattern.pattern}",
+        found=repr(value)[:100] if show else "something else",
+        remedy="run the enrolment script as it was generated",
+    )

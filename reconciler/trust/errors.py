@@ -1,0 +1,9 @@
+"""Errors of trust."""
+
+from __future__ import annotations
+
+from reconciler.domain.errors import Refusal
+
+
+class TrustError(Refusal):
+    """A certificate that is not given, or cannot be read."""
