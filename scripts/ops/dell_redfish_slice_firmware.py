@@ -1,0 +1,21 @@
+#!/usr/bin/env python3
+"""BIOS settings of a slice host through its iDRAC; a dry run unless --apply is given. See --help.
+
+Needs this checkout and Python 3.11, nothing installed.
+"""
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+COLLECTIONS = ROOT / "build" / "collections"
+
+if not (COLLECTIONS / "ansible_collections/gpuaas/slice/plugins").exists():
+    subprocess.run([ROOT / "scripts" / "collection-path"], check=True, stdout=subprocess.DEVNULL)
+sys.path.insert(0, str(COLLECTIONS))
+
+runpy.run_module(
+    "ansible_collections.gpuaas.slice.plugins.module_utils._redfish_command", run_name="__main__"
+)
