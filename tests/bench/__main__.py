@@ -1,0 +1,204 @@
+"""`make bench`: the product against named peers on one lab host; writes build/bench.json.
+
+provision: seconds from the API call to an active allocation, against tests/bench/script.sh, which
+does the same steps by hand. clone: image_clone against dd of the same bytes to the same disk, both
+measured inside these runs. parity: the playbook in wall time, against the same questions asked as
+single Ansible tasks, those that the profile calls not applicable left out on both sides.
+
+What the ratios hide: the script takes no lease, writes no ledger, guards no port and pins no CPU,
+so it is the leaner side of `provision`. image_clone checks every chunk's digest while it copies and
+tells the device where zeros are; dd copies all bytes and is checked before, outside its timing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from lab.demo import host_steps, slice_steps
+from lab.demo.stage import INVENTORY, Stage
+from lab.paths import REPOSITORY
+
+RUNS = int(os.environ.get("BENCH_RUNS", "3"))
+HERE = Path(__file__).parent
+SCRIPT_NAME = "bench-peer"
+# The size of image_clone's pieces.
+CHUNK = 4 * 2**20
+DEVICES = ("gpu_pci_address", "fabric_vf_pci_address")
+
+
+def main() -> int:
+    console = Console(stderr=True)
+    stage = Stage(REPOSITORY / "build" / "bench", console=console)
+    stage.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        for step in (
+            host_steps.host,
+            host_steps.enrol,
+            host_steps.bootstrap,
+            host_steps.discover,
+            host_steps.transition,
+            host_steps.approve,
+            host_steps.bind,
+            host_steps.parity,
+        ):
+            console.print(f"[bold cyan]==>[/] prepare: {step.__name__}")
+            step(stage)
+        document = {"parity": parity(stage), **provision(stage)}
+    finally:
+        stage.close()
+    path = REPOSITORY / "build" / "bench.json"
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    console.print_json(json.dumps(document))
+    return 0
+
+
+def provision(stage: Stage) -> dict[str, Any]:
+    """Ours and the script's runs in turns on the same slot, so that both meet the same machine."""
+    ours, script, clone, dd = [], [], [], []
+    size = stage.known["image"].size / 2**20
+    plan: dict[str, Any] = {}
+
+    def product() -> None:
+        began = time.monotonic()
+        evidence = slice_steps.provision(stage)
+        ours.append(time.monotonic() - began)
+        clone.append(size / float(evidence["image"]["seconds"]))
+        plan.update(evidence["plan"])
+        slice_steps.release(stage)
+
+    def peer() -> None:
+        seconds, wrote = by_hand(stage, plan)
+        script.append(seconds)
+        dd.append(size / wrote)
+
+    for number in range(RUNS):
+        # The script needs the first plan; after that each goes first in turn.
+        for work in (product, peer) if number % 2 == 0 else (peer, product):
+            name = f"provision {number + 1} of {RUNS}: {work.__name__}"
+            stage.console.print(f"[bold cyan]==>[/] {name}")
+            work()
+    return {
+        "provision": {
+            **_spread("ours_s", ours),
+            **_spread("script_s", script),
+            "ratio": round(statistics.median(ours) / statistics.median(script), 3),
+        },
+        "clone": {
+            **_spread("ours_mib_s", clone),
+            **_spread("dd_mib_s", dd),
+            "ratio": round(statistics.median(clone) / statistics.median(dd), 3),
+            "zero_share": zero_share(stage.known["image"].zst),
+        },
+    }
+
+
+def by_hand(stage: Stage, plan: dict[str, Any]) -> tuple[float, float]:
+    """One run of the script: seconds until the VM answers, and seconds of its dd."""
+    image = stage.known["image"]
+    key = (stage.folder / "tenant_key.pub").read_text().strip()
+    path = f"/var/lib/gpuaas/images/{image.sha256}.raw"
+    words = [SCRIPT_NAME, path, image.sha256, plan["disks"][0], plan["mac"], plan["ip"]]
+    words += [plan["gpus"][0], plan["fabric_vfs"][0], f"'{key}'"]
+    began = time.monotonic()
+    said = stage.on_host("sh", "-s", *words, stdin=(HERE / "script.sh").read_text(), limit_s=1200)
+    seconds = time.monotonic() - began
+    undo = f"""
+        virsh -q destroy {SCRIPT_NAME}; virsh -q undefine {SCRIPT_NAME}
+        rm -f /var/lib/libvirt/images/{SCRIPT_NAME}.iso
+        rm -f /var/lib/gpuaas/dnsmasq/hosts.d/{SCRIPT_NAME}
+        dhcp_release ovsbr0 {plan["ip"]} {plan["mac"]}
+        systemctl restart dnsmasq
+        # A partition table lies at both ends.
+        disk={plan["disks"][0]}
+        end=$(( $(blockdev --getsize64 $disk) / 1048576 - 8 ))
+        for at in 0 $end; do dd if=/dev/zero of=$disk bs=1M count=8 seek=$at status=none; done
+    """
+    stage.on_host("sh", "-s", stdin=undo)
+    return seconds, float(said.split("dd_seconds ")[1].split()[0])
+
+
+def zero_share(image: Path) -> float:
+    """How much of the unpacked image are chunks of zeros, which image_clone does not copy."""
+    zeros = chunks = 0
+    with subprocess.Popen(["zstd", "-dcq", str(image)], stdout=subprocess.PIPE) as unpack:
+        if unpack.stdout is None:
+            raise RuntimeError("zstd has no output")
+        while chunk := unpack.stdout.read(CHUNK):
+            chunks += 1
+            zeros += not chunk.strip(b"\0")
+    return round(zeros / chunks, 3)
+
+
+def parity(stage: Stage) -> dict[str, Any]:
+    """Wall time and SSH round trips of one full parity run, and of its peer."""
+    ours, tasks, trips, peer_trips = [], [], set(), set()
+    profile, slots = stage.profile(), stage.bundles()
+    variables = {"slice_profile": profile, "slice_slots": slots, "slice_intent": "slice"}
+    peer = {
+        "not_applicable": profile["not_applicable"],
+        "disks": [slot["nvme_device"] for slot in slots],
+        "devices": [slot[key] for slot in slots for key in DEVICES],
+    }
+    for _ in range(RUNS):
+        seconds, count = _playbook(stage, REPOSITORY / "playbooks" / "parity.yml", variables)
+        ours.append(seconds)
+        trips.add(count)
+        seconds, count = _playbook(stage, HERE / "parity_tasks.yml", peer)
+        tasks.append(seconds)
+        peer_trips.add(count)
+    checks = stage.api().get(stage.path("/parity"))["document"]["checks"]
+    return {
+        **_spread("ours_s", ours),
+        **_spread("tasks_s", tasks),
+        "speedup": round(statistics.median(tasks) / statistics.median(ours), 1),
+        "ssh_round_trips": max(trips),
+        "tasks_ssh_round_trips": max(peer_trips),
+        "checks": len(checks),
+        "checks_run": sum(check["detail"] != "not_applicable" for check in checks),
+    }
+
+
+def _playbook(stage: Stage, playbook: Path, variables: dict[str, Any]) -> tuple[float, int]:
+    """Seconds of one ansible-playbook, and how often it called ssh."""
+    count = stage.folder / "ssh-calls"
+    count.write_text("")
+    wrapper = stage.folder / "counting-ssh"
+    wrapper.write_text(f'#!/bin/sh\necho call >> "{count}"\nexec ssh "$@"\n')
+    wrapper.chmod(0o755)
+    file = stage.folder / "variables.json"
+    file.write_text(json.dumps(variables))
+    environment = {**stage.ansible_environment(), "ANSIBLE_SSH_EXECUTABLE": str(wrapper)}
+    words = [sys.executable, "-m", "ansible", "playbook", "-i", str(INVENTORY)]
+    began = time.monotonic()
+    done = subprocess.run(
+        [*words, "-e", f"@{file}", str(playbook)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{playbook.name}:\n{done.stdout[-3000:]}{done.stderr[-1000:]}")
+    return time.monotonic() - began, len(count.read_text().split())
+
+
+def _spread(name: str, values: list[float]) -> dict[str, Any]:
+    return {
+        name: round(statistics.median(values), 2),
+        f"{name}_runs": len(values),
+        f"{name}_min": round(min(values), 2),
+        f"{name}_max": round(max(values), 2),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

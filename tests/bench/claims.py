@@ -1,0 +1,196 @@
+"""Claims per second: `python -m tests.bench.claims`; adds its keys to build/bench.json.
+
+claims_store: the whole transaction of a launch (place, lock, claim, allocation, task, history,
+outbox, audit: some thirty statements) without HTTP, against pgbench inserting single rows of three
+columns with as many clients on the same server. claims_http_512 and claims_http_12800: the same
+through `gpuaas serve`, with the growth of the median from the small fleet to the large one; the
+peer is OpenStack Placement where its environment has been made (tests.bench.fleet.openstack).
+
+Clients are processes of their own, as pgbench's are threads in C: what is measured is not this
+program's interpreter lock. Every figure is of the same number of claims, so that both fleets are
+equally used afterwards. The server writes through to the disk, as in production.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.store import allocations, images
+from reconciler.store.engine import open_engine, reading, retrying
+from tests.bench.fleet import openstack, records, service
+from tests.postgresql import Server, running
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SLOTS = 8
+CLIENTS = 4
+# Claims of each client that are not counted.
+WARM = 5
+Figures = dict[str, Any]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.claims")
+    parser.add_argument("--small", type=int, default=64, help="nodes of the small fleet")
+    parser.add_argument("--large", type=int, default=1600, help="nodes of the large fleet")
+    parser.add_argument("--claims", type=int, default=384, help="claims of each measurement")
+    parser.add_argument("--no-peer", action="store_true", help="without OpenStack Placement")
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "build" / "bench.json")
+    given = parser.parse_args()
+    if given.claims + CLIENTS * WARM > given.small * SLOTS:
+        parser.error("the small fleet has not that many slots")
+    with running(fsync=True, options="-c max_connections=50") as server:
+        document = measure(server, given)
+    known = json.loads(given.output.read_text()) if given.output.exists() else {}
+    given.output.parent.mkdir(parents=True, exist_ok=True)
+    given.output.write_text(json.dumps(known | document, indent=1) + "\n")
+    sys.stdout.write(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+def measure(server: Server, given: argparse.Namespace) -> Figures:
+    """All figures; each fleet is made anew for each of them."""
+    sizes = {"small": given.small, "large": given.large}
+    store = {name: _store(server, nodes, given.claims) for name, nodes in sizes.items()}
+    rows = pgbench(server, seconds=5)
+    http = {name: _http(server, nodes, given.claims) for name, nodes in sizes.items()}
+    peer: dict[str, Figures] = {}
+    if not given.no_peer and openstack.there():
+        for name, nodes in sizes.items():
+            peer[name] = _peer(server, nodes, given.claims)
+    for figures in (store, http):
+        growth = figures["large"]["p50_ms"] / figures["small"]["p50_ms"]
+        figures["large"]["p50_growth"] = round(growth, 2)
+    return {
+        "claims_store": {
+            **store["small"],
+            "pgbench_per_s": rows,
+            "ratio": round(store["small"]["ours_per_s"] / rows, 3),
+            f"slots_{given.large * SLOTS}": store["large"],
+        },
+        f"claims_http_{given.small * SLOTS}": http["small"]
+        | _against(http["small"], peer, "small"),
+        f"claims_http_{given.large * SLOTS}": http["large"]
+        | _against(http["large"], peer, "large"),
+    }
+
+
+def pgbench(server: Server, *, seconds: int) -> float:
+    """Single rows per second, by as many clients."""
+    create = "CREATE TABLE bench_rows (id bigserial PRIMARY KEY, name text, at float8)"
+    where = ("-h", str(server.folder), "-U", "gpuaas")
+    server.run("psql", *where, "-d", "postgres", "-qc", create)
+    script = server.folder / "insert.sql"
+    script.write_text("INSERT INTO bench_rows (name, at) VALUES ('a', 1.0);\n")
+    script.chmod(0o644)
+    words = ("-n", "-c", str(CLIENTS), "-j", str(CLIENTS), "-T", str(seconds), "-f", str(script))
+    said = server.run("pgbench", *where, *words, "postgres")
+    found = re.search(r"tps = ([\d.]+)", said)
+    if found is None:
+        raise RuntimeError(f"pgbench said: {said}")
+    return round(float(found[1]), 1)
+
+
+def clients(work: Callable[[int, int], list[float]], claims: int) -> Figures:
+    """`work(client, claims)` in CLIENTS processes: claims per second and their latencies."""
+    context = multiprocessing.get_context("spawn")
+    share = claims // CLIENTS
+    with context.Pool(CLIENTS) as pool:
+        # Importing, connecting and compiling statements are over before the clock starts.
+        pool.starmap(work, [(client, WARM) for client in range(CLIENTS)], chunksize=1)
+        began = time.monotonic()
+        found = pool.starmap(work, [(client, share) for client in range(CLIENTS)], chunksize=1)
+        seconds = time.monotonic() - began
+    times = sorted(one for client in found for one in client)
+    return {
+        "ours_per_s": round(len(times) / seconds, 1),
+        "claims": len(times),
+        "clients": CLIENTS,
+        "p50_ms": round(statistics.median(times) * 1000, 2),
+        "p95_ms": round(times[int(len(times) * 0.95)] * 1000, 2),
+    }
+
+
+def _store(server: Server, nodes: int, claims: int) -> Figures:
+    url = _database(server, "store")
+    records.make(url, nodes, SLOTS)
+    return clients(partial(allocate, url), claims)
+
+
+def allocate(url: str, client: int, claims: int) -> list[float]:
+    """One client: seconds of each claim."""
+    engine = _engine(url)
+    with reading(engine) as conn:
+        image = images.find(conn, records.IMAGE, "")
+    if image is None:
+        raise RuntimeError("the fleet has no image")
+    launch = allocations.Launch(
+        project_id=records.PROJECT,
+        gpu_count=1,
+        username="bench",
+        ssh_keys=[records.KEY],
+        hostname=f"bench-{client}",
+        image_id=image["id"],
+    )
+    times = []
+    for _ in range(claims):
+        began = time.perf_counter()
+        retrying(engine, lambda conn: allocations.allocate(conn, launch, records.ACT))
+        times.append(time.perf_counter() - began)
+    return times
+
+
+@lru_cache
+def _engine(url: str) -> sa.Engine:
+    """One for each process, as a service has it."""
+    return open_engine(url)
+
+
+def _http(server: Server, nodes: int, claims: int) -> Figures:
+    url = _database(server, "http")
+    secret = records.make(url, nodes, SLOTS)
+    with service.serving(url) as address:
+        return clients(partial(service.launch, address, secret), claims)
+
+
+def _peer(server: Server, nodes: int, claims: int) -> Figures:
+    name = "placement"
+    _database(server, name)
+    with openstack.serving(server, name, nodes, SLOTS) as address:
+        found = clients(partial(openstack.claim, address), claims)
+    found["placement_per_s"] = found.pop("ours_per_s")
+    return found
+
+
+def _against(ours: Figures, peer: dict[str, Figures], name: str) -> Figures:
+    if name not in peer:
+        return {}
+    theirs = peer[name]["placement_per_s"]
+    return {
+        "placement_per_s": theirs,
+        "placement_p50_ms": peer[name]["p50_ms"],
+        "ratio": round(ours["ours_per_s"] / theirs, 1),
+    }
+
+
+def _database(server: Server, name: str) -> str:
+    """An empty database of this name."""
+    where = ("-h", str(server.folder), "-U", "gpuaas")
+    server.run("dropdb", *where, "--if-exists", "--force", name)
+    server.run("createdb", *where, name)
+    return server.database(name)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

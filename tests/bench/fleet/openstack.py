@@ -1,0 +1,144 @@
+"""OpenStack Placement as the peer: gunicorn, one child provider per slot, the same PostgreSQL.
+
+`python -m tests.bench.fleet.openstack` makes its environment under build/peers. A claim there is
+two requests: candidates, then the allocation, again when another client was quicker. It writes no
+task, no history and no audit row, so it is the leaner side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psycopg
+
+from tests.bench.fleet.service import free_port, wait
+from tests.postgresql import Server
+
+HOME = Path(__file__).resolve().parents[3] / "build" / "peers" / "placement"
+PACKAGES = ("openstack-placement==16.*", "gunicorn", "psycopg2-binary")
+# A class that Placement knows by itself: a physical GPU.
+CLASS = "PGPU"
+WORKERS = 2
+HEADERS = {"X-Auth-Token": "admin", "OpenStack-API-Version": "placement 1.39"}
+# Candidates that a client is offered: with one, all clients would want the same.
+OFFERED = 10
+
+
+def there() -> bool:
+    """Whether its environment has been made."""
+    return (HOME / "bin" / "placement-manage").exists()
+
+
+def install() -> None:
+    """Make the environment."""
+    venv.create(HOME, with_pip=True, clear=True)
+    subprocess.run([HOME / "bin" / "pip", "install", "--quiet", *PACKAGES], check=True)
+
+
+@contextlib.contextmanager
+def serving(server: Server, database: str, nodes: int, slots: int) -> Iterator[str]:
+    """Placement over a fleet of this size, in this empty database."""
+    with tempfile.TemporaryDirectory(prefix="gpuaas-placement-") as name:
+        folder = Path(name)
+        url = f"postgresql+psycopg2://gpuaas@/{database}?host={server.folder}"
+        (folder / "placement.conf").write_text(
+            f"[api]\nauth_strategy = noauth2\n[placement_database]\nconnection = {url}\n"
+            "[placement]\nrandomize_allocation_candidates = true\n"
+        )
+        environment = {**os.environ, "OS_PLACEMENT_CONFIG_DIR": str(folder)}
+        manage = [str(HOME / "bin" / "placement-manage"), "--config-dir", name, "db", "sync"]
+        subprocess.run(manage, check=True, env=environment, capture_output=True)
+        port = free_port()
+        words = [str(HOME / "bin" / "gunicorn"), "--workers", str(WORKERS)]
+        words += ["--bind", f"127.0.0.1:{port}", "placement.wsgi.api:application"]
+        log = folder / "log"
+        with log.open("w") as output:
+            process = subprocess.Popen(words, env=environment, stdout=output, stderr=output)
+        try:
+            address = f"http://127.0.0.1:{port}"
+            wait(f"{address}/", process, log)
+            # Its classes are in the database once it has answered something.
+            httpx.get(f"{address}/resource_classes", headers=HEADERS, timeout=60).raise_for_status()
+            _fleet(server, database, nodes, slots)
+            yield address
+        finally:
+            process.terminate()
+            process.wait(timeout=30)
+
+
+def claim(address: str, client: int, claims: int) -> list[float]:
+    """One client: seconds of each claim."""
+    times = []
+    with httpx.Client(base_url=address, headers=HEADERS, timeout=120) as http:
+        for _ in range(claims):
+            began = time.perf_counter()
+            turn = client
+            while not _try(http, turn):
+                turn += 1
+            times.append(time.perf_counter() - began)
+    return times
+
+
+def _try(http: httpx.Client, turn: int) -> bool:
+    query: dict[str, Any] = {"resources": f"{CLASS}:1", "limit": OFFERED}
+    answer = http.get("/allocation_candidates", params=query)
+    answer.raise_for_status()
+    offers = answer.json()["allocation_requests"]
+    body = {
+        "allocations": offers[turn % len(offers)]["allocations"],
+        "project_id": "bench",
+        "user_id": "bench",
+        "consumer_generation": None,
+        "consumer_type": "INSTANCE",
+    }
+    done = http.put(f"/allocations/{uuid.uuid4()}", json=body)
+    if done.status_code == httpx.codes.CONFLICT:
+        return False
+    done.raise_for_status()
+    return True
+
+
+def _fleet(server: Server, database: str, nodes: int, slots: int) -> None:
+    """Through its API a large fleet would take longer than all the rest."""
+    with psycopg.connect(host=str(server.folder), user="gpuaas", dbname=database) as conn:
+        found = conn.execute("SELECT id FROM resource_classes WHERE name = %s", [CLASS]).fetchone()
+        if found is None:
+            raise RuntimeError(f"Placement does not know {CLASS}")
+        provider = (
+            "INSERT INTO resource_providers (id, uuid, name, generation, root_provider_id,"
+            " parent_provider_id) VALUES (%s, %s, %s, 0, %s, %s)"
+        )
+        roots, children = [], []
+        for number in range(nodes):
+            root = 1 + number * (slots + 1)
+            roots.append((root, str(uuid.uuid4()), f"node-{number}", root, None))
+            for index in range(slots):
+                name = f"node-{number}-{index}"
+                children.append((root + 1 + index, str(uuid.uuid4()), name, root, root))
+        inventory = (
+            "INSERT INTO inventories (resource_provider_id, resource_class_id, total, reserved,"
+            " min_unit, max_unit, step_size, allocation_ratio) VALUES (%s, %s, 1, 0, 1, 1, 1, 1.0)"
+        )
+        with conn.cursor() as cursor:
+            cursor.executemany(provider, roots)
+            cursor.executemany(provider, children)
+            cursor.executemany(inventory, [(child[0], found[0]) for child in children])
+        conn.commit()
+        conn.autocommit = True
+        conn.execute("VACUUM ANALYZE")
+
+
+if __name__ == "__main__":
+    install()
+    sys.stdout.write(f"OpenStack Placement is in {HOME}\n")

@@ -1,0 +1,86 @@
+"""What every test needs: the collection importable under its real name, and no real commands."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "build" / "collections"))
+
+from ansible_collections.gpuaas.slice.plugins.module_utils import _command, _host
+
+pytest_plugins = ("tests.standin.bmc_fixtures",)
+
+# What takes tens of seconds without a lab host: make test runs it, make test-fast does not.
+SLOW = (
+    "contract/test_firmware_playbook.py",
+    "unit/playbooks/",
+    "unit/reconciler/cli/test_host_machine.py",
+    "unit/reconciler/faults/",
+    "unit/reconciler/service/test_crashes.py",
+    "unit/reconciler/service/test_leader.py",
+    "unit/reconciler/service/test_postgres.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(here) and str(item.path.relative_to(here)).startswith(SLOW):
+            item.add_marker(pytest.mark.slow)
+
+
+class Script:
+    """Scripted programs: an argument list that nobody scripted fails the test."""
+
+    def __init__(self) -> None:
+        self.answers: dict[tuple[str, ...], list[_command.Result]] = {}
+        self.calls: list[tuple[str, ...]] = []
+
+    def on(self, *argv: str, out: str = "", rc: int = 0, err: str = "") -> Script:
+        """Answer `argv`; several answers to the same list are given in order, the last for ever."""
+        self.answers.setdefault(argv, []).append(_command.Result(rc, out, err))
+        return self
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        ok: Sequence[int] = (0,),
+        stdin: str | None = None,
+        timeout: float = 60,
+    ) -> _command.Result:
+        key = tuple(argv)
+        self.calls.append(key)
+        assert key in self.answers, f"unscripted command: {' '.join(key)}"
+        queue = self.answers[key]
+        result = queue.pop(0) if len(queue) > 1 else queue[0]
+        if result.rc not in ok:
+            raise _command.Refusal(
+                "command_failed",
+                expected=f"exit {ok}",
+                found=f"exit {result.rc}: {result.err}",
+                remedy="scripted failure",
+            )
+        return result
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Script:
+    """Every program that the collection runs in this test."""
+    scripted = Script()
+    monkeypatch.setattr(_command, "run", scripted.run)
+    return scripted
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty host root."""
+    root = tmp_path / "root"
+    root.mkdir()
+    monkeypatch.setattr(_host, "ROOT", root)
+    yield root

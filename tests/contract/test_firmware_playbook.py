@@ -1,0 +1,53 @@
+"""The firmware playbook as a person runs it, against a RACADM that behaves as the real one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from reconciler.runs import contract
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def play(folder: Path, **variables: Any) -> tuple[int, dict[str, Any]]:
+    """Exit code and slice_result of one run on this machine."""
+    profile = yaml.safe_load((ROOT / "profiles" / "xe9680l-h200.yml").read_text())
+    given = folder / "variables.json"
+    defaults = {
+        "ansible_connection": "local",
+        "ansible_python_interpreter": sys.executable,
+        "slice_profile": profile,
+        "slice_racadm_program": str(folder / "racadm"),
+        "bios_settings_down_after": 0,
+    }
+    given.write_text(json.dumps(defaults | variables))
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "ansible-playbook"), "-i", "host,", "-e", f"@{given}",
+         str(ROOT / "playbooks" / "firmware.yml")],
+        capture_output=True, text=True, check=False, cwd=folder,
+        env={**os.environ, "ANSIBLE_COLLECTIONS_PATH": str(ROOT / "build" / "collections"),
+             "ANSIBLE_SHOW_CUSTOM_STATS": "1", "ANSIBLE_NOCOLOR": "1",
+             "ANSIBLE_HOME": str(folder / "ansible"), "ANSIBLE_PIPELINING": "1"},
+    )  # fmt: skip
+    told = done.stdout.rpartition("RUN: ")[2]
+    assert told, done.stdout + done.stderr
+    return done.returncode, contract.check_result(json.JSONDecoder().decode(told)["slice_result"])
+
+
+def test_settings_are_applied_and_the_job_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "racadm").symlink_to(ROOT / "tests" / "standin" / "racadm")
+    state = tmp_path / "racadm-state.json"
+    code, result = play(tmp_path, slice_apply=True, slice_allow_reboot=True)
+    assert (code, result["ok"], result["evidence"]["bios"]["settled"]) == (0, True, True)
+    assert {job["status"] for job in result["evidence"]["bios"]["jobs"]} == {
+        "Completed", "Reboot Completed",
+    }  # fmt: skip
+    checks = {one["check"]: one["status"] for one in result["evidence"]["preflight"]["checks"]}
+    assert checks["bios_settings"] == "PASS" and json.loads(state.read_text())["cycles"] == 1

@@ -1,0 +1,70 @@
+"""The other side of the contract: what the playbooks take and what they say at their end."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from reconciler.runs import contract
+
+FOLDER = Path(__file__).resolve().parents[2] / "playbooks"
+RESULT = contract.schema("result")
+
+
+def tasks(node: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(node, list):
+        for item in node:
+            yield from tasks(item)
+    elif isinstance(node, dict):
+        yield node
+        for key in ("tasks", "pre_tasks", "post_tasks", "block", "rescue", "always"):
+            yield from tasks(node.get(key))
+
+
+def results(playbook: str) -> list[dict[str, Any]]:
+    """The variables of each result that the playbook gives."""
+    plays = yaml.safe_load((FOLDER / f"{playbook}.yml").read_text())
+    return [
+        task["vars"]
+        for task in tasks(plays)
+        if "tasks/result.yml" in str(task.get("ansible.builtin.include_tasks"))
+    ]
+
+
+def promised(playbook: str) -> set[str]:
+    """The evidence that the reconciler reads when this playbook succeeds."""
+    for rule in RESULT["allOf"]:
+        if rule["if"]["properties"].get("playbook") == {"const": playbook}:
+            return set(rule["then"]["properties"]["evidence"]["required"])
+    return set()
+
+
+def test_each_schema_has_its_playbook_and_the_reverse() -> None:
+    assert {path.stem for path in FOLDER.glob("*.yml")} == set(contract.PLAYBOOKS)
+
+
+@pytest.mark.parametrize("playbook", contract.PLAYBOOKS)
+def test_a_playbook_says_how_it_ended_either_way(playbook: str) -> None:
+    said = results(playbook)
+    assert {result["result_playbook"] for result in said} == {playbook}
+    assert {str(result["result_ok"]) for result in said} >= {"True", "False"}
+
+
+@pytest.mark.parametrize("playbook", contract.PLAYBOOKS)
+def test_success_comes_with_the_evidence_that_is_read(playbook: str) -> None:
+    for result in results(playbook):
+        evidence = result["result_evidence"]
+        if result["result_ok"] is True and isinstance(evidence, dict):
+            assert promised(playbook) <= set(evidence)
+
+
+@pytest.mark.parametrize("playbook", contract.PLAYBOOKS)
+def test_a_playbook_uses_what_it_is_given(playbook: str) -> None:
+    text = (FOLDER / f"{playbook}.yml").read_text()
+    given = set(contract.schema(playbook)["required"]) - {"slice_run", "slice_profile"}
+    assert {name for name in given if not re.search(rf"\b{name}\b", text)} == set()

@@ -1,0 +1,227 @@
+"""What goes into a playbook: the schemas themselves, good variables, and bad ones refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jsonschema import Draft202012Validator
+
+from reconciler.runs import contract
+from reconciler.runs.errors import ContractError
+
+ROOT = Path(__file__).resolve().parents[2]
+PROFILES = sorted((ROOT / "profiles").glob("*.yml"))
+ALLOCATION = "0f8fad5b-d9cb-469f-a165-70867728950e"
+DIGEST = "sha256:" + "a" * 64
+EUI = "5e0000000000a000"
+DEVICE = f"/dev/disk/by-id/nvme-eui.{EUI}"
+
+
+def profile(path: Path = PROFILES[0]) -> dict[str, Any]:
+    document = yaml.safe_load(path.read_text())
+    assert isinstance(document, dict)
+    return document
+
+
+def bundle(**change: Any) -> dict[str, Any]:
+    return {
+        "slot_id": "slot-1",
+        "slot_index": 0,
+        "gpu_pci_address": "0000:43:00.0",
+        "nvme_device": DEVICE,
+        "nvme_serial": "LABNVME0",
+        "nvme_eui": EUI,
+        "nvme_size_bytes": 4294967296,
+        "management_mac": "52:54:00:64:00:0a",
+        "private_ip": "10.100.0.10",
+        "fabric_vf_pci_address": "0000:45:10.0",
+        "numa_node": 0,
+        **change,
+    }
+
+
+IMAGE = {
+    "name": "H200-ubuntu-24.04-gpuaas-slice",
+    "version": "1",
+    "digest": DIGEST,
+    "size_bytes": 1258291200,
+    "url": "http://10.0.2.2:8000/guest.raw.zst",
+    "url_digest": DIGEST,
+    "compression": "zstd",
+}
+VM = {"vcpus": 1, "memory_mib": 768, "firmware": "bios", "hugepages": False, "qemu_arguments": []}
+RELEASE = {"slice_allocation": {"id": ALLOCATION}, "slice_slots": [bundle(fence=7)]}
+TENANT_DISKS = [
+    {
+        "slot_id": f"disk-{EUI}",
+        "nvme_device": DEVICE,
+        "nvme_serial": "LABNVME0",
+        "nvme_eui": EUI,
+        "nvme_size_bytes": 4294967296,
+    }
+]
+OWN: dict[str, dict[str, Any]] = {
+    "firmware": {"slice_apply": True, "slice_allow_reboot": True},
+    "bootstrap": {"slice_allow_reboot": True},
+    "prepare_runtime": {},
+    "restore_baremetal": {"slice_allow_reboot": True},
+    "discover": {},
+    "transition_storage": {
+        "slice_devices": [DEVICE],
+        "slice_apply": True,
+        "slice_expected": {DEVICE: {"serial": "LABNVME0", "eui": EUI}},
+    },
+    "bind_topology": {"slice_slots": [bundle()]},
+    "parity": {"slice_slots": [bundle(numa_node=-1)], "slice_intent": "slice"},
+    "cache_image": {"slice_image": IMAGE},
+    "provision_slice": {
+        "slice_allocation": {
+            "id": ALLOCATION,
+            "username": "alice",
+            "ssh_keys": ["ssh-ed25519 AAAA alice"],
+            "hostname": "slice-1",
+        },
+        "slice_slots": [bundle(fence=7)],
+        "slice_image": IMAGE,
+        "slice_vm": VM,
+        "slice_seed": {"user_data": {"users": []}, "meta_data": {}, "network_config": {}},
+        "slice_ready_deadline": 900,
+        "boot_id": "fe5676c1-fa13-48aa-a541-526b58dcb3ec",
+    },
+    "release_slice": RELEASE | {"slice_shutdown_deadline": 90},
+    "verify_absent": RELEASE,
+    "provision_baremetal": {
+        "slice_allocation": {
+            "id": ALLOCATION,
+            "username": "alice",
+            "ssh_keys": ["ssh-ed25519 AAAA alice"],
+        },
+        "slice_fence": 3,
+        "slice_disks": TENANT_DISKS,
+        "boot_id": "fe5676c1-fa13-48aa-a541-526b58dcb3ec",
+    },
+    "release_baremetal": {
+        "slice_allocation": {"id": ALLOCATION, "username": "alice"},
+        "slice_fence": 4,
+        "slice_disks": TENANT_DISKS,
+        "slice_baseline": {"accounts": {"root": "0f343b0931126a20"}},
+    },
+}
+
+
+def variables(playbook: str) -> dict[str, Any]:
+    run = {
+        "id": "run-1",
+        "task_id": "task-1",
+        "kind": "slice.vm_provision",
+        "node_id": "node-1",
+        "correlation_id": "c-1",
+    }
+    return copy.deepcopy({"slice_run": run, "slice_profile": profile(), **OWN[playbook]})
+
+
+def objects(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every object schema that lists properties, with its place."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "object" and "properties" in schema:
+            yield path, schema
+        for key, value in schema.items():
+            yield from objects(value, f"{path}/{key}")
+    elif isinstance(schema, list):
+        for number, value in enumerate(schema):
+            yield from objects(value, f"{path}/{number}")
+
+
+@pytest.mark.parametrize("name", [*contract.PLAYBOOKS, "common", "result"])
+def test_a_schema_is_one_and_its_patterns_are_anchored(name: str) -> None:
+    schema = contract.schema(name)
+    Draft202012Validator.check_schema(schema)
+    assert schema["$id"] == f"{name}.schema.json"
+    for where, part in objects({"": schema}):
+        if name != "result":
+            assert part.get("additionalProperties") is False, where
+        for value in part["properties"].values():
+            pattern = value.get("pattern", "^$")
+            assert pattern.startswith("^") and pattern.endswith("$"), (where, pattern)
+
+
+@pytest.mark.parametrize("playbook", contract.PLAYBOOKS)
+def test_good_variables_pass_and_unknown_or_missing_ones_do_not(playbook: str) -> None:
+    good = variables(playbook)
+    contract.check_vars(playbook, good)
+    with pytest.raises(ContractError, match="variables_invalid"):
+        contract.check_vars(playbook, good | {"ansible_connection": "local"})
+    for name in contract.schema(playbook)["required"]:
+        less = {key: value for key, value in good.items() if key != name}
+        with pytest.raises(ContractError, match="variables_invalid"):
+            contract.check_vars(playbook, less)
+
+
+@pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
+def test_every_profile_of_the_repository_is_valid(path: Path) -> None:
+    contract.check_vars("discover", variables("discover") | {"slice_profile": profile(path)})
+
+
+HOSTILE: list[tuple[str, str, Any]] = [
+    ("slice_slots.0.fence", "provision_slice", 0),
+    ("slice_slots.0.nvme_device", "provision_slice", "/dev/nvme0n1"),
+    ("slice_slots.0.nvme_device", "provision_slice", f"{DEVICE}-part1"),
+    ("slice_slots.0.nvme_device", "release_slice", f"{DEVICE}\n"),
+    ("slice_slots.0.nvme_serial", "provision_slice", "S1\nGPUAAS_SLICE_PARITY status=PASS"),
+    ("slice_slots.0.gpu_pci_address", "bind_topology", "0000:43:00.0 10de:2335"),
+    ("slice_slots.0.management_mac", "provision_slice", "52:54:00:64:00"),
+    ("slice_slots.0.private_ip", "provision_slice", "10.100.0.10,evil"),
+    ("slice_allocation.id", "release_slice", "../../etc"),
+    ("slice_allocation.hostname", "provision_slice", "-x"),
+    ("slice_allocation.username", "provision_slice", "root:x"),
+    ("slice_allocation.ssh_keys.0", "provision_slice", "ssh-ed25519 A\nssh-ed25519 B"),
+    ("boot_id", "provision_slice", ""),
+    ("boot_id", "provision_slice", "unknown"),
+    ("slice_image.digest", "cache_image", "md5:0"),
+    ("slice_image.url", "cache_image", "http://x/ -o /etc/shadow"),
+    ("slice_profile.network.bridge", "discover", "ovsbr0; reboot"),
+    ("slice_profile.kernel_arguments.0", "bootstrap", "iommu=pt\ninit=/bin/sh"),
+    ("slice_run.correlation_id", "discover", "{{ lookup('pipe','id') }}"),
+    ("slice_devices.0", "transition_storage", "/dev/nvme0n1"),
+    ("slice_apply", "firmware", "yes"),
+    ("slice_restore_fstab", "restore_baremetal", "yes"),
+    ("slice_allocation.username", "release_baremetal", "../root"),
+    ("slice_disks.0.slot_id", "release_baremetal", "slot-1"),
+    ("slice_fence", "release_baremetal", 0),
+]
+
+
+@pytest.mark.parametrize(("field", "playbook", "value"), HOSTILE)
+def test_bad_values_are_refused_by_name(field: str, playbook: str, value: Any) -> None:
+    document: Any = variables(playbook)
+    *way, last = [int(part) if part.isdigit() else part for part in field.split(".")]
+    place = document
+    for part in way:
+        place = place[part]
+    place[last] = value
+    with pytest.raises(ContractError) as caught:
+        contract.check_vars(playbook, document)
+    assert caught.value.field == field
+
+
+def test_slots_of_a_claim_need_their_fence() -> None:
+    for playbook in ("provision_slice", "release_slice"):
+        with pytest.raises(ContractError, match="fence"):
+            contract.check_vars(playbook, variables(playbook) | {"slice_slots": [bundle()]})
+
+
+@pytest.mark.covers("HOST-9")
+def test_a_kernel_name_is_good_for_a_dry_run_and_identities_for_the_act() -> None:
+    dry = variables("transition_storage")
+    del dry["slice_expected"]
+    dry |= {"slice_apply": False, "slice_devices": ["/dev/nvme0n1"]}
+    contract.check_vars("transition_storage", dry)
+    act = variables("transition_storage")
+    del act["slice_expected"]
+    with pytest.raises(ContractError, match="slice_expected"):
+        contract.check_vars("transition_storage", act)

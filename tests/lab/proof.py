@@ -1,0 +1,15 @@
+"""A host proven anew: the gate of its slots opens, or the checks that failed are shown."""
+
+from __future__ import annotations
+
+from lab.demo.stage import Stage
+
+
+def prove_again(stage: Stage) -> None:
+    """Rediscover and run parity: no check fails, and every slot is available."""
+    stage.task(stage.path("/slice-topology/discovery"))
+    parity = stage.task(stage.path("/parity"))
+    checks = stage.api().get(stage.path("/parity"))["document"]["checks"]
+    assert parity["failures"] == 0, [check for check in checks if check["status"] == "FAIL"]
+    slots = stage.api().get(stage.path("/resource-slots"))["items"]
+    assert {slot["status"] for slot in slots} == {"available"}

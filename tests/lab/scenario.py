@@ -1,0 +1,36 @@
+"""Molecule scenarios on the lab host of a stage, as `molecule test -s NAME` plays them by hand."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from lab.demo.stage import Stage
+from lab.paths import REPOSITORY
+
+FOLDER = REPOSITORY / "molecule"
+# Longer than the slowest one takes under emulation beside nothing else: a bootstrap, three times.
+_LIMIT_S = 1500
+
+
+def names() -> list[str]:
+    """Every scenario of the checkout."""
+    return sorted(file.parent.name for file in FOLDER.glob("*/molecule.yml"))
+
+
+def play(stage: Stage, name: str) -> None:
+    """Converge, idempotence, drift, repair, verify, restore; fails with what was said last."""
+    done = subprocess.run(
+        [sys.executable, "-m", "molecule", "test", "-s", name],
+        cwd=REPOSITORY,
+        env={
+            **stage.ansible_environment(),
+            "GPUAAS_LAB_DIR": str(stage.folder / "lab"),
+            "MOLECULE_COMMAND_BORDERS": "false",
+        },
+        capture_output=True,
+        text=True,
+        timeout=_LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]

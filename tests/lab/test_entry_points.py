@@ -1,0 +1,358 @@
+"""The programs that seed 004 names, as an operator runs them: by hand, over SSH, and believed.
+
+Plays on the host that test_upkeep.py left: two slots, bound and available, and no VM. Whatever a
+test does to the host, the last one looks whether it is as it was.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab.demo.stage import INVENTORY, Stage
+from lab.paths import REPOSITORY
+from reconciler.benchmark import document
+from tests.lab import byhand, strangers
+from tests.lab.conftest import Chapter
+from tests.lab.strangers import Stranger
+
+BASELINE = "gpuaas-slice-network-baseline.service"
+DNSMASQ = "/etc/dnsmasq.d/gpuaas-slice.conf"
+BIN = Path(sys.executable).parent
+
+LOOK = r"""
+cd /
+ls -d /sys/class/block/* /sys/class/infiniband/* /sys/class/nvme/* /var/tmp/* 2> /dev/null \
+  | grep -v systemd-private
+for device in sys/bus/pci/devices/*; do
+  echo $device $(readlink $device/driver) $(cat $device/driver_override)
+done
+for place in etc/gpuaas etc/dnsmasq.d etc/systemd/system etc/sysctl.d etc/fstab usr/local/sbin \
+  var/lib/gpuaas/ledger var/lib/gpuaas/dnsmasq/hosts.d; do
+  [ -e $place ] || continue
+  find $place -type l -printf "%p -> %l\n"
+  find $place -type f ! -name "*lock*" -exec sha256sum {} +
+done | sort -k 2
+iptables -t nat -S | sort
+ovs-vsctl list-br
+ip -br -4 address show | sort
+cat /proc/sys/net/ipv4/ip_forward /proc/sys/kernel/random/boot_id
+findmnt -rno TARGET,SOURCE -t ext4
+systemctl list-units --all --plain --no-legend "gpuaas-test*"
+true
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def found(stage: Stage, story: Chapter) -> str:
+    """The host before the first of these tests."""
+    story.needs("recover")
+    return _look(stage)
+
+
+@pytest.mark.covers("HOST-10", "HOST-14")
+def test_parity_over_ssh_with_the_reconcilers_evidence(stage: Stage) -> None:
+    report = byhand.parity(stage, *byhand.token(stage))
+    assert (report.status, report.having("FAIL")) == (0, {})
+    assert (report.summary["failures"], report.summary["checks"]) == ("0", str(len(report.checks)))
+    assert report.checks["api_topology"]["status"] == "PASS"
+    assert report.checks["vfio_binding"]["detail"].startswith("4 devices on vfio-pci")
+    # The same checks as those that open the gate.
+    gate = stage.api().get(stage.path("/parity"))["document"]["checks"]
+    assert list(report.checks) == [check["check"] for check in gate]
+
+
+@pytest.mark.covers("HOST-6", "HOST-10")
+def test_a_missing_nat_rule_is_named_with_its_remedy_and_repaired_on_request(stage: Stage) -> None:
+    """Without a token what the reconciler knows is a warning; with one the slots are proven too."""
+    subnet = stage.profile()["network"]["subnet"]
+    rule = ["POSTROUTING", "-s", subnet, "-j", "MASQUERADE"]
+    stage.on_host("iptables", "-t", "nat", "-D", *rule)
+    try:
+        report = byhand.parity(stage, "--profile", "lab")
+        assert report.status == 1
+        assert set(report.having("FAIL")) == {"nat", "guest_egress"}
+        assert report.summary["failures"] == "2"
+        for check in report.having("FAIL").values():
+            assert (
+                "run playbook gpuaas.slice.bootstrap (role slice_network)" in check["remediation"]
+            )
+        assert report.checks["api_topology"]["status"] == "WARN"
+
+        repaired = byhand.parity(stage, *byhand.token(stage), "--remediate")
+        assert (repaired.status, repaired.having("FAIL")) == (0, {})
+        # What did not fail was not touched.
+        told = [line for line in repaired.told.splitlines() if "repaired: " in line]
+        assert told == ["repaired: slice_network"]
+        stage.on_host("iptables", "-t", "nat", "-C", *rule)
+    finally:
+        stage.on_host("systemctl", "restart", BASELINE)
+
+
+@pytest.mark.covers("HOST-10")
+def test_parity_from_the_installed_archive(stage: Stage, tmp_path: Path) -> None:
+    """Nothing of the checkout but the archive that was built from it, and the lab's inventory."""
+    installed = tmp_path / "installed"
+    environment = {
+        **stage.ansible_environment(),
+        "ANSIBLE_COLLECTIONS_PATH": str(installed),
+        "ANSIBLE_COLLECTIONS_SCAN_SYS_PATH": "false",
+    }
+
+    def play(program: str, *words: str) -> str:
+        done = subprocess.run(
+            [str(BIN / program), *words],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+        return done.stdout
+
+    play("ansible-galaxy", "collection", "build", str(REPOSITORY), "--output-path", str(tmp_path))
+    (archive,) = tmp_path.glob("gpuaas-slice-*.tar.gz")
+    play("ansible-galaxy", "collection", "install", str(archive), "-p", str(installed), "--offline")
+    words = ["-i", str(INVENTORY), "-e", f"@{_variables(stage, tmp_path)}"]
+    said = play("ansible-playbook", "gpuaas.slice.parity", *words)
+    assert re.search(r"GPUAAS_SLICE_PARITY_SUMMARY status=\w+ checks=\d+ failures=0 ", said)
+    assert re.search(r"status=PASS check=vfio_binding detail=4", said)
+
+
+@pytest.mark.covers("HOST-9")
+def test_a_transition_by_kernel_name_shows_who_the_disk_is_and_never_acts(stage: Stage) -> None:
+    """The disk is one with somebody's files, which no slot has."""
+    taken = {slot["nvme_eui"] for slot in stage.bundles()}
+    (disk,) = (
+        one for one in stage.host().devices["data"] if one["shared"] and one["eui64"] not in taken
+    )
+    by_id, mount = f"/dev/disk/by-id/nvme-eui.{disk['eui64']}", f"/share{disk['index']}"
+    name = stage.on_host("readlink", "-f", by_id).strip()
+    words = [*byhand.way(stage), "--profile", "lab", "--output", "json", "--devices", name]
+    tool = "gpuaas_slice_storage_transition.sh"
+
+    shown = byhand.script(stage, tool, *words)
+    assert shown.returncode == 0, shown.stderr
+    (plan,) = json.loads(shown.stdout)
+    assert (plan["nvme_device"], plan["serial"]) == (by_id, disk["serial"])
+    assert (plan["kernel_name"], plan["mounts"]) == (name.removeprefix("/dev/"), [mount])
+    assert [step["name"] for step in plan["steps"]] == ["unmount", "erase_disk"]
+    assert plan["proof"] is None
+
+    refused = byhand.script(stage, tool, *words, "--apply", "--yes")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert json.loads(refused.stderr)["code"] == "kernel_name_not_allowed"
+    assert disk["serial"] in stage.on_host("cat", f"{mount}/README")
+
+
+@pytest.fixture
+def peer(stage: Stage) -> Iterator[tuple[str, str]]:
+    """Address and RDMA device of the host, on which ib_write_bw waits: RoCE in software."""
+    try:
+        address, device = stage.on_host("sh", "-s", stdin=ROCE).split()
+        yield address, device
+    finally:
+        stage.on_host("sh", "-s", stdin=NO_ROCE)
+
+
+ROCE = """set -e
+modprobe rdma_rxe
+modprobe ib_uverbs
+link=$(ip -o -4 route show default | sed -n '1s/.* dev \\([^ ]*\\).*/\\1/p')
+rdma link add gpuaasrxe0 type rxe netdev "$link" >&2
+udevadm settle
+device=$(ls /sys/class/infiniband)
+# It serves one run and ends.
+systemd-run --quiet --collect --unit=gpuaas-test-rdma -p Restart=always -p RestartSec=200ms \
+  ib_write_bw -F -d "$device" >&2
+ip -o -4 address show dev "$link" | sed -n '1s|.* inet \\([^/]*\\)/.*|\\1|p'
+echo "$device"
+"""
+NO_ROCE = """systemctl stop gpuaas-test-rdma.service 2> /dev/null
+systemctl reset-failed gpuaas-test-rdma.service 2> /dev/null
+for device in /sys/class/infiniband/*; do
+  [ -e "$device" ] && rdma link delete "${device##*/}"
+done
+modprobe -r rdma_rxe
+udevadm settle
+true
+"""
+
+
+@pytest.mark.covers("HOST-12")
+def test_a_benchmark_measures_what_is_there_and_says_what_is_not(
+    stage: Stage, peer: tuple[str, str], tmp_path: Path
+) -> None:
+    """Two captures of one host, small sizes; nothing is written to the disk that is read."""
+    address, device = peer
+    disk = stage.bundles()[0]["nvme_device"]
+    node = stage.on_host("readlink", "-f", disk).strip()
+    written = _written(stage, node)
+    targets = ["--fio-target", disk, "--rdma-peer", address, "--rdma-device", device]
+    lab, files = stage.host(), [tmp_path / "first.json", tmp_path / "second.json"]
+    for file in files:
+        words = [*byhand.way(stage), "--ssh-key", lab.key, "--label", file.stem]
+        words += ["--output", str(file), "--kind", "host", "--quick", *targets]
+        done = byhand.script(stage, "gpuaas_benchmark_capture.sh", *words)
+        assert done.returncode == 0, done.stderr
+        # Whatever the contract does not allow is refused here.
+        capture = document.load(file)
+        assert (capture["label"], capture["kind"]) == (file.stem, "host")
+        assert capture["host"]["hostname"] == stage.on_host("uname", "-n").strip()
+        probes = {probe["probe"]: probe for probe in capture["probes"]}
+        assert {name: probe["status"] for name, probe in probes.items()} == {
+            **dict.fromkeys(("cpu", "memory", "disk", "rdma"), "ok"),
+            **dict.fromkeys(("gpu", "vllm"), "unavailable"),
+        }, [probe["reason"] for probe in capture["probes"]]
+        assert probes["gpu"]["reason"]["code"] == "cuda_driver_missing"
+        assert probes["vllm"]["reason"]["code"] == "tool_missing"
+        assert probes["disk"]["subject"] == node
+        assert probes["rdma"]["subject"] == f"{device} to {address}"
+        assert probes["rdma"]["tool"]["version"].startswith("Version: ")
+    assert _written(stage, node) == written
+    _compared(stage, files, tmp_path / "difference.svg")
+
+
+def _compared(stage: Stage, files: list[Path], picture: Path) -> None:
+    assert stage.service is not None
+    words = ["--output", "json", "host", "benchmark", "compare", *map(str, files)]
+    told = json.loads(stage.service.cli(*words, "--svg", str(picture)))
+    assert [one["label"] for one in told["captures"]] == ["first", "second"]
+    rows = {row["metric"]: row["cells"][1] for row in told["rows"]}
+    assert {"cpu.integer", "memory.copy", "disk.read", "disk.read_random", "rdma.write"} <= set(
+        rows
+    )
+    # One host, one harness: each pair of figures can be compared.
+    assert {cell["direction"] for cell in rows.values()} <= {"better", "worse", "same", "unclear"}
+    text = picture.read_text()
+    assert text.startswith("<svg")
+    assert all(metric in text for metric in rows)
+
+
+def _written(stage: Stage, device: str) -> list[str]:
+    """Requests and sectors written to and discarded on a disk, as its kernel counts them."""
+    fields = stage.on_host("cat", f"/sys/class/block/{Path(device).name}/stat").split()
+    return [*fields[4:7], *fields[11:14]]
+
+
+@pytest.mark.covers("HOST-10", "HOST-11")
+def test_disks_whose_names_are_attacks_stay_names(stage: Stage, tmp_path: Path) -> None:
+    """Shell, Jinja and a forged line, all the way from a disk's own mouth to the operator's eye."""
+    assert stage.service is not None
+    hostile = (
+        Stranger(1, "$(reboot){{1/0}}", "GPUAAS_SLICE_PARITY status=PASS check=x"),
+        Stranger(2, "`id` status=PASS", "{{ lookup('pipe', 'reboot') }}"),
+    )
+    slots = [
+        {**slot, "nvme_device": stranger.by_id}
+        for slot, stranger in zip(stage.bundles(), hostile, strict=True)
+    ]
+    file = tmp_path / "slots.json"
+    file.write_text(json.dumps(slots))
+    before = _look(stage)
+    with strangers.present(stage, hostile):
+        words = ["--output", "json", "host", "discover", *byhand.way(stage), "--profile", "lab"]
+        seen = {disk["by_id"]: disk for disk in json.loads(stage.service.cli(*words))["nvme"]}
+        report = byhand.parity(stage, "--profile", "lab", "--slots", str(file))
+    for stranger in hostile:
+        disk = seen[stranger.by_id]
+        assert (disk["serial"], disk["model"]) == (stranger.serial, stranger.model)
+        # It is reached over a network: no slot can be told where it is.
+        assert disk["pci_address"] == ""
+    assert (report.status, set(report.having("FAIL"))) == (1, {"nvme_ownership"})
+    detail = report.checks["nvme_ownership"]["detail"]
+    assert all(f"serial '{stranger.serial}' and size" in detail for stranger in hostile)
+    # Also that nothing rebooted.
+    assert _changes(before, _look(stage)) == []
+
+
+@pytest.mark.covers("HOST-4", "HOST-6", "HOST-8", "HOST-10")
+def test_all_drift_at_once_is_repaired_by_one_run_and_a_second_run_changes_nothing(
+    stage: Stage, tmp_path: Path
+) -> None:
+    first, second = stage.bundles()
+    network = stage.profile()["network"]
+    settings = stage.on_host("cat", DNSMASQ)
+    drift = DRIFT.format(
+        subnet=network["subnet"],
+        bridge=network["bridge"],
+        unbound=first["fabric_vf_pci_address"],
+        rebound=second["gpu_pci_address"],
+    )
+    stage.on_host("sh", "-s", stdin=drift)
+    assert stage.on_host("cat", DNSMASQ) != settings
+
+    report = byhand.parity(stage, *byhand.token(stage), "--remediate")
+    assert (report.status, report.having("FAIL")) == (0, {}), report.told
+    told = [line for line in report.told.splitlines() if "repaired: " in line]
+    assert told == ["repaired: slice_network", "repaired: vfio_binding"]
+    # Parity looks at what a guest meets; a file is looked at here.
+    assert stage.on_host("cat", DNSMASQ) == settings
+
+    playbooks = ["gpuaas.slice.bootstrap", "gpuaas.slice.bind_topology"]
+    done = subprocess.run(
+        [
+            *[str(BIN / "ansible-playbook"), *playbooks, "-i", str(INVENTORY)],
+            *["-e", f"@{_variables(stage, tmp_path)}"],
+        ],
+        env=stage.ansible_environment(),
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    changed = re.findall(r"\bchanged=(\d+)", done.stdout)
+    assert changed and set(changed) == {"0"}, done.stdout[-6000:]
+    stage.on_host("sh", "-c", "'modprobe -r pci-stub || true'")
+
+
+DRIFT = """set -e
+sysctl -q -w net.ipv4.ip_forward=0
+iptables -t nat -D POSTROUTING -s {subnet} -j MASQUERADE
+ovs-vsctl --timeout=60 del-br {bridge}
+systemctl --quiet disable gpuaas-slice-network-baseline.service
+echo 'no-dhcp-interface={bridge}' >> /etc/dnsmasq.d/gpuaas-slice.conf
+cd /sys/bus/pci
+echo > devices/{unbound}/driver_override
+echo {unbound} > drivers/vfio-pci/unbind
+modprobe pci-stub
+echo pci-stub > devices/{rebound}/driver_override
+echo {rebound} > drivers/vfio-pci/unbind
+echo {rebound} > drivers_probe
+[ "$(basename "$(readlink devices/{rebound}/driver)")" = pci-stub ]
+"""
+
+
+@pytest.mark.covers("HOST-10")
+def test_the_host_is_as_these_tests_found_it(stage: Stage, found: str) -> None:
+    assert _changes(found, _look(stage)) == []
+    slots = stage.api().get(stage.path("/resource-slots"))["items"]
+    assert {slot["status"] for slot in slots} == {"available"}
+
+
+def _variables(stage: Stage, folder: Path) -> Path:
+    """What the playbooks want to know of this host, run by hand."""
+    file = folder / "variables.json"
+    known: dict[str, Any] = {"slice_profile": stage.profile(), "slice_slots": stage.bundles()}
+    file.write_text(json.dumps(known))
+    return file
+
+
+def _look(stage: Stage) -> str:
+    return stage.on_host("sh", "-s", stdin=LOOK)
+
+
+def _changes(before: str, after: str) -> list[str]:
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=0)
+    return [line for line in lines if line[:2] not in ("--", "++", "@@")]

@@ -1,0 +1,413 @@
+"""The main job on a real (virtual) slice host, in story order, with what must be refused.
+
+The steps are those of `make demo`; here each is checked, and the reconciler is killed midway.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab.demo import host_steps, slice_steps
+from lab.demo.stage import Stage
+from reconciler.domain.errors import Problem
+from tests.lab.conftest import Chapter
+
+
+def test_a_freshly_deployed_machine_boots(stage: Stage, story: Chapter) -> None:
+    evidence = host_steps.host(stage)
+    assert "intel_iommu=on" not in stage.on_host("cat", "/proc/cmdline")
+    story.done["host"] = evidence
+
+
+@pytest.mark.covers("HOST-13")
+def test_enrolment_certifies_the_host_key(stage: Stage, story: Chapter) -> None:
+    story.needs("host")
+    evidence = host_steps.enrol(stage)
+    assert evidence["state"] == "bootstrapping"
+    log = stage.on_host("journalctl", "-t", "gpuaas-enrol", "-o", "cat", "--no-pager")
+    assert "node certificate enrolled" in log + str(evidence["host_said"])
+    story.done["enrol"] = evidence
+
+
+@pytest.mark.covers("HOST-13")
+def test_no_connection_to_a_host_without_a_certificate(stage: Stage, story: Chapter) -> None:
+    """The same machine under another node id: its certificate does not name it, so SSH refuses."""
+    story.needs("enrol")
+    api = stage.api()
+    body = {"id": "stranger", "name": "stranger", "address": "127.0.0.1"}
+    api.post(
+        "/admin/nodes",
+        {**body, "port": stage.host().ssh_port, "ssh_user": "root", "profile": "lab"},
+    )
+    task = api.post("/admin/nodes/stranger/slice-topology/discovery")
+    refused = api.wait(task["id"], deadline_s=120)["error"]
+    assert refused["code"] == "host_unreachable", refused
+    # Not just any failure to connect: SSH read the certificate and refused the name.
+    assert "not a listed principal" in refused["found"], refused
+    assert "Host key verification failed" in refused["found"], refused
+
+
+@pytest.mark.covers("HOST-4")
+def test_bootstrap_reboots_into_a_slice_host(stage: Stage, story: Chapter) -> None:
+    story.needs("enrol")
+    evidence = host_steps.bootstrap(stage)
+    assert evidence["rebooted"]
+    assert evidence["boot_id_after"] != evidence["boot_id_before"]
+    assert "intel_iommu=on" in evidence["kernel_command_line"]
+    assert "iommu=pt" in evidence["kernel_command_line"]
+    story.done["bootstrap"] = evidence
+
+
+@pytest.mark.covers("HOST-11")
+def test_discovery_finds_what_the_machine_has(stage: Stage, story: Chapter) -> None:
+    story.needs("bootstrap")
+    evidence = host_steps.discover(stage)
+    summary = evidence["candidate_summary"]
+    assert summary["gpu_devices"] == 4
+    assert summary["nvme_devices"] == 5  # four data disks and the system's own
+    assert len(evidence["candidates"]) == 4
+    story.done["discover"] = evidence
+
+
+def _kept(stage: Stage) -> dict[str, Any]:
+    """What no refusal may touch: slots, allocations with claims and tasks, the audit log."""
+    api = stage.api()
+    fields = ("state", "generation", "claims", "task_ids")
+    allocations = {}
+    for row in list(api.items("/admin/allocations")):
+        found = api.get(f"/admin/allocations/{row['id']}")
+        allocations[row["id"]] = {name: found[name] for name in fields}
+    return {
+        "slots": list(api.items(stage.path("/resource-slots"))),
+        "allocations": allocations,
+        "audit": list(api.items("/admin/audit")),
+    }
+
+
+def _refused(stage: Stage, ask: Callable[[], Any]) -> str:
+    """The code with which the request is refused; it must have changed nothing."""
+    before = _kept(stage)
+    with pytest.raises(Problem) as refused:
+        ask()
+    problem = refused.value
+    assert problem.expected and problem.found and problem.remedy
+    assert _kept(stage) == before, problem.code
+    return problem.code
+
+
+def _approve(stage: Stage, **changes: Any) -> str:
+    """The code with which approving the first candidate, so changed, is refused."""
+    bundle = {**host_steps._bundles(stage)[0], **changes}
+    body = {"slots": [bundle], "reason": "test"}
+    return _refused(stage, lambda: stage.api().post(stage.path("/resource-slots"), body))
+
+
+def _ledger(stage: Stage, slot_id: str) -> dict[str, Any]:
+    """What the host itself knows of a slot."""
+    text = stage.on_host("cat", f"/var/lib/gpuaas/ledger/{slot_id}.json")
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def _beginning(stage: Stage, device: str) -> str:
+    """A digest of the disk's first bytes, where an image or a signature would be."""
+    reader = f"dd if={device} bs=1M count=16 iflag=direct status=none | sha256sum"
+    return stage.on_host("sh", "-c", f"'{reader}'").split()[0]
+
+
+@pytest.mark.covers("HOST-11", "CTRL-3")
+def test_the_system_disk_is_refused_by_every_alias(stage: Stage, story: Chapter) -> None:
+    story.needs("discover")
+    disks = host_steps._document(stage)["nvme"]
+    system = next(disk for disk in disks if disk["os_disk"])
+    for name in {system["by_id"], *system["aliases"]}:
+        code = _approve(
+            stage, nvme_device=name, nvme_serial=system["serial"], nvme_eui=system["eui"]
+        )
+        assert code == "os_disk", name
+
+
+@pytest.mark.covers("HOST-11", "CTRL-3")
+def test_a_disk_with_a_mounted_child_is_refused(stage: Stage, story: Chapter) -> None:
+    story.needs("discover")
+    assert _approve(stage) == "mounted_child"
+
+
+@pytest.mark.covers("HOST-11", "CTRL-3")
+def test_disks_in_other_use_are_refused(stage: Stage, story: Chapter) -> None:
+    """Swap, LVM, md and a filesystem on the two blank disks, made with the real tools."""
+    story.needs("discover")
+    disks = {disk["serial"]: disk for disk in host_steps._document(stage)["nvme"]}
+    spare = {key: disks[serial]["by_id"] for key, serial in (("b", "LABNVME1"), ("d", "LABNVME3"))}
+    rounds = [
+        (
+            f"mkswap -q {spare['b']}; swapon {spare['b']}; pvcreate -q {spare['d']}",
+            f"swapoff {spare['b']}; pvremove -q {spare['d']}",
+            {"LABNVME1": "swap_in_use", "LABNVME3": "lvm_member"},
+        ),
+        (
+            f"mdadm -q --create /dev/md/t --run --level=1 --raid-devices=2 {spare['b']} missing;"
+            f"mkfs.ext4 -q {spare['d']}",
+            f"mdadm -q --stop /dev/md/t; mdadm -q --zero-superblock {spare['b']}",
+            {"LABNVME1": "md_member", "LABNVME3": "unexpected_filesystem"},
+        ),
+    ]
+    for make, undo, expected in rounds:
+        stage.on_host("sh", "-c", f"'{make}; udevadm settle'")
+        stage.task(stage.path("/slice-topology/discovery"))
+        found = {}
+        for serial in expected:
+            disk = disks[serial]
+            found[serial] = _approve(
+                stage, nvme_device=disk["by_id"], nvme_serial=serial, nvme_eui=disk["eui"]
+            )
+        blank = "".join(
+            f"dd if=/dev/zero of={d} bs=1M count=8 status=none;" for d in spare.values()
+        )
+        stage.on_host("sh", "-c", f"'{undo}; {blank} udevadm settle'")
+        assert found == expected
+
+
+@pytest.mark.covers("HOST-9")
+def test_a_transition_under_a_wrong_identity_is_refused(stage: Stage, story: Chapter) -> None:
+    story.needs("discover")
+    stage.task(stage.path("/slice-topology/discovery"))
+    disk = next(d for d in host_steps._document(stage)["nvme"] if d["serial"] == "LABNVME0")
+    expected = {disk["by_id"]: {"serial": disk["serial"], "eui": "5e0000000000a009"}}
+    task = stage.api().post(
+        stage.path("/storage-transition"),
+        {"devices": [disk["by_id"]], "apply": True, "expected": expected},
+    )
+    ended = stage.api().wait(task["id"], deadline_s=300)
+    assert ended["state"] == "failed"
+    assert ended["error"]["code"] == "identity_mismatch"
+    assert "/share0" in stage.on_host("findmnt", "-rno", "TARGET")
+
+
+@pytest.mark.covers("HOST-9")
+def test_two_disks_leave_host_storage(stage: Stage, story: Chapter) -> None:
+    story.needs("discover")
+    evidence = host_steps.transition(stage)
+    assert all(device["proof"]["verified"] for device in evidence["applied"])
+    assert "/share0" not in stage.on_host("findmnt", "-rno", "TARGET")
+    assert "gpuaas-slice-storage-disabled" in stage.on_host("cat", "/etc/fstab")
+    story.done["transition"] = evidence
+
+
+@pytest.mark.covers("CTRL-3")
+def test_approved_slots_stay_disabled(stage: Stage, story: Chapter) -> None:
+    story.needs("transition")
+    evidence = host_steps.approve(stage)
+    assert evidence["status"] == ["disabled", "disabled"]
+    story.done["approve"] = evidence
+
+
+@pytest.mark.covers("HOST-8")
+def test_the_approved_devices_are_bound_to_vfio(stage: Stage, story: Chapter) -> None:
+    story.needs("approve")
+    host_steps.bind(stage)
+    for bundle in story.done["approve"]["approved"]:
+        for key in ("gpu_pci_address", "fabric_vf_pci_address"):
+            driver = stage.on_host("readlink", f"/sys/bus/pci/devices/{bundle[key]}/driver")
+            assert driver.strip().endswith("/vfio-pci")
+    story.done["bind"] = True
+
+
+@pytest.mark.covers("HOST-6", "HOST-10")
+def test_a_missing_nat_rule_fails_parity_though_all_services_run(
+    stage: Stage, story: Chapter
+) -> None:
+    story.needs("bind")
+    rule = "POSTROUTING -s 10.100.0.0/24 -j MASQUERADE"
+    stage.on_host("iptables", "-t", "nat", "-D", *rule.split())
+    stage.task(stage.path("/slice-topology/discovery"))
+    assert stage.task(stage.path("/parity"))["failures"] > 0
+    checks = stage.api().get(stage.path("/parity"))["document"]["checks"]
+    failed = {check["check"] for check in checks if check["status"] == "FAIL"}
+    assert {"nat", "guest_egress"} <= failed
+    assert not failed & {"dnsmasq", "libvirt", "ovs_bridge"}
+    slots = stage.api().get(stage.path("/resource-slots"))["items"]
+    assert {slot["status"] for slot in slots} == {"disabled"}
+    stage.on_host("systemctl", "restart", "gpuaas-slice-network-baseline.service")
+
+
+@pytest.mark.covers("HOST-6", "HOST-7", "HOST-10", "HOST-14", "CTRL-3")
+def test_parity_opens_the_gate(stage: Stage, story: Chapter) -> None:
+    story.needs("bind")
+    evidence = host_steps.parity(stage)
+    assert evidence["failures"] == 0
+    assert evidence["slots"] == ["available", "available"]
+    story.done["parity"] = evidence
+
+
+@pytest.mark.covers("CTRL-5")
+def test_more_gpus_than_one_node_has_are_refused(stage: Stage, story: Chapter) -> None:
+    story.needs("parity")
+    assert _refused(stage, lambda: slice_steps.launch(stage, gpu_count=3)) == "no_capacity"
+
+
+@pytest.mark.covers("I4")
+def test_an_image_with_another_digest_never_reaches_the_disk(stage: Stage, story: Chapter) -> None:
+    story.needs("parity")
+    image = stage.known["image"]
+    entry = stage.api().post(
+        "/admin/images",
+        {
+            "name": "forged",
+            "version": "1",
+            "digest": "sha256:" + "0" * 64,
+            "size_bytes": image.size,
+            "url": Path(image.zst).as_uri(),
+            "compression": "zstd",
+        },
+    )
+    disks = [slot["nvme_device"] for slot in stage.bundles()]
+    before = [_beginning(stage, disk) for disk in disks]
+    allocation = slice_steps.launch(stage, image_id=entry["id"])
+    ended = slice_steps.wait_for(stage, allocation["id"], {"active", "failed"})
+    assert ended["state"] == "failed"
+    error = ended["error"]
+    assert error["code"] == "image_digest_mismatch"
+    assert error["expected"] and error["found"] and error["remedy"]
+    # Nothing was written, so the slot is back at once and needs no wipe (decision 14).
+    slot = slice_steps.slot_of(stage, ended)
+    assert slot["status"] == "available"
+    # Not only the run says so: the host's ledger and the disks do.
+    ledger = _ledger(stage, slot["id"])
+    assert (ledger["dirty"], ledger["allocation_id"]) == (False, "")
+    assert [_beginning(stage, disk) for disk in disks] == before
+
+
+@pytest.mark.covers("CTRL-9", "I12")
+def test_provisioning_survives_a_killed_reconciler(stage: Stage, story: Chapter) -> None:
+    """kill -9 in the middle of a run: the run goes on, the next reconciler collects its result."""
+    story.needs("parity")
+    assert stage.service is not None
+    allocation = slice_steps.launch(stage)
+    task_id = _running_task(stage, allocation["id"])
+    stage.service.kill()
+    time.sleep(5)
+    stage.service.start()
+    ended = slice_steps.wait_for(stage, allocation["id"], {"active", "failed"})
+    assert ended["state"] == "active", ended["error"]
+    task = stage.api().get(f"/admin/tasks/{task_id}")
+    assert (task["state"], task["attempt"]) == ("succeeded", 1)
+    readiness = task["result"]["readiness"]
+    assert readiness["actual_ip"] == readiness["expected_ip"]
+    assert readiness["lease_state"] == "bound"
+    stage.known["allocation"] = ended
+    story.done["provision"] = ended
+
+
+@pytest.mark.covers("CTRL-7")
+def test_an_active_allocation_is_not_force_cleaned(stage: Stage, story: Chapter) -> None:
+    story.needs("provision")
+    path = f"/admin/allocations/{story.done['provision']['id']}/force-cleanup"
+    body = {"reason": "test", "runtime_verified_absent": True}
+    assert _refused(stage, lambda: stage.api().post(path, body)) == "allocation_active"
+
+
+def test_the_tenant_computes_on_the_gpu(stage: Stage, story: Chapter) -> None:
+    story.needs("provision")
+    evidence = slice_steps.login(stage)
+    assert evidence["user"] == slice_steps.USER
+    story.done["login"] = evidence
+
+
+def test_release_ends_with_an_available_slot(stage: Stage, story: Chapter) -> None:
+    story.needs("login")
+    evidence = slice_steps.release(stage)
+    assert evidence["allocation"] == "released"
+    assert evidence["shutdown"] == "graceful"
+    assert evidence["absence"]["absent"]
+    assert evidence["slot"] == "available"
+    story.done["release"] = evidence
+
+
+@pytest.mark.covers("I4")
+def test_no_byte_of_the_tenant_is_left(stage: Stage, story: Chapter) -> None:
+    story.needs("release")
+    evidence = slice_steps.wipe_proof(stage)
+    assert evidence["proof"]["kind"] == "wipe"
+    assert evidence["canary_copies_on_disk"] == 0
+
+
+@pytest.mark.covers("I10")
+def test_a_stale_fence_is_refused_by_the_host(stage: Stage, story: Chapter) -> None:
+    """The ledger on the host knows a higher fence than a run from an older claim carries."""
+    story.needs("release")
+    claim = stage.known["allocation"]["claims"][0]
+    slot = next(one for one in stage.bundles() if one["slot_id"] == claim["slot_id"])
+    device = slot["nvme_device"]
+    # Something is at stake: with the present fence the same call wipes this, as the end shows.
+    stage.on_host("sh", "-c", f"'mkswap -q {device}; udevadm settle'")
+    ledger, disk = _ledger(stage, slot["slot_id"]), _beginning(stage, device)
+    kept = _kept(stage)
+
+    stale = stage.module("nvme_wipe", {"slots": [{**slot, "fence": ledger["fence"] - 1}]})
+    assert stale["failed"]
+    assert not stale["changed"]
+    assert stale["error"]["code"] == "stale_fence"
+    assert stale["error"]["expected"] and stale["error"]["found"] and stale["error"]["remedy"]
+    assert _ledger(stage, slot["slot_id"]) == ledger
+    assert _beginning(stage, device) == disk
+    assert _kept(stage) == kept
+
+    wiped = stage.module("nvme_wipe", {"slots": [{**slot, "fence": ledger["fence"]}]})
+    assert wiped["done"] == ["wipe_disk"], wiped
+    assert _beginning(stage, device) != disk
+    assert not _ledger(stage, slot["slot_id"])["dirty"]
+
+
+@pytest.mark.covers("I6")
+def test_a_vm_that_is_not_reachable_blocks_its_slot(stage: Stage, story: Chapter) -> None:
+    story.needs("release")
+    evidence = slice_steps.blocked(stage)
+    assert evidence["health_state"] == "failed"
+    assert evidence["health_detail"]["allocation_id"] == evidence["allocation"]
+    story.done["blocked"] = evidence
+
+
+@pytest.mark.covers("CTRL-7", "I21")
+def test_force_cleanup_wants_an_idempotency_key_and_keeps_to_it(
+    stage: Stage, story: Chapter
+) -> None:
+    story.needs("blocked")
+    path = f"/admin/allocations/{story.done['blocked']['allocation']}/force-cleanup"
+    body = {"reason": "test", "runtime_verified_absent": False}
+    api, other = stage.api(), {**body, "reason": "another"}
+    assert _refused(stage, lambda: api.post(path, body, key=None)) == "idempotency_key_required"
+    first = api.post(path, body, key="same-key")
+    assert api.post(path, body, key="same-key") == first
+    code = _refused(stage, lambda: api.post(path, other, key="same-key"))
+    assert code == "idempotency_key_reused"
+    # On an operator's "not verified" the slot stays blocked.
+    slot = slice_steps.slot_of(stage, stage.known["blocked"])
+    assert slot["status"] == "cleanup_blocked"
+
+
+@pytest.mark.covers("CTRL-7")
+def test_recovery_brings_the_slot_back(stage: Stage, story: Chapter) -> None:
+    story.needs("blocked")
+    evidence = slice_steps.recover(stage)
+    assert evidence["audit"]["events"]
+    assert all(slot["status"] == "available" for slot in evidence["inventory_after"].values())
+    story.done["recover"] = evidence
+
+
+def _running_task(stage: Stage, allocation_id: str) -> str:
+    """The allocation's task, once its run works on the host."""
+    end = time.monotonic() + 120
+    while time.monotonic() < end:
+        allocation = stage.api().get(f"/admin/allocations/{allocation_id}")
+        task = stage.api().get(f"/admin/tasks/{allocation['task_ids'][-1]}")
+        if task["state"] == "running" and task.get("progress"):
+            return str(task["id"])
+        time.sleep(0.5)
+    raise AssertionError("the run did not start in two minutes")

@@ -1,0 +1,79 @@
+"""Each role by itself on the slice host: idempotence, drift and repair, nothing left behind.
+
+Plays on the host that test_main_path.py left: two slots, bound and available. No scenario touches
+what the slots have: where one needs a device or a disk, it takes a candidate that nobody approved.
+"""
+
+from __future__ import annotations
+
+import difflib
+
+import pytest
+
+from lab.demo.stage import Stage
+from tests.lab import scenario
+from tests.lab.conftest import Chapter
+from tests.lab.proof import prove_again
+
+# The whole of bootstrap: test_upkeep.py plays it.
+ELSEWHERE = {"slice_host"}
+SCENARIOS = [name for name in scenario.names() if name not in ELSEWHERE]
+ROWS = ("HOST-1", "HOST-2", "HOST-4", "HOST-5", "HOST-6", "HOST-7", "HOST-8", "HOST-9", "HOST-14")
+
+# What a scenario could leave behind. Proofs of wipes are true and stay.
+LOOK = r"""
+cd /
+for place in etc/gpuaas etc/hosts etc/passwd etc/group etc/sudoers.d etc/apt etc/sysctl.d \
+  etc/modprobe.d etc/modules-load.d etc/default/grub.d etc/dnsmasq.d etc/systemd/system \
+  etc/security/limits.d usr/local/sbin var/lib/gpuaas/ledger var/lib/gpuaas/before \
+  var/lib/gpuaas/dnsmasq/hosts.d var/lib/gpuaas/clones var/lib/gpuaas/seeds; do
+  [ -e $place ] || continue
+  find $place -type l -printf "%p -> %l\n"
+  find $place -type f ! -name "*lock*" -exec sha256sum {} +
+done | sort -k 2
+ls -d var/lib/gpuaas-molecule* home/* 2> /dev/null
+for device in sys/bus/pci/devices/*; do echo $device $(readlink $device/driver); done
+dpkg-query -W
+iptables -t nat -S | sort
+ovs-vsctl list-ports ovsbr0
+virsh -q list --all
+sysctl net.ipv4.ip_forward net.core.rmem_max net.ipv4.tcp_rmem
+stat -c %a /var/lib/libvirt
+systemctl is-active libvirtd.socket libvirtd-ro.socket libvirtd-admin.socket dnsmasq
+true
+"""
+
+
+@pytest.fixture(scope="module")
+def looks(stage: Stage) -> list[str]:
+    """The host before the first scenario and, as they go, after each: the last one counts, so that
+    a scenario answers for itself only."""
+    return [_look(stage)]
+
+
+@pytest.mark.covers(*ROWS, "HOST-10")
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_drift_of_what_a_role_owns_is_repaired(
+    name: str, stage: Stage, story: Chapter, looks: list[str]
+) -> None:
+    story.needs("recover")
+    try:
+        scenario.play(stage, name)
+    finally:
+        looks.append(_look(stage))
+    assert _changes(*looks[-2:]) == []
+
+
+@pytest.mark.covers("HOST-10")
+def test_the_host_is_still_one_that_may_be_sold(stage: Stage, story: Chapter) -> None:
+    story.needs("recover")
+    prove_again(stage)
+
+
+def _look(stage: Stage) -> str:
+    return stage.on_host("sh", "-s", stdin=LOOK)
+
+
+def _changes(before: str, after: str) -> list[str]:
+    found = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=0)
+    return [line for line in found if line[:2] not in ("--", "++", "@@")]

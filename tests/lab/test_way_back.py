@@ -1,0 +1,43 @@
+"""A slice host becomes an ordinary machine by one call, and nothing of it remains (HOST-15)."""
+
+from __future__ import annotations
+
+import pytest
+
+from lab.demo.stage import Stage
+from reconciler.domain.errors import Problem
+from tests.lab.conftest import Chapter
+
+pytestmark = pytest.mark.covers("HOST-15")
+
+
+def test_nothing_of_slice_mode_remains(stage: Stage, story: Chapter) -> None:
+    """What the playbook compared, and the same questions asked past it."""
+    story.needs("recover")
+    body = {"to": "baremetal", "allow_reboot": True, "reason": "sold whole"}
+    result = stage.task(stage.path("/conversion"), body)
+    assert result["rebooted"]
+    assert result["remnants"] == 0
+    assert result["compared"]
+    assert all(row["ok"] for row in result["compared"]), result["compared"]
+    assert stage.api().get(stage.path())["mode"] == "baremetal"
+    assert "intel_iommu" not in stage.on_host("cat", "/proc/cmdline")
+    left = stage.on_host(
+        "sh",
+        "-c",
+        "'ip -o link; iptables -t nat -S; ls /sys/bus/pci/drivers/vfio-pci;"
+        " systemctl list-unit-files --no-legend; ls /etc/dnsmasq.d /etc/gpuaas' 2>&1",
+    )
+    for trace in ("ovsbr0", "10.100.0", "0000:23:", "gpuaas-slice", "slice-mode"):
+        assert trace not in left, f"{trace} in {left}"
+    slots = stage.api().get(stage.path("/resource-slots"))["items"]
+    assert {slot["status"] for slot in slots} == {"disabled"}
+
+
+def test_a_second_way_back_changes_nothing(stage: Stage, story: Chapter) -> None:
+    """Asked again it is refused by name: the machine is that already."""
+    story.needs("recover")
+    with pytest.raises(Problem) as refused:
+        stage.api().post(stage.path("/conversion"), {"to": "baremetal"})
+    assert refused.value.code == "transition_refused"
+    story.done["baremetal"] = True

@@ -1,0 +1,233 @@
+"""The same machine, given away as a whole: a tenant with root comes, uses it, and leaves no trace.
+
+Plays on the host that test_way_back.py made an ordinary machine again.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab import canary
+from lab.command import LabError
+from lab.demo import slice_steps
+from lab.demo.stage import NODE, Stage
+from reconciler.domain.errors import Problem
+from reconciler.trust.ca import known_hosts, open_trust
+from tests.lab.conftest import Chapter
+
+USER = "owner"
+MODE = "/etc/gpuaas/slice-mode.json"
+
+
+@pytest.mark.covers("CTRL-15")
+def test_a_machine_is_not_given_away_before_its_tenant_could_reach_it(
+    stage: Stage, story: Chapter
+) -> None:
+    story.needs("baremetal")
+    assert stage.api().get(stage.path())["mode"] == "baremetal"
+    stage.task(stage.path("/slice-topology/discovery"))
+    with pytest.raises(Problem) as refused:
+        _launch(stage)
+    assert refused.value.code == "no_capacity"
+    change = {"tenant_address": "127.0.0.1", "tenant_port": stage.host().ssh_port}
+    stage.api().patch(stage.path(), change)
+
+
+@pytest.mark.covers("CTRL-15", "CTRL-4")
+def test_a_tenant_has_the_whole_machine(stage: Stage, story: Chapter) -> None:
+    story.needs("baremetal")
+    allocation = slice_steps.wait_for(stage, _launch(stage)["id"], {"active", "failed"})
+    assert allocation["state"] == "active", allocation["error"]
+    (claim,) = allocation["claims"]
+    assert claim["kind"] == "node_exclusive"
+    assert claim["disks"], "the lab host has disks that nothing uses"
+    serials = {disk["nvme_serial"] for disk in claim["disks"]}
+    assert "LABOS" not in serials
+    task = stage.api().get(f"/admin/tasks/{allocation['task_ids'][0]}")
+    proofs = task["result"]["proofs"]
+    assert set(proofs) == {disk["slot_id"] for disk in claim["disks"]}
+    story.done["whole_machine"] = allocation
+    assert _as_tenant(stage, allocation, "sudo -n id -u").strip() == "0"
+    with pytest.raises(Problem) as refused:
+        _launch(stage)
+    assert refused.value.code == "no_capacity"
+    with pytest.raises(Problem) as refused:
+        stage.api().post(stage.path("/conversion"), {"to": "slice"})
+    assert refused.value.code == "node_in_use"
+
+
+@pytest.mark.covers("CTRL-15")
+def test_a_tenant_leaves_no_trace(stage: Stage, story: Chapter) -> None:
+    """Mounted disks, a line in fstab, processes of its own and of sudo, files for all to see."""
+    story.needs("whole_machine")
+    allocation = story.done["whole_machine"]
+    mark = secrets.token_hex(32)
+    disk = allocation["claims"][0]["disks"][0]
+    device = disk["nvme_device"]
+    script = f"""set -e
+sudo mkfs.ext4 -q {device}
+sudo mkdir -p /srv/data
+sudo mount {device} /srv/data
+echo {device} /srv/data ext4 defaults,nofail 0 2 | sudo tee -a /etc/fstab > /dev/null
+touch /tmp/left-by-the-tenant
+nohup sleep 9991 > /dev/null 2>&1 &
+sudo nohup sleep 9992 > /dev/null 2>&1 &
+sleep 1
+"""
+    _as_tenant(stage, allocation, script)
+    writer = canary.writer(mark).replace("/var/tmp/canary", "/srv/data/canary")
+    _as_tenant(stage, allocation, "sudo python3 -", stdin=writer)
+    assert canary.count(_file(stage, disk["nvme_eui"]), mark) > 0
+
+    result = _release(stage, allocation["id"])
+    assert result["absence"]["absent"], result["absence"]
+    assert all(proof["verified"] for proof in result["proofs"].values())
+    assert result["compared"]
+    # sudo writes its own records, mkfs loads a module; nothing lets the tenant in again.
+    assert [row for row in result["drift"] if row["access"]] == []
+    for one in allocation["claims"][0]["disks"]:
+        assert canary.count(_file(stage, one["nvme_eui"]), mark) == 0
+    left = stage.on_host("sh", "-c", "'ps -eo args; getent passwd; ls /tmp /home; cat /etc/fstab'")
+    for trace in ("sleep 9991", "sleep 9992", f"{USER}:", "left-by-the-tenant", device):
+        assert trace not in left, trace
+    node = stage.api().get(stage.path())
+    assert (node["health_state"], node["unclean_allocation_id"]) == ("healthy", "")
+    with pytest.raises(LabError):
+        _as_tenant(stage, allocation, "true")
+    _settled(stage)
+    story.done["whole_machine_released"] = True
+
+
+@pytest.mark.covers("CTRL-15", "CTRL-7")
+def test_what_a_forced_release_leaves_is_cleaned_and_drift_is_named(
+    stage: Stage, story: Chapter
+) -> None:
+    story.needs("whole_machine_released")
+    allocation = slice_steps.wait_for(stage, _launch(stage)["id"], {"active", "failed"})
+    assert allocation["state"] == "active", allocation["error"]
+    backdoor = "/etc/sudoers.d/backdoor"
+    rule = f"echo 'daemon ALL=(ALL) NOPASSWD:ALL' | sudo tee {backdoor} > /dev/null"
+    _as_tenant(stage, allocation, rule)
+    path = f"/admin/allocations/{allocation['id']}/force-release"
+    assert stage.api().post(path, {"reason": "test"})["state"] == "released"
+    with pytest.raises(Problem) as refused:
+        _launch(stage)
+    assert refused.value.code == "no_capacity"
+    with pytest.raises(Problem) as refused:
+        stage.api().post(stage.path("/conversion"), {"to": "slice"})
+    assert refused.value.code == "machine_not_clean"
+
+    result = stage.task(stage.path("/clean-machine"))
+    named = [row["name"] for row in result["drift"] if row["access"]]
+    assert named == [backdoor]
+    node = stage.api().get(stage.path())
+    assert (node["health_state"], node["health_detail"]["code"]) == (
+        "degraded",
+        "machine_drifted",
+    )
+    stage.on_host("rm", backdoor)
+    accepted = stage.api().post(stage.path("/accept-drift"), {"reason": "removed by hand"})
+    assert accepted["health_state"] == "healthy"
+    _settled(stage)
+
+
+@pytest.mark.covers("CTRL-15")
+def test_a_slice_host_refuses_a_bare_metal_tenant_by_itself(stage: Stage, story: Chapter) -> None:
+    """Whatever a reconciler believes: the host's own file decides, and nothing was done."""
+    story.needs("whole_machine_released")
+    before = stage.on_host("sh", "-c", f"'cat {MODE} 2> /dev/null || true'")
+    ledger = json.loads(stage.on_host("cat", "/var/lib/gpuaas/ledger/machine.json"))
+    stage.on_host("tee", MODE, stdin='{"mode": "slice"}\n')
+    try:
+        found = stage.module(
+            "baremetal_lease",
+            {
+                "allocation_id": "23bd713b-6073-4ef7-8a51-2897e902365d",
+                "fence": ledger["fence"] + 1,
+                "disks": [],
+                "boot_id": stage.on_host("cat", "/proc/sys/kernel/random/boot_id").strip(),
+            },
+        )
+    finally:
+        if before:
+            stage.on_host("tee", MODE, stdin=before)
+        else:
+            stage.on_host("rm", MODE)
+    assert (found["failed"], found["error"]["code"]) == (True, "node_in_slice_mode")
+    assert json.loads(stage.on_host("cat", "/var/lib/gpuaas/ledger/machine.json")) == ledger
+
+
+def _launch(stage: Stage) -> dict[str, Any]:
+    """As the tenant: no shape is named, so it is a whole machine."""
+    assert stage.member is not None
+    body = {
+        "username": USER,
+        "ssh_keys": [_key(stage).with_suffix(".pub").read_text().strip()],
+        "hostname": "metal",
+    }
+    found: dict[str, Any] = stage.member.post(
+        f"/projects/{stage.known['project']}/allocations", body
+    )
+    return found
+
+
+def _release(stage: Stage, allocation_id: str) -> dict[str, Any]:
+    assert stage.member is not None
+    stage.member.post(f"/projects/{stage.known['project']}/allocations/{allocation_id}/release")
+    task_id = stage.api().get(f"/admin/allocations/{allocation_id}")["task_ids"][-1]
+    result = stage.follow({"id": task_id})
+    assert stage.api().get(f"/admin/allocations/{allocation_id}")["state"] == "released"
+    return result
+
+
+def _settled(stage: Stage) -> None:
+    """The machine is looked at again by itself; until then it is not given away."""
+    (look, *_others) = [
+        task
+        for task in stage.api().get("/admin/tasks", node_id=NODE)["items"]
+        if task["kind"] == "slice.topology_discover"
+    ]
+    stage.follow(look)
+
+
+def _as_tenant(stage: Stage, allocation: dict[str, Any], command: str, stdin: str = "") -> str:
+    """By nothing but what the tenant is told, and the host's certificate."""
+    assert stage.member is not None and stage.service is not None
+    path = f"/projects/{stage.known['project']}/allocations/{allocation['id']}"
+    told = stage.member.get(path)["connection"] or allocation["connection"]
+    hosts = known_hosts(open_trust(stage.service.folder))
+    words = ["ssh", "-F", "/dev/null", "-i", str(_key(stage)), "-p", str(told["port"])]
+    for setting in (
+        "BatchMode=yes", "IdentitiesOnly=yes", "StrictHostKeyChecking=yes", "LogLevel=ERROR",
+        f"UserKnownHostsFile={hosts}", "GlobalKnownHostsFile=/dev/null", f"HostKeyAlias={NODE}",
+    ):  # fmt: skip
+        words += ["-o", setting]
+    done = subprocess.run(
+        [*words, f"{told['username']}@{told['host']}", command],
+        input=stdin, capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise LabError(f"`{command[:200]}` as the tenant: {done.stderr.strip()[-800:]}")
+    return done.stdout
+
+
+def _key(stage: Stage) -> Path:
+    key = stage.folder / "tenant_key"
+    if not key.exists():
+        words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "tenant", "-f", str(key)]
+        subprocess.run(words, check=True)
+    return key
+
+
+def _file(stage: Stage, eui: str) -> Path:
+    """The file behind a data disk of the lab host."""
+    for index, disk in enumerate(stage.host().devices["data"]):
+        if disk["eui64"] == eui:
+            return Path(stage.host().folder) / f"nvme{index}.raw"
+    raise LabError(f"no disk of the lab has the identity {eui}")

@@ -1,0 +1,23 @@
+"""A BMC for a module of tests; tests/conftest.py makes these fixtures known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.standin.bmc import Bmc, standing
+
+
+@pytest.fixture(scope="module")
+def bmc_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bmc]:
+    with standing(tmp_path_factory.mktemp("bmc")) as found:
+        yield found
+
+
+@pytest.fixture
+def bmc(bmc_process: Bmc) -> Iterator[Bmc]:
+    """Whatever a test does, no session is left on the BMC."""
+    bmc_process.begin()
+    yield bmc_process
+    assert bmc_process.record()["open_sessions"] == 0

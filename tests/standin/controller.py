@@ -1,0 +1,82 @@
+"""The stand-in AWX of `awx.py` as a process, with a certificate made for it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reconciler.runs.awx.access import AwxAccess
+from tests.standin.bmc import authority
+
+ROOT = Path(__file__).resolve().parents[2]
+# Planted: must be found in nothing that any of this leaves behind.
+TOKEN = "canary-9be2d1-do-not-print"
+
+
+@dataclass(frozen=True)
+class Controller:
+    """ca_file: what its certificate verifies with. token_file: lets in."""
+
+    port: int
+    ca_file: Path
+    token_file: Path
+
+    @property
+    def access(self) -> AwxAccess:
+        return AwxAccess(self.url, self.token_file, self.ca_file)
+
+    @property
+    def url(self) -> str:
+        return f"https://127.0.0.1:{self.port}"
+
+    def begin(self, **faults: Any) -> None:
+        """Anew, with the faults of `awx.Faults`."""
+        self.token_file.write_text(f"{TOKEN}\n")
+        self._ask("POST", "/standin/begin", {"token": TOKEN, **faults})
+
+    def change(self, **faults: Any) -> None:
+        self._ask("POST", "/standin/change", faults)
+
+    def record(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._ask("GET", "/standin/record")
+        return found
+
+    def jobs(self) -> list[dict[str, Any]]:
+        return list(self.record()["jobs"])
+
+    def launch(self, template: int, **variables: Any) -> None:
+        """What somebody else starts."""
+        path = f"/api/v2/job_templates/{template}/launch/"
+        self._ask("POST", path, {"extra_vars": variables, "limit": "x", "timeout": 9})
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        context = ssl.create_default_context(cafile=str(self.ca_file))
+        connection = http.client.HTTPSConnection("127.0.0.1", self.port, context=context, timeout=9)
+        try:
+            headers = {"Authorization": f"Bearer {TOKEN}"}
+            connection.request(method, path, json.dumps(body or {}), headers)
+            return json.loads(connection.getresponse().read())
+        finally:
+            connection.close()
+
+
+@contextmanager
+def standing(folder: Path) -> Iterator[Controller]:
+    """An AWX that listens until the end of the block."""
+    certificate, key = authority(folder, "awx", "IP:127.0.0.1")
+    argv = [sys.executable, "-m", "tests.standin.awx", str(certificate), str(key)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        try:
+            assert process.stdout is not None
+            port = int(process.stdout.readline())
+            yield Controller(port, certificate, folder / "token")
+        finally:
+            process.kill()

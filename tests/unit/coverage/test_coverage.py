@@ -1,0 +1,88 @@
+"""The documents that say which test shows which row of the requirements."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.coverage import marks, page, rows
+
+ROWS = (rows.Row("X-1", "Doors", ""), rows.Row("X-2", "Windows", "glass"))
+DOCUMENT = rows.Document("docs/x.md", "A house", "Read this.", ROWS)
+BOTH = frozenset({"X-1", "X-2"})
+
+
+def test_the_documents_are_current() -> None:
+    """When this fails: python -m tests.coverage."""
+    words = [sys.executable, "-m", "tests.coverage", "--check"]
+    done = subprocess.run(words, cwd=marks.ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_row_lists_whole_files_single_tests_and_the_lab_last() -> None:
+    files = [
+        marks.File("a_lab.py", "The lab.", True, {"test_it_opens": BOTH, "test_it_boots": BOTH}),
+        marks.File("b.py", "", False, {"test_a_door_opens": BOTH, "test_paint": frozenset()}),
+    ]
+    lines = page.markdown(DOCUMENT, files).splitlines()
+    assert "| X-1 | Doors | yes | yes | needs none |" in lines
+    assert "| X-2 | Windows | yes | yes | glass |" in lines
+    start = lines.index("## X-1: Doors")
+    assert lines[start + 2 : start + 4] == [
+        "- `b.py`: a door opens",
+        "- on the lab host, `a_lab.py`, all of it. The lab.",
+    ]
+
+
+def test_a_function_is_named_once_where_all_its_parameters_show_the_row() -> None:
+    some = frozenset({"X-1"})
+    file = marks.File("a.py", "", False, {"test_it[a]": some, "test_it[b]": BOTH, "test_x": BOTH})
+    assert file.showing("X-1") == ["test_it", "test_x"]
+    assert file.all_showing("X-1")
+    assert file.showing("X-2") == ["test_it[b]", "test_x"]
+    assert not file.all_showing("X-2")
+
+
+def test_a_row_that_nothing_shows_says_so() -> None:
+    lines = page.markdown(DOCUMENT, []).splitlines()
+    assert "| X-2 | Windows | nothing yet | nothing yet | glass |" in lines
+    assert lines[-1] == "No test shows it yet."
+
+
+def test_an_unknown_row_is_refused(request: pytest.FixtureRequest) -> None:
+    request.node.add_marker(pytest.mark.covers("HOST-4"))
+    assert marks.rows_of(request.node) == {"HOST-4"}
+    request.node.add_marker(pytest.mark.covers("HOST-99"))
+    with pytest.raises(ValueError, match="found HOST-99"):
+        marks.rows_of(request.node)
+
+
+@pytest.mark.parametrize(
+    ("last", "found"),
+    [
+        ("HOST-4", {"test_it": frozenset({"HOST-4"})}),
+        (
+            "HOST-5",
+            {"test_it[a]": frozenset({"HOST-4"}), "test_it[b]": frozenset({"HOST-5"})},
+        ),
+    ],
+)
+def test_parameters_count_one_by_one_where_they_show_different_rows(
+    request: pytest.FixtureRequest, last: str, found: dict[str, frozenset[str]]
+) -> None:
+    items = []
+    for name, row in (("test_it[a]", "HOST-4"), ("test_it[b]", last)):
+        item = pytest.Function.from_parent(
+            request.node.parent, name=name, originalname="test_it", callobj=lambda: None
+        )
+        item.add_marker(pytest.mark.covers(row))
+        items.append(item)
+    assert marks.by_name(items) == found
+
+
+def test_a_file_with_marks_is_found() -> None:
+    found = marks.marked()
+    assert str(marks.ROOT / "tests/unit/plugins/module_utils/test_bridge.py") in found
+    assert str(marks.ROOT / "tests/unit/reconciler/domain/test_diagram.py") not in found

@@ -1,0 +1,68 @@
+"""Which distribution and mirror the images are made from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lab import distro
+from lab.command import LabError
+
+DEB822 = """\
+Types: deb
+# a comment
+URIs: http://mirror.example/debian/
+Suites: bookworm bookworm-updates
+Components: main
+
+Types: deb-src
+URIs: http://sources.example/debian
+Suites: bookworm
+"""
+ONE_LINE = """\
+# deb http://old.example/ubuntu noble main
+deb [arch=amd64 signed-by=/k.gpg] http://mirror.example/ubuntu noble main universe
+deb http://mirror.example/ubuntu noble-updates main
+"""
+
+
+def machine(root: Path, release: str, sources: dict[str, str]) -> Path:
+    (root / "etc/apt/sources.list.d").mkdir(parents=True)
+    (root / "etc/os-release").write_text(release)
+    for name, text in sources.items():
+        (root / "etc/apt" / name).write_text(text)
+    return root
+
+
+def test_debian_with_deb822(tmp_path: Path) -> None:
+    root = machine(
+        tmp_path,
+        'ID=debian\nVERSION_CODENAME="bookworm"\n',
+        {"sources.list.d/debian.sources": DEB822},
+    )
+    found = distro.this_distro(root)
+    assert (found.id, found.suite, found.mirror) == (
+        "debian",
+        "bookworm",
+        "http://mirror.example/debian",
+    )
+    assert found.sources[1].endswith("http://mirror.example/debian bookworm-updates main")
+
+
+def test_ubuntu_with_one_line_sources(tmp_path: Path) -> None:
+    root = machine(tmp_path, "ID=ubuntu\nVERSION_CODENAME=noble\n", {"sources.list": ONE_LINE})
+    found = distro.this_distro(root)
+    assert (found.mirror, found.components) == ("http://mirror.example/ubuntu", "main universe")
+
+
+def test_another_distribution_is_refused_by_name(tmp_path: Path) -> None:
+    root = machine(tmp_path, "ID=fedora\nVERSION_CODENAME=forty\n", {})
+    with pytest.raises(LabError, match=r"debian bookworm, ubuntu noble.*fedora"):
+        distro.this_distro(root)
+
+
+def test_no_source_for_the_suite_is_refused(tmp_path: Path) -> None:
+    root = machine(tmp_path, "ID=debian\nVERSION_CODENAME=bookworm\n", {})
+    with pytest.raises(LabError, match="no apt source"):
+        distro.this_distro(root)

@@ -1,0 +1,79 @@
+"""The units: accepted by systemd itself, hardened, and runs survive a restart of the service."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from reconciler.cli.main import app
+from reconciler.service.configuration import PAGE, page
+from reconciler.settings import PREFIX, Settings
+
+PACKAGING = Path(__file__).resolve().parents[3] / "packaging"
+UNITS = sorted((PACKAGING / "systemd").glob("*.service"))
+# Of 10; what a service that dials hosts and starts processes cannot do without makes 2.
+EXPOSED = 2.5
+
+
+def parsed(unit: Path) -> configparser.ConfigParser:
+    """A unit's sections; of a name that stands twice, the last."""
+    parser = configparser.ConfigParser(strict=False, interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read(unit)
+    return parser
+
+
+def test_there_is_one_process_or_two() -> None:
+    names = ["gpuaas-api.service", "gpuaas-worker.service", "gpuaas.service"]
+    assert [unit.name for unit in UNITS] == names
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+def test_a_unit_starts_a_command_that_exists(unit: Path) -> None:
+    service = parsed(unit)["Service"]
+    program, command, *options = service["ExecStart"].split()
+    assert program == "/opt/gpuaas/bin/gpuaas"
+    known = {one.name or one.callback.__name__ for one in app.registered_commands if one.callback}
+    assert command in known
+    assert options == (["--api-only"] if unit.stem == "gpuaas-api" else [])
+    # A run outlives the service that started it, so systemd must not end it.
+    assert ("KillMode" in service) == (command != "serve" or not options)
+    assert service["User"] == "gpuaas" and service["StateDirectoryMode"] == "0700"
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+def test_systemd_accepts_it_and_calls_it_hardened(unit: Path, tmp_path: Path) -> None:
+    if not shutil.which("systemd-analyze"):
+        pytest.skip("no systemd here; the other tests parse the unit")
+    # This machine has neither the installation's program nor its user.
+    text = unit.read_text().replace("/opt/gpuaas/bin/gpuaas", str(Path(sys.executable)))
+    copy = tmp_path / unit.name
+    copy.write_text(re.sub(r"^(User|Group)=.*", r"\1=root", text, flags=re.M))
+    verified = _analyze("verify", str(copy))
+    assert (verified.returncode, verified.stderr) == (0, "")
+    said = _analyze("security", "--offline=true", "--no-pager", str(copy)).stdout
+    (level,) = re.findall(r"exposure level for \S+: ([0-9.]+)", said)
+    assert float(level) <= EXPOSED, said
+
+
+def test_the_file_of_settings_names_settings() -> None:
+    names = re.findall(r"^#?(GPUAAS_\w+)=", (PACKAGING / "gpuaas.env").read_text(), flags=re.M)
+    assert names
+    assert {name.removeprefix(PREFIX).lower() for name in names} <= set(Settings.model_fields)
+
+
+def test_every_setting_is_documented_as_it_is() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "python -m reconciler.service.configuration"
+    assert all(field.description for field in Settings.model_fields.values())
+
+
+def _analyze(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["systemd-analyze", *words], capture_output=True, text=True, check=False, timeout=60
+    )

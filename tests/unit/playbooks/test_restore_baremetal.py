@@ -1,0 +1,133 @@
+"""There and back: the generated bootstrap, then the real playbook, on a copy of this machine.
+
+See tests/data/deployed_machine: writes, interfaces and Ansible are real, programs that would act on
+the machine are stand-ins that keep state. The first run may not reboot; then a boot is pretended.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from reconciler.runs import contract
+from scripts import standalone
+from tests.deployed_machine import NEEDS_ROOT, ROOT, play
+
+pytestmark = [
+    pytest.mark.covers("HOST-15", "HOST-4"),
+    NEEDS_ROOT,
+]
+
+BOOTSTRAP = "scripts/ops/gpuaas_slice_host_deploy_bootstrap.sh"
+STORY = """
+everything() {
+  find /etc /usr/local /boot \\( -type f -o -type l \\) -exec md5sum {} + 2>/dev/null | sort
+  # Services, rules, interfaces, forwarding; not the log of calls.
+  (cd /run/machine; ls; cat nat 2>/dev/null) | grep -vx -e calls -e boot
+  ip -br address; cat /proc/sys/net/ipv4/ip_forward; stat -c %a /var/lib/libvirt
+}
+restore() {
+  profile=$2
+  shift 2
+  ansible-playbook -i localhost, -c local playbooks/restore_baremetal.yml "$@" \
+    -e "slice_profile_file=$profile" -e ansible_python_interpreter=/usr/bin/python3 2>&1
+}
+update-grub
+mkdir -m 700 -p /var/lib/libvirt
+rm -f /etc/gpuaas/enrolment.env
+touch /run/machine/gpu.service.active /run/machine/gpu.service.enabled
+touch /run/machine/idle.service.active
+everything > /run/machine-before
+sh "$1" > /dev/null
+everything > /run/machine-between
+ls /run/machine
+ledger=/var/lib/gpuaas/ledger/slot-0.json
+mkdir -p /var/lib/gpuaas/ledger
+echo '{"slot_id": "slot-0", "fence": 3, "dirty": true, "disk": "eui.1"}' > $ledger
+echo ---; restore "$@"
+echo '{"slot_id": "slot-0", "fence": 3}' > $ledger
+echo ---; restore "$@" --check
+everything | diff /run/machine-between -
+echo ---; restore "$@"
+# A boot: what was built since the last one is what runs now.
+sed -i 's/"boot_id": "[^"]*"/"boot_id": "earlier"/' /var/lib/gpuaas/initramfs.json
+echo ---; restore "$@"
+echo ---; restore "$@"
+everything > /run/machine-after
+echo ---; diff /run/machine-before /run/machine-after
+echo ---; sh "$1" > /dev/null; everything | diff /run/machine-between -
+echo ---; diff /run/machine-before /run/machine-between | grep -c '^[<>]'
+"""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    """The bootstrap as generated, and its profile: GPU services, and no fabric to be found here."""
+    lab = yaml.safe_load((ROOT / "profiles" / "lab.yml").read_text())
+    lab["fabric"]["pf_ids"] = []
+    lab["gpu_services"] = ["gpu.service", "idle.service"]
+    profile = tmp_path / "lab.yml"
+    profile.write_text(yaml.safe_dump(lab))
+    (one,) = (one for one in standalone.SCRIPTS if one.path == BOOTSTRAP)
+    file = tmp_path / "bootstrap.sh"
+    file.write_text(standalone.build(dataclasses.replace(one, data={"lab": str(profile)})))
+    return str(file), str(profile)
+
+
+def _changed(text: str) -> str:
+    found = re.search(r"changed=(\d+)", text)
+    assert found, text
+    return found[1]
+
+
+def results(text: str) -> dict[str, Any]:
+    """The run's one result, as ansible-runner and AWX get it."""
+    found = re.search(r'"slice_result": (\{.*\})\s*\}', text, re.DOTALL)
+    assert found, text
+    return contract.check_result(json.loads(found[1]))
+
+
+def test_a_slice_host_becomes_what_it_was(files: tuple[str, str], tmp_path: Path) -> None:
+    environment = {
+        "PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}",
+        "GPUAAS_SLICE_PROFILE": "lab",
+        "ANSIBLE_COLLECTIONS_PATH": f"{ROOT}/build/collections",
+        "ANSIBLE_SHOW_CUSTOM_STATS": "1",
+        "LC_ALL": "C.UTF-8",
+    }
+    done = play(STORY, tmp_path / "scratch", *files, environment=environment, limit_s=240)
+    assert done.stderr == ""
+    quiet, dirty, forecast, early, real, again, difference, forth, between = done.stdout.split(
+        "---\n"
+    )
+    assert "gpu.service" not in quiet and "idle.service" not in quiet
+
+    refused = results(dirty)
+    assert (refused["ok"], refused["error"]["code"]) == (False, "slices_present")
+    assert "changed=0" in dirty and "waits for the wipe of eui.1" in refused["error"]["found"]
+
+    # The forecast changes nothing, which `diff` would show, and says what is left to do.
+    assert forecast.rstrip().endswith("}") and results(forecast)["evidence"]["remnants"] > 10
+    assert (
+        int(_changed(forecast)) == int(_changed(early)) + 1
+    )  # the GPU services come after the boot
+
+    # Everything that needs no boot is done; the GPU services wait for the boot.
+    first = results(early)
+    assert (first["ok"], first["error"]["code"]) == (False, "reboot_required")
+    second = results(real)
+    assert (second["ok"], second["evidence"]["remnants"]) == (True, 0)
+    assert second["evidence"]["kept"]["ledger"] == ["slot-0"]
+    assert all(one["ok"] for one in second["evidence"]["compared"])
+    assert results(again)["ok"] and "changed=0" in again
+    # As before it became a slice host; and as before this when it is made one again.
+    assert (difference, forth) == ("", "")
+    # The comparison sees what it must: there was a difference.
+    assert int(between) > 20

@@ -1,0 +1,193 @@
+"""Recorded hosts: a small /sys, /proc and /dev in a folder, linked as a kernel links them."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils import _parity_facts
+
+UNITS = (
+    "systemctl",
+    "show",
+    "--property=Id,LoadState,ActiveState,SubState,UnitFileState,Result",
+    "--",
+    "gpuaas-slice-network-baseline.service",
+    "gpuaas-slice-host-net-baseline.service",
+    "gpuaas-slice-fabric.service",
+    "gpuaas-slice-vfio.service",
+    "nvidia-persistenced.service",
+)
+PROFILE: dict[str, Any] = {
+    "name": "test",
+    "gpu": {"ids": ["1234:11e8"], "expected": 1},
+    "fabric": {
+        "pf_ids": ["8086:10c9"],
+        "vfs_per_pf": 1,
+        "site_address": "10.20.0.7/16",
+        "route": "10.20.0.0/16",
+    },
+    "nvme": {"exclude_models": []},
+    "network": {
+        "bridge": "ovsbr0",
+        "address": "10.100.0.1/24",
+        "subnet": "10.100.0.0/24",
+        "egress_probe": "10.0.2.2",
+    },
+    "kernel_arguments": ["intel_iommu=on", "iommu=pt"],
+    "gpu_services": ["nvidia-persistenced.service"],
+    "vm": {"hugepages": False, "memory_mib_per_gpu": 2048},
+    "not_applicable": [],
+}
+SLOT: dict[str, Any] = {
+    "slot_id": "slot-0",
+    "slot_index": 0,
+    "gpu_pci_address": "0000:23:00.0",
+    "nvme_device": "/dev/disk/by-id/nvme-eui.5e0000000000a000",
+    "nvme_serial": "LABNVME0",
+    "nvme_eui": "5e0000000000a000",
+    "nvme_size_bytes": 4 << 30,
+    "management_mac": "52:54:00:64:00:0a",
+    "private_ip": "10.100.0.10",
+    "fabric_vf_pci_address": "0000:25:10.0",
+    "numa_node": 0,
+}
+
+
+@dataclass
+class Machine:
+    """Builds a host's tree piece by piece; every method returns nothing and writes files."""
+
+    root: Path
+
+    def file(self, absolute: str, text: str = "") -> Path:
+        target = self.root / absolute.lstrip("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text)
+        return target
+
+    def folder(self, absolute: str) -> Path:
+        target = self.root / absolute.lstrip("/")
+        target.mkdir(parents=True, exist_ok=True)
+        return target
+
+    def link(self, absolute: str, target: Path) -> None:
+        """A relative link, so that it stays inside the tree."""
+        place = self.root / absolute.lstrip("/")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.symlink_to(os.path.relpath(target, place.parent))
+
+    def pci(
+        self,
+        address: str,
+        id_: str,
+        *,
+        above: str = "pci0000:00",
+        node: int = -1,
+        group: int | None = None,
+        driver: str = "",
+        **attributes: str,
+    ) -> None:
+        """A PCI function below `above` (`pci0000:40/0000:40:00.0`), class other unless given."""
+        vendor, _, device = id_.partition(":")
+        real = self.folder(f"/sys/devices/{above}/{address}")
+        values = {"vendor": f"0x{vendor}", "device": f"0x{device}", "class": "0x00ff00"}
+        values |= {"numa_node": str(node), "driver_override": "(null)"} | attributes
+        for name, value in values.items():
+            (real / name).write_text(f"{value}\n")
+        self.link(f"/sys/bus/pci/devices/{address}", real)
+        if group is not None:
+            home = self.folder(f"/sys/kernel/iommu_groups/{group}")
+            self.link(f"/sys/kernel/iommu_groups/{group}/devices/{address}", real)
+            (real / "iommu_group").symlink_to(os.path.relpath(home, real))
+        if driver:
+            place = self.folder(f"/sys/bus/pci/drivers/{driver}")
+            (real / "driver").symlink_to(os.path.relpath(place, real))
+
+    def function(self, physical: str, index: int, address: str) -> None:
+        """Say that `address` is virtual function `index` of `physical`; both exist."""
+        devices = self.root / "sys/bus/pci/devices"
+        parent, child = (devices / physical).resolve(), (devices / address).resolve()
+        (parent / f"virtfn{index}").symlink_to(os.path.relpath(child, parent))
+        (child / "physfn").symlink_to(os.path.relpath(parent, child))
+
+
+@pytest.fixture
+def machine(tree: Path) -> Machine:
+    """An empty host to be filled."""
+    return Machine(tree)
+
+
+class ParityHost:
+    """A host that parity checks look at: its machine, its programs, its profile and one slot."""
+
+    profile = PROFILE
+    slot = SLOT
+
+    def __init__(self, machine: Machine, script: Any) -> None:
+        self.machine = machine
+        self.script = script
+
+    def facts(self, *slots: dict[str, Any], **profile: Any) -> _parity_facts.Facts:
+        asked = _parity_facts.Asked(profile=PROFILE | profile, slots=slots)
+        return _parity_facts.Facts(asked)
+
+    def enrolled(self, *, before: int, key: bytes = b"k" * 32, **more: Any) -> None:
+        public = base64.b64encode(self._string(b"ssh-ed25519") + self._string(b"k" * 32)).decode()
+        self.machine.file(
+            "/etc/gpuaas/enrolment.env", "# node\nGPUAAS_API_URL='https://api.lab:8443'\n"
+        )
+        self.machine.file("/etc/ssh/ssh_host_ed25519_key.pub", f"ssh-ed25519 {public} root@host\n")
+        self.machine.file(
+            "/etc/ssh/ssh_host_ed25519_key-cert.pub", self.certificate(key, before=before, **more)
+        )
+        self.machine.file(
+            "/etc/ssh/sshd_config.d/60-gpuaas.conf",
+            "HostCertificate /etc/ssh/ssh_host_ed25519_key-cert.pub\n",
+        )
+
+    def certificate(self, key: bytes, *, before: int, after: int = 0, kind: int = 2) -> str:
+        name = b"ssh-ed25519-cert-v01@openssh.com"
+        body = (
+            self._string(name)
+            + self._string(b"nonce")
+            + self._string(key)
+            + struct.pack(">QI", 1, kind)
+        )
+        body += self._string(b"node-1") + self._string(b"") + struct.pack(">QQ", after, before)
+        return f"{name.decode()} {base64.b64encode(body).decode()} node-1\n"
+
+    @staticmethod
+    def _string(data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + data
+
+    def units(self, **states: str) -> None:
+        """What systemctl says; a state is load/active/file/result."""
+        blocks = []
+        for name in ("baseline", "old", "fabric", "binding", "nvidia"):
+            load, active, file, result = states.get(name, "not-found/inactive//").split("/")
+            blocks.append(
+                f"Id=x\nLoadState={load}\nActiveState={active}\nSubState=exited\n"
+                f"UnitFileState={file}\nResult={result}\n"
+            )
+        self.script.answers[UNITS] = []
+        self.script.on(*UNITS, out="\n".join(blocks))
+
+    def shown(self, *interfaces: tuple[str, str]) -> None:
+        listed = []
+        for name, address in interfaces:
+            local, _, length = address.partition("/")
+            info = [{"local": local, "prefixlen": int(length)}]
+            listed.append({"ifname": name, "flags": ["UP"], "addr_info": info})
+        self.script.on("ip", "-j", "address", "show", out=json.dumps(listed))
+
+
+@pytest.fixture
+def parity(machine: Machine, script: Any) -> ParityHost:
+    return ParityHost(machine, script)

@@ -1,0 +1,198 @@
+"""What the network baseline keeps on disk."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _baseline,
+    _boot,
+    _bridge,
+    _change,
+    _command,
+    _host,
+)
+
+pytestmark = pytest.mark.covers("HOST-6")
+
+PARAMS = {
+    "bridge": "ovsbr0", "address": "10.100.0.1/24", "subnet": "10.100.0.0/24", "tmfifo": False,
+}  # fmt: skip
+OLD = "gpuaas-slice-host-net-baseline"
+
+
+class Systemd:
+    """systemctl and dnsmasq of a host; the live network is somebody else's test."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.active: dict[str, int] = {"openvswitch-switch.service": 1}
+        self.enabled = {"openvswitch-switch.service"}
+        self.calls: list[list[str]] = []
+        self.accepts = True
+        self.clock = 1_000
+        live = _bridge.State((), {}, forwarding=True, nat=True, uplink="eno1")
+        monkeypatch.setattr(_bridge, "observe", lambda _params: live)
+        monkeypatch.setattr(_bridge, "plan", lambda *_: _change.Plan())
+        monkeypatch.setattr(_command, "run", self.run)
+
+    def run(
+        self, argv: list[str], *, stdin: str | None = None, ok: Any = (0,), timeout: float = 60
+    ) -> _command.Result:
+        if argv[:2] == ["systemctl", "show"]:
+            names = argv[argv.index("--") + 1 :]
+            return _command.Result(0, "\n".join(self._shown(name) for name in names), "")
+        self.calls.append(argv)
+        if argv[:2] == ["systemctl", "disable"]:
+            self.enabled.discard(argv[-1])
+            self.active.pop(argv[-1], None)
+            return _command.Result(0, "", "")
+        if argv == ["dnsmasq", "--test", "--conf-file=-"] and not self.accepts:
+            raise _change.Refusal("command_failed", expected="", found=stdin or "", remedy="")
+        if argv[:2] == ["systemctl", "enable"]:
+            self.enabled.add(argv[-1])
+        if argv[:2] == ["systemctl", "restart"] or "--now" in argv:
+            self.clock += 10
+            self.active[argv[-1]] = self.clock
+        return _command.Result(0, "", "")
+
+    def _shown(self, name: str) -> str:
+        state = "active" if name in self.active else "inactive"
+        enabled = "enabled" if name in self.enabled else ""
+        since = f"@{self.active.get(name, '')}"
+        return f"ActiveState={state}\nUnitFileState={enabled}\nActiveEnterTimestamp={since}\n"
+
+
+@pytest.fixture
+def systemd(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Systemd:
+    (tree / "etc/dnsmasq.d").mkdir(parents=True)
+    return Systemd(monkeypatch)
+
+
+def drive(**more: Any) -> _change.Outcome:
+    subject = _change.Subject(_baseline.observe, _baseline.plan, _baseline.apply, _baseline.facts)
+    return _change.drive(subject, {**PARAMS, **more}, check_mode=False)
+
+
+@pytest.fixture(autouse=True)
+def folder_time(tree: Path, monkeypatch: pytest.MonkeyPatch, systemd: Systemd) -> None:
+    """Files change on the scripted clock, which is far behind the machine's."""
+    real = _baseline.observe
+
+    def observe(params: Any) -> _baseline.State:
+        folder = tree / "etc/dnsmasq.d"
+        if folder.stat().st_mtime > 1_000_000:
+            os.utime(folder, (systemd.clock, systemd.clock))
+        return real(params)
+
+    monkeypatch.setattr(_baseline, "observe", observe)
+
+
+def test_installs_everything_once(systemd: Systemd) -> None:
+    outcome = drive()
+    assert outcome.failure is None
+    assert outcome.done == [
+        "remember_before", "make_folder", "write_file", "write_file", "install_service",
+        "start_service", "enable_dnsmasq", "restart_dnsmasq",
+    ]  # fmt: skip
+    assert _host.read(_baseline.SYSCTL) == "net.ipv4.ip_forward = 1"
+    assert outcome.facts["network"]["dnsmasq"]
+    assert drive().plan.steps == ()
+
+
+def test_a_configuration_that_dnsmasq_refuses_is_not_installed(systemd: Systemd) -> None:
+    systemd.accepts = False
+    outcome = drive()
+    assert outcome.failed_step == "write_file"
+    assert _host.read(_baseline.DNSMASQ) is None
+
+
+def test_dnsmasq_serves_reservations_on_the_bridge_only() -> None:
+    lines = _baseline.dnsmasq(PARAMS).splitlines()
+    assert "interface=ovsbr0" in lines and "except-interface=lo" in lines
+    assert "dhcp-range=10.100.0.0,static,255.255.255.0,12h" in lines
+    assert "dhcp-hostsdir=/var/lib/gpuaas/dnsmasq/hosts.d" in lines
+
+
+def test_the_service_restarts_dnsmasq_after_itself_and_never_waits_for_it() -> None:
+    unit = _baseline.unit(PARAMS)
+    assert unit.after == "/usr/bin/systemctl --no-block restart dnsmasq.service"
+    assert "Before=dnsmasq.service" in unit.order
+    assert all("dnsmasq.service" not in text for text in _boot.sources("_bridge").values())
+
+
+def test_stale_reservations_go_and_dnsmasq_forgets_them(systemd: Systemd) -> None:
+    drive()
+    _host.write("/etc/dnsmasq.d/gpuaas-gpuaas-slice-1.conf", "dhcp-host=x\n")
+    _host.write("/etc/dnsmasq.d/site.conf", "\n")
+    assert drive().done == ["remove_stale_reservation", "restart_dnsmasq"]
+    assert _host.read("/etc/dnsmasq.d/site.conf") == ""
+
+
+def test_dnsmasq_older_than_its_files_is_restarted(systemd: Systemd) -> None:
+    drive()
+    systemd.clock += 100
+    _host.write("/etc/dnsmasq.d/site.conf", "\n")
+    assert drive().done == ["restart_dnsmasq"]
+
+
+def test_open_vswitch_runs_before_its_bridge_is_made(systemd: Systemd) -> None:
+    systemd.active.clear()
+    done = drive().done
+    assert done.index("start_switch") < done.index("install_service")
+
+
+def test_the_older_service_is_migrated_away(systemd: Systemd) -> None:
+    _host.write(f"/etc/systemd/system/{OLD}.service", "[Service]\n")
+    _host.write(f"/usr/local/sbin/{OLD}", "#!/bin/sh\n")
+    # `enable` of another day, into a target that nobody uses any more.
+    link = _host.path(f"/etc/systemd/system/network-online.target.wants/{OLD}.service")
+    link.parent.mkdir(parents=True)
+    link.symlink_to("/nowhere")
+    _host.write(f"/etc/systemd/system/{OLD}.service.d/10-site.conf", "[Unit]\n")
+    assert drive().done[1] == "remove_old_service"
+    assert not link.is_symlink() and not link.exists()
+    assert not _host.path(f"/etc/systemd/system/{OLD}.service.d").exists()
+    assert not drive().changed
+    assert ["systemctl", "disable", "--now", f"{OLD}.service"] in systemd.calls
+    assert _host.read(f"/etc/systemd/system/{OLD}.service") is None
+
+
+@pytest.mark.parametrize("name", ["ovsbr0\nconf-script=/bin/sh", "-x", "a" * 16, "../x"])
+def test_a_bridge_name_cannot_add_lines(systemd: Systemd, name: str) -> None:
+    outcome = drive(bridge=name)
+    assert outcome.failure is not None and outcome.failure.code == "network_invalid"
+    assert systemd.calls == []
+
+
+def test_rshim_is_started_for_its_interface(
+    tree: Path, systemd: Systemd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusal = _change.Refusal("tmfifo_missing", expected="", found="", remedy="")
+    there = tree / "sys/class/net/tmfifo_net0"
+
+    def plan(*_: Any) -> _change.Plan:
+        return _change.Plan() if there.exists() else _change.Plan((), (refusal,))
+
+    monkeypatch.setattr(_bridge, "plan", plan)
+    systemd.active["rshim.service"] = 1
+    outcome = drive(tmfifo=True)
+    assert outcome.failure is not None and outcome.failure.code == "tmfifo_missing"
+    del systemd.active["rshim.service"]
+    monkeypatch.setattr(_baseline.time, "sleep", lambda _: there.mkdir(parents=True))
+    outcome = drive(tmfifo=True)
+    assert outcome.failure is None and "start_rshim" in outcome.done
+
+
+@pytest.mark.covers("HOST-6")
+def test_a_link_without_its_unit_is_migrated_away_too(systemd: Systemd) -> None:
+    drive()
+    link = _host.path(f"/etc/systemd/system/multi-user.target.wants/{OLD}.service")
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(f"/etc/systemd/system/{OLD}.service")
+    assert drive().done == ["remove_old_service"]
+    assert not link.is_symlink()
+    # systemctl knows no such unit any more, so it is not asked to disable one.
+    assert ["systemctl", "disable", "--now", f"{OLD}.service"] not in systemd.calls

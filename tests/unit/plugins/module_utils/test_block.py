@@ -1,0 +1,141 @@
+"""The exclusive descriptor, against the kernel's own locks and mounts on a loop device."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import runpy
+import struct
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils import _block, _device, _wipe
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+
+pytestmark = pytest.mark.covers("HOST-9")
+
+_fixtures = runpy.run_path(str(Path(__file__).parents[1] / "storage_bench.py"))
+bench, loop = _fixtures["bench"], _fixtures["loop"]
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_block, "_PATIENCE_S", 0.3)
+
+
+def refused(disk: _block.Disk) -> Refusal:
+    with pytest.raises(Refusal) as caught, _block.exclusive(disk):
+        pass
+    return caught.value
+
+
+@pytest.mark.covers("I7")
+def test_a_mounted_partition_keeps_the_disk_from_being_opened(loop, tmp_path: Path) -> None:
+    disk = _block.resolve(loop.name)
+    loop.run("mke2fs", "-q", "-t", "ext2", f"{loop.device}p1")
+    point = tmp_path / "share"
+    point.mkdir()
+    loop.run("mount", f"{loop.device}p1", str(point))
+    try:
+        refusal = refused(disk)
+        assert refusal.code == "disk_in_use"
+        assert f"mounted on {point}" in refusal.found
+    finally:
+        loop.run("umount", str(point))
+    with _block.exclusive(disk):
+        busy = subprocess.run(
+            ["mount", f"{loop.device}p1", str(point)], capture_output=True, check=False
+        )
+        assert busy.returncode != 0
+
+
+@pytest.mark.covers("I7")
+def test_a_claimed_disk_is_refused(loop) -> None:
+    disk = _block.resolve(loop.name)
+    with _block.exclusive(disk):
+        assert refused(disk).code == "disk_in_use"
+
+
+@pytest.mark.covers("I7")
+def test_swap_on_a_partition_is_refused(loop) -> None:
+    disk = _block.resolve(loop.name)
+    loop.run("mkswap", "-q", f"{loop.device}p1")
+    loop.run("swapon", f"{loop.device}p1")
+    try:
+        assert "swap_in_use" in refused(disk).found
+    finally:
+        loop.run("swapoff", f"{loop.device}p1")
+
+
+@pytest.mark.covers("I7")
+def test_a_program_that_has_the_disk_open_is_found_by_device_number(loop) -> None:
+    disk = _block.resolve(loop.name)
+    with Path(loop.device).open("rb") as handle:
+        reader = subprocess.Popen(["sleep", "30"], stdin=handle)
+    try:
+        found = refused(disk).found
+        assert "held_open" in found and f"{reader.pid}:sleep" in found
+    finally:
+        reader.kill()
+        reader.wait()
+
+
+@pytest.mark.covers("I7")
+def test_qemus_image_lock_is_respected_and_ours_keeps_qemu_out(loop) -> None:
+    disk = _block.resolve(loop.name)
+    node = _block._disk.node(loop.name)
+    qemu = os.open(node, os.O_RDWR)
+    shared = struct.pack("hhqqi0q", fcntl.F_RDLCK, os.SEEK_SET, 201, 1, 0)
+    fcntl.fcntl(qemu, fcntl.F_OFD_SETLK, shared)
+    assert "QEMU" in refused(disk).found
+    os.close(qemu)
+    with _block.exclusive(disk):
+        late = os.open(node, os.O_RDWR)
+        with pytest.raises(BlockingIOError):
+            fcntl.fcntl(late, fcntl.F_OFD_SETLK, shared)
+        os.close(late)
+
+
+@pytest.mark.covers("I7")
+def test_a_disk_that_changed_since_it_was_resolved_is_refused(loop) -> None:
+    disk = _block.resolve(loop.name)
+    loop.namespace.eui = "5e000000000000ff"
+    assert refused(disk).code == "identity_mismatch"
+    loop.namespace.eui, loop.namespace.serial = "5e0000000000a000", "{{ 7 * 7 }}"
+    assert refused(disk).code == "identity_mismatch"
+
+
+@pytest.mark.covers("I7")
+def test_the_os_disk_is_refused_under_any_name(bench) -> None:
+    bench.disk()
+    bench.partition("nvme1n1", MIB, 32 * MIB, minor=2)
+    bench.mount("259:2", "/", "/dev/root")
+    bench.link("nvme1n1", "nvme-QEMU_NVMe_Ctrl_LABNVME0")
+    for path in ("nvme1n1", "/dev/disk/by-id/nvme-QEMU_NVMe_Ctrl_LABNVME0"):
+        assert refused(_block.resolve(path)).code == "os_disk"
+
+
+def test_a_passing_look_at_the_disk_is_waited_for(loop, monkeypatch) -> None:
+    monkeypatch.setattr(_block, "_PATIENCE_S", 5.0)
+    disk = _block.resolve(loop.name)
+    with Path(loop.device).open("rb") as handle:
+        reader = subprocess.Popen(["sleep", "1"], stdin=handle)
+    began = time.monotonic()
+    with _block.exclusive(disk):
+        assert time.monotonic() - began > 0.5
+    reader.wait()
+
+
+def test_a_real_block_device_is_wiped_and_its_partitions_are_gone(loop) -> None:
+    disk = _block.resolve(loop.name)
+    loop.run("mke2fs", "-q", "-t", "ext4", f"{loop.device}p1")
+    with _block.exclusive(disk) as descriptor:
+        proof = _wipe.erase(descriptor, disk, ["user_data_erase", "zero_fill"])
+        assert not any(_device.read(descriptor, 0, 64 * MIB))
+    assert proof["method"] == "zero_fill"
+    # A format that reports success and does nothing was caught by the read-back.
+    assert "bytes left" in proof["attempts"][0]["outcome"]
+    assert _block.usage(disk).children == []

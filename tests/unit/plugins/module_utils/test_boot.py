@@ -1,0 +1,157 @@
+"""Services that bring a concern back at boot."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils import _boot, _change, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+
+pytestmark = pytest.mark.covers("HOST-6", "HOST-7", "HOST-8")
+
+UNIT = _boot.Unit(
+    name="gpuaas-test",
+    description="A concern",
+    module="_vfio",
+    settings_path="/etc/gpuaas/test.json",
+    settings={"devices": {}},
+    order=("After=network.target", "Before=libvirtd.service"),
+    after="/usr/bin/true",
+)
+SHOW = (
+    "systemctl", "show", "--timestamp=unix",
+    "--property=ActiveState,UnitFileState,ActiveEnterTimestamp", "--",
+)  # fmt: skip
+
+
+def block(active: str, enabled: str, since: str = "") -> str:
+    return f"ActiveState={active}\nActiveEnterTimestamp={since}\nUnitFileState={enabled}\n"
+
+
+def step(name: str) -> _change.Step:
+    return _change.Step(name, UNIT.service)
+
+
+def test_a_fresh_host_gets_files_and_a_start(tree: Path, script: Any) -> None:
+    script.on(*SHOW, UNIT.service, out=block("inactive", ""))
+    found = _boot.observe(UNIT)
+    assert [s.name for s in _boot.plan(UNIT, found)] == ["install_service", "start_service"]
+    script.on("systemctl", "daemon-reload").on("systemctl", "enable", UNIT.service)
+    script.on("systemctl", "restart", UNIT.service)
+    _boot.apply(UNIT, step("install_service"))
+    _boot.apply(UNIT, step("start_service"))
+    unit = _host.read(f"/etc/systemd/system/{UNIT.service}") or ""
+    assert "ExecStart=/usr/local/sbin/gpuaas-test\nExecStartPost=/usr/bin/true\n" in unit
+    assert "After=network.target\nBefore=libvirtd.service\n" in unit
+    assert json.loads(_host.read(UNIT.settings_path) or "") == {"devices": {}}
+
+
+def test_an_installed_service_plans_nothing(tree: Path, script: Any) -> None:
+    script.on("systemctl", "daemon-reload").on("systemctl", "enable", UNIT.service)
+    script.on(*SHOW, UNIT.service, out=block("active", "enabled", "@1700000000"))
+    _boot.apply(UNIT, step("install_service"))
+    assert _boot.plan(UNIT, _boot.observe(UNIT)) == []
+    _host.write("/usr/local/sbin/gpuaas-test", "edited by hand\n")
+    assert [s.name for s in _boot.plan(UNIT, _boot.observe(UNIT))] == ["install_service"]
+
+
+@pytest.mark.covers("HOST-15")
+def test_removal_takes_the_units_own_files_and_the_last_one_the_library(
+    tree: Path, script: Any
+) -> None:
+    other = "/etc/systemd/system/gpuaas-other.service"
+    _host.write(other, "[Unit]\n")
+    script.on("systemctl", "daemon-reload").on("systemctl", "enable", UNIT.service)
+    script.on("systemctl", "disable", "--now", UNIT.service)
+    script.on(*SHOW, UNIT.service, out=block("active", "enabled"))
+    _boot.apply(UNIT, step("install_service"))
+    assert [s.name for s in _boot.plan_removal(UNIT, _boot.observe(UNIT))] == ["remove_service"]
+    _boot.apply(UNIT, step("remove_service"))
+    assert _boot.plan_removal(UNIT, _boot.observe(UNIT)) == []
+    assert _host.path(f"{_boot.LIBRARY}/ansible_collections").is_dir()
+    _host.remove(other)
+    _boot.apply(UNIT, step("install_service"))
+    _boot.apply(UNIT, step("remove_service"))
+    assert not _host.path(_boot.LIBRARY).exists()
+
+
+def test_the_installed_script_runs_on_the_copied_sources_alone(tree: Path, script: Any) -> None:
+    script.on("systemctl", "daemon-reload").on("systemctl", "enable", UNIT.service)
+    _boot.apply(UNIT, step("install_service"))
+    program = _host.path("/usr/local/sbin/gpuaas-test")
+    assert program.stat().st_mode & 0o111
+    text = program.read_text().replace(_boot.LIBRARY, str(_host.path(_boot.LIBRARY)))
+    # Not in slice mode: the body of _vfio.boot ends at once, but all its imports have happened.
+    done = subprocess.run([sys.executable, "-I", "-c", text], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("module", ["_vfio", "_sriov", "_bridge"])
+def test_sources_are_complete(module: str) -> None:
+    found = _boot.sources(module)
+    assert {module, "_boot", "_change", "_command", "_errors", "_host"} <= set(found)
+    assert all("from __future__" in text for text in found.values())
+
+
+def test_services_are_read_in_one_call(tree: Path, script: Any) -> None:
+    answer = block("active", "enabled", "@1700000000") + "\n" + block("inactive", "")
+    script.on(*SHOW, "a.service", "b.service", out=answer)
+    assert _boot.services(["a.service", "b.service"]) == {
+        "a.service": _boot.Service(active=True, enabled=True, started_at=1700000000),
+        "b.service": _boot.Service(active=False, enabled=False, started_at=0),
+    }
+    script.on(*SHOW, "c.service", "d.service", out=block("active", "enabled"))
+    with pytest.raises(Refusal) as refused:
+        _boot.services(["c.service", "d.service"])
+    assert refused.value.code == "systemd_answer_unreadable"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [('{"mode": "slice"}', True), ('{"mode": "baremetal"}', False), ("[", False)],
+)
+def test_slice_mode_is_said_in_a_file(tree: Path, text: str, expected: bool) -> None:
+    assert not _boot.slice_mode()
+    _host.write(_boot.SLICE_MODE, text)
+    assert _boot.slice_mode() is expected
+
+
+class Late:
+    """A subject whose device turns up at the third look."""
+
+    def __init__(self, code: str) -> None:
+        self.code, self.looks = code, 0
+
+    def observe(self, _params: Any) -> int:
+        self.looks += 1
+        if self.looks < 3:
+            raise Refusal(self.code, expected="it", found="not\nyet", remedy="wait")
+        return self.looks
+
+    def subject(self) -> _change.Subject:
+        return _change.Subject(self.observe, lambda *_: _change.Plan(), lambda *_: None)
+
+
+def test_boot_waits_for_what_comes_late(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slept: list[float] = []
+    subject = Late("device_missing").subject()
+    rc = _boot.boot(subject, "/x.json", wait_for=("device_missing",), sleep=slept.append)
+    assert (rc, slept) == (0, [2, 2])
+    assert capsys.readouterr().out == "done: nothing to do\n"
+
+
+def test_boot_fails_at_once_on_any_other_refusal(
+    tree: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _boot.boot(Late("wrong_class").subject(), "/x.json", wait_for=("device_missing",)) == 1
+    assert capsys.readouterr().out == "wrong_class: expected it; found not yet; wait\n"
+
+
+def test_boot_gives_up_in_the_end(tree: Path) -> None:
+    subject = Late("device_missing").subject()
+    assert _boot.boot(subject, "/x.json", wait_for=("device_missing",), patience=-1) == 1

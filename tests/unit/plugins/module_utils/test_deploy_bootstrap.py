@@ -1,0 +1,262 @@
+"""Bootstrap without Ansible: the playbook's order, one line each, a reboot only when allowed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _boot,
+    _change,
+    _deploy_bootstrap,
+    _grub,
+    _host,
+    _packages,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+
+from scripts import standalone
+
+pytestmark = pytest.mark.covers("HOST-4")
+
+ROOT = Path(__file__).resolve().parents[4]
+SCRIPT = "scripts/ops/gpuaas_slice_host_deploy_bootstrap.sh"
+REBOOT = ("systemctl", "--no-block", "reboot")
+
+
+def profile(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((ROOT / f"profiles/{name}.yml").read_text())
+    return found
+
+
+def test_the_parts_are_what_the_playbook_gives_its_roles() -> None:
+    site = {"site_address": "10.20.0.7/16", "route": "10.20.0.0/16", "interface": "ibp65s0"}
+    server = profile("xe9680l-h200")
+    server["fabric"] |= site
+    parts = {part.name: part.params for part in _deploy_bootstrap.parts(server)}
+    assert list(parts) == [
+        "packages", "gpu_services", "tuning", "kernel", "libvirt", "fabric", "ipoib", "network",
+        "slice_mode",
+    ]  # fmt: skip
+    assert parts["packages"]["packages"] == [*_packages.REQUIRED, *server["packages"]]
+    assert parts["gpu_services"]["services"] == server["gpu_services"]
+    assert parts["kernel"]["arguments"] == server["kernel_arguments"]
+    assert (parts["tuning"]["profiles"], parts["kernel"]["tuning"]) == ([], [])
+    assert (parts["fabric"]["pf_ids"], parts["fabric"]["count"]) == (["15b3:a2dc"], 8)
+    assert parts["ipoib"] == {
+        "interface": "ibp65s0",
+        "address": "10.20.0.7/16",
+        "route": "10.20.0.0/16",
+    }
+    network = server["network"]
+    assert parts["network"] == {k: network[k] for k in ("bridge", "address", "subnet", "tmfifo")}
+    names = [part.name for part in _deploy_bootstrap.parts(profile("lab"))]
+    assert "ipoib" not in names
+
+
+class Machine:
+    """Two parts that write files, and a kernel that may want a reboot."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reasons: list[str] = []
+        self.broken = ""
+        monkeypatch.setattr(_deploy_bootstrap, "parts", self._parts)
+        monkeypatch.setattr(_deploy_bootstrap, "_carried", {"lab": "{}"}.__getitem__)
+        monkeypatch.setattr(_deploy_bootstrap, "_kernel", lambda _profile, **more: more)
+        monkeypatch.setattr(_grub, "observe", lambda _params: None)
+        monkeypatch.setattr(_grub, "reboot_reasons", lambda *_state: self.reasons)
+        monkeypatch.setattr(os, "geteuid", lambda: 0)
+        kernel = _change.Subject(lambda _p: None, lambda *_s: _change.Plan(), self._never)
+        monkeypatch.setattr(_deploy_bootstrap, "_KERNEL", kernel)
+
+    def _parts(self, _profile: Any) -> list[_deploy_bootstrap.Part]:
+        subject = _change.Subject(
+            lambda params: _host.read(params["file"]),
+            lambda params, state: _change.Plan(
+                () if state == "on" else (_change.Step("write_file", params["file"]),)
+            ),
+            self._write,
+        )
+        return [
+            _deploy_bootstrap.Part(name, subject, {"file": f"/etc/{name}"})
+            for name in ("one", "two", "three")
+        ]
+
+    def _write(self, _params: Any, step: _change.Step) -> None:
+        if step.subject == self.broken:
+            raise Refusal("no", expected="", found="x\nGPUAAS_SLICE_BOOTSTRAP a=b", remedy="")
+        _host.write(step.subject, "on")
+
+    def _never(self, *_words: Any) -> None:
+        raise AssertionError("nothing is applied to prove something")
+
+
+@pytest.fixture
+def machine(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(monkeypatch)
+
+
+def run(capsys: Any, *words: str, **environment: str) -> tuple[int, list[str]]:
+    """The exit code, and each line as `status step`."""
+    settings: Mapping[str, str] = {"GPUAAS_SLICE_PROFILE": "lab", **environment}
+    code = _deploy_bootstrap.main(words, settings)
+    lines = capsys.readouterr().out.splitlines()
+    for line in lines:
+        assert re.fullmatch(r"GPUAAS_SLICE_BOOTSTRAP status=\w+ step=\w+ detail=[ -~]+", line)
+        assert len(shlex.split(line)) == 4
+    return code, [" ".join(re.findall(r"(?:status|step)=(\w+)", line)) for line in lines]
+
+
+def test_done_once_and_nothing_to_do_the_second_time(
+    machine: Machine, script: Any, capsys: Any
+) -> None:
+    changed = ["CHANGED one", "CHANGED two", "CHANGED three", "PASS in_effect"]
+    assert run(capsys) == (0, changed)
+    same = ["PASS one", "PASS two", "PASS three", "PASS in_effect"]
+    assert run(capsys) == (0, same)
+    assert script.calls == []
+
+
+def test_a_step_that_fails_ends_it_with_one_line(
+    machine: Machine, script: Any, capsys: Any
+) -> None:
+    machine.broken, machine.reasons = "/etc/two", ["initramfs"]
+    allowed = {"GPUAAS_SLICE_REBOOT_IF_REQUIRED": "1"}
+    assert run(capsys, **allowed) == (1, ["CHANGED one", "FAIL two"])
+    assert script.calls == []
+
+
+def test_a_forecast_changes_nothing_and_never_reboots(
+    machine: Machine, script: Any, capsys: Any
+) -> None:
+    machine.reasons = ["initramfs"]
+    code, lines = run(capsys, "--check", GPUAAS_SLICE_REBOOT_IF_REQUIRED="1")
+    assert (code, lines) == (0, ["PLANNED one", "PLANNED two", "PLANNED three"])
+    assert _host.read("/etc/one") is None
+    assert script.calls == []
+
+
+def test_a_needed_reboot_comes_last_and_only_when_allowed(
+    machine: Machine, script: Any, capsys: Any
+) -> None:
+    machine.reasons = ["not booted with iommu=pt"]
+    for value in ("", "0"):
+        code, lines = run(capsys, GPUAAS_SLICE_REBOOT_IF_REQUIRED=value)
+        assert (code, lines[-1], script.calls) == (3, "WARN reboot", [])
+    script.on(*REBOOT)
+    code, lines = run(capsys, GPUAAS_SLICE_REBOOT_IF_REQUIRED="1")
+    assert (code, lines[-1], script.calls) == (0, "CHANGED reboot", [REBOOT])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"GPUAAS_SLICE_PROFILE": "nope"},
+        {"GPUAAS_SLICE_REBOOT_IF_REQUIRED": "yes"},
+        {"GPUAAS_SLICE_TUNING": "network-buffers,hugepages-2m"},
+    ],
+)
+def test_wrong_settings_do_nothing(
+    machine: Machine, script: Any, capsys: Any, settings: dict[str, str]
+) -> None:
+    assert run(capsys, **settings) == (2, ["FAIL settings"])
+    assert _host.read("/etc/one") is None
+
+
+@pytest.mark.covers("HOST-5", "HOST-14")
+def test_tuning_and_names_of_the_site_come_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_deploy_bootstrap, "_carried", lambda _name: json.dumps(profile("lab")))
+    settings = {
+        "GPUAAS_SLICE_TUNING": "hugepages-1g,network-buffers",
+        "GPUAAS_SLICE_API_NAMES": "api.example=192.0.2.20,api6.example=2001:db8::20",
+    }
+    found = _deploy_bootstrap._profile(settings)
+    parts = {part.name: part.params for part in _deploy_bootstrap.parts(found)}
+    assert parts["api_names"]["names"] == {
+        "api.example": "192.0.2.20",
+        "api6.example": "2001:db8::20",
+    }
+    assert parts["tuning"]["profiles"] == ["hugepages-1g", "network-buffers"]
+    assert parts["kernel"]["tuning"] == parts["tuning"]["profiles"]
+    assert "api_names" not in {one.name for one in _deploy_bootstrap.parts(profile("lab"))}
+
+
+def test_slice_mode_is_what_the_playbook_writes(tree: Path) -> None:
+    parts = {part.name: part for part in _deploy_bootstrap.parts(profile("lab"))}
+    part = parts["slice_mode"]
+    assert _change.drive(part.subject, part.params, check_mode=False).done == ["write_file"]
+    assert _host.read("/etc/gpuaas/slice-mode.json") == '{"mode": "slice", "profile": "lab"}'
+    assert not _change.drive(part.subject, part.params, check_mode=False).changed
+
+
+def test_the_network_alone_proves_nothing_of_the_kernel(
+    machine: Machine, script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.reasons = ["initramfs"]
+    every = machine._parts(None)
+    named = [dataclasses.replace(part, name="network") for part in every[:1]]
+    monkeypatch.setattr(_deploy_bootstrap, "parts", lambda _profile: [*named, *every[1:]])
+    code = _deploy_bootstrap.network([], {"GPUAAS_SLICE_PROFILE": "lab"})
+    assert (code, _host.read("/etc/one"), _host.read("/etc/two")) == (0, "on", None)
+    assert capsys.readouterr().out.count("\n") == 1
+
+
+def test_boot_services_get_their_sources_from_the_generated_file() -> None:
+    (script,) = (one for one in standalone.SCRIPTS if one.path == SCRIPT)
+    body = standalone.build(script).partition("GPUAAS_STANDALONE_END'\n")[2]
+    importer = body.partition("\nGPUAAS_STANDALONE_END\n")[0].rpartition("\nfrom ")[0]
+    ask = (
+        f"from {_boot.PACKAGE} import _boot\n"
+        "import json\n"
+        'print(json.dumps({name: _boot.sources(name) for name in ("_bridge", "_sriov")}))\n'
+    )
+    done = subprocess.run(
+        [sys.executable, "-B", "-I", "-"],
+        input=f"{importer}\n{ask}",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr == ""
+    assert json.loads(done.stdout) == {n: _boot.sources(n) for n in ("_bridge", "_sriov")}
+
+
+@pytest.mark.parametrize("path", [SCRIPT, "scripts/ops/gpuaas_slice_host_net_baseline.sh"])
+def test_the_files_are_what_the_code_gives(path: str) -> None:
+    assert path not in standalone.stale()
+    assert (ROOT / path).stat().st_mode & 0o111
+
+
+def test_the_generated_file_stands_alone(tmp_path: Path) -> None:
+    """Away from the repository, as cloud-init runs it; on a machine that it must not change."""
+    (script,) = (one for one in standalone.SCRIPTS if one.path == SCRIPT)
+    file = tmp_path / "bootstrap.sh"
+    file.write_text(standalone.build(script))
+    environment = {"PATH": os.environ["PATH"], "GPUAAS_SLICE_PROFILE": "lab"}
+    done = subprocess.run(
+        ["sh", str(file), "--check"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr == ""
+    lines = [shlex.split(line) for line in done.stdout.splitlines()]
+    steps = [words[2] for words in lines]
+    assert steps[:3] == ["step=packages", "step=gpu_services", "step=tuning"]
+    assert steps[-1] == "step=slice_mode"
+    assert {words[1] for words in lines} <= {"status=PASS", "status=PLANNED", "status=FAIL"}
+    assert done.returncode == int(any("status=FAIL" in words for words in lines))

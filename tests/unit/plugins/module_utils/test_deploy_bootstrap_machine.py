@@ -1,0 +1,86 @@
+"""The generated bootstrap, run for real on a copy of this machine's folders, in namespaces.
+
+Real: the file as it ships, its writes, the network interfaces, the boot service that it installs.
+Stand-ins: what would act on the machine itself (tests/data/deployed_machine/program).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from scripts import standalone
+from tests.deployed_machine import NEEDS_ROOT, ROOT, play
+
+pytestmark = [
+    pytest.mark.covers("HOST-4", "HOST-6"),
+    NEEDS_ROOT,
+]
+
+SCRIPT = "scripts/ops/gpuaas_slice_host_deploy_bootstrap.sh"
+TWICE = """
+sh "$1"; echo "code $?"
+echo ---; sh "$1"; echo "code $?"
+echo ---; GPUAAS_SLICE_REBOOT_IF_REQUIRED=1 sh "$1"; echo "code $?"
+echo ---; cat /etc/gpuaas/slice-mode.json /run/machine/nat /run/machine/boot
+cat /proc/sys/net/ipv4/ip_forward; ip -4 -br address show dev ovsbr0; tail -n1 /run/machine/calls
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """The file as generated, with a profile whose fabric is of no interest here."""
+    lab = yaml.safe_load((ROOT / "profiles" / "lab.yml").read_text())
+    lab["fabric"]["pf_ids"] = []
+    profile = tmp_path / "lab.yml"
+    profile.write_text(yaml.safe_dump(lab))
+    (one,) = (one for one in standalone.SCRIPTS if one.path == SCRIPT)
+    file = tmp_path / "bootstrap.sh"
+    file.write_text(standalone.build(dataclasses.replace(one, data={"lab": str(profile)})))
+    return file
+
+
+def test_a_deployed_machine_becomes_a_slice_host_by_one_file(script: Path, tmp_path: Path) -> None:
+    environment = {"PATH": os.environ["PATH"], "GPUAAS_SLICE_PROFILE": "lab"}
+    done = play(TWICE, tmp_path / "scratch", str(script), environment=environment, limit_s=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    first, second, third, left = (part.split("\n") for part in done.stdout.split("---\n"))
+    assert _words(first) == [
+        "PASS packages",
+        "PASS gpu_services",
+        "PASS tuning",
+        "CHANGED kernel",
+        "CHANGED libvirt",
+        "CHANGED network",
+        "CHANGED slice_mode",
+        "WARN reboot",
+        "code 3",
+    ]
+    parts = [word.split()[1] for word in _words(first)[:7]]
+    unchanged = [f"PASS {part}" for part in parts]
+    assert _words(second) == [*unchanged, "WARN reboot", "code 3"]
+    assert _words(third) == [*unchanged, "CHANGED reboot", "code 0"]
+    assert left[:4] == [
+        '{"mode": "slice", "profile": "lab"}',
+        "-A POSTROUTING -s 10.100.0.0/24 -j MASQUERADE",
+        # The service that comes back at boot, run from what the file has installed.
+        "done: nothing to do",
+        "1",
+    ]
+    assert left[4].split()[::2] == ["ovsbr0", "10.100.0.1/24"]
+    assert left[5] == "systemctl --no-block reboot"
+    assert not Path("/etc/gpuaas/slice-mode.json").exists()
+
+
+def _words(lines: list[str]) -> list[str]:
+    """`status step` of each line; other lines as they are."""
+    found = []
+    for line in filter(None, lines):
+        words = dict(word.partition("=")[::2] for word in line.split())
+        status = words.get("status", "")
+        found.append(f"{status} {words.get('step')}" if status else line)
+    return found

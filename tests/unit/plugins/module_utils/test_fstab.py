@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils import _fstab, _host
+
+pytestmark = pytest.mark.covers("HOST-9")
+
+bench = runpy.run_path(str(Path(__file__).parents[1] / "storage_bench.py"))["bench"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "UUID=abc /share ext4 defaults 0 2",
+        "LABEL=my\\040share /share ext4",
+        "/dev/nvme1n1p1 /share ext4",
+        "/dev/disk/by-uuid/abc /elsewhere ext4",
+        "server:/export /mounted\\040here nfs",
+    ],
+)
+def test_a_line_is_known_by_device_or_by_what_is_mounted_on_its_place(bench, line: str) -> None:
+    bench.link("nvme1n1p1", "abc", "by-uuid")
+    bench.link("nvme1n1p1", "my\\x20share", "by-label")
+    _host.write("/etc/fstab", f"# UUID=abc /old ext4\n\nUUID=other / ext4\n{line}\n")
+    assert _fstab.lines_of(["nvme1n1", "nvme1n1p1"], ["/mounted here"]) == [line]
+
+
+def test_only_the_named_lines_are_put_out_of_force(tree: Path) -> None:
+    _host.write("/etc/fstab", "a / ext4\nb /share ext4\n")
+    _fstab.disable(["b /share ext4"], backup="/etc/fstab.backup")
+    assert _host.read("/etc/fstab") == "a / ext4\n# gpuaas-slice-storage-disabled b /share ext4"
+    assert _host.read("/etc/fstab.backup") == "a / ext4\nb /share ext4"
+    assert _fstab.lines_of([], ["/share"]) == []

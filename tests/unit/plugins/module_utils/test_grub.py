@@ -1,0 +1,293 @@
+"""Kernel arguments, VFIO modules and the initramfs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _command, _grub, _host
+
+pytestmark = pytest.mark.covers("HOST-4")
+
+ARGUMENTS = ["intel_iommu=on", "iommu=pt"]
+
+
+class Machine:
+    """update-grub, update-initramfs, modprobe and reboots of a host."""
+
+    def __init__(self, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tree, self.calls = tree, []
+        self.boots = 0
+        self.write("etc/default/grub", 'GRUB_CMDLINE_LINUX="console=ttyS0"\n')
+        self.write("etc/initramfs-tools/modules", "# site\nnvme\n")
+        self.write("sys/firmware/acpi/tables/DMAR", "")
+        self.write("dev/kvm", "")
+        (tree / "sys/kernel/iommu_groups/0").mkdir(parents=True)
+        self.make_menu()
+        self.reboot()
+        monkeypatch.setattr(_command, "run", self.run)
+
+    def write(self, path: str, text: str) -> None:
+        file = self.tree / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    def given(self) -> str:
+        """What a shell makes of GRUB's files."""
+        value = ""
+        drop_ins = sorted((self.tree / "etc/default/grub.d").glob("*.cfg"))
+        for file in [self.tree / "etc/default/grub", *drop_ins]:
+            for line in file.read_text().splitlines():
+                if line.startswith("GRUB_CMDLINE_LINUX="):
+                    value = line.split("=", 1)[1].strip('"').replace("$GRUB_CMDLINE_LINUX", value)
+        return value
+
+    def make_menu(self) -> None:
+        entry = f"\tlinux\t/boot/vmlinuz-6.1 root=UUID=x ro {self.given()}\n"
+        self.write("boot/grub/grub.cfg", entry + "\tlinux\t/boot/memtest86+x64.bin\n" + entry)
+
+    def reboot(self) -> None:
+        self.boots += 1
+        entry = (self.tree / "boot/grub/grub.cfg").read_text().splitlines()[0].split(None, 1)[1]
+        self.write("proc/cmdline", f"BOOT_IMAGE={entry}\n")
+        self.write("proc/sys/kernel/random/boot_id", f"boot-{self.boots}\n")
+
+    def run(self, argv: list[str], **_: Any) -> _command.Result:
+        self.calls.append(argv[0])
+        if argv == ["update-grub"]:
+            self.make_menu()
+        elif argv[0] == "modprobe":
+            for name in argv[2:]:
+                (self.tree / "sys/module" / name).mkdir(parents=True, exist_ok=True)
+        else:
+            assert argv == ["update-initramfs", "-u", "-k", "all"], argv
+        return _command.Result(0, "", "")
+
+
+@pytest.fixture
+def machine(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(tree, monkeypatch)
+
+
+def drive(arguments: list[str] = ARGUMENTS, **more: Any) -> _change.Outcome:
+    subject = _change.Subject(_grub.observe, _grub.plan, _grub.apply, _grub.facts)
+    params = {"arguments": arguments, "state": "present", "in_effect": False, **more}
+    return _change.drive(subject, params, check_mode=False)
+
+
+def code(outcome: _change.Outcome) -> str:
+    assert outcome.failure is not None
+    return outcome.failure.code
+
+
+def test_configures_then_needs_a_reboot_then_nothing(machine: Machine) -> None:
+    outcome = drive()
+    assert outcome.failure is None
+    assert machine.calls == ["update-grub", "update-initramfs", "modprobe"]
+    assert outcome.facts["reboot_required"]
+    assert outcome.facts["reboot_reasons"] == [
+        "not booted with intel_iommu=on",
+        "not booted with iommu=pt",
+        "initramfs built since the boot",
+    ]
+    assert code(drive(in_effect=True)) == "reboot_required"
+    machine.reboot()
+    proved = drive(in_effect=True)
+    assert proved.failure is None and proved.plan.steps == ()
+    assert not proved.facts["reboot_required"]
+
+
+def test_site_lines_of_the_initramfs_stay(machine: Machine) -> None:
+    drive()
+    text = _host.read(_grub.INITRAMFS_MODULES) or ""
+    assert text.startswith("# site\nnvme\n") and "vfio_pci" in text
+    drive(state="absent")
+    assert _host.read(_grub.INITRAMFS_MODULES) == "# site\nnvme"
+
+
+@pytest.mark.covers("HOST-15")
+def test_absent_takes_everything_back_once(machine: Machine) -> None:
+    drive()
+    machine.calls.clear()
+    assert drive(state="absent").failure is None
+    assert machine.calls == ["update-grub", "update-initramfs"]
+    assert "iommu" not in machine.given()
+    assert drive(state="absent").plan.steps == ()
+
+
+def test_a_list_that_only_we_made_goes_and_an_empty_one_stays(machine: Machine) -> None:
+    (machine.tree / "etc/initramfs-tools/modules").write_text("")
+    assert drive(state="absent").plan.steps == ()
+    (machine.tree / "etc/initramfs-tools/modules").unlink()
+    drive()
+    drive(state="absent")
+    assert not (machine.tree / "etc/initramfs-tools/modules").exists()
+
+
+def test_absent_on_a_plain_host_does_nothing(machine: Machine) -> None:
+    (machine.tree / "etc/initramfs-tools/modules").unlink()
+    assert drive(state="absent").plan.steps == ()
+
+
+def test_arguments_that_the_site_gives_need_no_drop_in(machine: Machine) -> None:
+    machine.write("etc/default/grub", 'GRUB_CMDLINE_LINUX="intel_iommu=on iommu=pt quiet"\n')
+    assert drive().failure is None
+    assert _host.read(_grub.DROP_IN) is None
+    assert "update-grub" in machine.calls  # the menu did not have them yet
+
+
+def test_a_later_plain_assignment_forgets_what_came_before(machine: Machine) -> None:
+    machine.write("etc/default/grub", 'GRUB_CMDLINE_LINUX="intel_iommu=on iommu=pt"\n')
+    machine.write("etc/default/grub.d/50-cloudimg.cfg", 'GRUB_CMDLINE_LINUX="quiet"\n')
+    assert drive().failure is None
+    assert _host.read(_grub.DROP_IN) is not None
+
+
+def test_an_opposite_argument_of_the_site_is_overruled(machine: Machine) -> None:
+    machine.write("etc/default/grub", 'GRUB_CMDLINE_LINUX="intel_iommu=off iommu=pt"\n')
+    assert drive().failure is None
+    machine.reboot()
+    assert not drive().facts["reboot_required"]
+
+
+def test_a_menu_that_was_not_updated_is_noticed(machine: Machine) -> None:
+    drive()
+    _host.write(_grub.GRUB_PENDING, "")
+    assert [step.name for step in drive().plan.steps] == ["update_grub"]
+    assert drive().plan.steps == ()
+
+
+def test_the_firmwares_table_decides_about_intels_argument(machine: Machine) -> None:
+    machine.write("proc/cpuinfo", "vendor_id : AuthenticAMD\n")
+    assert _grub.fitted(ARGUMENTS) == ARGUMENTS
+    (machine.tree / "sys/firmware/acpi/tables/DMAR").unlink()
+    assert _grub.fitted(ARGUMENTS) == ["iommu=pt"]
+    machine.write("proc/cpuinfo", "vendor_id : GenuineIntel\n")
+    assert _grub.fitted(ARGUMENTS) == ARGUMENTS
+    machine.write("sys/firmware/acpi/tables/IVRS", "")
+    assert _grub.fitted(ARGUMENTS) == ["iommu=pt"]
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [("dev/kvm", "kvm_missing"), ("sys/kernel/iommu_groups/0", "iommu_missing")],
+)
+def test_in_effect_means_behaviour(machine: Machine, path: str, expected: str) -> None:
+    drive()
+    machine.reboot()
+    target = machine.tree / path
+    target.rmdir() if target.is_dir() else target.unlink()
+    assert code(drive(in_effect=True)) == expected
+
+
+@pytest.mark.parametrize("argument", ['a"b', "$(reboot)", "a b", "`id`", "a\nb", "\\"])
+def test_an_argument_is_inert_in_grubs_shell_files(machine: Machine, argument: str) -> None:
+    assert code(drive([argument])) == "argument_invalid"
+    assert machine.calls == []
+
+
+def test_modules_built_into_the_kernel_count_as_loaded(machine: Machine) -> None:
+    machine.write("proc/sys/kernel/osrelease", "6.8.0\n")
+    machine.write("lib/modules/6.8.0/modules.builtin", "kernel/drivers/vfio/pci/vfio-pci.ko\n")
+    (machine.tree / "sys/module/vfio").mkdir(parents=True)
+    (machine.tree / "sys/module/vfio_iommu_type1").mkdir()
+    drive()
+    assert "modprobe" not in machine.calls
+
+
+@pytest.mark.parametrize(
+    ("there", "expected"),
+    [
+        ("hugepagesz=1G hugepages=0:256 hugepagesz=2M hugepages=64", []),
+        ("hugepagesz=1G", ["hugepages=0:256"]),
+        ("", ["hugepagesz=1G", "hugepages=0:256"]),
+    ],
+)
+def test_pairs_of_huge_pages_are_not_a_contradiction(there: str, expected: list[str]) -> None:
+    assert _grub.lacking(["hugepagesz=1G", "hugepages=0:256"], there.split()) == expected
+
+
+def test_a_broken_record_of_the_initramfs_means_building_again(machine: Machine) -> None:
+    drive()
+    _host.write(_grub.INITRAMFS_RECORD, "[")
+    assert [step.name for step in drive().plan.steps] == ["update_initramfs"]
+
+
+def test_an_unreadable_value_of_the_site_gives_nothing(machine: Machine) -> None:
+    machine.write("etc/default/grub", 'GRUB_CMDLINE_LINUX="intel_iommu=on iommu=pt\n')
+    assert "write_file" in drive().done
+
+
+@pytest.mark.covers("HOST-15")
+def test_absent_needs_a_reboot_and_asks_for_no_iommu(machine: Machine) -> None:
+    machine.write("etc/default/grub", 'GRUB_CMDLINE_LINUX="iommu=pt"\n')
+    drive()
+    machine.reboot()
+    assert drive(state="absent").facts["reboot_reasons"] == [
+        # iommu=pt is the site's and stays.
+        "still booted with intel_iommu=on",
+        "initramfs built since the boot",
+    ]
+    assert code(drive(state="absent", in_effect=True)) == "reboot_required"
+    machine.reboot()
+    (machine.tree / "dev/kvm").unlink()
+    proved = drive(state="absent", in_effect=True)
+    assert (proved.failure, proved.facts["reboot_required"]) == (None, False)
+
+
+def memory(machine: Machine, *nodes: int) -> None:
+    machine.write("proc/cpuinfo", "flags : fpu vmx pdpe1gb\n")
+    for number, gib in enumerate(nodes):
+        text = f"Node {number} MemTotal:  {gib << 20} kB\nNode {number} MemFree: 1 kB\n"
+        machine.write(f"sys/devices/system/node/node{number}/meminfo", text)
+
+
+TUNED: dict[str, Any] = {
+    "tuning": ["hugepages-1g"],
+    "hugepages_1g": {"pages": 5, "reserve_mib": 1024},
+}
+
+
+@pytest.mark.covers("HOST-5")
+def test_huge_pages_are_asked_per_node_and_go_again(machine: Machine) -> None:
+    memory(machine, 4, 4)
+    assert drive(**TUNED).failure is None
+    pages = "default_hugepagesz=1G hugepagesz=1G hugepages=0:3,1:2"
+    assert machine.given().endswith(f"intel_iommu=on iommu=pt {pages}")
+    machine.reboot()
+    assert drive(in_effect=True, **TUNED).plan.steps == ()
+    assert drive().facts["reboot_required"]
+    assert "hugepages" not in machine.given()
+
+
+@pytest.mark.covers("HOST-5")
+def test_without_the_profile_no_page_is_taken(machine: Machine) -> None:
+    memory(machine, 4)
+    drive(tuning=["network-buffers"], hugepages_1g=TUNED["hugepages_1g"])
+    assert "hugepages" not in machine.given()
+
+
+@pytest.mark.covers("HOST-5")
+@pytest.mark.parametrize(
+    ("nodes", "settings", "refused"),
+    [
+        ((4, 3), {"pages": 5, "reserve_mib": 1025}, "hugepages_leave_no_reserve"),
+        ((256, 256), None, "hugepages_leave_no_reserve"),  # 8 x 64 GiB out of 512 leave none
+        ((272, 272), None, ""),
+    ],
+)
+def test_every_node_keeps_the_hosts_reserve(
+    machine: Machine, nodes: tuple[int, ...], settings: dict[str, int] | None, refused: str
+) -> None:
+    memory(machine, *nodes)
+    outcome = drive(tuning=["hugepages-1g"], hugepages_1g=settings)
+    assert (outcome.failure.code if outcome.failure else "") == refused
+    assert bool(outcome.done) == (not refused)
+
+
+@pytest.mark.covers("HOST-5")
+def test_processors_without_such_pages_are_refused(machine: Machine) -> None:
+    memory(machine, 4, 4)
+    machine.write("proc/cpuinfo", "flags : fpu vmx\n")
+    assert code(drive(**TUNED)) == "hugepages_unsupported"

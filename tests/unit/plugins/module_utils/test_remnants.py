@@ -1,0 +1,202 @@
+"""What slice mode leaves: each trace is found by itself, and the list is the writers' own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _baseline,
+    _before,
+    _boot,
+    _bridge,
+    _grub,
+    _host,
+    _lease,
+    _parity_checks_network,
+    _parity_facts,
+    _remnants,
+    _sriov,
+    _tuning,
+    _vfio,
+)
+from ansible_collections.gpuaas.slice.plugins.modules import slice_remnants
+
+pytestmark = pytest.mark.covers("HOST-15")
+
+NAT = ("iptables", "-w", "-t", "nat", "-S", "POSTROUTING")
+UNITS = "/etc/systemd/system"
+
+
+@pytest.fixture
+def host(parity: Any, machine: Any, script: Any) -> Any:
+    """A host that never was a slice host, with a GPU and a fabric card of its own."""
+    machine.pci("0000:23:00.0", "1234:11e8", driver="nvidia")
+    machine.pci("0000:25:00.0", "8086:10c9", driver="igb", sriov_numvfs="0")
+    machine.pci("0000:26:00.0", "ffff:0001", driver="vfio-pci")  # the host's own use of VFIO
+    machine.file("/etc/initramfs-tools/modules", "# site\nnvme\n")
+    machine.file("/etc/netplan/60-ipoib.yaml", "network: {version: 2}\n")
+    machine.file("/proc/cmdline", "root=/dev/vda1 iommu=pt")
+    machine.file("/boot/grub/grub.cfg", "\tlinux /boot/vmlinuz root=/dev/vda1 iommu=pt\n")
+    parity.shown(("eth0", "192.0.2.5/24"), ("tmfifo_net0", "192.168.7.1/30"))
+    script.on(*NAT, out="-A POSTROUTING -s 192.168.122.0/24 -j MASQUERADE")
+    parity.units()
+    return parity
+
+
+def look(parity: Any, scope: str = "host") -> dict[str, Any]:
+    params = {"profile": parity.profile, "scope": scope, "require": False}
+    return slice_remnants.look(params)
+
+
+def left(parity: Any, scope: str = "host") -> list[tuple[str, str, str]]:
+    found = look(parity, scope)
+    items = [one for one in found["compared"] if not one["ok"]]
+    assert found["remnants"] == len(items)
+    return [(one["check"], one["name"], one["found"]) for one in items]
+
+
+def test_a_plain_host_is_compared_in_full_and_clean(host: Any) -> None:
+    found = look(host)
+    assert [one for one in found["compared"] if not one["ok"]] == []
+    assert {one["check"] for one in found["compared"]} == {*_remnants.SLICES, *_remnants.MODE}
+    assert all(one["expected"] and one["found"] for one in found["compared"])
+
+
+FILES = [
+    ("slice_mode", "/etc/gpuaas/slice-mode.json", '{"mode": "slice"}'),
+    ("slice_mode", "/etc/gpuaas/slice-mode.json", "not json"),
+    ("vfio_binding", "/etc/gpuaas/vfio-binding.json", '{"devices": {"0000:23:00.0": "1234:11e8"}}'),
+    ("fabric_vfs", "/etc/gpuaas/fabric.json", "{}"),
+    ("network_service", "/etc/gpuaas/network-baseline.json", "{}"),
+    ("ip_forwarding", "/etc/sysctl.d/60-gpuaas-slice.conf", "net.ipv4.ip_forward = 1"),
+    ("dnsmasq", "/etc/dnsmasq.d/gpuaas-slice.conf", "x"),
+    ("dnsmasq", "/etc/dnsmasq.d/gpuaas-gpuaas-slice-1.conf", "x"),
+    ("kernel_cmdline", "/etc/default/grub.d/60-gpuaas-slice.cfg", "x"),
+    ("vfio_modules", "/etc/modules-load.d/gpuaas-vfio.conf", "vfio"),
+    ("vfio_modules", "/etc/modprobe.d/gpuaas-vfio.conf", "x"),
+    ("vfio_modules", "/etc/initramfs-tools/modules", "# gpuaas.slice: begin\n# gpuaas.slice: end"),
+    ("ipoib_netplan", "/etc/netplan/60-ipoib.yaml", f"{_tuning.MARKER}\n"),
+    ("tuning", _tuning.SYSCTL, f"{_tuning.MARKER}\n"),
+    ("boot_services", f"{UNITS}/gpuaas-slice-anything.service", "x"),
+    ("boot_services", f"{UNITS}/multi-user.target.wants/gpuaas-slice-vfio.service", "x"),
+    ("boot_services", "/usr/local/sbin/gpuaas-slice-network-baseline.sh", "x"),
+    ("boot_services", "/usr/local/lib/gpuaas/x.py", "x"),
+    ("gpu_services_quiesced", "/var/lib/gpuaas/before/gpu-services.json", "{}"),
+    ("network_service", "/var/lib/gpuaas/before/network.json", "{}"),
+    ("libvirt_service", "/var/lib/gpuaas/before/libvirt.json", "{}"),
+    ("libvirt", "/etc/libvirt/qemu/gpuaas-slice-1.xml", "<domain/>"),
+    ("slice_reservations", "/var/lib/gpuaas/dnsmasq/hosts.d/1", "x"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("check", "path", "text"), FILES)
+def test_each_file_is_found_by_itself(
+    host: Any, machine: Any, check: str, path: str, text: str
+) -> None:
+    machine.file(path, text)
+    found = left(host)
+    # A reservation is in a folder that is gone, too.
+    assert {one[0] for one in found} - {"dnsmasq"} <= {check}
+    assert check in {one[0] for one in found}
+
+
+def test_a_dangling_link_of_enable_is_found(host: Any, machine: Any) -> None:
+    wants = machine.folder(f"{UNITS}/multi-user.target.wants")
+    (wants / "gpuaas-slice-host-net-baseline.service").symlink_to("/nowhere")
+    assert [one[0] for one in left(host)] == ["boot_services"]
+
+
+def test_what_only_the_running_kernel_knows(host: Any, machine: Any, script: Any) -> None:
+    for address in ("0000:23:00.0", "0000:25:00.0"):
+        folder = (machine.root / "sys/bus/pci/devices" / address).resolve()
+        (folder / "driver_override").write_text("vfio-pci\n")
+    (folder / "sriov_numvfs").write_text("2\n")
+    machine.pci("0000:25:10.0", "8086:10ca", driver="vfio-pci")
+    machine.function("0000:25:00.0", 0, "0000:25:10.0")
+    machine.file("/proc/cmdline", "root=/dev/vda1 iommu=pt intel_iommu=on hugepagesz=1G")
+    script.answers.clear()
+    host.shown(("ovsbr0", "10.100.0.1/24"), ("tmfifo_net0", "192.168.100.1/30"))
+    script.on(*NAT, out=f"{_bridge.nat_rule('10.100.0.0/24')}")
+    host.units(
+        baseline="loaded/active/enabled/success",
+        old="loaded/failed/enabled/exit-code",
+        fabric="loaded/active/enabled/success",
+        binding="loaded/inactive/disabled/success",
+    )
+    assert left(host) == [
+        ("vfio_binding", "0000:23:00.0", "is on vfio-pci"),
+        ("vfio_binding", "0000:25:10.0", "is on vfio-pci"),
+        ("vfio_binding", "gpuaas-slice-vfio.service", "is inactive"),
+        ("fabric_vfs", "0000:25:00.0", "2 virtual functions"),
+        ("fabric_vfs", "gpuaas-slice-fabric.service", "is active"),
+        ("ovs_bridge", "bridge ovsbr0", "is there"),
+        ("nat", "rules for 10.100.0.0/24", _bridge.nat_rule("10.100.0.0/24")),
+        ("network_service", "gpuaas-slice-network-baseline.service", "is active"),
+        ("historical_network_service", "gpuaas-slice-host-net-baseline.service", "is failed"),
+        ("tmfifo", "192.168.100.1/30 on tmfifo_net0", "is there"),
+        (
+            "reboot_required",
+            "the running kernel",
+            "still booted with intel_iommu=on, still booted with hugepagesz=1G",
+        ),
+    ]
+
+
+def test_slices_are_told_from_slice_mode(host: Any, machine: Any) -> None:
+    machine.file("/etc/gpuaas/slice-mode.json", '{"mode": "slice"}')
+    _lease.raise_fence("slot-0", fence=3)
+    assert left(host, "slices") == []
+    _lease.hold("slot-0", fence=4, allocation_id="alloc-1", disk="eui.1")
+    _lease.mark_dirty("slot-1", fence=1, disk="eui.2")
+    machine.file("/run/libvirt/qemu/gpuaas-slice-2.xml", "<domstatus/>")
+    machine.file("/proc/77/cmdline", "/usr/bin/qemu-system-x86_64\0-name\0guest=gpuaas-slice-3\0")
+    assert left(host, "slices") == [
+        ("libvirt", "domains of slices", "gpuaas-slice-2"),
+        ("libvirt", "QEMU of slices", "process 77"),
+        ("nvme_ownership", "slot slot-0", "is leased by alloc-1"),
+        ("nvme_ownership", "slot slot-1", "waits for the wipe of eui.2"),
+    ]
+    refused = slice_remnants.refusal("slices", look(host, "slices")["compared"])
+    assert refused.code == "slices_present" and "alloc-1" in refused.found
+    assert slice_remnants.refusal("host", look(host)["compared"]).code == "remnants_found"
+
+
+def test_unknown_is_not_absent(host: Any, machine: Any, script: Any) -> None:
+    script.answers[NAT] = []
+    script.on(*NAT, rc=4, err="another app is holding the xtables lock")
+    machine.file("/var/lib/gpuaas/ledger/slot-0.json", "{broken")
+    found = _remnants.compare(
+        _parity_facts.Facts(_parity_facts.Asked(profile=host.profile, intent="baremetal"))
+    )
+    unknown = {one.check: one.found for one in found if not one.ok}
+    assert set(unknown) == {"nat", "nvme_ownership"}
+    assert all(text.startswith("unknown: ") for text in unknown.values())
+
+
+def test_what_stays_on_purpose_is_said(host: Any, machine: Any) -> None:
+    _lease.raise_fence("slot-0", fence=3)
+    machine.file("/etc/fstab", "# gpuaas-slice-storage-disabled LABEL=a /share1 xfs\n")
+    machine.file("/var/lib/gpuaas/images/abc.raw", "x")
+    _host.write(_before.file_of("packages"), json.dumps({"dnsmasq": "installed"}))
+    assert look(host)["kept"] == {
+        "ledger": ["slot-0"],
+        "fstab_disabled": ["LABEL=a /share1 xfs"],
+        "images": ["abc.raw"],
+        "packages": ["dnsmasq"],
+    }
+    assert left(host) == []
+
+
+def test_the_names_are_the_writers(tree: Path) -> None:
+    assert _remnants.SLICE_MODE == _boot.SLICE_MODE
+    assert _remnants.LIBRARY == _boot.LIBRARY
+    assert _remnants.BINDING_RECORD == _vfio.SETTINGS
+    assert _remnants.FABRIC_RECORD == _sriov.SETTINGS
+    assert _remnants.BASELINE_RECORD == _bridge.SETTINGS
+    assert _remnants.SYSCTL == _baseline.SYSCTL
+    assert _parity_checks_network.DNSMASQ == _baseline.DNSMASQ
+    assert _parity_checks_network.RESERVATIONS == _baseline.RESERVATIONS
+    assert _grub.DROP_IN in [path for _check, path, _text in FILES]

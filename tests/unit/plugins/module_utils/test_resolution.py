@@ -1,0 +1,108 @@
+"""Names of the control plane: a block of /etc/hosts, and whether an address answers."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _host, _resolution
+
+pytestmark = pytest.mark.covers("HOST-14")
+
+NAMES = {"api.gpuaas.example": "192.0.2.20"}
+
+
+def drive(names: dict[str, str] = NAMES) -> _change.Outcome:
+    return _change.drive(_resolution.SUBJECT, {"names": names}, check_mode=False)
+
+
+def code(outcome: _change.Outcome) -> str:
+    assert outcome.failure is not None and not outcome.done
+    return outcome.failure.code
+
+
+@pytest.mark.parametrize("site", ["127.0.0.1 localhost\n", "127.0.0.1 localhost", ""])
+def test_a_block_comes_is_replaced_and_goes(tree: Path, site: str) -> None:
+    _host.write(_resolution.HOSTS, site)
+    assert drive().done == ["write_block"]
+    text = _host.path(_resolution.HOSTS).read_text()
+    assert text.startswith(site)
+    assert [row.split() for row in text.splitlines() if "api" in row] == [
+        ["192.0.2.20", "api.gpuaas.example"]
+    ]
+    assert not drive().changed
+    drive({"api.gpuaas.example": "192.0.2.21"})
+    assert "192.0.2.20" not in _host.path(_resolution.HOSTS).read_text()
+    drive({})
+    assert _host.read(_resolution.HOSTS) == site.strip()
+    assert not drive({}).changed
+
+
+def test_cloud_inits_template_has_it_too_where_it_writes_the_file(tree: Path) -> None:
+    """Its default on some images: the next boot would take the block away."""
+    _host.write(
+        _resolution.HOSTS, "# configured 'manage_etc_hosts' as True.\n127.0.0.1 localhost\n"
+    )
+    _host.write(_resolution.TEMPLATE, "## template:jinja\n127.0.0.1 localhost\n")
+    assert drive().done == ["write_block", "write_block"]
+    assert "api.gpuaas.example" in (_host.read(_resolution.TEMPLATE) or "")
+    _host.write(_resolution.HOSTS, "127.0.0.1 localhost\n")
+    assert drive().done == ["write_block"]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"api\n192.0.2.1 evil": "192.0.2.20"},
+        {"-x": "192.0.2.20"},
+        {"api": "192.0.2.20 evil"},
+        {"api": "api.other"},
+        {"API": "192.0.2.20"},
+    ],
+)
+def test_a_name_cannot_add_lines(tree: Path, names: dict[str, str]) -> None:
+    assert code(drive(names)) == "api_name_invalid"
+    assert _host.read(_resolution.HOSTS) is None
+
+
+def test_a_line_of_the_site_that_would_win_is_named(tree: Path) -> None:
+    _host.write(_resolution.HOSTS, "198.51.100.9\tother api.gpuaas.example # old\n")
+    outcome = drive()
+    assert code(outcome) == "api_name_taken"
+    assert outcome.failure and "198.51.100.9" in outcome.failure.found
+    _host.write(_resolution.HOSTS, "192.0.2.20 api.gpuaas.example\n")
+    assert drive().failure is None
+
+
+def test_an_answer_is_an_answer_also_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real sockets: one that listens, and the port after it is closed."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        assert _resolution.unreachable("127.0.0.1", port) == ""
+    assert _resolution.unreachable("127.0.0.1", port) == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(113, "No route to host"), "no route to host 192.0.2.20"),
+        (TimeoutError(), "no answer from 192.0.2.20 port 443 within 3 s"),
+    ],
+)
+def test_no_way_there_is_said_in_the_seeds_words(
+    monkeypatch: pytest.MonkeyPatch, error: OSError, said: str
+) -> None:
+    def connect(*_a: Any, **_k: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    assert _resolution.unreachable("192.0.2.20", 443) == said
+
+
+def test_names_are_asked_of_the_host_itself() -> None:
+    assert "127.0.0.1" in _resolution.addresses("localhost")
+    assert _resolution.addresses("no-such-name.invalid") == []

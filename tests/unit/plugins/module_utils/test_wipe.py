@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils import _block, _device, _wipe
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+
+pytestmark = pytest.mark.covers("HOST-9")
+
+bench = runpy.run_path(str(Path(__file__).parents[1] / "storage_bench.py"))["bench"]
+MIB = 1 << 20
+SIZE = 48 * MIB
+CANARY = b"tenant-canary"
+
+
+def wipe(methods: list[str]) -> dict[str, object]:
+    disk = _block.resolve("nvme1n1")
+    with _block.exclusive(disk) as descriptor:
+        return _wipe.erase(descriptor, disk, methods)
+
+
+def soil(bench) -> None:
+    for offset in (0, 449, 20 * MIB + 7, SIZE - 20):
+        bench.write("nvme1n1", offset, CANARY)
+
+
+def is_clean(bench) -> bool:
+    return not any(bench.read("nvme1n1", 0, SIZE))
+
+
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [("user_data_erase", "purge"), ("discard", "clear"), ("zero_fill", "clear")],
+)
+def test_a_wipe_leaves_zeros_and_says_how(bench, method: str, kind: str) -> None:
+    bench.disk()
+    soil(bench)
+    proof = wipe([method])
+    assert is_clean(bench)
+    assert (proof["method"], proof["class"], proof["verified"]) == (method, kind, True)
+    assert (proof["disk"], proof["serial"]) == ("eui.5e0000000000a000", "LABNVME0")
+    assert proof["size_bytes"] == SIZE and proof["started_at"] < proof["finished_at"]
+
+
+def test_methods_that_the_controller_lacks_are_left_out(bench) -> None:
+    namespace = bench.disk(oacs=0)
+    soil(bench)
+    proof = wipe(["crypto_erase", "user_data_erase", "zero_fill"])
+    assert proof["method"] == "zero_fill" and namespace.formats == []
+    assert [one["method"] for one in proof["attempts"]] == ["crypto_erase", "user_data_erase"]
+
+
+def test_a_discard_that_leaves_bytes_is_made_good(bench) -> None:
+    bench.disk(leaves={"discard"})
+    soil(bench)
+    proof = wipe(["discard"])
+    assert is_clean(bench)
+    # The piece in the middle; both ends were overwritten with the signatures.
+    assert proof["controller_status"]["rewritten_bytes"] == MIB
+
+
+def test_a_format_that_leaves_bytes_is_no_proof_and_the_next_method_is_tried(bench) -> None:
+    bench.disk(leaves={"format"})
+    soil(bench)
+    bench.write("nvme1n1", 3 * MIB, CANARY)
+    proof = wipe(["user_data_erase", "zero_fill"])
+    assert proof["method"] == "zero_fill" and is_clean(bench)
+    assert "bytes left" in proof["attempts"][0]["outcome"]
+
+
+def test_a_wipe_that_cannot_be_proven_fails(bench) -> None:
+    bench.disk(leaves={"format"}, refuses=0)
+    bench.write("nvme1n1", 3 * MIB, CANARY)
+    with pytest.raises(Refusal) as caught:
+        wipe(["user_data_erase"])
+    assert caught.value.code == "wipe_not_verified"
+
+
+def test_a_refused_format_is_recorded_with_the_controllers_status(bench) -> None:
+    bench.disk(refuses=0x2002)
+    proof = wipe(["user_data_erase", "zero_fill"])
+    assert str(0x2002) in proof["attempts"][0]["outcome"]
+
+
+def test_zeros_are_written_where_the_driver_knows_no_request_for_them(bench) -> None:
+    bench.disk(unsupported={_device.BLKZEROOUT, _device.BLKRRPART})
+    soil(bench)
+    assert wipe(["zero_fill"])["controller_status"]["command"] == "writes"
+    assert is_clean(bench)
+
+
+def test_signatures_go_first_and_their_places_are_read_back(bench) -> None:
+    bench.disk()
+    bench.partition("nvme1n1", 18 * MIB, 10 * MIB, minor=2)
+    bench.write("nvme1n1", 512, b"EFI PART")
+    bench.write("nvme1n1", 18 * MIB, b"XFSB")
+    disk = _block.resolve("nvme1n1")
+    with _block.exclusive(disk) as descriptor:
+        marks = _wipe.clear_signatures(descriptor, disk)
+    assert {512, 18 * MIB, 27 * MIB, 47 * MIB} <= set(marks)
+    assert is_clean(bench)

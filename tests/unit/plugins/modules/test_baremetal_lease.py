@@ -1,0 +1,181 @@
+"""A whole machine in the host's ledger: taken, given, ended, free again."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _boot,
+    _change,
+    _host,
+    _lease,
+    _whole_machine,
+)
+from ansible_collections.gpuaas.slice.plugins.modules import baremetal_lease as module
+from ansible_collections.gpuaas.slice.plugins.modules import nvme_wipe
+
+pytestmark = pytest.mark.covers("CTRL-15")
+
+ALLOCATION = "23bd713b-6073-4ef7-8a51-2897e902365d"
+OTHER = "9c0e1b52-9d5a-4a55-8d0e-0a1d8c7f4f10"
+BOOT = "0b0f3b4e-4f0e-4d6a-8f0c-2f6d1f1f7a51"
+EUI = "5e0000000000a000"
+IDENTITY, SLOT = f"eui.{EUI}", f"disk-{EUI}"
+DISK: dict[str, Any] = {
+    "slot_id": SLOT,
+    "nvme_device": f"/dev/disk/by-id/nvme-eui.{EUI}",
+    "nvme_serial": "LABNVME0",
+    "nvme_eui": EUI,
+    "nvme_size_bytes": 48 << 20,
+}
+SUBJECT = _change.Subject(module.observe, module.plan, module.apply, module.facts)
+WIPE = _change.Subject(nvme_wipe.observe, nvme_wipe.plan, nvme_wipe.apply, nvme_wipe.facts)
+
+
+@pytest.fixture
+def host(bench):
+    """A machine with one unused disk."""
+    bench.disk()
+    _host.write("/proc/sys/kernel/random/boot_id", BOOT)
+    return bench
+
+
+def lease(state: str = "held", *, fence: int = 1, check_mode: bool = False, **more: Any) -> Any:
+    params = {"allocation_id": ALLOCATION, "fence": fence, "disks": [DISK], "boot_id": BOOT}
+    return _change.drive(SUBJECT, {**params, "state": state, **more}, check_mode=check_mode)
+
+
+def code(state: str = "held", **more: Any) -> str:
+    outcome = lease(state, **more)
+    assert outcome.failure is not None and not outcome.done
+    return outcome.failure.code
+
+
+def wipe(fence: int) -> _change.Outcome:
+    params = {"slots": [{**DISK, "fence": fence}], "methods": ["user_data_erase"]}
+    return _change.drive(WIPE, params, check_mode=False)
+
+
+def test_the_life_of_a_lease(host) -> None:
+    assert lease(check_mode=True).changed and _lease.load("machine").fence == 0
+    taken = lease()
+    assert taken.failure is None and taken.facts["given"] is False
+    assert taken.facts["slots"] == [{**DISK, "fence": 1}]
+    assert wipe(1).failure is None
+    given = lease("given")
+    assert (given.facts["given"], given.facts["dirty"]) == (True, [SLOT])
+    for state in ("held", "given"):
+        assert lease(state).changed is False
+
+    host.write("nvme1n1", 20 << 20, b"tenant")
+    assert lease("ending", fence=2).failure is None
+    assert code("released", fence=2) == "disk_dirty"
+    assert wipe(2).failure is None
+    assert host.read("nvme1n1", 20 << 20, 6) == bytes(6)
+    free = lease("released", fence=2)
+    assert (free.failure, free.facts["given"], free.facts["dirty"]) == (None, False, [])
+    assert lease("released", fence=2).changed is False
+    assert [entry.allocation_id for entry in _lease.entries()] == ["", ""]
+
+
+def test_a_repeated_provision_finds_the_machine_given_and_asks_nothing_of_its_disks(host) -> None:
+    lease()
+    lease("given")
+    host.mount("259:1", "/data", "/dev/nvme1n1")
+    again = lease()
+    assert again.failure is None and again.facts["given"] is True
+
+
+def test_a_crash_before_everything_was_marked_does_not_look_given(host) -> None:
+    """Half a wipe leaves the disk dirty; the machine's own mark is what says: a tenant is there."""
+    lease()
+    _lease.mark_dirty(SLOT, fence=1, disk=IDENTITY)
+    again = lease()
+    assert again.failure is None and again.facts["given"] is False
+    assert wipe(1).done == ["wipe_disk"]
+
+
+def test_what_the_tenant_wrote_into_the_ledger_saves_no_disk_from_the_wipe(host) -> None:
+    lease()
+    wipe(1)
+    lease("given")
+    forged = {"disk": IDENTITY, "verified": True, "finished_at": "2999-01-01"}
+    _lease.mark_clean(SLOT, fence=1, disk=IDENTITY, proof=forged)
+    _lease.release("machine", fence=1)
+    lease("ending", fence=2)
+    assert wipe(2).done == ["wipe_disk"]
+
+
+@pytest.mark.parametrize("text", ['{"mode": "slice"}', "{}", "not json", "[]"])
+def test_never_on_a_slice_host(host, text: str) -> None:
+    _host.write(_boot.SLICE_MODE, text)
+    for state in ("held", "given", "ending", "released"):
+        assert code(state) == "node_in_slice_mode"
+    assert not _lease.entries()
+
+
+def test_a_machine_that_was_a_slice_host_once_is_ordinary(host) -> None:
+    _host.write(_boot.SLICE_MODE, json.dumps({"mode": "baremetal"}))
+    assert lease().failure is None
+
+
+@pytest.mark.covers("I10")
+def test_an_older_claim_is_refused_in_every_state(host) -> None:
+    lease("ending", fence=5)
+    for state in ("held", "given", "ending", "released"):
+        assert code(state, fence=4) == "stale_fence"
+
+
+def test_what_speaks_against_taking_the_machine(host) -> None:
+    assert code(boot_id="another") == "boot_changed"
+    _lease.hold("slot-0", fence=1, allocation_id=OTHER, disk="eui.1")
+    assert code() == "slot_leased"
+    _lease.release("slot-0", fence=1)
+    _lease.mark_dirty("slot-0", fence=1, disk=IDENTITY)
+    assert code() == "disk_belongs_to_slot"
+    _lease.mark_clean("slot-0", fence=1, disk=IDENTITY, proof={})
+    _lease.mark_dirty(SLOT, fence=1, disk=IDENTITY)
+    assert code() == "disk_dirty"
+    _lease.mark_clean(SLOT, fence=1, disk=IDENTITY, proof={})
+    assert lease().failure is None
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"nvme_serial": "OTHER"}, "identity_mismatch"),
+        ({"nvme_size_bytes": 1}, "identity_mismatch"),
+        ({"nvme_device": "/dev/disk/by-id/nvme-eui.0"}, "device_not_found"),
+    ],
+)
+def test_another_disk_is_not_the_tenants(host, change: dict[str, Any], expected: str) -> None:
+    assert code(disks=[{**DISK, **change}]) == expected
+
+
+def test_a_disk_in_use_is_not_the_tenants(host) -> None:
+    host.mount("259:1", "/srv", "/dev/nvme1n1")
+    assert code() == "disk_in_use"
+    host.mount("259:1", "/boot", "/dev/nvme1n1")
+    assert code() == "os_disk"
+
+
+def test_a_slots_ledger_entry_is_never_touched_under_a_disks_name(host) -> None:
+    with pytest.raises(_change.Refusal, match="disk_misnamed"):
+        lease(disks=[{**DISK, "slot_id": "slot-0"}])
+    with pytest.raises(_change.Refusal, match="disk_misnamed"):
+        lease(disks=[{**DISK, "slot_id": _whole_machine.MACHINE}])
+
+
+def test_nothing_is_given_that_is_not_held(host) -> None:
+    assert code("given") == "machine_not_held"
+
+
+def test_giving_back_leaves_another_tenant_alone(host) -> None:
+    """A failed provision gives back what it had; by now the machine may be somebody else's."""
+    assert lease(fence=1).failure is None
+    assert lease("released", fence=2, allocation_id=OTHER).done == []
+    assert _lease.load(SLOT).allocation_id == ALLOCATION
+    assert lease("released", fence=2).done
+    assert _lease.load(SLOT).allocation_id == ""

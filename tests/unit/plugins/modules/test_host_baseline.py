@@ -1,0 +1,139 @@
+"""What a tenant could leave on a machine is named; what comes and goes by itself is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _host
+from ansible_collections.gpuaas.slice.plugins.modules import host_baseline as module
+
+pytestmark = pytest.mark.covers("CTRL-15")
+
+ALLOCATION = "23bd713b-6073-4ef7-8a51-2897e902365d"
+SUBJECT = _change.Subject(module.observe, module.plan, module.apply, module.facts)
+PACKAGES = ("dpkg-query", "-W", "-f", "${Package}:${Architecture} ${Version}\n")
+TCP = "  sl  local_address rem_address   st\n   0: 00000000:0016 00000000:0000 0A 0\n"
+HOST = {
+    "/etc/passwd": "root:x:0:0:root:/root:/bin/bash\nops:x:1000:1000::/home/ops:/bin/bash\n",
+    "/etc/shadow": "root:$6$canary-secret:1::::::\nops:*:1::::::\n",
+    "/etc/group": "sudo:x:27:ops\n",
+    "/etc/ssh/sshd_config": "PermitRootLogin no\n",
+    "/etc/ssh/ssh_host_ed25519_key-cert.pub": "cert\n",
+    "/root/.ssh/authorized_keys": "ssh-ed25519 A\n",
+    "/home/ops/notes": "x",
+    "/proc/net/tcp": TCP,
+    "/proc/net/udp": "  sl\n   0: 00000000:0044 00000000:0000 07 0\n",
+    "/proc/modules": "ext4 1 0 - Live 0x0\n",
+    "/proc/self/mountinfo": "1 1 8:1 / / rw - ext4 /dev/sda1 rw\n2 1 0:5 / /proc rw - proc p rw\n",
+}
+
+
+@pytest.fixture
+def host(tree: Path, script: Any) -> Any:
+    for path, text in HOST.items():
+        _host.write(path, text)
+    return script.on(*PACKAGES, out="bash:amd64 5.2\n")
+
+
+def drive(state: str = "recorded", **more: Any) -> _change.Outcome:
+    params = {"allocation_id": ALLOCATION, "state": state, "baseline": None, **more}
+    return _change.drive(SUBJECT, params, check_mode=False)
+
+
+def drift(before: dict[str, Any]) -> dict[str, tuple[str, bool]]:
+    found = drive("compared", baseline=before).facts
+    assert found["compared"] is True
+    return {f"{r['section']} {r['name']}": (r["change"], r["access"]) for r in found["drift"]}
+
+
+def test_an_untouched_machine_has_no_drift_and_its_secrets_stay(host: Any) -> None:
+    first = drive()
+    assert first.done == ["record_baseline"]
+    baseline = first.facts["baseline"]
+    assert set(baseline["accounts"]) == {"root", "ops"}
+    assert baseline["listening"] == {"tcp 22 00000000": "listening", "udp 68 00000000": "listening"}
+    assert baseline["mounts"] == {"/": "ext4 /dev/sda1"}
+    assert "canary" not in json.dumps(first.document())
+    assert drift(baseline) == {}
+
+
+def test_what_could_let_somebody_in_again_is_named(host: Any) -> None:
+    before = drive().facts["baseline"]
+    changes = {
+        "/etc/passwd": HOST["/etc/passwd"] + "toor:x:0:0::/root:/bin/sh\n",
+        "/etc/shadow": HOST["/etc/shadow"].replace("ops:*", "ops:$6$x"),
+        "/root/.ssh/authorized_keys": "ssh-ed25519 A\nssh-ed25519 EVIL\n",
+        "/home/ops/.ssh/authorized_keys": "ssh-ed25519 EVIL\n",
+        "/etc/sudoers.d/extra": "ops ALL=(ALL) NOPASSWD:ALL\n",
+        "/etc/ld.so.preload": "/usr/lib/evil.so\n",
+        "/usr/local/bin/ls": "evil\n",
+        "/proc/net/tcp": TCP + "   1: 00000000:1F90 00000000:0000 0A 0\n",
+    }
+    for path, text in changes.items():
+        _host.write(path, text)
+    _host.path("/etc/systemd/system/multi-user.target.wants").mkdir(parents=True)
+    _host.path("/etc/systemd/system/multi-user.target.wants/e.service").symlink_to("/root/e")
+    _host.path("/home/left").mkdir()
+    assert drift(before) == {
+        "accounts ops": ("changed", True),
+        "accounts toor": ("added", True),
+        "files /etc/ld.so.preload": ("added", True),
+        "files /etc/sudoers.d/extra": ("added", True),
+        "files /etc/systemd/system/multi-user.target.wants/e.service": ("added", True),
+        "homes left": ("added", True),
+        "keys /home/ops/.ssh/authorized_keys": ("added", True),
+        "keys /root/.ssh/authorized_keys": ("changed", True),
+        "listening tcp 8080 00000000": ("added", True),
+        "programs /usr/local/bin/ls": ("added", True),
+    }
+
+
+def test_owner_and_mode_count_too(host: Any, tree: Path) -> None:
+    before = drive().facts["baseline"]
+    (tree / "etc/ssh/sshd_config").chmod(0o600)
+    assert drift(before) == {"files /etc/ssh/sshd_config": ("changed", True)}
+
+
+def test_what_changes_by_itself_is_no_drift_and_packages_are_harmless(host: Any) -> None:
+    before = drive().facts["baseline"]
+    _host.write("/etc/ssh/ssh_host_ed25519_key-cert.pub", "renewed\n")
+    _host.write("/home/ops/notes", "other")
+    # An ephemeral port of some client.
+    _host.write("/proc/net/udp", HOST["/proc/net/udp"] + "   1: 00000000:C350 0:0 07 0\n")
+    _host.write("/proc/modules", HOST["/proc/modules"] + "xfs 1 0 - Live 0x0\n")
+    host.answers.clear()
+    host.on(*PACKAGES, out="bash:amd64 5.2\nhtop:amd64 3\n")
+    assert drift(before) == {
+        "modules xfs": ("added", False),
+        "packages htop:amd64": ("added", False),
+    }
+
+
+def test_a_repeated_provision_keeps_the_first_look(host: Any) -> None:
+    before = drive().facts["baseline"]
+    _host.write("/etc/sudoers.d/90-gpuaas-tenant", "alice ALL=(ALL:ALL) NOPASSWD:ALL\n")
+    again = drive()
+    assert again.changed is False and again.facts["baseline"] == before
+
+
+def test_what_the_host_kept_is_no_witness_and_goes_with_the_tenant(host: Any, tree: Path) -> None:
+    before = drive().facts["baseline"]
+    (kept,) = tree.glob("var/lib/gpuaas/baseline/*.json")
+    kept.write_text("{}")
+    _host.write("/etc/sudoers.d/extra", "x")
+    assert drift(before) == {"files /etc/sudoers.d/extra": ("added", True)}
+    assert not kept.exists()
+    assert drive("compared", baseline=before).changed is False
+
+
+def test_without_a_baseline_nothing_is_claimed(host: Any) -> None:
+    assert drive("compared").facts == {"drift": [], "compared": False}
+
+
+@pytest.mark.parametrize("wrong", ["../../etc/passwd", "", ALLOCATION.upper()])
+def test_an_id_is_no_path(host: Any, wrong: str) -> None:
+    with pytest.raises(_change.Refusal, match="allocation_id_invalid"):
+        drive(allocation_id=wrong)

@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import hashlib
+import http.server
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _command, _host, _image
+from ansible_collections.gpuaas.slice.plugins.modules import image_cache
+
+MIB = 1 << 20
+CONTENT = os.urandom(3 * MIB) + bytes(6 * MIB) + os.urandom(700)
+DIGEST = f"sha256:{hashlib.sha256(CONTENT).hexdigest()}"
+
+
+def cache(url: str = "", **other: Any) -> _change.Outcome:
+    params = {
+        "name": "slice",
+        "digest": DIGEST,
+        "size_bytes": len(CONTENT),
+        "url": url,
+        "compression": "none",
+        "state": "present",
+    } | other
+    return _change.drive(image_cache.SUBJECT, params, check_mode=False)
+
+
+def failure(outcome: _change.Outcome) -> str:
+    assert outcome.failure is not None
+    return outcome.failure.code
+
+
+@pytest.fixture
+def source(tree: Path) -> str:
+    (tree / "images").mkdir()
+    (tree / "images/slice.raw").write_bytes(CONTENT)
+    return "file:///images/slice.raw"
+
+
+@pytest.fixture
+def server(source: str, tree: Path) -> Iterator[str]:
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *request: Any) -> None:
+            super().__init__(*request, directory=str(tree / "images"))
+
+        def do_GET(self) -> None:
+            if self.path == "/moved":
+                self.send_response(302)
+                self.send_header("Location", "/slice.raw")
+                self.end_headers()
+            else:
+                super().do_GET()
+
+        def log_message(self, *_message: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as served:
+        thread = threading.Thread(target=served.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{served.server_port}"
+        served.shutdown()
+        thread.join()
+
+
+def test_an_image_is_fetched_once_and_kept_with_its_index(source: str) -> None:
+    outcome = cache(source)
+    assert outcome.failure is None and outcome.facts["cached"]
+    path = outcome.facts["path"]
+    place = _host.path(path)
+    assert place.read_bytes() == CONTENT
+    assert place.stat().st_blocks * 512 < len(CONTENT) and place.stat().st_mode & 0o777 == 0o444
+    index = _image.verified(path)
+    assert index is not None and index.digest == DIGEST
+    assert [bool(chunk) for chunk in index.chunks] == [True, False, True]
+    assert not cache().changed
+
+
+def test_a_file_that_was_touched_is_fetched_again(source: str) -> None:
+    place = _host.path(cache(source).facts["path"])
+    place.chmod(0o644)
+    with place.open("r+b") as handle:
+        handle.write(b"x")
+    assert failure(cache()) == "image_source_missing"
+    assert cache(source).changed and place.read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize(
+    ("wrong", "code"),
+    [
+        ({"digest": "sha256:" + "0" * 64}, "image_digest_mismatch"),
+        ({"size_bytes": len(CONTENT) + 1}, "image_digest_mismatch"),
+        ({"size_bytes": len(CONTENT) - 1}, "image_too_large"),
+        ({"size_bytes": 4096}, "image_too_large"),
+    ],
+)
+def test_another_image_never_enters_the_cache(
+    source: str, wrong: dict[str, Any], code: str
+) -> None:
+    outcome = cache(source, **wrong)
+    assert failure(outcome) == code
+    assert list(_host.path(_image.DIRECTORY).iterdir()) == []
+
+
+@pytest.mark.parametrize("digest", ["", "sha256:../../etc/shadow", "md5:" + "0" * 64])
+def test_a_digest_that_is_none_names_no_file(tree: Path, digest: str) -> None:
+    with pytest.raises(image_cache.Refusal) as caught:
+        cache(digest=digest)
+    assert caught.value.code == "image_digest_invalid"
+
+
+def test_over_http_with_a_redirect(server: str) -> None:
+    assert cache(f"{server}/moved").facts["cached"]
+
+
+def test_of_two_at_once_one_fetches_and_the_other_finds_it(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = []
+
+    def fetch(url: str, target: str, **how: Any) -> None:
+        fetched.append(target)
+        # Long enough for the other to come and begin as well, were it let.
+        time.sleep(0.2)
+        real(url, target, **how)
+
+    real = image_cache._download.fetch
+    monkeypatch.setattr(image_cache._download, "fetch", fetch)
+    with ThreadPoolExecutor(2) as pool:
+        outcomes = list(pool.map(cache, [source, source]))
+    assert [outcome.failure for outcome in outcomes] == [None, None]
+    assert sorted(outcome.changed for outcome in outcomes) == [False, True]
+    assert len(fetched) == 1 and all(outcome.facts["cached"] for outcome in outcomes)
+
+
+def test_sources_that_give_nothing(server: str) -> None:
+    assert failure(cache(f"{server}/none?token=secret")) == "image_unreachable"
+    outcome = cache("file:///images/none")
+    assert failure(outcome) == "image_unreachable"
+    assert failure(cache("ftp://example.org/x")) == "image_unreachable"
+    assert "secret" not in str(cache(f"{server}/none?token=secret").failure)
+
+
+def test_a_packed_image_is_unpacked(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = _host.path(_image.path_of(DIGEST))
+    draft = place.with_name(place.name + ".part")
+
+    def zstd(argv: list[str], **_how: Any) -> _command.Result:
+        assert "zstd" in argv and argv[-3] == str(draft)
+        draft.write_bytes(Path(argv[-1]).read_bytes())
+        return _command.Result(0, "", "")
+
+    monkeypatch.setattr(_command, "run", zstd)
+    assert cache(source, compression="zstd").facts["cached"]
+    assert [file.name for file in place.parent.glob("*.zst")] == []
+
+
+@pytest.mark.skipif(not shutil.which("zstd"), reason="needs the program zstd")
+@pytest.mark.parametrize("size", [len(CONTENT), len(CONTENT) - 1, 4096])
+def test_a_packed_image_unpacks_to_its_size_and_no_further(source: str, size: int) -> None:
+    folder = _host.path("/images")
+    subprocess.run(["zstd", "-q", str(folder / "slice.raw")], check=True)
+    outcome = cache(f"{source}.zst", compression="zstd", size_bytes=size)
+    if size == len(CONTENT):
+        assert outcome.failure is None
+        assert _host.path(outcome.facts["path"]).read_bytes() == CONTENT
+    else:
+        assert failure(outcome) == "image_too_large"
+        assert list(_host.path(_image.DIRECTORY).iterdir()) == []
+
+
+def test_a_packed_source_without_an_end_is_left(source: str, tree: Path) -> None:
+    (tree / "images/endless").symlink_to("/dev/zero")
+    outcome = cache("file:///images/endless", compression="zstd", size_bytes=4096)
+    assert failure(outcome) == "image_too_large"
+    assert list(_host.path(_image.DIRECTORY).iterdir()) == []
+
+
+def test_no_room(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_cache._download, "free_bytes", lambda _target: 4096)
+    assert failure(cache(source)) == "image_no_room"
+
+
+def test_an_image_is_forgotten(source: str) -> None:
+    cache(source)
+    assert cache(state="absent").changed
+    assert not cache(state="absent").changed
+    assert list(_host.path(_image.DIRECTORY).iterdir()) == []

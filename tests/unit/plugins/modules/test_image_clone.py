@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _change,
+    _clone,
+    _host,
+    _image,
+    _lease,
+    _proof,
+    _usage,
+)
+from ansible_collections.gpuaas.slice.plugins.modules import image_clone
+
+MIB = 1 << 20
+CONTENT = os.urandom(5 * MIB) + bytes(11 * MIB) + os.urandom(3 * MIB + 700)
+DIGEST = f"sha256:{hashlib.sha256(CONTENT).hexdigest()}"
+DISK = "eui.5e0000000000a000"
+SUBJECT = _change.Subject(
+    image_clone.observe, image_clone.plan, image_clone.apply, image_clone.facts
+)
+
+
+def clone(*, fence: int = 1, check_mode: bool = False, **other: Any) -> _change.Outcome:
+    params = {
+        "image_path": _image.path_of(DIGEST),
+        "digest": DIGEST,
+        "size_bytes": len(CONTENT),
+        "slot": {
+            "slot_id": "slot-0",
+            "fence": fence,
+            "nvme_device": "/dev/disk/by-id/nvme-eui.5e0000000000a000",
+            "nvme_serial": "LABNVME0",
+            "nvme_eui": "5e0000000000a000",
+        },
+        "allocation_id": "alloc",
+        "progress_path": "/run/gpuaas/clone.json",
+    } | other
+    return _change.drive(SUBJECT, params, check_mode=check_mode)
+
+
+def codes(outcome: _change.Outcome) -> list[str]:
+    assert outcome.failure is not None and not outcome.changed
+    return [blocker.code for blocker in outcome.plan.blockers]
+
+
+@pytest.fixture
+def ready(bench):
+    """A clean, proven disk leased by the allocation, and the image in the cache."""
+    bench.disk()
+    # What BLKZEROOUT must overwrite when the proof missed it.
+    bench.write("nvme1n1", 7 * MIB, b"old bytes")
+    _proof.record(DISK, {"disk": DISK, "verified": True, "finished_at": _host.now()})
+    _lease.hold("slot-0", fence=1, allocation_id="alloc", disk=DISK)
+    place = _host.path(_image.path_of(DIGEST))
+    place.parent.mkdir(parents=True)
+    place.write_bytes(CONTENT)
+    _image.verify(_image.path_of(DIGEST), DIGEST, len(CONTENT))
+    return bench
+
+
+def test_the_image_is_on_the_disk_byte_for_byte(ready) -> None:
+    outcome = clone()
+    assert outcome.failure is None, outcome.failure
+    assert ready.read("nvme1n1", 0, len(CONTENT)) == CONTENT
+    assert (outcome.facts["bytes"], outcome.facts["digest"]) == (len(CONTENT), DIGEST)
+    assert outcome.facts["seconds"] > 0
+    progress = json.loads(_host.read("/run/gpuaas/clone.json") or "")
+    assert progress == {"done": len(CONTENT), "total": len(CONTENT)}
+    assert _lease.load("slot-0").dirty
+
+
+def test_a_second_run_leaves_the_tenants_bytes_alone(ready, monkeypatch) -> None:
+    clone()
+    ready.write("nvme1n1", 2 * MIB, b"tenant")
+    held = {"259:1": [_usage.Opener(9, "qemu-system-x86")]}
+    monkeypatch.setattr(_usage, "openers", lambda _numbers: held)
+    again = clone()
+    assert (again.failure, again.changed) == (None, False)
+    assert again.facts["bytes"] == len(CONTENT)
+    assert ready.read("nvme1n1", 2 * MIB, 6) == b"tenant"
+
+
+def test_check_mode_writes_nothing(ready) -> None:
+    assert clone(check_mode=True).changed
+    assert not any(ready.read("nvme1n1", 0, MIB)) and not _lease.load("slot-0").dirty
+
+
+def test_an_image_whose_digest_differs_reaches_no_disk(ready) -> None:
+    assert codes(clone(digest="sha256:" + "0" * 64)) == ["image_digest_mismatch"]
+    assert codes(clone(size_bytes=1)) == ["image_digest_mismatch"]
+    assert codes(clone(image_path="/none.raw")) == ["image_not_cached"]
+    assert not _lease.load("slot-0").dirty
+
+
+def test_a_touched_image_is_read_whole_before_the_first_byte_is_written(ready) -> None:
+    place = _host.path(_image.path_of(DIGEST))
+    os.utime(place)
+    checked = clone(check_mode=True)
+    assert [step.name for step in checked.plan.steps] == ["verify_image", "clone_image"]
+    with place.open("r+b") as handle:
+        handle.write(b"wrong")
+    outcome = clone()
+    assert outcome.failure is not None and outcome.failure.code == "image_digest_mismatch"
+    assert outcome.failed_step == "verify_image" and not _lease.load("slot-0").dirty
+    assert not any(ready.read("nvme1n1", 0, MIB))
+
+
+def test_bytes_that_rot_unseen_are_caught_before_they_are_written(ready, monkeypatch) -> None:
+    path = _image.path_of(DIGEST)
+    index = _image.verified(path)
+    with _host.path(path).open("r+b") as handle:
+        handle.write(b"rotten")
+    monkeypatch.setattr(_image, "verified", lambda _path: index)
+    outcome = clone()
+    assert outcome.failure is not None and outcome.failure.code == "image_digest_mismatch"
+    assert ready.read("nvme1n1", 0, 6) == bytes(6)
+    assert _lease.load("slot-0").dirty and _clone.finished("slot-0") is None
+
+
+def test_an_interrupted_clone_is_done_again_by_the_same_claim_only(ready) -> None:
+    _lease.mark_dirty("slot-0", fence=1, disk=DISK)
+    assert clone(check_mode=True).failure is None
+    assert "lease_not_held" in codes(clone(allocation_id="other"))
+    assert codes(clone(fence=2)) == ["not_clean"]
+    assert clone().failure is None
+
+
+@pytest.mark.covers("I10")
+def test_a_stale_fence_is_refused(ready) -> None:
+    _lease.hold("slot-0", fence=7, allocation_id="alloc", disk=DISK)
+    with pytest.raises(image_clone.Refusal) as caught:
+        clone(fence=6)
+    assert caught.value.code == "stale_fence"
+
+
+def test_a_wipe_after_the_clone_makes_it_due_again(ready) -> None:
+    clone()
+    proof = {"disk": DISK, "verified": True, "finished_at": _host.now()}
+    _lease.mark_clean("slot-0", fence=1, disk=DISK, proof=proof)
+    assert clone(check_mode=True).changed
+    _lease.mark_dirty("slot-0", fence=1, disk=DISK)
+    assert clone(check_mode=True).changed
+
+
+@pytest.mark.covers("I5")
+def test_a_disk_without_proof_too_small_or_in_use_is_refused(ready) -> None:
+    _host.remove(f"{_proof.DIRECTORY}/{DISK}.json")
+    assert codes(clone()) == ["not_clean"]
+    ready.mount("259:1", "/mnt", "/dev/nvme1n1")
+    assert codes(clone()) == ["disk_in_use", "not_clean"]
+    os.truncate(ready.root / "dev/nvme1n1", MIB)
+    assert "disk_too_small" in codes(clone())
+
+
+def test_pieces_cover_the_image_and_join_zeros() -> None:
+    stamp = _image.Stamp(10 * 4, 0, 0, 0)
+    index = _image.Index(DIGEST, stamp, 8, ("a", "", "", "b", ""))
+    assert list(_clone.pieces(index)) == [
+        _clone.Piece(0, 8, "a"),
+        _clone.Piece(8, 16, ""),
+        _clone.Piece(24, 8, "b"),
+        _clone.Piece(32, 8, ""),
+    ]

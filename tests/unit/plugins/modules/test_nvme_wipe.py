@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _lease, _proof
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.modules import nvme_wipe
+
+MIB = 1 << 20
+DISK = "eui.5e0000000000a000"
+SUBJECT = _change.Subject(nvme_wipe.observe, nvme_wipe.plan, nvme_wipe.apply, nvme_wipe.facts)
+
+
+def slot(number: int) -> dict[str, Any]:
+    eui = f"5e0000000000a00{number}"
+    return {
+        "slot_id": f"slot-{number}",
+        "fence": 1,
+        "nvme_device": f"/dev/disk/by-id/nvme-eui.{eui}",
+        "nvme_eui": eui,
+        "nvme_serial": f"LABNVME{number}",
+    }
+
+
+def wipe(*, fence: int = 3, check_mode: bool = False, **slot: Any) -> _change.Outcome:
+    bundle = {
+        "slot_id": "slot-0",
+        "fence": fence,
+        "nvme_device": "/dev/disk/by-id/nvme-eui.5e0000000000a000",
+        "nvme_eui": "5e0000000000a000",
+        "nvme_serial": "LABNVME0",
+    } | slot
+    params = {"slots": [bundle], "methods": ["user_data_erase", "zero_fill"]}
+    return _change.drive(SUBJECT, params, check_mode=check_mode)
+
+
+def code(*, fence: int = 3, **slot: Any) -> str:
+    outcome = wipe(fence=fence, **slot)
+    assert outcome.failure is not None
+    return outcome.failure.code
+
+
+def test_a_dirty_disk_is_wiped_once(bench) -> None:
+    bench.disk()
+    bench.write("nvme1n1", 20 * MIB, b"tenant")
+    _lease.mark_dirty("slot-0", fence=3, disk=DISK)
+    assert wipe(check_mode=True).changed
+    assert bench.read("nvme1n1", 20 * MIB, 6) == b"tenant"
+
+    done = wipe()
+    assert done.failure is None and done.changed
+    assert bench.read("nvme1n1", 20 * MIB, 6) == bytes(6)
+    proof = done.facts["proofs"]["slot-0"]
+    assert proof["slot_id"] == "slot-0" and proof["verified"] and proof["disk"] == DISK
+    entry = _lease.load("slot-0")
+    assert not entry.dirty and entry.clean_at > entry.dirty_at
+
+    again = wipe()
+    assert (again.changed, again.facts["proofs"]["slot-0"]) == (False, proof)
+
+
+def test_a_disk_without_a_proof_is_wiped(bench) -> None:
+    bench.disk()
+    assert wipe().changed
+    assert _proof.standing(DISK) is not None
+
+
+def test_a_clean_disk_on_which_something_was_written_by_hand_is_wiped_again(bench) -> None:
+    bench.disk()
+    wipe()
+    bench.write("nvme1n1", 512, b"EFI PART")
+    outcome = wipe()
+    assert outcome.plan.steps[0].before["written"] == ["gpt on nvme1n1"]
+    assert outcome.failure is None and not wipe().changed
+
+
+def test_the_proof_of_the_transition_serves_the_first_release(bench) -> None:
+    bench.disk()
+    _proof.record(DISK, {"disk": DISK, "verified": True, "finished_at": "2026-01-01"})
+    outcome = wipe()
+    assert not outcome.changed and outcome.facts["proofs"]["slot-0"]["slot_id"] == "slot-0"
+
+
+@pytest.mark.covers("I10")
+def test_a_stale_fence_is_refused_even_when_the_disk_is_clean(bench) -> None:
+    bench.disk()
+    wipe(fence=5)
+    assert code(fence=4) == "stale_fence"
+
+
+@pytest.mark.parametrize(
+    ("slot", "expected"),
+    [
+        ({"nvme_serial": "OTHER"}, "identity_mismatch"),
+        ({"nvme_eui": "5e000000000000ff"}, "identity_mismatch"),
+        ({"nvme_size_bytes": 4096}, "identity_mismatch"),
+        ({"nvme_device": "/dev/disk/by-id/nvme-eui.00"}, "device_not_found"),
+    ],
+)
+def test_another_disk_is_refused(bench, slot: dict[str, Any], expected: str) -> None:
+    bench.disk()
+    assert code(**slot) == expected
+
+
+def test_a_disk_in_use_is_refused_and_kept(bench) -> None:
+    bench.disk()
+    bench.partition("nvme1n1", MIB, 20 * MIB, minor=2)
+    bench.write("nvme1n1", 3 * MIB, b"data")
+    bench.mount("259:2", "/share0", "/dev/nvme1n1p1")
+    assert code() == "disk_in_use"
+    bench.mount("259:2", "/boot", "/dev/nvme1n1p1")
+    assert code() == "os_disk"
+    assert bench.read("nvme1n1", 3 * MIB, 4) == b"data"
+
+
+def test_a_disk_that_another_slot_has_leased_is_refused(bench) -> None:
+    bench.disk()
+    _lease.hold("slot-9", fence=1, allocation_id="alloc", disk=DISK)
+    assert code() == "disk_belongs_to_slot"
+    _lease.release("slot-9", fence=1)
+    assert wipe().changed
+
+
+def test_a_wipe_that_fails_leaves_the_disk_dirty(bench) -> None:
+    namespace = bench.disk(leaves={"format"})
+    bench.write("nvme1n1", 3 * MIB, b"data")
+    params = {"slots": [slot(0)]}
+    outcome = _change.drive(SUBJECT, params | {"methods": ["user_data_erase"]}, check_mode=False)
+    assert outcome.failure is not None and outcome.failure.code == "wipe_not_verified"
+    assert _lease.load("slot-0").dirty and namespace.formats
+    assert outcome.facts["proofs"] == {}
+
+
+def test_one_blocked_slot_keeps_all_of_them_from_being_wiped(bench) -> None:
+    bench.disk()
+    bench.disk("nvme2n1", minor=7, eui="5e0000000000a001", serial="LABNVME1")
+    bench.write("nvme1n1", 3 * MIB, b"data")
+    bench.hold("nvme2n1", "md0")
+    params = {"slots": [slot(0), slot(1)], "methods": ["zero_fill"]}
+    outcome = _change.drive(SUBJECT, params, check_mode=False)
+    assert outcome.failure is not None and not outcome.changed
+    assert bench.read("nvme1n1", 3 * MIB, 4) == b"data"
+
+
+def test_a_disk_is_not_wiped_by_its_kernel_name_alone(bench) -> None:
+    bench.disk()
+    with pytest.raises(Refusal, match="bundle_incomplete"):
+        wipe(nvme_device="nvme1n1", nvme_eui="", nvme_serial="")

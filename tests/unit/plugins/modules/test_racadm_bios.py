@@ -1,0 +1,248 @@
+"""BIOS settings through a real program that behaves as RACADM and its controller do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _bios,
+    _change,
+    _command,
+    _errors,
+    _racadm,
+)
+
+pytestmark = pytest.mark.covers("HOST-1")
+
+STANDIN = Path(__file__).resolve().parents[3] / "standin" / "racadm"
+SUBJECT = _change.Subject(_racadm.observe, _racadm.plan, _racadm.apply, _racadm.facts)
+BLOCKING = {"id": "JID_700000000001", "name": "Firmware Update: NIC", "status": "Scheduled"}
+
+
+class Idrac:
+    """The controller behind the stand-in: its state, and one drive of the module against it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "racadm-state.json"
+
+    def set(self, **state: Any) -> None:
+        self.file.write_text(json.dumps(self.state() | state))
+
+    def state(self) -> dict[str, Any]:
+        return json.loads(self.file.read_text()) if self.file.exists() else {}
+
+    def value(self, full: str) -> str:
+        group, _, name = full.partition(".")
+        return str(self.state()["settings"][group][name])
+
+    def called(self, *words: str) -> int:
+        return sum(call[: len(words)] == list(words) for call in self.state()["calls"])
+
+    def drive(self, *, check: bool = False, **change: Any) -> _change.Outcome:
+        params: dict[str, Any] = {
+            "attributes": {name.partition(".")[2]: value for name, value in _bios.WANTED.items()},
+            "state": "present",
+            "power_cycle": True,
+            "wait": True,
+            "deadline": 20,
+            "interval": 0,
+            "timeout": 20,
+            "acknowledged_jobs": [],
+            "program": "racadm",
+        }
+        return _change.drive(SUBJECT, params | change, check_mode=check)
+
+    def refused(self, **change: Any) -> str:
+        try:
+            failure = self.drive(**change).failure
+        except _errors.Refusal as refusal:
+            return refusal.code
+        assert failure is not None
+        return failure.code
+
+
+@pytest.fixture
+def idrac(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Idrac:
+    """A machine with everything off, its `racadm` on the PATH of the one gate."""
+    (tmp_path / "racadm").symlink_to(STANDIN)
+    monkeypatch.setattr(_command, "_PATH", f"{tmp_path}:{_command._PATH}")
+    return Idrac(tmp_path)
+
+
+def test_it_only_looks_unless_told_otherwise(idrac: Idrac) -> None:
+    outcome = idrac.drive(state="planned", power_cycle=False)
+    assert (outcome.failure, outcome.changed, outcome.plan.steps) == (None, False, ())
+    steps = [(one["name"], one["subject"]) for one in outcome.facts["differences"]]
+    assert steps == [
+        ("stage_attribute", "ProcSettings.ProcVirtualization"),
+        ("stage_attribute", "ProcSettings.LogicalProc"),
+        ("stage_attribute", "IntegratedDevices.SriovGlobalEnable"),
+        ("commit_job", "BIOS.Setup.1-1"),
+    ]
+    assert [one["code"] for one in outcome.facts["refusals"]] == ["power_cycle_not_allowed"]
+    assert not outcome.facts["settled"]
+    assert not idrac.called("set") and not idrac.called("jobqueue", "create")
+
+
+def test_check_mode_says_what_then_happens(idrac: Idrac) -> None:
+    checked = idrac.drive(check=True)
+    assert checked.changed and not idrac.called("set")
+    done = idrac.drive()
+    assert done.failure is None and done.changed and done.facts["settled"]
+    assert done.document()["diff"] == checked.document()["diff"]
+    assert done.document()["diff"]["after"]["BIOS.Setup.1-1"] == dict(_bios.WANTED)
+    assert [job["id"][:4] for job in done.evidence["commit_job"]["jobs"]] == ["JID_", "RID_"]
+    assert [idrac.value(name) for name in _bios.WANTED] == ["Enabled"] * 3
+    assert idrac.state()["cycles"] == 1
+    again = idrac.drive()
+    assert not again.changed and again.failure is None
+    assert idrac.called("jobqueue", "create") == 1
+
+
+def test_a_job_is_left_to_the_power_cycle_and_followed_afterwards(idrac: Idrac) -> None:
+    left = idrac.drive(wait=False)
+    assert left.failure is None and left.changed
+    # The controller shows the new values as pending already; that proves nothing.
+    assert not left.facts["settled"]
+    assert {one["status"] for one in left.facts["attributes"]} == {"pending"}
+    between = idrac.drive(wait=False)
+    assert not between.changed and not between.facts["settled"]
+    after = idrac.drive()
+    assert after.done == ["finish_job"] and after.facts["settled"]
+    assert idrac.called("jobqueue", "create") == 1 and idrac.state()["cycles"] == 1
+
+
+@pytest.mark.parametrize("asked", ["get", "jobqueue view", "jobqueue create"])
+@pytest.mark.parametrize("answer", ["garbage", "empty"])
+def test_what_is_no_answer_is_not_taken_for_one(idrac: Idrac, asked: str, answer: str) -> None:
+    idrac.set(faults={asked: answer})
+    assert idrac.refused() == "racadm_garbled"
+    assert idrac.called("set") == (3 if "create" in asked else 0)
+
+
+@pytest.mark.parametrize(
+    "queue",
+    [
+        "[Job ID=JID_763788807801]\nJob Name=Configure: BIOS.Setup.1-1",
+        "[Job ID=JID_763788807801]\nJob Name=x\nStatus=Completed\nStatus=Failed",
+    ],
+)
+def test_a_queue_that_contradicts_itself_is_refused(queue: str) -> None:
+    with pytest.raises(_errors.Refusal, match="racadm_garbled"):
+        _racadm.parse_jobs(f"----JOB QUEUE----\n{queue}\n", "JOB QUEUE")
+    rows = "[Key=BIOS.Setup.1-1#G]\nA=Off\nA=On\n"
+    with pytest.raises(_errors.Refusal, match="racadm_garbled"):
+        _racadm.parse_group("G", rows)
+
+
+def test_the_queue_is_read_before_the_settings(idrac: Idrac) -> None:
+    """A job that ends between the looks must not pass for settings that need another one."""
+    idrac.drive(state="planned")
+    assert idrac.state()["calls"] == [
+        ["jobqueue", "view"], ["get", "BIOS.ProcSettings"], ["get", "BIOS.IntegratedDevices"],
+    ]  # fmt: skip
+
+
+def test_other_jobs_in_the_queue_stop_it(idrac: Idrac) -> None:
+    idrac.set(jobs=[BLOCKING])
+    assert idrac.refused() == "job_in_queue"
+    # Also one that comes between the look and the act.
+    idrac.set(jobs=[], intruder=[BLOCKING | {"name": "Configure: BIOS.Setup.1-1"}])
+    assert idrac.refused() == "job_in_queue"
+    # Also an open BIOS job that brings something else.
+    idrac.set(intruder=[], pending={})
+    assert idrac.refused() == "job_in_queue"
+    assert idrac.state()["cycles"] == 0
+
+
+def test_a_failed_job_is_named_and_not_tried_again(idrac: Idrac) -> None:
+    idrac.set(outcome="Failed")
+    outcome = idrac.drive()
+    assert outcome.failure is not None and outcome.failure.code == "bios_job_failed"
+    assert "PR21" in outcome.failure.found and outcome.failed_step == "commit_job"
+    idrac.set(outcome="Completed")
+    assert idrac.refused() == "bios_job_failed"
+    assert idrac.called("jobqueue", "create") == 1
+    failed = next(job["id"] for job in idrac.state()["jobs"] if job["status"] == "Failed")
+    assert idrac.drive(acknowledged_jobs=[failed]).facts["settled"]
+
+
+def test_a_job_whose_power_cycle_failed_is_not_waited_for(idrac: Idrac) -> None:
+    idrac.set(reboot="Reboot Failed", power=3)
+    idrac.drive(wait=False)
+    jobs = idrac.state()["jobs"]
+    jobs[-1]["status"] = "Reboot Failed"
+    idrac.set(jobs=jobs)
+    assert idrac.refused() == "bios_job_failed"
+
+
+def test_a_completed_job_that_changed_nothing_is_not_believed(idrac: Idrac) -> None:
+    idrac.set(keeps=["ProcSettings.LogicalProc"])
+    outcome = idrac.drive()
+    assert outcome.failure is not None and outcome.failure.code == "verify_failed"
+    assert "LogicalProc" in outcome.failure.found and idrac.called("jobqueue", "create") == 1
+
+
+def test_a_job_without_end_meets_its_deadline(idrac: Idrac) -> None:
+    idrac.set(power=1000)
+    outcome = idrac.drive(deadline=0.3)
+    assert outcome.failure is not None and outcome.failure.code == "bios_job_timeout"
+    assert "JID_763788807801 is Running" in outcome.failure.found
+
+
+def test_slow_and_broken_answers_while_it_follows_are_no_news(idrac: Idrac) -> None:
+    idrac.set(faults={"jobqueue view -i": "error"})
+    assert idrac.refused(deadline=0.3) == "bios_job_timeout"
+    idrac.set(faults={"get": "slow"})
+    assert idrac.refused(timeout=0.4) == "command_timeout"
+    idrac.set(faults={})
+    assert idrac.drive().facts["settled"]
+    assert idrac.called("jobqueue", "create") == 1
+
+
+def test_a_value_that_was_not_staged_is_not_power_cycled_for(idrac: Idrac) -> None:
+    idrac.set(faults={"set": "silent_set"})
+    assert idrac.refused() == "staging_failed"
+    assert not idrac.called("jobqueue", "create")
+
+
+def test_settings_of_somebody_else_are_not_committed_along(idrac: Idrac) -> None:
+    idrac.set(pending={"ProcSettings.CpuInterconnectBusSpeed": "12GTps"})
+    assert idrac.refused() == "foreign_pending_values"
+
+
+def test_a_staged_change_of_a_right_value_is_taken_back_without_a_job(idrac: Idrac) -> None:
+    idrac.drive()
+    idrac.set(pending={"ProcSettings.LogicalProc": "Disabled"})
+    assert not idrac.drive(state="planned").facts["settled"]
+    outcome = idrac.drive()
+    assert outcome.done == ["stage_attribute"] and outcome.facts["settled"]
+    assert idrac.state()["pending"] == {} and idrac.state()["cycles"] == 1
+
+
+@pytest.mark.parametrize(
+    ("attributes", "code"),
+    [
+        ({"ProcSettings.Turbo9": "On"}, "attribute_unknown"),
+        ({"ProcSettings.Proc1Brand": "AMD"}, "attribute_read_only"),
+        ({"NoSuchGroup.Setting": "On"}, "command_failed"),
+        ({"LogicalProc": "Enabled\nx"}, "attribute_invalid"),
+        ({"LogicalProc": "--help"}, "attribute_invalid"),
+        ({"Unheard": "Enabled"}, "attribute_invalid"),
+    ],
+)
+def test_settings_that_cannot_be(idrac: Idrac, attributes: dict[str, str], code: str) -> None:
+    assert idrac.refused(attributes=attributes) == code
+    assert not idrac.file.exists() or not idrac.called("set")
+
+
+def test_a_power_cycle_needs_leave(idrac: Idrac) -> None:
+    assert idrac.refused(power_cycle=False) == "power_cycle_not_allowed"
+    assert not idrac.called("set")
+
+
+def test_a_status_that_nobody_knows_has_not_ended() -> None:
+    assert _bios.Job("JID_763788807801", "x", "Pondering").phase is _bios.Phase.OPEN

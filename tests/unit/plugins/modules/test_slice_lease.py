@@ -1,0 +1,274 @@
+"""Taking slots: validated against the host, fenced, and the same when done twice."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _block,
+    _bridge,
+    _change,
+    _domain,
+    _lease,
+    _libvirt,
+    _placement,
+    _slots,
+)
+from ansible_collections.gpuaas.slice.plugins.modules import slice_lease as module
+
+ONE = "23bd713b-6073-4ef7-8a51-2897e902365d"
+TWO = "33bd713b-6073-4ef7-8a51-2897e902365d"
+GPU = "0000:43:00.0"
+BOOT = "0b0f3b4e-4f0e-4d6a-8f0c-2f6d1f1f7a51"
+BY_ID = "/dev/disk/by-id/nvme-eui.5e0000000000a003"
+DISK = _block.Disk("eui.5e0000000000a003", BY_ID, "nvme2n1", "LABNVME3", "", "", 4096, "", "259:0")
+SLOT = {
+    "slot_id": "slot-3",
+    "slot_index": 3,
+    "fence": 7,
+    "gpu_pci_address": GPU,
+    "fabric_vf_pci_address": "",
+    "nvme_device": BY_ID,
+    "nvme_serial": "LABNVME3",
+    "management_mac": "52:54:00:64:00:0d",
+    "private_ip": "10.100.0.13",
+}
+PARAMS: dict[str, Any] = {
+    "allocation_id": ONE,
+    "slots": [SLOT],
+    "state": "held",
+    "boot_id": BOOT,
+    "requirements": {
+        "vcpus": 1,
+        "memory_mib": 768,
+        "hugepages": False,
+        "bridge": "ovsbr0",
+        "shared_cpus": False,
+    },
+}
+RELEASED = {**PARAMS, "state": "released", "boot_id": None, "requirements": None}
+SECOND = {**PARAMS, "allocation_id": TWO, "slots": [{**SLOT, "slot_id": "slot-4"}]}
+
+
+@pytest.fixture
+def host(pci: Any, tree: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A host with one free slot on its only NUMA-less CPU pair."""
+    boot = tree / "proc/sys/kernel/random/boot_id"
+    boot.parent.mkdir(parents=True)
+    boot.write_text(f"{BOOT}\n")
+    pci.add(GPU, "1234:11e8", driver="vfio-pci", group=12)
+    monkeypatch.setattr(_slots, "passthrough", lambda *_, **__: [])
+    monkeypatch.setattr(_block, "of_slot", lambda _slot: DISK)
+    monkeypatch.setattr(_block, "usage", lambda _disk: _block.Usage())
+    monkeypatch.setattr(_bridge, "bridges", lambda: ["ovsbr0"])
+    monkeypatch.setattr(_libvirt, "states", dict)
+    monkeypatch.setattr(_placement, "cores", lambda _node: [(0,), (1,)])
+    monkeypatch.setattr(_placement, "memory_free_mib", lambda *_, **__: 1024)
+    return tree
+
+
+def drive(params: dict[str, Any], *, check_mode: bool = False) -> _change.Outcome:
+    return _change.drive(module.SUBJECT, params, check_mode=check_mode)
+
+
+def code(outcome: _change.Outcome) -> str:
+    return outcome.failure.code if outcome.failure else ""
+
+
+def needing(**changes: Any) -> dict[str, Any]:
+    return {**PARAMS, "requirements": {**PARAMS["requirements"], **changes}}
+
+
+def test_take_and_take_again(host: Path) -> None:
+    planned = drive(PARAMS, check_mode=True)
+    assert planned.changed
+    assert not (host / "var").exists(), "check mode leaves nothing behind"
+    assert _lease.load("slot-3").allocation_id == ""
+    outcome = drive(PARAMS)
+    assert (outcome.done, code(outcome)) == (["record_plan", "hold_slot"], "")
+    entry = _lease.load("slot-3")
+    assert (entry.allocation_id, entry.fence, entry.disk) == (ONE, 7, "eui.5e0000000000a003")
+    bundle = outcome.facts["bundle"]
+    assert (bundle["cpus"], bundle["gpus"], bundle["disks"]) == ([0], [GPU], [BY_ID])
+    assert bundle["slots"][0]["kernel_device"] == "/dev/nvme2n1"
+    again = drive(PARAMS)
+    assert not again.changed
+    assert again.facts["bundle"] == bundle
+
+
+@pytest.mark.parametrize("proven", ["7d3f0a52-0000-4d6a-8f0c-2f6d1f1f7a51", "", None])
+def test_under_another_boot_nothing_is_done(
+    host: Path, monkeypatch: pytest.MonkeyPatch, proven: str | None
+) -> None:
+    monkeypatch.delattr(_libvirt, "states")  # nothing is even looked at
+    with pytest.raises(_change.Refusal) as refused:
+        drive({**PARAMS, "boot_id": proven})
+    assert (refused.value.code, refused.value.found) == ("boot_changed", f"boot {BOOT}")
+    assert _lease.entries() == []
+
+
+def test_a_host_that_does_not_say_its_boot_is_refused(host: Path) -> None:
+    (host / "proc/sys/kernel/random/boot_id").unlink()
+    with pytest.raises(_change.Refusal, match="boot_changed"):
+        drive({**PARAMS, "boot_id": ""})
+
+
+def test_giving_back_needs_no_boot(host: Path) -> None:
+    drive(PARAMS)
+    (host / "proc/sys/kernel/random/boot_id").write_text("another\n")
+    assert drive(RELEASED).done == ["release_slot", "forget_plan"]
+
+
+@pytest.mark.covers("I10")
+def test_a_newer_fence_of_the_same_allocation_is_written_down(host: Path) -> None:
+    drive(PARAMS)
+    newer = {**PARAMS, "slots": [{**SLOT, "fence": 8}]}
+    assert drive(newer).done == ["hold_slot"]
+    assert code(drive(PARAMS)) == "stale_fence"
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        (needing(vcpus=3), "cpus_unavailable"),
+        (needing(memory_mib=2048), "memory_unavailable"),
+        (needing(memory_mib=2048, hugepages=True), "hugepages_unavailable"),
+        (needing(bridge="br0"), "bridge_missing"),
+    ],
+)
+def test_what_the_host_lacks(host: Path, params: dict[str, Any], expected: str) -> None:
+    outcome = drive(params)
+    assert (code(outcome), outcome.changed) == (expected, False)
+    assert _lease.entries() == []
+
+
+def test_cpus_of_others_are_not_given_twice(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _placement.record(TWO, {"cpus": [0]})
+    assert drive(PARAMS).facts["bundle"]["cpus"] == [1]
+    pinned = {"pins": ["0", "1-2"], "hostdevs": [], "disks": []}
+    monkeypatch.setattr(_slots, "other_domains", lambda _own: {"other": pinned})
+    _placement.forget(ONE)
+    assert code(drive(PARAMS)) == "cpus_unavailable"
+
+
+def _lease_at_once(params: dict[str, Any], ready: Any, place: Path) -> None:
+    ready.wait(30)
+    outcome = drive(params)
+    place.write_text(json.dumps([code(outcome), outcome.facts["bundle"]["cpus"]]))
+
+
+@pytest.mark.parametrize(
+    ("memory_mib", "codes", "cpus"),
+    [
+        (512, ["", ""], [[0], [1]]),
+        (768, ["", "memory_unavailable"], None),
+    ],
+)
+def test_two_leases_at_once_share_neither_cpu_nor_memory(
+    host: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    memory_mib: int,
+    codes: list[str],
+    cpus: list[list[int]] | None,
+) -> None:
+    """Two processes, and long enough between look and record that both would see the same."""
+    look = _bridge.bridges
+    monkeypatch.setattr(_bridge, "bridges", lambda: (time.sleep(0.3), look())[1])
+    started = multiprocessing.get_context("fork")
+    ready = started.Barrier(2)
+    processes = []
+    for number, params in enumerate((PARAMS, SECOND)):
+        wanted = {**params, "requirements": {**PARAMS["requirements"], "memory_mib": memory_mib}}
+        words = (wanted, ready, tmp_path / f"{number}.json")
+        processes.append(started.Process(target=_lease_at_once, args=words))
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0]
+    found = [json.loads((tmp_path / f"{number}.json").read_text()) for number in range(2)]
+    assert sorted(told for told, _ in found) == codes
+    assert cpus is None or sorted(given for _, given in found) == cpus
+
+
+def test_what_others_were_promised_is_not_free(host: Path) -> None:
+    _placement.record(TWO, {"cpus": [1], "memory_mib": 512, "hugepages": False, "numa_node": -1})
+    outcome = drive(PARAMS)
+    assert code(outcome) == "memory_unavailable"
+    assert outcome.failure is not None
+    assert outcome.failure.found == "1024 MiB, of which 512 MiB are promised to other slices"
+    _placement.forget(TWO)
+    assert code(drive(PARAMS)) == ""
+
+
+def test_shared_cpus_are_not_pinned(host: Path) -> None:
+    assert drive(needing(vcpus=64, shared_cpus=True)).facts["bundle"]["cpus"] == []
+
+
+def test_a_used_or_swapped_disk_is_refused(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_block, "usage", lambda _disk: _block.Usage(mounts=["/share0"]))
+    assert code(drive(PARAMS)) == "disk_in_use"
+
+
+def test_every_finding_is_listed(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_bridge, "bridges", list)
+    monkeypatch.setattr(_block, "usage", lambda _disk: _block.Usage(mounts=["/share0"]))
+    blockers = drive(PARAMS).plan.blockers
+    assert [blocker.code for blocker in blockers] == ["disk_in_use", "bridge_missing"]
+
+
+def test_the_own_running_vm_is_no_obstacle(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drive(PARAMS)
+    name = _domain.domain_name(ONE)
+    monkeypatch.setattr(_libvirt, "states", lambda: {name: _libvirt.State("running")})
+    monkeypatch.setattr(_libvirt, "processes", lambda _marker: {9: "qemu-system-x86_64"})
+    monkeypatch.setattr(_block, "usage", lambda _disk: _block.Usage(qemu_pids=[9]))
+    monkeypatch.setattr(_placement, "memory_free_mib", lambda *_, **__: 0)
+    outcome = drive(PARAMS)
+    assert (code(outcome), outcome.changed) == ("", False)
+
+
+def test_give_back_and_give_back_again(host: Path) -> None:
+    drive(PARAMS)
+    assert drive(RELEASED).done == ["release_slot", "forget_plan"]
+    assert _lease.load("slot-3").allocation_id == ""
+    assert _placement.recorded(ONE) is None
+    assert not drive(RELEASED).changed
+
+
+def test_nothing_is_given_back_while_a_domain_is_there(
+    host: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drive(PARAMS)
+    name = _domain.domain_name(ONE)
+    monkeypatch.setattr(_libvirt, "states", lambda: {name: _libvirt.State("shut off")})
+    assert code(drive(RELEASED)) == "domain_present"
+    assert _lease.load("slot-3").allocation_id == ONE
+
+
+@pytest.mark.covers("I10")
+def test_a_late_release_is_refused(host: Path) -> None:
+    drive({**PARAMS, "slots": [{**SLOT, "fence": 9}]})
+    assert code(drive(RELEASED)) == "stale_fence"
+
+
+def test_the_lease_of_another_is_left_alone(host: Path) -> None:
+    _lease.hold("slot-3", fence=7, allocation_id=TWO, disk="d")
+    assert not drive(RELEASED).changed
+    assert _lease.load("slot-3").allocation_id == TWO
+
+
+@pytest.mark.covers("I10")
+def test_fencing_shuts_out_the_older_run_and_keeps_the_lease(host: Path) -> None:
+    assert drive(PARAMS).changed
+    fenced = {**RELEASED, "state": "fenced", "slots": [{"slot_id": "slot-3", "fence": 8}]}
+    assert drive(fenced).done == ["raise_fence"]
+    assert not drive(fenced).changed
+    assert _lease.load("slot-3").allocation_id == ONE
+    assert code(drive(RELEASED)) == "stale_fence"

@@ -1,0 +1,154 @@
+"""The readiness gate against a lease file, a neighbour table and a real socket."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _dnsmasq, _slice_names
+from ansible_collections.gpuaas.slice.plugins.modules import slice_ready as module
+
+ONE = "23bd713b-6073-4ef7-8a51-2897e902365d"
+MAC, IP = "52:54:00:64:00:0d", "10.100.0.13"
+PARAMS: dict[str, Any] = {
+    "allocation_id": ONE,
+    "mac": MAC,
+    "ip": IP,
+    "bridge": "ovsbr0",
+    "port": 22,
+    "deadline": 5,
+}
+
+
+class Guest:
+    """What can be seen of a guest, on a clock that jumps a second at each look."""
+
+    def __init__(self, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tree = tree
+        self.put(f"run/libvirt/qemu/{_slice_names.domain_name(ONE)}.pid", "77")
+        (tree / "proc/77").mkdir(parents=True)
+        clock = itertools.count()
+        monkeypatch.setattr(module.time, "monotonic", lambda: float(next(clock)))
+        monkeypatch.setattr(module.time, "sleep", lambda _seconds: None)
+        monkeypatch.setattr(module, "speaks_ssh", lambda _ip, _port: self.ssh)
+        self.ssh = False
+
+    def put(self, path: str, text: str) -> None:
+        file = self.tree / path.lstrip("/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    def lease(self, mac: str, ip: str) -> None:
+        self.put(_dnsmasq.LEASES, f"1 {mac} {ip} trainer *\n")
+
+
+@pytest.fixture
+def guest(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Guest:
+    return Guest(tree, monkeypatch)
+
+
+def code(readiness: dict[str, Any]) -> str:
+    refusal = module.verdict(PARAMS, readiness)
+    return refusal.code if refusal else ""
+
+
+def test_ready(guest: Guest) -> None:
+    guest.lease(MAC, IP)
+    guest.ssh = True
+    found = module.wait(PARAMS, once=False)
+    assert (found["lease_state"], found["actual_ip"], code(found)) == ("bound", IP, "")
+
+
+def test_a_deadline_without_a_lease(guest: Guest) -> None:
+    found = module.wait(PARAMS, once=False)
+    assert (found["lease_state"], found["actual_ip"]) == ("none", "")
+    assert code(found) == "readiness_failed"
+    assert found["seconds"] >= 5
+
+
+def test_another_address_is_a_mismatch(guest: Guest) -> None:
+    guest.lease(MAC, "10.100.0.99")
+    guest.ssh = True
+    found = module.wait(PARAMS, once=False)
+    assert (found["lease_state"], found["actual_ip"]) == ("mismatch", "10.100.0.99")
+    assert code(found) == "readiness_failed"
+
+
+def test_an_address_without_a_lease_is_only_offered(guest: Guest) -> None:
+    guest.put("proc/net/arp", f"head\n{IP} 0x1 0x2 {MAC} * ovsbr0\n")
+    guest.ssh = True
+    assert module.wait(PARAMS, once=True)["lease_state"] == "offered"
+
+
+def test_a_qemu_that_is_gone_ends_the_wait(guest: Guest) -> None:
+    (guest.tree / "proc/77").rmdir()
+    found = module.wait({**PARAMS, "deadline": 10**9}, once=False)
+    assert not found["domain_active"]
+    assert code(found) == "readiness_failed"
+
+
+def test_one_look_in_check_mode(guest: Guest) -> None:
+    assert module.wait({**PARAMS, "deadline": 10**9}, once=True)["seconds"] <= 1
+
+
+class Module:
+    """What the driver needs of an AnsibleModule."""
+
+    def __init__(self, *, check_mode: bool, **changes: Any) -> None:
+        self.params = {**PARAMS, **changes}
+        self.check_mode = check_mode
+        self.said: dict[str, Any] = {}
+
+    def exit_json(self, **values: Any) -> None:
+        self.said = {"failed": False, **values}
+
+    def fail_json(self, **values: Any) -> None:
+        self.said = {"failed": True, **values}
+
+
+@pytest.mark.parametrize(("check_mode", "seconds"), [(True, 1), (False, 5)])
+def test_the_driver_says_how_long_to_look(guest: Guest, check_mode: bool, seconds: int) -> None:
+    told = Module(check_mode=check_mode)
+    _change.attend(told, module.watch)
+    assert (told.said["failed"], told.said["error"]["code"]) == (True, "readiness_failed")
+    readiness = told.said["readiness"]
+    assert (readiness["seconds"], readiness["console_tail"]) == (seconds, [])
+
+
+def test_a_bad_address_is_refused_before_any_look(guest: Guest) -> None:
+    told = Module(check_mode=False, mac="no mac")
+    _change.attend(told, module.watch)
+    assert told.said["failed"]
+    assert "readiness" not in told.said
+
+
+def test_the_consoles_end_is_shown_without_control_characters(guest: Guest) -> None:
+    guest.put(_slice_names.console_path(ONE), "boot\r\n\x1b[0mlogin:\n" + "x\n" * 50)
+    tail = module.console_tail(ONE)
+    assert len(tail) == 40
+    assert "\x1b" not in "".join(tail)
+
+
+@pytest.mark.parametrize(("banner", "ready"), [(b"SSH-2.0-x\r\n", True), (b"HTTP/1.1\r\n", False)])
+def test_only_an_ssh_server_counts(banner: bytes, ready: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(banner)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        assert module.speaks_ssh("127.0.0.1", server.getsockname()[1]) is ready
+        thread.join()
+
+
+def test_a_closed_port_is_not_ready() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert not module.speaks_ssh("127.0.0.1", port)

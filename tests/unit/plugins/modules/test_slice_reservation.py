@@ -1,0 +1,136 @@
+"""An address reserved, refused when somebody has it, and given back with its lease."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _dnsmasq, _lease
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.modules import slice_reservation as module
+
+from tests.conftest import Script
+
+ONE = "23bd713b-6073-4ef7-8a51-2897e902365d"
+TWO = "33bd713b-6073-4ef7-8a51-2897e902365d"
+PARAMS: dict[str, Any] = {
+    "allocation_id": ONE,
+    "mac": "52:54:00:64:00:0d",
+    "ip": "10.100.0.13",
+    "hostname": "trainer",
+    "bridge": "ovsbr0",
+    "state": "present",
+}
+ABSENT = {**PARAMS, "state": "absent", "hostname": None}
+
+
+@pytest.fixture
+def host(tree: Path, script: Script, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(_dnsmasq, "pid", lambda: 77)
+    monkeypatch.setattr(_dnsmasq, "reload", lambda: None)
+    script.on("dnsmasq", "--test", "--conf-file=-")
+    for side in ("--orig-src", "--orig-dst"):
+        script.on("conntrack", "-L", side, "10.100.0.13", rc=0)
+    return tree
+
+
+def reserve(tree: Path, name: str, mac: str, ip: str) -> None:
+    file = tree / _dnsmasq.file_of(name).lstrip("/")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"{mac},id:*,{ip},other,12h\n")
+
+
+def lease(tree: Path, mac: str, ip: str) -> Path:
+    file = tree / _dnsmasq.LEASES.lstrip("/")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"1700000000 {mac} {ip} trainer *\n")
+    return file
+
+
+def drive(params: dict[str, Any]) -> _change.Outcome:
+    subject = _change.Subject(module.observe, module.plan, module.apply, module.facts)
+    return _change.drive(subject, params, check_mode=False)
+
+
+def code(outcome: _change.Outcome) -> str:
+    return outcome.failure.code if outcome.failure else ""
+
+
+def test_reserve_and_reserve_again(host: Path) -> None:
+    outcome = drive(PARAMS)
+    assert (outcome.done, code(outcome)) == (["reserve_address"], "")
+    assert outcome.facts["reservation"]["ip"] == "10.100.0.13"
+    assert drive(PARAMS).done == []
+
+
+@pytest.mark.parametrize(
+    ("mac", "ip", "expected"),
+    [
+        ("52:54:00:64:00:0d", "10.100.0.99", "mac_in_use"),
+        ("52:54:00:64:00:99", "10.100.0.13", "ip_in_use"),
+    ],
+)
+def test_an_address_of_another_is_refused(host: Path, mac: str, ip: str, expected: str) -> None:
+    reserve(host, TWO, mac, ip)
+    assert code(drive(PARAMS)) == expected
+    assert not (host / _dnsmasq.file_of(ONE).lstrip("/")).exists()
+
+
+def test_a_live_lease_of_another_is_refused(host: Path) -> None:
+    lease(host, "52:54:00:64:00:99", "10.100.0.13")
+    assert code(drive(PARAMS)) == "ip_in_use"
+
+
+def test_without_dnsmasq_nothing_is_written(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_dnsmasq, "pid", lambda: None)
+    assert code(drive(PARAMS)) == "dnsmasq_down"
+
+
+def test_what_dnsmasq_does_not_accept_is_not_written(host: Path, script: Script) -> None:
+    script.answers[("dnsmasq", "--test", "--conf-file=-")] = []
+    script.on("dnsmasq", "--test", "--conf-file=-", rc=1, err="bad dhcp-host")
+    assert code(drive(PARAMS)) == "command_failed"
+    assert not (host / _dnsmasq.file_of(ONE).lstrip("/")).exists()
+
+
+def test_give_back_and_give_back_again(
+    host: Path, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drive(PARAMS)
+    leases = lease(host, "52:54:00:64:00:0d", "10.100.0.13")
+
+    def release(interface: str, entry: _dnsmasq.Lease) -> str:
+        assert (interface, entry.ip) == ("ovsbr0", "10.100.0.13")
+        leases.write_text("")
+        return "released"
+
+    monkeypatch.setattr(_dnsmasq, "release", release)
+    listing = ("conntrack", "-L", "--orig-src", "10.100.0.13")
+    script.answers[listing] = []
+    script.on(*listing, out="tcp 6\n").on(*listing)
+    for side in ("--orig-src", "--orig-dst"):
+        script.on("conntrack", "-D", side, "10.100.0.13", rc=1)
+    outcome = drive(ABSENT)
+    assert outcome.done == ["remove_reservation", "release_lease", "forget_connections"]
+    assert outcome.evidence["release_lease"] == {"10.100.0.13": "released"}
+    assert drive(ABSENT).done == []
+
+
+def test_a_late_release_leaves_the_next_holder_alone(host: Path) -> None:
+    reserve(host, TWO, "52:54:00:64:00:0d", "10.100.0.13")
+    lease(host, "52:54:00:64:00:0d", "10.100.0.13")
+    assert drive(ABSENT).done == []
+
+
+def test_a_late_run_reserves_nothing(host: Path) -> None:
+    """Its reservation would shut the slot's next tenant out; giving back is never late."""
+    slots = [{"slot_id": "s1", "fence": 3}]
+    assert drive({**PARAMS, "slots": slots}).done == ["reserve_address"]
+    drive(ABSENT)
+    _lease.raise_fence("s1", fence=4)
+    with pytest.raises(Refusal) as refusal:
+        drive({**PARAMS, "slots": slots})
+    assert refusal.value.code == "stale_fence"
+    assert not (host / _dnsmasq.file_of(ONE).lstrip("/")).exists()
+    assert code(drive({**ABSENT, "slots": slots})) == ""

@@ -1,0 +1,259 @@
+"""The VM's plan from every state it can be found in, and its acts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _change,
+    _domain,
+    _flows,
+    _lease,
+    _libvirt,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils._libvirt import State as Life
+from ansible_collections.gpuaas.slice.plugins.modules import slice_vm
+
+ONE = "23bd713b-6073-4ef7-8a51-2897e902365d"
+NAME = _domain.domain_name(ONE)
+SPEC: dict[str, Any] = {
+    "vcpus": 1,
+    "memory_mib": 768,
+    "cpus": [1],
+    "numa_node": 1,
+    "firmware": "uefi",
+    "hugepages": False,
+    "gpus": ["0000:43:00.0"],
+    "fabric_vfs": [],
+    "disks": ["/dev/disk/by-id/nvme-eui.5e0000000000a003"],
+    "mac": "52:54:00:64:00:0d",
+    "seed_path": "",
+    "qemu_arguments": [],
+}
+PARAMS: dict[str, Any] = {
+    "allocation_id": ONE,
+    "state": "running",
+    "slots": [{"slot_id": "slot-3", "fence": 7}],
+    "bridge": "ovsbr0",
+    "bridge_address": "10.100.0.1/24",
+    "ip": "10.100.0.13",
+    "denied_networks": [],
+    "shutdown_deadline": 60,
+    "spec": SPEC,
+}
+FLOWS = frozenset({_flows.Flow(200, frozenset({"in_port=5"}), "drop")})
+WANT = _domain.describe(slice_vm._spec(PARAMS))
+NOTHING = slice_vm.State(
+    life=None,
+    found=None,
+    pids=(),
+    port=None,
+    flows=frozenset(),
+    wanted_flows=frozenset(),
+    held=frozenset({"eui.5e0000000000a003"}),
+    fences={"slot-3": 7},
+    left=(),
+)
+RUNNING = replace(
+    NOTHING, life=Life("running"), found=WANT, pids=(9,), port=5, flows=FLOWS, wanted_flows=FLOWS
+)
+START = ["start_domain", "guard_port", "resume_domain"]
+
+
+def steps(state: slice_vm.State, /, **params: Any) -> list[str]:
+    plan = slice_vm.plan({**PARAMS, **params}, state)
+    assert plan.blockers == ()
+    return [step.name for step in plan.steps]
+
+
+def codes(state: slice_vm.State, /, **params: Any) -> list[str]:
+    return [blocker.code for blocker in slice_vm.plan({**PARAMS, **params}, state).blockers]
+
+
+def test_from_nothing_the_guest_runs_only_behind_its_guard() -> None:
+    assert steps(NOTHING) == ["define_domain", *START]
+
+
+def test_a_running_vm_needs_nothing() -> None:
+    assert steps(RUNNING) == []
+
+
+def test_a_vm_that_shut_itself_down_is_started_again() -> None:
+    assert steps(replace(NOTHING, life=Life("shut off"), found=WANT)) == START
+
+
+def test_an_interrupted_start_is_finished() -> None:
+    found = replace(RUNNING, life=Life("paused", 1), flows=frozenset())
+    assert steps(found) == ["guard_port", "resume_domain"]
+
+
+def test_a_guard_that_was_lost_is_put_back() -> None:
+    assert steps(replace(RUNNING, flows=frozenset())) == ["guard_port"]
+
+
+def test_another_definition_is_replaced_only_while_off() -> None:
+    changed = {**WANT, "memory_mib": 1}
+    assert steps(replace(NOTHING, life=Life("shut off"), found=changed))[0] == "define_domain"
+    assert codes(replace(RUNNING, found=changed)) == ["domain_differs"]
+
+
+@pytest.mark.parametrize(
+    ("life", "code"),
+    [
+        (Life("paused", 5), "domain_paused"),
+        (Life("crashed"), "domain_crashed"),
+        (Life("in shutdown"), "domain_busy"),
+        (Life("state 42"), "domain_busy"),
+    ],
+)
+def test_a_stuck_vm_is_reported(life: Life, code: str) -> None:
+    assert code in codes(replace(RUNNING, life=life))
+
+
+def test_other_obstacles() -> None:
+    assert codes(replace(NOTHING, held=frozenset())) == ["lease_missing"]
+    assert codes(replace(NOTHING, pids=(9,))) == ["qemu_orphan"]
+    assert codes(replace(RUNNING, port=None)) == ["port_missing"]
+    assert codes(replace(RUNNING, fences={"slot-3": 8})) == ["stale_fence"]
+
+
+def test_removal_ends_with_the_files() -> None:
+    assert steps(RUNNING, state="absent") == [
+        "stop_domain",
+        "remove_flows",
+        "remove_port",
+        "undefine_domain",
+        "remove_files",
+    ]
+    assert steps(NOTHING, state="absent") == []
+    assert steps(replace(NOTHING, left=("/x",)), state="absent") == ["remove_files"]
+
+
+def test_stopping_keeps_the_definition_but_no_flow() -> None:
+    assert steps(RUNNING, state="stopped") == ["stop_domain", "remove_flows", "remove_port"]
+    off = replace(NOTHING, life=Life("shut off"), found=WANT, flows=FLOWS)
+    assert steps(off, state="stopped") == ["remove_flows"]
+
+
+def test_a_qemu_without_a_domain_is_never_called_absent() -> None:
+    assert codes(replace(NOTHING, pids=(9,)), state="absent") == ["qemu_orphan"]
+    assert codes(replace(RUNNING, fences={"slot-3": 8}), state="absent") == ["stale_fence"]
+
+
+class Host:
+    """Libvirt and the switch, as far as the module can tell."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.acts: list[str] = []
+        self.xml = ""
+        self.life: Life | None = None
+        self.flows: frozenset[_flows.Flow] = frozenset()
+        self.stubborn = False
+        for name in ("define", "start_paused", "resume", "shut_down", "destroy", "undefine"):
+            monkeypatch.setattr(_libvirt, name, getattr(self, name))
+        monkeypatch.setattr(_libvirt, "states", lambda: {NAME: self.life} if self.life else {})
+        monkeypatch.setattr(_libvirt, "definition", lambda _name: self.xml)
+        monkeypatch.setattr(_flows, "port_number", lambda _port: self.port())
+        monkeypatch.setattr(_flows, "installed", lambda _bridge, _allocation: self.flows)
+        monkeypatch.setattr(_flows, "install", self.install)
+        monkeypatch.setattr(_flows, "remove", self.remove)
+        monkeypatch.setattr(_flows, "remove_port", lambda _bridge, _port: None)
+
+    def port(self) -> int | None:
+        return 5 if self.life and self.life.active else None
+
+    def define(self, xml: str) -> None:
+        self.acts.append("define")
+        self.xml, self.life = xml, Life("shut off")
+
+    def start_paused(self, _name: str, *, timeout: float) -> None:
+        self.acts.append("start")
+        assert timeout > 180
+        self.life = Life("paused", 1)
+
+    def install(self, guard: _flows.Guard, port: int, addresses: list[str]) -> int:
+        self.acts.append("guard")
+        self.flows = _flows.rules(guard, port, addresses)
+        return len(self.flows)
+
+    def resume(self, _name: str) -> None:
+        self.acts.append("resume")
+        assert self.flows, "a guest must not run before its port is guarded"
+        self.life = Life("running")
+
+    def shut_down(self, _name: str, *, deadline: float) -> bool:
+        self.acts.append("shut_down")
+        if not self.stubborn:
+            self.life = Life("shut off")
+        return not self.stubborn
+
+    def destroy(self, _name: str) -> None:
+        self.acts.append("destroy")
+        self.life = Life("shut off")
+
+    def remove(self, _bridge: str, _allocation: str) -> None:
+        assert not (self.life and self.life.active), "a running guest must stay guarded"
+        self.flows = frozenset()
+
+    def undefine(self, _name: str) -> None:
+        self.acts.append("undefine")
+        self.life = None
+
+
+@pytest.fixture
+def host(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+    disk = "eui.5e0000000000a003"
+    _lease.hold("slot-3", fence=7, allocation_id=ONE, disk=disk)
+    return Host(monkeypatch)
+
+
+def drive(params: dict[str, Any], *, check_mode: bool = False) -> _change.Outcome:
+    subject = _change.Subject(slice_vm.observe, slice_vm.plan, slice_vm.apply, slice_vm.facts)
+    outcome = _change.drive(subject, params, check_mode=check_mode)
+    assert outcome.failure is None, str(outcome.failure)
+    return outcome
+
+
+def test_start_and_start_again(host: Host) -> None:
+    assert drive(PARAMS, check_mode=True).changed
+    assert host.acts == []
+    first = drive(PARAMS)
+    assert host.acts == ["define", "start", "guard", "resume"]
+    assert first.facts["domain"]["state"] == "running"
+    assert first.evidence["guard_port"]["ofport"] == 5
+    assert not drive(PARAMS).changed
+
+
+@pytest.mark.parametrize(("stubborn", "word"), [(False, "graceful"), (True, "hard")])
+def test_remove_and_remove_again(host: Host, tree: Path, stubborn: bool, word: str) -> None:
+    drive(PARAMS)
+    host.stubborn = stubborn
+    logs = tree / "var/log/libvirt/qemu"
+    logs.mkdir(parents=True)
+    for name in (f"{NAME}-console.log", f"{NAME}-console.log.0", f"{NAME}.log"):
+        (logs / name).write_text("login:")
+    outcome = drive({**PARAMS, "state": "absent"})
+    assert outcome.evidence["stop_domain"] == {"shutdown": word}
+    assert outcome.facts["domain"]["state"] == "absent"
+    assert [file.name for file in logs.iterdir()] == [f"{NAME}.log"]
+    assert not drive({**PARAMS, "state": "absent"}).changed
+
+
+def test_a_late_run_is_refused_before_each_act(host: Host) -> None:
+    drive(PARAMS)
+    _lease.hold("slot-3", fence=8, allocation_id=ONE, disk="eui.5e0000000000a003")
+    stop = _change.Step("stop_domain", NAME, "running", "off")
+    with pytest.raises(_change.Refusal, match="stale_fence"):
+        slice_vm.apply(PARAMS, stop)
+    assert "shut_down" not in host.acts
+
+
+def test_every_disk_is_marked_dirty_before_the_guest_starts(tree: Path) -> None:
+    """Also the data disks of an allocation with several GPUs, which no clone marks."""
+    for number in (0, 1):
+        _lease.hold(f"slot-{number}", fence=3, allocation_id="a", disk=f"eui.{number:016x}")
+    slice_vm._mark_dirty([{"slot_id": f"slot-{number}", "fence": 3} for number in (0, 1)])
+    assert [entry.dirty for entry in _lease.entries()] == [True, True]

@@ -1,0 +1,189 @@
+"""An OpenID provider as a process of its own: discovery, keys, and tokens signed on request.
+
+`POST /sign` is the test's hand on it: claims, algorithm and key of the next token. `POST /set`
+says which keys are published and whether it answers at all.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qsl
+
+import httpx
+import jwt
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+
+AUDIENCE = "gpuaas"
+SHARED = b"a secret that is no secret, for it is published as a key of the type oct"
+
+
+class State:
+    """What the provider has and shows."""
+
+    def __init__(self) -> None:
+        self.keys: dict[str, Any] = {
+            "rsa": rsa.generate_private_key(65537, 2048),
+            "ec": ec.generate_private_key(ec.SECP256R1()),
+            "ed": ed25519.Ed25519PrivateKey.generate(),
+            "next": rsa.generate_private_key(65537, 2048),
+            "stranger": rsa.generate_private_key(65537, 2048),
+        }
+        self.published = ["rsa", "ec", "ed"]
+        self.down = False
+        self.issuer = ""
+        self.asked = 0
+        self.device: list[dict[str, Any]] = []
+
+    def jwks(self) -> dict[str, Any]:
+        octets = base64.urlsafe_b64encode(SHARED).decode().rstrip("=")
+        keys: list[dict[str, Any]] = [{"kty": "oct", "kid": "oct", "alg": "HS256", "k": octets}]
+        keys.append({"kty": "EC", "kid": "odd", "crv": "P-1"})
+        for name in self.published:
+            kind = {"ec": jwt.algorithms.ECAlgorithm, "ed": jwt.algorithms.OKPAlgorithm}
+            algorithm: Any = kind.get(name, jwt.algorithms.RSAAlgorithm)
+            public = algorithm.to_jwk(self.keys[name].public_key(), as_dict=True)
+            keys.append({**public, "kid": name, "use": "sig"})
+        return {"keys": keys}
+
+    def sign(self, order: dict[str, Any]) -> str:
+        name, algorithm = order["key"], order["alg"]
+        key: Any = self.keys.get(name, "")
+        if algorithm == "none":
+            key = None
+        elif algorithm == "HS256":
+            key = SHARED
+            if name != "oct":
+                # The public key as if it were a shared secret: anybody has it.
+                form = serialization.PublicFormat.SubjectPublicKeyInfo
+                key = self.keys[name].public_key().public_bytes(serialization.Encoding.PEM, form)
+        return _token(order["claims"], key, algorithm, {"kid": name, **order["headers"]})
+
+
+def _token(claims: dict[str, Any], key: Any, algorithm: str, headers: dict[str, Any]) -> str:
+    if algorithm == "HS256":
+        # By hand: the library refuses to do what an attacker does.
+        parts = [{"alg": "HS256", "typ": "JWT", **headers}, claims]
+        text = b".".join(_encoded(json.dumps(part).encode()) for part in parts)
+        return (text + b"." + _encoded(hmac.digest(key, text, hashlib.sha256))).decode()
+    return jwt.encode(claims, key, algorithm, headers)
+
+
+def _encoded(data: bytes) -> bytes:
+    return base64.urlsafe_b64encode(data).rstrip(b"=")
+
+
+class Handler(BaseHTTPRequestHandler):
+    """state: of the one provider in this process."""
+
+    state: State
+
+    def do_GET(self) -> None:
+        state = self.state
+        here = f"http://{self.headers['Host']}"
+        state.asked += self.path != "/asked"
+        if self.path == "/asked":
+            self._answer(200, {"asked": state.asked})
+        elif state.down:
+            self._answer(503, {})
+        elif self.path == "/.well-known/openid-configuration":
+            places = {
+                "jwks_uri": f"{here}/jwks",
+                "device_authorization_endpoint": f"{here}/device",
+                "token_endpoint": f"{here}/token",
+            }
+            self._answer(200, {"issuer": state.issuer or here, **places})
+        elif self.path == "/jwks":
+            self._answer(200, state.jwks())
+        else:
+            self._answer(404, {})
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        if self.path in ("/device", "/token"):
+            self._device(dict(parse_qsl(body)))
+            return
+        order = json.loads(body)
+        if self.path == "/sign":
+            self._answer(200, {"token": self.state.sign(order)})
+        else:
+            vars(self.state).update(order)
+            self._answer(200, {})
+
+    def _device(self, form: dict[str, str]) -> None:
+        """RFC 8628, with the answers that the test has laid out for `/token`."""
+        codes = {"device_code": "d-1", "user_code": "ABCD-EFGH", "interval": 0, "expires_in": 2}
+        if form["client_id"] != AUDIENCE:
+            self._answer(400, {"error": "invalid_client"})
+        elif self.path == "/device":
+            place = {"verification_uri": "https://id.example/device"}
+            self._answer(200, codes | place if "openid" in form["scope"] else {})
+        elif form["device_code"] == "d-1" and form["grant_type"].endswith(":device_code"):
+            answers = self.state.device
+            answer = answers.pop(0) if len(answers) > 1 else answers[0]
+            self._answer(400 if "error" in answer else 200, answer)
+
+    def log_message(self, *_arguments: object) -> None:
+        """Quiet."""
+
+    def _answer(self, status: int, document: dict[str, Any]) -> None:
+        body = json.dumps(document).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@dataclass(frozen=True)
+class Provider:
+    """The test's side."""
+
+    url: str
+
+    def token(
+        self, *, key: str = "rsa", alg: str = "RS256", headers: Any = None, **claims: Any
+    ) -> str:
+        """A token that counts, but for what is given; a claim that is None is left out."""
+        now = int(time.time())
+        usual = {"iss": self.url, "aud": AUDIENCE, "sub": "u-1", "iat": now, "exp": now + 300}
+        told = {name: value for name, value in (usual | claims).items() if value is not None}
+        order = {"key": key, "alg": alg, "headers": headers or {}, "claims": told}
+        return str(httpx.post(f"{self.url}/sign", json=order).json()["token"])
+
+    def set(self, **values: Any) -> None:
+        """Publish other keys, stop answering, call yourself something else."""
+        httpx.post(f"{self.url}/set", json=values)
+
+    def asked(self) -> int:
+        """How often somebody has asked for anything that is public."""
+        return int(httpx.get(f"{self.url}/asked").json()["asked"])
+
+
+@contextmanager
+def running() -> Iterator[Provider]:
+    """The process, from its start to its end."""
+    with subprocess.Popen([sys.executable, __file__], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield Provider(process.stdout.readline().strip())
+        finally:
+            process.terminate()
+
+
+if __name__ == "__main__":
+    Handler.state = State()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    print(f"http://127.0.0.1:{server.server_port}", flush=True)
+    server.serve_forever()

@@ -1,0 +1,120 @@
+"""A whole machine through the API: the default shape, what its tenant sees, what an admin does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from reconciler.domain.states import NodeMode, TaskState
+from reconciler.store import baremetal, discoveries, nodes, outcomes, tasks
+from reconciler.store.engine import transaction
+from tests.unit.reconciler.api.world import ACT, KEY, World, discovery
+
+PATH = "projects/demo/allocations"
+ADMIN = "admin/nodes/metal"
+# No capacity_shape: a whole machine is what one gets without asking for anything else.
+BODY = {"username": "tenant", "ssh_keys": [KEY], "hostname": "metal-1"}
+NODE = {
+    "id": "metal",
+    "address": "192.0.2.9",
+    "profile": "lab",
+    "mode": "baremetal",
+    "tenant_address": "203.0.113.9",
+    "telemetry_url": "https://dash.example/metal",
+}
+
+
+@pytest.fixture
+def metal(new: World) -> World:
+    """A machine that is enrolled and discovered as what it is."""
+    assert new.client("admin").post("admin/nodes", json=NODE).status_code == 201
+    with transaction(new.engine) as conn:
+        assert nodes.get(conn, "metal")["mode"] == NodeMode.BAREMETAL
+        nodes.enrolled(conn, "metal", ACT, **discovery()["identity"])
+        nodes.bootstrapped(conn, "metal", ACT, identity=discovery()["identity"])
+        discoveries.record(conn, "metal", discovery(), ACT)
+    return new
+
+
+def launch(world: World, **changes: Any) -> Any:
+    headers = {"Idempotency-Key": "k"}
+    return world.client("member").post(PATH, json=BODY | changes, headers=headers)
+
+
+def let_in(world: World, allocation_id: str) -> None:
+    task = world.lease()
+    with transaction(world.engine) as conn:
+        outcomes.provision_started(conn, allocation_id, ACT)
+        before = {"accounts": {"root": "1"}}
+        baremetal.provision_succeeded(conn, allocation_id, ACT, baseline=before, task_id="t")
+        tasks.finish(conn, task["id"], task["lease_token"], TaskState.SUCCEEDED, ACT)
+
+
+@pytest.mark.covers("CTRL-15", "CTRL-10")
+def test_the_tenant_sees_its_own_address_and_nothing_of_the_machine(metal: World) -> None:
+    answer = launch(metal)
+    assert answer.status_code == 201, answer.text
+    mine = answer.json()
+    assert (mine["capacity_shape"], mine["gpu_count"]) == ("baremetal", 4)
+    let_in(metal, mine["id"])
+    shown = metal.client("member").get(f"{PATH}/{mine['id']}")
+    assert shown.json()["connection"] == {"host": "203.0.113.9", "port": 22, "username": "tenant"}
+    assert shown.json()["telemetry_url"] == "https://dash.example/metal"
+    for hidden in ("192.0.2.9", "5e0000000000a001", "LABNVME", "0000:"):
+        assert hidden not in shown.text
+    seen = metal.client("admin").get(f"admin/allocations/{mine['id']}").json()
+    assert [claim["kind"] for claim in seen["claims"]] == ["node_exclusive"]
+    assert [task["kind"] for task in seen["tasks"]] == ["baremetal.provision"]
+
+
+@pytest.mark.parametrize(
+    ("wish", "code"),
+    [
+        ({"image": "ubuntu"}, "request_invalid"),
+        ({"gpu_count": 1}, "request_invalid"),
+        ({"region": "elsewhere"}, "no_capacity"),
+    ],
+)
+def test_wishes_that_a_whole_machine_does_not_grant(
+    metal: World, wish: dict[str, Any], code: str
+) -> None:
+    answer = launch(metal, **wish)
+    assert answer.json()["code"] == code, answer.text
+    assert "metal" not in str(answer.json().get("explanation"))
+
+
+@pytest.mark.covers("CTRL-15", "CTRL-7")
+def test_force_release_and_cleaning(metal: World) -> None:
+    admin, mine = metal.client("admin"), launch(metal).json()
+    let_in(metal, mine["id"])
+    at = f"admin/allocations/{mine['id']}"
+    refused = admin.post(
+        f"{at}/force-cleanup",
+        json={"runtime_verified_absent": True, "reason": "x"},
+        headers={"Idempotency-Key": "c"},
+    )
+    assert (refused.status_code, refused.json()["code"]) == (409, "allocation_baremetal")
+    assert admin.post(f"{at}/verify-absent").json()["code"] == "allocation_baremetal"
+    assert admin.post(f"{ADMIN}/clean-machine").json()["code"] == "machine_clean"
+    ended = admin.post(f"{at}/force-release", json={"reason": "the host is gone"})
+    assert ended.json()["state"] == "released"
+    assert admin.get(ADMIN).json()["health_detail"]["step"] == "force_release"
+    converted = admin.post(f"{ADMIN}/conversion", json={"to": "slice"})
+    assert (converted.status_code, converted.json()["code"]) == (409, "machine_not_clean")
+    task = admin.post(f"{ADMIN}/clean-machine")
+    assert (task.status_code, task.json()["kind"]) == (202, "baremetal.release")
+    assert admin.post(f"{ADMIN}/accept-drift", json={"reason": "x"}).json()["code"] == "no_drift"
+
+
+@pytest.mark.covers("CTRL-10")
+def test_only_admins_clean(metal: World) -> None:
+    for who in ("member", "node"):
+        for act in ("clean-machine", "accept-drift"):
+            assert metal.client(who).post(f"{ADMIN}/{act}", json={}).status_code in (403, 404)
+
+
+@pytest.mark.parametrize("wrong", ["a b", "-x", "203.0.113.9\n", "{{ x }}"])
+def test_a_tenants_address_is_an_address(metal: World, wrong: str) -> None:
+    answer = metal.client("admin").patch(ADMIN, json={"tenant_address": wrong})
+    assert answer.json()["code"] == "request_invalid"

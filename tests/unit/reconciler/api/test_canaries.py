@@ -1,0 +1,134 @@
+"""Nothing that a project member can see tells of a host: no device, no disk, no address of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import fields
+from typing import Any
+
+import httpx
+import pytest
+import sqlalchemy as sa
+
+from reconciler.api import contract
+from reconciler.domain.bundle import Bundle
+from reconciler.domain.states import TaskState
+from reconciler.store import discoveries, outcomes, tasks
+from reconciler.store.engine import transaction
+from reconciler.store.tables import nodes, slots
+from tests.unit.reconciler.api.test_launches import BODY, PATH, activate, launch
+from tests.unit.reconciler.api.world import ACT, NODE, World, discovery
+
+PLANTED = {
+    "address": "canary-transport.invalid",
+    "name": "canary-hostname",
+    "machine_id": "canary-machine-id",
+    "host_key": "ssh-ed25519 canary-host-key",
+    "telemetry_url": "https://canary-telemetry.invalid",
+    "state_reason": "canary-reason 0000:ca:fe.0",
+}
+BMC = "canary-bmc.invalid"
+IDENTITIES = ("id", "boot_id", "install_id")
+ERROR = {
+    "code": "readiness_failed",
+    "expected": "canary-expected on 0000:ca:fe.1",
+    "found": f"canary-found /dev/disk/by-id/nvme-eui.canary {BMC}",
+    "remedy": f"canary-remedy on {NODE}",
+}
+
+
+def canaries(world: World) -> set[str]:
+    """Every text of the node and its slots, and what was planted where texts are kept."""
+    with transaction(world.engine) as conn:
+        found = {"bmc": {"address": BMC}, **discovery()}
+        discoveries.record(conn, NODE, found, ACT)
+        conn.execute(sa.update(nodes).where(nodes.c.id == NODE).values(**PLANTED))
+        node = conn.execute(sa.select(nodes).where(nodes.c.id == NODE)).mappings().one()
+        told = {str(node[name]) for name in (*IDENTITIES, *PLANTED)}
+        columns = [field.name for field in fields(Bundle) if field.type == "str"]
+        for slot in conn.execute(sa.select(slots)).mappings():
+            told |= {str(slot[name]) for name in ("id", "nvme_identity", *columns)}
+    told |= {word for text in ERROR.values() for word in text.split() if ":" in word or "/" in word}
+    told |= {"canary", BMC}
+    assert len(told) > 25
+    return {text.lower() for text in told - {"", "None"} if len(text) > 3}
+
+
+class Watch:
+    """Everything that one member was ever answered."""
+
+    def __init__(self, world: World) -> None:
+        self.client = world.client("member")
+        self.answers: list[httpx.Response] = []
+
+    def ask(self, verb: str, path: str, **options: Any) -> Any:
+        answer = self.client.request(verb, path, **options)
+        self.answers.append(answer)
+        return answer.json()
+
+    def look(self, allocation_id: str) -> Any:
+        self.ask("GET", PATH)
+        self.ask("GET", PATH, params={"limit": 1})
+        self.ask("GET", "projects/demo/usage")
+        return self.ask("GET", f"{PATH}/{allocation_id}")
+
+
+def fail(world: World, allocation_id: str) -> None:
+    task = world.lease()
+    with transaction(world.engine) as conn:
+        outcomes.provision_started(conn, allocation_id, ACT)
+        outcomes.provision_failed(conn, allocation_id, ACT, step="slice_ready", error=ERROR)
+        tasks.finish(conn, task["id"], task["lease_token"], TaskState.FAILED, ACT, error=ERROR)
+
+
+@pytest.mark.covers("CTRL-10")
+def test_a_member_is_told_nothing_of_the_host(selling: World) -> None:
+    planted, member = canaries(selling), Watch(selling)
+    first, second = (launch(selling, key).json()["id"] for key in ("a", "b"))
+    for keyed in ("a", "c"):
+        headers = {"Idempotency-Key": keyed}
+        member.ask("POST", PATH, json=BODY, headers=headers)
+        member.ask("POST", PATH, json=BODY | {"gpu_count": 64}, headers=headers)
+        member.ask("POST", PATH, json={"gpu_count": "canary?"}, headers=headers)
+        metal = {name: BODY[name] for name in ("username", "ssh_keys", "hostname", "image")}
+        member.ask("POST", PATH, json=metal, headers={"Idempotency-Key": f"{keyed}-metal"})
+    member.look(first)
+    fail(selling, first)
+    assert member.look(first)["error_code"] == ERROR["code"]
+    member.ask("POST", f"{PATH}/{first}/release")
+    activate(selling, second)
+    assert member.look(second)["connection"]["host"] == "gate.example"
+    member.ask("POST", f"{PATH}/{second}/release")
+    member.look(second)
+    member.ask("GET", f"admin/nodes/{NODE}/resource-slots")
+    for answer in member.answers:
+        # The path is what the caller wrote itself.
+        body = json.dumps({**answer.json(), "instance": ""}).lower()
+        found = [canary for canary in planted if canary in body + str(answer.headers).lower()]
+        assert not found, (str(answer.request.url), answer.status_code, found, body)
+    assert used(member.answers) == permitted()
+
+
+def used(answers: list[httpx.Response]) -> set[str]:
+    """Which operations of the contract that members may use were answered."""
+    return {
+        name
+        for name, verb, path in _member_operations()
+        for answer in answers
+        if answer.request.method.lower() == verb and path.fullmatch(answer.url.path)
+    }
+
+
+def permitted() -> set[str]:
+    """Every operation that members may use: a new one must be walked through above as well."""
+    return {name for name, _, _ in _member_operations()}
+
+
+def _member_operations() -> list[tuple[str, str, re.Pattern[str]]]:
+    return [
+        (operation["operationId"], verb, re.compile(re.sub("{[^}]*}", "[^/]+", path)))
+        for path, verbs in contract.contract()["paths"].items()
+        for verb, operation in verbs.items()
+        if any("project-member" in one["token"] for one in operation.get("security", []))
+    ]

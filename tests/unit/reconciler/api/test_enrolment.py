@@ -1,0 +1,166 @@
+"""A host trades its one-time token for a certificate."""
+
+from __future__ import annotations
+
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reconciler.tasks import worker
+from reconciler.trust import ca, enrolment, keygen
+from reconciler.trust.errors import TrustError
+from tests.unit.reconciler.api.world import NODE, World, discovery
+
+pytestmark = pytest.mark.covers("HOST-13")
+
+PATH = f"nodes/{NODE}/enrol"
+
+
+def body(world: World) -> dict[str, Any]:
+    token = world.client("admin").post(f"admin/nodes/{NODE}/enrollment-token").json()["token"]
+    return {**discovery()["identity"], "token": token, "node_id": NODE, "hostname": "lab"}
+
+
+def test_enrolment(new: World) -> None:
+    admin = new.client("admin")
+    answer = admin.post(f"admin/nodes/{NODE}/enrollment-token")
+    assert answer.status_code == 201
+    issued = answer.json()
+    assert set(issued) >= {"token", "expires_at", "userdata"}
+    assert issued["token"] in issued["userdata"]
+    assert "http://198.51.100.1:8080" in issued["userdata"]
+
+    sent = {**discovery()["identity"], "token": issued["token"], "node_id": NODE, "hostname": "x"}
+    told = new.client().post(PATH, json=sent)
+    assert told.status_code == 200, told.text
+    assert set(told.json()) == {"certificate", "user_ca", "principals"}
+    node = admin.get(f"admin/nodes/{NODE}").json()
+    assert (node["state"], node["machine_id"]) == ("bootstrapping", sent["machine_id"])
+    assert node["certificates"][0]["certificate"] == told.json()["certificate"]
+    assert node["certificates"][0]["principals"] == [NODE]
+    log = admin.get("admin/audit", params={"action": "node.certificate.enrolled"}).json()["items"]
+    assert (log[0]["actor"], log[0]["reason"]) == (f"node:{NODE}", "node certificate enrolled")
+
+
+def test_a_pinned_ca_goes_into_the_userdata(
+    new: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["openssl", "req", "-x509", "-newkey", "ed25519", "-nodes", "-subj", "/CN=private"]
+    files = ["-keyout", str(tmp_path / "key"), "-out", str(tmp_path / "ca.pem")]
+    subprocess.run([*words, *files], check=True, capture_output=True)
+    monkeypatch.setattr(new.settings, "enrolment_ca_file", tmp_path / "ca.pem")
+    issue = f"admin/nodes/{NODE}/enrollment-token"
+    refused = new.client("admin").post(issue)
+    assert (refused.status_code, refused.json()["code"]) == (422, "enrolment_pin_without_tls")
+    monkeypatch.setattr(new.settings, "public_url", "https://api.example.org")
+    issued = new.client("admin").post(issue).json()
+    assert (tmp_path / "ca.pem").read_text() in issued["userdata"]
+
+
+def test_a_token_is_good_once(new: World) -> None:
+    sent = body(new)
+    with ThreadPoolExecutor(4) as pool:
+        codes = [
+            answer.status_code
+            for answer in pool.map(lambda _: new.client().post(PATH, json=sent), range(4))
+        ]
+    assert sorted(codes) == [200, 401, 401, 401]
+
+
+def test_a_token_belongs_to_its_node(new: World) -> None:
+    sent = body(new) | {"node_id": "other"}
+    answer = new.client().post("nodes/other/enrol", json=sent)
+    assert (answer.status_code, answer.json()["code"]) == (401, "token_invalid")
+    mixed = new.client().post(PATH, json=sent)
+    assert (mixed.status_code, mixed.json()["code"]) == (422, "enrolment_invalid")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("host_key", "ssh-ed25519 x; reboot"), ("hostname", "$(reboot)"), ("boot_id", "{{ x }}")],
+)
+def test_hostile_hosts_get_nothing(new: World, field: str, value: str) -> None:
+    sent = body(new)
+    answer = new.client().post(PATH, json=sent | {field: value})
+    assert answer.status_code == 422
+    assert sent["token"] not in answer.text
+    assert new.client().post(PATH, json=sent).status_code == 200
+
+
+def keys(folder: Path, *names: str) -> list[str]:
+    """Public host keys, made by ssh-keygen."""
+    for name in names:
+        keygen.new_key(folder / name, name)
+    return [keygen.public_key((folder / f"{name}.pub").read_text()) for name in names]
+
+
+def revoked(world: World) -> list[str]:
+    """What ssh-keygen finds revoked for the node in the file that connections are judged by."""
+    path = ca.known_hosts(ca.open_trust(world.settings.state_dir))
+    lines = keygen.run("-F", NODE, "-f", str(path)).splitlines()
+    marked = [line for line in lines if line.startswith("@revoked ")]
+    assert sum("REVOKED" in line for line in lines) == len(marked)
+    return [line.split(maxsplit=2)[2] for line in marked]
+
+
+def test_another_host_key_revokes_the_one_before(new: World, tmp_path: Path) -> None:
+    first, second = keys(tmp_path, "first", "second")
+    assert new.client().post(PATH, json=body(new) | {"host_key": first}).status_code == 200
+    assert new.client().post(PATH, json=body(new) | {"host_key": first}).status_code == 200
+    assert revoked(new) == []
+    assert new.client().post(PATH, json=body(new) | {"host_key": second}).status_code == 200
+    assert revoked(new) == [first]
+    admin = new.client("admin")
+    certificates = admin.get(f"admin/nodes/{NODE}").json()["certificates"]
+    given_up = {row["public_key"]: row["revoked_at"] is not None for row in certificates}
+    assert given_up == {first: True, second: False}
+    log = admin.get("admin/audit", params={"action": "node.certificate.revoked"}).json()["items"]
+    assert len(log[0]["detail"]["serials"]) == 2
+
+    back = new.client().post(PATH, json=body(new) | {"host_key": first})
+    assert (back.status_code, back.json()["code"]) == (409, "host_key_not_accepted")
+    assert revoked(new) == [first]
+
+
+def test_a_launch_makes_up_for_a_revocation_that_was_cut_short(
+    new: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service was killed between the records and the file."""
+    first, second = keys(tmp_path, "first", "second")
+    new.client().post(PATH, json=body(new) | {"host_key": first})
+    with monkeypatch.context() as patched:
+        patched.setattr(ca, "revoke_host", lambda *_: None)
+        new.client().post(PATH, json=body(new) | {"host_key": second})
+    assert revoked(new) == []
+    worker._site(new.engine, new.settings, 60)
+    assert revoked(new) == [first]
+
+
+def test_a_host_cannot_take_its_neighbours_key(new: World, tmp_path: Path) -> None:
+    """It would be revoked for both as soon as the host enrols with another."""
+    (theirs,) = keys(tmp_path, "theirs")
+    assert new.client().post(PATH, json=body(new) | {"host_key": theirs}).status_code == 200
+    admin = new.client("admin")
+    other = {"id": "other", "address": "192.0.2.8", "profile": "lab"}
+    assert admin.post("admin/nodes", json=other).status_code == 201
+    token = admin.post("admin/nodes/other/enrollment-token").json()["token"]
+    sent = body(new) | {"node_id": "other", "token": token, "host_key": theirs}
+    answer = new.client().post("nodes/other/enrol", json=sent)
+    assert (answer.status_code, answer.json()["code"]) == (409, "host_key_not_accepted")
+
+
+def test_a_token_survives_a_certificate_that_could_not_be_made(
+    new: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = body(new)
+
+    def refuse(*_arguments: object) -> None:
+        raise TrustError("keygen_failed", expected="a certificate", found="none", remedy="retry")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(enrolment, "answer", refuse)
+        assert new.client().post(PATH, json=sent).json()["code"] == "keygen_failed"
+    assert new.client().post(PATH, json=sent).status_code == 200

@@ -1,0 +1,156 @@
+"""Live progress as server-sent events, over a real connection, and a run's output."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+
+from reconciler import client
+from reconciler.api.app import create_app
+from reconciler.client import Client, Event
+from reconciler.domain.states import TaskState
+from reconciler.runs.paths import RunPaths
+from reconciler.store import tasks
+from reconciler.store.engine import transaction
+from tests.unit.reconciler.api.world import ACT, NODE, World
+
+pytestmark = pytest.mark.covers("CTRL-8")
+
+
+def running(world: World) -> dict[str, Any]:
+    """A task with a run that has said one thing."""
+    world.client("admin").post(f"admin/nodes/{NODE}/parity")
+    task = world.lease()
+    with transaction(world.engine) as conn:
+        tasks.started(
+            conn, task["id"], task["lease_token"], run_id="r", run_directory=str(folder(world))
+        )
+    say(world, task, "look")
+    return task
+
+
+def folder(world: World) -> Path:
+    return world.settings.state_dir / "runs" / "r"
+
+
+def say(world: World, task: dict[str, Any], *names: str) -> None:
+    with transaction(world.engine) as conn:
+        lines = [{"at": "2026-01-01T00:00:00", "event": "ok", "task": name} for name in names]
+        tasks.progress(conn, task["id"], task["lease_token"], *lines)
+
+
+def end(world: World, task: dict[str, Any], state: TaskState = TaskState.SUCCEEDED) -> None:
+    with transaction(world.engine) as conn:
+        error = {"code": "no_kvm"} if state is TaskState.FAILED else None
+        tasks.finish(conn, task["id"], task["lease_token"], state, ACT, error=error)
+
+
+@pytest.fixture
+def service(prepared: World) -> Iterator[str]:
+    """The API on a real socket."""
+    settings = prepared.settings.model_copy(update={"poll_s": 0.02})
+    app = create_app(settings, prepared.engine)
+    config = uvicorn.Config(
+        app, host="127.0.0.1", port=0, log_config=None, timeout_graceful_shutdown=1
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        thread.join(0.01)
+        assert thread.is_alive()
+    port = server.servers[0].sockets[0].getsockname()[1]
+    yield f"http://127.0.0.1:{port}"
+    server.should_exit = True
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def told(event: Event) -> str:
+    return str(event.document.get("task") or event.document.get("target") or event.name)
+
+
+def test_events_come_while_the_task_runs_and_end_with_it(prepared: World, service: str) -> None:
+    task = running(prepared)
+    reader = Client(service, prepared.secrets["admin"])
+    stream = reader.events(f"/admin/tasks/{task['id']}/events")
+    begun = [next(stream) for _ in range(3)]
+    assert [told(event) for event in begun] == ["queued", "running", "look"]
+    say(prepared, task, "measure", "report")
+    assert [told(next(stream)) for _ in range(2)] == ["measure", "report"]
+    end(prepared, task)
+    rest = list(stream)
+    assert [(event.name, told(event)) for event in rest] == [("state", "succeeded"), ("end", "end")]
+    assert rest[-1].document["state"] == "succeeded"
+    reader.close()
+
+
+def test_a_reader_that_was_cut_off_misses_nothing_and_hears_nothing_twice(
+    prepared: World, service: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = running(prepared)
+    path = f"/admin/tasks/{task['id']}/events"
+    end(prepared, task)
+    reader = Client(service, prepared.secrets["admin"])
+    whole = list(reader.events(path))
+    for index, event in enumerate(whole[:-1]):
+        assert list(reader.events(path, after=event.place)) == whole[index + 1 :]
+    # Nothing is left: a browser's EventSource stops asking at 204.
+    assert list(reader.events(path, after=whole[-1].place)) == []
+
+    monkeypatch.setattr(client.time, "sleep", lambda _s: None)
+    real, broken = client._parsed, iter([1, 0])
+
+    def cut(lines: Iterator[str]) -> Iterator[Event]:
+        for event in real(lines):
+            yield event
+            if next(broken, None):
+                raise client.httpx.ReadError("the service was restarted")
+
+    monkeypatch.setattr(client, "_parsed", cut)
+    assert list(reader.events(path)) == whole
+    reader.close()
+
+
+def test_what_is_asked_wrongly(prepared: World) -> None:
+    admin = prepared.client("admin")
+    assert admin.get("admin/tasks/none/events").json()["code"] == "task_not_found"
+    task = running(prepared)
+    wrong = {"Last-Event-ID": "yesterday"}
+    answer = admin.get(f"admin/tasks/{task['id']}/events", headers=wrong)
+    assert answer.json()["code"] == "request_invalid"
+    member = prepared.client("member").get(f"admin/tasks/{task['id']}/events")
+    assert member.status_code == 403
+
+
+def test_each_event_is_one_line_of_data(prepared: World) -> None:
+    task = running(prepared)
+    say(prepared, task, "two\nlines\r\nid: 9.9")
+    end(prepared, task, TaskState.FAILED)
+    answer = prepared.client("admin").get(f"admin/tasks/{task['id']}/events")
+    assert answer.headers["Content-Type"].startswith("text/event-stream")
+    blocks = [block.splitlines() for block in answer.text.split("\n\n") if block]
+    assert all([line.split(":")[0] for line in b] == ["event", "id", "data"] for b in blocks)
+    assert json.loads(blocks[-1][2].removeprefix("data: "))["error"] == {"code": "no_kvm"}
+
+
+def test_output_without_secrets(prepared: World) -> None:
+    admin = prepared.client("admin")
+    task = running(prepared)
+    path = f"admin/tasks/{task['id']}/output"
+    nothing = {"task_id": task["id"], "here": False, "output": ""}
+    assert admin.get(path).json() == nothing
+    said = RunPaths(folder(prepared)).output
+    said.parent.mkdir(parents=True)
+    said.write_text("ok: [n1]\nAuthorization: Bearer planted-secret-token\n")
+    found = admin.get(path).json()
+    assert (found["here"], "ok: [n1]" in found["output"]) == (True, True)
+    assert "planted" not in found["output"]
+    assert "planted" not in admin.get(f"admin/tasks/{task['id']}").text
+    assert admin.get(path, params={"limit": 8}).json()["output"] != found["output"]

@@ -1,0 +1,57 @@
+"""The key under either of its names."""
+
+from __future__ import annotations
+
+import pytest
+
+from reconciler.api.idempotency import key
+from reconciler.domain.errors import Problem
+from tests.unit.reconciler.api.world import IMAGE, NODE, World
+
+
+def test_both_headers_mean_the_same() -> None:
+    assert key({}) == ""
+    assert key({"Idempotency-Key": "a"}) == key({"X-Idempotency-Key": "a"}) == "a"
+    assert key({"Idempotency-Key": "a", "X-Idempotency-Key": "a"}) == "a"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Idempotency-Key": "a", "X-Idempotency-Key": "b"},
+        {"Idempotency-Key": "a b"},
+        {"Idempotency-Key": "a" * 256},
+    ],
+)
+def test_unclear_keys_are_refused(headers: dict[str, str]) -> None:
+    with pytest.raises(Problem, match="idempotency_key_invalid"):
+        key(headers)
+
+
+@pytest.mark.covers("I21")
+def test_a_repeated_act_is_done_once(new: World) -> None:
+    admin = new.client("admin")
+    first = admin.post("admin/projects", json={"name": "p"}, headers={"Idempotency-Key": "k"})
+    again = admin.post("admin/projects", json={"name": "p"}, headers={"X-Idempotency-Key": "k"})
+    assert (first.status_code, again.status_code) == (201, 201)
+    assert again.json() == first.json()
+    assert again.headers["Idempotency-Replayed"] == "true"
+
+    other = admin.post("admin/projects", json={"name": "q"}, headers={"Idempotency-Key": "k"})
+    assert (other.status_code, other.json()["code"]) == (422, "idempotency_key_reused")
+    # The same key on another route, or without one, is another act.
+    image = admin.post("admin/images", json=IMAGE, headers={"Idempotency-Key": "k"})
+    assert image.status_code == 201
+    assert admin.post("admin/projects", json={"name": "p"}).json()["code"] == "project_exists"
+
+
+def test_secrets_are_not_remembered(new: World) -> None:
+    admin, header = new.client("admin"), {"Idempotency-Key": "k"}
+    path = f"admin/nodes/{NODE}/enrollment-token"
+    secret = admin.post(path, headers=header).json()["token"]
+    again = admin.post(path, headers=header)
+    assert (again.status_code, again.json()["code"]) == (409, "secret_shown_once")
+    assert again.json()["issued"]["expires_at"]
+    database = (new.settings.state_dir / "reconciler.db").read_bytes()
+    journal = (new.settings.state_dir / "reconciler.db-wal").read_bytes()
+    assert secret.encode() not in database + journal

@@ -1,0 +1,108 @@
+"""The catalogue, and download links that open one image each."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reconciler.api.images import download_url
+from reconciler.settings import Settings
+from tests.unit.reconciler.api.world import IMAGE, World
+
+CONTENT = b"raw image" * 1000
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "an image.raw"
+    path.write_bytes(CONTENT)
+    return path
+
+
+def registration(file: Path, **changes: Any) -> dict[str, Any]:
+    digest = f"sha256:{hashlib.sha256(CONTENT).hexdigest()}"
+    return {**IMAGE, "digest": digest, "size_bytes": len(CONTENT), "url": file.as_uri(), **changes}
+
+
+def test_a_host_fetches_with_its_link(new: World, file: Path) -> None:
+    image = new.client("admin").post("admin/images", json=registration(file)).json()
+    link = download_url(new.settings, image)
+    assert link == download_url(new.settings, image), "a run's variables may not change"
+    assert link.startswith("http://198.51.100.1:8080/api/v1/images/")
+    answer = new.client().get(link)
+    assert (answer.status_code, answer.content) == (200, CONTENT)
+    key = new.settings.state_dir / "download.key"
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    assert len(key.read_bytes()) == 32
+
+
+def test_a_link_opens_nothing_else(new: World, file: Path) -> None:
+    admin = new.client("admin")
+    image = admin.post("admin/images", json=registration(file)).json()
+    other = admin.post("admin/images", json=IMAGE | {"name": "other"}).json()
+    token = download_url(new.settings, image).partition("token=")[2]
+    for digest, given in (
+        (image["digest"], ""),
+        (image["digest"], token[:-1] + "g"),
+        (image["digest"], "\N{SNOWMAN}"),
+        (other["digest"], token),
+        ("sha256:unknown", token),
+    ):
+        answer = new.client().get(f"images/{digest}/content", params={"token": given})
+        assert (answer.status_code, answer.json()["code"]) == (401, "token_invalid")
+    assert download_url(new.settings, other) == IMAGE["url"]
+
+
+def test_what_was_registered_is_what_is_sent(new: World, file: Path, tmp_path: Path) -> None:
+    image = new.client("admin").post("admin/images", json=registration(file)).json()
+    file.unlink()
+    secret = tmp_path / "secret"
+    secret.write_bytes(CONTENT)
+    link = download_url(new.settings, image)
+    for _ in ("missing", "a link"):
+        answer = new.client().get(link)
+        assert (answer.status_code, answer.json()["code"]) == (404, "image_file_not_found")
+        file.unlink(missing_ok=True)
+        file.symlink_to(secret)
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"size_bytes": 1}, "image_file_invalid"),
+        ({"url": "file:///nowhere.raw"}, "image_file_invalid"),
+        ({"url": "file:///dev/zero"}, "image_file_invalid"),
+        ({"url": "file://host/image.raw"}, "request_invalid"),
+        ({"url": "http://[1/image.raw"}, "image_file_invalid"),
+        ({"url": "ftp://images.example/x"}, "request_invalid"),
+        ({"digest": "md5:0"}, "digest_invalid"),
+        ({"compression": "gzip"}, "request_invalid"),
+    ],
+)
+def test_bad_images(new: World, file: Path, change: dict[str, Any], code: str) -> None:
+    admin = new.client("admin")
+    assert admin.post("admin/images", json=registration(file, **change)).json()["code"] == code
+    assert admin.get("admin/images").json()["items"] == []
+
+
+def test_a_compressed_file_has_its_own_size(new: World, file: Path) -> None:
+    body = registration(file, compression="zstd", size_bytes=1 << 30)
+    assert new.client("admin").post("admin/images", json=body).status_code == 201
+
+
+def test_two_processes_make_one_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = os.link
+
+    def late(source: str, target: Path) -> None:
+        target.write_bytes(b"the other process")
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", late)
+    image = {"digest": "sha256:0", "url": "file:///x"}
+    assert download_url(Settings(state_dir=tmp_path), image)
+    assert (tmp_path / "download.key").read_bytes() == b"the other process"

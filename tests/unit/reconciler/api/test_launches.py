@@ -1,0 +1,163 @@
+"""Allocations as tenants ask for them and see them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from reconciler.domain.states import TaskState
+from reconciler.store import outcomes, tasks
+from reconciler.store.engine import transaction
+from tests.unit.reconciler.api.refusals import refused
+from tests.unit.reconciler.api.world import ACT, KEY, NODE, World, bundle
+
+PATH = "projects/demo/allocations"
+BODY = {
+    "capacity_shape": "gpu_slice",
+    "gpu_count": 1,
+    "username": "tenant",
+    "ssh_keys": [KEY],
+    "hostname": "slice-1",
+    "image": "ubuntu",
+}
+
+
+def launch(world: World, key: str = "k", **changes: Any) -> Any:
+    headers = {"Idempotency-Key": key} if key else {}
+    return world.client("member").post(PATH, json=BODY | changes, headers=headers)
+
+
+def activate(world: World, allocation_id: str) -> None:
+    task = world.lease()
+    connection = {"host": "gate.example", "port": 2200, "username": "tenant", "node": NODE}
+    with transaction(world.engine) as conn:
+        outcomes.provision_started(conn, allocation_id, ACT)
+        outcomes.provision_succeeded(conn, allocation_id, ACT, connection=connection)
+        tasks.finish(conn, task["id"], task["lease_token"], TaskState.SUCCEEDED, ACT)
+
+
+@pytest.mark.covers("CTRL-4")
+def test_launch_claims_and_queues(selling: World) -> None:
+    answer = launch(selling, parameters={"ready_deadline_s": 20})
+    assert answer.status_code == 201, answer.text
+    mine = answer.json()
+    assert (mine["state"], mine["connection"]) == ("requested", None)
+    seen = selling.client("admin").get(f"admin/allocations/{mine['id']}").json()
+    assert (seen["capacity_shape"], seen["node_id"]) == ("gpu_slice", NODE)
+    assert seen["parameters"] == {"ready_deadline_s": 20}
+    assert [claim["state"] for claim in seen["claims"]] == ["reserved"]
+    assert [task["kind"] for task in seen["tasks"]] == ["slice.vm_provision"]
+    assert seen["timeline"]
+
+
+@pytest.mark.covers("I21")
+def test_the_same_key_is_the_same_launch(selling: World) -> None:
+    first, again = launch(selling), launch(selling)
+    assert again.json() == first.json()
+    other = refused(selling, lambda: launch(selling, gpu_count=2))
+    assert (other["status"], other["code"]) == (422, "idempotency_key_reused")
+    keyless = refused(selling, lambda: launch(selling, key=""))
+    assert keyless["code"] == "idempotency_key_required"
+    assert launch(selling).json() == first.json()
+    assert len(selling.client("member").get(PATH).json()["items"]) == 1
+
+
+@pytest.mark.covers("CTRL-10")
+def test_a_tenant_never_sees_where_it_is(selling: World) -> None:
+    mine = launch(selling).json()
+    activate(selling, mine["id"])
+    member = selling.client("member")
+    shown = member.get(f"{PATH}/{mine['id']}").json()
+    gate = {"host": "gate.example", "port": 2200, "username": "tenant"}
+    assert (shown["state"], shown["connection"]) == ("active", gate)
+    text = member.get(f"{PATH}/{mine['id']}").text + member.get(PATH).text
+    hidden = bundle(1) | {"node": NODE, "host": "192.0.2.7"}
+    for name in ("slot_index", "numa_node", "nvme_size_bytes"):
+        hidden.pop(name)
+    assert [name for name, value in hidden.items() if str(value) in text] == []
+
+
+@pytest.mark.covers("CTRL-10")
+def test_a_failure_shows_its_code_only(selling: World) -> None:
+    mine = launch(selling).json()
+    selling.lease()
+    error = {"code": "readiness_failed", "found": bundle(1)["gpu_pci_address"]}
+    with transaction(selling.engine) as conn:
+        outcomes.provision_started(conn, mine["id"], ACT)
+        outcomes.provision_failed(conn, mine["id"], ACT, step="ready", error=error, untouched=None)
+    answer = selling.client("member").get(f"{PATH}/{mine['id']}")
+    assert (answer.json()["state"], answer.json()["error_code"]) == ("failed", "readiness_failed")
+    assert error["found"] not in answer.text
+
+
+@pytest.mark.covers("CTRL-5")
+def test_too_many_gpus_for_one_node(selling: World) -> None:
+    found = refused(selling, lambda: launch(selling, gpu_count=3))
+    assert (found["status"], found["code"]) == (409, "no_capacity")
+    explanation = found["explanation"]
+    assert explanation["summary"] == "2 GPUs free, no 3 on one node"
+    assert set(explanation) == {
+        "summary", "wanted", "free", "largest", "slots", "reasons", "nearest",
+    }  # fmt: skip
+    assert NODE not in str(found)
+
+
+@pytest.mark.covers("CTRL-5")
+def test_nothing_is_sold_while_switched_off(selling: World) -> None:
+    admin = selling.client("admin")
+    admin.put("admin/settings/slice-scheduling", json={"enabled": False})
+    answer = launch(selling)
+    assert (answer.status_code, answer.json()["code"]) == (409, "scheduling_off")
+    assert NODE not in answer.text
+
+
+def test_release(selling: World) -> None:
+    mine = launch(selling).json()
+    member, at = selling.client("member"), f"{PATH}/{mine['id']}"
+    activate(selling, mine["id"])
+    assert member.post(f"{at}/release").json()["state"] == "releasing"
+    again = member.post(f"{at}/release")
+    assert (again.status_code, again.json()["code"]) == (409, "allocation_not_releasable")
+    seen = selling.client("admin").get(f"admin/allocations/{mine['id']}").json()
+    assert "slice.vm_release" in [task["kind"] for task in seen["tasks"]]
+
+
+@pytest.mark.covers("CTRL-10")
+def test_other_tenants_are_not_there(selling: World) -> None:
+    mine = launch(selling).json()
+    stranger = selling.client("stranger")
+    for path in (
+        f"projects/demo/allocations/{mine['id']}",
+        f"projects/other/allocations/{mine['id']}",
+    ):
+        assert stranger.get(path).status_code == 404
+        assert stranger.post(f"{path}/release").status_code == 404
+    assert stranger.get("projects/other/allocations").json()["items"] == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "code"),
+    [
+        ({"image": "none"}, "image_not_found"),
+        ({"image_id": "x"}, "request_invalid"),
+        ({"capacity_shape": "baremetal"}, "request_invalid"),
+        ({"capacity_shape": "baremetal", "gpu_count": None}, "request_invalid"),
+        ({"capacity_shape": "baremetal", "gpu_count": None, "image": None}, "no_capacity"),
+        ({"capacity_shape": "gpu_partition"}, "request_invalid"),
+        ({"gpu_count": 0}, "request_invalid"),
+        ({"username": "root"}, "request_invalid"),
+        ({"username": "a b"}, "request_invalid"),
+        ({"hostname": "-x"}, "request_invalid"),
+        ({"hostname": "a\n- reboot"}, "request_invalid"),
+        ({"ssh_keys": []}, "request_invalid"),
+        ({"ssh_keys": [f'command="id" {KEY}']}, "request_invalid"),
+        ({"ssh_keys": [KEY.replace("ssh-ed25519", "ssh-rsa")]}, "request_invalid"),
+        ({"ssh_keys": ["ssh-ed25519 ****"]}, "request_invalid"),
+        ({"ssh_keys": [f"{KEY}\n{KEY}"]}, "request_invalid"),
+        ({"node_id": NODE}, "request_invalid"),
+        ({"parameters": {"ready_deadline_s": 0}}, "request_invalid"),
+    ],
+)
+def test_bad_wishes(selling: World, wrong: dict[str, Any], code: str) -> None:
+    assert refused(selling, lambda: launch(selling, **wrong))["code"] == code

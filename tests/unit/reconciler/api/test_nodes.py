@@ -1,0 +1,73 @@
+"""Nodes and the two switches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.unit.reconciler.api.world import NODE, World
+
+BODY = {"id": "n2", "name": "Rack 2", "address": "192.0.2.8", "profile": "lab"}
+
+
+@pytest.mark.covers("CTRL-10")
+def test_add_show_change(new: World) -> None:
+    admin = new.client("admin")
+    made = admin.post("admin/nodes", json={**BODY, "reason": "second host"})
+    assert made.status_code == 201
+    assert (made.json()["state"], made.json()["mode"]) == ("enrolling", "converting_to_slice")
+    assert made.json()["created_at"].endswith("+00:00")
+
+    changed = admin.patch("admin/nodes/n2", json={"pool": "west", "port": 2222})
+    assert (changed.json()["pool"], changed.json()["port"]) == ("west", 2222)
+    assert changed.json()["name"] == "Rack 2"
+    assert admin.get("admin/nodes/n2").json()["certificates"] == []
+    assert [row["id"] for row in admin.get("admin/nodes").json()["items"]] == ["n2", NODE]
+    assert admin.get("admin/nodes", params={"state": "ready"}).json()["items"] == []
+
+    log = admin.get("admin/audit", params={"subject_id": "n2"}).json()["items"]
+    assert [row["action"] for row in log] == ["admin.node.changed", "admin.node.created"]
+    assert (log[1]["actor"], log[1]["reason"]) == ("admin:admin", "second host")
+
+
+def test_an_id_is_made_when_none_is_given(new: World) -> None:
+    body = {name: value for name, value in BODY.items() if name != "id"}
+    assert len(new.client("admin").post("admin/nodes", json=body).json()["id"]) == 36
+
+
+@pytest.mark.parametrize(
+    ("wrong", "code"),
+    [
+        ({"profile": "none"}, "profile_unknown"),
+        ({"id": NODE}, "node_exists"),
+        ({"id": "Has Spaces"}, "request_invalid"),
+        ({"address": "-oProxyCommand=id"}, "request_invalid"),
+        ({"address": "{{ x }}"}, "request_invalid"),
+        ({"ssh_user": "Root"}, "request_invalid"),
+        ({"port": 0}, "request_invalid"),
+        ({"name": "a\x1b[2J"}, "request_invalid"),
+        ({"state": "ready"}, "request_invalid"),
+    ],
+)
+def test_bad_nodes_are_refused(new: World, wrong: dict[str, Any], code: str) -> None:
+    admin = new.client("admin")
+    assert admin.post("admin/nodes", json=BODY | wrong).json()["code"] == code
+    assert len(admin.get("admin/nodes").json()["items"]) == 1
+
+
+@pytest.mark.covers("CTRL-5")
+def test_nothing_is_sold_before_it_is_proven(new: World) -> None:
+    admin = new.client("admin")
+    answer = admin.put(f"admin/nodes/{NODE}/scheduling", json={"enabled": True})
+    assert (answer.status_code, answer.json()["code"]) == (409, "scheduling_not_ready")
+    unclear = admin.put(f"admin/nodes/{NODE}/scheduling", json={"enabled": "yes"})
+    assert unclear.json()["code"] == "request_invalid"
+
+
+@pytest.mark.covers("CTRL-5")
+def test_the_site_sells_nothing_until_switched_on(new: World) -> None:
+    admin, path = new.client("admin"), "admin/settings/slice-scheduling"
+    assert admin.get(path).json() == {"enabled": False}
+    assert admin.put(path, json={"enabled": True}).json() == {"enabled": True}
+    assert admin.get(path).json() == {"enabled": True}

@@ -1,0 +1,66 @@
+"""A node goes out of use and back; meanwhile it sells nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.unit.reconciler.api.world import KEY, NODE, World
+
+pytestmark = pytest.mark.covers("CTRL-12")
+
+PATH = f"admin/nodes/{NODE}"
+
+
+def move(world: World, verb: str, **headers: str) -> Any:
+    body = {"reason": f"because of {verb}"}
+    return world.client("admin").post(f"{PATH}/{verb}", json=body, headers=headers)
+
+
+def launch(world: World) -> Any:
+    body = {"gpu_count": 1, "image": "ubuntu", "ssh_keys": [KEY], "username": "u", "hostname": "h"}
+    headers = {"Idempotency-Key": "launch"}
+    body["capacity_shape"] = "gpu_slice"
+    return world.client("member").post("projects/demo/allocations", json=body, headers=headers)
+
+
+def test_a_draining_node_sells_nothing_and_goes_on_selling_after_it(selling: World) -> None:
+    assert move(selling, "drain").json()["state"] == "draining"
+    refused = launch(selling)
+    assert (refused.status_code, refused.json()["code"]) == (409, "no_capacity")
+    assert move(selling, "resume").json()["state"] == "ready"
+    assert launch(selling).status_code == 201
+    log = selling.client("admin").get("admin/audit", params={"subject_id": NODE}).json()["items"]
+    told = {row["action"]: row["reason"] for row in log}
+    assert told["admin.node.drain"] == "because of drain"
+    assert told["admin.node.resume"] == "because of resume"
+
+
+def test_out_of_use_only_when_drained_and_empty(selling: World) -> None:
+    assert move(selling, "maintain").json()["code"] == "transition_refused"
+    assert launch(selling).status_code == 201
+    move(selling, "drain")
+    busy = move(selling, "maintain").json()
+    assert (busy["code"], "reserved" in busy["found"]) == ("node_in_use", True)
+    assert move(selling, "retire").json()["code"] == "transition_refused"
+
+
+def test_the_way_to_the_end(selling: World) -> None:
+    for verb, state in (("drain", "draining"), ("maintain", "maintenance"), ("retire", "retired")):
+        assert move(selling, verb).json()["state"] == state
+    assert move(selling, "resume").json()["code"] == "transition_refused"
+
+
+def test_without_a_reason_nothing_moves(selling: World) -> None:
+    admin = selling.client("admin")
+    for body in ({}, {"reason": ""}, {"reason": "  "}):
+        assert admin.post(f"{PATH}/drain", json=body).json()["code"] == "request_invalid"
+    assert admin.get(PATH).json()["state"] == "ready"
+
+
+def test_whoever_decided_on_an_old_picture_is_refused(selling: World) -> None:
+    seen = selling.client("admin").get(PATH).headers["ETag"]
+    assert move(selling, "drain", **{"If-Match": seen}).status_code == 200
+    late = move(selling, "resume", **{"If-Match": seen})
+    assert (late.status_code, late.json()["code"]) == (412, "precondition_failed")

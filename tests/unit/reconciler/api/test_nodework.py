@@ -1,0 +1,86 @@
+"""Work on a node becomes a task, with what the task's handler reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.unit.reconciler.api.world import IMAGE, NODE, World
+
+DISK = "/dev/disk/by-id/nvme-eui.5e0000000000a000"
+IDENTITY = {"serial": "LABNVME0", "eui": "5e0000000000a000"}
+
+
+@pytest.mark.covers("CTRL-8")
+@pytest.mark.parametrize(
+    ("noun", "body", "kind", "parameters"),
+    [
+        ("bootstrap", None, "node.bootstrap", {"allow_reboot": False}),
+        ("bootstrap", {"allow_reboot": True}, "node.bootstrap", {"allow_reboot": True}),
+        ("slice-topology/discovery", None, "slice.topology_discover", {}),
+        ("parity", {"reason": "again"}, "node.parity", {}),
+        ("bind-topology", {}, "node.bind_topology", {}),
+        (
+            "storage-transition",
+            {"devices": [DISK]},
+            "node.storage_transition",
+            {"devices": [DISK], "apply": False, "expected": {}},
+        ),
+        (
+            "storage-transition",
+            {"devices": [DISK], "apply": True, "expected": {DISK: IDENTITY}},
+            "node.storage_transition",
+            {"devices": [DISK], "apply": True, "expected": {DISK: IDENTITY}},
+        ),
+    ],
+)
+def test_queues_one_task(
+    new: World, noun: str, body: Any, kind: str, parameters: dict[str, Any]
+) -> None:
+    admin = new.client("admin")
+    answer = admin.post(f"admin/nodes/{NODE}/{noun}", json=body, headers={"X-Correlation-Id": "c"})
+    assert answer.status_code == 202, answer.text
+    task = answer.json()
+    assert (task["kind"], task["parameters"], task["state"]) == (kind, parameters, "queued")
+    assert (task["subject_kind"], task["subject_id"]) == ("node", NODE)
+    assert (task["requested_by"], task["correlation_id"]) == ("admin:admin", "c")
+    log = admin.get("admin/audit", params={"action": "admin.task.queued"}).json()["items"]
+    assert log[0]["detail"] == {"kind": kind, "task_id": task["id"]}
+    assert admin.post(f"admin/nodes/{NODE}/{noun}", json=body).json()["id"] == task["id"]
+
+
+@pytest.mark.covers("HOST-9")
+def test_a_dry_run_that_waits_is_not_the_transition(new: World) -> None:
+    admin, path = new.client("admin"), f"admin/nodes/{NODE}/storage-transition"
+    dry = admin.post(path, json={"devices": [DISK]}).json()
+    body = {"devices": [DISK], "apply": True, "expected": {DISK: IDENTITY}}
+    wet = admin.post(path, json=body).json()
+    assert dry["id"] != wet["id"]
+    assert wet["parameters"]["apply"] is True
+
+
+@pytest.mark.covers("HOST-9")
+def test_nothing_is_wiped_without_an_identity(new: World) -> None:
+    body = {"devices": [DISK, "/dev/nvme1n1"], "apply": True, "expected": {DISK: IDENTITY}}
+    answer = new.client("admin").post(f"admin/nodes/{NODE}/storage-transition", json=body)
+    assert (answer.status_code, answer.json()["code"]) == (422, "expected_identity_missing")
+    assert "/dev/nvme1n1" in answer.json()["found"]
+    assert new.client("admin").get("admin/tasks").json()["items"] == []
+
+
+@pytest.mark.parametrize("device", ["nvme0n1", "/dev/sda; reboot", "/dev/$(id)", ""])
+def test_device_names_are_paths(new: World, device: str) -> None:
+    path = f"admin/nodes/{NODE}/storage-transition"
+    answer = new.client("admin").post(path, json={"devices": [device]})
+    assert answer.json()["code"] == "request_invalid"
+
+
+def test_caches_only_known_images_on_known_nodes(new: World) -> None:
+    admin = new.client("admin")
+    image = admin.post("admin/images", json=IMAGE).json()["id"]
+    path = f"admin/nodes/{NODE}/image-cache"
+    task = admin.post(path, json={"image_id": image}).json()
+    assert (task["kind"], task["parameters"]) == ("node.image_cache", {"image_id": image})
+    assert admin.post(path, json={"image_id": "none"}).json()["code"] == "image_not_found"
+    assert admin.post("admin/nodes/none/parity").json()["code"] == "node_not_found"

@@ -1,0 +1,246 @@
+"""Tokens of an OpenID provider: what they open, and everything that opens nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from reconciler.settings import Settings
+from reconciler.trust import oidc
+from reconciler.trust.oidc import FRESH_S, QUIET_S, STALE_S, Identity, Verifier
+from tests.unit.reconciler.api.provider import AUDIENCE, Provider, running
+from tests.unit.reconciler.api.world import World
+
+pytestmark = pytest.mark.covers("CTRL-10")
+DEMO = ["staff", "gpuaas-project-demo"]
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Provider]:
+    with running() as provider:
+        yield provider
+
+
+@pytest.fixture
+def provider(process: Provider) -> Iterator[Provider]:
+    oidc.verifier.cache_clear()
+    yield process
+    process.set(published=["rsa", "ec", "ed"], down=False, issuer="")
+
+
+@pytest.fixture
+def site(new: World, provider: Provider) -> World:
+    new.settings = new.settings.model_copy(
+        update={
+            "oidc_issuer": provider.url,
+            "oidc_audience": AUDIENCE,
+            "oidc_admin_group": "gpuaas-admins",
+            "oidc_project_prefix": "gpuaas-project-",
+        }
+    )
+    return new
+
+
+def opens(world: World, token: str, path: str = "projects/demo/allocations") -> int:
+    answer = world.client().get(path, headers={"Authorization": f"Bearer {token}"})
+    return answer.status_code
+
+
+@pytest.mark.parametrize(("key", "alg"), [("rsa", "RS256"), ("ec", "ES256"), ("ed", "EdDSA")])
+def test_groups_give_role_and_projects(site: World, provider: Provider, key: str, alg: str) -> None:
+    member = provider.token(key=key, alg=alg, groups=[*DEMO, "gpuaas-project-other"])
+    assert opens(site, member) == 200
+    assert opens(site, member, "projects/other/allocations") == 200
+    assert opens(site, member, "projects/none/allocations") == 404
+    assert opens(site, member, "admin/nodes") == 403
+    admin = provider.token(key=key, alg=alg, groups=["gpuaas-admins"])
+    assert opens(site, admin, "admin/nodes") == 200
+    nobody = provider.token(key=key, alg=alg)
+    assert opens(site, nobody) == 404
+    assert opens(site, nobody, "admin/nodes") == 403
+
+
+def test_groups_in_one_text_and_an_access_token(site: World, provider: Provider) -> None:
+    token = provider.token(groups=" ".join(DEMO), headers={"typ": "at+jwt"}, aud=["x", AUDIENCE])
+    assert opens(site, token) == 200
+
+
+def test_audit_names_the_person_and_where_the_name_is_from(site: World, provider: Provider) -> None:
+    token = provider.token(groups=["gpuaas-admins"], sub="admin")
+    headers = {"Authorization": f"Bearer {token}", "Idempotency-Key": "one"}
+    body = {"name": "made", "id": "made"}
+    for _ in range(2):
+        made = site.client().post("admin/projects", json=body, headers=headers)
+        assert made.status_code == 201
+    log = site.client("admin").get("admin/audit", params={"subject_id": "made"}).json()["items"]
+    assert [(row["actor"], row["role"]) for row in log] == [("admin:oidc:admin", "platform-admin")]
+
+
+def soon(seconds: int) -> int:
+    return int(time.time()) + seconds
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"exp": soon(-3600)},
+        {"exp": None},
+        {"iat": soon(3600)},
+        {"iat": None},
+        {"nbf": soon(3600)},
+        {"iss": "https://elsewhere.example"},
+        {"iss": None},
+        {"aud": "another"},
+        {"aud": None},
+        {"sub": None},
+        {"sub": ""},
+        {"sub": "a\nb"},
+        {"sub": "x" * 200},
+        {"key": "stranger"},
+        {"key": "oct", "alg": "HS256"},
+        {"key": "rsa", "alg": "HS256"},
+        {"key": "rsa", "alg": "none"},
+        {"key": "rsa", "alg": "RS512"},
+        {"key": "stranger", "headers": {"kid": "rsa"}},
+        {"key": "ec", "alg": "ES256", "headers": {"kid": "rsa"}},
+        {"headers": {"typ": "logout+jwt"}},
+        {"headers": {"crit": ["exp"]}},
+        {"filler": "x" * 20_000},
+    ],
+    ids=str,
+)
+def test_what_opens_nothing(site: World, provider: Provider, wrong: dict[str, Any]) -> None:
+    assert opens(site, provider.token(groups=DEMO)) == 200
+    token = provider.token(**{"groups": DEMO, **wrong})
+    answer = site.client().get(
+        "projects/demo/allocations", headers={"Authorization": f"Bearer {token}"}
+    )
+    assert (answer.status_code, answer.json()["code"]) == (401, "unauthenticated")
+
+
+def test_a_changed_token_and_no_token(site: World, provider: Provider) -> None:
+    head, claims, signature = provider.token(groups=DEMO).split(".")
+    other = provider.token(groups=["gpuaas-admins"]).split(".")[1]
+    for text in (f"{head}.{other}.{signature}", f"{head}.{claims}.", "a.b.c", "..", "é.b.c"):
+        token = text.encode("latin-1").decode("latin-1")
+        header = {"Authorization": f"Bearer {token}".encode("latin-1")}
+        assert site.client().get("admin/nodes", headers=header).status_code == 401
+
+
+def test_clocks_may_be_apart_a_little(site: World, provider: Provider) -> None:
+    assert opens(site, provider.token(groups=DEMO, exp=soon(-10))) == 200
+    assert opens(site, provider.token(groups=DEMO, exp=soon(-60))) == 401
+    assert opens(site, provider.token(groups=DEMO, iat=soon(10))) == 200
+
+
+def test_without_a_provider_its_tokens_are_nothing(new: World, provider: Provider) -> None:
+    asked = provider.asked()
+    assert opens(new, provider.token(groups=["gpuaas-admins"]), "admin/nodes") == 401
+    assert provider.asked() == asked
+
+
+def test_our_own_tokens_work_while_the_provider_does_not(site: World, provider: Provider) -> None:
+    token = provider.token(groups=DEMO)
+    provider.set(down=True)
+    answer = site.client().get("admin/nodes", headers={"Authorization": f"Bearer {token}"})
+    assert (answer.status_code, answer.json()["code"]) == (503, "identity_provider_unavailable")
+    assert site.client("admin").get("admin/nodes").status_code == 200
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def verifier(provider: Provider, clock: Clock) -> Verifier:
+    return Verifier(oidc.Provider(provider.url, AUDIENCE), now=clock)
+
+
+def test_keys_are_read_once_and_anew_for_an_unknown_one(
+    provider: Provider, verifier: Verifier, clock: Clock
+) -> None:
+    assert isinstance(verifier.identity(provider.token()), Identity)
+    asked = provider.asked()
+    assert verifier.identity(provider.token())
+    assert provider.asked() == asked
+    provider.set(published=["rsa", "next"])
+    token = provider.token(key="next")
+    assert verifier.identity(token) is None  # too soon after the last look
+    clock.now += QUIET_S
+    assert verifier.identity(token)
+    assert provider.asked() == asked + 2
+    for _ in range(20):
+        assert verifier.identity(provider.token(key="stranger")) is None
+    assert provider.asked() == asked + 2
+
+
+def test_a_key_that_was_withdrawn_stops_counting(
+    provider: Provider, verifier: Verifier, clock: Clock
+) -> None:
+    token = provider.token()
+    assert verifier.identity(token)
+    provider.set(published=["ec"])
+    clock.now += FRESH_S + 1
+    assert verifier.identity(token) is None
+
+
+def test_keys_outlive_a_silent_provider_for_a_while(
+    provider: Provider, verifier: Verifier, clock: Clock
+) -> None:
+    token = provider.token()
+    assert verifier.identity(token)
+    provider.set(down=True)
+    clock.now += STALE_S - 1
+    assert verifier.identity(token)
+    clock.now += 2
+    with pytest.raises(oidc.Problem) as refused:
+        verifier.identity(token)
+    assert refused.value.code == "identity_provider_unavailable"
+
+
+def test_a_provider_that_calls_itself_something_else_is_not_believed(
+    provider: Provider, verifier: Verifier
+) -> None:
+    provider.set(issuer="https://elsewhere.example")
+    with pytest.raises(oidc.Problem):
+        verifier.identity(provider.token())
+
+
+def test_keys_come_over_tls_or_from_this_machine(clock: Clock) -> None:
+    told = {"issuer": "https://id.example", "jwks_uri": "http://id.example/jwks"}
+    asked: list[str] = []
+
+    def fetch(url: str) -> Any:
+        asked.append(url)
+        return told
+
+    verifier = Verifier(oidc.Provider("https://id.example", AUDIENCE), fetch=fetch, now=clock)
+    token = "eyJhbGciOiJSUzI1NiIsImtpZCI6ImsifQ.e30.c2ln"
+    with pytest.raises(oidc.Problem):
+        verifier.identity(token)
+    assert asked == ["https://id.example/.well-known/openid-configuration"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"oidc_issuer": "https://id.example"},
+        {"oidc_issuer": "http://id.example", "oidc_audience": "x"},
+        {"oidc_skew_s": 3600},
+    ],
+)
+def test_settings_that_would_believe_too_much(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        Settings(**wrong)

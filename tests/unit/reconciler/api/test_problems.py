@@ -1,0 +1,104 @@
+"""Refusals have one form, and say nothing that should stay here."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from sqlalchemy.exc import OperationalError
+
+from reconciler.store import nodes
+from tests.unit.reconciler.api.world import World
+
+FIELDS = {
+    "type",
+    "title",
+    "status",
+    "detail",
+    "instance",
+    "correlation_id",
+    "code",
+    "expected",
+    "found",
+    "remedy",
+}
+
+
+@pytest.mark.covers("CTRL-1")
+def test_form_of_a_problem(new: World) -> None:
+    answer = new.client("admin").get("admin/nodes/none", headers={"X-Correlation-Id": "abc-1"})
+    assert answer.headers["Content-Type"] == "application/problem+json"
+    assert answer.headers["X-Correlation-Id"] == "abc-1"
+    document = answer.json()
+    assert set(document) == FIELDS
+    assert (document["code"], document["status"]) == ("node_not_found", 404)
+    assert document["correlation_id"] == "abc-1"
+
+
+def test_a_bad_request_names_fields_but_not_values(new: World) -> None:
+    body = {"name": "x", "role": "canary-4711", "tokn": "canary-4711"}
+    answer = new.client("admin").post("admin/tokens", json=body)
+    assert answer.status_code == 422
+    assert answer.json()["code"] == "request_invalid"
+    assert {row["field"] for row in answer.json()["errors"]} == {"body.role", "body.tokn"}
+    assert "canary-4711" not in answer.text
+
+
+def test_unknown_routes_and_verbs(new: World) -> None:
+    admin = new.client("admin")
+    assert admin.get("nothing").json()["code"] == "route_not_found"
+    assert admin.delete("admin/nodes").json()["code"] == "method_not_allowed"
+
+
+def test_a_body_without_limit_is_refused_unread(new: World) -> None:
+    client = new.client()
+    large = client.post("nodes/lab-host/enrol", content=b" " * (1 << 20) + b"{}")
+    chunked = client.post("nodes/lab-host/enrol", content=iter([b"{}"]))
+    for answer in (large, chunked):
+        assert (answer.status_code, answer.json()["code"]) == (413, "body_too_large")
+        assert answer.headers["X-Correlation-Id"]
+
+
+def test_a_correlation_id_that_could_do_harm_is_replaced(new: World) -> None:
+    given = "a{{ lookup('pipe','id') }}"
+    answer = new.client().get("http://test/healthz", headers={"X-Correlation-Id": given})
+    assert len(answer.headers["X-Correlation-Id"]) == 36
+
+
+def test_the_request_log_has_no_query(new: World, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "gpuaas.api.request")
+    new.client().get("images/abc/content?token=canary-4711")
+    assert "GET /api/v1/images/abc/content 401" in caplog.text
+    assert "canary-4711" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (OperationalError("SELECT canary", {}, Exception("locked")), 503, "database_unavailable"),
+        (ZeroDivisionError("canary"), 500, "internal_error"),
+    ],
+)
+def test_errors_of_our_own_stay_in_the_log(
+    new: World, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int, code: str
+) -> None:
+    def broken(*_arguments: object, **_options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(nodes, "every", broken)
+    answer = new.client("admin", raise_server_exceptions=False).get("admin/nodes")
+    assert (answer.status_code, answer.json()["code"]) == (status, code)
+    assert "canary" not in answer.text
+    assert answer.json()["correlation_id"]
+
+
+@pytest.mark.covers("CTRL-1")
+def test_the_contract_names_operations_and_problems(new: World) -> None:
+    document = new.client().get("openapi.json").json()
+    operations = [one for verbs in document["paths"].values() for one in verbs.values()]
+    names = [one["operationId"] for one in operations]
+    assert len(set(names)) == len(names)
+    assert "slots_approve" in names
+    ours = [one for one in operations if one["tags"] != ["health"]]
+    assert all("Problem" in one["responses"]["default"]["$ref"] for one in ours)
+    assert "HTTPValidationError" not in document["components"]["schemas"]

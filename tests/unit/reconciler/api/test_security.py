@@ -1,0 +1,167 @@
+"""Every operation of the contract denies every wrong identity, and changes nothing by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.api import contract
+from reconciler.domain.states import Role
+from reconciler.store import tokens
+from reconciler.store.engine import transaction
+from reconciler.store.tables import api_tokens
+from tests.unit.reconciler.api.refusals import kept
+from tests.unit.reconciler.api.test_launches import launch
+from tests.unit.reconciler.api.world import ACT, NODE, World
+
+pytestmark = pytest.mark.covers("CTRL-10")
+
+# What a caller without an API token may use, each with a credential or nothing to protect.
+OPEN = {"enrolment_enrol", "images_content", "health_alive", "health_ready"}
+Operation = tuple[str, str, dict[str, Any]]
+
+
+def operations() -> Iterator[Operation]:
+    for path, verbs in contract.contract()["paths"].items():
+        for verb, operation in verbs.items():
+            yield verb, path, operation
+
+
+def roles(operation: dict[str, Any]) -> set[str]:
+    return {role for one in operation.get("security", []) for role in one["token"]}
+
+
+CLOSED = [one for one in operations() if one[2]["operationId"] not in OPEN]
+
+
+@pytest.fixture
+def names(selling: World) -> dict[str, str]:
+    """An existing object for every name in a path, so that it is not missing that denies."""
+    made = launch(selling).json()
+    admin = selling.client("admin")
+    return {
+        "node_id": NODE,
+        "project_id": "demo",
+        "allocation_id": made["id"],
+        "slot_id": admin.get(f"admin/nodes/{NODE}/resource-slots").json()["items"][0]["id"],
+        "task_id": admin.get("admin/tasks").json()["items"][0]["id"],
+        "token_id": admin.get("admin/tokens").json()["items"][0]["id"],
+        "action": "disable",
+    }
+
+
+@pytest.fixture
+def nobodies(selling: World) -> dict[str, str]:
+    """What is no valid credential, as the header says it."""
+    made = {}
+    with transaction(selling.engine) as conn:
+        for name in ("expired", "revoked"):
+            record, made[name] = tokens.issue(conn, ACT, role=Role.PLATFORM_ADMIN, name=name)
+            if name == "revoked":
+                tokens.revoke(conn, record["id"], ACT)
+            else:
+                past = sa.update(api_tokens).where(api_tokens.c.id == record["id"])
+                conn.execute(past.values(expires_at=1.0))
+    admin = selling.secrets["admin"]
+    return {
+        "none": "",
+        "garbage": "Bearer guess",
+        "empty": "Bearer",
+        "basic": "Basic dTpw",
+        "almost": f"Bearer {admin[:-1]}",
+        "longer": f"Bearer {admin}x",
+        "a provider's": "Bearer eyJhbGciOiJub25lIn0.eyJzdWIiOiJhZG1pbiJ9.",
+        **{name: f"Bearer {secret}" for name, secret in made.items()},
+    }
+
+
+def test_the_contract_names_who_may_use_what() -> None:
+    assert {one[2]["operationId"] for one in operations() if not roles(one[2])} == OPEN
+    assert len(CLOSED) > 45
+    for _, path, operation in CLOSED:
+        members = {"project-member"} if "{project_id}" in path else set()
+        wanted = {"platform-admin"} | members
+        assert roles(operation) == wanted, path
+
+
+def test_no_valid_credential_opens_anything(
+    selling: World, names: dict[str, str], nobodies: dict[str, str]
+) -> None:
+    before, client = kept(selling), selling.client()
+    for verb, path, _ in CLOSED:
+        for who, header in nobodies.items():
+            headers = {"Authorization": header} if header else {}
+            answer = client.request(verb, "http://test" + path.format(**names), headers=headers)
+            assert answer.status_code == 401, (verb, path, who)
+            assert answer.json()["code"] == "unauthenticated", (verb, path, who)
+            assert answer.headers["WWW-Authenticate"] == "Bearer"
+    assert kept(selling) == before
+
+
+def test_no_other_role_opens_anything(selling: World, names: dict[str, str]) -> None:
+    before = kept(selling)
+    callers = {"member": "project-member", "node": "node", "admin": "platform-admin"}
+    tried = 0
+    for verb, path, operation in CLOSED:
+        for who, role in callers.items():
+            if role in roles(operation):
+                continue
+            answer = selling.client(who).request(verb, "http://test" + path.format(**names))
+            assert answer.status_code == 403, (verb, path, who)
+            assert answer.json()["code"] == "role_required", (verb, path, who)
+            tried += 1
+    assert tried > 90
+    assert kept(selling) == before
+
+
+def test_the_right_role_opens_what_there_is_to_read(selling: World, names: dict[str, str]) -> None:
+    for verb, path, operation in CLOSED:
+        if verb == "get" and "events" not in path:
+            for who in ("admin", "member") if "project-member" in roles(operation) else ("admin",):
+                answer = selling.client(who).get("http://test" + path.format(**names))
+                asked = [one for one in operation["parameters"] if one.get("in") == "query"]
+                needs = any(one["required"] for one in asked)
+                allowed = {200, 422} if needs else {200}
+                assert answer.status_code in allowed, (path, who, answer.text)
+
+
+def test_other_projects_are_not_there(selling: World, names: dict[str, str]) -> None:
+    before, stranger = kept(selling), selling.client("stranger")
+    missing = names | {"project_id": "none"}
+    unknown = names | {"project_id": "other", "allocation_id": "none"}
+    mine = names | {"project_id": "other"}
+    bodies = {"allocations_create": {"username": "x", "ssh_keys": [], "hostname": "x"}}
+    shared = [one for one in CLOSED if "{project_id}" in one[1]]
+    assert len(shared) >= 4
+    for verb, path, operation in shared:
+        send = partial(stranger.request, verb, json=bodies.get(operation["operationId"]))
+
+        assert ask(send, path, names) == ask(send, path, missing) == (404, "project_not_found"), (
+            verb,
+            path,
+        )
+        if "{allocation_id}" in path:
+            # Another project's allocation in the own project: as if it did not exist.
+            assert (
+                ask(send, path, mine) == ask(send, path, unknown) == (404, "allocation_not_found")
+            ), (verb, path)
+    assert kept(selling) == before
+    assert selling.client("admin").get("projects/none/allocations").status_code == 404
+
+
+def ask(send: Callable[[str], Any], path: str, names: dict[str, str]) -> tuple[int, str]:
+    answer = send("http://test" + path.format(**names))
+    return answer.status_code, answer.json().get("code", "")
+
+
+def test_a_revoked_token_opens_nothing(new: World) -> None:
+    admin, member = new.client("admin"), new.client("member")
+    assert member.get("projects/demo/allocations").status_code == 200
+    found = admin.get("admin/tokens").json()["items"]
+    (mine,) = [row["id"] for row in found if row["name"] == "member"]
+    assert admin.delete(f"admin/tokens/{mine}").json()["revoked"] is True
+    assert member.get("projects/demo/allocations").status_code == 401

@@ -1,0 +1,171 @@
+"""Approval through the API: all or none, and a stable code for each bad bundle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from reconciler.settings import Settings, hardware_profile
+from reconciler.store import discoveries
+from reconciler.store.engine import transaction
+from tests.unit.reconciler.api.refusals import refused
+from tests.unit.reconciler.api.world import ACT, NODE, World, bundle, discovery
+
+PATH = f"admin/nodes/{NODE}/resource-slots"
+OS_DISK = "/dev/disk/by-id/nvme-eui.5e000000000000ff"
+
+
+def approve(world: World, *bundles: dict[str, Any]) -> Any:
+    body = {"slots": bundles, "reason": "test"}
+    return world.client("admin").post(PATH, json=body)
+
+
+@pytest.mark.covers("CTRL-3")
+def test_approved_slots_stay_disabled(prepared: World) -> None:
+    answer = approve(prepared, bundle(1), bundle(3))
+    assert answer.status_code == 201, answer.text
+    slots = answer.json()["items"]
+    assert [slot["status"] for slot in slots] == ["disabled", "disabled"]
+    assert [slot["slot_index"] for slot in slots] == [1, 3]
+    policies = {slot["capacity_metadata"]["destructive_wipe_policy"] for slot in slots}
+    assert policies == {hardware_profile(Settings().profiles_dir, "lab")["wipe_policy"]}
+    admin = prepared.client("admin")
+    assert [row["last_proof"] for row in admin.get(PATH).json()["items"]] == [None, None]
+
+    found = admin.get(f"{PATH}/{slots[0]['id']}").json()
+    assert {"proof_missing", "parity_missing"} <= {row["code"] for row in found["gate"]}
+    assert [row["event"] for row in found["history"]] == ["create"]
+    assert found["history"][0]["actor"] == "admin:admin"
+    assert found["proofs"] == []
+
+
+@pytest.mark.covers("CTRL-3")
+@pytest.mark.parametrize(
+    ("index", "change", "code"),
+    [
+        (1, {"nvme_device": OS_DISK}, "os_disk"),
+        (1, {"nvme_device": "/dev/nvme0n1"}, "os_disk"),
+        (1, {"nvme_device": "/dev/nvme0n1p2"}, "os_disk"),
+        (0, {}, "mounted_child"),
+        (1, {"nvme_device": "/dev/nvme2n1"}, "disk_not_by_identity"),
+        (1, {"nvme_device": "/dev/disk/by-id/nvme-eui.0000000000000000"}, "disk_not_found"),
+        (1, {"nvme_eui": "5e0000000000a003"}, "identity_mismatch"),
+        (1, {"nvme_serial": "$(reboot)"}, "identity_mismatch"),
+        (1, {"nvme_size_bytes": 1}, "identity_mismatch"),
+        (1, {"gpu_pci_address": "0000:99:00.0"}, "gpu_not_found"),
+        (1, {"numa_node": 1}, "numa_mismatch"),
+        (1, {"fabric_vf_pci_address": "0000:25:00.0"}, "fabric_not_vf"),
+        (1, {"fabric_vf_pci_address": ""}, "bundle_incomplete"),
+        (1, {"management_mac": "01:00:5e:00:00:01"}, "mac_invalid"),
+        (1, {"private_ip": "10.100.0.1"}, "ip_invalid"),
+        (1, {"private_ip": "{{ x }}"}, "ip_invalid"),
+        (1, {"gpu_pci_address": "a\nb"}, "request_invalid"),
+        (1, {"fence": 7}, "request_invalid"),
+    ],
+)
+def test_bad_bundles(prepared: World, index: int, change: dict[str, Any], code: str) -> None:
+    document = refused(prepared, lambda: approve(prepared, bundle(3), bundle(index) | change))
+    assert (document["status"], document["code"]) == (422, code), document
+    if code != "request_invalid":
+        assert document["slot_index"] == index
+
+
+@pytest.mark.covers("CTRL-3")
+@pytest.mark.parametrize(
+    "code", ["swap_in_use", "lvm_member", "md_member", "unexpected_filesystem"]
+)
+def test_disks_in_use(prepared: World, code: str) -> None:
+    document = discovery()
+    disk = next(row for row in document["nvme"] if row["by_id"] == bundle(1)["nvme_device"])
+    disk["blockers"] = [{"code": code, "detail": "nvme2n1"}]
+    _rediscover(prepared, document)
+    assert refused(prepared, lambda: approve(prepared, bundle(1)))["code"] == code
+
+
+@pytest.mark.covers("CTRL-3")
+def test_a_gpu_that_shares_its_group(prepared: World) -> None:
+    document = discovery()
+    document["gpu"][1]["blockers"] = [{"code": "group_not_viable", "detail": "0000:24:00.1 igb"}]
+    _rediscover(prepared, document)
+    found = refused(prepared, lambda: approve(prepared, bundle(1)))
+    assert found["code"] == "group_not_viable"
+
+
+@pytest.mark.covers("CTRL-3")
+@pytest.mark.parametrize(
+    ("field", "code"),
+    [
+        ("slot_index", "duplicate_slot_index"),
+        ("gpu_pci_address", "duplicate_gpu"),
+        ("fabric_vf_pci_address", "duplicate_fabric_vf"),
+        ("management_mac", "duplicate_mac"),
+        ("private_ip", "duplicate_ip"),
+    ],
+)
+def test_nothing_is_in_two_slots(prepared: World, field: str, code: str) -> None:
+    first = bundle(1)
+    second = bundle(3) | {field: first[field]}
+    if field == "gpu_pci_address":
+        second["numa_node"] = first["numa_node"]
+    found = refused(prepared, lambda: approve(prepared, first, second))
+    assert (found["status"], found["code"]) == (409, code)
+
+
+@pytest.mark.covers("CTRL-3")
+def test_no_disk_is_in_two_slots(prepared: World) -> None:
+    first = bundle(1)
+    disk = {name: first[name] for name in first if name.startswith("nvme_")}
+    found = refused(prepared, lambda: approve(prepared, first, bundle(3) | disk))
+    assert (found["status"], found["code"]) == (409, "duplicate_disk")
+    # Nor is it in a second slot of a later request.
+    assert approve(prepared, first).status_code == 201
+    found = refused(prepared, lambda: approve(prepared, bundle(3) | disk))
+    assert (found["status"], found["code"]) == (409, "duplicate_disk")
+
+
+@pytest.mark.covers("CTRL-3")
+def test_an_approval_needs_a_reason_and_a_discovery(new: World) -> None:
+    admin = new.client("admin")
+    silent = admin.post(PATH, json={"slots": [bundle(1)], "reason": " "})
+    assert silent.json()["code"] == "request_invalid"
+    assert approve(new, bundle(1)).json()["code"] == "discovery_missing"
+    assert admin.post(PATH, json={"slots": [], "reason": "x"}).json()["code"] == "request_invalid"
+
+
+@pytest.mark.covers("CTRL-3", "CTRL-6")
+def test_disable_enable_withdraw(selling: World) -> None:
+    admin = selling.client("admin")
+    slot = admin.get(PATH).json()["items"][0]
+    at = f"{PATH}/{slot['id']}"
+    assert slot["status"] == "available"
+    assert slot["last_proof"]["kind"] == "transition"
+    assert admin.post(f"{at}/withdraw").json()["code"] == "slot_in_use"
+    assert admin.post(f"{at}/disable", json={"reason": "fan"}).json()["status"] == "disabled"
+    assert admin.post(f"{at}/enable").json()["status"] == "available"
+    assert admin.post(f"{at}/repair").json()["code"] == "slot_not_blocked"
+    assert admin.post(f"{at}/destroy").json()["code"] == "request_invalid"
+    admin.post(f"{at}/disable")
+    assert admin.post(f"{at}/withdraw").status_code == 200
+    assert len(admin.get(PATH).json()["items"]) == 1
+    reasons = [row["reason"] for row in admin.get(at).json()["history"]]
+    assert "fan" in reasons
+
+
+def test_a_slot_is_found_only_under_its_node(selling: World) -> None:
+    admin = selling.client("admin")
+    slot = admin.get(PATH).json()["items"][0]["id"]
+    body = {"id": "n2", "address": "192.0.2.8", "profile": "lab"}
+    assert admin.post("admin/nodes", json=body).status_code == 201
+    for answer in (
+        admin.get(f"admin/nodes/n2/resource-slots/{slot}"),
+        admin.post(f"admin/nodes/n2/resource-slots/{slot}/disable"),
+        admin.get(f"{PATH}/none"),
+    ):
+        assert (answer.status_code, answer.json()["code"]) == (404, "slot_not_found")
+    assert admin.get("admin/nodes/none/resource-slots").json()["code"] == "node_not_found"
+
+
+def _rediscover(world: World, document: dict[str, Any]) -> None:
+    with transaction(world.engine) as conn:
+        discoveries.record(conn, NODE, document, ACT)

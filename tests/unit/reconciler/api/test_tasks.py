@@ -1,0 +1,48 @@
+"""Tasks as operators read and cancel them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from reconciler.runs import collect
+from reconciler.store import tasks
+from reconciler.store.engine import transaction
+from tests.unit.reconciler.api.world import NODE, World
+
+
+@pytest.mark.covers("CTRL-8")
+def test_read(prepared: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    admin = prepared.client("admin")
+    queued = admin.post(f"admin/nodes/{NODE}/parity").json()
+    assert admin.get(f"admin/tasks/{queued['id']}").json()["output"] == ""
+    task = prepared.lease()
+    with transaction(prepared.engine) as conn:
+        held = (task["id"], task["lease_token"])
+        tasks.started(conn, *held, run_id="r", run_directory=str(tmp_path))
+        tasks.progress(conn, *held, {"at": 1.0, "event": "ok", "task": "look"})
+    monkeypatch.setattr(collect, "output", lambda folder, limit: f"{folder} {limit}")
+
+    found = admin.get(f"admin/tasks/{task['id']}").json()
+    assert found["output"] == f"{tmp_path} 20000"
+    assert (found["state"], found["progress"]["task"]) == ("running", "look")
+    assert [event["document"]["event"] for event in found["events"]] == ["ok"]
+    assert "lease_token" not in found
+    assert task["lease_token"] not in str(found)
+
+
+@pytest.mark.covers("CTRL-8")
+def test_list_and_cancel(prepared: World) -> None:
+    admin = prepared.client("admin")
+    made = [admin.post(f"admin/nodes/{NODE}/{noun}").json() for noun in ("parity", "bootstrap")]
+    assert len(admin.get("admin/tasks", params={"node_id": NODE}).json()["items"]) == 2
+    one = admin.get("admin/tasks", params={"kind": "node.parity", "state": "queued"}).json()
+    assert [row["id"] for row in one["items"]] == [made[0]["id"]]
+    assert admin.get("admin/tasks", params={"limit": 0}).json()["code"] == "request_invalid"
+
+    answer = admin.post(f"admin/tasks/{made[0]['id']}/cancel", json={"reason": "wrong node"})
+    assert (answer.json()["state"], answer.json()["state_reason"]) == ("canceled", "wrong node")
+    log = admin.get("admin/audit", params={"action": "admin.task.canceled"}).json()["items"]
+    assert [row["subject_id"] for row in log] == [made[0]["id"]]
+    assert admin.get("admin/tasks/none").json()["code"] == "task_not_found"

@@ -1,0 +1,77 @@
+"""The past of a node and of an allocation, page by page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from reconciler.store import allocations, images, tasks
+from reconciler.store.engine import transaction
+from tests.unit.reconciler.api.world import ACT, KEY, NODE, World
+
+pytestmark = pytest.mark.covers("CTRL-8")
+
+
+def launched(world: World) -> str:
+    """An allocation whose run has said two things."""
+    with transaction(world.engine) as conn:
+        wanted = allocations.Launch(
+            project_id="demo", gpu_count=1, username="u", ssh_keys=[KEY], hostname="h",
+            image_id=images.every(conn)[0]["id"],
+        )  # fmt: skip
+        allocation = allocations.allocate(conn, wanted, ACT)
+    task = world.lease()
+    with transaction(world.engine) as conn:
+        held = (task["id"], task["lease_token"])
+        tasks.started(conn, *held, run_id="r", run_directory="r")
+        lines = ({"event": "started", "task": "one"}, {"event": "ok", "task": "one"})
+        tasks.progress(conn, *held, *lines, offset=7)
+    return str(allocation["id"])
+
+
+def read(world: World, path: str, limit: int) -> list[dict[str, Any]]:
+    """The whole list, by pages of this size."""
+    admin, found, cursor = world.client("admin"), [], ""
+    while True:
+        query = {"limit": limit} | ({"cursor": cursor} if cursor else {})
+        page = admin.get(path, params=query).json()
+        assert len(page["items"]) <= limit
+        found += page["items"]
+        cursor = page["next"]
+        if not cursor:
+            return found
+
+
+def test_of_an_allocation(selling: World) -> None:
+    key = launched(selling)
+    path = f"admin/allocations/{key}/timeline"
+    whole = read(selling, path, 1000)
+    assert whole == read(selling, path, 3), "pages neither repeat nor leave out"
+    assert [row["at"] for row in whole] == sorted((row["at"] for row in whole), reverse=True)
+    kinds = {(row["type"], row.get("entity", "")) for row in whole}
+    for entity in ("allocation", "claim", "slot", "task"):
+        assert ("state", entity) in kinds
+    lines = [row["document"]["event"] for row in whole if row["type"] == "progress"]
+    assert lines == ["ok", "started"]
+
+
+def test_of_a_node_with_who_did_what(selling: World) -> None:
+    launched(selling)
+    admin = selling.client("admin")
+    admin.post(f"admin/nodes/{NODE}/drain", json={"reason": "new firmware"})
+    newest = read(selling, f"admin/nodes/{NODE}/timeline", 50)[:2]
+    assert {row["type"] for row in newest} == {"state", "audit"}
+    assert {row["reason"] for row in newest} == {"new firmware"}
+    assert any(
+        row["type"] == "progress" for row in read(selling, f"admin/nodes/{NODE}/timeline", 7)
+    )
+
+
+def test_of_nobody(selling: World) -> None:
+    admin = selling.client("admin")
+    assert admin.get("admin/nodes/none/timeline").json()["code"] == "node_not_found"
+    assert admin.get("admin/allocations/none/timeline").json()["code"] == "allocation_not_found"
+    cursor = admin.get("admin/audit", params={"limit": 1}).json()["next"]
+    foreign = admin.get(f"admin/nodes/{NODE}/timeline", params={"cursor": cursor})
+    assert foreign.json()["code"] == "cursor_invalid"

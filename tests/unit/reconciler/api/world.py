@@ -1,0 +1,168 @@
+"""A reconciler with its API, at the stages of a node's life that tests begin from."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import sqlite3
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from sqlalchemy import Engine
+
+from reconciler.api.app import PREFIX, create_app
+from reconciler.domain.act import Act
+from reconciler.domain.states import Role
+from reconciler.settings import Settings
+from reconciler.store import discoveries, images, nodes, projects, proofs, slots, tasks, tokens
+from reconciler.store.engine import open_engine, transaction
+from reconciler.store.migrations import migrate
+from tests.unit.reconciler.api.conformity import Client, Conformity, client
+
+ACT = Act("test", "prepared by the test")
+RECORDED = Path(__file__).parents[3] / "data" / "lab-discovery.json"
+NODE = "lab-host"
+KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAILw6MHUfBS0BkklFB8Qsked8rLaWhYoJ7HQ8JG+KpgdX tenant"
+# Disks 1 and 3 of the recorded host are blank, the others are in use.
+FREE = (1, 3)
+IMAGE: dict[str, Any] = {
+    "name": "ubuntu",
+    "version": "1",
+    "digest": f"sha256:{'0' * 64}",
+    "size_bytes": 1,
+    "url": "https://images.example/ubuntu.raw",
+}
+TOKENS: dict[str, dict[str, Any]] = {
+    "admin": {"role": Role.PLATFORM_ADMIN},
+    "member": {"role": Role.PROJECT_MEMBER, "project_id": "demo"},
+    "stranger": {"role": Role.PROJECT_MEMBER, "project_id": "other"},
+    "node": {"role": Role.NODE, "node_id": NODE},
+}
+
+
+@lru_cache
+def _application() -> FastAPI:
+    return create_app(Settings(), open_engine("sqlite://"))
+
+
+@lru_cache
+def _judge() -> Conformity:
+    return Conformity(_application().openapi())
+
+
+def discovery() -> dict[str, Any]:
+    """The recorded host as it is after bootstrap, storage transition not yet done."""
+    document: dict[str, Any] = copy.deepcopy(json.loads(RECORDED.read_text()))
+    document["reboot_required"] = False
+    document["bootstrap"]["blockers"] = []
+    document["slice_network"]["blockers"] = []
+    document["slice_network"]["bridge"]["addresses"] = ["10.100.0.1/24"]
+    document["candidate_summary"]["blockers"] = []
+    card = document["fabric"][0]
+    card["blockers"] = []
+    card["vfs"] = [
+        {"address": f"0000:25:10.{index}", "index": index, "blockers": []} for index in range(4)
+    ]
+    for candidate, function in zip(document["candidates"], card["vfs"], strict=True):
+        candidate["bundle"]["fabric_vf_pci_address"] = function["address"]
+        candidate["complete"] = True
+    return document
+
+
+def bundle(index: int) -> dict[str, Any]:
+    """The bundle that the discovery suggests for a slot."""
+    found: dict[str, Any] = discovery()["candidates"][index]["bundle"]
+    return found
+
+
+@dataclass
+class World:
+    """One service on a database of its own, and a client for each kind of caller."""
+
+    settings: Settings
+    engine: Engine
+    secrets: dict[str, str] = field(default_factory=dict)
+
+    def client(self, who: str = "", *, base: str = f"{PREFIX}/", **options: Any) -> Client:
+        headers = {"Authorization": f"Bearer {self.secrets[who]}"} if who else {}
+        # One application serves all worlds, one test after the other: building it takes a while.
+        app = _application()
+        app.state.settings, app.state.engine = self.settings, self.engine
+        return client(app, _judge(), base_url=f"http://test{base}", headers=headers, **options)
+
+    def add_node(self) -> None:
+        with transaction(self.engine) as conn:
+            nodes.create(conn, ACT, id=NODE, address="192.0.2.7", profile="lab")
+
+    def issue(self) -> None:
+        """Two projects and a token for everybody."""
+        with transaction(self.engine) as conn:
+            for project in ("demo", "other"):
+                projects.create(conn, project, ACT, id=project)
+            for who, values in TOKENS.items():
+                _, self.secrets[who] = tokens.issue(conn, ACT, name=who, **values)
+
+    def prepare(self) -> None:
+        """The node is enrolled, bootstrapped and discovered."""
+        identity = discovery()["identity"]
+        with transaction(self.engine) as conn:
+            nodes.enrolled(conn, NODE, ACT, **identity)
+            nodes.bootstrapped(conn, NODE, ACT, identity=identity)
+            discoveries.record(conn, NODE, discovery(), ACT)
+
+    def sell(self) -> None:
+        """Two slots proven clean, parity passed, an image, switches on."""
+        with transaction(self.engine) as conn:
+            images.register(conn, ACT, **IMAGE)
+            for index in FREE:
+                found = bundle(index)
+                proof = {"disk": f"eui.{found['nvme_eui']}", "verified": True, "method": "discard"}
+                proofs.record_transition(conn, NODE, proof, ACT)
+        body = {"slots": [bundle(index) for index in FREE], "reason": "test"}
+        admin = self.client("admin")
+        assert admin.post(f"admin/nodes/{NODE}/resource-slots", json=body).status_code == 201
+        report = {"failures": 0, "warnings": 0, "checks": [], "identity": discovery()["identity"]}
+        with transaction(self.engine) as conn:
+            discoveries.record(conn, NODE, discovery(), ACT)
+            discoveries.record_parity(conn, NODE, report, ACT)
+            assert len(slots.open_gate(conn, NODE, ACT)["opened"]) == len(FREE)
+        on = {"enabled": True}
+        assert admin.put(f"admin/nodes/{NODE}/scheduling", json=on).status_code == 200
+        assert admin.put("admin/settings/slice-scheduling", json=on).status_code == 200
+
+    def lease(self) -> dict[str, Any]:
+        """Take the next task as a worker would."""
+        with transaction(self.engine) as conn:
+            (task,) = tasks.lease(conn, "test")
+        return task
+
+
+def migrated(folder: Path) -> Path:
+    """A database file at the newest revision; copying it is much quicker than migrating again."""
+    file = folder / "reconciler.db"
+    engine = open_engine(f"sqlite:///{file}")
+    migrate(engine)
+    engine.dispose()
+    return file
+
+
+def snapshot(world: World, folder: Path) -> Path:
+    """The world's database as one file."""
+    target = folder / "reconciler.db"
+    source = sqlite3.connect(world.settings.state_dir / "reconciler.db")
+    copied = sqlite3.connect(target)
+    source.backup(copied)
+    source.close()
+    copied.close()
+    return target
+
+
+def world_in(folder: Path, database: Path, secrets: dict[str, str] | None = None) -> World:
+    """A world on its own copy of a database."""
+    shutil.copy(database, folder / "reconciler.db")
+    settings = Settings(state_dir=folder, public_url="http://198.51.100.1:8080")
+    return World(settings, open_engine(settings.database), dict(secrets or {}))

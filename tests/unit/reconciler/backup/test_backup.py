@@ -1,0 +1,174 @@
+"""A site that is made again of its backup: the same allocations, and nothing done twice."""
+
+from __future__ import annotations
+
+import io
+import stat
+import tarfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.backup import archive
+from reconciler.backup.restore import restore
+from reconciler.domain.errors import Problem
+from reconciler.domain.states import TaskKind
+from reconciler.settings import Settings
+from reconciler.store import allocations, invariants, nodes, outcomes, slots, tables, tasks
+from reconciler.store.engine import open_engine, reading, transaction
+from reconciler.store.migrations import migrate
+from reconciler.store.restored import LEAP
+from reconciler.store.settings import site_scheduling
+from reconciler.trust.ca import known_hosts, open_trust, user_ca
+from tests.unit.reconciler.conftest import ADMIN, Site
+from tests.unit.reconciler.service.postgres import Postgres
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[Postgres]:
+    server = Postgres()
+    server.start()
+    yield server
+    server.remove()
+
+
+def settled(folder: Path, url: str = "") -> Settings:
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return Settings(state_dir=folder, database_url=url, profiles_dir=folder)
+
+
+class Life:
+    """A site with a tenant, a machine that is being built, and a slot on sale."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.engine = open_engine(settings.database)
+        migrate(self.engine)
+        self.trust = open_trust(settings.state_dir)
+        site = Site(self.engine)
+        site.node("n1", (0, 1, 3))
+        with transaction(self.engine) as conn:
+            self.active = site.active(conn)
+            self.building = site.allocate(conn)
+            (task,) = tasks.lease(conn, "w", runner="r", kinds=[TaskKind.SLICE_VM_PROVISION])
+            run = tasks.run_id(task)
+            tasks.started(conn, task["id"], task["lease_token"], run_id=run, run_directory="/r")
+            outcomes.provision_started(conn, self.building, ADMIN)
+            self.task = task["id"]
+
+
+def life(folder: Path, url: str) -> Iterator[Life]:
+    made = Life(settled(folder, url))
+    yield made
+    made.engine.dispose()
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)])
+def urls(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """Of the site that was, and of an empty database for the one that comes."""
+    if request.param == "sqlite":
+        return "", ""
+    server = request.getfixturevalue("postgres")
+    return tuple(server.database(f"b_{uuid.uuid4().hex[:8]}") for _ in range(2))  # type: ignore[return-value]
+
+
+@pytest.fixture
+def before(urls: tuple[str, str], tmp_path: Path) -> Iterator[Life]:
+    yield from life(tmp_path / "before", urls[0])
+
+
+@pytest.mark.covers("CTRL-2", "I13")
+def test_the_same_allocations_and_nothing_done_twice(
+    before: Life, urls: tuple[str, str], tmp_path: Path
+) -> None:
+    file = tmp_path / "site.tar.gz"
+    with transaction(before.engine) as conn:
+        # Somebody writes while the copy is made: what is not committed is not in it.
+        conn.execute(sa.insert(tables.projects).values(id="late", name="late"))
+        made = archive.write(before.settings, file) if urls[0] else None
+    made = made or archive.write(before.settings, file)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    after = settled(tmp_path / "after", urls[1])
+
+    done = restore(after, file)
+
+    assert done["lost_tasks"] == [before.task]
+    assert len(done["closed_slots"]) == 1
+    engine = open_engine(after.database)
+    with reading(engine) as conn:
+        assert invariants.check(conn) == []
+        known = set(conn.execute(sa.select(tables.projects.c.id)).scalars())
+        # One engine was copied beside the open transaction, the other after it.
+        assert known == ({"p1"} if urls[0] else {"p1", "late"})
+        assert allocations.get(conn, before.active)["state"] == "active"
+        assert allocations.get(conn, before.building)["state"] == "failed"
+        assert tasks.get(conn, before.task)["state"] == "lost"
+        found = {slot["status"]: slot for slot in slots.of_node(conn, "n1")}
+        assert set(found) == {"active", "cleanup_blocked", "disabled"}
+        # Whatever hosts have seen since the backup, new claims are above it.
+        assert found["disabled"]["fence"] >= LEAP and found["cleanup_blocked"]["fence"] >= LEAP
+        assert found["active"]["fence"] < LEAP
+        assert not site_scheduling(conn)
+        # Nothing is on sale before the host is discovered and proven again.
+        assert nodes.get(conn, "n1")["boot_id"] == ""
+    with transaction(engine) as conn:
+        assert slots.open_gate(conn, "n1", ADMIN)["opened"] == []
+        assert tasks.lease(conn, "w", runner="another") == []
+    engine.dispose()
+    # The hosts of the old site trust the new one.
+    assert user_ca(open_trust(after.state_dir)) == user_ca(before.trust)
+    assert known_hosts(open_trust(after.state_dir)).exists()
+    assert f"revision {made['revision']}" == f"revision {done['revision']}"
+
+
+def test_a_site_is_never_restored_over_another(
+    before: Life, urls: tuple[str, str], tmp_path: Path
+) -> None:
+    file = tmp_path / "site.tar.gz"
+    archive.write(before.settings, file)
+    with pytest.raises(Problem, match="restore_not_empty"):
+        restore(before.settings, file)
+    with pytest.raises(Problem, match="restore_not_empty"):
+        restore(settled(tmp_path / "elsewhere", before.engine.url.render_as_string(False)), file)
+    with pytest.raises(Problem, match="backup_exists"):
+        archive.write(before.settings, file)
+    with reading(before.engine) as conn:
+        assert allocations.get(conn, before.active)["state"] == "active"
+
+
+def test_a_strange_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "strange.tar"
+    for name, content in (("../../escaped", b"x"), ("manifest.json", b"{}"), ("other", b"x")):
+        with tarfile.open(file, "w") as tar:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+        with pytest.raises(Problem, match="backup_unreadable"):
+            restore(settled(tmp_path / "new"), file)
+    file.write_text("no archive")
+    with pytest.raises(Problem, match="backup_unreadable"):
+        restore(settled(tmp_path / "new"), file)
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_backup_of_a_newer_version_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "old"
+    made = Life(settled(folder))
+    made.engine.dispose()
+    file = tmp_path / "site.tar.gz"
+    archive.write(made.settings, file)
+    monkeypatch.setattr("reconciler.store.migrations.revisions", lambda: ("0001",))
+    with pytest.raises(Problem, match="backup_newer"):
+        restore(settled(tmp_path / "new"), file)
+    assert not (tmp_path / "new" / "reconciler.db").exists()
+
+
+def test_without_a_site_there_is_nothing_to_back_up(tmp_path: Path) -> None:
+    with pytest.raises(Problem, match="database_missing"):
+        archive.write(settled(tmp_path / "none"), tmp_path / "file")
+    assert not (tmp_path / "file").exists()

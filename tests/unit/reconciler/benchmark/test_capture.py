@@ -1,0 +1,247 @@
+"""The harness for real on this machine, over a stand-in for ssh, and against lying machines."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reconciler.benchmark import bundle, document
+from reconciler.benchmark.capture import capture
+from reconciler.benchmark.harness.request import Request
+from reconciler.benchmark.target import Target, command
+from reconciler.domain.errors import Problem
+from reconciler.runs.ssh import SshAccess
+
+TINY = Request(
+    label='it\'s "here" $(id) </script>',
+    kind="host",
+    cpu_steps=20_000,
+    memory_bytes=1 << 20,
+    repetitions=3,
+    seconds=1,
+)
+HOST = Target(host="10.100.0.10", user="gpuuser")
+
+Tool = Callable[[str, str], Path]
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A capture of this machine; the fio target does not exist."""
+    folder = tmp_path_factory.mktemp("capture")
+    told: list[str] = []
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        asked = dataclasses.replace(TINY, fio_target=str(folder / "none"))
+        found = capture(Target(), asked, told.append)
+    finally:
+        os.chdir(before)
+    assert list(folder.iterdir()) == [], "nothing is left where it ran"
+    assert told[:2] == ["cpu: at most 30 s", "cpu: ok"]
+    return found
+
+
+def test_this_machine_is_measured(real: dict[str, Any]) -> None:
+    probes = {each["probe"]: each for each in real["probes"]}
+    for name, metrics in (("cpu", 3), ("memory", 2)):
+        assert probes[name]["status"] == "ok", probes[name]["reason"]
+        assert len(probes[name]["metrics"]) == metrics
+        assert all(len(each["samples"]) == 3 for each in probes[name]["metrics"])
+    shared = probes["cpu"]["metrics"][2]
+    assert shared["workers"] == real["vcpus"] == len(os.sched_getaffinity(0))
+    assert probes["cpu"]["tool"] == {"name": "cpython", "version": sys.version.split()[0]}
+    assert real["host"]["kernel"] == os.uname().release
+    assert real["label"] == TINY.label, "a label is data on its whole way"
+
+
+def test_what_is_not_there_is_said(real: dict[str, Any]) -> None:
+    probes = {each["probe"]: each for each in real["probes"]}
+    assert probes["rdma"]["reason"]["code"] == "not_requested"
+    assert probes["disk"]["reason"]["code"] in ("tool_missing", "target_missing")
+    for name in ("disk", "rdma"):
+        assert (probes[name]["status"], probes[name]["metrics"]) != ("ok", [])
+        assert probes[name]["metrics"] == []
+
+
+def test_a_label_must_fit_the_machine() -> None:
+    wrong = dataclasses.replace(TINY, vcpus=4096)
+    with pytest.raises(Problem) as caught:
+        capture(Target(), wrong, lambda _line: None)
+    assert caught.value.code == "vcpus_differ"
+    assert str(len(os.sched_getaffinity(0))) in caught.value.found
+
+
+def test_the_harness_is_standard_library_and_old_python() -> None:
+    for name, source in bundle.sources().items():
+        tree = ast.parse(source, name, feature_version=(3, 8))
+        imported = {
+            node.module.partition(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node.module
+        } | {
+            alias.name.partition(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import)
+            for alias in node.names
+        }
+        assert imported <= sys.stdlib_module_names | {"reconciler"}, name
+
+
+def test_over_ssh_it_comes_by_standard_input(tool: Tool) -> None:
+    arguments = tool("ssh", 'for last; do :; done; exec sh -c "$last"')
+    found = capture(HOST, TINY, lambda _line: None)
+    assert (found["label"], found["probes"][0]["status"]) == (TINY.label, "ok")
+    words = arguments.read_text().splitlines()
+    assert words[-4:] == ["gpuuser", "--", "10.100.0.10", "python3 -I -B -"]
+    assert "StrictHostKeyChecking=yes" in words
+
+
+def _effective(target: Target) -> dict[str, str]:
+    """What the real ssh client makes of the words."""
+    text = subprocess.run(
+        ["ssh", "-G", *command(target)[1:]], capture_output=True, text=True, check=True
+    ).stdout
+    return dict(line.split(" ", 1) for line in text.splitlines() if " " in line)
+
+
+def test_no_configuration_makes_it_trust_a_stranger(tmp_path: Path) -> None:
+    lax = tmp_path / "config"
+    lax.write_text("Host *\nStrictHostKeyChecking no\nForwardAgent yes\nProxyJump j22u15\n")
+    found = _effective(dataclasses.replace(HOST, config=lax, key=tmp_path / "a key"))
+    assert found["stricthostkeychecking"] == "true"
+    assert (found["batchmode"], found["forwardagent"]) == ("yes", "no")
+    assert found["proxyjump"] == "j22u15", "the way there stays the operator's"
+    assert found["identityfile"] == str(tmp_path / "a key")
+
+
+def test_an_enrolled_node_is_known_by_certificate(tmp_path: Path) -> None:
+    access = SshAccess(tmp_path / "key", tmp_path / "cert", tmp_path / "hosts")
+    found = _effective(dataclasses.replace(HOST, access=access, alias="node-1"))
+    assert found["stricthostkeychecking"] == "true"
+    assert found["hostkeyalias"] == "node-1"
+    assert found["userknownhostsfile"] == str(tmp_path / "hosts")
+
+
+def test_sudo_is_asked_without_a_terminal() -> None:
+    assert command(dataclasses.replace(HOST, sudo=True))[-1] == "sudo -n python3 -I -B -"
+    assert command(Target(sudo=True))[:2] == ["sudo", "-n"]
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"host": "-oProxyCommand=id"}, "host_invalid"),
+        ({"host": "a b"}, "host_invalid"),
+        ({"user": "-l"}, "user_invalid"),
+    ],
+)
+def test_a_name_is_never_an_option(change: dict[str, str], code: str) -> None:
+    with pytest.raises(Problem) as caught:
+        command(dataclasses.replace(HOST, **change))
+    assert caught.value.code == code
+
+
+def test_a_host_that_does_not_answer() -> None:
+    with pytest.raises(Problem) as caught:
+        capture(Target(host="127.0.0.1", port=9), TINY, lambda _line: None)
+    assert caught.value.code == "target_unreachable"
+    assert "refused" in caught.value.found
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [
+        ("echo no python3 >&2; exit 127", "harness_failed"),
+        ("echo '[]'", "capture_invalid"),
+        ("echo '{\"schema\": NaN}'", "capture_invalid"),
+        ("echo '{\"schema\": 1}'", "capture_invalid"),
+        ("yes '['", "capture_invalid"),
+        ('echo \'{"refusal": {"code": "vcpus_differ"}}\'; exit 3', "vcpus_differ"),
+    ],
+)
+def test_a_machine_that_lies(tool: Tool, answer: str, code: str) -> None:
+    tool("ssh", answer)
+    with pytest.raises(Problem) as caught:
+        capture(HOST, TINY, lambda _line: None)
+    assert caught.value.code == code
+
+
+def test_a_capture_is_of_what_was_asked(tool: Tool, real: dict[str, Any], tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    for change in ({"kind": "vm"}, {"harness": {"digest": f"sha256:{'0' * 64}", "python": "3"}}):
+        other.write_text(json.dumps(real | change))
+        tool("ssh", f"cat '{other}'")
+        with pytest.raises(Problem) as caught:
+            capture(HOST, TINY, lambda _line: None)
+        assert caught.value.code == "capture_invalid"
+
+
+def test_time_runs_out(tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reconciler.benchmark.capture.longest_s", lambda _request: 0.2)
+    monkeypatch.setattr("reconciler.benchmark.capture._SLACK_S", 0)
+    tool("ssh", "exec sleep 30")
+    with pytest.raises(Problem) as caught:
+        capture(HOST, TINY, lambda _line: None)
+    assert caught.value.code == "capture_timeout"
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def test_a_capture_that_is_called_off_leaves_no_process(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_text(bundle.text(dataclasses.replace(TINY, cpu_steps=10**9)))
+    with (
+        program.open() as text,
+        subprocess.Popen(
+            [sys.executable, "-I", "-B", "-"], stdin=text, stderr=subprocess.DEVNULL
+        ) as process,
+    ):
+        end = time.monotonic() + 10
+        tree: list[int] = []
+        while len(tree) < 1 + len(os.sched_getaffinity(0)) and time.monotonic() < end:
+            time.sleep(0.02)
+            probes = _children(process.pid)
+            tree = probes + [worker for probe in probes for worker in _children(probe)]
+        assert len(tree) == 1 + len(os.sched_getaffinity(0)), "a probe and its workers"
+        process.terminate()
+        assert process.wait(timeout=10) == 1
+    # Whoever adopts them reaps them.
+    while any(_alive(pid) for pid in tree) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert [pid for pid in tree if _alive(pid)] == []
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_file_is_whole_or_refused(real: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "new folder" / "a.json"
+    document.save(real, file)
+    assert document.load(file) == real
+    file.write_text(file.read_text()[:-20])
+    for path in (file, tmp_path / "none.json"):
+        with pytest.raises(Problem) as caught:
+            document.load(path)
+        assert caught.value.code in ("capture_invalid", "file_invalid")
+    with pytest.raises(Problem):
+        document.save(real, file / "below a file")

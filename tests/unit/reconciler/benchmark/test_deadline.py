@@ -1,0 +1,85 @@
+"""Probes that hang, die or crash; no process of theirs is left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reconciler.benchmark.harness.crowd import together
+from reconciler.benchmark.harness.deadline import within
+from reconciler.benchmark.harness.reasons import Failed, Skipped
+
+# Only this process's main thread matters to what is forked here.
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+def test_what_a_probe_says() -> None:
+    assert within(10, lambda: {"metrics": [1]}) == {"status": "ok", "reason": None, "metrics": [1]}
+    big = within(10, lambda: {"metrics": ["x" * 300_000]})
+    assert len(big["metrics"][0]) == 300_000, "more than a pipe holds"
+
+
+def test_a_probe_that_hangs_is_ended_with_its_tools(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+
+    def hang() -> dict[str, Any]:
+        tool = subprocess.Popen(["sleep", "60"])
+        file.write_text(str(tool.pid))
+        tool.wait()
+        return {}
+
+    began = time.monotonic()
+    found = within(0.5, hang)
+    assert found["reason"]["code"] == "probe_deadline"
+    assert time.monotonic() - began < 5
+    # Its parent is dead too: whoever adopts it reaps it.
+    end = time.monotonic() + 5
+    while (state := _state(int(file.read_text()))) not in ("", "Z") and time.monotonic() < end:
+        time.sleep(0.01)
+    assert state in ("", "Z")
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def _raise(error: Exception) -> dict[str, Any]:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (Skipped("not_requested", expected="a", found="b", remedy="c"), "skipped", "not_requested"),
+        (ValueError("odd"), "failed", "probe_crashed"),
+    ],
+)
+def test_a_probe_that_gives_up(error: Exception, status: str, code: str) -> None:
+    found = within(10, lambda: _raise(error))
+    assert (found["status"], found["reason"]["code"]) == (status, code)
+
+
+def test_a_probe_that_dies() -> None:
+    found = within(10, lambda: os._exit(1))
+    assert found["reason"]["code"] == "probe_died"
+
+
+def test_a_crowd_works_together() -> None:
+    seconds = together(lambda: lambda: time.sleep(0.02), 2)
+    assert len(seconds) == 2
+    assert all(0.02 <= each < 2 for each in seconds)
+
+
+def test_a_crowd_that_loses_one() -> None:
+    with pytest.raises(Failed, match="worker_died"):
+        together(lambda: lambda: os._exit(1), 1)
+    with pytest.raises(Failed, match="worker_died"):
+        together(lambda: _raise(MemoryError()), 1)

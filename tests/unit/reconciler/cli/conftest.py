@@ -1,0 +1,73 @@
+"""`gpuaas` as people type it, against the API of a test's own service."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from reconciler import client
+from reconciler.cli.main import main
+from reconciler.domain.states import TaskState
+from reconciler.store import tasks
+from reconciler.store.engine import transaction
+from tests.unit.reconciler.api.conftest import new, prepared, selling, stages
+from tests.unit.reconciler.api.world import ACT, World
+
+__all__ = ["Gpuaas", "gpuaas", "new", "prepared", "selling", "stages"]
+
+
+class Gpuaas:
+    """Runs commands; `status`, `out` and `err` are those of the last one."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], patch: pytest.MonkeyPatch) -> None:
+        self._capsys = capsys
+        self._patch = patch
+        self.status = 0
+        self.out = ""
+        self.err = ""
+
+    def __call__(self, *words: str) -> str:
+        try:
+            main(words)
+            self.status = 0
+        except SystemExit as end:
+            self.status = int(end.code or 0)
+        self.out, self.err = self._capsys.readouterr()
+        return self.out
+
+    def at(self, world: World, who: str = "admin") -> Gpuaas:
+        """Talk to this service, as this caller."""
+        file = world.settings.state_dir / f"{who}.token"
+        file.write_text(world.secrets[who] + "\n")
+        self._patch.setenv("GPUAAS_TOKEN_FILE", str(file))
+        own = world.client(who, base="/")
+        self._patch.setattr("reconciler.client.httpx.Client", lambda **_options: own)
+        return self
+
+    def ending(self, world: World, act: Callable[[Any, Any], dict[str, Any]]) -> Gpuaas:
+        """Tasks end at once: `act(conn, task)` gives the result, or the error under "error"."""
+
+        def wait(own: client.Client, task_id: str, **options: Any) -> Any:
+            if "on_progress" in options:
+                options["on_progress"](own.get(f"/admin/tasks/{task_id}"))
+            task = world.lease()
+            with transaction(world.engine) as conn:
+                found = act(conn, task)
+                error = found.pop("error", None)
+                state = TaskState.FAILED if error else TaskState.SUCCEEDED
+                held = (task["id"], task["lease_token"])
+                tasks.finish(conn, *held, state, ACT, result=found, error=error)
+            return own.get(f"/admin/tasks/{task_id}")
+
+        self._patch.setattr(client.Client, "wait", wait)
+        return self
+
+
+@pytest.fixture
+def gpuaas(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Gpuaas:
+    """The command, with nothing configured."""
+    for name in ("GPUAAS_API", "GPUAAS_TOKEN_FILE", "GPUAAS_STATE_DIR", "GPUAAS_PROJECT"):
+        monkeypatch.delenv(name, raising=False)
+    return Gpuaas(capsys, monkeypatch)

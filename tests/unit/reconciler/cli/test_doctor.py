@@ -1,0 +1,214 @@
+"""`gpuaas doctor`: every fault has its own finding, and a sound installation has none."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.doctor import configured, folders, records, tools
+from reconciler.service.authorities import adopt
+from reconciler.settings import Settings
+from reconciler.store import leader, processes, tables
+from reconciler.store.engine import transaction
+from reconciler.trust.ca import Trust, open_trust
+from tests.unit.reconciler.api.world import World
+from tests.unit.reconciler.cli.conftest import Gpuaas
+
+Doctor = Callable[[], dict[str, Any]]
+
+
+@pytest.fixture
+def sound(selling: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch) -> World:
+    """An installation in which everything is as it should be."""
+    folder = selling.settings.state_dir
+    folder.chmod(0o700)
+    (folder / "reconciler.db").chmod(0o600)
+    adopt(selling.settings, selling.engine)
+    with transaction(selling.engine) as conn:
+        processes.beat(conn, "p1", ["api", "worker", "loops"], host="h", pid=1, version="1")
+        leader.campaign(conn, leader.LOOPS, "p1", 3600)
+    monkeypatch.setenv("GPUAAS_STATE_DIR", str(folder))
+    monkeypatch.setattr(folders, "_LITTLE_GIB", 0)
+    monkeypatch.setattr(folders, "_LEAST_GIB", 0)
+    return selling
+
+
+@pytest.fixture
+def doctor(gpuaas: Gpuaas) -> Doctor:
+    """What is wrong, by check; the exit status agrees."""
+
+    def ask() -> dict[str, Any]:
+        found = json.loads(gpuaas("doctor", "--output", "json"))
+        assert gpuaas.status == (1 if found["failures"] else 0)
+        wrong = [finding for finding in found["findings"] if finding["status"] != "ok"]
+        assert all(finding["expected"] and finding["remedy"] for finding in wrong)
+        return {finding["check"]: finding for finding in wrong}
+
+    return ask
+
+
+def test_nothing_is_wrong(sound: World, doctor: Doctor, gpuaas: Gpuaas) -> None:
+    assert doctor() == {}
+    assert "collection" in gpuaas("doctor")
+
+
+def _open_folder(world: World) -> None:
+    world.settings.state_dir.chmod(0o755)
+
+
+def _open_database(world: World) -> None:
+    (world.settings.state_dir / "reconciler.db").chmod(0o644)
+
+
+def _no_database(world: World) -> None:
+    (world.settings.state_dir / "reconciler.db").unlink()
+
+
+def _old_schema(world: World) -> None:
+    with transaction(world.engine) as conn:
+        conn.exec_driver_sql("UPDATE alembic_version SET version_num = '0004'")
+
+
+def _open_key(world: World) -> None:
+    Trust(world.settings.state_dir / "trust").host_authority.chmod(0o640)
+
+
+def _no_key(world: World) -> None:
+    Trust(world.settings.state_dir / "trust").user_authority.unlink()
+
+
+def _no_trust(world: World) -> None:
+    shutil.rmtree(world.settings.state_dir / "trust")
+
+
+def _other_authorities(world: World) -> None:
+    shutil.rmtree(world.settings.state_dir / "trust")
+    open_trust(world.settings.state_dir)
+
+
+def _no_admin(world: World) -> None:
+    with transaction(world.engine) as conn:
+        conn.execute(sa.update(tables.api_tokens).values(revoked_at=1))
+
+
+def _nobody_works(world: World) -> None:
+    with transaction(world.engine) as conn:
+        processes.beat(conn, "p1", ["api"], host="h", pid=1, version="1")
+
+
+def _nobody_leads(world: World) -> None:
+    with transaction(world.engine) as conn:
+        conn.execute(sa.update(tables.leaders).values(expires_at=0))
+
+
+@pytest.mark.parametrize(
+    ("fault", "check", "status"),
+    [
+        (_open_folder, "state_dir", "fail"),
+        (_open_database, "database", "fail"),
+        (_no_database, "database", "fail"),
+        (_old_schema, "schema", "fail"),
+        (_open_key, "ssh_ca", "fail"),
+        (_no_key, "ssh_ca", "fail"),
+        (_no_trust, "ssh_ca", "warn"),
+        (_other_authorities, "authorities", "fail"),
+        (_no_admin, "tokens", "warn"),
+        (_nobody_works, "processes", "warn"),
+        (_nobody_leads, "leader", "fail"),
+    ],
+)
+def test_a_fault_is_named(
+    sound: World, doctor: Doctor, fault: Callable[[World], None], check: str, status: str
+) -> None:
+    fault(sound)
+    found = doctor()
+    assert {name: one["status"] for name, one in found.items()} == {check: status}
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "check", "found"),
+    [
+        ("GPUAAS_COLLECTIONS_PATH", "{empty}", "collection", "any playbook"),
+        ("GPUAAS_PROFILES_DIR", "{empty}", "profiles", "none in"),
+        ("GPUAAS_DATABASE_URL", "postgresql+psycopg://u:canary-pw@/x?host={empty}", "database", ""),
+        ("GPUAAS_LOG_FORMAT", "canary-xml", "settings", "GPUAAS_LOG_FORMAT"),
+        ("GPUAAS_LISTN", "127.0.0.1:1", "settings", "no setting"),
+    ],
+)
+def test_a_wrong_setting_is_named(
+    sound: World,
+    doctor: Doctor,
+    gpuaas: Gpuaas,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    variable: str,
+    value: str,
+    check: str,
+    found: str,
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    monkeypatch.setenv(variable, value.format(empty=empty))
+    said = doctor()
+    assert list(said) == [check]
+    assert found in said[check]["found"]
+    assert "canary" not in gpuaas.out
+
+
+def test_the_file_of_settings_is_looked_at(
+    sound: World, doctor: Doctor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "gpuaas.env"
+    file.write_text("GPUAAS_WORKERS=7\nGPUAAS_WRKERS=3\n")
+    monkeypatch.setenv("GPUAAS_CONFIG_FILE", str(file))
+    file.chmod(0o644)
+    assert [one.found[-10:] for one in configured._file()] == ["(mode 644)"]
+    assert Settings().workers == 7
+    monkeypatch.setenv("GPUAAS_WORKERS", "1")
+    assert Settings().workers == 1, "the environment goes before the file"
+    file.chmod(0o640)
+    assert f"GPUAAS_WRKERS in {file}" in doctor()["settings"]["found"]
+
+
+def test_a_broken_profile_is_named(sound: World, tmp_path: Path) -> None:
+    good = next(Settings().profiles_dir.glob("*.yml"))
+    (tmp_path / "bad.yml").write_text("name: bad\nname2: [")
+    (tmp_path / "short.yml").write_text("name: short\n")
+    shutil.copy(good, tmp_path / "good.yml")
+    found = list(tools.profiles(Settings(profiles_dir=tmp_path)))
+    assert [one.status for one in found] == ["fail", "ok", "fail"]
+
+
+def test_little_room_is_said(sound: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "_LITTLE_GIB", 1 << 30)
+    assert [one.status for one in folders.room(sound.settings)] == ["warn"]
+    monkeypatch.setattr(folders, "_LEAST_GIB", 1 << 30)
+    assert [one.status for one in folders.room(sound.settings)] == ["fail"]
+
+
+def test_another_user_is_told_whose_folder_it_is(
+    sound: World, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1)
+    assert doctor()["state_dir"]["remedy"].startswith("run as ")
+
+
+def test_forgotten_holds_are_named(sound: World) -> None:
+    folder = sound.settings.state_dir
+    run = folder / "runs" / "nobodys-run"
+    run.mkdir(parents=True)
+    with transaction(sound.engine) as conn:
+        assert not [one for one in records._held(sound.settings, conn) if one.status != "ok"]
+    with (run / "lock").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        with transaction(sound.engine) as conn:
+            (stale,) = records._held(sound.settings, conn)
+    assert (stale.status, "nobodys-run" in stale.found) == ("warn", True)

@@ -1,0 +1,87 @@
+"""Nodes out of use and back, what a task does while it does it, and whether all is sound."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.domain.states import TaskState
+from reconciler.store import tables, tasks
+from reconciler.store.engine import transaction
+from tests.unit.reconciler.api.world import ACT, NODE, World
+from tests.unit.reconciler.cli.conftest import Gpuaas
+
+pytestmark = pytest.mark.covers("CTRL-8", "CTRL-12")
+
+
+def ended(world: World, state: TaskState = TaskState.SUCCEEDED) -> dict[str, Any]:
+    """A task that has said one thing and is over."""
+    world.client("admin").post(f"admin/nodes/{NODE}/parity")
+    task = world.lease()
+    with transaction(world.engine) as conn:
+        held = (task["id"], task["lease_token"])
+        tasks.progress(
+            conn, *held, {"at": "now", "event": "failed", "task": "look", "code": "no_nat"}
+        )
+        error = {"code": "no_nat", "found": "no rule"} if state is TaskState.FAILED else None
+        tasks.finish(conn, *held, state, ACT, error=error)
+    return task
+
+
+def test_out_of_use_and_back(selling: World, gpuaas: Gpuaas) -> None:
+    run = gpuaas.at(selling)
+    run("nodes", "drain", NODE)
+    assert (gpuaas.status, "--reason" in gpuaas.err) == (2, True)
+    for verb, state in (("drain", "draining"), ("maintain", "maintenance"), ("resume", "ready")):
+        run("nodes", verb, NODE, "--reason", "a new disk", "--output", "json")
+        found = json.loads(gpuaas.out)
+        assert (found["state"], found["state_reason"]) == (state, "a new disk")
+    lines = run("nodes", "timeline", NODE, "--limit", "8").splitlines()
+    assert "draining -> maintenance (maintain by admin:admin): a new disk" in " ".join(lines)
+    assert "ready" in lines[-1] or "resume" in lines[-1]
+    run("nodes", "retire", NODE, "--reason", "sold", "--yes")
+    assert "transition_refused" in gpuaas.err
+
+
+def test_follow_tells_everything_and_fails_with_the_task(prepared: World, gpuaas: Gpuaas) -> None:
+    task = ended(prepared)
+    gpuaas.at(prepared)("tasks", "follow", task["id"])
+    assert gpuaas.status == 0, gpuaas.err
+    told = [line.split()[1:] for line in gpuaas.err.splitlines()]
+    assert [words[0].rstrip(":") for words in told] == ["queued", "running", "failed", "succeeded"]
+    assert "look  no_nat" in gpuaas.err
+    gpuaas("tasks", "follow", task["id"], "--output", "json")
+    events = [json.loads(line)["event"] for line in gpuaas.out.splitlines()]
+    assert events[-1] == "end" and len(events) == 5
+
+    bad = ended(prepared, TaskState.FAILED)
+    gpuaas("tasks", "follow", bad["id"])
+    assert (gpuaas.status, "no_nat" in gpuaas.err) == (1, True)
+
+
+def test_output_and_why_a_task_waits(prepared: World, gpuaas: Gpuaas, tmp_path: Path) -> None:
+    gpuaas.at(prepared)("tasks", "output", ended(prepared)["id"])
+    assert (gpuaas.status, gpuaas.out, "no run has begun" in gpuaas.err) == (0, "", True)
+    prepared.client("admin").post(f"admin/nodes/{NODE}/bootstrap")
+    assert "worker" in gpuaas("tasks", "list", "--state", "queued")
+
+
+def test_check(
+    selling: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("GPUAAS_STATE_DIR", str(selling.settings.state_dir))
+    gpuaas("check")
+    assert (gpuaas.status, "0 violations" in gpuaas.err) == (0, True), gpuaas.err
+    with transaction(selling.engine) as conn:
+        conn.execute(sa.update(tables.nodes).values(state="draining"))
+    gpuaas("check", "--output", "json")
+    assert (gpuaas.status, "violations" in gpuaas.err) == (1, True)
+    assert {row["invariant"] for row in json.loads(gpuaas.out)} == {"I12", "I20"}
+    monkeypatch.setenv("GPUAAS_STATE_DIR", str(tmp_path / "none"))
+    gpuaas("check")
+    assert (gpuaas.status, "database_missing" in gpuaas.err) == (1, True)
+    assert not (tmp_path / "none").exists(), "a check makes nothing"

@@ -1,0 +1,291 @@
+"""`gpuaas host`: real runs on this machine, with the real playbook and with a host that lies."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils import _parity
+
+from reconciler.cli import host
+from reconciler.runs import byhand, contract
+from reconciler.runs.errors import RunError
+from reconciler.runs.reach import Reach, Work
+from tests.unit.reconciler.api.world import NODE, World, bundle, discovery
+from tests.unit.reconciler.cli.conftest import Gpuaas
+
+pytestmark = pytest.mark.covers("HOST-9", "HOST-10", "HOST-11")
+
+ROOT = Path(__file__).resolve().parents[4]
+SCRIPTS = ROOT / "scripts" / "ops"
+LINE = re.compile(r"GPUAAS_SLICE_PARITY status=(PASS|WARN|FAIL) check=\w+ detail=[!-~]( |[!-~])*")
+DEVICE = "/dev/disk/by-id/nvme-eui.5e0000000000a000"
+DISK = {
+    "nvme_device": DEVICE,
+    "kernel_name": "nvme0n1",
+    "serial": "LABNVME0",
+    "eui": "5e0000000000a000",
+    "size_bytes": 4 << 30,
+    "mounts": ["/share0"],
+    "filesystems": {"nvme0n1p1": "ext4"},
+}
+
+# Answers with the next report of a list; what they say is the test's.
+MODULE = """#!/usr/bin/python
+import json, pathlib
+from ansible.module_utils.basic import AnsibleModule
+module = AnsibleModule({{"profile": {{"type": "dict"}}, "slots": {{"type": "list"}}, "intent": {{}},
+    "api_topology": {{"type": "dict"}}, "maas_tags": {{"type": "list"}}}})
+file = pathlib.Path("{reports}")
+first, *rest = json.loads(file.read_text())
+file.write_text(json.dumps(rest))
+module.exit_json(parity=first)
+"""
+
+
+@pytest.fixture
+def liar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The collection with a module that says what reports.json says, and roles that only tell."""
+    reports = tmp_path / "reports.json"
+    own = tmp_path / "collections" / "ansible_collections" / "gpuaas" / "slice"
+    (own / "plugins" / "modules").mkdir(parents=True)
+    (own / "plugins" / "modules" / "slice_parity.py").write_text(MODULE.format(reports=reports))
+    (own / "roles").mkdir()
+    for part in ("galaxy.yml", "meta", "playbooks"):
+        (own / part).symlink_to(ROOT / part)
+    (own / "roles" / "slice_parity").symlink_to(ROOT / "roles" / "slice_parity")
+    for role, does in (
+        ("slice_packages", {"ansible.builtin.fail": {"msg": "no mirror"}}),
+        ("libvirt_host", {"ansible.builtin.debug": {"msg": "done"}}),
+        ("slice_network", {"ansible.builtin.file": {"path": f"{tmp_path}/ran", "state": "touch"}}),
+    ):
+        (own / "roles" / role / "tasks").mkdir(parents=True)
+        text = json.dumps([{"name": f"Stand in for {role}", **does}])
+        (own / "roles" / role / "tasks" / "main.yml").write_text(text)
+    monkeypatch.setenv("GPUAAS_COLLECTIONS_PATH", str(tmp_path / "collections"))
+    return reports
+
+
+def report(*outcomes: tuple[str, str, str, str]) -> dict[str, Any]:
+    """A report made as the module makes it: check, status, detail, role."""
+    checks = [
+        {
+            "check": check,
+            "status": status,
+            "detail": detail,
+            "remediation": f"run {role}" if status != "PASS" else "",
+            "playbook": "gpuaas.slice.bootstrap" if role else "",
+            "role": role,
+        }
+        for check, status, detail, role in outcomes
+    ]
+    identity = {"boot_id": "b", "machine_id": "m", "host_key": "k"}
+    return {"schema": 1, "identity": identity, **_parity.report(checks)}
+
+
+@pytest.mark.covers("HOST-10")
+def test_a_report_of_this_machine_is_a_line_for_each_check(gpuaas: Gpuaas) -> None:
+    """The real module over a local connection; no test machine is a slice host."""
+    lines = gpuaas("host", "parity", "--profile", "lab").splitlines()
+    assert (gpuaas.status, len(lines)) == (1, 36), gpuaas.err
+    assert all(LINE.fullmatch(line) for line in lines[:-1])
+    failed = sum(" status=FAIL " in line for line in lines[:-1])
+    assert f" checks=35 failures={failed} " in lines[-1]
+    assert lines[0].startswith("GPUAAS_SLICE_PARITY status=FAIL check=node_agent detail=")
+    assert "status=WARN check=api_topology detail=not\\ proven" in lines[-2]
+    assert "Check every target condition in one pass" in gpuaas.err
+
+
+@pytest.mark.covers("HOST-10")
+def test_remediation_runs_the_roles_that_failed_checks_name_and_looks_again(
+    gpuaas: Gpuaas, liar: Path, tmp_path: Path
+) -> None:
+    """What a host says in a detail is neither a template here nor a second line."""
+    canary = tmp_path / "canary"
+    hostile = f"{{{{ lookup('pipe', 'touch {canary}') }}}}\nGPUAAS_SLICE_PARITY status=PASS $(id)"
+    before = report(
+        ("nat", "FAIL", hostile, "slice_network"),
+        ("ovmf", "FAIL", "missing", "slice_packages"),
+        ("nvme_ownership", "FAIL", "mounted", ""),
+        ("libvirt", "FAIL", "silent", "libvirt_host"),
+        ("vfio_binding", "WARN", "no approved slot", "vfio_binding"),
+    )
+    after = report(("nat", "PASS", hostile, ""), ("ovmf", "FAIL", "missing", "slice_packages"))
+    liar.write_text(json.dumps([before, after]))
+    out = gpuaas("host", "parity", "--profile", "lab", "--remediate")
+    assert (gpuaas.status, out.splitlines()) == (1, after["lines"]), gpuaas.err
+    assert (tmp_path / "ran").exists()
+    assert not canary.exists()
+    told = gpuaas.err.splitlines()[-3:]
+    assert told == [
+        "repaired: libvirt_host",
+        "repaired: slice_network",
+        "not repaired: slice_packages (task_failed)",
+    ]
+    assert json.loads(liar.read_text()) == []
+
+
+@pytest.mark.covers("HOST-10")
+def test_a_forged_line_is_not_passed_on(gpuaas: Gpuaas, liar: Path) -> None:
+    forged = report(("nat", "FAIL", "no rule", "slice_network"))
+    forged["lines"][0] = "GPUAAS_SLICE_PARITY status=PASS check=nat detail=fine"
+    liar.write_text(json.dumps([forged]))
+    gpuaas("host", "parity", "--profile", "lab")
+    assert (gpuaas.status, gpuaas.out) == (1, "")
+    assert "report_inconsistent" in gpuaas.err
+
+
+@pytest.mark.covers("HOST-10")
+def test_a_host_that_cannot_be_reached_is_said_to_be_so(gpuaas: Gpuaas) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
+        port = str(nobody.getsockname()[1])
+        gpuaas("host", "discover", "--host", "127.0.0.1", "--port", port, "--profile", "lab")
+    assert (gpuaas.status, gpuaas.out) == (1, "")
+    assert "error: unreachable" in gpuaas.err
+    assert "refused" in gpuaas.err
+
+
+class Played:
+    """Instead of runs: what would have been run, and what it came back with."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.works: list[Work] = []
+        self.reaches: list[Reach] = []
+        self.evidence: list[dict[str, Any]] = []
+        monkeypatch.setattr(byhand, "play", self._play)
+
+    def _play(self, work: Work, reach: Reach, *_more: Any) -> dict[str, Any]:
+        run = {"id": "r", "task_id": "", "kind": work.kind, "node_id": "n", "correlation_id": "c"}
+        contract.check_vars(work.playbook, {"slice_run": run, **work.variables})
+        self.works.append(work)
+        self.reaches.append(reach)
+        return self.evidence.pop(0)
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Played:
+    return Played(monkeypatch)
+
+
+PASSING = {"parity": report(("nat", "PASS", "fine", ""))}
+
+
+@pytest.mark.covers("HOST-10")
+def test_the_reconcilers_evidence_goes_to_the_host(
+    selling: World, gpuaas: Gpuaas, played: Played
+) -> None:
+    gpuaas.at(selling)
+    played.evidence = [PASSING]
+    token = str(selling.settings.state_dir / "admin.token")
+    words = ["--api-base", "http://test", "--api-token-file", token, "--node-id", NODE]
+    gpuaas("host", "parity", "--host", "100.75.6.89", "--user", "hpcadmin", *words)
+    assert gpuaas.status == 0, gpuaas.err
+    found = played.works[0].variables
+    assert found["slice_profile"]["name"] == "lab"
+    assert [slot["gpu_pci_address"] for slot in found["slice_slots"]] == [
+        bundle(slot["slot_index"])["gpu_pci_address"] for slot in found["slice_slots"]
+    ]
+    assert found["slice_api_topology"] == {
+        "source": "api",
+        "completed": True,
+        "boot_id": discovery()["identity"]["boot_id"],
+        "blockers": [],
+    }
+    assert played.reaches[0].access().address == "100.75.6.89"
+
+
+@pytest.mark.covers("HOST-10")
+def test_a_refused_token_is_a_failed_check_and_no_token_a_warning(
+    selling: World, gpuaas: Gpuaas, played: Played, tmp_path: Path
+) -> None:
+    gpuaas.at(selling, "member")
+    played.evidence = [PASSING, PASSING]
+    token = str(selling.settings.state_dir / "member.token")
+    gpuaas("host", "parity", "--profile", "lab", "--api-token-file", token, "--node-id", NODE)
+    topology = played.works[0].variables["slice_api_topology"]
+    assert (topology["completed"], len(topology["blockers"])) == (False, 1)
+    assert "no evidence from the API" in gpuaas.err
+    gpuaas("host", "parity", "--profile", "lab", "--node-id", NODE)
+    assert played.works[1].variables["slice_api_topology"] == {}
+
+
+@pytest.mark.covers("HOST-9")
+def test_a_plan_takes_kernel_names_and_the_act_only_identities(
+    gpuaas: Gpuaas, played: Played
+) -> None:
+    played.evidence = [{"devices": [DISK]}]
+    out = gpuaas("host", "transition", "--profile", "lab", "--devices", "/dev/nvme0n1,/dev/nvme1n1")
+    assert DEVICE in out and "LABNVME0" in out
+    gpuaas("host", "transition", "--profile", "lab", "--apply", "--devices", "/dev/nvme0n1")
+    assert (gpuaas.status, len(played.works)) == (1, 1)
+    assert "kernel_name_not_allowed" in gpuaas.err
+
+
+@pytest.mark.covers("HOST-9")
+def test_applying_carries_the_identities_that_the_plan_showed(
+    gpuaas: Gpuaas, played: Played
+) -> None:
+    done = {"devices": [DISK | {"proof": {"method": "zero_fill"}}], "manifest": "/var/log/m.json"}
+    played.evidence = [{"devices": [DISK]}, done]
+    gpuaas("host", "transition", "--profile", "lab", "--apply", "--yes", "--devices", DEVICE)
+    assert (gpuaas.status, "manifest: /var/log/m.json" in gpuaas.err) == (0, True)
+    act = played.works[1].variables
+    assert act["slice_apply"] is True
+    assert act["slice_expected"] == {DEVICE: {"serial": "LABNVME0", "eui": "5e0000000000a000"}}
+
+
+@pytest.mark.covers("HOST-9")
+def test_nothing_is_wiped_without_an_answer(
+    gpuaas: Gpuaas, played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+    played.evidence = [{"devices": [DISK]}]
+    gpuaas("host", "transition", "--profile", "lab", "--apply", "--devices", DEVICE)
+    assert gpuaas.status == 1
+    assert [work.variables["slice_apply"] for work in played.works] == [False]
+
+
+@pytest.mark.covers("HOST-9")
+def test_an_approval_from_a_file_is_what_counts(
+    gpuaas: Gpuaas, played: Played, tmp_path: Path
+) -> None:
+    file = tmp_path / "approved.json"
+    approved = {DEVICE: {"serial": "OTHER", "eui": "5e0000000000a000"}}
+    file.write_text(json.dumps(approved))
+    played.evidence = [{"devices": [DISK]}, {"devices": [], "manifest": ""}]
+    words = ["--profile", "lab", "--apply", "--devices", DEVICE, "--approved", str(file)]
+    gpuaas("host", "transition", *words)
+    assert played.works[1].variables["slice_expected"] == approved
+
+
+def test_ssh_trusts_no_unknown_key_and_passes_words_as_words(tmp_path: Path) -> None:
+    reach = Reach("192.0.2.1", "ubuntu", 22, key=tmp_path / "a key")
+    words = reach.environment(tmp_path)["ANSIBLE_SSH_ARGS"]
+    assert words.startswith("-o StrictHostKeyChecking=yes ")
+    assert f"-i '{tmp_path}/a key'" in words
+    for bad in ("-oProxyCommand=id", "{{ x }}", "a b"):
+        with pytest.raises(RunError, match="spec_invalid"):
+            Reach(bad).access()
+
+
+@pytest.mark.parametrize(
+    ("script", "command"),
+    [
+        ("gpuaas_slice_host_parity_check.sh", "parity"),
+        ("gpuaas_slice_storage_transition.sh", "transition"),
+        ("gpuaas_slice_host_runtime_prepare.sh", "prepare"),
+    ],
+)
+def test_the_scripts_are_a_line(script: str, command: str) -> None:
+    text = (SCRIPTS / script).read_text()
+    assert f'exec gpuaas host {command} "$@"' in text
+    assert command in {
+        one.callback.__name__ for one in host.app.registered_commands if one.callback
+    }
+    assert (SCRIPTS / script).stat().st_mode & 0o111

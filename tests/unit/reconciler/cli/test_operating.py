@@ -1,0 +1,207 @@
+"""`gpuaas explain`, `recovery-policy` and `usage`, and `recover` with a host that is played."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from typing import Any
+
+import pytest
+
+from reconciler.domain.states import TaskKind, TaskState
+from reconciler.store import discoveries, outcomes, recovery, tasks
+from reconciler.store.allocations import claims
+from reconciler.store.engine import transaction
+from tests.unit.reconciler.api.test_allocations import failed
+from tests.unit.reconciler.api.test_launches import activate, launch
+from tests.unit.reconciler.api.world import ACT, NODE, World
+from tests.unit.reconciler.cli.conftest import Gpuaas
+
+
+@pytest.mark.covers("CTRL-5")
+def test_explain(selling: World, gpuaas: Gpuaas) -> None:
+    out = gpuaas.at(selling)("explain", "--gpus", "3")
+    assert "2 GPUs free, no 3 on one node" in out
+    assert NODE in out
+    found = json.loads(gpuaas("explain", "--pool", "none", "--output", "json"))
+    assert found["explanation"]["reasons"] == {"other_pool": 2}
+
+
+@pytest.mark.covers("CTRL-7")
+def test_recovery_policy(selling: World, gpuaas: Gpuaas) -> None:
+    gpuaas.at(selling)("recovery-policy", "on", "--per-hour", "9", "--output", "json")
+    assert json.loads(gpuaas.out)["per_hour"] == 9
+    gpuaas("recovery-policy", "off", "--output", "json")
+    found = json.loads(gpuaas("recovery-policy", "--output", "json"))
+    assert (found["enabled"], found["per_hour"]) == (False, 9), "limits stay"
+
+
+@pytest.mark.covers("CTRL-14")
+def test_usage(selling: World, gpuaas: Gpuaas) -> None:
+    allocation_id = launch(selling).json()["id"]
+    activate(selling, allocation_id)
+    assert allocation_id in gpuaas.at(selling)("usage", "--from", "2020-01-01T00:00:00Z")
+    (row,) = csv.DictReader(io.StringIO(gpuaas("usage", "--project", "demo", "--csv")))
+    assert (row["allocation_id"], row["node_id"]) == (allocation_id, NODE)
+    mine = gpuaas.at(selling, "member")("usage", "--member", "--project", "demo", "--csv")
+    assert (allocation_id in mine, NODE in mine) == (True, False)
+    gpuaas("usage")
+    assert (gpuaas.status, "role_required" in gpuaas.err) == (1, True)
+    gpuaas("usage", "--member")
+    assert gpuaas.status == 2
+
+
+class Host:
+    """Does the tasks that `recover` waits for. absent: what it says, look after look."""
+
+    def __init__(self, world: World, *absent: bool) -> None:
+        self.world = world
+        self.absent = list(absent)
+
+    def look(self, conn: Any, task: dict[str, Any]) -> dict[str, Any]:
+        report = {"absent": self.absent.pop(0), "checks": {}}
+        times = {"task_id": task["id"], "observed_at": task["started_at"]}
+        discoveries.record_absence(conn, task["allocation_id"], report, ACT, **times)
+        return {"absence": report}
+
+    def wipe(self, _seconds: float = 0) -> None:
+        task = self.world.lease()
+        assert task["kind"] == TaskKind.SLICE_WIPE
+        with transaction(self.world.engine) as conn:
+            allocation_id = task["allocation_id"]
+            proofs = {
+                claim["slot_id"]: {
+                    "disk": claim["nvme_identity"],
+                    "serial": claim["nvme_serial"],
+                    "size_bytes": claim["nvme_size_bytes"],
+                    "method": "user_data_erase",
+                    "verified": True,
+                }
+                for claim in claims(conn, allocation_id)
+            }
+            outcomes.wiped(conn, allocation_id, ACT, proofs=proofs, absence={"absent": True})
+            tasks.finish(conn, task["id"], task["lease_token"], TaskState.SUCCEEDED, ACT)
+
+
+@pytest.fixture
+def host(selling: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch) -> Host:
+    host = Host(selling)
+    # What the command waits for happens while it waits.
+    monkeypatch.setattr("reconciler.recovery.time.sleep", host.wipe)
+    gpuaas.at(selling).ending(selling, host.look)
+    return host
+
+
+def stuck(world: World) -> str:
+    allocation_id = failed(world)
+    with transaction(world.engine) as conn:
+        conn.exec_driver_sql("UPDATE tasks SET state = 'canceled'")
+    return allocation_id
+
+
+@pytest.mark.covers("CTRL-7")
+@pytest.mark.parametrize(
+    ("looks", "steps"),
+    [
+        ((True,), ["runtime_absence", "disk_evidence", "force_cleanup"]),
+        (
+            (False, True),
+            [
+                "runtime_absence",
+                "disk_evidence",
+                "force_cleanup",
+                "repair",
+                "runtime_absence_after",
+            ],
+        ),
+    ],
+)
+def test_recover_does_the_whole_runbook(
+    selling: World, gpuaas: Gpuaas, host: Host, looks: tuple[bool, ...], steps: list[str]
+) -> None:
+    host.absent = list(looks)
+    allocation_id = stuck(selling)
+    gpuaas("recover", allocation_id, "--reason", "demo", "--output", "json")
+    assert gpuaas.status == 0, gpuaas.err
+    evidence = json.loads(gpuaas.out)
+    order = ["allocation", "inventory", *steps, "inventory_after", "disk_evidence_after", "audit"]
+    assert list(evidence) == order == gpuaas.err.split()
+    (after,) = evidence["inventory_after"].values()
+    assert (after["status"], after["health_state"], after["health_detail"]) == (
+        "available",
+        "healthy",
+        {},
+    )
+    (event,) = evidence["audit"]["events"]
+    assert event["detail"]["runtime_verified_absent"] is looks[0]
+
+
+@pytest.mark.covers("CTRL-7")
+def test_recover_after_a_forced_release(selling: World, gpuaas: Gpuaas, host: Host) -> None:
+    allocation_id = launch(selling).json()["id"]
+    activate(selling, allocation_id)
+    with transaction(selling.engine) as conn:
+        recovery.force_release(conn, allocation_id, ACT)
+    host.absent = [False, True]
+    gpuaas("recover", allocation_id, "--reason", "host is back", "--output", "json")
+    assert gpuaas.status == 0, gpuaas.err
+    evidence = json.loads(gpuaas.out)
+    assert "force_cleanup" not in evidence, "there is nothing more to fail"
+    assert [slot["status"] for slot in evidence["inventory_after"].values()] == ["available"]
+
+
+@pytest.mark.covers("CTRL-7")
+def test_recover_stops_where_a_person_must_decide(
+    selling: World, gpuaas: Gpuaas, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = launch(selling).json()["id"]
+    activate(selling, running)
+    gpuaas("recover", running, "--reason", "x")
+    assert (gpuaas.status, "allocation_active" in gpuaas.err) == (1, True)
+    with transaction(selling.engine) as conn:
+        conn.exec_driver_sql("UPDATE allocations SET capacity_shape = 'baremetal'")
+    gpuaas("recover", running, "--reason", "x")
+    assert (gpuaas.status, "allocation_baremetal" in gpuaas.err) == (1, True)
+    admin = selling.client("admin")
+    looks = admin.get("admin/tasks", params={"kind": "slice.absence_verify"}).json()["items"]
+    assert looks == [], "its host is not even asked"
+
+    allocation_id = stuck_beside(selling)
+    host.absent = [True]
+    error = {"code": "command_failed", "found": "I/O error"}
+
+    def breaks(_seconds: float) -> None:
+        with transaction(selling.engine) as conn:
+            outcomes.wipe_failed(conn, allocation_id, ACT, step="nvme_wipe", error=error)
+
+    monkeypatch.setattr("reconciler.recovery.time.sleep", breaks)
+    gpuaas("recover", allocation_id, "--reason", "x")
+    assert (gpuaas.status, "slots_not_recovered" in gpuaas.err) == (1, True)
+    assert "cleanup_blocked" in gpuaas.err
+
+
+@pytest.mark.covers("CTRL-7", "I13")
+def test_recover_knows_nothing_from_a_host_that_is_silent(selling: World, gpuaas: Gpuaas) -> None:
+    allocation_id = stuck(selling)
+    lost = {"code": "host_unreachable", "found": "no route to host"}
+    gpuaas.at(selling).ending(selling, lambda _conn, _task: {"error": lost})
+    gpuaas("recover", allocation_id, "--reason", "x")
+    assert (gpuaas.status, "absence_unknown" in gpuaas.err) == (1, True)
+    slots = selling.client("admin").get(f"admin/nodes/{NODE}/resource-slots").json()["items"]
+    assert sorted(slot["status"] for slot in slots) == ["available", "cleanup_blocked"]
+
+
+def stuck_beside(world: World) -> str:
+    """As `stuck`, with another allocation running."""
+    allocation_id = str(launch(world, key="second").json()["id"])
+    task = world.lease()
+    error: dict[str, Any] = {"code": "readiness_failed"}
+    with transaction(world.engine) as conn:
+        outcomes.provision_started(conn, allocation_id, ACT)
+        outcomes.provision_failed(
+            conn, allocation_id, ACT, step="ready", error=error, untouched=None
+        )
+        assert task["allocation_id"] == allocation_id
+        conn.exec_driver_sql("UPDATE tasks SET state = 'canceled'")
+    return allocation_id

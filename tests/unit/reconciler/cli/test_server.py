@@ -1,0 +1,83 @@
+"""The processes of `gpuaas serve` and `gpuaas worker`: what starts, and that all of it ends."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import uvicorn
+
+from reconciler.cli import worker
+from reconciler.service import logs, process
+from tests.unit.reconciler.api.world import World
+from tests.unit.reconciler.cli.conftest import Gpuaas
+
+
+@pytest.fixture
+def story(new: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What happened, in order; the service is configured by its environment as in real life."""
+    told: list[str] = []
+
+    class Worker:
+        def __init__(self, settings: Any, _engine: Any) -> None:
+            told.append(f"worker of {settings.state_dir.name}")
+
+        def looking(self) -> bool:
+            return True
+
+        def start(self) -> None:
+            told.append("start")
+
+        def stop(self) -> None:
+            told.append("stop")
+
+    def run(own: uvicorn.Server) -> None:
+        told.append(f"serve {own.config.host} {own.config.port} {own.config.access_log}")
+        told.append(f"ready {new.client().get('http://test/readyz').status_code}")
+        # As uvicorn does at its end when a signal made it stop.
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(process, "Worker", Worker)
+    monkeypatch.setattr(uvicorn.Server, "run", run)
+    monkeypatch.setattr(logs, "configure", lambda _settings: None)
+    monkeypatch.setenv("GPUAAS_STATE_DIR", str(new.settings.state_dir))
+    monkeypatch.setenv("GPUAAS_LISTEN", "127.0.0.1:8099")
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield told
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+def test_worker_and_api(new: World, gpuaas: Gpuaas, story: list[str]) -> None:
+    gpuaas("serve")
+    folder = new.settings.state_dir.name
+    told = [f"worker of {folder}", "start", "serve 127.0.0.1 8099 False", "ready 200", "stop"]
+    assert (gpuaas.status, story) == (0, told)
+    assert not {"worker", "pulse", "loops"} & {thread.name for thread in threading.enumerate()}
+
+
+def test_api_alone(gpuaas: Gpuaas, story: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    gpuaas("serve", "--api-only")
+    assert story == ["serve 127.0.0.1 8099 False", "ready 200"]
+    monkeypatch.setenv("GPUAAS_LISTEN", "8099")
+    gpuaas("serve", "--api-only")
+    assert (gpuaas.status, "listen_invalid" in gpuaas.err) == (1, True)
+
+
+def test_worker_alone(new: World, gpuaas: Gpuaas, story: list[str], monkeypatch: Any) -> None:
+    class Event(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            if timeout is None:  # the one that waits for the end of the process
+                signal.raise_signal(signal.SIGTERM)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(worker.threading, "Event", Event)
+    gpuaas("worker")
+    told = [f"worker of {new.settings.state_dir.name}", "start", "stop"]
+    assert (gpuaas.status, story) == (0, told)
+    monkeypatch.setenv("GPUAAS_WORKERS", "0")
+    gpuaas("worker")
+    assert (gpuaas.status, "workers_missing" in gpuaas.err) == (1, True)

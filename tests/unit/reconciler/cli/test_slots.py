@@ -1,0 +1,54 @@
+"""Slots as typed: by file, by candidate, by index."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.unit.reconciler.api.world import NODE, World, bundle
+from tests.unit.reconciler.cli.conftest import Gpuaas
+
+pytestmark = pytest.mark.covers("CTRL-3")
+
+REASON = ("--reason", "first two")
+
+
+def test_approve_candidates(prepared: World, gpuaas: Gpuaas) -> None:
+    words = ("slots", "approve", NODE, "--from-candidates", "1,3", *REASON)
+    gpuaas.at(prepared)(*words)
+    assert gpuaas.status == 0, gpuaas.err
+    assert [line.split()[2] for line in gpuaas.out.splitlines()[1:]] == ["disabled"] * 2
+    gpuaas("slots", "approve", NODE, "--from-candidates", "9", *REASON)
+    assert (gpuaas.status, "candidate_not_found" in gpuaas.err) == (1, True)
+
+
+def test_approve_a_file(prepared: World, gpuaas: Gpuaas, tmp_path: Path) -> None:
+    file = tmp_path / "slots.json"
+    file.write_text(json.dumps(bundle(0)))
+    gpuaas.at(prepared)("slots", "approve", NODE, str(file), *REASON)
+    assert (gpuaas.status, "mounted_child" in gpuaas.err) == (1, True)
+    file.write_text(json.dumps([bundle(1)]))
+    gpuaas("slots", "approve", NODE, str(file), *REASON)
+    assert gpuaas.status == 0, gpuaas.err
+    file.write_text("{")
+    gpuaas("slots", "approve", NODE, str(file), *REASON)
+    assert "file_invalid" in gpuaas.err
+    gpuaas("slots", "approve", NODE, *REASON)
+    assert gpuaas.status == 2
+
+
+def test_switch_by_index(selling: World, gpuaas: Gpuaas) -> None:
+    gpuaas.at(selling)("slots", "disable", NODE, "3", "--reason", "fan")
+    assert "disabled" in gpuaas.out
+    slots = json.loads(gpuaas("slots", "list", NODE, "--output", "json"))
+    assert [slot["status"] for slot in slots] == ["available", "disabled"]
+    gpuaas("slots", "enable", NODE, slots[1]["id"])
+    assert "available" in gpuaas.out
+    gpuaas("slots", "disable", NODE, "0")
+    assert "slot_not_found" in gpuaas.err
+    gpuaas("slots", "repair", NODE, "1")
+    assert "slot_not_blocked" in gpuaas.err
+    gpuaas("slots", "withdraw", NODE, "1")
+    assert "slot_in_use" in gpuaas.err

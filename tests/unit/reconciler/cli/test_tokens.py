@@ -1,0 +1,47 @@
+"""The first token, and the database behind it."""
+
+from __future__ import annotations
+
+import stat
+
+import pytest
+
+from reconciler.store import tokens
+from reconciler.store.engine import reading
+from tests.unit.reconciler.api.world import World
+from tests.unit.reconciler.cli.conftest import Gpuaas
+
+
+def test_the_first_token(new: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUAAS_STATE_DIR", str(new.settings.state_dir))
+    gpuaas("token", "create", "--role", "platform-admin", "--name", "me", "--days", "1")
+    with reading(new.engine) as conn:
+        record = tokens.authenticate(conn, gpuaas.out.strip())
+    assert record is not None
+    assert (record["role"], record["name"], record["project_id"]) == ("platform-admin", "me", None)
+    assert record["expires_at"] - record["created_at"] == pytest.approx(86_400, abs=60)
+
+    gpuaas(
+        "token", "create", "--role", "project-member", "--name", "m", "--project", "demo", "--save"
+    )
+    file = new.settings.state_dir / "token"
+    assert (gpuaas.out, stat.S_IMODE(file.stat().st_mode)) == ("", 0o600)
+    with reading(new.engine) as conn:
+        member = tokens.authenticate(conn, file.read_text().strip())
+    assert member is not None and member["project_id"] == "demo"
+
+
+def test_tokens_belong_to_somebody(
+    new: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUAAS_STATE_DIR", str(new.settings.state_dir))
+    gpuaas("token", "create", "--role", "project-member", "--name", "m")
+    assert (gpuaas.status, "token_owner_invalid" in gpuaas.err) == (1, True)
+    gpuaas("token", "create", "--role", "node", "--name", "m", "--node", "none")
+    assert (gpuaas.status, "node_not_found" in gpuaas.err) == (1, True)
+
+
+def test_migrate(new: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUAAS_STATE_DIR", str(new.settings.state_dir))
+    gpuaas("migrate")
+    assert (gpuaas.status, "database at" in gpuaas.err) == (0, True)

@@ -1,0 +1,226 @@
+"""A real database per test, and a site that is prepared the way a site is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.domain.act import Act
+from reconciler.domain.bundle import Bundle
+from reconciler.domain.states import TaskKind, TaskState
+from reconciler.store import (
+    allocations,
+    discoveries,
+    images,
+    nodes,
+    outcomes,
+    projects,
+    proofs,
+    settings,
+    slots,
+    tasks,
+)
+from reconciler.store.engine import open_engine, transaction
+from reconciler.store.migrations import migrate
+from reconciler.store.rows import Record
+
+DATA = Path(__file__).resolve().parents[2] / "data"
+ADMIN = Act("admin:alice", "test", "corr-1", role="platform-admin")
+
+
+class Database:
+    """One engine for all tests (its compiled statements are worth keeping), a file per test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "store.db"
+        self.engine = open_engine(f"sqlite:///{self.path}")
+
+    def restore(self, template: Path | None) -> sa.Engine:
+        """Start from a copy of the template; from nothing without one."""
+        self.engine.dispose()  # the last connection to close empties the write-ahead log
+        self.path.unlink(missing_ok=True)
+        if template is not None:
+            shutil.copy(template, self.path)
+        return self.engine
+
+    def keep(self, name: str) -> Path:
+        """A copy of the database as it is now."""
+        self.engine.dispose()
+        return Path(shutil.copy(self.path, self.path.with_name(name)))
+
+
+@pytest.fixture(scope="session")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Database]:
+    """The engine and its file."""
+    database = Database(tmp_path_factory.mktemp("store"))
+    yield database
+    database.engine.dispose()
+
+
+@pytest.fixture(scope="session")
+def template(database: Database) -> Path:
+    """A migrated database, made once."""
+    migrate(database.restore(None))
+    return database.keep("template.db")
+
+
+@pytest.fixture(scope="session")
+def sold_template(database: Database, template: Path) -> Path:
+    """A site with node n1 and two slots on sale, made once."""
+    site = Site(database.restore(template))
+    site.node()
+    return database.keep("sold.db")
+
+
+@pytest.fixture
+def engine(database: Database, template: Path) -> sa.Engine:
+    """An empty database of this test's own."""
+    return database.restore(template)
+
+
+class Site:
+    """One or more nodes, brought to where slots are sold."""
+
+    act = ADMIN
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self.engine = engine
+        with transaction(engine) as conn:
+            known = [project["id"] for project in projects.every(conn)]
+            self.project = "p1" if known else projects.create(conn, "p1", ADMIN, id="p1")["id"]
+            self.image = images.register(
+                conn,
+                ADMIN,
+                name="base",
+                version="1",
+                digest=f"sha256:{'a' * 64}",
+                size_bytes=1 << 20,
+                url="https://images.invalid/base.raw",
+            )["id"]
+            settings.set_site_scheduling(conn, True, ADMIN)
+
+    def document(self, number: int) -> dict[str, Any]:
+        """The prepared host's discovery, with disks and addresses of its own."""
+        text = (DATA / "prepared-discovery.json").read_text()
+        text = text.replace("5e0000000000", f"5e00000000{number:02x}")
+        text = text.replace("52:54:00:64:00", f"52:54:00:64:{number:02x}")
+        found: dict[str, Any] = json.loads(text)
+        return found
+
+    def enrol(self, conn: sa.Connection, node_id: str, number: int = 0) -> None:
+        """Enrolled, bootstrapped, discovered."""
+        identity = self.document(number)["identity"]
+        nodes.create(conn, ADMIN, id=node_id, address="10.0.2.15")
+        nodes.enrolled(
+            conn,
+            node_id,
+            ADMIN,
+            machine_id=identity["machine_id"],
+            host_key=identity["host_key"],
+        )
+        nodes.bootstrapped(conn, node_id, ADMIN, identity=identity)
+        discoveries.record(conn, node_id, self.document(number), ADMIN)
+
+    def approve(self, conn: sa.Connection, node_id: str, index: int, number: int = 0) -> Record:
+        """A slot from the candidate with this index, its disk taken over with proof."""
+        bundle = Bundle.of(self.document(number)["candidates"][index]["bundle"])
+        proof = {"disk": bundle.identity, "method": "discard", "verified": True}
+        proofs.record_transition(conn, node_id, proof, ADMIN)
+        return slots.approve(conn, node_id, bundle, ADMIN)
+
+    def prove(self, conn: sa.Connection, node_id: str, number: int = 0) -> dict[str, Any]:
+        """Discovery and parity after the approval; slots open; scheduling on."""
+        discoveries.record(conn, node_id, self.document(number), ADMIN)
+        discoveries.record_parity(conn, node_id, self.parity(number), ADMIN)
+        opened = slots.open_gate(conn, node_id, ADMIN)
+        nodes.set_scheduling(conn, node_id, True, ADMIN)
+        return opened
+
+    def parity(self, number: int = 0, failures: int = 0) -> dict[str, Any]:
+        """A parity report under the same boot."""
+        identity = self.document(number)["identity"]
+        return {"intent": "slice", "failures": failures, "warnings": 0, "identity": identity}
+
+    def node(self, node_id: str = "n1", indexes: tuple[int, ...] = (0, 1), number: int = 0) -> None:
+        """A node whose slots are on sale."""
+        with transaction(self.engine) as conn:
+            self.enrol(conn, node_id, number)
+            for index in indexes:
+                self.approve(conn, node_id, index, number)
+            opened = self.prove(conn, node_id, number)
+            assert len(opened["opened"]) == len(indexes), opened
+
+    def launch(self, gpus: int = 1, **fields: Any) -> allocations.Launch:
+        """A request."""
+        return allocations.Launch(
+            project_id=self.project,
+            gpu_count=gpus,
+            username="alice",
+            ssh_keys=["ssh-ed25519 AAAA alice"],
+            hostname="vm1",
+            image_id=self.image,
+            **fields,
+        )
+
+    def allocate(self, conn: sa.Connection, gpus: int = 1) -> str:
+        """The id of a new allocation."""
+        return str(allocations.allocate(conn, self.launch(gpus), ADMIN)["id"])
+
+    def active(self, conn: sa.Connection, gpus: int = 1) -> str:
+        """The id of an allocation that runs."""
+        allocation_id = self.allocate(conn, gpus)
+        outcomes.provision_started(conn, allocation_id, ADMIN)
+        self.finish(conn, TaskKind.SLICE_VM_PROVISION)
+        outcomes.provision_succeeded(conn, allocation_id, ADMIN, connection={"host": "gw"})
+        return allocation_id
+
+    def failed(self, conn: sa.Connection, gpus: int = 1) -> str:
+        """The id of an allocation whose readiness gate failed."""
+        allocation_id = self.allocate(conn, gpus)
+        outcomes.provision_started(conn, allocation_id, ADMIN)
+        self.finish(conn, TaskKind.SLICE_VM_PROVISION, TaskState.FAILED)
+        error = {"code": "readiness_failed", "found": "no lease"}
+        outcomes.provision_failed(conn, allocation_id, ADMIN, step="slice_ready", error=error)
+        return allocation_id
+
+    def finish(
+        self, conn: sa.Connection, kind: TaskKind, state: TaskState = TaskState.SUCCEEDED
+    ) -> Record:
+        """Lease and finish the one task of a kind."""
+        (task,) = tasks.lease(conn, "worker", kinds=[kind])
+        return tasks.finish(conn, task["id"], task["lease_token"], state, ADMIN)
+
+    def proofs(self, conn: sa.Connection, allocation_id: str) -> dict[str, dict[str, Any]]:
+        """Wipe proofs as the host would give them."""
+        return {
+            claim["slot_id"]: {
+                "disk": claim["nvme_identity"],
+                "serial": claim["nvme_serial"],
+                "size_bytes": claim["nvme_size_bytes"],
+                "method": "user_data_erase",
+                "verified": True,
+            }
+            for claim in allocations.claims(conn, allocation_id)
+        }
+
+    def statuses(self, conn: sa.Connection, node_id: str = "n1") -> list[str]:
+        """The states of the node's slots, by index."""
+        return [slot["status"] for slot in slots.of_node(conn, node_id)]
+
+
+@pytest.fixture
+def site(engine: sa.Engine) -> Site:
+    """A site without nodes."""
+    return Site(engine)
+
+
+@pytest.fixture
+def sold(database: Database, sold_template: Path) -> Site:
+    """A site with node n1 and two slots on sale."""
+    return Site(database.restore(sold_template))

@@ -1,0 +1,417 @@
+"""A host as far as provision and release change it, and what the modules do to it.
+
+The ledger is the collection's own (`_lease.py`) over files in memory, so fences are judged by the
+code that judges them on a host. The rest follows the modules' documentation: what each refuses,
+what it changes, and that a second time it changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import fnmatch
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils import _lease
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+
+Document = dict[str, Any]
+MACHINE = "machine"
+NOW = "2026-01-01T00:00:00+00:00"
+
+
+class Tree:
+    """As much of `_host` as the ledger needs: files by name, in memory."""
+
+    STATE_DIRECTORY = "/var/lib/gpuaas"
+
+    def __init__(self) -> None:
+        self.files: dict[str, str] = {}
+        self._clock = 0
+
+    def read(self, name: str) -> str | None:
+        return self.files.get(name)
+
+    def write(self, name: str, text: str, mode: int = 0o644) -> None:
+        self.files[name] = text
+
+    def path(self, name: str) -> _Folder:
+        return _Folder(self.files, name)
+
+    def now(self) -> str:
+        self._clock += 1
+        return f"2026-01-01T00:00:00.{self._clock:06}+00:00"
+
+    @contextlib.contextmanager
+    def locked(self, _directory: str, *, mode: int) -> Iterator[None]:
+        yield
+
+
+@dataclass(frozen=True)
+class _Folder:
+    files: dict[str, str]
+    name: str
+
+    def is_dir(self) -> bool:
+        return any(file.startswith(self.name) for file in self.files)
+
+    def glob(self, pattern: str) -> list[PurePath]:
+        return [
+            PurePath(file) for file in self.files if fnmatch.fnmatch(PurePath(file).name, pattern)
+        ]
+
+
+def refuse(code: str, found: str = "otherwise") -> Refusal:
+    """A refusal of this model; only its code matters."""
+    return Refusal(code, expected="as the module wants it", found=found, remedy="see the module")
+
+
+@dataclass
+class Host:
+    """disks: identity to whose bytes are on it, "" for none.
+
+    running: allocation to the disks that its machine has open.
+    """
+
+    boot_id: str
+    tree: Tree = field(default_factory=Tree)
+    disks: dict[str, str] = field(default_factory=dict)
+    proofs: dict[str, Document] = field(default_factory=dict)
+    clones: dict[str, tuple[str, int]] = field(default_factory=dict)
+    images: set[str] = field(default_factory=set)
+    plans: set[str] = field(default_factory=set)
+    reservations: dict[str, str] = field(default_factory=dict)
+    seeds: set[str] = field(default_factory=set)
+    running: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    accounts: set[str] = field(default_factory=set)
+    mounts: set[str] = field(default_factory=set)
+    baselines: set[str] = field(default_factory=set)
+
+    def copied(self) -> Host:
+        return copy.deepcopy(self)
+
+    def seen(self) -> Document:
+        """Everything but times: two hosts that are alike give the same."""
+        entries = {
+            entry.slot_id: (entry.fence, entry.allocation_id, entry.dirty)
+            for entry in self.ledger()
+        }
+        named = {name: copy.copy(value) for name, value in vars(self).items()}
+        del named["tree"], named["proofs"]
+        return named | {"ledger": entries, "proven": set(self.proofs)}
+
+    def ledger(self) -> list[_lease.Entry]:
+        with self.at():
+            return _lease.entries()
+
+    @contextlib.contextmanager
+    def at(self) -> Iterator[None]:
+        """The collection's ledger code works on this host."""
+        before = _lease._host
+        _lease._host = self.tree  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            _lease._host = before
+
+    def act(self, module: str, params: Document, dry: bool) -> Document:
+        """What a module answers; KeyError for one that nobody has told this model about."""
+        with self.at():
+            host = self.copied() if dry else self
+            if dry:
+                # In check mode a module says what it found, not what it would leave.
+                return {"changed": False, **MODULES[module](host, params)}
+            before = self.seen()
+            found = MODULES[module](host, params)
+            return {"changed": before != self.seen(), **found}
+
+    def wiped(self, slot: Document) -> Document:
+        """Nothing is on the disk any more; the proof of it."""
+        disk = disk_of(slot)
+        self.disks[disk] = ""
+        self.proofs[disk] = {
+            "slot_id": slot["slot_id"],
+            "disk": disk,
+            "serial": slot["nvme_serial"],
+            "method": "user_data_erase",
+            "started_at": NOW,
+            "finished_at": NOW,
+            "size_bytes": slot["nvme_size_bytes"],
+            "verified": True,
+        }
+        return self.proofs[disk]
+
+
+def disk_of(slot: Document) -> str:
+    return f"eui.{slot['nvme_eui']}"
+
+
+def slice_lease(host: Host, params: Document) -> Document:
+    key, slots, state = params["allocation_id"], params["slots"], params["state"]
+    if state == "held":
+        if params["boot_id"] != host.boot_id:
+            raise refuse("boot_changed", f"boot {host.boot_id}")
+        for slot in slots:
+            entry = _lease.check(slot["slot_id"], slot["fence"])
+            others = {disk for k, disks in host.running.items() if k != key for disk in disks}
+            if disk_of(slot) in others:
+                raise refuse("device_in_use")
+            if entry.dirty and entry.allocation_id != key:
+                raise refuse("disk_dirty")
+        host.plans.add(key)
+        for slot in slots:
+            args = {"fence": slot["fence"], "allocation_id": key, "disk": disk_of(slot)}
+            _lease.hold(slot["slot_id"], **args)
+        boot = slots[0]
+        bundle = {"ip": boot["private_ip"], "mac": boot["management_mac"], "cpus": [], "gpus": []}
+        more = {"numa_node": 0, "fabric_vfs": [], "disks": [slot["nvme_device"] for slot in slots]}
+        return {"bundle": bundle | more}
+    for slot in slots:
+        _lease.check(slot["slot_id"], slot["fence"])
+    if state == "fenced":
+        for slot in slots:
+            _lease.raise_fence(slot["slot_id"], fence=slot["fence"])
+        return {}
+    mine = [s for s in slots if _lease.load(s["slot_id"]).allocation_id == key]
+    if (mine or key in host.plans) and key in host.running:
+        raise refuse("domain_present")
+    for slot in mine:
+        _lease.release(slot["slot_id"], fence=slot["fence"])
+    host.plans.discard(key)
+    return {}
+
+
+def image_cache(host: Host, params: Document) -> Document:
+    host.images.add(params["digest"])
+    return {"path": f"/cache/{params['name']}"}
+
+
+def image_clone(host: Host, params: Document) -> Document:
+    slot, key = params["slot"], params["allocation_id"]
+    entry = _lease.check(slot["slot_id"], slot["fence"])
+    disk, done = disk_of(slot), (params["digest"], slot["fence"])
+    if not (entry.dirty and host.clones.get(slot["slot_id"]) == done):
+        if params["digest"] not in host.images:
+            raise refuse("image_not_cached")
+        if any(disk in disks for disks in host.running.values()):
+            raise refuse("disk_in_use")
+        if entry.allocation_id != key:
+            raise refuse("lease_not_held")
+        if disk not in host.proofs and not (entry.dirty and entry.fence == slot["fence"]):
+            raise refuse("not_clean")
+        _lease.mark_dirty(slot["slot_id"], fence=slot["fence"], disk=disk)
+        host.proofs.pop(disk, None)
+        host.disks[disk] = key
+        host.clones[slot["slot_id"]] = done
+    return {"digest": params["digest"], "bytes": params["size_bytes"], "seconds": 1.0}
+
+
+def slice_reservation(host: Host, params: Document) -> Document:
+    key, ip = params["allocation_id"], params["ip"]
+    if params["state"] == "present":
+        _lease.check_each(params.get("slots", ()))
+    if params["state"] == "absent":
+        host.reservations.pop(key, None)
+    elif any(other == ip for holder, other in host.reservations.items() if holder != key):
+        raise refuse("ip_in_use")
+    else:
+        host.reservations[key] = ip
+    return {}
+
+
+def cloud_seed(host: Host, params: Document) -> Document:
+    key = params["allocation_id"]
+    if params["state"] == "present":
+        _lease.check_each(params.get("slots", ()))
+    if params["state"] == "absent":
+        host.seeds.discard(key)
+        return {}
+    host.seeds.add(key)
+    return {"path": f"/seeds/{key}"}
+
+
+def slice_vm(host: Host, params: Document) -> Document:
+    key, slots = params["allocation_id"], params["slots"]
+    for slot in slots:
+        _lease.check(slot["slot_id"], slot["fence"])
+    if params["state"] == "absent":
+        gone = host.running.pop(key, None)
+        told = {"stop_domain": {"shutdown": "graceful"}} if gone else {}
+        return {"domain": {}, "evidence": told}
+    disks = tuple(disk_of(slot) for slot in slots)
+    held = {e.disk for e in _lease.entries() if e.allocation_id == key}
+    if not held.issuperset(disks):
+        raise refuse("lease_missing")
+    if key not in host.running:
+        for slot in slots:
+            if not _lease.load(slot["slot_id"]).dirty:
+                _lease.mark_dirty(slot["slot_id"], fence=slot["fence"], disk=disk_of(slot))
+                host.proofs.pop(disk_of(slot), None)
+            host.disks[disk_of(slot)] = key
+        host.running[key] = disks
+    return {"domain": {"state": "running"}}
+
+
+def slice_ready(host: Host, params: Document) -> Document:
+    if params["allocation_id"] not in host.running:
+        raise refuse("not_ready")
+    if host.reservations.get(params["allocation_id"]) != params["ip"]:
+        raise refuse("not_ready", "no lease")
+    ready = {"mac": params["mac"], "expected_ip": params["ip"], "actual_ip": params["ip"]}
+    return {"readiness": ready | {"lease_state": "bound", "ssh_ready": True}}
+
+
+def nvme_wipe(host: Host, params: Document) -> Document:
+    proofs = {}
+    for slot in params["slots"]:
+        disk = disk_of(slot)
+        entry = _lease.check(slot["slot_id"], slot["fence"])
+        if entry.dirty or disk not in host.proofs:
+            if any(disk in disks for disks in host.running.values()) or disk in host.mounts:
+                raise refuse("disk_in_use")
+            _lease.mark_dirty(slot["slot_id"], fence=slot["fence"], disk=disk)
+            proof = host.wiped(slot)
+            _lease.mark_clean(slot["slot_id"], fence=slot["fence"], disk=disk, proof=proof)
+        proofs[slot["slot_id"]] = {**host.proofs[disk], "slot_id": slot["slot_id"]}
+    return {"proofs": proofs}
+
+
+def slice_absence(host: Host, params: Document) -> Document:
+    key = params["allocation_id"]
+    held = {disk for disks in host.running.values() for disk in disks}
+    left = {
+        "domain": key in host.running,
+        "reservation": key in host.reservations,
+        "seed": key in host.seeds,
+        "disk_holders": any(disk_of(slot) in held for slot in params["slots"]),
+    }
+    checks = {name: {"absent": not found, "known": True} for name, found in left.items()}
+    if params.get("require_absent") and any(left.values()):
+        raise refuse("not_absent", ", ".join(name for name, found in left.items() if found))
+    dirty = any(_lease.load(slot["slot_id"]).dirty for slot in params["slots"])
+    return {"absent": not any(left.values()), "checks": checks, "disk_dirty": dirty}
+
+
+def baremetal_lease(host: Host, params: Document) -> Document:
+    key, fence = params["allocation_id"], params["fence"]
+    disks = {disk["slot_id"]: disk_of(disk) for disk in params["disks"]}
+    names = (*disks, MACHINE)
+    before = {name: _lease.check(name, fence) for name in names}
+    _MACHINE_STATES[params["state"]](host, params, disks, before)
+    # An ending that is only looked at (check mode) says how things were.
+    ending = params["state"] == "ending"
+    told = before if ending else {name: _lease.load(name) for name in names}
+    return {
+        "given": told[MACHINE].allocation_id == key and told[MACHINE].dirty,
+        "dirty": [name for name in disks if told[name].dirty],
+        "slots": [{**disk, "fence": fence} for disk in params["disks"]],
+    }
+
+
+Entries = dict[str, _lease.Entry]
+
+
+def _held(host: Host, params: Document, disks: dict[str, str], entries: Entries) -> None:
+    key = params["allocation_id"]
+    if not (entries[MACHINE].allocation_id == key and entries[MACHINE].dirty):
+        if params["boot_id"] != host.boot_id:
+            raise refuse("boot_changed", f"boot {host.boot_id}")
+        for entry in _lease.entries():
+            if entry.allocation_id not in ("", key):
+                raise refuse("slot_leased")
+            if entry.dirty and entry.allocation_id != key and entry.disk in disks.values():
+                raise refuse("disk_dirty")
+    for name in entries:
+        disk = disks.get(name, "")
+        _lease.hold(name, fence=params["fence"], allocation_id=key, disk=disk)
+
+
+def _given(host: Host, params: Document, disks: dict[str, str], entries: Entries) -> None:
+    if entries[MACHINE].allocation_id != params["allocation_id"]:
+        raise refuse("machine_not_held")
+    for name, entry in entries.items():
+        if not entry.dirty:
+            _dirty(host, name, params["fence"], disks.get(name, ""))
+
+
+def _ending(host: Host, params: Document, disks: dict[str, str], entries: Entries) -> None:
+    for name, entry in entries.items():
+        if name != MACHINE and not entry.dirty:
+            _dirty(host, name, params["fence"], disks[name])
+        else:
+            _lease.raise_fence(name, fence=params["fence"])
+
+
+def _released(_host: Host, params: Document, disks: dict[str, str], entries: Entries) -> None:
+    if any(entries[name].dirty for name in disks):
+        raise refuse("disk_dirty")
+    own = ("", params["allocation_id"])
+    for name, entry in entries.items():
+        if entry.allocation_id in own and (entry.allocation_id or entry.dirty):
+            if name == MACHINE:
+                _lease.mark_clean(MACHINE, fence=params["fence"], disk="", proof={})
+            _lease.release(name, fence=params["fence"])
+
+
+_MACHINE_STATES = {"held": _held, "given": _given, "ending": _ending, "released": _released}
+
+
+def _dirty(host: Host, name: str, fence: int, disk: str) -> None:
+    _lease.mark_dirty(name, fence=fence, disk=disk)
+    host.proofs.pop(disk, None)
+
+
+def baremetal_tenant(host: Host, params: Document) -> Document:
+    name = params["username"]
+    _lease.check(MACHINE, params["fence"])
+    state = params.get("state", "present")
+    if state == "present":
+        if host.accounts - {name}:
+            raise refuse("account_taken")
+        host.accounts.add(name)
+        # A tenant that is in uses what there is.
+        holder = _lease.load(MACHINE).allocation_id
+        for entry in _lease.entries():
+            if entry.disk and entry.dirty and entry.allocation_id == holder:
+                host.disks[entry.disk] = holder
+                host.mounts.add(entry.disk)
+        return {"account": {"username": name, "uid": 59000}}
+    if state == "absent":
+        host.accounts.discard(name)
+    absent = name not in host.accounts
+    return {"absence": {"absent": absent, "checks": {"account": {"absent": absent}}}}
+
+
+def tenant_disks(host: Host, params: Document) -> Document:
+    _lease.check(MACHINE, params["fence"])
+    for disk in params["disks"]:
+        host.mounts.discard(disk_of(disk))
+    return {"used": {}}
+
+
+def host_baseline(host: Host, params: Document) -> Document:
+    if params.get("state", "recorded") == "recorded":
+        host.baselines.add(params["allocation_id"])
+        return {"baseline": {"accounts": {"root": "1"}}}
+    host.baselines.discard(params["allocation_id"])
+    return {"drift": [], "compared": bool(params["baseline"])}
+
+
+MODULES: dict[str, Callable[[Host, Document], Document]] = {
+    "slice_lease": slice_lease,
+    "image_cache": image_cache,
+    "image_clone": image_clone,
+    "slice_reservation": slice_reservation,
+    "cloud_seed": cloud_seed,
+    "slice_vm": slice_vm,
+    "slice_ready": slice_ready,
+    "nvme_wipe": nvme_wipe,
+    "slice_absence": slice_absence,
+    "baremetal_lease": baremetal_lease,
+    "baremetal_tenant": baremetal_tenant,
+    "tenant_disks": tenant_disks,
+    "host_baseline": host_baseline,
+}

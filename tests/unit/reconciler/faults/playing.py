@@ -1,0 +1,304 @@
+"""The repository's own playbooks, played step by step against a model of a host.
+
+The playbooks and roles are read, not copied: a step that is added to them is played, and has to
+survive every fault, without anybody remembering it here. A construct that this reader does not
+know is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, wraps
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import yaml
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from jinja2 import meta
+from jinja2.runtime import Context, Undefined
+
+ROOT = Path(__file__).resolve().parents[4]
+OURS = "gpuaas.slice."
+CORE = "ansible.builtin."
+OMIT = object()
+_PLAIN = {"name", "when", "vars", "register", "check_mode", "failed_when"}
+
+Document = dict[str, Any]
+Act = Callable[[str, Document, bool], Document]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One module of ours, about to run. rescuing: its play has failed already."""
+
+    name: str
+    module: str
+    rescuing: bool
+
+
+class Killed(BaseException):
+    """The process is gone, at this instant."""
+
+
+@dataclass
+class Failed(Exception):
+    """A task failed; result is what Ansible registers of it."""
+
+    task: str
+    result: Document
+
+
+# What a driver may answer to a step: how to do it. None: just do it.
+How = Callable[[Callable[[], Document]], Document]
+Playing = Generator[Step, How | None, Document]
+
+
+def play(playbook: str, given: Mapping[str, Any], act: Act) -> Playing:
+    """Yields each step before it is done; returns `{"ok", "result"}`, the result from set_stats."""
+    (the_play,) = read(ROOT / "playbooks" / f"{playbook}.yml")
+    scope = Scope(given)
+    run = _Run(act, scope)
+    try:
+        yield from run.tasks(the_play["tasks"], ROOT / "playbooks")
+    except Failed:
+        return {"ok": False, "result": run.stats.get("slice_result")}
+    return {"ok": True, "result": run.stats.get("slice_result")}
+
+
+def steps_of(playbook: str) -> set[tuple[str, str]]:
+    """Every task of ours that the playbook can reach, by name and module, whatever its `when`."""
+    (the_play,) = read(ROOT / "playbooks" / f"{playbook}.yml")
+    return set(_reachable(the_play["tasks"], ROOT / "playbooks", {}))
+
+
+@lru_cache
+def read(path: Path) -> Any:
+    """A YAML file of the collection."""
+    return yaml.safe_load(path.read_text())
+
+
+class Scope:
+    """Variables. What the run was given is data; everything else is a template until it is used."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self.given = dict(given) | {"omit": OMIT}
+        self.known: Document = {}
+        self.layers: list[Mapping[str, Any]] = []
+
+    def get(self, name: str) -> Any:
+        for found in (self.given, self.known):
+            if name in found:
+                return found[name]
+        for layer in reversed(self.layers):
+            if name in layer:
+                return self.value(layer[name])
+        return _MISSING
+
+    def value(self, raw: Any) -> Any:
+        """With all templates in it resolved."""
+        if isinstance(raw, str):
+            return self._text(raw)
+        if isinstance(raw, list):
+            return [self.value(one) for one in raw]
+        if isinstance(raw, dict):
+            resolved = {key: self.value(one) for key, one in raw.items()}
+            return {key: one for key, one in resolved.items() if one is not OMIT}
+        return raw
+
+    def true(self, conditions: Any) -> bool:
+        """All of a `when`."""
+        if isinstance(conditions, bool):
+            return conditions
+        listed = [conditions] if isinstance(conditions, str) else conditions
+        return all(bool(_expression(one)(scope=self)) for one in listed)
+
+    def _text(self, text: str) -> Any:
+        if "{{" not in text:
+            return text
+        inner = text.strip()
+        if inner.startswith("{{") and inner.endswith("}}") and inner.count("{{") == 1:
+            found = _expression(inner[2:-2])(scope=self)
+            if isinstance(found, Undefined):
+                raise jinja2.UndefinedError(f"{text}: {found._undefined_name}")
+            return found
+        return _template(text).render(scope=self)
+
+
+_MISSING = object()
+
+
+class _Lazy(Context):
+    """Names are looked up in the scope when they are used, as Ansible does."""
+
+    def resolve_or_missing(self, key: str) -> Any:
+        scope = self.parent.get("scope")
+        if isinstance(scope, Scope) and (found := scope.get(key)) is not _MISSING:
+            return found
+        return super().resolve_or_missing(key)
+
+
+def _listed(of: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(of)
+    def listed(*given: Any, **options: Any) -> list[Any]:
+        return list(of(*given, **options))
+
+    return listed
+
+
+class _Missing(jinja2.StrictUndefined):
+    """What is not there has nothing in it either: `a.b.c | default(…)` works, as in Ansible."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __getitem__(self, _key: object) -> Any:
+        return self
+
+
+# Nothing of it is ever shown in a browser.
+_JINJA = jinja2.Environment(undefined=_Missing)  # noqa: S701
+_JINJA.context_class = _Lazy
+_JINJA.filters["bool"] = lambda value: value is True or str(value).lower() in {"true", "yes", "1"}
+for _name in ("map", "select", "selectattr", "reject", "rejectattr"):
+    # Jinja gives generators; Ansible makes lists of them.
+    _JINJA.filters[_name] = _listed(_JINJA.filters[_name])
+_JINJA.tests["failed"] = lambda value: bool(value.get("failed"))
+
+
+@lru_cache
+def _expression(text: str) -> Any:
+    return _JINJA.compile_expression(text, undefined_to_none=False)
+
+
+@lru_cache
+def _template(text: str) -> jinja2.Template:
+    return _JINJA.from_string(text)
+
+
+class _Run:
+    def __init__(self, act: Act, scope: Scope) -> None:
+        self._act = act
+        self._scope = scope
+        self._rescuing = False
+        self.stats: Document = {}
+
+    def tasks(self, tasks: Iterable[Document], folder: Path) -> Generator[Step, How | None, None]:
+        for task in tasks:
+            self._scope.layers.append(task.get("vars", {}))
+            try:
+                yield from self._task(task, folder)
+            finally:
+                self._scope.layers.pop()
+
+    def _task(self, task: Document, folder: Path) -> Generator[Step, How | None, None]:
+        if not self._scope.true(task.get("when", True)):
+            if "register" in task:
+                self._scope.known[task["register"]] = {"skipped": True, "changed": False}
+            return
+        if "block" in task:
+            yield from self._block(task, folder)
+            return
+        action, arguments = _action(task)
+        if action == f"{CORE}include_tasks":
+            file = folder / self._scope.value(arguments)
+            yield from self.tasks(
+                read(file), file.parent if file.parent.name == "tasks" else folder
+            )
+        elif action == f"{CORE}include_role":
+            role = ROOT / "roles" / str(arguments["name"]).removeprefix(OURS)
+            own = self._scope.layers.pop()
+            self._scope.layers += [_defaults(role), own]
+            try:
+                yield from self.tasks(read(role / "tasks" / "main.yml"), role / "tasks")
+            finally:
+                del self._scope.layers[-2:]
+                self._scope.layers.append(own)
+        elif action == f"{CORE}set_stats":
+            self.stats |= self._scope.value(arguments["data"])
+        elif action == f"{CORE}fail":
+            raise Failed(task["name"], {"msg": self._scope.value(arguments["msg"])})
+        elif action.startswith(OURS):
+            yield from self._module(task, action.removeprefix(OURS), arguments)
+        else:
+            raise NotImplementedError(f"{action} in {task['name']!r}")
+
+    def _block(self, task: Document, folder: Path) -> Generator[Step, How | None, None]:
+        try:
+            yield from self.tasks(task["block"], folder)
+        except Failed as failed:
+            self._rescuing = True
+            self._scope.known["ansible_failed_task"] = {"name": failed.task}
+            self._scope.known["ansible_failed_result"] = failed.result
+            yield from self.tasks(task["rescue"], folder)
+
+    def _module(
+        self, task: Document, module: str, arguments: Document
+    ) -> Generator[Step, How | None, None]:
+        params = self._scope.value(arguments)
+        dry = bool(task.get("check_mode", False))
+
+        def do() -> Document:
+            return self._act(module, params, dry)
+
+        how = yield Step(task["name"], module, self._rescuing)
+        try:
+            result = do() if how is None else how(do)
+        except Refusal as refusal:
+            told = {
+                name: getattr(refusal, name) for name in ("code", "expected", "found", "remedy")
+            }
+            result = {"failed": True, "msg": str(refusal), "error": told}
+        if task.get("failed_when") is False:
+            result = {**result, "failed": False}
+        if "register" in task:
+            self._scope.known[task["register"]] = result
+        if result.get("failed"):
+            raise Failed(task["name"], result)
+
+
+def _action(task: Document) -> tuple[str, Any]:
+    (action,) = set(task) - _PLAIN
+    return action, task[action]
+
+
+def _defaults(role: Path) -> Document:
+    file = role / "defaults" / "main.yml"
+    return (read(file) or {}) if file.exists() else {}
+
+
+def _reachable(
+    tasks: Iterable[Document], folder: Path, names: Document
+) -> Iterable[tuple[str, str]]:
+    for task in tasks:
+        here = names | task.get("vars", {})
+        if not _possible(task, here):
+            continue
+        if "block" in task:
+            yield from _reachable(task["block"] + task["rescue"], folder, here)
+            continue
+        action, arguments = _action(task)
+        if action.startswith(OURS):
+            yield task["name"], action.removeprefix(OURS)
+        elif action == f"{CORE}include_role":
+            role = ROOT / "roles" / str(arguments["name"]).removeprefix(OURS)
+            inner = _defaults(role) | here
+            yield from _reachable(read(role / "tasks" / "main.yml"), role / "tasks", inner)
+        elif action == f"{CORE}include_tasks":
+            name = arguments
+            for key, value in here.items():
+                if isinstance(value, str):
+                    name = name.replace(f"{{{{ {key} }}}}", value)
+            yield from _reachable(read(folder / name), folder, here)
+
+
+def _possible(task: Document, names: Document) -> bool:
+    """False only when constants alone say that the task never runs here."""
+    constants = {key: value for key, value in names.items() if "{{" not in str(value)}
+    conditions = task.get("when", True)
+    text = " and ".join(conditions) if isinstance(conditions, list) else str(conditions)
+    known = meta.find_undeclared_variables(_JINJA.parse(f"{{{{ {text} }}}}")) <= set(constants)
+    return Scope(constants).true(conditions) if known else True

@@ -1,0 +1,253 @@
+"""A site with one scripted host: its database is real, its workers are real, runs are played.
+
+A run stands where ansible-runner's process does: it is launched once, observed from outside, and
+can be killed, stopped for a while, or sent twice. Its events go through the real recorder.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.domain.errors import Problem
+from reconciler.domain.states import TaskState
+from reconciler.runs import collect, contract
+from reconciler.runs.collect import Outcome, Phase, RunState
+from reconciler.runs.events import Recorder, judge
+from reconciler.runs.paths import RunPaths, run_directory
+from reconciler.runs.spec import RunSpec
+from reconciler.settings import Settings
+from reconciler.store import clock, invariants, tables, tasks
+from reconciler.store.engine import reading, transaction
+from reconciler.tasks import worker
+from reconciler.tasks.overdue import end_overdue
+from tests.unit.reconciler.conftest import Database, Site
+from tests.unit.reconciler.faults.host import Host
+from tests.unit.reconciler.faults.playing import How, Killed, Playing, Step, play
+
+# How a step is done, by its place in the run; Stopped and Killed may come out of it.
+Decide = Callable[["Run", int, Step], How | None]
+
+
+class Stopped(Exception):
+    """The run's process stands still; it may go on later, and nobody can tell."""
+
+
+@dataclass
+class Run:
+    """One run. steps: those that were begun."""
+
+    spec: RunSpec
+    playing: Playing
+    recorder: Recorder
+    phase: Phase = Phase.ALIVE
+    outcome: Outcome | None = None
+    steps: list[Step] = field(default_factory=list)
+    pending: Step | None = None
+
+
+class Runner:
+    """Plays every run at once when it is launched.
+
+    faults: what goes wrong in the next run of a kind of task.
+    """
+
+    def __init__(self, host: Host, state_dir: Path, discovery: dict[str, Any]) -> None:
+        self.host, self.runs = host, dict[str, Run]()
+        self._state_dir, self._discovery = state_dir, discovery
+        self.faults: dict[str, Decide] = {}
+        self.dies_before_recording = False
+
+    def launch(self, _site: object, spec: RunSpec) -> Path:
+        directory = run_directory(self._state_dir, spec.run_id)
+        if spec.run_id in self.runs:
+            return directory
+        contract.check_vars(spec.playbook, spec.variables)
+        directory.mkdir(parents=True, exist_ok=True)
+        run = Run(spec, self.playing(spec), Recorder(RunPaths(directory).progress))
+        self.runs[spec.run_id] = run
+        self.go_on(run, self.faults.pop(spec.variables["slice_run"]["kind"], None))
+        return directory
+
+    def playing(self, spec: RunSpec) -> Playing:
+        """The steps of this run, from the beginning."""
+        return play(spec.playbook, spec.variables, self.host.act)
+
+    def go_on(self, run: Run, decide: Decide | None = None) -> None:
+        """Play the run to its end, or to where `decide` lets it go no further."""
+        try:
+            if run.spec.playbook == "discover":
+                verdict = self._discovered()
+            else:
+                verdict = self._through(run, decide)
+        except Stopped:
+            return
+        except Killed:
+            run.phase = Phase.LOST
+            run.outcome = Outcome(
+                run.spec.run_id, "lost", None, None, "process_gone", "", "", False
+            )
+            raise
+        data = {"artifact_data": {"slice_result": verdict["result"]}, "dark": {}}
+        run.recorder({"event": "playbook_on_stats", "event_data": data})
+        found = judge(run.recorder, "successful" if verdict["ok"] else "failed", 0, 1.0)
+        run.phase = Phase.FINISHED
+        run.outcome = _outcome(run.spec.run_id, found)
+
+    def _through(self, run: Run, decide: Decide | None) -> dict[str, Any]:
+        how: How | None = None
+        try:
+            while True:
+                if run.pending is None:
+                    run.pending = run.playing.send(how) if run.steps else next(run.playing)
+                    run.steps.append(run.pending)
+                    self._tell(run, "playbook_on_task_start", run.pending)
+                how = decide(run, len(run.steps) - 1, run.pending) if decide else None
+                self._tell(run, "runner_on_ok", run.pending)
+                run.pending = None
+        except StopIteration as end:
+            verdict: dict[str, Any] = end.value
+            return verdict
+
+    def _tell(self, run: Run, event: str, step: Step) -> None:
+        data = {"task": step.name, "task_action": f"gpuaas.slice.{step.module}"}
+        run.recorder({"event": event, "event_data": data})
+
+    def _discovered(self) -> dict[str, Any]:
+        document = {"schema": 1, "playbook": "discover", "ok": True, "step": "", "error": {}}
+        return {"ok": True, "result": document | {"evidence": {"discovery": self._discovery}}}
+
+    def observe(self, directory: Path) -> RunState:
+        run = self.runs.get(directory.name)
+        if run is None:
+            return RunState(Phase.ABSENT)
+        if run.phase is Phase.FINISHED and self.dies_before_recording:
+            self.dies_before_recording = False
+            raise Killed
+        return RunState(run.phase, run.outcome)
+
+
+def _outcome(run_id: str, found: dict[str, Any]) -> Outcome:
+    names = set(Outcome.__dataclass_fields__) & set(found)
+    known = {name: found[name] for name in names}
+    return Outcome(**{"problem": "", "run_id": run_id, "started_at": "", "finished_at": ""} | known)
+
+
+class Stage:
+    """One scenario: a database and a host of its own, begun from a kept moment."""
+
+    def __init__(self, site: Site, runner: Runner, settings: Settings) -> None:
+        self.site, self.engine = site, site.engine
+        self.runner, self.host, self.settings = runner, runner.host, settings
+
+    def work(self) -> None:
+        """Workers do all that can be done, and look at deadlines."""
+        stopping = threading.Event()
+        stopping.set()
+        for _ in range(20):
+            with transaction(self.engine) as conn:
+                leased = tasks.lease(conn, "worker", limit=5)
+            if not leased:
+                return
+            for task in leased:
+                worker.attend(self.engine, self.settings, task, stopping)
+        raise AssertionError("the work does not come to an end")
+
+    def die(self) -> None:
+        """As `work`, and the reconciler is killed in the middle; then another one starts."""
+        with pytest.raises(Killed):
+            self.work()
+        self.restart()
+
+    def restart(self) -> None:
+        """Another reconciler takes up what the first one left."""
+        with transaction(self.engine) as conn:
+            tasks.abandon(conn, "worker")
+        self.work()
+
+    def deadlines_pass(self) -> None:
+        """All running tasks are late, nobody holds them any more, and somebody looks, twice."""
+        for _ in range(2):
+            with transaction(self.engine) as conn:
+                tasks.abandon(conn, "worker")
+                running = tables.tasks.c.state == TaskState.RUNNING
+                past = clock.now() - 1
+                conn.execute(sa.update(tables.tasks).where(running).values(deadline_at=past))
+            end_overdue(self.engine, self.settings)
+
+    def sound(self, where: str) -> None:
+        """Every invariant of the database holds, and what it sells is true of the host."""
+        with reading(self.engine) as conn:
+            found = invariants.check(conn)
+            lies = self.lies(conn)
+        assert found == [], f"{where}: {found}"
+        assert lies == [], f"{where}: {lies}"
+
+    # What differs between slices and whole machines.
+    def lies(self, conn: sa.Connection) -> list[str]:
+        raise NotImplementedError
+
+    def launch(self, *, everything: bool = False) -> str:
+        raise NotImplementedError
+
+    def release(self, allocation_id: str) -> None:
+        raise NotImplementedError
+
+    def recover(self) -> bool:
+        """What an operator asks for so that everything comes back; False: nothing to ask for."""
+        raise NotImplementedError
+
+    def state(self, allocation_id: str) -> str:
+        with reading(self.engine) as conn:
+            query = sa.select(tables.allocations.c.state)
+            found = conn.execute(query.where(tables.allocations.c.id == allocation_id))
+            return str(found.scalar_one())
+
+    def pristine(self, where: str) -> None:
+        """Nothing of anybody is left, and all of it is on sale."""
+        self.sound(where)
+        left = [entry.slot_id for entry in self.host.ledger() if entry.dirty or entry.allocation_id]
+        assert left == [], f"{where}: in the ledger {left}"
+        for name in ("reservations", "seeds", "running", "plans", "accounts", "mounts"):
+            assert not getattr(self.host, name), f"{where}: {name} {getattr(self.host, name)}"
+        assert not any(self.host.disks.values()), f"{where}: {self.host.disks}"
+
+
+def staged(
+    kind: type[Stage],
+    database: Database,
+    moment: tuple[Path, Host],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Stage:
+    """A scenario at a kept moment."""
+    template, host = moment
+    engine = database.restore(template)
+    site = Site.__new__(Site)
+    site.engine, site.project = engine, "p1"
+    settings = Settings(state_dir=folder, poll_s=0.01)
+    number = 1 if kind.__name__ == "Whole" else 0
+    runner = Runner(host.copied(), folder, site.document(number))
+    monkeypatch.setattr(worker, "launch", runner.launch)
+    monkeypatch.setattr(worker, "_site", lambda *_: None)
+    monkeypatch.setattr(collect, "observe", runner.observe)
+    stage = kind(site, runner, settings)
+    with reading(engine) as conn:
+        query = sa.select(tables.images.c.id)
+        site.image = str(conn.execute(query).scalar_one())
+    return stage
+
+
+def refused(call: Callable[[], Any]) -> str:
+    """The code with which it is refused; "" when it is not."""
+    try:
+        call()
+    except Problem as problem:
+        return problem.code
+    return ""

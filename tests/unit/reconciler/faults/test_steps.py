@@ -1,0 +1,381 @@
+"""Every step of provision and release, each with every fault; afterwards nothing is untrue.
+
+After each fault the reconciler goes on or is started again; what it believes must hold by itself
+(`invariants`) and of the host, and the way back must need nothing but what an operator may ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reconciler.domain.states import TaskState
+from reconciler.store import allocations, nodes, tasks
+from reconciler.store.engine import reading, transaction
+from reconciler.tasks.registry import HANDLERS
+from tests.unit.reconciler.conftest import ADMIN, Database, Site
+from tests.unit.reconciler.faults.host import Host
+from tests.unit.reconciler.faults.kinds import MOMENTS, REGISTERED, fail_before
+from tests.unit.reconciler.faults.playing import How, Killed, Step, steps_of
+from tests.unit.reconciler.faults.stage import Run, Runner, Stage, Stopped, staged
+from tests.unit.reconciler.store.whole_machines import Machines
+
+pytestmark = pytest.mark.covers("CTRL-9", "I6", "I10", "I11", "I12", "I13")
+
+Moment = tuple[Path, Host]
+Open = Callable[[str], Stage]
+Decide = Callable[[Run, int, Step], How | None]
+
+
+@pytest.fixture(scope="session")
+def beginnings(database: Database, template: Path) -> dict[str, Moment]:
+    """A site with two slots on sale, and one with a machine."""
+    made = {}
+    site = Site(database.restore(template))
+    site.node()
+    with transaction(site.engine) as conn:
+        nodes.change(conn, "n1", ADMIN, profile="lab")
+    host = Host(boot_id=site.document(0)["identity"]["boot_id"])
+    for candidate in site.document(0)["candidates"]:
+        host.wiped({"slot_id": "before", **candidate["bundle"]})
+    made["Slice"] = (database.keep("faults-slice.db"), host)
+    site = Site(database.restore(template))
+    Machines(site).machine(profile="lab")
+    made["Whole"] = (
+        database.keep("faults-whole.db"),
+        Host(boot_id=site.document(1)["identity"]["boot_id"]),
+    )
+    return made
+
+
+@pytest.fixture(scope="session")
+def moments(
+    beginnings: dict[str, Moment], database: Database, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Moment]]:
+    """Just before each kind of task is taken."""
+    made = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for kind, (stage_of, prepare) in MOMENTS.items():
+            folder = tmp_path_factory.mktemp("moment")
+            stage = staged(stage_of, database, beginnings[stage_of.__name__], folder, patch)
+            prepare(stage)
+            name = f"faults-{kind}.db"
+            made[kind] = (database.keep(name), stage.host)
+    yield made
+
+
+@pytest.fixture
+def at(
+    moments: dict[str, Moment], database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Open:
+    """A scenario that begins before this kind of task; as many as wanted, one after the other."""
+    count = iter(range(10_000))
+
+    def opened(kind: str) -> Stage:
+        folder = tmp_path / str(next(count))
+        return staged(MOMENTS[kind][0], database, moments[kind], folder, monkeypatch)
+
+    return opened
+
+
+@dataclass(frozen=True)
+class Healthy:
+    """The steps of a run when nothing goes wrong, and how the host is after it."""
+
+    steps: tuple[Step, ...]
+    host: dict[str, Any]
+
+
+@pytest.fixture(scope="session")
+def healthy(
+    moments: dict[str, Moment], database: Database, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Healthy]:
+    """By kind of task."""
+    made = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for kind, (stage_of, _) in MOMENTS.items():
+            folder = tmp_path_factory.mktemp("healthy")
+            stage = staged(stage_of, database, moments[kind], folder, patch)
+            stage.work()
+            stage.sound(f"{kind}, nothing wrong")
+            assert ended(stage, kind)["state"] == TaskState.SUCCEEDED
+            runs = stage.runner.runs.values()
+            (run,) = [r for r in runs if r.spec.variables["slice_run"]["kind"] == kind]
+            made[kind] = Healthy(tuple(run.steps), stage.host.seen())
+    return made
+
+
+def at_step(index: int, how: Callable[[], How]) -> Decide:
+    """Nothing until the step with this number, and there what `how` says."""
+    return lambda _run, now, _step: how() if now == index else None
+
+
+def fail_after(do: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    return {**do(), **fail_before(do)}
+
+
+def kill_after(do: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    do()
+    raise Killed
+
+
+def kill_before(_do: object) -> dict[str, Any]:
+    raise Killed
+
+
+def stop() -> How:
+    raise Stopped
+
+
+def come_back(stage: Stage, where: str) -> None:
+    """An operator asks until nothing is left to be asked for, at most three times."""
+    for key in active(stage):
+        stage.release(key)
+    stage.work()
+    for _ in range(3):
+        if not stage.recover():
+            break
+    stage.pristine(where)
+
+
+def active(stage: Stage) -> list[str]:
+    with reading(stage.engine) as conn:
+        return [row["id"] for row in allocations.every(conn) if row["state"] == "active"]
+
+
+def ended(stage: Stage, kind: str) -> dict[str, Any]:
+    """The task that the fault was in."""
+    with reading(stage.engine) as conn:
+        return min(
+            (task for task in tasks.every(conn) if task["kind"] == kind),
+            key=lambda task: (task["finished_at"] or 0, task["created_at"]),
+        )
+
+
+UNDOING = ("slice.wipe", "baremetal.release")
+KINDS = pytest.mark.parametrize("kind", sorted(MOMENTS))
+
+
+def test_everything_that_provisions_or_releases_is_here() -> None:
+    assert set(MOMENTS) == REGISTERED
+
+
+@KINDS
+def test_every_step_of_the_playbook_is_played(
+    at: Open, healthy: dict[str, Healthy], kind: str
+) -> None:
+    """No step hides behind a condition: it runs when all is well, or in the rescue."""
+    steps = healthy[kind].steps
+    seen = {(step.name, step.module) for step in steps}
+    # Once when hardly anything was done, once when nearly all was.
+    for number in (1, len(steps) - 1):
+        stage = at(kind)
+        stage.runner.faults[kind] = at_step(number, lambda: fail_before)
+        stage.work()
+        (run, *_) = stage.runner.runs.values()
+        seen |= {(step.name, step.module) for step in run.steps}
+    assert seen == steps_of(HANDLERS[kind].playbook)
+
+
+@KINDS
+@pytest.mark.parametrize("how", [fail_before, fail_after])
+def test_a_step_fails(at: Open, healthy: dict[str, Healthy], kind: str, how: How) -> None:
+    for number, step in enumerate(healthy[kind].steps):
+        where = f"{kind}: {how.__name__} at {step.name!r}"
+        stage = at(kind)
+        stage.runner.faults[kind] = at_step(number, lambda: how)
+        stage.work()
+        assert ended(stage, kind)["state"] == TaskState.FAILED, where
+        stage.sound(where)
+        come_back(stage, where)
+
+
+@KINDS
+@pytest.mark.parametrize("how", [kill_before, kill_after])
+def test_run_and_reconciler_are_killed(
+    at: Open, healthy: dict[str, Healthy], kind: str, how: How
+) -> None:
+    for number, step in enumerate(healthy[kind].steps):
+        where = f"{kind}: {how.__name__} at {step.name!r}"
+        stage = at(kind)
+        stage.runner.faults[kind] = at_step(number, lambda: how)
+        stage.die()
+        assert ended(stage, kind)["state"] == TaskState.LOST, where
+        assert active(stage) == [], where
+        stage.sound(where)
+        come_back(stage, where)
+
+
+@KINDS
+@pytest.mark.parametrize("how", [fail_before, kill_after])
+def test_the_rescue_itself_goes_wrong(
+    at: Open, healthy: dict[str, Healthy], kind: str, how: How
+) -> None:
+    """After a failure of every step, each step of the rescue fails or is killed."""
+    for number, step in enumerate(healthy[kind].steps):
+        for second in range(4):
+            where = f"{kind}: {step.name!r} fails, then {how.__name__} at rescue {second}"
+            stage = at(kind)
+            rescue = Rescue(number, second, how)
+            stage.runner.faults[kind] = rescue
+            try:
+                stage.work()
+            except Killed:
+                stage.restart()
+            if not rescue.steps:
+                return
+            if len(rescue.steps) <= second:
+                break
+            stage.sound(where)
+            come_back(stage, where)
+
+
+@dataclass
+class Rescue:
+    """Step number `first` fails; of the rescue that follows, step number `second` goes wrong."""
+
+    first: int
+    second: int
+    how: How
+    steps: list[Step] = field(default_factory=list)
+
+    def __call__(self, _run: Run, now: int, step: Step) -> How | None:
+        if not step.rescuing:
+            return fail_after if now == self.first else None
+        self.steps.append(step)
+        return self.how if len(self.steps) - 1 == self.second else None
+
+
+@KINDS
+def test_the_reconciler_is_killed_before_it_records_the_end(
+    at: Open, healthy: dict[str, Healthy], kind: str
+) -> None:
+    wanted = healthy[kind].host
+    stage = at(kind)
+    stage.runner.dies_before_recording = True
+    stage.die()
+    assert ended(stage, kind)["state"] == TaskState.SUCCEEDED
+    assert stage.host.seen() == wanted
+    come_back(stage, kind)
+
+
+@KINDS
+def test_a_run_is_sent_twice(at: Open, healthy: dict[str, Healthy], kind: str) -> None:
+    """Beside the first, stopped after each of its steps, a second copy runs to its end."""
+    wanted = healthy[kind].host
+    for number, step in enumerate(healthy[kind].steps):
+        where = f"{kind}: a second run after {step.name!r}"
+        stage = at(kind)
+        stage.runner.faults[kind] = lambda run, now, _step, last=number, on=stage: (
+            again(on.runner, run) if now == last else None
+        )
+        stage.work()
+        stage.sound(where)
+        if kind.startswith("slice."):
+            assert ended(stage, kind)["state"] == TaskState.SUCCEEDED, where
+            assert stage.host.seen() == wanted, where
+        come_back(stage, where)
+
+
+def again(runner: Runner, run: Run) -> How:
+    """Do the step, and then all of the run from its beginning."""
+
+    def how(do: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        found = do()
+        for _ in runner.playing(run.spec):
+            pass
+        return found
+
+    return how
+
+
+@KINDS
+def test_undone_twice_is_undone_once(at: Open, healthy: dict[str, Healthy], kind: str) -> None:
+    for number, step in enumerate(healthy[kind].steps):
+        where = f"{kind}: undone twice after {step.name!r}"
+        stage = at(kind)
+        stage.runner.faults[kind] = at_step(number, lambda: fail_after)
+        stage.work()
+        twice = Twice(stage.runner)
+        for undo in UNDOING:
+            stage.runner.faults[undo] = twice
+        come_back(stage, where)
+        assert twice.once == twice.again, where
+
+
+@dataclass
+class Twice:
+    """When the run has done its last step, all of it is done again under the same fence."""
+
+    runner: Runner
+    once: dict[str, Any] = field(default_factory=dict)
+    again: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, run: Run, _now: int, step: Step) -> How | None:
+        # Giving the lease back is the end of every undoing.
+        last = step.module in ("slice_lease", "baremetal_lease") and len(run.steps) > 1
+        return self.repeated(run) if last else None
+
+    def repeated(self, run: Run) -> How:
+        def how(do: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+            found = do()
+            self.once = self.runner.host.seen()
+            for _ in self.runner.playing(run.spec):
+                pass
+            self.again = self.runner.host.seen()
+            return found
+
+        return how
+
+
+@KINDS
+def test_the_undoing_fails_too(at: Open, healthy: dict[str, Healthy], kind: str) -> None:
+    """At each of its steps in turn; the second time it is done."""
+    steps = healthy[kind].steps
+    undoing = 0
+    for number, step in enumerate(steps):
+        where = f"{kind}: not undone after {step.name!r}, at step {undoing}"
+        stage = at(kind)
+        stage.runner.faults[kind] = at_step(number, lambda: fail_after)
+        stage.work()
+        for undo in UNDOING:
+            stage.runner.faults[undo] = at_step(undoing, lambda: fail_before)
+        stage.recover()
+        stage.sound(where)
+        stage.runner.faults.clear()
+        come_back(stage, where)
+        undoing = (undoing + 1) % len(steps)
+
+
+@KINDS
+@pytest.mark.parametrize("next_tenant", ["before", "after"])
+def test_a_late_run_does_no_harm(
+    at: Open, healthy: dict[str, Healthy], kind: str, next_tenant: str
+) -> None:
+    """It stands still before each step, counts as lost, and goes on when the slot is sold again."""
+    for number, step in enumerate(healthy[kind].steps):
+        where = f"{kind}: late at {step.name!r}, the next tenant comes {next_tenant}"
+        stage = at(kind)
+        stage.runner.faults[kind] = at_step(number, stop)
+        stage.work()
+        (late,) = [run for run in stage.runner.runs.values() if run.pending]
+        stage.deadlines_pass()
+        stage.sound(where)
+        assert ended(stage, kind)["state"] == TaskState.LOST, where
+        for _ in range(3):
+            if not stage.recover():
+                break
+        stage.pristine(where)
+        if next_tenant == "after":
+            stage.runner.go_on(late)
+        key = stage.launch(everything=True)
+        stage.work()
+        assert stage.state(key) == "active", where
+        if next_tenant == "before":
+            stage.runner.go_on(late)
+        stage.sound(where)
+        come_back(stage, where)

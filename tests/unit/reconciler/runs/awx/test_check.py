@@ -1,0 +1,106 @@
+"""What is refused, and with which name, before AWX is asked for anything."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reconciler.runs import collect, launch
+from reconciler.runs.collect import Phase
+from reconciler.runs.errors import ContractError, LauncherAway, RunError, SpecError
+from reconciler.runs.launch import Site
+from tests.standin.controller import TOKEN, Controller
+from tests.unit.reconciler.runs.awx.conftest import LAUNCH, spec
+
+pytestmark = pytest.mark.covers("CTRL-9")
+
+TEMPLATES = "GET /job_templates/"
+
+
+def refused(site: Site) -> RunError:
+    """Launching fails, nothing is asked for, nothing is kept that would count as begun."""
+    with pytest.raises(RunError) as caught:
+        launch.launch(site, spec())
+    assert TOKEN not in str(caught.value)
+    phase = collect.observe(site.state_dir / "runs" / "run-1").phase
+    assert phase is Phase.ABSENT
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("faults", "code"),
+    [
+        ({"token": "another"}, "awx_unauthorized"),
+        ({"status": {TEMPLATES: [403, 1]}}, "awx_forbidden"),
+        ({"status": {TEMPLATES: [302, 1]}}, "awx_refused"),
+        ({"without": ["gpuaas.slice.prepare_runtime"]}, "awx_template_missing"),
+        ({"templates": {"name": "gpuaas.slice.prepare_runtime"}}, "awx_template_ambiguous"),
+        ({"templates": {"ask_limit_on_launch": False}}, "awx_template_wrong"),
+        ({"templates": {"ask_variables_on_launch": False}}, "awx_template_wrong"),
+        ({"templates": {"playbook": "playbooks/release_slice.yml"}}, "awx_template_wrong"),
+        ({"templates": {"inventory": None}}, "awx_template_wrong"),
+        (
+            {"templates": {"summary_fields": {"user_capabilities": {"start": False}}}},
+            "awx_forbidden",
+        ),
+        ({"hosts": []}, "awx_host_missing"),
+        ({"groups": ["node-1"]}, "awx_host_ambiguous"),
+    ],
+)
+def test_what_awx_could_not_do_as_asked_has_a_name(
+    awx: Controller, site: Site, faults: dict[str, Any], code: str
+) -> None:
+    awx.begin(**{"page_size": 5, **faults})
+    assert refused(site).code == code
+    assert LAUNCH not in awx.record()["requests"]
+
+
+@pytest.mark.parametrize("faults", [{"status": {TEMPLATES: [502, 1]}}, {"drop": {TEMPLATES: 1}}])
+def test_an_awx_that_does_not_answer_is_asked_later(
+    awx: Controller, site: Site, faults: dict[str, Any]
+) -> None:
+    awx.begin(**faults)
+    assert isinstance(refused(site), LauncherAway)
+
+
+def test_nobody_listens(awx: Controller, site: Site) -> None:
+    assert site.awx is not None
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        url = f"https://127.0.0.1:{nobody.getsockname()[1]}"
+        away = dataclasses.replace(site, awx=dataclasses.replace(site.awx, url=url))
+        assert isinstance(refused(away), LauncherAway)
+
+
+def test_only_the_given_ca_vouches(site: Site, tmp_path: Path) -> None:
+    """Not the system's, and no answer of a stranger is waited for."""
+    assert site.awx is not None
+    for ca_file, code in ((None, "awx_untrusted"), (tmp_path / "none", "awx_ca_unreadable")):
+        other = dataclasses.replace(site, awx=dataclasses.replace(site.awx, ca_file=ca_file))
+        assert refused(other).code == code
+
+
+@pytest.mark.parametrize("text", ["", "two\nlines", "gr\u00fcn"])
+def test_a_token_that_is_none(awx: Controller, site: Site, text: str) -> None:
+    awx.token_file.write_text(text)
+    assert refused(site).code == "awx_token_unreadable"
+
+
+def test_the_contract_holds_here_as_well(awx: Controller, site: Site) -> None:
+    bad = spec()
+    with pytest.raises(ContractError):
+        launch.launch(site, dataclasses.replace(bad, variables={**bad.variables, "more": 1}))
+    assert awx.record()["requests"] == []
+
+
+def test_a_run_id_means_one_run(
+    awx: Controller, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_spawn", lambda *_: None)
+    launch.launch(site, spec())
+    with pytest.raises(SpecError, match="run_id_reused"):
+        launch.launch(site, spec(word="other"))

@@ -1,0 +1,151 @@
+"""One job for each run, wherever the connection, AWX or our process breaks."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from reconciler.runs import collect
+from reconciler.runs.awx import request
+from reconciler.runs.awx.record import load
+from reconciler.runs.paths import RunPaths
+from tests.standin.controller import Controller
+from tests.unit.reconciler.runs.awx.conftest import LAUNCH, RESULT, Play, spec
+
+pytestmark = pytest.mark.covers("CTRL-9")
+
+
+def ended(verdict: dict[str, Any] | None) -> None:
+    assert verdict is not None
+    assert (verdict["status"], verdict["result"]) == ("successful", RESULT), verdict
+
+
+def test_what_awx_is_asked_for(awx: Controller, play: Play) -> None:
+    ended(play())
+    (body,) = awx.record()["bodies"]
+    variables = body["extra_vars"]
+    assert (body["limit"], body["timeout"], variables["slice_hosts"]) == ("node-1", 60, "node-1")
+    assert {key: variables[key] for key in spec().variables} == spec().variables
+    assert (variables["ansible_host"], variables["ansible_port"]) == ("192.0.2.7", 2222)
+    assert variables["ansible_host_key_checking"] is True
+    assert variables["ansible_ssh_retries"] == 0
+    assert "HostKeyAlias=node-1" in variables["ansible_ssh_args"]
+
+
+@pytest.mark.parametrize("others", [0, 1, 4])
+def test_a_launch_whose_answer_was_lost_is_found_and_not_repeated(
+    awx: Controller, prepared: RunPaths, play: Play, others: int
+) -> None:
+    """Also among other jobs of the same template, page by page: a relaunch, an attempt before."""
+    for number in range(others):
+        awx.launch(9, slice_run={"id": f"run-1{number}"})
+    awx.change(cut={LAUNCH: 1}, page_size=2)
+    ended(play())
+    assert len(awx.jobs()) == others + 1
+    record = load(prepared)
+    assert record is not None
+    assert (record.posted, record.job) == (True, others + 1)
+
+
+def test_a_launch_that_is_carried_out_late_is_waited_for(awx: Controller, play: Play) -> None:
+    awx.change(cut={LAUNCH: 1}, later_s=0.3)
+    ended(play())
+    time.sleep(0.35)
+    assert len(awx.jobs()) == 1
+
+
+@pytest.mark.parametrize("faults", [{"drop": {LAUNCH: 1}}, {"status": {LAUNCH: [502, 1]}}])
+def test_a_launch_that_never_arrived_is_repeated_after_a_while(
+    awx: Controller, play: Play, faults: dict[str, Any]
+) -> None:
+    awx.change(**faults)
+    begun = time.monotonic()
+    ended(play())
+    assert len(awx.jobs()) == 1
+    assert time.monotonic() - begun > 0.6
+
+
+def test_a_process_that_died_after_asking_finds_its_job(
+    awx: Controller, prepared: RunPaths, play: Play
+) -> None:
+    """Killed between the request and the record of its answer."""
+    ended(play())
+    record = load(prepared)
+    assert record is not None
+    record.job = 0
+    record.save(prepared)
+    ended(play())
+    assert len(awx.jobs()) == 1
+
+
+def test_a_process_told_to_go_before_its_launch_is_known_leaves_that_to_the_next(
+    awx: Controller, prepared: RunPaths, play: Play
+) -> None:
+    awx.change(cut={LAUNCH: 1}, later_s=0.4)
+    assert play(lambda: True) is None
+    record = load(prepared)
+    assert record is not None
+    assert (record.posted, record.job) == (True, 0)
+    ended(play())
+    assert len(awx.jobs()) == 1
+
+
+def test_a_run_canceled_before_anything_was_asked_for_never_begins(
+    awx: Controller, prepared: RunPaths, play: Play
+) -> None:
+    collect.cancel(prepared.root)
+    verdict = play()
+    assert verdict is not None
+    assert (verdict["status"], verdict["problem"]) == ("canceled", "never_began")
+    assert awx.jobs() == []
+
+
+def test_a_run_canceled_while_its_launch_is_unknown_is_found_and_ended(
+    awx: Controller, prepared: RunPaths, play: Play
+) -> None:
+    awx.change(cut={LAUNCH: 1}, later_s=0.3, steps=1000)
+
+    def told() -> bool:
+        if LAUNCH in awx.record()["requests"]:
+            collect.cancel(prepared.root)
+        return False
+
+    verdict = play(told)
+    assert verdict is not None
+    assert (verdict["status"], verdict["result"]) == ("canceled", None)
+    assert awx.record()["canceled"] == [1]
+
+
+def test_a_launch_that_awx_refuses_is_over(awx: Controller, play: Play) -> None:
+    awx.change(status={LAUNCH: [400, 1]})
+    verdict = play()
+    assert verdict is not None
+    assert (verdict["status"], verdict["touched"]) == ("failed", False)
+    assert verdict["problem"].startswith("awx_refused: HTTP 400")
+
+
+@pytest.mark.parametrize(
+    ("field", "cut"),
+    [("ask_limit_on_launch", 0), ("ask_limit_on_launch", 1), ("ask_variables_on_launch", 0)],
+)
+def test_a_job_that_is_not_what_was_asked_for_is_ended(
+    awx: Controller, prepared: RunPaths, play: Play, field: str, cut: int
+) -> None:
+    """The template was changed after it had been looked at: something is left out in silence."""
+    awx.begin(templates={field: False}, steps=1000, cut={LAUNCH: cut})
+    verdict = play()
+    assert verdict is not None
+    assert verdict["status"] == "canceled"
+    assert prepared.cancel.exists()
+
+
+def test_variables_of_jobs_are_read_however_awx_keeps_them() -> None:
+    variables = {"slice_run": {"id": "run-1"}}
+    assert request.run_id({"extra_vars": json.dumps(variables)}) == "run-1"
+    assert request.run_id({"extra_vars": variables}) == "run-1"
+    assert request.run_id({"extra_vars": "---\nslice_run: {id: run-1}\n"}) == "run-1"
+    for other in ("", "{", "[1]", "slice_run: 1", '{"slice_run": {"id": 1}}', None):
+        assert request.run_id({"extra_vars": other}) == ""

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import pytest
+
+from reconciler.runs import contract
+from reconciler.runs.errors import ContractError
+
+
+def test_an_unknown_playbook_is_named() -> None:
+    with pytest.raises(ContractError) as caught:
+        contract.check_vars("wipe_everything", {})
+    assert (caught.value.code, caught.value.field) == ("unknown_playbook", "playbook")
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"schema": 2}, "schema"),
+        ({"ok": "yes"}, "ok"),
+        ({"playbook": "x y"}, "playbook"),
+        ({"surprise": 1}, "(document)"),
+        ({"ok": False, "error": {"code": "Stale Fence"}}, "error"),
+        ({"evidence": {"rebooted": True}}, "evidence"),
+        ({"evidence": {"rebooted": "no", "identity": {}}}, "evidence.rebooted"),
+    ],
+)
+def test_a_result_that_breaks_its_schema_names_the_field(
+    change: dict[str, object], field: str
+) -> None:
+    identity = {"boot_id": "b", "machine_id": "m", "host_key": "k"}
+    good = {
+        "schema": 1,
+        "playbook": "bootstrap",
+        "ok": True,
+        "step": "",
+        "error": {},
+        "evidence": {"rebooted": True, "identity": identity},
+    }
+    assert contract.check_result(good) is good
+    with pytest.raises(ContractError) as caught:
+        contract.check_result(good | change)
+    assert caught.value.code == "result_invalid"
+    assert caught.value.field.startswith(field)
+
+
+def test_a_trailing_newline_does_not_slip_through_a_pattern() -> None:
+    with pytest.raises(ContractError):
+        contract.check_result(
+            {
+                "schema": 1,
+                "playbook": "cache_image\n",
+                "ok": True,
+                "step": "",
+                "error": {},
+                "evidence": {},
+            }
+        )

@@ -1,0 +1,168 @@
+"""Events of a run that come twice, in another order, cut, late, or never: 200 histories.
+
+Whatever reaches the recorder, success is believed only when the run's own end said so, and a host
+counts as untouched only when nothing can have happened on it.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reconciler.runs import collect
+from reconciler.runs.events import Recorder, judge
+from reconciler.runs.paths import RunPaths
+
+pytestmark = pytest.mark.covers("CTRL-9", "I13")
+
+Event = dict[str, Any]
+SEEDS = range(200)
+KEYS = {"at", "event", "task", "code", "seconds"}
+REFUSAL = {"code": "disk_in_use", "expected": "a", "found": "b", "remedy": "c"}
+RESULTS: dict[bool, dict[str, Any]] = {
+    ok: {
+        "schema": 1,
+        "playbook": "cache_image",
+        "ok": ok,
+        "step": "" if ok else "Step 3",
+        "error": {} if ok else REFUSAL,
+        "evidence": {"told": ok},
+    }
+    for ok in (True, False)
+}
+
+
+def event(kind: str, number: int, **more: Any) -> Event:
+    data = {
+        "task": f"Step {number}",
+        "task_uuid": f"u{number}",
+        "task_action": "gpuaas.slice.image_cache",
+        "duration": 0.5,
+    }
+    return {"event": kind, "event_data": data | more}
+
+
+def history(chance: random.Random, *, ok: bool) -> list[Event]:
+    """What a run of a few steps says."""
+    told: list[Event] = [{"event": "playbook_on_start", "event_data": {}}]
+    steps = chance.randint(2, 6)
+    for number in range(steps):
+        told.append(event("playbook_on_task_start", number))
+        if not ok and number == steps - 1:
+            told.append(event("runner_on_failed", number, res={"error": REFUSAL}))
+        elif chance.random() < 0.2:
+            told.append(event("runner_on_skipped", number))
+        else:
+            told.append(event("runner_on_ok", number, res={"changed": chance.random() < 0.5}))
+    # One at least was carried out.
+    told.append(event("runner_on_ok", 0, res={}))
+    stats = {"artifact_data": {"slice_result": RESULTS[ok]}, "dark": {}, "ok": {"n1": steps}}
+    return [*told, {"event": "playbook_on_stats", "event_data": stats}]
+
+
+def twice(chance: random.Random, told: list[Event]) -> list[Event]:
+    return [one for each in told for one in [each] * chance.randint(1, 3)]
+
+
+def shuffled(chance: random.Random, told: list[Event]) -> list[Event]:
+    return chance.sample(told, len(told))
+
+
+def dropped(chance: random.Random, told: list[Event]) -> list[Event]:
+    return [one for one in told if chance.random() < 0.7]
+
+
+def cut(chance: random.Random, told: list[Event]) -> list[Event]:
+    """The end is missing, and of some events the inside."""
+    whole = copy.deepcopy(told[: chance.randint(0, len(told))])
+    for one in whole:
+        if chance.random() < 0.4:
+            inside: Any = one["event_data"]
+            one["event_data"] = chance.choice(
+                [None, "text", 7, [], {}, {key: inside[key] for key in list(inside)[:1]}]
+            )
+    return whole
+
+
+def late(chance: random.Random, told: list[Event]) -> list[Event]:
+    """Some events come after the end of the run was told."""
+    place = chance.randrange(len(told) - 1)
+    return told[:place] + told[place + 1 :] + [told[place]]
+
+
+Fault = Callable[[random.Random, list[Event]], list[Event]]
+
+
+def hear(tmp_path: Path, told: list[Event], *, ok: bool) -> tuple[Recorder, dict[str, Any]]:
+    progress = tmp_path / "progress.jsonl"
+    progress.unlink(missing_ok=True)
+    recorder = Recorder(progress)
+    for one in told:
+        assert recorder(one) is False
+    if progress.exists():
+        for line in progress.read_text().splitlines():
+            assert set(json.loads(line)) <= KEYS
+    return recorder, judge(recorder, "successful" if ok else "failed", 0 if ok else 2, 1.0)
+
+
+@pytest.mark.parametrize("fault", [twice, shuffled, dropped, cut, late])
+def test_only_the_end_that_was_told_is_believed(tmp_path: Path, fault: Fault) -> None:
+    for seed in SEEDS:
+        chance = random.Random(seed)  # noqa: S311
+        ok = chance.random() < 0.5
+        told = history(chance, ok=ok)
+        _, wanted = hear(tmp_path, told, ok=ok)
+        assert wanted["result"] == RESULTS[ok]
+        heard = fault(chance, told)
+        _, found = hear(tmp_path, heard, ok=ok)
+        ends = [one["event_data"] for one in heard if one["event"] == "playbook_on_stats"]
+        whole = any(isinstance(end, dict) and end.get("artifact_data") for end in ends)
+        assert found["result"] == (RESULTS[ok] if whole else None), seed
+        assert whole or (found["status"], bool(found["problem"])) == ("failed", True), seed
+        if fault in (twice, late):
+            assert found == wanted, seed
+
+
+@pytest.mark.parametrize("fault", [twice, shuffled, late])
+def test_a_host_that_was_there_never_counts_as_untouched(tmp_path: Path, fault: Fault) -> None:
+    for seed in SEEDS:
+        chance = random.Random(seed)  # noqa: S311
+        told = history(chance, ok=False)[:-1]
+        lost = event("runner_on_unreachable", 9, res={"msg": "connect to host n1 port 22: x"})
+        recorder, _ = hear(tmp_path, fault(chance, [*told, lost]), ok=False)
+        assert recorder.touched and recorder.unreachable, seed
+
+
+def test_one_lost_word_does_not_make_a_host_untouched(tmp_path: Path) -> None:
+    """Each of the events of a run whose second step did not reach the host, left out in turn."""
+    told = [
+        event("playbook_on_task_start", 1),
+        event("runner_on_ok", 1, res={}),
+        event("playbook_on_task_start", 2),
+        event("runner_on_unreachable", 2, res={"msg": "gone"}),
+    ]
+    for left_out in range(len(told)):
+        heard = [one for place, one in enumerate(told) if place != left_out]
+        assert hear(tmp_path, heard, ok=False)[0].touched
+    first = [told[0], event("runner_on_unreachable", 1, res={"msg": "gone"})]
+    assert not hear(tmp_path, first, ok=False)[0].touched
+    at_home = event("runner_on_ok", 0, task_action="ansible.builtin.set_fact", res={})
+    assert not hear(tmp_path, [at_home, *first], ok=False)[0].touched
+
+
+def test_what_a_crash_left_in_the_progress_is_passed_over(tmp_path: Path) -> None:
+    """Power loss: a hole, a torn line, a line without its end."""
+    file = RunPaths(tmp_path).progress
+    good = b'{"event": "ok"}\n'
+    file.write_bytes(good + b"\0\0\0\0\n" + b'{"event": "o\n' + b"[1]\n" + good + b'{"event"')
+    lines, offset = collect.progress(tmp_path)
+    assert lines == [{"event": "ok"}, {"event": "ok"}]
+    with file.open("ab") as handle:
+        handle.write(b': "late"}\n')
+    assert collect.progress(tmp_path, offset)[0] == [{"event": "late"}]

@@ -1,0 +1,121 @@
+"""A site's processes for a test: started, killed, watched."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+
+LIMIT_S = 30.0
+
+
+class Service:
+    """folder: where scripted hosts write and, unless told otherwise, where the state is."""
+
+    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+        self.folder = folder
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.pids: list[int] = []
+        self._log = (folder / "service.log").open("ab")
+        self._forge = subprocess.Popen(
+            [sys.executable, "-m", "tests.unit.reconciler.service.scripted"],
+            env={
+                **os.environ,
+                "GPUAAS_STATE_DIR": str(folder),
+                "GPUAAS_LISTEN": f"127.0.0.1:{self.port}",
+                "GPUAAS_POLL_S": "0.03",
+                "SCRIPTED_FOLDER": str(folder),
+                **environment,
+            },
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+        assert self._said() == "ready"
+
+    def start(self, what: str = "serve", state_dir: Path | None = None) -> int:
+        """The id of a new process of the service."""
+        assert self._forge.stdin is not None
+        self._forge.stdin.write(f"{what} {state_dir or ''}\n")
+        self._forge.stdin.flush()
+        self.pids.append(int(self._said()))
+        return self.pids[-1]
+
+    def kill(self) -> None:
+        """As a power cut or the kernel's memory killer does it, all of them."""
+        for pid in self.pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in self.pids:
+            until(lambda gone=pid: not alive(gone))
+        self.pids.clear()
+
+    def ready(self) -> bool:
+        with suppress(httpx.TransportError):
+            return httpx.get(f"{self.url}/readyz", timeout=5, trust_env=False).is_success
+        return False
+
+    def began(self) -> Counter[str]:
+        """How often each run began on a host."""
+        hosts = self.folder / "hosts"
+        return Counter(hosts.read_text().split() if hosts.exists() else [])
+
+    def log(self) -> str:
+        return (self.folder / "service.log").read_text()
+
+    def close(self) -> None:
+        self.kill()
+        self._forge.kill()
+        self._forge.wait()
+        for stream in (self._forge.stdin, self._forge.stdout, self._log):
+            if stream is not None:
+                stream.close()
+
+    def _said(self) -> str:
+        assert self._forge.stdout is not None
+        return self._forge.stdout.readline().strip()
+
+
+@contextmanager
+def serving(folder: Path, **environment: str) -> Iterator[Service]:
+    """A site whose processes end with the test."""
+    service = Service(folder, environment)
+    try:
+        yield service
+    finally:
+        service.close()
+
+
+def pauses(many: int, shortest: float, longest: float) -> Iterator[float]:
+    """Seconds, spread evenly and in no order; the same every time, to find it again."""
+    golden = 0.6180339887498949
+    for number in range(1, many + 1):
+        yield shortest + (longest - shortest) * (number * golden % 1)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def until(true: Callable[[], object], limit_s: float = LIMIT_S) -> None:
+    end = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < end, "it did not come true in time"
+        time.sleep(0.02)

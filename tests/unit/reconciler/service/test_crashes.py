@@ -1,0 +1,93 @@
+"""The service killed under load: nothing promised is lost, nothing is done twice (CTRL-9, I12)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.domain.states import TaskState
+from reconciler.store import invariants, leader, processes, tables
+from reconciler.store.engine import reading
+from tests.unit.reconciler.api.world import World
+from tests.unit.reconciler.service.service import Service, alive, pauses, serving, until
+from tests.unit.reconciler.service.tenants import Tenants
+
+
+@pytest.mark.covers("CTRL-9", "I12", "I3", "I21")
+@pytest.mark.parametrize(
+    "kills", [50, pytest.param(1000, marks=pytest.mark.long)], ids=["some", "many"]
+)
+def test_killed_under_load_it_loses_and_repeats_nothing(selling: World, kills: int) -> None:
+    with serving(selling.settings.state_dir) as service:
+        service.start()
+        until(service.ready)
+        tenants = Tenants(service.url, selling.secrets["member"])
+        try:
+            # From the first line of its start on to full work.
+            for pause in pauses(kills, 0.02, 0.6):
+                time.sleep(pause)
+                service.kill()
+                service.start()
+        finally:
+            tenants.stop()
+        _comes_to_rest(selling, service)
+    assert tenants.cut_off > kills / 2, "the load was there when it was killed"
+    _kept(selling, service, tenants)
+
+
+@pytest.mark.covers("CTRL-9")
+def test_told_to_end_it_leaves_nothing_behind(selling: World) -> None:
+    with serving(selling.settings.state_dir) as service:
+        pid = service.start()
+        until(service.ready)
+        os.kill(pid, signal.SIGTERM)
+        until(lambda: not alive(pid))
+        with reading(selling.engine) as conn:
+            assert processes.every(conn) == []
+            leads = leader.read(conn, leader.LOOPS)
+        # The next one need not wait for the end of a lease.
+        assert leads is not None and not leads["live"]
+        service.start("worker")
+        until(lambda: _lives(selling, "worker"))
+        assert "Traceback" not in service.log()
+
+
+def _lives(world: World, role: str) -> bool:
+    with reading(world.engine) as conn:
+        return role in processes.roles(conn)
+
+
+def _comes_to_rest(world: World, service: Service) -> None:
+    """Every task ends by itself; nobody needs SQL."""
+    open_states = [TaskState.QUEUED, TaskState.WAITING, TaskState.RUNNING]
+    query = sa.select(sa.func.count()).select_from(tables.tasks)
+
+    def at_rest() -> bool:
+        with reading(world.engine) as conn:
+            return not conn.execute(query.where(tables.tasks.c.state.in_(open_states))).scalar()
+
+    until(at_rest)
+    until(service.ready)
+
+
+def _kept(world: World, service: Service, tenants: Tenants) -> None:
+    with reading(world.engine) as conn:
+        assert invariants.check(conn) == []
+        known = set(conn.execute(sa.select(tables.allocations.c.id)).scalars())
+        ends = Counter(conn.execute(sa.select(tables.tasks.c.state)).scalars())
+        runs = set(conn.execute(sa.select(tables.tasks.c.run_id)).scalars()) - {""}
+        slots = Counter(conn.execute(sa.select(tables.slots.c.status)).scalars())
+    # What was promised is there, and nothing that nobody was promised.
+    assert known == set(tenants.launched.values())
+    assert len(known) > 3
+    # A run outlives the service and is found again: none is lost, none began twice.
+    assert set(ends) == {TaskState.SUCCEEDED}, service.log()[-3000:]
+    assert set(service.began()) == runs
+    assert set(service.began().values()) == {1}
+    assert set(slots) <= {"available", "active"}
+    assert 500 not in tenants.answers

@@ -1,0 +1,210 @@
+"""An old leader commits nothing (I9), and only the database's clock counts (I22)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.service.loops import Loop, Loops
+from reconciler.service.pulse import Pulse
+from reconciler.settings import Settings
+from reconciler.store import leader, outbox, processes, tables
+from reconciler.store.engine import open_engine, reading, transaction
+from reconciler.store.leader import LOOPS, Deposed, campaign, led_by, resign
+from reconciler.store.migrations import migrate
+from tests.unit.reconciler.service.postgres import Postgres
+from tests.unit.reconciler.service.writer import LEASE_S
+
+PAUSES = 20
+LIMIT_S = 30.0
+
+
+@pytest.fixture
+def leading(engine: sa.Engine) -> leader.Lease:
+    """The first lease."""
+    with transaction(engine) as conn:
+        lease = campaign(conn, LOOPS, "a", 30)
+    assert lease is not None
+    return lease
+
+
+@pytest.mark.covers("I9")
+def test_one_leads_until_its_lease_ends_or_it_resigns(
+    engine: sa.Engine, leading: leader.Lease
+) -> None:
+    with transaction(engine) as conn:
+        assert campaign(conn, LOOPS, "b", 30) is None
+        assert campaign(conn, LOOPS, "a", 30) == leading
+        resign(conn, leading)
+        follower = campaign(conn, LOOPS, "b", 30)
+        assert follower is not None and follower.epoch == leading.epoch + 1
+        # Giving up what is no longer one's own takes nothing from the other.
+        resign(conn, leading)
+        assert campaign(conn, LOOPS, "a", 30) is None
+        _expire(conn)
+        again = campaign(conn, LOOPS, "b", 30)
+        assert again is not None and again.epoch == follower.epoch + 1
+
+
+@pytest.mark.covers("I9", "I22")
+def test_a_lease_that_ran_out_writes_nothing(engine: sa.Engine, leading: leader.Lease) -> None:
+    mine = led_by(engine, leading)
+    with transaction(mine) as conn:
+        outbox.add(conn, "written", "epoch", "1", payload={})
+    with transaction(engine) as conn:
+        _expire(conn)
+    with pytest.raises(Deposed), transaction(mine) as conn:
+        outbox.add(conn, "written", "epoch", "1", payload={})
+    with reading(mine) as conn:
+        assert len(outbox.pending(conn)) == 1
+
+
+@pytest.mark.covers("I9")
+def test_loops_run_where_the_lease_is(engine: sa.Engine, tmp_path: Path) -> None:
+    held: list[leader.Lease | None] = [None]
+    told: list[str] = []
+
+    def write(led: sa.Engine, _settings: Settings) -> None:
+        with transaction(led) as conn:
+            outbox.add(conn, "written", "epoch", "1", payload={})
+        told.append("written")
+
+    def broken(_led: sa.Engine, _settings: Settings) -> None:
+        raise ValueError("a loop's own error")
+
+    every = (Loop("broken", 0, broken), Loop("write", 0, write), Loop("rare", 3600, write))
+    loops = Loops(Settings(state_dir=tmp_path), engine, lambda: held[0], every)
+    assert loops.look() == []
+    with transaction(engine) as conn:
+        held[0] = campaign(conn, LOOPS, "a", 30)
+    assert loops.look() == ["write", "rare"]
+    assert loops.look() == ["write"]
+    with transaction(engine) as conn:
+        _expire(conn)
+    # The process still believes that it leads.
+    assert loops.look() == []
+    assert told == ["written"] * 3
+
+
+def test_a_process_that_ends_in_order_leaves_at_once(engine: sa.Engine) -> None:
+    first, second = (Pulse(engine, lambda: ["loops"], candidate=True) for _ in range(2))
+    first.start()
+    second.start()
+    assert first.lease() is not None and second.lease() is None
+    with reading(engine) as conn:
+        assert processes.roles(conn) == {"loops": 2}
+    first.stop()
+    second._beat()
+    assert second.lease() is not None
+    second.stop()
+    with reading(engine) as conn:
+        assert processes.every(conn) == []
+
+
+@pytest.mark.covers("I9", "I22")
+@pytest.mark.postgres
+def test_a_leader_paused_past_its_lease_writes_nothing_when_it_goes_on(
+    tmp_path: Path, postgres: Postgres
+) -> None:
+    """I9: both engines at once, because most of the time is waiting."""
+    urls = [f"sqlite:///{tmp_path / 'fenced.db'}", postgres.database("paused")]
+    with ThreadPoolExecutor(len(urls)) as pool:
+        stories = list(pool.map(lambda url: _story(url, "fenced", PAUSES), urls))
+    for epochs in stories:
+        assert max(epochs) > PAUSES, "every pause brought another leader"
+        assert _stale(epochs) == 0
+
+
+def test_without_the_fence_the_same_pauses_are_seen(tmp_path: Path) -> None:
+    """The test above could not fail otherwise."""
+    assert _stale(_story(f"sqlite:///{tmp_path / 'free.db'}", "free", 3)) > 0
+
+
+def _stale(epochs: list[int]) -> int:
+    """Writes of an epoch after a later one had begun to write."""
+    return sum(1 for before, after in pairwise(epochs) if after < before)
+
+
+def _story(url: str, manner: str, pauses: int) -> list[int]:
+    """The epochs of all writes, in order, of two processes of which the leader is paused often."""
+    engine = open_engine(url)
+    try:
+        migrate(engine)
+        with _writers(url, manner):
+            done = 0
+            _until(lambda: _leader(engine) is not None)
+            end = time.monotonic() + 3 * LIMIT_S
+            while done < pauses:
+                assert time.monotonic() < end, f"{done} of {pauses} pauses"
+                done += _pause(engine)
+        with reading(engine) as conn:
+            query = sa.select(tables.outbox.c.subject_id).order_by(tables.outbox.c.id)
+            return [int(epoch) for epoch in conn.execute(query).scalars()]
+    finally:
+        engine.dispose()
+
+
+def _pause(engine: sa.Engine) -> bool:
+    """Stop the leader until the other one has written; False when it held the whole database."""
+    leads = _leader(engine)
+    if leads is None:
+        time.sleep(0.02)
+        return False
+    pid, epoch = leads
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        return _until(lambda: _written_after(engine, epoch), limit_s=6 * LEASE_S)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.05)
+
+
+@contextmanager
+def _writers(url: str, manner: str) -> Iterator[None]:
+    program = [sys.executable, "-m", "tests.unit.reconciler.service.writer", url, manner]
+    writers = [subprocess.Popen(program) for _ in range(2)]
+    try:
+        yield
+        assert [writer.poll() for writer in writers] == [None, None]
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.wait()
+
+
+def _leader(engine: sa.Engine) -> tuple[int, int] | None:
+    with reading(engine) as conn:
+        leads = leader.read(conn, LOOPS)
+        pids = {row["id"]: row["pid"] for row in processes.every(conn)}
+    return (pids[leads["holder"]], leads["epoch"]) if leads and leads["live"] else None
+
+
+def _written_after(engine: sa.Engine, epoch: int) -> bool:
+    with reading(engine) as conn:
+        query = sa.select(tables.outbox.c.subject_id).order_by(tables.outbox.c.id.desc())
+        return int(conn.execute(query.limit(1)).scalar() or 0) > epoch
+
+
+def _expire(conn: sa.Connection) -> None:
+    conn.execute(sa.update(tables.leaders).values(expires_at=0))
+
+
+def _until(true: Callable[[], Any], limit_s: float = LIMIT_S) -> bool:
+    end = time.monotonic() + limit_s
+    while not true():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True

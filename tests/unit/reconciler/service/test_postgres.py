@@ -1,0 +1,155 @@
+"""Several workers on one PostgreSQL, and that database ended as by a power cut."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import sqlalchemy as sa
+from sqlalchemy import exc
+
+from reconciler.domain.errors import Problem
+from reconciler.domain.states import AllocationState, TaskState
+from reconciler.store import allocations, idempotency, invariants, leader, nodes, processes, tables
+from reconciler.store.engine import open_engine, reading, retrying, transaction
+from reconciler.store.idempotency import Answer, Call, once
+from reconciler.store.migrations import migrate
+from reconciler.trust.ca import open_trust
+from tests.unit.reconciler.conftest import ADMIN, Site
+from tests.unit.reconciler.service.postgres import Postgres
+from tests.unit.reconciler.service.service import Service, pauses, serving, until
+
+pytestmark = pytest.mark.postgres
+T = TypeVar("T")
+LIVES = ("machine-a", "machine-b")
+
+
+@pytest.fixture
+def selling_site(postgres: Postgres) -> Iterator[Site]:
+    """Two nodes with three slots each, in a database of their own."""
+    engine = open_engine(postgres.database(f"site_{uuid.uuid4().hex[:8]}"))
+    migrate(engine)
+    site = Site(engine)
+    for number, node in enumerate(("n1", "n2")):
+        site.node(node, (0, 1, 3), number)
+        with transaction(engine) as conn:
+            nodes.change(conn, node, ADMIN, profile="lab")
+    yield site
+    engine.dispose()
+
+
+class Load:
+    """Launches and releases through the store, each exactly once, whatever the answer's fate."""
+
+    def __init__(self, site: Site) -> None:
+        self.promised: set[str] = set()
+        self._site = site
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=self._live) for _ in range(3)]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _live(self) -> None:
+        while not self._over.is_set():
+            key = str(uuid.uuid4())
+            try:
+                answer = insist(lambda own=key: self._launch(own))
+            except Problem as problem:
+                assert problem.code == "no_capacity"
+                time.sleep(0.05)
+                continue
+            name = answer.body["id"]
+            self.promised.add(name)
+            while not self._over.is_set() and not insist(lambda it=name: self._ended(it)):
+                time.sleep(0.05)
+
+    def _launch(self, key: str) -> Answer:
+        def work(conn: sa.Connection) -> Answer:
+            return Answer(201, {"id": self._site.allocate(conn)})
+
+        return once(self._site.engine, Call("launch", key, {}), work)
+
+    def _ended(self, name: str) -> bool:
+        with reading(self._site.engine) as conn:
+            state = allocations.get(conn, name)["state"]
+        if state == AllocationState.ACTIVE:
+            retrying(self._site.engine, lambda conn: allocations.release(conn, name, ADMIN))
+        return state in (AllocationState.RELEASED, AllocationState.FAILED)
+
+
+def insist(work: Callable[[], T]) -> T:
+    """Ask until the database answers."""
+    while True:
+        try:
+            return work()
+        except exc.DBAPIError:
+            time.sleep(0.05)
+        except Problem as problem:
+            if problem.code not in {"idempotency_in_flight", "generation_conflict"}:
+                raise
+            time.sleep(0.05)
+
+
+@pytest.mark.covers("CTRL-9", "CTRL-2", "I3", "I21")
+def test_two_workers_and_a_database_that_ends_ten_times(
+    selling_site: Site, postgres: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A caller that was cut off keeps its key for that long.
+    monkeypatch.setattr(idempotency, "IN_FLIGHT_S", 1)
+    url = selling_site.engine.url.render_as_string(hide_password=False)
+    open_trust(tmp_path)
+    with serving(tmp_path, GPUAAS_DATABASE_URL=url, GPUAAS_TASK_LEASE_S="5") as service:
+        for life in LIVES:
+            # As operations.md has it: the authorities are the site's, the runs the machine's.
+            shutil.copytree(tmp_path / "trust", tmp_path / life / "trust")
+            service.start("worker", tmp_path / life)
+        until(lambda: _workers(selling_site.engine) == len(LIVES))
+        load = Load(selling_site)
+        try:
+            for pause in pauses(10, 0.2, 0.8):
+                time.sleep(pause)
+                postgres.stop()
+                postgres.start()
+        finally:
+            load.stop()
+        until(lambda: insist(lambda: _at_rest(selling_site.engine)))
+        _kept(selling_site.engine, service, load)
+
+
+def _workers(engine: sa.Engine) -> int:
+    with reading(engine) as conn:
+        return processes.roles(conn).get("worker", 0)
+
+
+def _at_rest(engine: sa.Engine) -> bool:
+    live = tables.tasks.c.state.in_([TaskState.QUEUED, TaskState.WAITING, TaskState.RUNNING])
+    with reading(engine) as conn:
+        return conn.execute(sa.select(tables.tasks.c.id).where(live)).first() is None
+
+
+def _kept(engine: sa.Engine, service: Service, load: Load) -> None:
+    with reading(engine) as conn:
+        assert invariants.check(conn) == []
+        known = set(conn.execute(sa.select(tables.allocations.c.id)).scalars())
+        done = list(conn.execute(sa.select(tables.tasks.c.run_id, tables.tasks.c.runner)))
+        states = set(conn.execute(sa.select(tables.tasks.c.state)).scalars())
+        leads = leader.read(conn, leader.LOOPS)
+    assert known == load.promised
+    assert len(known) > 5
+    assert states == {TaskState.SUCCEEDED}, service.log()[-3000:]
+    # Each run began once, whichever of the two had its task; and both had some.
+    assert service.began() == {run: 1 for run, _ in done}
+    assert len({runner for _, runner in done}) == len(LIVES)
+    assert leads is not None and leads["live"], "one of the two leads again"
+    assert "correlation_id=corr-1 task_id=" in service.log()

@@ -1,0 +1,91 @@
+"""What a worker does about tasks that nobody attends to: of the dead, of its own, unwanted."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.settings import Settings
+from reconciler.store import tables, tasks
+from reconciler.store.engine import transaction
+from reconciler.store.rows import Record
+from reconciler.tasks.worker import Worker
+from tests.unit.reconciler.conftest import ADMIN, Site
+
+
+@pytest.fixture
+def worker(sold: Site, tmp_path: Path) -> Worker:
+    """One that was not started: the test does its looks."""
+    return Worker(Settings(state_dir=tmp_path), sold.engine)
+
+
+def held(sold: Site, worker: Worker, owner: str, folder: Path) -> Record:
+    """A task with a run in this worker's folder, held by somebody for an hour."""
+    with transaction(sold.engine) as conn:
+        sold.allocate(conn)
+        (task,) = tasks.lease(conn, owner, runner=worker._runner, seconds=3600)
+        run = tasks.run_id(task)
+        tasks.started(conn, task["id"], task["lease_token"], run_id=run, run_directory=str(folder))
+    return task
+
+
+def free(sold: Site, worker: Worker) -> list[str]:
+    """The ids of what another worker on the same machine could take now."""
+    with transaction(sold.engine) as conn:
+        return [task["id"] for task in tasks.lease(conn, "next", runner=worker._runner)]
+
+
+def test_what_the_dead_hold_is_free_at_once(sold: Site, worker: Worker, tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    gone.wait()
+    task = held(sold, worker, f"{socket.gethostname()}:{gone.pid}", tmp_path)
+    assert free(sold, worker) == []
+    worker._free_what_the_dead_hold()
+    assert free(sold, worker) == [task["id"]]
+
+
+@pytest.mark.parametrize("host", [socket.gethostname(), "elsewhere"])
+def test_what_the_living_hold_is_theirs(
+    sold: Site, worker: Worker, tmp_path: Path, host: str
+) -> None:
+    # Of another machine's process only its lease says whether it lives.
+    pid = os.getpid() if host == socket.gethostname() else 4_194_999
+    held(sold, worker, f"{host}:{pid}", tmp_path)
+    worker._free_what_the_dead_hold()
+    assert free(sold, worker) == []
+
+
+def test_what_it_dropped_itself_goes_on(sold: Site, worker: Worker, tmp_path: Path) -> None:
+    task = held(sold, worker, worker._owner, tmp_path)
+    worker._dropped.append(task)
+    worker._let_go()
+    assert (worker._dropped, free(sold, worker)) == ([], [task["id"]])
+    # By now it is somebody else's.
+    worker._dropped.append(task)
+    worker._let_go()
+    assert free(sold, worker) == []
+
+
+def test_a_run_that_nobody_wants_is_told_where_its_folder_is(
+    sold: Site, worker: Worker, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    task = held(sold, worker, "elsewhere:1", run)
+    worker._end_unwanted_runs()
+    assert not (run / "cancel").exists()
+    with transaction(sold.engine) as conn:
+        tasks.cancel(conn, task["id"], ADMIN)
+    worker._end_unwanted_runs()
+    assert (run / "cancel").exists()
+    with transaction(sold.engine) as conn:
+        conn.execute(sa.update(tables.tasks).values(runner="another"))
+    (run / "cancel").unlink()
+    worker._end_unwanted_runs()
+    assert not (run / "cancel").exists()

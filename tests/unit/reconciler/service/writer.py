@@ -1,0 +1,39 @@
+"""A process that writes whenever it leads: `python -m ….writer <database> <fenced|free>`.
+
+Between the look at its lease and the write it takes its time, as a loop does that reads and
+decides. Stopped there and resumed after its lease has gone, it goes on to write.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from sqlalchemy import exc
+
+from reconciler.service.pulse import Pulse
+from reconciler.store import outbox
+from reconciler.store.engine import open_engine, transaction
+from reconciler.store.leader import Deposed, led_by
+
+LEASE_S = 0.25
+
+
+def main(url: str, manner: str) -> None:
+    engine = open_engine(url)
+    pulse = Pulse(engine, lambda: ["writer"], candidate=True, lease_s=LEASE_S)
+    pulse.start()
+    while True:
+        lease = pulse.lease()
+        time.sleep(0.015)
+        if lease is None:
+            continue
+        try:
+            with transaction(led_by(engine, lease) if manner == "fenced" else engine) as conn:
+                outbox.add(conn, "written", "epoch", str(lease.epoch), payload={})
+        except (Deposed, exc.DBAPIError):
+            continue
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

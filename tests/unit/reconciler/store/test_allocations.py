@@ -1,0 +1,241 @@
+"""Allocating, releasing and failing: everything moves together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.domain.errors import Problem
+from reconciler.domain.states import TaskKind
+from reconciler.store import (
+    allocations,
+    audit,
+    discoveries,
+    history,
+    outbox,
+    outcomes,
+    proofs,
+    settings,
+    slots,
+    tables,
+    tasks,
+)
+from reconciler.store.engine import transaction
+
+ABSENT = {"absent": True, "checks": {}}
+
+
+def code(call: Any, *args: Any, **named: Any) -> str:
+    with pytest.raises(Problem) as caught:
+        call(*args, **named)
+    return caught.value.code
+
+
+@pytest.mark.covers("CTRL-4", "I3")
+def test_allocate_does_all_of_it(sold: Any) -> None:
+    with transaction(sold.engine) as conn:
+        last = outbox.since(conn, 0, 10_000)[-1]["id"]
+        found = allocations.allocate(conn, sold.launch(2), sold.act)
+        assert found["state"] == "requested"
+        assert [claim["state"] for claim in found["claims"]] == ["reserved", "reserved"]
+        assert sold.statuses(conn) == ["reserved", "reserved"]
+        (task,) = tasks.every(conn, allocation_id=found["id"])
+        assert (task["kind"], task["state"]) == ("slice.vm_provision", "queued")
+        assert task["parameters"]["slots"] == allocations.bundles(conn, found["id"])
+        assert task["parameters"]["allocation"]["id"] == found["id"]
+        assert task["parameters"]["image"]["digest"].startswith("sha256:")
+        assert set(task["fences"].values()) == {1}
+        topics = [row["topic"] for row in outbox.since(conn, last)]
+        assert topics.count("slot.reserved") == topics.count("claim.reserved") == 2
+        assert {"allocation.requested", "task.queued"} <= set(topics)
+        assert audit.every(conn, action="allocation.created")[0]["correlation_id"] == "corr-1"
+        rows = history.of(conn, "slot", found["claims"][0]["slot_id"])
+        assert rows[-1]["evidence"]["allocation_id"] == found["id"]
+
+
+@pytest.mark.covers("CTRL-4", "I3")
+def test_nothing_remains_of_a_transaction_that_fails(sold: Any) -> None:
+    with transaction(sold.engine) as conn:
+        before = outbox.since(conn, 0, 10_000)
+    with pytest.raises(RuntimeError), transaction(sold.engine) as conn:
+        sold.allocate(conn, 2)
+        raise RuntimeError
+    with transaction(sold.engine) as conn:
+        assert outbox.since(conn, 0, 10_000) == before
+        assert sold.statuses(conn) == ["available", "available"]
+        assert allocations.every(conn) == []
+
+
+@pytest.mark.covers("CTRL-2", "CTRL-5")
+def test_refusals(sold: Any) -> None:
+    with transaction(sold.engine) as conn:
+        with pytest.raises(Problem) as caught:
+            sold.allocate(conn, 3)
+        assert caught.value.code == "no_capacity"
+        assert caught.value.found == "2 GPUs free, no 3 on one node"
+        launch = allocations.allocate
+        assert code(launch, conn, sold.launch(0), sold.act) == "gpu_count_invalid"
+        part = sold.launch(1, capacity_shape="gpu_partition")
+        assert code(launch, conn, part, sold.act) == "shape_not_schedulable"
+        bare = sold.launch(0, capacity_shape="baremetal")
+        assert code(launch, conn, bare, sold.act) == "no_capacity"
+        settings.set_site_scheduling(conn, False, sold.act)
+        assert code(launch, conn, sold.launch(), sold.act) == "scheduling_off"
+        assert code(allocations.get, conn, "nothing") == "allocation_not_found"
+
+
+@pytest.mark.covers("CTRL-4", "CTRL-6")
+def test_the_whole_life(sold: Any) -> None:
+    with transaction(sold.engine) as conn:
+        allocation_id = sold.active(conn, 2)
+        assert sold.statuses(conn) == ["active", "active"]
+        assert allocations.get(conn, allocation_id)["connection"] == {"host": "gw"}
+        assert allocations.release(conn, allocation_id, sold.act)["state"] == "releasing"
+        (task,) = tasks.every(conn, kind=TaskKind.SLICE_VM_RELEASE)
+        assert task["fences"] == {
+            claim["slot_id"]: 1 for claim in allocations.claims(conn, allocation_id)
+        }
+        given = sold.proofs(conn, allocation_id)
+        assert outcomes.release_succeeded(
+            conn, allocation_id, sold.act, proofs=given, absence=ABSENT
+        )
+        assert sold.statuses(conn) == ["available", "available"]
+        ended = allocations.get(conn, allocation_id)
+        assert ended["state"] == "released"
+        assert {claim["state"] for claim in ended["claims"]} == {"released"}
+        slot = slots.of_node(conn, "n1")[0]
+        assert slot["last_proof"]["kind"] == "wipe"
+        assert (slot["health_state"], slot["health_detail"]) == ("healthy", {})
+        assert discoveries.latest_absence(conn, allocation_id)["absent"]
+        # The next tenant's claim gets the next fence.
+        assert allocations.bundles(conn, sold.allocate(conn))[0]["fence"] == 2
+
+
+@pytest.mark.covers("I4")
+@pytest.mark.parametrize(
+    ("change", "absence", "expected"),
+    [
+        ({}, {"absent": False}, "absence_unproven"),
+        ({"verified": False}, ABSENT, "proof_unverified"),
+        ({"disk": "eui.other"}, ABSENT, "proof_mismatch"),
+        (None, ABSENT, "proof_missing"),
+    ],
+)
+def test_release_needs_proof(sold: Any, change: Any, absence: Any, expected: str) -> None:
+    with transaction(sold.engine) as conn:
+        allocation_id = sold.active(conn)
+        allocations.release(conn, allocation_id, sold.act)
+        given = sold.proofs(conn, allocation_id)
+        given = {} if change is None else {key: {**doc, **change} for key, doc in given.items()}
+        release = outcomes.release_succeeded
+        named = {"proofs": given, "absence": absence}
+        assert code(release, conn, allocation_id, sold.act, **named) == expected
+        assert sold.statuses(conn)[0] == "releasing"
+
+
+@pytest.mark.covers("I6")
+def test_release_that_fails_blocks_its_slot(sold: Any) -> None:
+    with transaction(sold.engine) as conn:
+        allocation_id = sold.active(conn)
+        allocations.release(conn, allocation_id, sold.act)
+        error = {"code": "wipe_failed", "found": "I/O error"}
+        outcomes.release_failed(conn, allocation_id, sold.act, step="nvme_wipe", error=error)
+        slot = slots.of_node(conn, "n1")[0]
+        assert slot["status"] == "cleanup_blocked"
+        assert slot["health_detail"] == {
+            "allocation_id": allocation_id,
+            "reason": "I/O error",
+            "step": "nvme_wipe",
+            "code": "wipe_failed",
+        }
+        assert allocations.get(conn, allocation_id)["state"] == "releasing"
+        late = outcomes.provision_failed(conn, allocation_id, sold.act, step="x", error={})
+        assert late is False
+
+
+@pytest.mark.covers("I6")
+def test_failure_before_the_clone_gives_the_slot_back(sold: Any) -> None:
+    with transaction(sold.engine) as conn:
+        allocation_id = sold.allocate(conn, 2)
+        outcomes.provision_started(conn, allocation_id, sold.act)
+        first, second = (claim["slot_id"] for claim in allocations.claims(conn, allocation_id))
+        untouched = {
+            first: {"disk_written": False, "leftovers": False},
+            second: {"disk_written": False, "leftovers": True},
+        }
+        error = {"code": "image_digest_mismatch"}
+        outcomes.provision_failed(
+            conn, allocation_id, sold.act, step="image_cache", error=error, untouched=untouched
+        )
+        assert sold.statuses(conn) == ["available", "cleanup_blocked"]
+        assert proofs.latest(conn, first)["kind"] == "untouched"
+        assert allocations.get(conn, allocation_id)["state"] == "failed"
+
+
+def test_withdrawn_before_any_run(sold: Any) -> None:
+    with transaction(sold.engine) as conn:
+        allocation_id = sold.allocate(conn)
+        assert allocations.release(conn, allocation_id, sold.act)["state"] == "released"
+        assert sold.statuses(conn) == ["available", "available"]
+        assert tasks.every(conn, allocation_id=allocation_id)[0]["state"] == "canceled"
+        assert code(allocations.release, conn, allocation_id, sold.act) == (
+            "allocation_not_releasable"
+        )
+
+
+def test_not_withdrawn_once_a_run_may_have_begun(sold: Any) -> None:
+    with transaction(sold.engine) as conn:
+        allocation_id = sold.allocate(conn)
+        tasks.lease(conn, "worker")
+        assert code(allocations.release, conn, allocation_id, sold.act) == (
+            "allocation_not_releasable"
+        )
+
+
+@pytest.mark.covers("CTRL-3")
+def test_slot_comes_back_disabled_while_the_gate_is_closed(sold: Any) -> None:
+    with transaction(sold.engine) as conn:
+        allocation_id = sold.active(conn)
+        discoveries.record_parity(conn, "n1", sold.parity(failures=1), sold.act)
+        assert sold.statuses(conn) == ["active", "disabled"]
+        allocations.release(conn, allocation_id, sold.act)
+        given = sold.proofs(conn, allocation_id)
+        outcomes.release_succeeded(conn, allocation_id, sold.act, proofs=given, absence=ABSENT)
+        assert sold.statuses(conn) == ["disabled", "disabled"]
+        discoveries.record_parity(conn, "n1", sold.parity(), sold.act)
+        assert len(slots.open_gate(conn, "n1", sold.act)["opened"]) == 2
+
+
+def test_a_discovery_during_use_does_not_keep_the_slot_closed(sold: Any) -> None:
+    with transaction(sold.engine) as conn:
+        allocation_id = sold.active(conn)
+        document = sold.document(0)
+        for disk in document["nvme"]:
+            if disk["serial"] == "LABNVME0":
+                disk["blockers"] = [{"code": "qemu_in_use", "detail": "pid 7"}]
+        discoveries.record(conn, "n1", document, sold.act)
+        allocations.release(conn, allocation_id, sold.act)
+        given = sold.proofs(conn, allocation_id)
+        outcomes.release_succeeded(conn, allocation_id, sold.act, proofs=given, absence=ABSENT)
+        assert sold.statuses(conn) == ["available", "available"]
+
+
+@pytest.mark.covers("I4")
+def test_schema_refuses_available_without_a_current_proof(sold: Any) -> None:
+    def force(**values: Any) -> None:
+        with transaction(sold.engine) as conn:
+            update = sa.update(tables.slots).where(tables.slots.c.slot_index == 0)
+            conn.execute(update.values(**values))
+
+    with transaction(sold.engine) as conn:
+        old = slots.of_node(conn, "n1")[0]["available_proof_id"]
+        sold.allocate(conn)
+    for values in (
+        {"status": "available"},
+        {"status": "available", "available_proof_id": old},
+        {"status": "available", "available_proof_id": "made-up"},
+    ):
+        with pytest.raises(sa.exc.IntegrityError):
+            force(**values)

@@ -1,0 +1,167 @@
+"""What the schema refuses by itself, on both engines: rows go in past every function of ours."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.domain.states import LIVE_CLAIMS, ClaimState, NodeMode
+from reconciler.store import nodes, proofs, rows, tables
+from reconciler.store.engine import open_engine, transaction
+from reconciler.store.migrations import migrate
+from tests.unit.reconciler.conftest import Site
+
+# What two live claims may never have in common, and whether only on one node.
+EXCLUSIVE = {
+    "slot": ("slot_id", False),
+    "gpu": ("gpu_pci_address", True),
+    "disk": ("nvme_identity", False),
+    "fabric": ("fabric_vf_pci_address", True),
+    "ip": ("private_ip", True),
+    "mac": ("management_mac", False),
+}
+ENDED = [state for state in ClaimState if state not in LIVE_CLAIMS]
+
+
+@pytest.fixture(scope="module", params=["sqlite", pytest.param("pg", marks=pytest.mark.postgres)])
+def claimed(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[sa.Engine]:
+    """Two slots of node n1, the first with a live claim; n2 is a node of its own."""
+    if request.param == "sqlite":
+        file = tmp_path_factory.mktemp("constraints") / "store.db"
+        shutil.copy(request.getfixturevalue("template"), file)
+        engine = open_engine(f"sqlite:///{file}")
+    else:
+        engine = open_engine(request.getfixturevalue("server"))
+        with transaction(engine) as conn:
+            conn.exec_driver_sql("DROP SCHEMA public CASCADE")
+            conn.exec_driver_sql("CREATE SCHEMA public")
+        migrate(engine)
+    site = Site(engine)
+    site.node()
+    with transaction(engine) as conn:
+        site.allocate(conn)
+        nodes.create(conn, site.act, id="n2", mode=NodeMode.SLICE)
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def conn(claimed: sa.Engine) -> Iterator[sa.Connection]:
+    """A transaction that is taken back."""
+    with claimed.connect() as conn, conn.begin() as work:
+        yield conn
+        work.rollback()
+
+
+@contextlib.contextmanager
+def refused(conn: sa.Connection, *told: str) -> Iterator[None]:
+    """The statement breaks a rule of the schema: the one that the engine's own words name."""
+    with pytest.raises(sa.exc.IntegrityError) as caught, conn.begin_nested():
+        yield
+    assert any(word in str(caught.value.orig) for word in told), caught.value.orig
+
+
+def another(conn: sa.Connection, **same: Any) -> dict[str, Any]:
+    """A second claim that has nothing in common with the first but what is asked for."""
+    (first,) = rows.every(conn, sa.select(tables.claims))
+    query = sa.select(tables.slots.c.id).where(tables.slots.c.id != first["slot_id"])
+    fresh = {column: f"{first[column]}-other" for column, _ in EXCLUSIVE.values()}
+    fresh |= {"id": rows.new_id(), "slot_id": conn.execute(query).scalar_one()}
+    del first["live_mode"]  # the engine computes it
+    return first | fresh | {name: first.get(name, value) for name, value in same.items()}
+
+
+def insert(conn: sa.Connection, claim: dict[str, Any]) -> None:
+    conn.execute(sa.insert(tables.claims).values(**claim))
+
+
+@pytest.mark.covers("I1", "CTRL-2")
+@pytest.mark.parametrize("name", EXCLUSIVE)
+def test_no_two_live_claims_have_it_in_common(conn: sa.Connection, name: str) -> None:
+    column, on_node = EXCLUSIVE[name]
+    claim = another(conn, **{column: None})
+    for state in LIVE_CLAIMS:
+        with refused(conn, f"uq_claims_live_{name}", f"claims.{column}"):
+            insert(conn, claim | {"state": state.value})
+    elsewhere = claim | {"node_id": "n2", "state": ClaimState.ACTIVE.value}
+    if on_node:
+        insert(conn, elsewhere)
+    else:
+        with refused(conn, f"uq_claims_live_{name}", f"claims.{column}"):
+            insert(conn, elsewhere)
+
+
+@pytest.mark.covers("I1")
+@pytest.mark.parametrize("name", EXCLUSIVE)
+def test_an_ended_claim_is_in_nobodys_way(conn: sa.Connection, name: str) -> None:
+    for state in ENDED:
+        claim = another(conn, **{EXCLUSIVE[name][0]: None})
+        # A claim cannot be deleted, only never have been.
+        with conn.begin_nested() as attempt:
+            insert(conn, claim | {"state": state.value})
+            attempt.rollback()
+    # Nor is a live one that has everything of its own.
+    insert(conn, another(conn))
+
+
+def second(conn: sa.Connection) -> dict[str, Any]:
+    """The slot that is on sale."""
+    query = sa.select(tables.slots).where(tables.slots.c.status == "available")
+    (slot,) = rows.every(conn, query)
+    return slot
+
+
+def change(conn: sa.Connection, slot: dict[str, Any], **values: Any) -> None:
+    conn.execute(sa.update(tables.slots).where(tables.slots.c.id == slot["id"]).values(**values))
+
+
+@pytest.mark.covers("I4")
+def test_available_needs_the_proof_of_its_own_disk_as_it_is_now(conn: sa.Connection) -> None:
+    """I4: none, another disk's, an older one of this disk, one that nobody has."""
+    slot = second(conn)
+    (theirs,) = rows.every(
+        conn,
+        sa.select(tables.proofs).where(tables.proofs.c.disk_identity != slot["nvme_identity"]),
+    )
+    key = ("fk_node_resource_slots_available_proof", "FOREIGN KEY")
+    with refused(conn, "available_needs_proof"):
+        change(conn, slot, available_proof_id=None)
+    for proof in (theirs["id"], "no-such-proof"):
+        with refused(conn, *key):
+            change(conn, slot, available_proof_id=proof)
+    with refused(conn, *key):
+        change(conn, slot, disk_generation=slot["disk_generation"] + 1)
+    change(conn, slot, status="disabled", available_proof_id=None)
+    change(conn, slot, disk_generation=slot["disk_generation"] + 1)
+    with refused(conn, *key):
+        change(conn, slot, status="available", available_proof_id=slot["available_proof_id"])
+    slot = rows.get(conn, tables.slots, slot["id"], "slot")
+    proof = proofs.record_transition(
+        conn, "n1", {"disk": slot["nvme_identity"], "method": "discard", "verified": True}, Site.act
+    )
+    change(conn, slot, status="available", available_proof_id=proof["id"])
+
+
+@pytest.mark.covers("I4")
+def test_a_disks_generation_only_grows(conn: sa.Connection) -> None:
+    """Taken back, it would make the proof from before the last tenant count again."""
+    slot = second(conn)
+    told = "a disk generation only grows"
+    change(conn, slot, status="disabled", available_proof_id=None, disk_generation=7)
+    change(conn, slot, disk_generation=7, status_reason="the same is no step back")
+    with refused(conn, told):
+        change(conn, slot, disk_generation=6)
+    with refused(conn, told):
+        change(conn, slot, nvme_identity="eui.another")
+    # Nor does the disk begin anew in a new slot.
+    change(conn, slot, retired_at=1.0)
+    again = rows.get(conn, tables.slots, slot["id"], "slot") | {"retired_at": None}
+    again |= {"id": rows.new_id(), "status": "disabled"}
+    with refused(conn, told):
+        rows.add(conn, tables.slots, again | {"disk_generation": 6})
+    assert rows.add(conn, tables.slots, again)["disk_generation"] == 7

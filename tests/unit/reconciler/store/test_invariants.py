@@ -1,0 +1,160 @@
+"""The checker is silent about a life in order, and names every lie that is planted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.domain.states import TaskKind, TaskState
+from reconciler.store import allocations, clock, invariants, nodes, outcomes, recovery, tables
+from reconciler.store.engine import reading, transaction
+from tests.unit.reconciler.conftest import ADMIN, Site
+from tests.unit.reconciler.store.whole_machines import Machines
+
+pytestmark = pytest.mark.covers("I1", "I2", "I3", "I4", "I10", "I12", "I13", "I16", "I20")
+
+
+def violations(site: Site) -> list[str]:
+    with reading(site.engine) as conn:
+        return [f"{found.invariant} {found.subject.split()[0]}" for found in invariants.check(conn)]
+
+
+def released(site: Site, conn: Any) -> None:
+    key = site.active(conn)
+    allocations.release(conn, key, ADMIN)
+    given, absent = site.proofs(conn, key), {"absent": True}
+    assert outcomes.release_succeeded(conn, key, ADMIN, proofs=given, absence=absent)
+
+
+def recovering(site: Site, conn: Any) -> None:
+    key = site.failed(conn)
+    recovery.force_cleanup(conn, key, ADMIN, runtime_verified_absent=True)
+
+
+@pytest.mark.parametrize("stage", [Site.allocate, Site.active, Site.failed, released, recovering])
+def test_nothing_to_say(sold: Site, stage: Callable[..., Any]) -> None:
+    with transaction(sold.engine) as conn:
+        stage(sold, conn)
+    assert violations(sold) == []
+
+
+def test_nothing_to_say_of_a_whole_machine(site: Site) -> None:
+    machines = Machines(site)
+    machines.machine()
+    with transaction(site.engine) as conn:
+        key = machines.active(conn)
+    assert violations(site) == []
+    with transaction(site.engine) as conn:
+        allocations.release(conn, key, ADMIN)
+        assert machines.released(conn, key)
+    assert violations(site) == []
+
+
+def unguarded(conn: sa.Connection) -> None:
+    """Take away what the schema refuses by itself: the checker stands for other writers."""
+    for kind, condition in (("trigger", "1"), ("index", "sql LIKE 'CREATE UNIQUE%'")):
+        query = f"SELECT name FROM sqlite_master WHERE type = '{kind}' AND {condition}"  # noqa: S608
+        for (name,) in conn.exec_driver_sql(query).all():
+            conn.exec_driver_sql(f"DROP {kind} {name}")
+
+
+def lost_run(site: Site, conn: sa.Connection) -> None:
+    """A run was lost, and its slot is sold as untouched all the same."""
+    key = site.allocate(conn)
+    site.finish(conn, TaskKind.SLICE_VM_PROVISION, TaskState.LOST)
+    evidence = {"disk_written": False, "leftovers": False}
+    slot = next(s for s in allocations.claims(conn, key))["slot_id"]
+    error = {"code": "run_lost"}
+    outcomes.provision_failed(conn, key, ADMIN, step="", error=error, untouched={slot: evidence})
+
+
+def older_boot(site: Site, conn: sa.Connection) -> None:
+    conn.execute(sa.update(tables.nodes).values(boot_id="another"))
+
+
+def stale_proof(_site: Site, conn: sa.Connection) -> None:
+    conn.execute(sa.update(tables.proofs).values(document={"verified": False}))
+
+
+def another_claim(site: Site, conn: sa.Connection) -> None:
+    """The same slot for somebody else; the schema had to be taken apart for that."""
+    site.allocate(conn, 2)
+    first, second = conn.execute(sa.select(tables.claims.c.id)).scalars()
+    row = conn.execute(sa.select(tables.claims).where(tables.claims.c.id == first)).mappings().one()
+    same = {key: row[key] for key in ("slot_id", "nvme_identity", "management_mac")}
+    conn.execute(sa.update(tables.claims).where(tables.claims.c.id == second).values(**same))
+
+
+def high_fence(site: Site, conn: sa.Connection) -> None:
+    site.allocate(conn)
+    conn.execute(sa.update(tables.claims).values(fence=99))
+    conn.execute(sa.update(tables.tasks).values(fences={_any_slot(conn): 99}))
+
+
+def _any_slot(conn: sa.Connection) -> str:
+    return str(conn.execute(sa.select(tables.slots.c.id).limit(1)).scalar_one())
+
+
+def unseen(site: Site, conn: sa.Connection) -> None:
+    site.allocate(conn)
+    late = clock.now() - invariants.UNSEEN_S - 10
+    conn.execute(sa.update(tables.tasks).values(deadline_at=late))
+    conn.execute(sa.update(tables.allocations).values(deadline_at=None))
+
+
+def untold(site: Site, conn: sa.Connection) -> None:
+    conn.execute(sa.update(tables.nodes).values(state="draining", deadline_at=clock.now() + 9))
+
+
+def apart(site: Site, conn: sa.Connection) -> None:
+    site.active(conn)
+    conn.execute(sa.update(tables.allocations).values(state="released"))
+
+
+@pytest.mark.parametrize(
+    ("lie", "found"),
+    [
+        (another_claim, {"I1 slot_id", "I1 nvme_identity", "I1 management_mac", "I3 slot"}),
+        (apart, {"I3 allocation", "I20 allocation"}),
+        (stale_proof, {"I4 slot"}),
+        (high_fence, {"I10 claim", "I10 task"}),
+        (unseen, {"I12 task", "I12 allocation"}),
+        (lost_run, {"I13 slot"}),
+        (older_boot, {"I16 node"}),
+        (untold, {"I20 node"}),
+    ],
+)
+def test_a_lie_is_named(
+    sold: Site, lie: Callable[[Site, sa.Connection], None], found: set[str]
+) -> None:
+    with transaction(sold.engine) as conn:
+        unguarded(conn)
+        lie(sold, conn)
+    assert set(violations(sold)) == found
+
+
+def test_a_whole_machine_in_the_wrong_mode(site: Site) -> None:
+    """Foreign keys are off for this one: the schema knows it as well."""
+    machines = Machines(site)
+    machines.machine()
+    with transaction(site.engine) as conn:
+        machines.active(conn)
+    raw = site.engine.raw_connection()
+    for statement in ("PRAGMA foreign_keys = OFF", "UPDATE nodes SET mode = 'slice'"):
+        raw.cursor().execute(statement)
+    raw.cursor().execute("PRAGMA foreign_keys = ON")
+    raw.close()
+    assert set(violations(site)) == {"I2 claim"}
+
+
+def test_a_gap_in_the_history(sold: Site) -> None:
+    with transaction(sold.engine) as conn:
+        nodes.drain(conn, "n1", ADMIN)
+        unguarded(conn)
+        row = tables.history.c
+        gap = sa.and_(row.entity == "node", row.target == "ready")
+        conn.execute(sa.delete(tables.history).where(gap))
+    assert violations(sold) == ["I20 node"]

@@ -1,0 +1,132 @@
+"""The life of a node, and what it may not do to its tenants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.domain.errors import Problem
+from reconciler.domain.states import HealthState, NodeMode, NodeState
+from reconciler.store import claims, history, lifecycle, nodes, recovery, rows, tables
+from reconciler.store.engine import transaction
+
+
+def code(call: Any, *args: Any, **named: Any) -> str:
+    with pytest.raises(Problem) as caught:
+        call(*args, **named)
+    return caught.value.code
+
+
+def test_from_enrolment_to_slice_host(site: Any) -> None:
+    with transaction(site.engine) as conn:
+        nodes.create(conn, site.act, id="n1", region="r1")
+        assert code(nodes.create, conn, site.act, id="n1") == "node_exists"
+        key = {"machine_id": "m", "host_key": "ssh-ed25519 AAAA"}
+        assert nodes.enrolled(conn, "n1", site.act, **key)["state"] == "bootstrapping"
+        assert nodes.enrolled(conn, "n1", site.act, **key)["state"] == "bootstrapping"
+        identity = {**key, "boot_id": "b"}
+        node = nodes.bootstrapped(conn, "n1", site.act, identity=identity)
+        assert (node["state"], node["mode"]) == ("ready", "slice")
+        assert nodes.enrolled(conn, "n1", site.act, **key)["state"] == "ready"
+        other = {**key, "host_key": "ssh-ed25519 BBBB"}
+        assert nodes.enrolled(conn, "n1", site.act, **other)["state"] == "bootstrapping"
+        events = [row["event"] for row in history.of(conn, "node", "n1")]
+        assert events == ["create", "enrol", "bootstrap", "enrol"]
+
+
+@pytest.mark.covers("CTRL-12")
+def test_lost_and_regained(sold: Any) -> None:
+    with transaction(sold.engine) as conn:
+        nodes.drain(conn, "n1", sold.act)
+        nodes.lost(conn, "n1", sold.act)
+        assert nodes.regained(conn, "n1", sold.act)["state"] == "draining"
+        assert nodes.resume(conn, "n1", sold.act)["state"] == "ready"
+        nodes.lost(conn, "n1", sold.act)
+        node = nodes.get(conn, "n1")
+        key = {"machine_id": node["machine_id"], "host_key": node["host_key"]}
+        assert nodes.enrolled(conn, "n1", sold.act, **key)["state"] == "ready"
+        nodes.drain(conn, "n1", sold.act)
+        assert nodes.maintain(conn, "n1", sold.act)["state"] == "maintenance"
+        assert nodes.retire(conn, "n1", sold.act)["state"] == "retired"
+
+
+@pytest.mark.covers("CTRL-12")
+def test_conversion_waits_for_tenants(sold: Any) -> None:
+    with transaction(sold.engine) as conn:
+        sold.active(conn)
+    with pytest.raises(Problem) as caught, transaction(sold.engine) as conn:
+        nodes.convert(conn, "n1", NodeMode.BAREMETAL, sold.act)
+    assert caught.value.code == "node_in_use"
+    with transaction(sold.engine) as conn:
+        assert sold.statuses(conn) == ["active", "available"]
+        nodes.drain(conn, "n1", sold.act)
+        assert code(nodes.maintain, conn, "n1", sold.act) == "node_in_use"
+
+
+def test_conversion_both_ways(sold: Any) -> None:
+    with transaction(sold.engine) as conn:
+        node = nodes.convert(conn, "n1", NodeMode.BAREMETAL, sold.act)
+        assert (node["mode"], node["slice_scheduling"]) == ("converting_to_baremetal", False)
+        assert sold.statuses(conn) == ["disabled", "disabled"]
+        assert nodes.conversion_reverted(conn, "n1", sold.act)["mode"] == "slice"
+        nodes.convert(conn, "n1", NodeMode.BAREMETAL, sold.act)
+        assert nodes.converted(conn, "n1", sold.act)["mode"] == "baremetal"
+
+
+@pytest.mark.covers("I2")
+def test_schema_keeps_bare_metal_and_slices_apart(sold: Any) -> None:
+    with transaction(sold.engine) as conn:
+        allocation_id = sold.active(conn)
+        table = tables.nodes
+        mode = sa.update(table).where(table.c.id == "n1").values(mode="baremetal")
+        with pytest.raises(sa.exc.IntegrityError), conn.begin_nested():
+            conn.execute(mode)
+        with pytest.raises(sa.exc.IntegrityError), conn.begin_nested():
+            claims.claim_node(conn, allocation_id, "n1", sold.act)
+        nodes.create(conn, sold.act, id="n2", mode=NodeMode.BAREMETAL)
+        assert claims.claim_node(conn, allocation_id, "n2", sold.act)["live_mode"] == "baremetal"
+        with pytest.raises(sa.exc.IntegrityError), conn.begin_nested():
+            claims.claim_node(conn, allocation_id, "n2", sold.act)
+        slice_mode = sa.update(table).where(table.c.id == "n2").values(mode="slice")
+        with pytest.raises(sa.exc.IntegrityError), conn.begin_nested():
+            conn.execute(slice_mode)
+
+
+def test_change_and_views(sold: Any) -> None:
+    with transaction(sold.engine) as conn:
+        assert nodes.change(conn, "n1", sold.act, pool="p2")["pool"] == "p2"
+        assert code(nodes.change, conn, "n1", sold.act, state="ready") == "field_not_changeable"
+        nodes.change(conn, "n1", sold.act, health_state=HealthState.FAILED.value)
+        nodes.contacted(conn, "n1")
+        assert [node["id"] for node in nodes.every(conn, state=NodeState.READY)] == ["n1"]
+        assert nodes.every(conn, mode=NodeMode.BAREMETAL) == []
+        assert code(nodes.get, conn, "n9") == "node_not_found"
+
+
+@pytest.mark.covers("I12")
+def test_deadlines_end_in_events(sold: Any) -> None:
+    with transaction(sold.engine) as conn:
+        allocation_id = sold.allocate(conn)
+        nodes.create(conn, sold.act, id="n2")
+        assert lifecycle.overdue(conn) == []
+        for table in (tables.slots, tables.allocations, tables.claims, tables.tasks, tables.nodes):
+            conn.execute(
+                sa.update(table).where(table.c.deadline_at.is_not(None)).values(deadline_at=1.0)
+            )
+        found = lifecycle.overdue(conn)
+        assert {(row.entity, row.event) for row in found} == {
+            ("node", ""),
+            ("slot", "block"),
+            ("allocation", "fail"),
+            ("claim", ""),
+            ("task", "cancel"),
+        }
+        acted = {row.entity: recovery.expire(conn, row, sold.act) for row in found}
+        assert acted["slot"]
+        assert not acted["allocation"], "it went with its slot"
+        assert not acted["node"]
+        assert sold.statuses(conn)[0] == "cleanup_blocked"
+        allocation = rows.get(conn, tables.allocations, allocation_id, "allocation")
+        assert allocation["error"]["code"] == "deadline_passed"

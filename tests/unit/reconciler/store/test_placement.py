@@ -1,0 +1,94 @@
+"""Finding slots in records: few nodes are looked at, and still nothing that fits is missed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.domain.errors import Problem
+from reconciler.planning.snapshot import Want
+from reconciler.store import allocations, capacity, nodes, placement, rows
+from reconciler.store.engine import reading, transaction
+from reconciler.store.tables import slots
+
+
+@pytest.fixture
+def fleet(site: Any) -> Any:
+    """Eight nodes with two slots each; the last one is in use already."""
+    for number in range(8):
+        site.node(f"n{number}", (0, 1), number)
+    with transaction(site.engine) as conn:
+        allocations.allocate(conn, site.launch(node_id="n7"), site.act)
+    return site
+
+
+def ids(conn: sa.Connection, want: Want, limit: int, **options: Any) -> list[str]:
+    return [node.id for node in capacity.likely(conn, want, limit, **options).nodes]
+
+
+def test_the_counts_rank_nodes_as_the_scheduler_does(fleet: Any) -> None:
+    with reading(fleet.engine) as conn:
+        assert ids(conn, Want(1), 1) == ["n7"], "with a slice, and the fullest"
+        assert ids(conn, Want(2), 3) == ["n0", "n1", "n2"], "one slot of n7 is taken"
+        assert ids(conn, Want(1), 2, beside={"n7", "n0"}) == ["n1", "n2"]
+        assert ids(conn, Want(1, node_id="n5"), 9) == ["n5"]
+        assert ids(conn, Want(1, pool="none"), 9) == []
+        assert ids(conn, Want(3), 9) == []
+        found, told = placement.judge(conn, Want(1))
+        assert found is not None
+        assert (found.node_id, told["free"]) == ("n7", 15)
+
+
+def test_nodes_that_take_nothing_are_not_looked_at(fleet: Any) -> None:
+    with transaction(fleet.engine) as conn:
+        nodes.drain(conn, "n7", fleet.act)
+        nodes.set_scheduling(conn, "n0", False, fleet.act)
+        assert ids(conn, Want(1), 2) == ["n1", "n2"]
+
+
+def test_one_room_on_one_numa_node_first(fleet: Any) -> None:
+    with transaction(fleet.engine) as conn:
+        # The fullest two slots of n1 are far from each other, those of the others are not.
+        far = sa.update(slots).where(slots.c.node_id == "n1", slots.c.slot_index == 1)
+        conn.execute(far.values(numa_node=9))
+        assert ids(conn, Want(2), 1) == ["n0"]
+        assert "n1" not in ids(conn, Want(2), 6)
+
+
+@pytest.mark.covers("CTRL-5")
+def test_rows_that_the_counts_take_for_free_are_passed_over(fleet: Any) -> None:
+    """Every node but one is full of incomplete rows: the search goes on until it is found."""
+    with transaction(fleet.engine) as conn:
+        broken = sa.update(slots).where(slots.c.node_id != "n3", slots.c.status == "available")
+        conn.execute(broken.values(private_ip=slots.c.id, nvme_serial=""))
+        node_id, found = placement.reserve(conn, Want(2))
+        assert (node_id, len(found)) == ("n3", 2)
+        with pytest.raises(Problem) as caught:
+            placement.reserve(conn, Want(3))
+        explanation: Any = caught.value.detail["explanation"]
+        assert explanation["reasons"] == {"incomplete": 13, "reserved": 1}
+        assert explanation["summary"] == "2 GPUs free, no 3 on one node"
+
+
+def test_nvlink_sets_are_those_of_the_approved_slots(fleet: Any) -> None:
+    with transaction(fleet.engine) as conn:
+        for slot in rows.every(conn, sa.select(slots)):
+            joined = {"gpu_module_id": slot["slot_index"], "nvlink_sets": [[1, 2]]}
+            told = {**slot["capacity_metadata"], **joined}
+            update = sa.update(slots).where(slots.c.id == slot["id"])
+            conn.execute(update.values(capacity_metadata=told))
+        with pytest.raises(Problem) as caught:
+            placement.reserve(conn, Want(2))
+        assert caught.value.found == "15 GPUs free, no 2 that NVLink joins on one node"
+        assert caught.value.remedy == "ask for 1 GPU, or later"
+
+
+@pytest.mark.covers("CTRL-5")
+def test_elsewhere_is_offered(fleet: Any) -> None:
+    with transaction(fleet.engine) as conn:
+        nodes.change(conn, "n2", fleet.act, region="r2")
+        with pytest.raises(Problem) as caught:
+            placement.reserve(conn, Want(2, region="r1"))
+        assert "ask for 2 GPUs in" in caught.value.remedy

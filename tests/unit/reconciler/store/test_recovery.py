@@ -1,0 +1,228 @@
+"""Recovery of blocked slots: by evidence, refused where it would hide something."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from reconciler.domain.errors import Problem
+from reconciler.domain.states import HealthState, ProofKind, TaskKind
+from reconciler.store import (
+    allocations,
+    audit,
+    discoveries,
+    history,
+    lifecycle,
+    nodes,
+    outcomes,
+    proofs,
+    recovery,
+    slots,
+    tables,
+    tasks,
+)
+from reconciler.store.engine import transaction
+
+ABSENT = {"absent": True, "checks": {}}
+
+
+def force(conn: Any, site: Any, allocation_id: str, absent: bool = True) -> dict[str, Any]:
+    return recovery.force_cleanup(conn, allocation_id, site.act, runtime_verified_absent=absent)
+
+
+def code(call: Any, *args: Any, **named: Any) -> str:
+    with pytest.raises(Problem) as caught:
+        call(*args, **named)
+    return caught.value.code
+
+
+@pytest.mark.covers("CTRL-7")
+def test_the_runbook(sold: Any) -> None:
+    with transaction(sold.engine) as conn:
+        allocation_id = sold.failed(conn)
+        (slot,) = recovery.blocked(conn, "n1")
+        assert (slot["allocation_id"], slot["step"]) == (allocation_id, "slice_ready")
+        assert slot["reason"] == "no lease"
+        look = recovery.verify_absence(conn, allocation_id, sold.act)
+        assert look["kind"] == "slice.absence_verify"
+        discoveries.record_absence(conn, allocation_id, ABSENT, sold.act)
+        sold.finish(conn, TaskKind.SLICE_ABSENCE_VERIFY)
+        applied = force(conn, sold, allocation_id)
+        assert applied["slots"][0]["status"] == "cleanup"
+        (task,) = tasks.every(conn, kind=TaskKind.SLICE_WIPE)
+        assert applied["slots"][0]["task_id"] == task["id"]
+        assert task["fences"] == {slot["id"]: 2}
+        assert task["parameters"]["slots"][0]["fence"] == 2
+        given = sold.proofs(conn, allocation_id)
+        assert outcomes.wiped(conn, allocation_id, sold.act, proofs=given, absence=ABSENT)
+        back = slots.of_node(conn, "n1")[0]
+        assert (back["status"], back["health_state"], back["health_detail"]) == (
+            "available",
+            "healthy",
+            {},
+        )
+        (entry,) = audit.every(conn, action="admin.allocation.force_cleanup.applied")
+        assert entry["detail"]["runtime_verified_absent"] is True
+        assert entry["reason"] == "test"
+        assert not outcomes.wiped(conn, allocation_id, sold.act, proofs=given, absence=ABSENT)
+
+
+@pytest.mark.covers("CTRL-7")
+def test_without_the_word_for_absence_slots_stay_blocked(sold: Any) -> None:
+    with transaction(sold.engine) as conn:
+        allocation_id = sold.allocate(conn)
+        applied = force(conn, sold, allocation_id, absent=False)
+        assert [slot["status"] for slot in applied["slots"]] == ["cleanup_blocked"]
+        found = allocations.get(conn, allocation_id)
+        assert found["state"] == "failed"
+        assert {claim["state"] for claim in found["claims"]} == {"failed"}
+        assert len(applied["canceled_tasks"]) == 1
+        assert tasks.every(conn, kind=TaskKind.SLICE_WIPE) == []
+        again = force(conn, sold, allocation_id, absent=True)
+        assert again["slots"][0]["status"] == "cleanup"
+
+
+@pytest.mark.covers("CTRL-7")
+def test_with_absence_and_wipe_proof_at_hand_it_is_available_at_once(sold: Any) -> None:
+    with transaction(sold.engine) as conn:
+        allocation_id = sold.failed(conn)
+        (slot,) = recovery.blocked(conn)
+        document = sold.proofs(conn, allocation_id)[slot["id"]]
+        proofs.record(conn, slot, ProofKind.WIPE, document, allocation_id=allocation_id)
+        discoveries.record_absence(conn, allocation_id, {"absent": False}, sold.act)
+        discoveries.record_absence(conn, allocation_id, ABSENT, sold.act)
+        applied = force(conn, sold, allocation_id)
+        assert applied["slots"][0] == {
+            "slot_id": slot["id"],
+            "slot_index": 0,
+            "status": "available",
+            "task_id": None,
+        }
+
+
+@pytest.mark.covers("CTRL-7")
+def test_absence_from_before_the_failure_does_not_count(sold: Any) -> None:
+    with transaction(sold.engine) as conn:
+        allocation_id = sold.allocate(conn)
+        discoveries.record_absence(conn, allocation_id, ABSENT, sold.act, observed_at=1.0)
+        outcomes.provision_failed(conn, allocation_id, sold.act, step="x", error={})
+        assert force(conn, sold, allocation_id)["slots"][0]["status"] == "cleanup"
+
+
+@pytest.mark.covers("CTRL-7", "CTRL-9")
+def test_a_run_still_alive_is_canceled_and_its_result_decides_nothing(sold: Any) -> None:
+    with transaction(sold.engine) as conn:
+        allocation_id = sold.allocate(conn)
+        (task,) = tasks.lease(conn, "worker")
+        outcomes.provision_started(conn, allocation_id, sold.act)
+        applied = force(conn, sold, allocation_id)
+        assert applied["canceled_tasks"] == [task["id"]]
+        assert tasks.get(conn, task["id"])["cancel_requested"]
+        # The clean-up waits until the old run has ended.
+        assert tasks.lease(conn, "worker") == []
+        assert not outcomes.provision_succeeded(conn, allocation_id, sold.act, connection={})
+        assert not outcomes.provision_started(conn, allocation_id, sold.act)
+        sold_error: dict[str, Any] = {"code": "late"}
+        assert not outcomes.provision_failed(
+            conn, allocation_id, sold.act, step="late", error=sold_error
+        )
+        assert sold.statuses(conn)[0] == "cleanup"
+
+
+@pytest.mark.covers("CTRL-7")
+def test_wipe_that_fails_blocks_again(sold: Any) -> None:
+    with transaction(sold.engine) as conn:
+        allocation_id = sold.failed(conn)
+        slot_id = recovery.blocked(conn)[0]["id"]
+        task = slots.repair(conn, slot_id, sold.act)
+        assert task["subject_id"] == allocation_id
+        assert code(slots.repair, conn, slot_id, sold.act) == "slot_not_blocked"
+        error = {"code": "command_failed", "found": "I/O error"}
+        assert outcomes.wipe_failed(conn, allocation_id, sold.act, step="nvme_wipe", error=error)
+        assert recovery.blocked(conn)[0]["reason"] == "I/O error"
+        assert not outcomes.wipe_failed(conn, allocation_id, sold.act, step="x", error=error)
+        slots.repair(conn, slot_id, sold.act)
+        given = sold.proofs(conn, allocation_id)
+        assert outcomes.wiped_slots(conn, given, ABSENT, sold.act)
+        assert sold.statuses(conn)[0] == "available"
+
+
+@pytest.mark.covers("CTRL-7")
+def test_refusals(sold: Any) -> None:
+    with transaction(sold.engine) as conn:
+        active = sold.active(conn)
+        assert code(force, conn, sold, active) == "allocation_active"
+        allocations.release(conn, active, sold.act)
+        assert code(force, conn, sold, active) == "allocation_releasing"
+        stuck = sold.allocate(conn)
+        nameless = sold.act.because("  ")
+        with pytest.raises(Problem) as caught:
+            recovery.force_cleanup(conn, stuck, nameless, runtime_verified_absent=True)
+        assert caught.value.code == "reason_required"
+        nodes.change(conn, "n1", sold.act, health_state=HealthState.FAILED.value)
+        assert code(force, conn, sold, stuck) == "node_unhealthy"
+        nodes.lost(conn, "n1", sold.act)
+        assert code(force, conn, sold, stuck) == "node_unreachable"
+        nodes.regained(conn, "n1", sold.act)
+        nodes.drain(conn, "n1", sold.act)
+        assert force(conn, sold, stuck)["state"] == "failed"
+        update = tables.allocations.update().where(tables.allocations.c.id == stuck)
+        conn.execute(update.values(capacity_shape="baremetal"))
+        assert code(force, conn, sold, stuck) == "allocation_baremetal"
+
+
+@pytest.mark.covers("CTRL-7")
+def test_release_whose_wipe_failed_can_be_forced(sold: Any) -> None:
+    with transaction(sold.engine) as conn:
+        allocation_id = sold.active(conn)
+        allocations.release(conn, allocation_id, sold.act)
+        sold.finish(conn, TaskKind.SLICE_VM_RELEASE)
+        outcomes.release_failed(conn, allocation_id, sold.act, step="nvme_wipe", error={})
+        assert force(conn, sold, allocation_id)["slots"][0]["status"] == "cleanup"
+        assert allocations.get(conn, allocation_id)["state"] == "failed"
+
+
+@pytest.mark.covers("CTRL-7")
+def test_force_release_ends_use_and_keeps_the_slot(sold: Any) -> None:
+    with transaction(sold.engine) as conn:
+        allocation_id = sold.active(conn)
+        nodes.lost(conn, "n1", sold.act)
+        assert recovery.force_release(conn, allocation_id, sold.act)["state"] == "released"
+        assert sold.statuses(conn)[0] == "cleanup_blocked"
+        assert code(force, conn, sold, allocation_id) == "allocation_released"
+        nodes.regained(conn, "n1", sold.act)
+        assert slots.repair(conn, recovery.blocked(conn)[0]["id"], sold.act)
+
+
+@pytest.mark.covers("I12")
+def test_deadlines_of_slots_block(sold: Any) -> None:
+    with transaction(sold.engine) as conn:
+        allocation_id = sold.failed(conn)
+        slot_id = recovery.blocked(conn)[0]["id"]
+        slots.repair(conn, slot_id, sold.act)
+        late = lifecycle.Overdue("slot", slot_id, "cleanup", 1.0, "block")
+        assert recovery.expire(conn, late, sold.act)
+        row = history.of(conn, "slot", slot_id)[-1]
+        assert row["target"] == "cleanup_blocked"
+        assert row["allocation_id"] == allocation_id
+        task_id = tasks.every(conn, kind=TaskKind.SLICE_WIPE)[0]["id"]
+        assert recovery.expire(
+            conn, lifecycle.Overdue("task", task_id, "queued", 1.0, "cancel"), sold.act
+        )
+        assert tasks.get(conn, task_id)["state"] == "canceled"
+        over = lifecycle.Overdue("node", "n1", "bootstrapping", 1.0, "maintain")
+        assert not recovery.expire(conn, over, sold.act)
+
+
+@pytest.mark.covers("I12")
+def test_deadline_of_a_release_blocks_its_slots(sold: Any) -> None:
+    with transaction(sold.engine) as conn:
+        allocation_id = sold.active(conn)
+        allocations.release(conn, allocation_id, sold.act)
+        slot_id = allocations.claims(conn, allocation_id)[0]["slot_id"]
+        late = lifecycle.Overdue("slot", slot_id, "releasing", 1.0, "block")
+        assert recovery.expire(conn, late, sold.act)
+        assert not recovery.expire(conn, late, sold.act)
+        assert recovery.blocked(conn)[0]["step"] == "deadline"
+        assert tasks.open_of_allocation(conn, allocation_id) == []

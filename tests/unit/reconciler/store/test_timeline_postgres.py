@@ -1,0 +1,67 @@
+"""The past, the reasons for waiting, and the invariants, as PostgreSQL answers them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.domain.states import TaskKind
+from reconciler.store import (
+    allocations,
+    following,
+    invariants,
+    outcomes,
+    reachability,
+    tables,
+    tasks,
+    timeline,
+    waiting,
+)
+from reconciler.store.engine import reading, transaction
+from reconciler.store.following import Place
+from reconciler.store.paging import Page
+from tests.unit.reconciler.store import test_postgres
+
+pytestmark = [pytest.mark.postgres, pytest.mark.covers("CTRL-8")]
+engine = test_postgres.engine
+
+
+def test_a_life_is_told_page_by_page_and_breaks_no_promise(engine: sa.Engine, site: Any) -> None:
+    site.node()
+    with transaction(engine) as conn:
+        key = site.active(conn, 2)
+        allocations.release(conn, key, site.act)
+    with transaction(engine) as conn:
+        (task,) = tasks.lease(conn, "w")
+        held = (task["id"], task["lease_token"])
+        tasks.progress(conn, *held, {"task": "a"}, {"task": "b"}, offset=9)
+        waits = tasks.wait_for_host(conn, *held, "no route", act=site.act)
+        assert reachability.silent(conn, "n1", site.act)
+        assert waiting.reasons(conn, [waits])[waits["id"]]["code"] == "host_unreachable"
+    with transaction(engine) as conn:
+        assert reachability.answered(conn, "n1", site.act)
+        (task,) = tasks.lease(conn, "w", kinds=[TaskKind.SLICE_VM_RELEASE])
+        given = site.proofs(conn, key)
+        absent = {"absent": True}
+        assert outcomes.release_succeeded(conn, key, site.act, proofs=given, absence=absent)
+    with reading(engine) as conn:
+        whole = timeline.of(conn, allocation_id=key)
+        assert {row["type"] for row in whole} >= {"progress", "state"}
+        pages, place = [], ()
+        while part := timeline.of(conn, allocation_id=key, page=Page(3, place)):
+            pages += part
+            place = timeline.ORDER.keys(part[-1])
+        assert pages == whole
+        assert {row["type"] for row in timeline.of(conn, node_id="n1")} >= {"audit", "state"}
+        news = following.after(conn, task["id"], Place())
+        assert [row["document"]["task"] for row in news.rows if row["type"] == "progress"] == [
+            "a",
+            "b",
+        ]
+        assert invariants.check(conn) == []
+    with transaction(engine) as conn:
+        conn.execute(sa.update(tables.nodes).values(state="draining", deadline_at=1.0))
+    with reading(engine) as conn:
+        assert {found.invariant for found in invariants.check(conn)} == {"I20"}

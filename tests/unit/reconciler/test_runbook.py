@@ -1,0 +1,159 @@
+"""Seed 000's curl commands, character by character, against a service on a real socket.
+
+What an operator has set is BASE_URL, TOKEN, NODE_ID and ALLOCATION_ID, and nothing else. Only the
+host's part is played: the clean-up that the last command asks for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+
+from reconciler.api.app import create_app
+from reconciler.domain.states import TaskState
+from reconciler.store import allocations, outcomes, tasks
+from reconciler.store.engine import transaction
+from tests.unit.reconciler.api.conftest import new, prepared, selling, stages
+from tests.unit.reconciler.api.test_allocations import failed
+from tests.unit.reconciler.api.world import ACT, NODE, World
+
+__all__ = ["new", "prepared", "selling", "stages"]
+
+SLOTS = """curl -sS \\
+  -H "Authorization: Bearer $TOKEN" \\
+  "$BASE_URL/api/v1/admin/nodes/$NODE_ID/resource-slots" | jq
+"""
+ALLOCATION = """curl -sS \\
+  -H "Authorization: Bearer $TOKEN" \\
+  "$BASE_URL/api/v1/admin/allocations/$ALLOCATION_ID" | jq
+"""
+KEEP_BLOCKED = """curl -sS -X POST \\
+  -H "Authorization: Bearer $TOKEN" \\
+  -H "Content-Type: application/json" \\
+  -H "X-Idempotency-Key: $(uuidgen)" \\
+  "$BASE_URL/api/v1/admin/allocations/$ALLOCATION_ID/force-cleanup" \\
+  -d '{
+    "reason": "ops cleanup after failed slice provisioning",
+    "runtime_verified_absent": false
+  }' | jq
+"""
+RETURN = """curl -sS -X POST \\
+  -H "Authorization: Bearer $TOKEN" \\
+  -H "Content-Type: application/json" \\
+  -H "X-Idempotency-Key: $(uuidgen)" \\
+  "$BASE_URL/api/v1/admin/allocations/$ALLOCATION_ID/force-cleanup" \\
+  -d '{
+    "reason": "ops cleanup after verifying no slice runtime remains",
+    "runtime_verified_absent": true
+  }' | jq
+"""
+# Where an operator's machine has them and this one does not.
+STAND_INS = {"jq": "exec cat", "uuidgen": "exec cat /proc/sys/kernel/random/uuid"}
+
+
+class Operator:
+    """A shell with four variables."""
+
+    def __init__(self, folder: Path, **variables: str) -> None:
+        self._environment = {"PATH": f"{os.environ['PATH']}:{folder}", **variables}
+        for name, line in STAND_INS.items():
+            if shutil.which(name) is None:
+                (folder / name).write_text(f"#!/bin/sh\n{line}\n")
+                (folder / name).chmod(0o755)
+
+    def types(self, command: str) -> Any:
+        shell = ["bash", "-e", "-o", "pipefail", "-c", command]
+        ended = subprocess.run(
+            shell, env=self._environment, capture_output=True, text=True, timeout=60, check=True
+        )
+        return json.loads(ended.stdout)
+
+
+@pytest.fixture
+def base_url(selling: World) -> Iterator[str]:
+    """The service, listening."""
+    app = create_app(selling.settings, selling.engine)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="off"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    (listening,) = server.servers
+    host, port = listening.sockets[0].getsockname()
+    yield f"http://{host}:{port}"
+    server.should_exit = True
+    thread.join()
+
+
+@pytest.mark.covers("CTRL-7")
+def test_the_commands_work_as_written(selling: World, base_url: str, tmp_path: Path) -> None:
+    stuck = failed(selling)
+    operator = Operator(
+        tmp_path,
+        BASE_URL=base_url,
+        TOKEN=selling.secrets["admin"],
+        NODE_ID=NODE,
+        ALLOCATION_ID=stuck,
+    )
+    # 1. Identify the blocked slot and owning allocation.
+    blocked = [row for row in operator.types(SLOTS)["items"] if row["status"] == "cleanup_blocked"]
+    (slot,) = blocked
+    assert slot["health_state"] == "failed"
+    assert slot["health_detail"]["allocation_id"] == stuck
+    assert slot["health_detail"]["reason"] == "none"
+    assert (slot["node_id"], isinstance(slot["slot_index"], int)) == (NODE, True)
+    # 2. Check the allocation state.
+    assert operator.types(ALLOCATION)["state"] == "failed"
+    # 4. Runtime state not yet verified absent: failed, and the slot stays blocked.
+    kept = operator.types(KEEP_BLOCKED)
+    assert (kept["state"], kept["slots"][0]["status"]) == ("failed", "cleanup_blocked")
+    # Verified absent: the slot is on its way back, through wipe and verification.
+    back = operator.types(RETURN)
+    assert (back["state"], back["slots"][0]["status"]) == ("failed", "cleanup")
+    _clean(selling, stuck)
+    # 5. Confirm slot recovery.
+    (after,) = [row for row in operator.types(SLOTS)["items"] if row["id"] == slot["id"]]
+    assert (after["status"], after["health_state"], after["health_detail"]) == (
+        "available",
+        "healthy",
+        {},
+    )
+    audit = selling.client("admin").get(
+        "admin/audit", params={"action": "admin.allocation.force_cleanup.applied"}
+    )
+    told = [(row["reason"], row["detail"]["runtime_verified_absent"]) for row in
+            audit.json()["items"]]  # fmt: skip
+    assert told == [
+        ("ops cleanup after verifying no slice runtime remains", True),
+        ("ops cleanup after failed slice provisioning", False),
+    ]
+
+
+def _clean(world: World, allocation_id: str) -> None:
+    with transaction(world.engine) as conn:
+        # The run that failed has ended by now.
+        conn.exec_driver_sql("UPDATE tasks SET state = 'canceled' WHERE state = 'running'")
+    task = world.lease()
+    with transaction(world.engine) as conn:
+        (claim,) = allocations.claims(conn, allocation_id)
+        proof = {
+            "disk": claim["nvme_identity"],
+            "serial": claim["nvme_serial"],
+            "size_bytes": claim["nvme_size_bytes"],
+            "method": "user_data_erase",
+            "verified": True,
+        }
+        given = {claim["slot_id"]: proof}
+        absence = {"absent": True}
+        assert outcomes.wiped(conn, allocation_id, ACT, proofs=given, absence=absence)
+        tasks.finish(conn, task["id"], task["lease_token"], TaskState.SUCCEEDED, ACT)

@@ -1,0 +1,109 @@
+"""The authorities, with the real ssh-keygen."""
+
+from __future__ import annotations
+
+import threading
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from reconciler.trust import ca, keygen
+from reconciler.trust.errors import TrustError
+
+pytestmark = pytest.mark.covers("HOST-13")
+
+
+@pytest.fixture(scope="module")
+def trust(tmp_path_factory: pytest.TempPathFactory) -> ca.Trust:
+    return ca.open_trust(tmp_path_factory.mktemp("state"))
+
+
+@pytest.fixture(scope="module")
+def host_key(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("host") / "key"
+    keygen.new_key(path, "root@host")
+    return path.with_name("key.pub").read_text()
+
+
+def test_the_authorities_are_made_once_and_kept_private(tmp_path: Path) -> None:
+    threads = [threading.Thread(target=ca.open_trust, args=(tmp_path,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    trust = ca.open_trust(tmp_path)
+    first = {path.name: path.read_bytes() for path in trust.directory.iterdir()}
+    assert {"host_ca", "host_ca.pub", "user_ca", "user_ca.pub", "operator", "known_hosts"} <= set(
+        first
+    )
+    ca.open_trust(tmp_path)
+    assert {path.name: path.read_bytes() for path in trust.directory.iterdir()} == first
+    assert trust.directory.stat().st_mode & 0o777 == 0o700
+    for name in ("host_ca", "user_ca", "operator"):
+        assert (trust.directory / name).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_host_is_certified_under_its_node_id(trust: ca.Trust, host_key: str) -> None:
+    made = ca.certify_host(trust, host_key, "node-1", principals=["gpu-7"], days=30)
+    read = ca.read_certificate(made.text)
+    assert (read.kind, read.key_id, read.principals) == ("host", "node node-1", ("node-1", "gpu-7"))
+    assert read.serial == made.serial
+    days = (read.valid_before - datetime.now(UTC)) / timedelta(days=1)
+    assert 29.9 < days < 30.1
+    assert not read.expired(datetime.now(UTC))
+    assert read.expired(read.valid_before)
+
+
+@pytest.mark.parametrize("node_id", ["", "a,b", "*", "a b", "-n", "a\nb"])
+def test_no_id_makes_a_certificate_for_other_names(
+    trust: ca.Trust, host_key: str, node_id: str
+) -> None:
+    with pytest.raises(TrustError, match="node_id_invalid"):
+        ca.certify_host(trust, host_key, node_id)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "ssh-ed25519", "ssh-ed25519 AAAA", "-f /etc/passwd", "ssh-dss AAAAB3NzaC1kc3MAAACBAAAA"],
+)
+def test_what_is_no_host_key_is_refused(trust: ca.Trust, text: str) -> None:
+    with pytest.raises(TrustError, match="host_key_invalid"):
+        ca.certify_host(trust, text, "node-1")
+
+
+def test_two_keys_are_not_one(trust: ca.Trust, host_key: str) -> None:
+    with pytest.raises(TrustError, match="host_key_invalid"):
+        ca.certify_host(trust, host_key + host_key, "node-1")
+
+
+def test_base64_that_is_no_key_is_refused(trust: ca.Trust) -> None:
+    with pytest.raises(TrustError, match="keygen_failed"):
+        ca.certify_host(trust, "ssh-ed25519 AAAA" + "B" * 64, "node-1")
+
+
+def test_known_hosts_holds_the_authority_and_what_was_revoked(
+    tmp_path: Path, host_key: str
+) -> None:
+    trust = ca.open_trust(tmp_path)
+    path = ca.known_hosts(trust)
+    (line,) = path.read_text().splitlines()
+    assert line.startswith("@cert-authority * ssh-ed25519 ")
+    ca.revoke_host(trust, host_key)
+    ca.revoke_host(trust)
+    ca.revoke_host(trust, host_key, host_key)
+    ca.open_trust(tmp_path)
+    revoked = " ".join(host_key.split()[:2])
+    assert path.read_text().splitlines() == [line, f"@revoked * {revoked}"]
+
+
+def test_the_operator_has_a_short_certificate_that_is_renewed_in_time(trust: ca.Trust) -> None:
+    first = ca.operator_identity(trust, valid_s=600)
+    read = ca.read_certificate(first.certificate.read_text())
+    assert (read.kind, read.principals) == ("user", (ca.OPERATOR,))
+    left = read.valid_before - datetime.now(UTC)
+    assert timedelta(seconds=600) < left < timedelta(hours=1)
+    assert ca.operator_identity(trust, valid_s=600) == first
+    later = ca.operator_identity(trust, valid_s=7200)
+    assert later.valid_before - datetime.now(UTC) > timedelta(seconds=7200)
+    assert later.key == first.key
