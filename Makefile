@@ -1,0 +1,57 @@
+# What people type. Everything these need is installed by scripts/setup, which does nothing the second time.
+.DEFAULT_GOAL := help
+PYTHON := .venv/bin/python
+GPUAAS := .venv/bin/gpuaas
+export ANSIBLE_COLLECTIONS_PATH := $(CURDIR)/build/collections
+# The whole of bootstrap; `ls molecule` names the others.
+SCENARIO ?= slice_host
+
+help: ## Show this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## Install what the project needs: packages, Python environment, collection path
+	@scripts/setup
+
+demo: setup ## The main job from nothing: a machine becomes a slice host, a tenant gets a GPU VM, the slot comes back clean
+	@$(PYTHON) -m lab.demo
+
+test: ## Everything that CI runs
+	@scripts/setup --tests
+	@scripts/test all
+
+test-fast: ## What needs neither a lab host nor minutes
+	@scripts/setup --tests
+	@scripts/test fast
+
+test-long: ## The lab's whole story and what else takes minutes: by hand, or nightly
+	@scripts/setup --tests
+	@scripts/test long
+
+lint: setup ## ruff, mypy --strict, yamllint, ansible-lint
+	@scripts/lint
+
+sanity: setup ## ansible-test sanity over the built archive of the collection
+	@scripts/sanity
+
+molecule: setup ## One role's drift and repair on the lab host: make molecule SCENARIO=slice_network
+	@PATH="$(CURDIR)/.venv/bin:$$PATH" $(PYTHON) -m molecule test -s $(SCENARIO)
+
+bench: setup ## Measure against the named peers; writes build/bench.json
+	@$(PYTHON) -m tests.bench
+
+lab-up: setup ## Boot the lab host and leave it running
+	@$(GPUAAS) lab up
+
+lab-ssh: setup ## A shell on the lab host
+	@$(GPUAAS) lab ssh
+
+lab-down: setup ## Stop the lab host
+	@$(GPUAAS) lab down
+
+run: setup ## Reconciler on 127.0.0.1 with SQLite
+	@$(GPUAAS) serve
+
+lock: ## Resolve the dependencies anew into requirements.lock
+	@scripts/lock
+
+.PHONY: help setup demo test test-fast test-long lint sanity molecule bench lab-up lab-ssh lab-down run lock
