@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import sqlalchemy as sa
 
 from reconciler.domain.act import Act
-from reconciler.domain.errors import Problem
+from reconciler.domain.errors import Problem, not_found
 from reconciler.domain.machine import gpus, tenant_disks
+from reconciler.domain.proof import NOTHING_DONE
 from reconciler.domain.states import (
     AllocationState,
     CapacityShape,
@@ -25,7 +27,6 @@ from reconciler.store import (
     baremetal,
     clock,
     gates,
-    images,
     lifecycle,
     machines,
     placement,
@@ -41,11 +42,15 @@ from reconciler.store.claims import (
     held_slots,
     move,
     of_allocation,
+    run_bundles,
 )
 from reconciler.store.lifecycle import advance
 from reconciler.store.paging import Order, Page, part
 from reconciler.store.rows import Record
 from reconciler.store.tables import allocations, nodes
+from reconciler.store.tables import images as image_table
+from reconciler.store.tables import projects as project_table
+from reconciler.store.together import together
 
 # Bundles and claims belong to an allocation; their file is their own because others need them too.
 __all__ = ["bundles"]
@@ -55,14 +60,19 @@ ORDER = Order(allocations, ("created_at", "id"), descending=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """A tenant's request, checked for its form by the API."""
+    """A tenant's request, checked for its form by the API.
+
+    A slice names its image by id, or by name, maybe with a version.
+    """
 
     project_id: str
     gpu_count: int
     username: str
     ssh_keys: Sequence[str]
     hostname: str
-    image_id: str
+    image_id: str = ""
+    image: str = ""
+    image_version: str = ""
     capacity_shape: str = CapacityShape.GPU_SLICE.value
     region: str = ""
     pool: str = ""
@@ -76,34 +86,51 @@ def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Record:
     """Place, claim, reserve, record and queue the work: together or not at all."""
     if launch.capacity_shape == CapacityShape.BAREMETAL:
         return _whole_machine(conn, launch, act)
-    image = _check(conn, launch)
+    _check(launch)
     want = Want(launch.gpu_count, launch.region, launch.pool, launch.node_id)
     node_id, chosen = placement.reserve(conn, want)
-    allocation = _record(conn, launch, node_id, launch.gpu_count, act)
-    own = act.because(act.reason or "allocated", {"allocation_id": allocation["id"]})
-    for position, slot in enumerate(chosen):
-        claim_slot(conn, allocation["id"], slot, position, own)
-    # The slots were available, so this is the boot that their gate was proven under (I16).
-    boot_id = rows.get(conn, nodes, node_id, "node")["boot_id"]
-    extra = {**_parameters(launch, image), "boot_id": boot_id}
-    _queue(conn, allocation, TaskKind.SLICE_VM_PROVISION, act, extra=extra)
-    return get(conn, allocation["id"])
+    # The slots are locked and were available, so this is the boot that their gate was proven under
+    # (I16).
+    image, boot_id = _named(conn, launch, node_id)
+    with together(conn):
+        allocation = _record(
+            conn, launch, act, node_id=node_id, gpu_count=launch.gpu_count, image_id=image["id"]
+        )
+        own = act.because(act.reason or "allocated", {"allocation_id": allocation["id"]})
+        held = [
+            claim_slot(conn, allocation["id"], slot, position, own)
+            for position, slot in enumerate(chosen)
+        ]
+        extra = {**_parameters(launch, image), "boot_id": boot_id}
+        item = _item(allocation, TaskKind.SLICE_VM_PROVISION, held, extra=extra)
+        task = tasks.add(conn, item, act)
+    # As `get` would read it, were it read again.
+    return {**allocation, "claims": held, "task_ids": [task["id"]]}
 
 
 def _whole_machine(conn: sa.Connection, launch: Launch, act: Act) -> Record:
-    """The same for a machine as a whole, with every disk of it that nothing uses."""
+    """The same for a machine as a whole, with every disk that was taken over and nothing uses."""
     projects.get(conn, launch.project_id)
     want = MachineWant(launch.region, launch.pool, launch.node_id)
     node, discovery = machines.reserve(conn, want)
     document = discovery["document"]
-    allocation = _record(conn, launch, node["id"], gpus(document), act)
+    allocation = _record(conn, launch, act, node_id=node["id"], gpu_count=gpus(document))
     own = act.because(act.reason or "allocated", {"allocation_id": allocation["id"]})
-    claim_node(conn, allocation["id"], node["id"], own, disks=tenant_disks(document))
+    disks = tenant_disks(document, proofs.taken_over(conn, node))
+    claim_node(conn, allocation["id"], node["id"], own, disks=disks)
     baremetal.queue_provision(conn, allocation, node["boot_id"], act)
     return get(conn, allocation["id"])
 
 
-def _record(conn: sa.Connection, launch: Launch, node_id: str, gpu_count: int, act: Act) -> Record:
+def _record(
+    conn: sa.Connection,
+    launch: Launch,
+    act: Act,
+    *,
+    node_id: str,
+    gpu_count: int,
+    image_id: str | None = None,
+) -> Record:
     allocation = rows.add(
         conn,
         allocations,
@@ -120,7 +147,7 @@ def _record(conn: sa.Connection, launch: Launch, node_id: str, gpu_count: int, a
             "hostname": launch.hostname,
             "username": launch.username,
             "ssh_keys": list(launch.ssh_keys),
-            "image_id": launch.image_id or None,
+            "image_id": image_id,
             "runtime_profile": launch.runtime_profile,
             "parameters": dict(launch.parameters),
             "state": AllocationState.REQUESTED.value,
@@ -158,7 +185,8 @@ def release(conn: sa.Connection, id: str, act: Act) -> Record:
         if allocation["capacity_shape"] == CapacityShape.BAREMETAL:
             baremetal.queue_release(conn, allocation, act)
         else:
-            _queue(conn, allocation, TaskKind.SLICE_VM_RELEASE, act)
+            held = of_allocation(conn, id)
+            tasks.enqueue(conn, _item(allocation, TaskKind.SLICE_VM_RELEASE, held), act)
     elif state == AllocationState.REQUESTED and unstarted:
         _withdraw(conn, id, queued, act)
     else:
@@ -209,7 +237,7 @@ def every(
     return rows.every(conn, part(query, ORDER, page))
 
 
-def _check(conn: sa.Connection, launch: Launch) -> Record:
+def _check(launch: Launch) -> None:
     if launch.capacity_shape != CapacityShape.GPU_SLICE:
         raise Problem(
             "shape_not_schedulable",
@@ -226,8 +254,34 @@ def _check(conn: sa.Connection, launch: Launch) -> Record:
             found=str(launch.gpu_count),
             remedy="ask for one GPU or more",
         )
-    projects.get(conn, launch.project_id)
-    return images.get(conn, launch.image_id)
+
+
+def _named(conn: sa.Connection, launch: Launch, node_id: str) -> tuple[Record, str]:
+    """The image of the request, and the node's boot; Problem when the project or image is none."""
+    how = "id" if launch.image_id else "version" if launch.image_version else "name"
+    wanted = {"image": launch.image_id or launch.image, "version": launch.image_version}
+    given = {"node": node_id, "project": launch.project_id, **wanted}
+    found = conn.execute(_naming(how), given).mappings().first()
+    if found is None:
+        projects.get(conn, launch.project_id)
+        raise not_found(
+            "image", launch.image_id or f"{launch.image} {launch.image_version}".strip()
+        )
+    image = dict(found)
+    return image, str(image.pop("boot_id"))
+
+
+@cache
+def _naming(how: str) -> sa.Select[Any]:
+    """The image by id, by name and version, or by name, the newest; with it the node's boot."""
+    image, version = sa.bindparam("image", type_=sa.Text), sa.bindparam("version", type_=sa.Text)
+    boot = sa.select(nodes.c.boot_id).where(nodes.c.id == sa.bindparam("node"))
+    project = sa.exists().where(project_table.c.id == sa.bindparam("project"))
+    query = sa.select(image_table, boot.scalar_subquery().label("boot_id")).where(project)
+    if how == "id":
+        return query.where(image_table.c.id == image)
+    query = query.where(image_table.c.name == image).order_by(image_table.c.created_at.desc())
+    return query.where(image_table.c.version == version) if how == "version" else query
 
 
 def _parameters(launch: Launch, image: Record) -> dict[str, Any]:
@@ -243,29 +297,24 @@ def _parameters(launch: Launch, image: Record) -> dict[str, Any]:
     }
 
 
-def _queue(
-    conn: sa.Connection,
+def _item(
     allocation: Record,
     kind: TaskKind,
-    act: Act,
+    held: Sequence[Record],
     *,
     extra: Mapping[str, Any] | None = None,
-) -> Record:
-    held = bundles(conn, allocation["id"])
+) -> tasks.Enqueue:
+    slots = run_bundles(held)
     given = dict(extra or {})
     named = {"id": allocation["id"], **given.pop("allocation", {})}
-    return tasks.enqueue(
-        conn,
-        tasks.Enqueue(
-            kind=kind,
-            node_id=allocation["node_id"],
-            subject_kind="allocation",
-            subject_id=allocation["id"],
-            allocation_id=allocation["id"],
-            parameters={"allocation": named, "slots": held, **given},
-            fences={slot["slot_id"]: slot["fence"] for slot in held},
-        ),
-        act,
+    return tasks.Enqueue(
+        kind=kind,
+        node_id=allocation["node_id"],
+        subject_kind="allocation",
+        subject_id=allocation["id"],
+        allocation_id=allocation["id"],
+        parameters={"allocation": named, "slots": slots, **given},
+        fences={slot["slot_id"]: slot["fence"] for slot in slots},
     )
 
 
@@ -284,6 +333,7 @@ def _withdraw(conn: sa.Connection, id: str, queued: Sequence[Record], act: Act) 
         "allocation_id": id,
         "never_started": [task["id"] for task in queued],
         "state": TaskState.CANCELED.value,
+        **NOTHING_DONE,
     }
     own = act.because("withdrawn before any run began", evidence)
     for slot in held_slots(conn, id):

@@ -25,9 +25,9 @@ def write(
     *,
     detail: Mapping[str, Any] | None = None,
     project_id: str = "",
-) -> Record:
+) -> None:
     """In the same transaction as what it tells of."""
-    return rows.add(
+    rows.tell(
         conn,
         audit_log,
         {
@@ -49,8 +49,15 @@ def every(
     *,
     action: str | None = None,
     subject_id: str | None = None,
+    correlation_id: str | None = None,
     page: Page | None = None,
 ) -> list[Record]:
     """Newest first."""
-    query = rows.where(sa.select(audit_log), audit_log, action=action, subject_id=subject_id)
+    query = rows.where(
+        sa.select(audit_log),
+        audit_log,
+        action=action,
+        subject_id=subject_id,
+        correlation_id=correlation_id,
+    )
     return rows.every(conn, part(query, ORDER, page))

@@ -9,7 +9,7 @@ converted until a release of that allocation has ended with proof for every disk
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -25,7 +25,7 @@ from reconciler.domain.states import (
     HealthState,
     TaskKind,
 )
-from reconciler.store import audit, discoveries, outcomes, proofs, rows, tasks
+from reconciler.store import audit, discoveries, outcomes, proofs, rows, tasks, writeoff
 from reconciler.store.claims import next_node_fence, of_allocation
 from reconciler.store.rows import Record
 from reconciler.store.tables import allocations, claims, nodes
@@ -61,15 +61,22 @@ def queue_provision(conn: sa.Connection, allocation: Record, boot_id: str, act: 
     return _enqueue(conn, TaskKind.BAREMETAL_PROVISION, allocation, claim, parameters, act)
 
 
-def queue_release(conn: sa.Connection, allocation: Record, act: Act) -> Record:
-    """Queue the work that cleans the machine, under a new fence; one at a time."""
+def queue_release(
+    conn: sa.Connection, allocation: Record, act: Act, *, written_off: Sequence[str] = ()
+) -> Record:
+    """Queue the work that cleans the machine, under a new fence; one at a time.
+
+    written_off: disks, by the name that the host's ledger has for them, that are not waited for.
+    """
     for task in tasks.open_of_allocation(conn, allocation["id"]):
         if task["kind"] == TaskKind.BAREMETAL_RELEASE:
             return task
     named = {key: allocation[key] for key in ("id", "username")}
     fence = next_node_fence(conn, allocation["node_id"])
     claim = claim_of(conn, allocation["id"])
-    parameters = {"allocation": named, "fence": fence}
+    parameters: dict[str, Any] = {"allocation": named, "fence": fence}
+    if written_off:
+        parameters["written_off"] = list(written_off)
     return _enqueue(conn, TaskKind.BAREMETAL_RELEASE, allocation, claim, parameters, act)
 
 
@@ -131,6 +138,7 @@ def release_succeeded(
     *,
     fence: int,
     evidence: Mapping[str, Any],
+    written_off: Sequence[str] = (),
     policy: str = DEFAULT_POLICY,
     task_id: str | None = None,
 ) -> bool:
@@ -146,6 +154,8 @@ def release_succeeded(
     if not outcomes.release_succeeded(conn, allocation_id, act, proofs={}, absence=absence):
         outcomes.require_absence(conn, allocation_id, absence, act)
     for disk in claim_of(conn, allocation_id)["disks"]:
+        if disk["slot_id"] in written_off:
+            continue
         # After the claim has ended: only then is the proof newer than the last tenant.
         proofs.record_disk(
             conn,
@@ -203,8 +213,13 @@ def left_behind(
     return True
 
 
-def clean(conn: sa.Connection, node_id: str, act: Act) -> Record:
-    """Queue the release of what the last tenant left; the task that does it."""
+def clean(
+    conn: sa.Connection, node_id: str, act: Act, *, without_dead_disks: bool = False
+) -> Record:
+    """Queue the release of what the last tenant left; the task that does it.
+
+    without_dead_disks: disks that the latest discovery lacks are written off, not waited for.
+    """
     node = rows.get(conn, nodes, node_id, "node", lock=True)
     allocation_id = node["unclean_allocation_id"] or (
         node["health_detail"].get("allocation_id", "")
@@ -232,10 +247,29 @@ def clean(conn: sa.Connection, node_id: str, act: Act) -> Record:
             found="a live claim of another allocation",
             remedy="release it first",
         )
-    audit.write(conn, act, "admin.node.machine.clean", "node", node_id)
+    dead = _dead_disks(conn, node_id, allocation_id, act) if without_dead_disks else []
+    detail = {"written_off": dead}
+    audit.write(conn, act, "admin.node.machine.clean", "node", node_id, detail=detail)
     allocation = rows.get(conn, allocations, allocation_id, "allocation")
     _mark(conn, node_id, allocation_id)
-    return queue_release(conn, allocation, act)
+    return queue_release(conn, allocation, act, written_off=dead)
+
+
+def _dead_disks(conn: sa.Connection, node_id: str, allocation_id: str, act: Act) -> list[str]:
+    """The tenant's disks that a discovery after everything that was tried does not show."""
+    writeoff.require_reason(act)
+    ended = [task["finished_at"] or 0.0 for task in tasks.every(conn, allocation_id=allocation_id)]
+    disks = claim_of(conn, allocation_id)["disks"]
+    dead = writeoff.dead_disks(conn, node_id, disks, max(ended, default=0.0))
+    if not dead:
+        raise Problem(
+            "disk_present",
+            409,
+            expected="a disk of the tenant's that the latest discovery does not show",
+            found="all of them, or no discovery since the machine was last cleaned",
+            remedy="discover the node and ask again; clean it with all disks that are there",
+        )
+    return [disk["slot_id"] for disk in disks if f"eui.{disk['nvme_eui']}" in dead]
 
 
 def accept_drift(conn: sa.Connection, node_id: str, act: Act) -> Record:

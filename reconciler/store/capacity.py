@@ -3,156 +3,206 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import sqlalchemy as sa
 
-from reconciler.domain.bundle import BUNDLE_FIELDS, Bundle
+from reconciler.domain.bundle import REQUIRED
 from reconciler.domain.states import HealthState, NodeMode, NodeState, SharingMechanism, SlotState
 from reconciler.planning.feasible import IDLE
 from reconciler.planning.snapshot import NodeView, NvlinkSets, SlotView, Snapshot, Want
-from reconciler.store import rows, settings
-from reconciler.store.rows import Record
+from reconciler.store import settings
 from reconciler.store.tables import nodes, slots
+from reconciler.store.tables import settings as settings_table
 
-_NODE = ("id", "region", "pool", "mode", "state", "health_state", "reboot_required")
-_SLOT = (
-    "id",
-    "node_id",
-    *BUNDLE_FIELDS,
-    "status",
-    "sharing_mechanism",
-    "available_proof_id",
-    "capacity_metadata",
+Row = sa.RowMapping
+
+# What of a slot's metadata says where it sits; the rest of it is not read for each launch.
+_PLACE = (
+    slots.c.capacity_metadata["pcie_switch"].as_string().label("pcie_switch"),
+    slots.c.capacity_metadata["gpu_module_id"].label("gpu_module_id"),
+    slots.c.capacity_metadata["fabric_claim_mode"].as_string().label("fabric_claim_mode"),
+    slots.c.capacity_metadata["nvlink_sets"].label("nvlink_sets"),
 )
+_SITE = sa.select(settings_table.c.value).where(settings_table.c.name == settings.SCHEDULING)
 
 
-def snapshot(conn: sa.Connection, node_ids: Sequence[str] | None = None) -> Snapshot:
-    """Slice hosts with their approved slots as they are now; None means all of them."""
-    host = sa.select(*(nodes.c[name] for name in _NODE), nodes.c.slice_scheduling)
-    host = host.where(nodes.c.state != NodeState.RETIRED)
-    sold = sa.select(*(slots.c[name] for name in _SLOT)).where(slots.c.retired_at.is_(None))
-    if node_ids is not None:
-        host = host.where(nodes.c.id.in_(node_ids))
-        sold = sold.where(slots.c.node_id.in_(node_ids))
-    site = settings.site_scheduling(conn)
-    of_node: dict[str, list[Record]] = defaultdict(list)
-    for slot in rows.every(conn, sold):
-        of_node[slot["node_id"]].append(slot)
-    return Snapshot.of(
-        NodeView(
-            id=node["id"],
-            region=node["region"],
-            pool=node["pool"],
-            refusal=_refusal(node) or ("" if site else "site_off"),
-            slots=tuple(map(_slot, of_node[node["id"]])),
-            nvlink_sets=_nvlink_sets(of_node[node["id"]]),
-        )
-        for node in rows.every(conn, host)
-        if node["id"] in of_node
-    )
+def snapshot(conn: sa.Connection) -> Snapshot:
+    """Slice hosts with their approved slots as they are now."""
+    return _read(conn, _picture())
 
 
 def likely(
-    conn: sa.Connection, want: Want, limit: int, *, beside: Collection[str] = ()
+    conn: sa.Connection,
+    want: Want,
+    limit: int,
+    *,
+    sliced: bool,
+    beside: Collection[str] = (),
 ) -> Snapshot:
     """The nodes, but for some, that the counts of their slots rank first for this request.
 
-    The order is that of planning.score as far as counts go: nodes with slices, those with room on
-    one NUMA node, the fullest. Nothing is decided here: the slots are judged one by one later.
+    sliced: of those that have a slice, or of those that have none. The order is that of
+    planning.score as far as counts go: those with room on one NUMA node, the fullest, those with a
+    NUMA node that is nearly full. Nothing is decided here: the slots are judged one by one later.
     """
-    counts = _by_node() if want.gpus == 1 else _by_numa()
     wanted = {"region": want.region, "pool": want.pool, "id": want.node_id}
-    # A subquery of one value, not a join: a planner that takes almost no node for fit, as it does
-    # while all nodes are alike, would count all slots again for each of them.
-    fit = rows.where(
-        sa.select(sa.literal(1)).where(
-            nodes.c.id == counts.c.node_id,
-            nodes.c.mode == NodeMode.SLICE,
-            nodes.c.state == NodeState.READY,
-            nodes.c.health_state != HealthState.FAILED,
-            nodes.c.reboot_required.is_(False),
-            nodes.c.slice_scheduling.is_(True),
-        ),
-        nodes,
-        **{name: value or None for name, value in wanted.items()},
-    )
-    query = (
-        sa.select(counts.c.node_id)
-        .where(counts.c.free >= want.gpus, fit.scalar_subquery() == 1)
-        .order_by(
-            sa.case((counts.c.busy > 0, 0), else_=1),
-            sa.case((counts.c.together >= want.gpus, 0), else_=1),
-            counts.c.free,
-            counts.c.node_id,
-        )
-        .limit(limit)
-    )
+    given = {name: value for name, value in wanted.items() if value}
+    query = _likely(sliced, tuple(given), bool(beside))
+    values: dict[str, Any] = {f"wanted_{name}": value for name, value in given.items()}
     if beside:
-        query = query.where(counts.c.node_id.not_in(beside))
-    return snapshot(conn, list(conn.execute(query).scalars()))
+        values["beside"] = sorted(beside)
+    return _read(conn, query, values | {"gpus": want.gpus, "most": limit})
 
 
-def _by_node() -> sa.Subquery:
-    """Free and busy slots of each node; together: free ones on one NUMA node, for one GPU any."""
-    free, busy = _free_and_busy()
-    found = (slots.c.node_id, free.label("free"), busy.label("busy"), free.label("together"))
-    return _approved(sa.select(*found)).group_by(slots.c.node_id).subquery("counts")
+def _read(
+    conn: sa.Connection, query: sa.Select[Any], values: Mapping[str, Any] | None = None
+) -> Snapshot:
+    of_node: dict[str, list[Row]] = defaultdict(list)
+    for slot in conn.execute(query, values or {}).mappings():
+        of_node[slot["node_id"]].append(slot)
+    return Snapshot.of(_node(found) for found in of_node.values())
 
 
-def _by_numa() -> sa.Subquery:
-    free, busy = _free_and_busy()
-    query = _approved(sa.select(slots.c.node_id, free.label("free"), busy.label("busy")))
-    parts = query.group_by(slots.c.node_id, slots.c.numa_node).subquery("parts")
-    found = (
-        sa.func.sum(parts.c.free).label("free"),
-        sa.func.sum(parts.c.busy).label("busy"),
-        sa.func.max(parts.c.free).label("together"),
+@cache
+def _picture() -> sa.Select[Any]:
+    """A row for each slot, with its node's columns; what can be judged there is judged there."""
+    host = ("region", "pool", "mode", "state", "health_state", "reboot_required")
+    own = ("id", "node_id", "slot_index", "status", "numa_node", "fabric_vf_pci_address")
+    exclusive = slots.c.sharing_mechanism == SharingMechanism.EXCLUSIVE_DEVICE
+    return (
+        sa.select(
+            *(nodes.c[name] for name in host),
+            nodes.c.slice_scheduling,
+            _SITE.scalar_subquery().label("site"),
+            *(slots.c[name] for name in own),
+            *_PLACE,
+            _complete().label("complete"),
+            exclusive.label("exclusive_device"),
+            slots.c.available_proof_id.is_not(None).label("proven"),
+        )
+        .join_from(nodes, slots, slots.c.node_id == nodes.c.id)
+        .where(nodes.c.state != NodeState.RETIRED, slots.c.retired_at.is_(None))
     )
-    return sa.select(parts.c.node_id, *found).group_by(parts.c.node_id).subquery("counts")
 
 
-def _free_and_busy() -> tuple[sa.ColumnElement[int], sa.ColumnElement[int]]:
-    # Answered from ix_slots_counts alone: nothing else of a slot may be asked for here.
-    every = sa.func.count()
-    free = slots.c.status == SlotState.AVAILABLE
-    return every.filter(free), every.filter(slots.c.status.not_in(IDLE))
+def _complete() -> sa.ColumnElement[bool]:
+    """Bundle.missing, asked of the database."""
+    columns = [slots.c[name] for name in REQUIRED]
+    return sa.and_(*(column != (0 if column.type.python_type is int else "") for column in columns))
 
 
-def _approved(query: sa.Select[Any]) -> sa.Select[Any]:
-    return query.where(slots.c.retired_at.is_(None))
+@cache
+def _likely(sliced: bool, wanted: tuple[str, ...], beside: bool) -> sa.Select[Any]:
+    counted = _counted(sliced)
+    host = nodes.alias("host")
+    gpus = sa.bindparam("gpus", type_=sa.Integer)
+    fit = sa.and_(
+        host.c.mode == NodeMode.SLICE,
+        host.c.state == NodeState.READY,
+        host.c.health_state != HealthState.FAILED,
+        host.c.reboot_required.is_(False),
+        host.c.slice_scheduling.is_(True),
+        *(host.c[name] == sa.bindparam(f"wanted_{name}") for name in wanted),
+    )
+    counts: sa.CTE | sa.Subquery
+    if sliced:
+        # Few are left to be asked about, so each is; with a join, a planner that takes almost no
+        # node for fit, as it does while all nodes are alike, would count again for each of them.
+        counts = counted.subquery("counts")
+        one = sa.select(sa.literal(1)).where(host.c.id == counts.c.node_id, fit).scalar_subquery()
+        best = sa.select(counts.c.node_id).where(one == 1)
+    else:
+        # Nodes without slices may be the whole site: counted once, and what is not wanted is left
+        # out by two sets that PostgreSQL hashes whatever it takes their sizes for.
+        counts = counted.cte("counts").prefix_with("MATERIALIZED", dialect="postgresql")
+        unfit = sa.select(host.c.id).where(sa.not_(fit))
+        node_id = counts.c.node_id
+        best = sa.select(node_id).where(node_id.not_in(unfit), node_id.not_in(_busy()))
+    best = best.where(counts.c.free >= gpus)
+    if beside:
+        others = sa.bindparam("beside", expanding=True, type_=sa.Text)
+        best = best.where(counts.c.node_id.not_in(others))
+    best = best.order_by(
+        sa.case((counts.c.together >= gpus, 0), else_=1),
+        counts.c.free,
+        counts.c.least,
+        counts.c.node_id,
+    ).limit(sa.bindparam("most", type_=sa.Integer))
+    return _picture().where(nodes.c.id.in_(best))
 
 
-def _slot(slot: Record) -> SlotView:
-    metadata = slot["capacity_metadata"]
+def _counted(sliced: bool) -> sa.Select[Any]:
+    """Free slots of each node; together, least: the most and the fewest on one NUMA node."""
+    # An integer: PostgreSQL adds up larger ones as numbers of any length.
+    counted = sa.cast(sa.func.count(), sa.Integer)
+    query = sa.select(slots.c.node_id, counted.label("free"))
+    parts = _free(query, sliced).group_by(slots.c.node_id, slots.c.numa_node).subquery("parts")
+    free = parts.c.free
+    found = (sa.func.sum(free).label("free"), sa.func.max(free).label("together"))
+    least = sa.func.min(free).label("least")
+    return sa.select(parts.c.node_id, *found, least).group_by(parts.c.node_id)
+
+
+def _free(query: sa.Select[Any], sliced: bool) -> sa.Select[Any]:
+    # Answered from ix_slots_free and ix_slots_busy alone, so nothing else of a slot may be asked
+    # for. Nodes with slices are found from the smaller of the two sets, the others by going through
+    # all that is free: only when no sliced node has room.
+    query = query.where(slots.c.retired_at.is_(None), slots.c.status == _said(SlotState.AVAILABLE))
+    return query.where(slots.c.node_id.in_(_busy())) if sliced else query
+
+
+def _busy() -> sa.Select[tuple[str]]:
+    """Nodes with a slice, one row for each slot of it."""
+    other = slots.alias("busy")
+    return sa.select(other.c.node_id).where(
+        other.c.retired_at.is_(None), other.c.status.not_in([_said(state) for state in IDLE])
+    )
+
+
+def _said(state: SlotState) -> sa.ColumnElement[str]:
+    # In the statement's text: with a parameter no planner can tell that the partial index fits.
+    return sa.literal_column(f"'{state.value}'", sa.Text)
+
+
+def _node(found: list[Row]) -> NodeView:
+    node = found[0]
+    return NodeView(
+        id=node["node_id"],
+        region=node["region"],
+        pool=node["pool"],
+        refusal=_refusal(node) or ("" if node["site"] else "site_off"),
+        slots=tuple(map(_slot, found)),
+        nvlink_sets=_nvlink_sets(found),
+    )
+
+
+def _slot(slot: Row) -> SlotView:
+    module = slot["gpu_module_id"]
     return SlotView(
         id=slot["id"],
         index=slot["slot_index"],
         status=slot["status"],
         numa_node=slot["numa_node"],
-        switch=str(metadata.get("pcie_switch") or ""),
-        module=_module(metadata),
-        complete=not Bundle.of(slot).missing(),
-        exclusive_device=slot["sharing_mechanism"] == SharingMechanism.EXCLUSIVE_DEVICE,
-        proven=slot["available_proof_id"] is not None,
+        switch=slot["pcie_switch"] or "",
+        module=module if isinstance(module, int) else -1,
+        complete=slot["complete"],
+        exclusive_device=slot["exclusive_device"],
+        proven=slot["proven"],
         fabric=slot["fabric_vf_pci_address"],
-        own_function=metadata.get("fabric_claim_mode") == "per_slot_vf",
+        own_function=slot["fabric_claim_mode"] == "per_slot_vf",
     )
 
 
-def _module(metadata: Record) -> int:
-    module = metadata.get("gpu_module_id")
-    return module if isinstance(module, int) else -1
-
-
-def _nvlink_sets(found: Iterable[Record]) -> NvlinkSets:
+def _nvlink_sets(found: Iterable[Row]) -> NvlinkSets:
     """As the profile said at the approval of each slot."""
-    listed: list[Any] = [slot["capacity_metadata"].get("nvlink_sets") or [] for slot in found]
+    listed: list[Any] = [slot["nvlink_sets"] or [] for slot in found]
     return frozenset(frozenset(modules) for sets in listed for modules in sets)
 
 
-def _refusal(node: Record) -> str:
+def _refusal(node: Row) -> str:
     if node["mode"] != NodeMode.SLICE:
         return "not_slice"
     if node["state"] != NodeState.READY:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -22,9 +22,9 @@ _COPIED = (*BUNDLE_FIELDS, "nvme_identity", "fence", "disk_generation")
 
 
 def claim_slot(
-    conn: sa.Connection, allocation_id: str, slot: Mapping[str, Any], position: int, act: Act
+    conn: sa.Connection, allocation_id: str, slot: Record, position: int, act: Act
 ) -> Record:
-    """Reserve an available slot and write down what was claimed, under the slot's next fence.
+    """Reserve a slot that is locked, and write down what was claimed under the slot's next fence.
 
     Raising disk_generation makes every proof so far too old: only a new one makes it available.
     """
@@ -34,7 +34,7 @@ def claim_slot(
         slot["id"],
         "reserve",
         act,
-        expect_generation=slot["generation"],
+        held=slot,
         columns={
             "fence": slot["fence"] + 1,
             "disk_generation": slot["disk_generation"] + 1,
@@ -104,7 +104,11 @@ def of_allocation(conn: sa.Connection, allocation_id: str) -> list[Record]:
 
 def bundles(conn: sa.Connection, allocation_id: str) -> list[dict[str, Any]]:
     """An allocation's slots as the run contract has them, with the fences of its claims."""
-    found = of_allocation(conn, allocation_id)
+    return run_bundles(of_allocation(conn, allocation_id))
+
+
+def run_bundles(found: Iterable[Record]) -> list[dict[str, Any]]:
+    """The same of claims that are at hand."""
     return [run_bundle(claim, fence=True) for claim in found if claim["slot_id"]]
 
 

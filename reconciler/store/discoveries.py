@@ -10,9 +10,13 @@ import sqlalchemy as sa
 from reconciler.domain.act import Act
 from reconciler.domain.identity import install_id
 from reconciler.domain.states import NodeMode
-from reconciler.store import clock, contact, outbox, rows
+from reconciler.store import clock, contact, gates, outbox, rows
 from reconciler.store.rows import Record
+from reconciler.store.sightings import latest, latest_parity
 from reconciler.store.tables import absences, allocations, baselines, discoveries, nodes, parities
+
+# Found through this noun as well; the gate, which every discovery is judged by, reads them too.
+__all__ = ["latest", "latest_parity"]
 
 
 def record(
@@ -24,7 +28,10 @@ def record(
     task_id: str | None = None,
     observed_at: float | None = None,
 ) -> Record:
-    """A discovery document. observed_at: when its run was started, by the database's clock."""
+    """A discovery document; what it speaks against goes off sale.
+
+    observed_at: when its run was started, by the database's clock.
+    """
     node = rows.get(conn, nodes, node_id, "node")
     # It is what a slice host would need; of a bare-metal machine nobody asks it.
     reboot = bool(document.get("reboot_required")) and node["mode"] != NodeMode.BAREMETAL
@@ -32,15 +39,10 @@ def record(
     contact.observed(conn, node_id, act, identity=identity, reboot_required=reboot)
     values = _sighting(node_id, document, task_id, observed_at)
     row = rows.add(conn, discoveries, {**values, "reboot_required": reboot})
+    gates.review(conn, node_id, act.because(act.reason, {"discovery_id": row["id"]}))
     summary = dict(document.get("candidate_summary") or {})
     _tell(conn, "node.discovered", node_id, summary, act)
     return row
-
-
-def latest(conn: sa.Connection, node_id: str) -> Record | None:
-    """The node's newest discovery."""
-    query = sa.select(discoveries).where(discoveries.c.node_id == node_id)
-    return rows.first(conn, query.order_by(discoveries.c.id.desc()))
 
 
 def record_parity(
@@ -71,12 +73,6 @@ def record_parity(
     counts = {"failures": failures, "warnings": row["warnings"]}
     _tell(conn, "node.parity", node_id, counts, act)
     return row
-
-
-def latest_parity(conn: sa.Connection, node_id: str, intent: str = "slice") -> Record | None:
-    """The node's newest parity report for an intent."""
-    query = sa.select(parities).where(parities.c.node_id == node_id, parities.c.intent == intent)
-    return rows.first(conn, query.order_by(parities.c.id.desc()))
 
 
 def record_absence(

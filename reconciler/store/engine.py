@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
-from sqlalchemy import event, exc
+from sqlalchemy import event, exc, pool
 
 from reconciler.domain.errors import Problem
 
@@ -18,16 +20,27 @@ T = TypeVar("T")
 BUSY_MS = 30_000
 _READING = "gpuaas_reading"
 _GUARD = "gpuaas_guard"
+# A connection that rested longer is asked whether its server still answers: what lies between may
+# have dropped it in silence. Too low, and every transaction begins with a question.
+_REST_S = 10
+# Kept open once opened. Too few, and requests wait for each other; too many, and the processes of a
+# site ask for more than the server gives to all.
+_CONNECTIONS = 15
+_SINCE = "gpuaas_rests_since"
 # serialization_failure and deadlock_detected: the transaction did nothing and may be repeated.
 _REPEATABLE = frozenset({"40001", "40P01"})
 
 
 def open_engine(url: str) -> sa.Engine:
     """An engine for sqlite:///file or postgresql+psycopg://…"""
-    engine = sa.create_engine(url, pool_pre_ping=not url.startswith("sqlite"))
-    if engine.dialect.name == "sqlite":
+    if url.startswith("sqlite"):
+        engine = sa.create_engine(url)
         event.listen(engine, "connect", _sqlite_connect)
         event.listen(engine, "begin", _sqlite_begin)
+    else:
+        engine = sa.create_engine(url, pool_size=_CONNECTIONS, max_overflow=0)
+        event.listen(engine, "checkout", partial(_still_there, engine.dialect))
+        event.listen(engine, "checkin", _rests)
     return engine
 
 
@@ -57,6 +70,22 @@ def reading(engine: sa.Engine) -> Iterator[sa.Connection]:
             yield conn
 
 
+@contextlib.contextmanager
+def asking(engine: sa.Engine) -> Iterator[sa.Connection]:
+    """For one statement that only reads: by itself it is one consistent picture."""
+    with _alone(engine) if engine.dialect.name == "postgresql" else reading(engine) as conn:
+        yield conn
+
+
+@contextlib.contextmanager
+def alone(engine: sa.Engine) -> Iterator[sa.Connection]:
+    """For one statement that writes: by itself it is a transaction, but for one with a guard."""
+    guarded = _GUARD in engine.get_execution_options()
+    plain = engine.dialect.name == "postgresql" and not guarded
+    with _alone(engine) if plain else transaction(engine) as conn:
+        yield conn
+
+
 def retrying(engine: sa.Engine, work: Callable[[sa.Connection], T], attempts: int = 5) -> T:
     """Do the work in a transaction; again when somebody else was quicker."""
     for attempt in range(1, attempts + 1):
@@ -77,6 +106,35 @@ def _may_repeat(failure: Problem | exc.DBAPIError) -> bool:
     if isinstance(failure, exc.IntegrityError):
         return True
     return getattr(failure.orig, "sqlstate", None) in _REPEATABLE
+
+
+@contextlib.contextmanager
+def _alone(engine: sa.Engine) -> Iterator[sa.Connection]:
+    with engine.connect() as conn:
+        yield conn.execution_options(isolation_level="AUTOCOMMIT")
+
+
+def _rests(_connection: object, record: pool.ConnectionPoolEntry) -> None:
+    record.info[_SINCE] = time.monotonic()
+
+
+def _still_there(
+    dialect: sa.Dialect, connection: Any, record: pool.ConnectionPoolEntry, _fairy: object
+) -> None:
+    """Have the pool open a new connection when this one's server has gone."""
+    since = record.info.get(_SINCE)
+    if since is None:
+        return
+    # A server that ends says so or closes the socket, and says nothing else to one that rests.
+    socket = select.poll()
+    socket.register(connection.fileno(), select.POLLIN)
+    if time.monotonic() - since < _REST_S and not socket.poll(0):
+        return
+    try:
+        dialect.do_ping(connection)
+        connection.rollback()
+    except dialect.loaded_dbapi.Error as error:
+        raise exc.DisconnectionError("the server has gone") from error
 
 
 def _sqlite_connect(connection: Any, _record: object) -> None:

@@ -6,13 +6,14 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from reconciler.domain import drift
 from reconciler.domain.act import Act
 from reconciler.domain.bundle import Bundle
 from reconciler.domain.discovery import Blocker
 from reconciler.domain.errors import Problem
-from reconciler.domain.gate import GateEvidence, Proof, Sighting, blockers
+from reconciler.domain.gate import FAILING, GateEvidence, Proof, Sighting, blockers
 from reconciler.domain.states import HealthState, ProofKind, SlotState
-from reconciler.store import discoveries, proofs, rows
+from reconciler.store import proofs, rows, settings, sightings, trials
 from reconciler.store.claims import exclusive_ended_at
 from reconciler.store.lifecycle import advance
 from reconciler.store.rows import Record
@@ -38,12 +39,15 @@ def judge(conn: sa.Connection, slot: Record, proof: Record | None) -> tuple[Bloc
             boot_id=node["boot_id"],
             install_id=node["install_id"],
             reboot_required=node["reboot_required"],
-            discovery=_sighting(discoveries.latest(conn, node["id"])),
-            parity=_sighting(discoveries.latest_parity(conn, node["id"])),
+            discovery=_sighting(sightings.latest(conn, node["id"])),
+            parity=_sighting(sightings.latest_parity(conn, node["id"])),
             proof=_proof(proof),
             exclusive_ended_at=exclusive_ended_at(conn, node["id"]),
+            restored_at=float(settings.read(conn, settings.RESTORED, 0.0)),
             wipe_policy=proofs.policy(slot),
             others=others(conn, node["id"], beside=slot["id"]),
+            drift=_drift(slot),
+            failures=trials.failures(conn, slot),
         )
     )
 
@@ -105,11 +109,29 @@ def open_gate(conn: sa.Connection, node_id: str, act: Act) -> dict[str, Any]:
     return {"opened": opened, "closed": closed}
 
 
+def review(conn: sa.Connection, node_id: str, act: Act) -> list[str]:
+    """Take off sale what does not pass any more; the ids. What is wanted of it stays as it was."""
+    query = sa.select(slots).where(
+        slots.c.node_id == node_id, slots.c.status == SlotState.AVAILABLE
+    )
+    shut = []
+    # Locked: nobody claims one between its judgement and what follows from it.
+    for slot in rows.every(conn, query.order_by(slots.c.id).with_for_update()):
+        found = judge(conn, slot, proofs.current(conn, slot))
+        if found:
+            why = "; ".join(f"{row.code}: {row.detail}" for row in found)
+            evidence = {**act.evidence, "blockers": [row.document() for row in found]}
+            own = act.because(f"gate closed: {why}", evidence)
+            advance(conn, "slot", slot["id"], "disable", own, columns={"available_proof_id": None})
+            shut.append(str(slot["id"]))
+    return shut
+
+
 def give_back(conn: sa.Connection, slot: Record, proof: Record, act: Act) -> Record:
     """A slot that is proven clean again: on sale, or disabled while its gate is closed."""
     found = judge(conn, slot, proof)
     wanted = slot["wanted"] == SlotState.AVAILABLE
-    columns = {
+    columns: dict[str, Any] = {
         "last_proof_id": proof["id"],
         "health_state": HealthState.HEALTHY.value,
         "health_detail": {},
@@ -120,10 +142,21 @@ def give_back(conn: sa.Connection, slot: Record, proof: Record, act: Act) -> Rec
         return advance(
             conn, "slot", slot["id"], "return", act.because(act.reason, evidence), columns=columns
         )
+    for row in found:
+        if row.code in FAILING:
+            detail = {"code": row.code, "reason": row.detail}
+            columns |= {"health_state": HealthState.DEGRADED.value, "health_detail": detail}
     why = "; ".join(row.code for row in found) if found else "it is wanted disabled"
     evidence["blockers"] = [row.document() for row in found]
     parked = act.because(f"{act.reason}; disabled: {why}", evidence)
     return advance(conn, "slot", slot["id"], "park", parked, columns=columns)
+
+
+def _drift(slot: Record) -> str:
+    """A slot that comes back from its clean-up was looked at since; its detail is the old one."""
+    detail = slot["health_detail"]
+    known = detail.get("step") == drift.STEP and slot["status"] in drift.IDLE
+    return str(detail["reason"]) if known else ""
 
 
 def _proof(record: Record | None) -> Proof | None:
@@ -131,7 +164,13 @@ def _proof(record: Record | None) -> Proof | None:
         return None
     # An untouched disk is as clean as the proof that it was sold on.
     method = None if record["kind"] == ProofKind.UNTOUCHED else record["method"]
-    return Proof(record["disk_identity"], record["disk_generation"], record["created_at"], method)
+    return Proof(
+        disk_identity=record["disk_identity"],
+        disk_generation=record["disk_generation"],
+        recorded_at=record["created_at"],
+        method=method,
+        install_id=record["install_id"],
+    )
 
 
 def _sighting(record: Record | None) -> Sighting | None:

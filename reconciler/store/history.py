@@ -25,7 +25,7 @@ def write(
 ) -> None:
     """One row per change, with who, why and on what evidence."""
     own = str(record["id"])
-    rows.add(
+    rows.tell(
         conn,
         history,
         {

@@ -6,15 +6,20 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.functions import FunctionElement
 
 from reconciler.domain.errors import Problem
 from reconciler.store import clock, rows
-from reconciler.store.engine import retrying, transaction
+from reconciler.store.engine import alone, retrying, transaction
 from reconciler.store.tables import idempotency_keys as table
 
+_NOTHING_YET: dict[str, Any] = {"completed_at": None, "status": 0, "body": {}}
 # How long a caller that vanished keeps its key: longer than any request of ours takes.
 IN_FLIGHT_S = 30
 
@@ -55,9 +60,10 @@ def once(engine: sa.Engine, call: Call, work: Callable[[sa.Connection], Answer])
         )
     holder = rows.new_id()
     # The key is taken in a transaction of its own: others must see that the work is in flight.
-    remembered = retrying(engine, lambda conn: _take(conn, call, holder))
-    if remembered is not None:
-        return remembered
+    if not _new(engine, call, holder):
+        remembered = retrying(engine, lambda conn: _take(conn, call, holder))
+        if remembered is not None:
+            return remembered
 
     def act(conn: sa.Connection) -> Answer:
         answer = work(conn)
@@ -70,6 +76,52 @@ def once(engine: sa.Engine, call: Call, work: Callable[[sa.Connection], Answer])
         with transaction(engine) as conn:
             conn.execute(sa.delete(table).where(*_mine(call, holder)))
         raise
+
+
+def _new(engine: sa.Engine, call: Call, holder: str) -> bool:
+    """Take a key that nobody has used; False when somebody has."""
+    values = {
+        "scope": call.scope,
+        "key": call.key,
+        "fingerprint": call.fingerprint,
+        "holder": holder,
+        **_NOTHING_YET,
+    }
+    with alone(engine) as conn:
+        return conn.execute(_insert(engine.dialect.name), values).first() is not None
+
+
+@cache
+def _insert(dialect: str) -> sa.Insert:
+    made = {
+        "expires_at": clock.now() + IN_FLIGHT_S,
+        "created_at": clock.now(),
+    }
+    plain = ("scope", "key", "fingerprint", "holder", *_NOTHING_YET)
+    insert = postgresql.insert if dialect == "postgresql" else sqlite.insert
+    statement = insert(table).values({**made, **{name: sa.bindparam(name) for name in plain}})
+    return statement.on_conflict_do_nothing().returning(soon())
+
+
+class soon(FunctionElement[str]):
+    """Have this transaction committed without waiting for the disk.
+
+    A key that is taken is lost only together with all that was committed later: with the work that
+    it stands for, so that the work may be done anew.
+    """
+
+    type = sa.Text()
+    inherit_cache = True
+
+
+@compiles(soon, "sqlite")
+def _sqlite(*_: Any, **__: Any) -> str:
+    return "''"
+
+
+@compiles(soon, "postgresql")
+def _postgresql(*_: Any, **__: Any) -> str:
+    return "set_config('synchronous_commit', 'off', true)"
 
 
 def _take(conn: sa.Connection, call: Call, holder: str) -> Answer | None:
@@ -109,12 +161,9 @@ def _take(conn: sa.Connection, call: Call, holder: str) -> Answer | None:
 
 
 def _complete(conn: sa.Connection, call: Call, holder: str, answer: Answer) -> None:
-    update = (
-        sa.update(table)
-        .where(*_mine(call, holder))
-        .values(completed_at=clock.now(), status=answer.status, body=answer.body)
-    )
-    if not conn.execute(update).rowcount:
+    values = {"status": answer.status, "body": answer.body}
+    only = {"is_scope": call.scope, "is_key": call.key, "is_holder": holder}
+    if not conn.execute(_COMPLETE, values | only).rowcount:
         # Somebody took the key over while we were slow: their work counts, ours rolls back.
         raise _in_flight()
 
@@ -126,6 +175,18 @@ def _mine(call: Call, holder: str) -> tuple[sa.ColumnElement[bool], ...]:
         table.c.holder == holder,
         table.c.completed_at.is_(None),
     )
+
+
+_COMPLETE = (
+    sa.update(table)
+    .where(
+        table.c.scope == sa.bindparam("is_scope"),
+        table.c.key == sa.bindparam("is_key"),
+        table.c.holder == sa.bindparam("is_holder"),
+        table.c.completed_at.is_(None),
+    )
+    .values(completed_at=clock.now(), status=sa.bindparam("status"), body=sa.bindparam("body"))
+)
 
 
 def _in_flight() -> Problem:

@@ -21,11 +21,12 @@ from reconciler.domain.states import (
     ClaimKind,
     ClaimState,
     NodeMode,
+    NodeState,
     ProofKind,
     SlotState,
     TaskState,
 )
-from reconciler.store import clock, discoveries, proofs, rows
+from reconciler.store import clock, discoveries, gates, proofs, rows
 from reconciler.store.leasing import DUE
 from reconciler.store.lifecycle import ENTITIES
 from reconciler.store.rows import Record
@@ -129,6 +130,7 @@ def together(conn: sa.Connection) -> Found:
 def proven(conn: sa.Connection) -> Found:
     """I4, I6: what is on sale is proven clean since its disk was last given to anybody."""
     known = {row["id"]: row for row in rows.every(conn, _proofs_in_use())}
+    installed = _pairs(conn, nodes.c.id, nodes.c.install_id)
     for slot in _on_sale(conn):
         proof = known.get(slot["available_proof_id"])
         if proof is None:
@@ -138,6 +140,7 @@ def proven(conn: sa.Connection) -> Found:
             (proof["disk_identity"] != slot["nvme_identity"], "a proof of another disk"),
             (proof["node_id"] != slot["node_id"], "a proof from another node"),
             (proof["disk_generation"] != slot["disk_generation"], "a proof from before its tenant"),
+            (proof["install_id"] != installed[slot["node_id"]], "a proof to another installation"),
             (not _says_clean(slot, proof), f"a {proof['kind']} proof that does not say so"),
         ):
             if wrong:
@@ -214,6 +217,29 @@ def this_boot(conn: sa.Connection) -> Found:
             yield Violation("I16", f"node {node_id}", f"{why}, and on sale: {ids}")
 
 
+def unblocked(conn: sa.Connection) -> Found:
+    """I16: nothing is on sale against which the latest discovery speaks."""
+    for slot in _on_sale(conn):
+        found = gates.judge(conn, slot, proofs.current(conn, slot))
+        codes = [row.code for row in found if row.code.startswith("discovery:")]
+        if codes:
+            yield Violation("I16", f"slot {slot['id']}", f"on sale with {', '.join(codes)}")
+
+
+def gone(conn: sa.Connection) -> Found:
+    """I3: of a retired node nothing is sold, claimed or approved any more."""
+    retired = sa.select(nodes.c.id).where(nodes.c.state == NodeState.RETIRED)
+    live = sa.select(claims.c.node_id, claims.c.id).where(
+        claims.c.node_id.in_(retired), claims.c.state.in_(LIVE_CLAIMS)
+    )
+    kept = sa.select(slots.c.node_id, slots.c.id).where(
+        slots.c.node_id.in_(retired), slots.c.retired_at.is_(None)
+    )
+    for what, query in (("live claim", live), ("approved slot", kept)):
+        for node_id, key in conn.execute(query):
+            yield Violation("I3", f"node {node_id}", f"retired, with {what} {key}")
+
+
 def told(conn: sa.Connection) -> Found:
     """I20: every state has its history, without a gap."""
     before = sa.func.lag(history.c.target).over(
@@ -222,15 +248,20 @@ def told(conn: sa.Connection) -> Found:
     after = sa.func.lead(history.c.id).over(
         partition_by=(history.c.entity, history.c.entity_id), order_by=history.c.id
     )
-    chain = sa.select(
-        history.c.id,
-        history.c.entity,
-        history.c.entity_id,
-        history.c.source,
-        history.c.target,
-        before.label("before"),
-        after.label("after"),
-    ).subquery()
+    chain = (
+        sa.select(
+            history.c.id,
+            history.c.entity,
+            history.c.entity_id,
+            history.c.source,
+            history.c.target,
+            before.label("before"),
+            after.label("after"),
+        )
+        # Not of health: it is set with other changes too, which have no row of their own for it.
+        .where(history.c.entity.in_(ENTITIES))
+        .subquery()
+    )
     gaps = sa.select(chain).where(chain.c.before.is_not(None), chain.c.before != chain.c.source)
     for row in conn.execute(gaps).mappings():
         found = f"history row {row['id']} comes from {row['source']}, it was {row['before']}"
@@ -255,6 +286,8 @@ CHECKS: tuple[Callable[[sa.Connection], Found], ...] = (
     in_time,
     unknown_frees_nothing,
     this_boot,
+    unblocked,
+    gone,
     told,
 )
 

@@ -67,7 +67,7 @@ def _may_begin(runner: str) -> sa.ColumnElement[bool]:
     ahead = on_node.where(
         _other.c.state == TaskState.QUEUED,
         _other.c.exclusive,
-        _other.c.created_at < tasks.c.created_at,
+        sa.tuple_(_other.c.created_at, _other.c.id) < sa.tuple_(tasks.c.created_at, tasks.c.id),
         _due(_other.c),
     )
     return sa.and_(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Any
 
 import sqlalchemy as sa
+from sqlalchemy.sql.dml import ReturningUpdate
 
 from reconciler.domain import transitions
 from reconciler.domain.act import Act
@@ -23,6 +25,11 @@ class Entity:
     table: sa.Table
     state: str = "state"
     deadline: str = "deadline_at"
+
+    @property
+    def computed(self) -> tuple[str, ...]:
+        """Columns that the database derives from the others."""
+        return tuple(column.name for column in self.table.columns if column.computed is not None)
 
 
 ENTITIES = {
@@ -55,13 +62,15 @@ def advance(
     *,
     expect_generation: int | None = None,
     columns: Mapping[str, Any] | None = None,
+    held: Record | None = None,
 ) -> Record:
     """Apply an event: conditional on id, state and generation, with history and outbox row.
 
-    columns are set by the same update, so that they cannot disagree with the state.
+    columns are set by the same update, so that they cannot disagree with the state. held: the whole
+    row, for a caller whose transaction has read and locked it already.
     """
     where = ENTITIES[entity]
-    before = rows.get(conn, where.table, key, entity, lock=True)
+    before = held or rows.get(conn, where.table, key, entity, lock=True)
     source = str(before[where.state])
     target = transitions.target(entity, source, event)
     if expect_generation is not None and expect_generation != before["generation"]:
@@ -75,29 +84,23 @@ def advance(
             remedy=f"read the {entity} again and act on its state",
             detail={"entity": entity, "id": key, "state": source},
         )
-    deadline = transitions.DEADLINES.get((entity, target))
     values = {
-        where.state: target,
+        where.state: str(target),
         f"{where.state}_reason": act.reason,
-        f"{where.state}_since": clock.now(),
-        where.deadline: clock.now() + deadline.seconds if deadline else None,
+        f"{where.state}_since": _NOW,
+        where.deadline: limit(entity, target),
         "generation": before["generation"] + 1,
         **(columns or {}),
     }
-    update = (
-        sa.update(where.table)
-        .where(
-            where.table.c.id == key,
-            where.table.c[where.state] == source,
-            where.table.c.generation == before["generation"],
-        )
-        .values(**values)
-        .returning(where.table)
-    )
-    row = conn.execute(update).mappings().first()
-    if row is None:
+    made = {name: value for name, value in values.items() if isinstance(value, sa.ClauseElement)}
+    plain = {name: value for name, value in values.items() if name not in made}
+    update = _update(entity, tuple(plain), tuple(made.items()))
+    only = {"is_id": key, "is_state": source, "is_generation": before["generation"]}
+    found = conn.execute(update, plain | only).mappings().first()
+    if found is None:
         raise _outpaced(entity, key, before["generation"], None)
-    after = dict(row)
+    # The row was locked before: nobody has changed the rest of it.
+    after = {**before, **plain, **found}
     history.write(conn, entity, after, act, source=source, event=event, target=target)
     _tell(conn, entity, after, act, change=(source, event, target))
     return after
@@ -110,6 +113,7 @@ def begin(conn: sa.Connection, entity: str, record: Record, act: Act) -> None:
     _tell(conn, entity, record, act, change=("", "create", state))
 
 
+@cache
 def limit(entity: str, state: str) -> Any:
     """The deadline of a row inserted in this state; an SQL expression or None."""
     deadline = transitions.DEADLINES.get((entity, state))
@@ -126,6 +130,25 @@ def overdue(conn: sa.Connection) -> list[Overdue]:
             rule = transitions.DEADLINES.get((entity, value))
             found.append(Overdue(entity, key, value, at, rule.event if rule else ""))
     return found
+
+
+_NOW = clock.now()
+
+
+@lru_cache(maxsize=256)
+def _update(
+    entity: str, plain: tuple[str, ...], made: tuple[tuple[str, sa.ColumnElement[Any]], ...]
+) -> ReturningUpdate[Any]:
+    # With names for values, built once: to build a statement takes longer than to run it.
+    where = ENTITIES[entity]
+    update = sa.update(where.table).where(
+        where.table.c.id == sa.bindparam("is_id"),
+        where.table.c[where.state] == sa.bindparam("is_state"),
+        where.table.c.generation == sa.bindparam("is_generation"),
+    )
+    values: dict[str, Any] = {name: sa.bindparam(name) for name in plain}
+    asked = (*(name for name, _ in made), *where.computed)
+    return update.values(values | dict(made)).returning(*(where.table.c[name] for name in asked))
 
 
 def _tell(

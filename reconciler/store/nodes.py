@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sqlalchemy as sa
 
+from reconciler.domain import transitions
 from reconciler.domain.act import Act
 from reconciler.domain.errors import Problem
 from reconciler.domain.states import LIVE_CLAIMS, NodeMode, NodeState, SlotState
-from reconciler.store import audit, baremetal, discoveries, history, lifecycle, rows
+from reconciler.store import (
+    audit,
+    baremetal,
+    discoveries,
+    history,
+    lifecycle,
+    rows,
+    tasks,
+    writeoff,
+)
 from reconciler.store.contact import close_gate, contacted, observed
 from reconciler.store.lifecycle import advance
 from reconciler.store.paging import Order, Page, part
@@ -28,6 +38,8 @@ CHANGEABLE = (
     "tenant_address",
     "tenant_port",
     "telemetry_url",
+    "fabric_interface",
+    "fabric_address",
     "region",
     "pool",
     "profile",
@@ -36,6 +48,12 @@ CHANGEABLE = (
 )
 ORDER = Order(nodes, ("name",))
 # A slot in one of these states holds, or may hold, something of a tenant.
+# In one of these a run is at work, or a tenant; of others, evidence is all that is missing.
+AT_WORK = tuple(
+    state
+    for state in SlotState
+    if state not in (SlotState.DISABLED, SlotState.AVAILABLE, SlotState.CLEANUP_BLOCKED)
+)
 BUSY = tuple(state for state in SlotState if state not in (SlotState.DISABLED, SlotState.AVAILABLE))
 
 
@@ -51,6 +69,8 @@ def create(
     tenant_address: str = "",
     tenant_port: int = 22,
     telemetry_url: str = "",
+    fabric_interface: str = "",
+    fabric_address: str = "",
     region: str = "",
     pool: str = "default",
     profile: str = "",
@@ -78,6 +98,8 @@ def create(
             "tenant_address": tenant_address,
             "tenant_port": tenant_port,
             "telemetry_url": telemetry_url,
+            "fabric_interface": fabric_interface,
+            "fabric_address": fabric_address,
             "region": region,
             "pool": pool,
             "profile": profile,
@@ -163,6 +185,19 @@ def bootstrapped(conn: sa.Connection, id: str, act: Act, *, identity: Mapping[st
     return node
 
 
+def learn_fabric(conn: sa.Connection, id: str, act: Act, *, interface: str, address: str) -> Record:
+    """What the host has on the fabric already, if nobody has said what it should have."""
+    node = rows.get(conn, nodes, id, "node", lock=True)
+    if not (interface and address) or node["fabric_interface"] or node["fabric_address"]:
+        return node
+    values = {"fabric_interface": interface, "fabric_address": address}
+    conn.execute(
+        sa.update(nodes).where(nodes.c.id == id).values(generation=nodes.c.generation + 1, **values)
+    )
+    audit.write(conn, act, "node.fabric.learned", "node", id, detail=values)
+    return get(conn, id)
+
+
 def lost(conn: sa.Connection, id: str, act: Act) -> Record:
     """Contact is lost. Nothing is freed: what goes on there is unknown."""
     return advance(conn, "node", id, "lose", act)
@@ -187,13 +222,31 @@ def resume(conn: sa.Connection, id: str, act: Act) -> Record:
 
 def maintain(conn: sa.Connection, id: str, act: Act) -> Record:
     """Out of use until resumed; refused while a tenant is on it."""
-    _refuse_in_use(conn, id)
+    refuse_in_use(conn, id)
     return _by_admin(conn, id, "maintain", act)
 
 
 def retire(conn: sa.Connection, id: str, act: Act) -> Record:
-    """Gone for good."""
-    return _by_admin(conn, id, "retire", act)
+    """Gone for good; refused while a tenant is on it.
+
+    Of a node that does not answer, what may be left on it is written off with it.
+    """
+    node = rows.get(conn, nodes, id, "node", lock=True)
+    if transitions.target("node", node["state"], "retire") is None:
+        return _by_admin(conn, id, "retire", act)
+    if node["state"] == NodeState.UNREACHABLE:
+        writeoff.require_reason(act)
+        refuse_in_use(conn, id, busy=AT_WORK)
+    else:
+        refuse_in_use(conn, id)
+        baremetal.require_clean(node)
+    close_gate(conn, id, act.because("the node is retired"))
+    given_up = writeoff.slots_of(conn, id, act)
+    conn.execute(sa.update(nodes).where(nodes.c.id == id).values(slice_scheduling=False))
+    for task in tasks.open_of_node(conn, id):
+        tasks.cancel(conn, task["id"], act.because("its node is retired"))
+    detail = {"written_off_slots": given_up, "unclean": node["unclean_allocation_id"]}
+    return _by_admin(conn, id, "retire", act, detail)
 
 
 def convert(conn: sa.Connection, id: str, to: NodeMode, act: Act) -> Record:
@@ -207,7 +260,7 @@ def convert(conn: sa.Connection, id: str, to: NodeMode, act: Act) -> Record:
         return node
     baremetal.require_clean(node)
     close_gate(conn, id, act.because(f"conversion to {to} begins"))
-    _refuse_in_use(conn, id)
+    refuse_in_use(conn, id)
     conn.execute(sa.update(nodes).where(nodes.c.id == id).values(slice_scheduling=False))
     audit.write(conn, act, "admin.node.converted", "node", id, detail={"to": to})
     return advance(conn, "node_mode", id, f"to_{to}", act)
@@ -266,25 +319,29 @@ def set_scheduling(conn: sa.Connection, id: str, on: bool, act: Act) -> Record:
     return get(conn, id)
 
 
-def _by_admin(conn: sa.Connection, id: str, event: str, act: Act) -> Record:
-    node = advance(conn, "node", id, event, act)
-    audit.write(conn, act, f"admin.node.{event}", "node", id)
-    return node
-
-
-def _refuse_in_use(conn: sa.Connection, id: str) -> None:
-    busy = sa.select(slots.c.id, slots.c.status).where(
-        slots.c.node_id == id, slots.c.status.in_(BUSY)
+def refuse_in_use(conn: sa.Connection, id: str, busy: Sequence[SlotState] = BUSY) -> None:
+    """Problem `node_in_use`, asked before a host is restarted, made something else, or given up."""
+    held = sa.select(slots.c.id, slots.c.status).where(
+        slots.c.node_id == id, slots.c.status.in_(busy)
     )
     live = sa.select(claims.c.id, claims.c.state).where(
         claims.c.node_id == id, claims.c.state.in_(LIVE_CLAIMS)
     )
-    found = [f"{key} {state}" for query in (busy, live) for key, state in conn.execute(query)]
+    found = [f"{key} {state}" for query in (held, live) for key, state in conn.execute(query)]
     if found:
         raise Problem(
             "node_in_use",
             409,
             expected="a node without claims and without slots in use or in clean-up",
             found=", ".join(found),
-            remedy="drain the node, release or recover what is on it, then ask again",
+            remedy="drain the node, release or recover what is on it, then ask again; of a node "
+            "that does not answer, force the release of every allocation",
         )
+
+
+def _by_admin(
+    conn: sa.Connection, id: str, event: str, act: Act, detail: Mapping[str, Any] | None = None
+) -> Record:
+    node = advance(conn, "node", id, event, act)
+    audit.write(conn, act, f"admin.node.{event}", "node", id, detail=detail)
+    return node

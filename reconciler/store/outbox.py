@@ -22,9 +22,9 @@ def add(
     node_id: str = "",
     project_id: str = "",
     correlation_id: str = "",
-) -> Record:
+) -> None:
     """Say it when, and only when, this transaction commits."""
-    return rows.add(
+    rows.tell(
         conn,
         outbox,
         {

@@ -15,7 +15,7 @@ from reconciler.domain.act import Act
 from reconciler.domain.errors import Problem
 from reconciler.domain.proof import nothing_written
 from reconciler.domain.states import AllocationState, HealthState, ProofKind, SlotState
-from reconciler.store import clock, discoveries, gates, proofs, rows
+from reconciler.store import clock, discoveries, gates, looks, proofs, rows, trials
 from reconciler.store.claims import held_slots, last_holder, move
 from reconciler.store.lifecycle import advance
 from reconciler.store.rows import Record
@@ -56,22 +56,30 @@ def provision_failed(
     error: Mapping[str, Any],
     untouched: Proofs | None = None,
 ) -> bool:
-    """It never became usable. Only slots that the host calls untouched go back by themselves."""
+    """It never became usable. Only slots that the host calls untouched go back by themselves.
+
+    Where the host is to blame they stay disabled until it has been looked at.
+    """
     if not _is(conn, allocation_id, *BUILDING):
         return False
     own = _own(act, allocation_id, f"provisioning failed at {step}", {"error": dict(error)})
     fail(conn, allocation_id, own, error=error)
+    failed = False
     for slot in held_slots(conn, allocation_id):
         if slot["status"] not in CLAIMED:
             continue
         evidence = (untouched or {}).get(slot["id"], {})
         if nothing_written(evidence):
+            told = trials.failed(evidence, str(error.get("code") or step))
             proof = proofs.record(
-                conn, slot, ProofKind.UNTOUCHED, evidence, allocation_id=allocation_id
+                conn, slot, ProofKind.UNTOUCHED, told, allocation_id=allocation_id
             )
             gates.give_back(conn, slot, proof, own)
+            failed = failed or trials.failures(conn, slot).count > 0
         else:
             block(conn, slot, allocation_id, own, step=step, error=error)
+    if failed:
+        looks.again(conn, allocation_id, own)
     return True
 
 
@@ -131,11 +139,26 @@ def wipe_failed(
     return wipe_slots_failed(conn, found, act, step=step, error=error)
 
 
-def wiped_slots(conn: sa.Connection, proofs: Proofs, absence: Mapping[str, Any], act: Act) -> bool:
-    """As `wiped`, for single slots."""
-    holders = {last_holder(conn, slot_id) for slot_id in proofs}
-    done = [wiped(conn, key, act, proofs=proofs, absence=absence) for key in sorted(holders)]
-    return any(done)
+def wiped_slots(
+    conn: sa.Connection,
+    proofs: Proofs,
+    absence: Mapping[str, Any],
+    act: Act,
+    *,
+    measured: str | None = None,
+) -> bool:
+    """As `wiped`, for single slots, whoever had them last.
+
+    measured: the allocation of whose traces the absence tells, "" for one that no record knows; if
+    not given, the slots' last holder.
+    """
+    found = [rows.get(conn, slots, slot_id, "slot", lock=True) for slot_id in sorted(proofs)]
+    cleaning = [slot for slot in found if slot["status"] in CLEANING]
+    for slot in cleaning:
+        holder = last_holder(conn, slot["id"])
+        own = _own(act, holder, "cleaned up")
+        _clean(conn, [slot], proofs, absence, own, holder if measured is None else measured)
+    return bool(cleaning)
 
 
 def wipe_slots_failed(
@@ -179,15 +202,23 @@ def block(
     detail = {"allocation_id": allocation_id, "reason": reason, "step": step}
     if error.get("code"):
         detail["code"] = str(error["code"])
-    columns = {"health_state": HealthState.FAILED.value, "health_detail": detail}
+    columns = {
+        "health_state": HealthState.FAILED.value,
+        "health_detail": detail,
+        "available_proof_id": None,
+    }
     return advance(conn, "slot", slot["id"], "block", act, columns=columns)
 
 
 def require_absence(
     conn: sa.Connection, allocation_id: str, absence: Mapping[str, Any], act: Act
 ) -> None:
-    """Keep the report, and raise unless it says that nothing of the allocation is left."""
-    discoveries.record_absence(conn, allocation_id, absence, act)
+    """Keep the report, and raise unless it says that nothing of the allocation is left.
+
+    Of an allocation that no record knows ("") there is nothing to keep it with.
+    """
+    if allocation_id:
+        discoveries.record_absence(conn, allocation_id, absence, act)
     if absence.get("absent") is not True:
         raise Problem(
             "absence_unproven",
@@ -204,9 +235,10 @@ def _clean(
     given: Proofs,
     absence: Mapping[str, Any],
     act: Act,
+    measured: str | None = None,
 ) -> None:
     allocation_id = str(act.evidence["allocation_id"])
-    require_absence(conn, allocation_id, absence, act)
+    require_absence(conn, allocation_id if measured is None else measured, absence, act)
     for slot in found:
         if slot["id"] not in given:
             raise Problem(
@@ -217,7 +249,7 @@ def _clean(
                 remedy="treat the run as failed; `gpuaas recover` wipes again",
             )
         proof = proofs.record(
-            conn, slot, ProofKind.WIPE, given[slot["id"]], allocation_id=allocation_id
+            conn, slot, ProofKind.WIPE, given[slot["id"]], allocation_id=allocation_id or None
         )
         gates.give_back(conn, slot, proof, act)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import cache
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -11,7 +13,7 @@ from reconciler.domain.states import SlotState
 from reconciler.planning.explain import Explanation, explain
 from reconciler.planning.place import Placement, place
 from reconciler.planning.snapshot import Snapshot, Want
-from reconciler.store import capacity, rows
+from reconciler.store import capacity
 from reconciler.store.rows import Record
 from reconciler.store.tables import slots
 
@@ -22,6 +24,8 @@ _TRIES = 20
 # leaves none of the first ones.
 _FIRST = 6
 _WIDER = 3
+# How many single slots are asked for in one statement once the best one was somebody else's.
+_AT_ONCE = 6
 _OFF = frozenset({"site_off", "scheduling_off"})
 
 
@@ -34,19 +38,18 @@ def reserve(conn: sa.Connection, want: Want) -> tuple[str, list[Record]]:
     """
     for _ in range(_TRIES):
         passed: set[str] = set()
-        seen: set[str] = set()
-        while True:
-            limit = _FIRST + len(seen) * _WIDER
-            picture = capacity.likely(conn, want, limit, beside=seen)
-            found = _take(conn, picture, want, passed)
+        # No node without slices is as good as any with one: those are looked at only afterwards.
+        for sliced in (True, False):
+            found = _search(conn, want, passed, sliced=sliced)
             if found is not None:
                 return found
-            if len(picture.nodes) < limit:
-                break
-            seen |= {node.id for node in picture.nodes}
-        if not passed:
-            raise _no_capacity(explain(capacity.snapshot(conn), want), want)
-        _lock(conn, sorted(passed), skip=False)
+        if passed:
+            _wait(conn, passed)
+            continue
+        # Said of one picture: between two, a node may have got its first slice, or lost its last.
+        everything = capacity.snapshot(conn)
+        if place(everything, want) is None:
+            raise _no_capacity(explain(everything, want), want)
     raise Problem(
         "generation_conflict",
         409,
@@ -62,24 +65,85 @@ def judge(conn: sa.Connection, want: Want) -> tuple[Placement | None, Explanatio
     return place(everything, want), explain(everything, want)
 
 
+def _search(
+    conn: sa.Connection, want: Want, passed: set[str], *, sliced: bool
+) -> tuple[str, list[Record]] | None:
+    seen: set[str] = set()
+    while True:
+        limit = _FIRST + len(seen) * _WIDER
+        picture = capacity.likely(conn, want, limit, sliced=sliced, beside=seen)
+        found = _take(conn, picture, want, passed)
+        if found is not None or len(picture.nodes) < limit:
+            return found
+        seen |= {node.id for node in picture.nodes}
+
+
 def _take(
     conn: sa.Connection, snapshot: Snapshot, want: Want, passed: set[str]
 ) -> tuple[str, list[Record]] | None:
     """Lock the best place; what others hold is added to `passed`, and the next best is tried."""
+    at_once = 1
     while True:
-        found = place(snapshot.without(frozenset(passed)) if passed else snapshot, want)
-        if found is None:
+        places = _places(snapshot, want, passed, at_once if want.gpus == 1 else 1)
+        if not places:
             return None
-        locked = _lock(conn, found.slot_ids, skip=True)
-        if len(locked) == len(found.slot_ids):
-            return found.node_id, [locked[slot_id] for slot_id in found.slot_ids]
-        passed |= set(found.slot_ids) - set(locked)
+        wanted = [slot_id for found in places for slot_id in found.slot_ids]
+        locked = _first(conn, wanted) if len(places) > 1 else _lock(conn, wanted, skip=True)
+        for found in places:
+            if set(found.slot_ids) <= set(locked):
+                return found.node_id, [locked[slot_id] for slot_id in found.slot_ids]
+            passed |= set(found.slot_ids) - set(locked)
+        # Others are about: they want the same ones, in the same order.
+        at_once = _AT_ONCE
+
+
+def _places(snapshot: Snapshot, want: Want, passed: set[str], most: int) -> list[Placement]:
+    """The best place, then those that are best without the slots of the ones before."""
+    places: list[Placement] = []
+    without = set(passed)
+    while len(places) < most:
+        found = place(snapshot.without(frozenset(without)) if without else snapshot, want)
+        if found is None:
+            break
+        places.append(found)
+        without |= set(found.slot_ids)
+    return places
 
 
 def _lock(conn: sa.Connection, slot_ids: Sequence[str], *, skip: bool) -> dict[str, Record]:
-    query = sa.select(slots).where(slots.c.id.in_(slot_ids), slots.c.status == SlotState.AVAILABLE)
-    found = rows.every(conn, query.order_by(slots.c.id).with_for_update(skip_locked=skip))
-    return {slot["id"]: slot for slot in found}
+    found = conn.execute(_locking(skip), {"ids": slot_ids}).mappings()
+    return {slot["id"]: dict(slot) for slot in found}
+
+
+def _wait(conn: sa.Connection, slot_ids: Collection[str]) -> None:
+    """Until others hold them no longer. None is kept: two launches would wait for each other."""
+    savepoint = conn.begin_nested()
+    _lock(conn, sorted(slot_ids), skip=False)
+    savepoint.rollback()
+
+
+def _first(conn: sa.Connection, slot_ids: Sequence[str]) -> dict[str, Record]:
+    """Lock the first of them, in this order, that nobody else holds."""
+    padded = [*slot_ids, *[""] * (_AT_ONCE - len(slot_ids))]
+    found = conn.execute(_choosing(), {f"id{at}": id for at, id in enumerate(padded)}).mappings()
+    return {slot["id"]: dict(slot) for slot in found}
+
+
+@cache
+def _locking(skip: bool) -> sa.Select[Any]:
+    query = sa.select(slots).where(
+        slots.c.id.in_(sa.bindparam("ids", expanding=True)),
+        slots.c.status == SlotState.AVAILABLE,
+    )
+    return query.order_by(slots.c.id).with_for_update(skip_locked=skip)
+
+
+@cache
+def _choosing() -> sa.Select[Any]:
+    given = [sa.bindparam(f"id{at}", type_=sa.Text) for at in range(_AT_ONCE)]
+    order = sa.case(*((slots.c.id == id, at) for at, id in enumerate(given)))
+    query = sa.select(slots).where(slots.c.id.in_(given), slots.c.status == SlotState.AVAILABLE)
+    return query.order_by(order).limit(1).with_for_update(skip_locked=True)
 
 
 def _no_capacity(explanation: Explanation, want: Want) -> Problem:

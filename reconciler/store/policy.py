@@ -132,6 +132,7 @@ def _case(
     seen = Seen(
         blocked_since=last["status_since"],
         reason=last["reason"],
+        kept=_kept(conn, allocation_id),
         begun_at=own[0]["at"] if own else None,
         busy=bool(tasks.open_of_allocation(conn, allocation_id)),
         absent=None if absence is None else bool(absence["absent"]),
@@ -141,6 +142,18 @@ def _case(
     )
     move, why = next_move(policy, seen)
     return Case(allocation_id, node_id, tuple(held), move, why)
+
+
+def _kept(conn: sa.Connection, allocation_id: str) -> str:
+    """Why a person who ended the allocation wants its slots to stay as they are (seed 000).
+
+    What that person says last counts: with their word for absence the slots are on their way back.
+    """
+    told = audit.every(conn, action=recovery.ACTION, subject_id=allocation_id)
+    persons = [row for row in told if row["actor"] != ACTOR]
+    if not persons or persons[0]["detail"]["runtime_verified_absent"]:
+        return ""
+    return f"{persons[0]['actor']}: {persons[0]['reason']}"
 
 
 def _begun_since(conn: sa.Connection, since: float) -> list[Record]:

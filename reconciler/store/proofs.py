@@ -13,7 +13,7 @@ from reconciler.domain.proof import DEFAULT_POLICY, check_proof
 from reconciler.domain.states import ProofKind, SlotState
 from reconciler.store import rows
 from reconciler.store.rows import Record
-from reconciler.store.tables import proofs, slots
+from reconciler.store.tables import nodes, proofs, slots
 
 
 def record(
@@ -46,6 +46,9 @@ def record(
             "task_id": task_id,
             "disk_identity": slot["nvme_identity"],
             "disk_generation": slot["disk_generation"],
+            "install_id": _sold_under(conn, slot)
+            if kind is ProofKind.UNTOUCHED
+            else _installation(conn, slot["node_id"]),
             "method": str(document.get("method") or ""),
             "document": dict(document),
         },
@@ -59,8 +62,12 @@ def record_transition(
     act: Act,
     *,
     task_id: str | None = None,
+    manifest: str = "",
 ) -> Record:
-    """The proof of a storage transition, which may come before there is a slot."""
+    """The proof of a storage transition, which may come before there is a slot.
+
+    manifest: the file on the host that has the disk's former use and the proof.
+    """
     identity = str(proof.get("disk") or proof.get("identity") or "")
     check_proof(proof, identity=identity)
     query = sa.select(slots).where(slots.c.nvme_identity == identity, slots.c.retired_at.is_(None))
@@ -73,6 +80,10 @@ def record_transition(
             found=f"slot {slot['id']} is {slot['status']}",
             remedy="disable the slot before its disk is taken over",
         )
+    if slot is not None and manifest:
+        told = {**slot["capacity_metadata"], "storage_transition_manifest": manifest}
+        update = sa.update(slots).where(slots.c.id == slot["id"])
+        conn.execute(update.values(generation=slots.c.generation + 1, capacity_metadata=told))
     return rows.add(
         conn,
         proofs,
@@ -84,8 +95,9 @@ def record_transition(
             "task_id": task_id,
             "disk_identity": identity,
             "disk_generation": generation(conn, identity),
+            "install_id": _installation(conn, node_id),
             "method": str(proof["method"]),
-            "document": {**proof, "actor": act.actor},
+            "document": {**proof, "actor": act.actor, "manifest": manifest},
         },
     )
 
@@ -128,6 +140,7 @@ def record_disk(
             "task_id": task_id,
             "disk_identity": identity,
             "disk_generation": generation(conn, identity),
+            "install_id": _installation(conn, node_id),
             "method": str(document["method"]),
             "document": dict(document),
         },
@@ -144,6 +157,30 @@ def generation(conn: sa.Connection, identity: str) -> int:
     query = sa.select(sa.func.max(slots.c.disk_generation))
     found = conn.execute(query.where(slots.c.nvme_identity == identity)).scalar_one()
     return int(found or 0)
+
+
+def manifest(conn: sa.Connection, node_id: str, identity: str) -> str:
+    """The manifest of the disk's last transition on the node; "" when none is known."""
+    query = sa.select(proofs).where(
+        proofs.c.disk_identity == identity,
+        proofs.c.node_id == node_id,
+        proofs.c.kind == ProofKind.TRANSITION,
+    )
+    found = rows.first(conn, query.order_by(proofs.c.created_at.desc()))
+    return str(found["document"].get("manifest") or "") if found else ""
+
+
+def taken_over(conn: sa.Connection, node: Mapping[str, Any]) -> frozenset[str]:
+    """Disks whose storage transition was approved for this installation of the node.
+
+    Whether the proof still stands is the host's to say: its ledger knows every write since.
+    """
+    query = sa.select(proofs.c.disk_identity).where(
+        proofs.c.node_id == node["id"],
+        proofs.c.kind == ProofKind.TRANSITION,
+        proofs.c.install_id == node["install_id"],
+    )
+    return frozenset(conn.execute(query).scalars())
 
 
 def current(conn: sa.Connection, slot: Mapping[str, Any]) -> Record | None:
@@ -177,3 +214,16 @@ def of_disk(conn: sa.Connection, identity: str) -> list[Record]:
 def get(conn: sa.Connection, proof_id: str) -> Record:
     """The proof with an id."""
     return rows.get(conn, proofs, proof_id, "proof")
+
+
+def _installation(conn: sa.Connection, node_id: str) -> str:
+    query = sa.select(nodes.c.install_id).where(nodes.c.id == node_id)
+    return str(conn.execute(query).scalar_one())
+
+
+def _sold_under(conn: sa.Connection, slot: Mapping[str, Any]) -> str:
+    """An untouched disk is as clean as it was sold, and to the installation that had proven it:
+    the host may have been reimaged since.
+    """
+    last = slot["last_proof_id"]
+    return str(get(conn, last)["install_id"]) if last else ""

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import sqlalchemy as sa
 
 from reconciler.domain.act import Act
-from reconciler.domain.bundle import run_bundle
 from reconciler.domain.errors import Problem
 from reconciler.domain.states import (
     LIVE_CLAIMS,
@@ -22,6 +19,7 @@ from reconciler.domain.states import (
 from reconciler.store import (
     audit,
     baremetal,
+    cleanup,
     clock,
     discoveries,
     gates,
@@ -30,7 +28,7 @@ from reconciler.store import (
     rows,
     tasks,
 )
-from reconciler.store.claims import held_slots, last_holder, move, of_allocation
+from reconciler.store.claims import fence_off, held_slots, last_holder, move, of_allocation
 from reconciler.store.lifecycle import ENTITIES, Overdue, advance
 from reconciler.store.rows import Record
 from reconciler.store.tables import allocations, nodes
@@ -64,7 +62,7 @@ def force_cleanup(
         for slot in changed
         if slot["status"] == SlotState.CLEANUP and before[slot["id"]] != SlotState.CLEANUP
     ]
-    task = _queue_wipe(conn, allocation_id, cleaning, own) if cleaning else None
+    task = cleanup.wipe(conn, allocation_id, cleaning, own) if cleaning else None
     audit.write(
         conn,
         act,
@@ -99,6 +97,7 @@ def force_cleanup(
 def force_release(conn: sa.Connection, allocation_id: str, act: Act) -> Record:
     """End the tenant's use and the billing although the host does not answer."""
     _need_reason(act)
+    _require_silence(conn, rows.get(conn, allocations, allocation_id, "allocation", lock=True))
     own = act.because(act.reason, {**act.evidence, "allocation_id": allocation_id})
     columns = {"ended_at": clock.now()}
     allocation = advance(conn, "allocation", allocation_id, "force_release", own, columns=columns)
@@ -144,7 +143,7 @@ def repair(conn: sa.Connection, slot_id: str, act: Act) -> Record:
             remedy=f"end it first: `gpuaas recover {holder}` does both",
         )
     audit.write(conn, act, "admin.slot.repair", "slot", slot_id)
-    return _queue_wipe(conn, holder, [_clean(conn, slot, own)], own)
+    return cleanup.wipe(conn, holder or slot_id, [cleanup.begin(conn, slot, own)], own)
 
 
 def verify_absence(conn: sa.Connection, allocation_id: str, act: Act) -> Record:
@@ -159,7 +158,7 @@ def verify_absence(conn: sa.Connection, allocation_id: str, act: Act) -> Record:
             found="a bare-metal allocation",
             remedy="`gpuaas nodes clean-machine` removes and verifies in one go",
         )
-    return _enqueue(conn, TaskKind.SLICE_ABSENCE_VERIFY, allocation_id, held, act)
+    return cleanup.queue(conn, TaskKind.SLICE_ABSENCE_VERIFY, allocation_id, held, act)
 
 
 def blocked(conn: sa.Connection, node_id: str | None = None) -> list[Record]:
@@ -190,8 +189,6 @@ def expire(conn: sa.Connection, overdue: Overdue, act: Act) -> bool:
         if overdue.state == SlotState.CLEANUP or not _expire_allocation(conn, holder, own, error):
             own = own.because(own.reason, {**own.evidence, "allocation_id": holder})
             outcomes.block(conn, record, holder, own, step="deadline", error=error)
-    elif overdue.entity == "task" and overdue.event == "cancel":
-        tasks.cancel(conn, overdue.id, own)
     elif overdue.entity == "node":
         advance(conn, "node", overdue.id, overdue.event, own)
     else:
@@ -229,6 +226,25 @@ def _need_reason(act: Act) -> None:
             expected="a reason for the audit log",
             found="none",
             remedy="say why this is forced",
+        )
+
+
+def _require_silence(conn: sa.Connection, allocation: Record) -> None:
+    """Of a host that answers it can be known what the tenant has: there a release is the way.
+
+    Unless it was tried on a whole machine, which stays out of reach until it is clean in any case.
+    """
+    node = rows.get(conn, nodes, allocation["node_id"], "node", lock=True)
+    tried = allocation["state"] == AllocationState.RELEASING and (
+        node["unclean_allocation_id"] == allocation["id"]
+    )
+    if node["state"] != NodeState.UNREACHABLE and not tried:
+        raise Problem(
+            "node_reachable",
+            409,
+            expected="an allocation whose host does not answer",
+            found=f"node {node['state']}",
+            remedy="release it; force-cleanup ends the release of a slice that failed",
         )
 
 
@@ -303,12 +319,16 @@ def _recover(
     if slot["status"] in SETTLED:
         return slot
     if not absent:
-        if slot["status"] == SlotState.CLEANUP_BLOCKED:
-            return slot
-        error = {"code": "force_cleanup", "found": act.reason}
-        return outcomes.block(conn, slot, allocation_id, act, step="force_cleanup", error=error)
+        if slot["status"] != SlotState.CLEANUP_BLOCKED:
+            error = {"code": "force_cleanup", "found": act.reason}
+            slot = outcomes.block(conn, slot, allocation_id, act, step="force_cleanup", error=error)
+        # From the next run on the host refuses whatever is still alive of the one before.
+        fence_off(conn, {slot["id"]: slot["fence"]})
+        return rows.get(conn, slot_table, slot["id"], "slot")
     proof = _proof_since_failure(conn, slot, allocation_id)
-    return _clean(conn, slot, act) if proof is None else gates.give_back(conn, slot, proof, act)
+    return (
+        cleanup.begin(conn, slot, act) if proof is None else gates.give_back(conn, slot, proof, act)
+    )
 
 
 def _proof_since_failure(conn: sa.Connection, slot: Record, allocation_id: str) -> Record | None:
@@ -321,37 +341,3 @@ def _proof_since_failure(conn: sa.Connection, slot: Record, allocation_id: str) 
     absent = absence is not None and absence["absent"] and absence["observed_at"] >= since
     wiped = proof is not None and proof["kind"] == ProofKind.WIPE and proof["created_at"] >= since
     return proof if absent and wiped else None
-
-
-def _clean(conn: sa.Connection, slot: Record, act: Act) -> Record:
-    # The next fence: from its first step on, the host refuses whatever run is still alive.
-    return advance(conn, "slot", slot["id"], "clean", act, columns={"fence": slot["fence"] + 1})
-
-
-def _queue_wipe(
-    conn: sa.Connection, allocation_id: str, cleaning: list[Record], act: Act
-) -> Record:
-    return _enqueue(conn, TaskKind.SLICE_WIPE, allocation_id, cleaning, act)
-
-
-def _enqueue(
-    conn: sa.Connection, kind: TaskKind, allocation_id: str, found: list[Record], act: Act
-) -> Record:
-    allocation = rows.get(conn, allocations, allocation_id, "allocation")
-    parameters: dict[str, Any] = {
-        "allocation": {"id": allocation_id},
-        "slots": [run_bundle(slot, fence=True) for slot in found],
-    }
-    return tasks.enqueue(
-        conn,
-        tasks.Enqueue(
-            kind=kind,
-            node_id=allocation["node_id"],
-            subject_kind="allocation",
-            subject_id=allocation_id,
-            allocation_id=allocation_id,
-            parameters=parameters,
-            fences={slot["id"]: slot["fence"] for slot in found},
-        ),
-        act,
-    )

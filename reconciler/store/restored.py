@@ -7,8 +7,8 @@ from typing import Any
 import sqlalchemy as sa
 
 from reconciler.domain.act import Act
-from reconciler.domain.states import LIVE_CLAIMS
-from reconciler.store import audit, contact, settings
+from reconciler.domain.states import LIVE_CLAIMS, SlotState
+from reconciler.store import audit, clock, contact, settings
 from reconciler.store.tables import claims, leaders, nodes, service_processes, slots
 
 # More claims than any slot can have had since the backup: hosts refuse a fence they have passed.
@@ -16,7 +16,10 @@ LEAP = 1_000_000
 
 
 def doubt(conn: sa.Connection, act: Act) -> dict[str, Any]:
-    """Close every gate until its host is discovered and proven, and leap over unknown fences."""
+    """Close every gate until its host is discovered and proven, and leap over unknown fences.
+
+    Whoever may have had a disk since the backup is not in the records: no proof of before stands.
+    """
     closed: list[str] = []
     for node_id, boot in conn.execute(sa.select(nodes.c.id, nodes.c.boot_id)).all():
         before = _on_sale(conn, node_id)
@@ -25,6 +28,9 @@ def doubt(conn: sa.Connection, act: Act) -> dict[str, Any]:
     live = claims.c.state.in_(LIVE_CLAIMS)
     held = sa.exists().where(live, claims.c.slot_id == slots.c.id)
     conn.execute(sa.update(slots).where(~held).values(fence=slots.c.fence + LEAP))
+    _distrust(conn, held)
+    # Also of a disk that was taken over and, by these records, is in no slot yet.
+    settings.write(conn, settings.RESTORED, clock.read(conn), act)
     whole = sa.exists().where(live, claims.c.node_id == nodes.c.id, claims.c.slot_id.is_(None))
     conn.execute(sa.update(nodes).where(~whole).values(fence=nodes.c.fence + LEAP))
     settings.set_site_scheduling(conn, False, act)
@@ -33,6 +39,22 @@ def doubt(conn: sa.Connection, act: Act) -> dict[str, Any]:
     conn.execute(sa.delete(service_processes))
     audit.write(conn, act, "admin.service.restored", "service", "", detail={"closed": closed})
     return {"closed_slots": closed}
+
+
+def _distrust(conn: sa.Connection, held: sa.Exists) -> None:
+    """Every disk that a launch could get counts as given away since; what has a tenant, or waits
+    for evidence, keeps the number by which the records tell whose it is.
+    """
+    beside = slots.alias("beside")
+    needed = sa.exists().where(
+        beside.c.nvme_identity == slots.c.nvme_identity,
+        beside.c.status.not_in((SlotState.AVAILABLE, SlotState.DISABLED)),
+    )
+    free = sa.update(slots).where(~held, ~needed)
+    conn.execute(free.values(disk_generation=slots.c.disk_generation + 1))
+    # Evidence of an absence, or of a wipe, is of a time that nobody knows the end of.
+    blocked = sa.update(slots).where(slots.c.status == SlotState.CLEANUP_BLOCKED)
+    conn.execute(blocked.values(status_since=clock.now()))
 
 
 def _on_sale(conn: sa.Connection, node_id: str) -> list[str]:

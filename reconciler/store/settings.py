@@ -10,7 +10,9 @@ from reconciler.domain.act import Act
 from reconciler.store import audit, clock
 from reconciler.store.tables import settings
 
-_SCHEDULING = "slice_scheduling"
+SCHEDULING = "slice_scheduling"
+# When the database was restored from a backup: what it says of before is not all that happened.
+RESTORED = "restored_at"
 
 
 def read(conn: sa.Connection, name: str, default: Any = None) -> Any:
@@ -31,9 +33,9 @@ def write(conn: sa.Connection, name: str, value: Any, act: Act) -> None:
 
 def site_scheduling(conn: sa.Connection) -> bool:
     """Whether slices are sold at all; off until set."""
-    return bool(read(conn, _SCHEDULING, False))
+    return bool(read(conn, SCHEDULING, False))
 
 
 def set_site_scheduling(conn: sa.Connection, on: bool, act: Act) -> None:
     """Sell slices, or sell none; each node has a switch of its own."""
-    write(conn, _SCHEDULING, on, act)
+    write(conn, SCHEDULING, on, act)

@@ -15,7 +15,16 @@ from reconciler.domain.discovery import pcie_switch
 from reconciler.domain.errors import Problem
 from reconciler.domain.proof import DEFAULT_POLICY
 from reconciler.domain.states import HealthState, NodeMode, SlotState
-from reconciler.store import audit, clock, discoveries, history, lifecycle, proofs, rows
+from reconciler.store import (
+    audit,
+    clock,
+    discoveries,
+    history,
+    lifecycle,
+    proofs,
+    rows,
+    writeoff,
+)
 from reconciler.store.contact import close_gate
 from reconciler.store.gates import gate, make_available, open_gate, others
 from reconciler.store.lifecycle import advance
@@ -63,6 +72,9 @@ def approve(
     columns = {**bundle.document(), "nvme_identity": bundle.identity}
     _refuse_duplicates(conn, node_id, columns)
     metadata = {
+        "storage_ownership": "slice",
+        "storage_mode": "slice",
+        "storage_transition_manifest": proofs.manifest(conn, node_id, bundle.identity),
         "storage_identity_kind": "nvme_wwn_by_id",
         "destructive_wipe_policy": DEFAULT_POLICY,
         "fabric_claim_mode": "per_slot_vf",
@@ -140,8 +152,15 @@ def enable(conn: sa.Connection, slot_id: str, act: Act) -> Record:
 
 
 def withdraw(conn: sa.Connection, slot_id: str, act: Act) -> Record:
-    """Take the approval back: the bundle's devices can be approved anew."""
+    """Take the approval back: the bundle's devices can be approved anew.
+
+    A blocked slot goes only when the host shows that its disk or GPU has died.
+    """
     slot = rows.get(conn, slots, slot_id, "slot", lock=True)
+    detail = {}
+    if slot["status"] == SlotState.CLEANUP_BLOCKED:
+        slot = writeoff.dead_slot(conn, slot, act)
+        detail = {"written_off": slot["status_reason"]}
     if slot["status"] != SlotState.DISABLED:
         raise Problem(
             "slot_in_use",
@@ -151,7 +170,7 @@ def withdraw(conn: sa.Connection, slot_id: str, act: Act) -> Record:
             remedy="disable the slot; one that is in use must be released or recovered first",
         )
     _set(conn, slot_id, retired_at=clock.now(), wanted=SlotState.DISABLED.value)
-    audit.write(conn, act, "admin.slot.withdrawn", "slot", slot_id)
+    audit.write(conn, act, "admin.slot.withdrawn", "slot", slot_id, detail=detail)
     return get(conn, slot_id)
 
 

@@ -62,19 +62,27 @@ class Enqueue:
 
 def enqueue(conn: sa.Connection, item: Enqueue, act: Act) -> Record:
     """Queue the work; the same work that nobody has begun yet is not queued twice."""
-    for same in every(conn, node_id=item.node_id, kind=item.kind, limit=1000):
-        if (
-            same["state"] in DUE
-            and (same["subject_kind"], same["subject_id"]) == (item.subject_kind, item.subject_id)
-            and same["parameters"] == dict(item.parameters)
-            and same["fences"] == dict(item.fences)
-        ):
+    query = sa.select(tasks).where(
+        tasks.c.node_id == item.node_id,
+        tasks.c.kind == item.kind,
+        tasks.c.subject_kind == item.subject_kind,
+        tasks.c.subject_id == item.subject_id,
+        tasks.c.state.in_(DUE),
+    )
+    for same in rows.every(conn, part(query, ORDER, None)):
+        given = (dict(item.parameters), dict(item.fences))
+        if (same["parameters"], same["fences"]) == given:
             return same
+    return add(conn, item, act)
+
+
+def add(conn: sa.Connection, item: Enqueue, act: Act) -> Record:
+    """Queue work on what this transaction has made: nothing of it can be queued already."""
     record = rows.add(
         conn,
         tasks,
         {
-            "id": rows.new_id(),
+            "id": rows.ordered_id(),
             "kind": item.kind.value,
             "subject_kind": item.subject_kind,
             "subject_id": item.subject_id,
@@ -236,7 +244,10 @@ def finish(
 
 
 def cancel(conn: sa.Connection, task_id: str, act: Act) -> Record:
-    """End it if nobody has begun; otherwise ask its holder to end the run."""
+    """End it if nobody has begun; otherwise ask its holder to end the run.
+
+    For those who end what the task is about as well; by itself a task is ended by tasks/cancel.py.
+    """
     task = rows.get(conn, tasks, task_id, "task", lock=True)
     if task["state"] in DUE:
         columns = {"finished_at": clock.now(), "cancel_requested": True}
@@ -249,6 +260,20 @@ def cancel(conn: sa.Connection, task_id: str, act: Act) -> Record:
         conn, "task", task, act, source=task["state"], event="cancel_requested", target="running"
     )
     return get(conn, task_id)
+
+
+def drop(conn: sa.Connection, task: Record, act: Act, error: Mapping[str, Any]) -> Record:
+    """End a task that nobody has begun, as it was read."""
+    columns = {"error": dict(error), "finished_at": clock.now(), "cancel_requested": True}
+    return advance(
+        conn,
+        "task",
+        task["id"],
+        "cancel",
+        act,
+        expect_generation=task["generation"],
+        columns=columns,
+    )
 
 
 def expire(
@@ -318,7 +343,15 @@ def open_of_allocation(conn: sa.Connection, allocation_id: str) -> list[Record]:
     query = sa.select(tasks).where(
         tasks.c.allocation_id == allocation_id, tasks.c.state.in_((*DUE, TaskState.RUNNING))
     )
-    return rows.every(conn, query.order_by(tasks.c.created_at))
+    return rows.every(conn, query.order_by(tasks.c.created_at, tasks.c.id))
+
+
+def open_of_node(conn: sa.Connection, node_id: str) -> list[Record]:
+    """What has not ended yet."""
+    query = sa.select(tasks).where(
+        tasks.c.node_id == node_id, tasks.c.state.in_((*DUE, TaskState.RUNNING))
+    )
+    return rows.every(conn, query.order_by(tasks.c.created_at, tasks.c.id))
 
 
 def unwanted(conn: sa.Connection, runner: str) -> list[Record]:

@@ -1,4 +1,4 @@
-"""Everything that happened to a node or an allocation, in one list.
+"""Everything that happened to a node or an allocation, or because of one request, in one list.
 
 Changes of state of it and of what belongs to it, what its runs reported, and who used which power.
 """
@@ -18,13 +18,16 @@ from reconciler.store.tables import audit_log, history, task_events, tasks
 PROGRESS, STATE, AUDIT = "progress", "state", "audit"
 
 
-def _light(kind: str, table: sa.Table, node: object, allocation: object) -> sa.Select[Any]:
+def _light(
+    kind: str, table: sa.Table, node: object, allocation: object, request: object
+) -> sa.Select[Any]:
     return sa.select(
         table.c.at,
         sa.literal(kind, sa.Text).label("type"),
         table.c.id,
         sa.type_coerce(node, sa.Text).label("node_id"),
         sa.type_coerce(allocation, sa.Text).label("allocation_id"),
+        sa.type_coerce(request, sa.Text).label("correlation_id"),
     )
 
 
@@ -34,11 +37,17 @@ _BY_SUBJECT = {
 }
 # Only what the order needs: bodies are read for the rows of one page.
 _ALL = sa.union_all(
-    _light(STATE, history, history.c.node_id, history.c.allocation_id),
-    _light(PROGRESS, task_events, tasks.c.node_id, tasks.c.allocation_id).join(
-        tasks, tasks.c.id == task_events.c.task_id
+    _light(STATE, history, history.c.node_id, history.c.allocation_id, history.c.correlation_id),
+    _light(
+        PROGRESS, task_events, tasks.c.node_id, tasks.c.allocation_id, tasks.c.correlation_id
+    ).join(tasks, tasks.c.id == task_events.c.task_id),
+    _light(
+        AUDIT,
+        audit_log,
+        _BY_SUBJECT["node"],
+        _BY_SUBJECT["allocation"],
+        audit_log.c.correlation_id,
     ),
-    _light(AUDIT, audit_log, _BY_SUBJECT["node"], _BY_SUBJECT["allocation"]),
 ).subquery("timeline")
 
 ORDER = Order(_ALL, ("at", "type", "id"), descending=True)
@@ -49,11 +58,16 @@ def of(
     *,
     node_id: str | None = None,
     allocation_id: str | None = None,
+    correlation_id: str | None = None,
     page: Page | None = None,
 ) -> list[Record]:
     """Newest first; each row has `at`, `type`, `id`, and the fields of its type."""
     query = sa.select(_ALL)
-    for name, wanted in (("node_id", node_id), ("allocation_id", allocation_id)):
+    for name, wanted in (
+        ("node_id", node_id),
+        ("allocation_id", allocation_id),
+        ("correlation_id", correlation_id),
+    ):
         if wanted is not None:
             query = query.where(_ALL.c[name] == wanted)
     places = rows.every(conn, part(query, ORDER, page))

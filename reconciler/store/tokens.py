@@ -20,6 +20,11 @@ from reconciler.store.tables import api_tokens, enrolment_tokens, node_certifica
 # A stolen enrolment token is worth a host: it lives no longer than a first boot needs.
 ENROLMENT_MAX_S = 900
 ORDER = Order(api_tokens, ("created_at", "id"), descending=True)
+_VALID = sa.select(api_tokens).where(
+    api_tokens.c.hash == sa.bindparam("given"),
+    api_tokens.c.revoked_at.is_(None),
+    sa.or_(api_tokens.c.expires_at.is_(None), api_tokens.c.expires_at > clock.now()),
+)
 
 
 def issue(
@@ -55,13 +60,8 @@ def issue(
 
 def authenticate(conn: sa.Connection, secret: str) -> Record | None:
     """Whom a secret speaks for; None when it is unknown, expired or revoked."""
-    query = sa.select(api_tokens).where(
-        api_tokens.c.hash == _hash(secret),
-        api_tokens.c.revoked_at.is_(None),
-        sa.or_(api_tokens.c.expires_at.is_(None), api_tokens.c.expires_at > clock.now()),
-    )
-    record = rows.first(conn, query)
-    return None if record is None else _shown(record)
+    found = conn.execute(_VALID, {"given": _hash(secret)}).mappings().first()
+    return None if found is None else _shown(dict(found))
 
 
 def revoke(conn: sa.Connection, id: str, act: Act) -> None:

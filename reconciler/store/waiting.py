@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import sqlalchemy as sa
 
 from reconciler.domain.states import NodeState, TaskKind, TaskState
-from reconciler.store import clock, rows
+from reconciler.store import certificates, clock, rows
 from reconciler.store.leasing import DUE
 from reconciler.store.rows import Record
 from reconciler.store.tables import nodes, tasks
@@ -16,8 +16,8 @@ from reconciler.store.tables import nodes, tasks
 def reasons(conn: sa.Connection, found: Sequence[Record]) -> dict[str, Record]:
     """By task id, for those that have not begun: `code`, `detail`, and what goes with the code.
 
-    host_unreachable (unreachable_since, attempts, not_before), later (not_before), node_busy and
-    exclusive_first (task_id), worker.
+    host_unreachable and host_certificate_expired (unreachable_since, attempts, not_before), later
+    (not_before), node_busy and exclusive_first (task_id), worker.
     """
     due = [task for task in found if task["state"] in DUE]
     ids = {task["node_id"] for task in due}
@@ -28,9 +28,18 @@ def reasons(conn: sa.Connection, found: Sequence[Record]) -> dict[str, Record]:
     query = sa.select(tasks).where(
         tasks.c.node_id.in_(ids), tasks.c.state.in_((TaskState.RUNNING, TaskState.QUEUED))
     )
-    beside = rows.every(conn, query.order_by(tasks.c.created_at))
+    beside = rows.every(conn, query.order_by(tasks.c.created_at, tasks.c.id))
     now = clock.read(conn)
-    return {task["id"]: _reason(task, hosts[task["node_id"]], beside, now) for task in due}
+    why = {task["id"]: _reason(task, hosts[task["node_id"]], beside, now) for task in due}
+    until = certificates.ends(conn, ids)
+    for task in due:
+        reason, end = why[task["id"]], until.get(task["node_id"], now + 1)
+        if reason["code"] == "host_unreachable" and end <= now:
+            # It may be back for long: nobody would believe that it is the same host.
+            problem = certificates.expired(task["node_id"], end, reason["detail"])
+            reason["code"] = problem.code
+            reason["detail"] = f"{problem.found}; {problem.remedy}"
+    return why
 
 
 def _reason(task: Record, node: Record, beside: Sequence[Record], now: float) -> Record:
@@ -65,5 +74,5 @@ def _ahead(task: Record, other: Record) -> str:
     )
     if other["state"] == TaskState.RUNNING:
         return "node_busy" if same or task["exclusive"] or other["exclusive"] else ""
-    earlier = other["exclusive"] and other["created_at"] < task["created_at"]
-    return "exclusive_first" if earlier and not task["exclusive"] else ""
+    first = (other["created_at"], other["id"]) < (task["created_at"], task["id"])
+    return "exclusive_first" if first and other["exclusive"] and not task["exclusive"] else ""

@@ -89,5 +89,12 @@ def one_of(column: str, states: type[StrEnum]) -> sa.CheckConstraint:
 
 def unique(name: str, *columns: str, where: str) -> sa.Index:
     """Uniqueness over some of the rows; both engines have partial indexes."""
+    return partial(name, *columns, where=where, unique=True)
+
+
+def partial(name: str, *columns: str, where: str, unique: bool = False) -> sa.Index:
+    """An index of some of the rows."""
     condition = sa.text(where)
-    return sa.Index(name, *columns, unique=True, sqlite_where=condition, postgresql_where=condition)
+    return sa.Index(
+        name, *columns, unique=unique, sqlite_where=condition, postgresql_where=condition
+    )

@@ -25,6 +25,7 @@ from reconciler.store.tables.base import (
     moment,
     number,
     one_of,
+    partial,
     reference,
     stamp,
     text,
@@ -33,6 +34,10 @@ from reconciler.store.tables.base import (
 
 LIVE = "state IN ({})".format(", ".join(f"'{state.value}'" for state in LIVE_CLAIMS))
 APPROVED = "retired_at IS NULL"
+# Slots that a launch may take, and those that somebody has: conditions of two indexes, so that the
+# nodes that are looked at first are found without counting all slots. store.capacity says the same.
+FREE = f"{APPROVED} AND status = '{SlotState.AVAILABLE}'"
+BUSY = f"{APPROVED} AND status NOT IN ('{SlotState.AVAILABLE}', '{SlotState.DISABLED}')"
 
 
 def _bundle() -> list[sa.Column[Any]]:
@@ -83,6 +88,8 @@ proofs = sa.Table(
     sa.Column("task_id", sa.Text),
     text("disk_identity", None),
     number("disk_generation", None),
+    # A reimaged host knows nothing of what it proved before.
+    text("install_id"),
     text("method"),
     document("document"),
     stamp(),
@@ -125,14 +132,8 @@ slots = sa.Table(
     sa.CheckConstraint(
         "status <> 'available' OR available_proof_id IS NOT NULL", name="available_needs_proof"
     ),
-    sa.Index(
-        "ix_slots_counts",
-        "node_id",
-        "numa_node",
-        "status",
-        sqlite_where=sa.text(APPROVED),
-        postgresql_where=sa.text(APPROVED),
-    ),
+    partial("ix_slots_free", "node_id", "numa_node", where=FREE),
+    partial("ix_slots_busy", "node_id", where=BUSY),
     unique("uq_slots_index", "node_id", "slot_index", where=APPROVED),
     unique("uq_slots_gpu", "node_id", "gpu_pci_address", where=APPROVED),
     unique("uq_slots_disk", "nvme_identity", where=APPROVED),

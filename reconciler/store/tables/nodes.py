@@ -30,6 +30,9 @@ nodes = sa.Table(
     text("tenant_address"),
     number("tenant_port", 22),
     text("telemetry_url"),
+    # Its own place on the InfiniBand fabric, over what the profile says. Empty: the profile's.
+    text("fabric_interface"),
+    text("fabric_address"),
     text("region"),
     text("pool", "default"),
     text("profile"),

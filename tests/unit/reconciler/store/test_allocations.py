@@ -8,12 +8,14 @@ import pytest
 import sqlalchemy as sa
 
 from reconciler.domain.errors import Problem
-from reconciler.domain.states import TaskKind
+from reconciler.domain.states import TaskKind, TaskState
 from reconciler.store import (
     allocations,
     audit,
     discoveries,
     history,
+    invariants,
+    nodes,
     outbox,
     outcomes,
     proofs,
@@ -172,6 +174,79 @@ def test_failure_before_the_clone_gives_the_slot_back(sold: Any) -> None:
         assert sold.statuses(conn) == ["available", "cleanup_blocked"]
         assert proofs.latest(conn, first)["kind"] == "untouched"
         assert allocations.get(conn, allocation_id)["state"] == "failed"
+
+
+@pytest.mark.covers("CTRL-6", "I6")
+def test_a_slot_that_its_host_fails_is_not_sold_again_and_again(sold: Any) -> None:
+    """Off sale until the host was looked at; for the second time, until a person lets it in."""
+    with transaction(sold.engine) as conn:
+        slot_id = fails_on_the_host(sold, conn)
+        slot = slots.get(conn, slot_id)
+        assert slot["status"] == "disabled"
+        assert "launch_failed" in slot["status_reason"]
+        health = (slot["health_state"], slot["health_detail"]["code"])
+        assert health == ("degraded", "launch_failed")
+        kinds = [task["kind"] for task in reversed(tasks.every(conn, state=TaskState.QUEUED))]
+        assert kinds == ["slice.topology_discover", "node.parity"]
+        assert fails_on_the_host(sold, conn) != slot_id, "the next launch goes elsewhere"
+        assert sold.prove(conn, "n1")["opened"], "looked at, it is tried once more"
+        sold.finish(conn, TaskKind.SLICE_TOPOLOGY_DISCOVER)
+        sold.finish(conn, TaskKind.NODE_PARITY)
+        assert fails_on_the_host(sold, conn) == slot_id
+        (blocker,) = sold.prove(conn, "n1")["closed"][slot_id]
+        assert blocker["code"] == "launches_failed" and "not_clean" in blocker["detail"]
+        assert invariants.check(conn) == []
+        slots.enable(conn, slot_id, sold.act)
+        assert slots.get(conn, slot_id)["status"] == "available", "on a person's word"
+
+
+@pytest.mark.covers("CTRL-6")
+def test_a_tenant_in_between_shows_that_the_host_is_well(sold: Any) -> None:
+    with transaction(sold.engine) as conn:
+        slot_id = fails_on_the_host(sold, conn)
+        sold.prove(conn, "n1")
+        for kind in (TaskKind.SLICE_TOPOLOGY_DISCOVER, TaskKind.NODE_PARITY):
+            sold.finish(conn, kind)
+        key = sold.active(conn)
+        assert allocations.claims(conn, key)[0]["slot_id"] == slot_id
+        allocations.release(conn, key, sold.act)
+        given = sold.proofs(conn, key)
+        outcomes.release_succeeded(conn, key, sold.act, proofs=given, absence={"absent": True})
+        sold.finish(conn, TaskKind.SLICE_VM_RELEASE)
+        assert fails_on_the_host(sold, conn) == slot_id
+        assert "launch_failed" in slots.get(conn, slot_id)["status_reason"]
+
+
+@pytest.mark.covers("I4")
+def test_a_disk_untouched_is_as_clean_as_it_was_sold_and_to_the_same_installation(
+    sold: Any,
+) -> None:
+    with transaction(sold.engine) as conn:
+        key = sold.allocate(conn)
+        slot_id = allocations.claims(conn, key)[0]["slot_id"]
+        before = proofs.get(conn, slots.get(conn, slot_id)["last_proof_id"])["install_id"]
+        nodes.observed(conn, "n1", sold.act, identity={"machine_id": "another", "boot_id": "b2"})
+        evidence = {slot_id: {"disk_written": False, "leftovers": False}}
+        error = {"code": "canceled"}
+        outcomes.provision_failed(
+            conn, key, sold.act, step="start the run", error=error, untouched=evidence
+        )
+        assert proofs.latest(conn, slot_id)["install_id"] == before
+        assert "proof_stale" in {row.code for row in slots.gate(conn, slot_id)}
+
+
+def fails_on_the_host(site: Any, conn: Any) -> str:
+    """A launch that the host refuses before it touches anything; the slot."""
+    key = site.allocate(conn)
+    outcomes.provision_started(conn, key, site.act)
+    site.finish(conn, TaskKind.SLICE_VM_PROVISION, TaskState.FAILED)
+    slot_id = str(allocations.claims(conn, key)[0]["slot_id"])
+    evidence = {slot_id: {"disk_written": False, "leftovers": False}}
+    error = {"code": "not_clean", "found": "no standing proof"}
+    outcomes.provision_failed(
+        conn, key, site.act, step="image_clone", error=error, untouched=evidence
+    )
+    return slot_id
 
 
 def test_withdrawn_before_any_run(sold: Any) -> None:

@@ -9,8 +9,9 @@ import sqlalchemy as sa
 
 from reconciler.domain.act import Act
 from reconciler.domain.errors import Problem
-from reconciler.domain.states import HealthState, NodeMode, TaskKind
+from reconciler.domain.states import HealthState, NodeMode, TaskKind, TaskState
 from reconciler.planning.machine import MachineView, MachineWant, choose
+from reconciler.settings import Settings
 from reconciler.store import (
     allocations,
     baremetal,
@@ -25,6 +26,8 @@ from reconciler.store import (
     tasks,
 )
 from reconciler.store.engine import transaction
+from reconciler.tasks import baremetal_release
+from reconciler.tasks.handler import Work
 from tests.unit.reconciler.store.whole_machines import BEFORE, Machines, exclusion_holds
 
 DISKS = [f"disk-5e0000000001a00{number}" for number in (0, 1, 3)]
@@ -76,6 +79,27 @@ def test_disks_with_any_use_stay_the_operators(machines: Machines) -> None:
     free = [d for d in machines.site.document(1)["nvme"] if not d["blockers"]]
     assert [disk["nvme_device"] for disk in claim["disks"]] == [disk["by_id"] for disk in free]
     assert not any("00ff" in disk["slot_id"] for disk in claim["disks"])
+
+
+@pytest.mark.covers("CTRL-15")
+def test_a_disk_that_nobody_took_over_stays_the_operators(site: Any) -> None:
+    """No signature says nothing of what is on it; neither does what was approved elsewhere, before
+    the node was installed anew, or wiped without that.
+    """
+    machines = Machines(site)
+    with transaction(machines.engine) as conn:
+        machines.add(conn, "m1", 1)
+        machines.add(conn, "m2", 2)
+        machines.discover(conn, "m1", 1)
+        blank, elsewhere, taken = (f"eui.{name.removeprefix('disk-')}" for name in DISKS)
+        machines.take_over(conn, "m1", taken)
+        machines.take_over(conn, "m2", elsewhere)
+        proven = proofs.of_disk(conn, taken)[0]
+        wiped = {**proven, "id": "w", "kind": "wipe", "disk_identity": blank}
+        before = {**proven, "id": "o", "install_id": "before", "disk_identity": blank}
+        conn.execute(sa.insert(tables.proofs), [wiped, before])
+        (claim,) = machines.launch(conn)["claims"]
+    assert [disk["slot_id"] for disk in claim["disks"]] == DISKS[2:]
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -134,7 +158,7 @@ def test_a_released_machine_is_free_once_it_was_seen_again(machines: Machines) -
         assert machines.released(conn, allocation_id)
         ended = allocations.get(conn, allocation_id)
         assert (ended["state"], ended["claims"][0]["state"]) == ("released", "released")
-        (proof,) = proofs.of_disk(conn, "eui.5e0000000001a001")
+        proof, _taken_over = proofs.of_disk(conn, "eui.5e0000000001a001")
         # Newer than the claim's end: a slot on this disk needs no other proof after a conversion.
         assert proof["created_at"] >= claims.exclusive_ended_at(conn, "m1") > 0
         assert node(conn)["health_state"] == HealthState.HEALTHY
@@ -205,6 +229,48 @@ def test_what_a_failed_release_left_keeps_everybody_out_until_it_is_clean(
         assert (node(conn)["unclean_allocation_id"], node(conn)["health_state"]) == ("", "healthy")
         machines.discover(conn, "m1", 1)
         assert machines.reasons(conn) == {"m1": ""}
+
+
+def work(conn: Any, task: dict[str, Any]) -> Work:
+    return Work(conn, task, nodes.get(conn, "m1"), {}, Settings())
+
+
+@pytest.mark.covers("CTRL-15", "I12")
+def test_a_disk_that_died_does_not_keep_its_machine_for_ever(machines: Machines) -> None:
+    with transaction(machines.engine) as conn:
+        key = machines.active(conn)
+        first, *others = baremetal.claim_of(conn, key)["disks"]
+        assert others, "it has more than the one that dies"
+        allocations.release(conn, key, machines.act)
+        task = machines.releasing(conn, key)
+        failed = {"fence": task["parameters"]["fence"], "step": "Wipe the disks", "error": ERROR}
+        assert baremetal.release_failed(conn, key, machines.act, **failed)
+        machines.end(conn, task, TaskState.FAILED)
+
+        def without(act: Any = machines.act) -> Any:
+            return baremetal.clean(conn, "m1", act, without_dead_disks=True)
+
+        machines.discover(conn, "m1", 1)
+        assert code(without) == "disk_present", "all of them are there"
+        document = machines.site.document(1)
+        gone = f"eui.{first['nvme_eui']}"
+        document["nvme"] = [disk for disk in document["nvme"] if disk["identity"] != gone]
+        discoveries.record(conn, "m1", document, machines.act)
+        assert code(without, machines.act.because("")) == "reason_required"
+        task = without()
+        assert task["parameters"]["written_off"] == [first["slot_id"]]
+        given = baremetal_release.variables(work(conn, task))
+        assert given["slice_written_off"] == [first]
+        assert given["slice_disks"] == others
+        held = machines.releasing(conn, key)
+        evidence = machines.evidence(conn, key)
+        del evidence["proofs"][first["slot_id"]]
+        baremetal_release.succeed(work(conn, held), evidence)
+        machines.end(conn, held)
+        assert node(conn)["unclean_allocation_id"] == ""
+        kinds = {proof["kind"] for proof in proofs.of_disk(conn, gone)}
+        assert kinds <= {"transition"}, "nobody says that it was wiped after its tenant"
+        assert allocations.get(conn, key)["state"] == "released"
 
 
 @pytest.mark.covers("CTRL-15")

@@ -67,7 +67,7 @@ def lost_run(site: Site, conn: sa.Connection) -> None:
     site.finish(conn, TaskKind.SLICE_VM_PROVISION, TaskState.LOST)
     evidence = {"disk_written": False, "leftovers": False}
     slot = next(s for s in allocations.claims(conn, key))["slot_id"]
-    error = {"code": "run_lost"}
+    error = {"code": "canceled"}
     outcomes.provision_failed(conn, key, ADMIN, step="", error=error, untouched={slot: evidence})
 
 
@@ -105,6 +105,24 @@ def unseen(site: Site, conn: sa.Connection) -> None:
     conn.execute(sa.update(tables.allocations).values(deadline_at=None))
 
 
+def reimaged(site: Site, conn: sa.Connection) -> None:
+    """The proof is one that another installation gave."""
+    conn.execute(sa.update(tables.proofs).values(install_id="another"))
+
+
+def spoken_against(site: Site, conn: sa.Connection) -> None:
+    """The latest discovery lacks the disks, and nobody drew the conclusion."""
+    newest = conn.execute(sa.select(sa.func.max(tables.discoveries.c.id))).scalar_one()
+    latest = sa.update(tables.discoveries).where(tables.discoveries.c.id == newest)
+    conn.execute(latest.values(document={**site.document(0), "nvme": []}))
+
+
+def gone(site: Site, conn: sa.Connection) -> None:
+    """Retired behind the back of those who use it."""
+    site.allocate(conn)
+    conn.execute(sa.update(tables.nodes).values(state="retired"))
+
+
 def untold(site: Site, conn: sa.Connection) -> None:
     conn.execute(sa.update(tables.nodes).values(state="draining", deadline_at=clock.now() + 9))
 
@@ -125,6 +143,9 @@ def apart(site: Site, conn: sa.Connection) -> None:
         (lost_run, {"I13 slot"}),
         (older_boot, {"I16 node"}),
         (untold, {"I20 node"}),
+        (reimaged, {"I4 slot"}),
+        (spoken_against, {"I16 slot"}),
+        (gone, {"I3 node", "I20 node"}),
     ],
 )
 def test_a_lie_is_named(

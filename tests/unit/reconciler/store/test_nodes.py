@@ -7,9 +7,24 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from reconciler.domain.bundle import Bundle
 from reconciler.domain.errors import Problem
-from reconciler.domain.states import HealthState, NodeMode, NodeState
-from reconciler.store import claims, history, lifecycle, nodes, recovery, rows, tables
+from reconciler.domain.states import HealthState, NodeMode, NodeState, TaskKind
+from reconciler.store import (
+    allocations,
+    audit,
+    claims,
+    history,
+    invariants,
+    lifecycle,
+    nodes,
+    outcomes,
+    recovery,
+    rows,
+    slots,
+    tables,
+    tasks,
+)
 from reconciler.store.engine import transaction
 
 
@@ -50,6 +65,59 @@ def test_lost_and_regained(sold: Any) -> None:
         nodes.drain(conn, "n1", sold.act)
         assert nodes.maintain(conn, "n1", sold.act)["state"] == "maintenance"
         assert nodes.retire(conn, "n1", sold.act)["state"] == "retired"
+
+
+@pytest.mark.covers("CTRL-12")
+def test_a_node_is_not_retired_under_its_tenants(sold: Any) -> None:
+    with transaction(sold.engine) as conn:
+        nodes.drain(conn, "n1", sold.act)
+        nodes.maintain(conn, "n1", sold.act)
+        # By hand, as somebody may who sold it again in between.
+        conn.execute(sa.update(tables.nodes).values(state="ready"))
+        allocation_id = sold.active(conn)
+        conn.execute(sa.update(tables.nodes).values(state="maintenance"))
+        assert code(nodes.retire, conn, "n1", sold.act) == "node_in_use"
+        allocations.release(conn, allocation_id, sold.act)
+        outcomes.release_failed(conn, allocation_id, sold.act, step="x", error={})
+        recovery.force_cleanup(conn, allocation_id, sold.act, runtime_verified_absent=False)
+        assert code(nodes.retire, conn, "n1", sold.act) == "node_in_use", "something may be left"
+
+
+@pytest.mark.covers("CTRL-12", "I12")
+def test_a_node_that_never_answers_again_is_retired_and_its_devices_are_free(sold: Any) -> None:
+    """After each allocation's release was forced; the disk it takes along stays unproven."""
+    with transaction(sold.engine) as conn:
+        first, second = sold.active(conn), sold.allocate(conn)
+        nodes.lost(conn, "n1", sold.act)
+        assert code(nodes.retire, conn, "n1", sold.act) == "node_in_use"
+        recovery.force_release(conn, first, sold.act)
+        assert code(nodes.retire, conn, "n1", sold.act) == "node_in_use", "one is being built"
+        late = lifecycle.Overdue("allocation", second, "requested", 1.0, "fail")
+        assert recovery.expire(conn, late, sold.act)
+        waiting = tasks.enqueue(conn, look("n1"), sold.act)
+        held = {slot["id"]: slot for slot in slots.of_node(conn, "n1")}
+        assert code(nodes.retire, conn, "n1", sold.act.because(" ")) == "reason_required"
+        assert nodes.retire(conn, "n1", sold.act)["state"] == "retired"
+        assert slots.of_node(conn, "n1") == []
+        for slot_id, slot in held.items():
+            row = history.of(conn, "slot", slot_id)[-1]
+            assert (row["source"], row["event"]) == ("cleanup_blocked", "withdraw")
+            assert slots.get(conn, slot_id)["fence"] > slot["fence"]
+        assert tasks.get(conn, waiting["id"])["state"] == "canceled"
+        (told,) = audit.every(conn, action="admin.node.retire")
+        assert told["detail"]["written_off_slots"] == list(held)
+        assert invariants.check(conn) == []
+        # Its disks come back in another machine: nobody gets them before they are wiped.
+        sold.enrol(conn, "n2")
+        bundle = Bundle.of(sold.document(0)["candidates"][0]["bundle"])
+        again = slots.approve(conn, "n2", bundle, sold.act)
+        assert again["nvme_identity"] in {slot["nvme_identity"] for slot in held.values()}
+        assert "proof_missing" in {row.code for row in slots.gate(conn, again["id"])}
+
+
+def look(node_id: str) -> tasks.Enqueue:
+    kind = TaskKind.SLICE_TOPOLOGY_DISCOVER
+    return tasks.Enqueue(kind=kind, node_id=node_id, subject_kind="node", subject_id=node_id)
 
 
 @pytest.mark.covers("CTRL-12")

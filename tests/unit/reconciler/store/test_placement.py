@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
 from reconciler.domain.errors import Problem
-from reconciler.planning.snapshot import Want
+from reconciler.planning.place import place
+from reconciler.planning.snapshot import Snapshot, Want
 from reconciler.store import allocations, capacity, nodes, placement, rows
 from reconciler.store.engine import reading, transaction
 from reconciler.store.tables import slots
@@ -25,7 +27,11 @@ def fleet(site: Any) -> Any:
 
 
 def ids(conn: sa.Connection, want: Want, limit: int, **options: Any) -> list[str]:
-    return [node.id for node in capacity.likely(conn, want, limit, **options).nodes]
+    """Those with a slice, then the others."""
+    looked = (
+        capacity.likely(conn, want, limit, sliced=sliced, **options) for sliced in (True, False)
+    )
+    return [node.id for picture in looked for node in picture.nodes][:limit]
 
 
 def test_the_counts_rank_nodes_as_the_scheduler_does(fleet: Any) -> None:
@@ -92,3 +98,54 @@ def test_elsewhere_is_offered(fleet: Any) -> None:
         with pytest.raises(Problem) as caught:
             placement.reserve(conn, Want(2, region="r1"))
         assert "ask for 2 GPUs in" in caught.value.remedy
+
+
+@pytest.mark.covers("CTRL-5")
+@pytest.mark.parametrize("seed", range(12))
+def test_looking_at_few_nodes_finds_what_looking_at_all_would(fleet: Any, seed: int) -> None:
+    """Counts rank nodes as scores do, but for PCIe switches: those are judged among the first."""
+
+    def one_of(what: str, *choices: Any) -> Any:
+        return choices[zlib.crc32(f"{seed} {what}".encode()) % len(choices)]
+
+    with transaction(fleet.engine) as conn:
+        conn.execute(
+            sa.update(slots).values(capacity_metadata={"fabric_claim_mode": "per_slot_vf"})
+        )
+        for slot in rows.every(conn, sa.select(slots)):
+            own = str(slot["nvme_identity"])
+            status = one_of(f"status {own}", "available", "available", "active", "disabled")
+            used = {} if status == "available" else {"available_proof_id": None, "status": status}
+            moved = {"numa_node": one_of(f"numa {own}", 0, 1), **used}
+            if slot["status"] == "available":
+                conn.execute(sa.update(slots).where(slots.c.id == slot["id"]).values(moved))
+        for number in range(8):
+            if one_of(f"off {number}", True, False, False, False, False):
+                nodes.set_scheduling(conn, f"n{number}", False, fleet.act)
+        for wanted in (Want(1), Want(2), Want(1, node_id="n3")):
+            best = place(capacity.snapshot(conn), wanted)
+            if best is None:
+                with pytest.raises(Problem, match="no_capacity"):
+                    placement.reserve(conn, wanted)
+                continue
+            node_id, found = placement.reserve(conn, wanted)
+            assert (node_id, tuple(slot["id"] for slot in found)) == (best.node_id, best.slot_ids)
+
+
+def test_a_node_that_gets_its_first_slice_meanwhile_is_not_missed(
+    fleet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another tenant comes between the look at nodes with slices and that at those without."""
+    look = capacity.likely
+
+    def looked(conn: sa.Connection, *given: Any, sliced: bool, **options: Any) -> Snapshot:
+        found = look(conn, *given, sliced=sliced, **options)
+        if sliced:
+            taken = sa.update(slots).where(slots.c.node_id == "n1", slots.c.slot_index == 0)
+            conn.execute(taken.values(status="active", available_proof_id=None))
+        return found
+
+    monkeypatch.setattr(capacity, "likely", looked)
+    with transaction(fleet.engine) as conn:
+        node_id, found = placement.reserve(conn, Want(1, node_id="n1"))
+    assert (node_id, [slot["slot_index"] for slot in found]) == ("n1", [1])

@@ -186,6 +186,29 @@ def test_a_look_that_failed_frees_nothing(governed: Governed) -> None:
 
 
 @pytest.mark.covers("CTRL-7")
+def test_what_a_person_keeps_for_inspection_is_left_alone(governed: Governed) -> None:
+    """Seed 000: with `runtime_verified_absent` false the slots remain blocked."""
+    allocation_id = governed.fail()
+
+    def forced(absent: bool) -> None:
+        act = governed.site.act.because("to be looked at")
+        with transaction(governed.site.engine) as conn:
+            recovery.force_cleanup(conn, allocation_id, act, runtime_verified_absent=absent)
+
+    forced(False)
+    governed.look()
+    governed.look()
+    assert (governed.tasks(), governed.marks()) == ([], [""])
+    (case,) = governed.do(policy.cases)
+    assert (case.move, case.why) == (
+        Move.WAIT,
+        "kept for inspection: admin:alice: to be looked at",
+    )
+    forced(True)
+    assert governed.tasks() == ["slice.wipe"], "that person's own word ends it"
+
+
+@pytest.mark.covers("CTRL-7")
 def test_limits_per_node_and_per_hour(governed: Governed) -> None:
     first, second = governed.fail(), governed.fail()
     governed.look()
@@ -221,7 +244,9 @@ def test_a_force_released_allocation_is_repaired(governed: Governed) -> None:
 
     def released(conn: sa.Connection) -> str:
         allocation_id = str(site.active(conn, 2))
+        nodes.lost(conn, "n1", site.act)
         recovery.force_release(conn, allocation_id, site.act)
+        nodes.regained(conn, "n1", site.act)
         return allocation_id
 
     allocation_id = governed.do(released)

@@ -78,6 +78,9 @@ def test_without_the_word_for_absence_slots_stay_blocked(sold: Any) -> None:
         assert found["state"] == "failed"
         assert {claim["state"] for claim in found["claims"]} == {"failed"}
         assert len(applied["canceled_tasks"]) == 1
+        held = slots.get(conn, applied["slots"][0]["slot_id"])
+        claim = allocations.claims(conn, allocation_id)[0]
+        assert held["fence"] == claim["fence"] + 1, "the run that may live is shut out"
         assert tasks.every(conn, kind=TaskKind.SLICE_WIPE) == []
         again = force(conn, sold, allocation_id, absent=True)
         assert again["slots"][0]["status"] == "cleanup"
@@ -187,6 +190,9 @@ def test_release_whose_wipe_failed_can_be_forced(sold: Any) -> None:
 def test_force_release_ends_use_and_keeps_the_slot(sold: Any) -> None:
     with transaction(sold.engine) as conn:
         allocation_id = sold.active(conn)
+        assert code(recovery.force_release, conn, allocation_id, sold.act) == "node_reachable"
+        nodes.drain(conn, "n1", sold.act)
+        assert code(recovery.force_release, conn, allocation_id, sold.act) == "node_reachable"
         nodes.lost(conn, "n1", sold.act)
         assert recovery.force_release(conn, allocation_id, sold.act)["state"] == "released"
         assert sold.statuses(conn)[0] == "cleanup_blocked"
@@ -206,11 +212,6 @@ def test_deadlines_of_slots_block(sold: Any) -> None:
         row = history.of(conn, "slot", slot_id)[-1]
         assert row["target"] == "cleanup_blocked"
         assert row["allocation_id"] == allocation_id
-        task_id = tasks.every(conn, kind=TaskKind.SLICE_WIPE)[0]["id"]
-        assert recovery.expire(
-            conn, lifecycle.Overdue("task", task_id, "queued", 1.0, "cancel"), sold.act
-        )
-        assert tasks.get(conn, task_id)["state"] == "canceled"
         over = lifecycle.Overdue("node", "n1", "bootstrapping", 1.0, "maintain")
         assert not recovery.expire(conn, over, sold.act)
 

@@ -10,19 +10,25 @@ import sqlalchemy as sa
 
 from reconciler.domain.bundle import Bundle
 from reconciler.domain.errors import Problem
-from reconciler.domain.states import HealthState, NodeMode
+from reconciler.domain.states import HealthState, NodeMode, TaskKind
+from reconciler.settings import Settings
 from reconciler.store import (
     allocations,
     audit,
+    clock,
     discoveries,
     history,
+    invariants,
     nodes,
     outcomes,
     proofs,
     slots,
     tables,
+    tasks,
 )
 from reconciler.store.engine import transaction
+from reconciler.tasks import transition
+from reconciler.tasks.work import open_work
 
 
 def code(call: Any, *args: Any, **named: Any) -> str:
@@ -46,6 +52,7 @@ def test_order_of_preparation(site: Any) -> None:
         slot = site.approve(conn, "n2", 0)
         assert (slot["status"], slot["wanted"]) == ("disabled", "available")
         assert slot["capacity_metadata"]["fabric_claim_mode"] == "per_slot_vf"
+        assert set(slot["capacity_metadata"]) >= METADATA
         found = {blocker.code for blocker in slots.gate(conn, slot["id"])}
         assert found == {"discovery_stale", "parity_missing"}
         assert code(slots.make_available, conn, slot["id"], site.act) == "gate_closed"
@@ -53,6 +60,56 @@ def test_order_of_preparation(site: Any) -> None:
         assert site.prove(conn, "n2") == {"opened": [slot["id"]], "closed": {}}
         assert slots.get(conn, slot["id"])["health_state"] == "healthy"
         assert audit.every(conn, action="admin.slot.approved")[0]["subject_id"] == slot["id"]
+
+
+# What decision 24 has a slot say of itself.
+METADATA = {
+    "storage_ownership",
+    "storage_mode",
+    "destructive_wipe_policy",
+    "storage_transition_manifest",
+    "storage_identity_kind",
+    "fabric_claim_mode",
+    "fabric_vf_pci_address",
+}
+
+
+@pytest.mark.covers("CTRL-3", "HOST-9")
+@pytest.mark.parametrize("approved_first", [False, True])
+def test_a_slot_says_whose_its_disk_is_and_where_its_former_use_is_written_down(
+    site: Any, approved_first: bool
+) -> None:
+    bundle = candidate(site, 0)
+    manifest = "/var/log/gpuaas/slice-storage-transition-20261121093831.json"
+    device = {
+        "proof": {"disk": bundle.identity, "method": "discard", "verified": True},
+        "manifest": manifest,
+    }
+    with transaction(site.engine) as conn:
+        site.enrol(conn, "n1")
+        nodes.change(conn, "n1", site.act, profile="lab")
+        parameters = {"devices": [bundle.nvme_device], "apply": True}
+        kind = TaskKind.NODE_STORAGE_TRANSITION
+        task = tasks.enqueue(conn, tasks.Enqueue(kind, "n1", "node", "n1", parameters), site.act)
+        work = open_work(conn, Settings(), task)
+        if approved_first:
+            slot = slots.approve(conn, "n1", bundle, site.act)
+            assert slot["capacity_metadata"]["storage_transition_manifest"] == ""
+            transition.succeed(work, {"devices": [device], "manifest": manifest})
+        else:
+            transition.succeed(work, {"devices": [device], "manifest": manifest})
+            slot = slots.approve(conn, "n1", bundle, site.act)
+        told = slots.get(conn, slot["id"])["capacity_metadata"]
+        assert {name: told[name] for name in METADATA} == {
+            "storage_ownership": "slice",
+            "storage_mode": "slice",
+            "destructive_wipe_policy": "clear",
+            "storage_transition_manifest": manifest,
+            "storage_identity_kind": "nvme_wwn_by_id",
+            "fabric_claim_mode": "per_slot_vf",
+            "fabric_vf_pci_address": bundle.fabric_vf_pci_address,
+        }
+        assert site.prove(conn, "n1") == {"opened": [slot["id"]], "closed": {}}
 
 
 @pytest.mark.covers("CTRL-3", "I4")
@@ -213,6 +270,75 @@ def test_reboot_and_reimage_close_the_gate(sold: Any) -> None:
         assert len(slots.open_gate(conn, "n1", sold.act)["opened"]) == 2
         nodes.observed(conn, "n1", sold.act, identity={"host_key": "ssh-ed25519 BBBB"})
         assert sold.statuses(conn) == ["disabled", "disabled"]
+        # The new installation's ledger knows nothing of the proofs that the old one gave.
+        for kind in (document, report):
+            kind["identity"]["host_key"] = "ssh-ed25519 BBBB"
+        discoveries.record(conn, "n1", document, sold.act)
+        discoveries.record_parity(conn, "n1", report, sold.act)
+        found = slots.open_gate(conn, "n1", sold.act)["closed"]
+        assert {row["code"] for rows in found.values() for row in rows} == {"proof_stale"}
+        for slot in slots.of_node(conn, "n1"):
+            proof = {"disk": slot["nvme_identity"], "method": "discard", "verified": True}
+            proofs.record_transition(conn, "n1", proof, sold.act)
+        assert len(slots.open_gate(conn, "n1", sold.act)["opened"]) == 2
+
+
+@pytest.mark.covers("CTRL-3", "I16")
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ("gpu", "discovery:gpu_not_found"),
+        ("mounted", "discovery:mounted"),
+        ("identity", "discovery:disk_not_found"),
+        ("node", "discovery:missing_dnsmasq"),
+    ],
+)
+def test_a_later_discovery_takes_off_sale_what_it_speaks_against(
+    sold: Any, change: str, code: str
+) -> None:
+    with transaction(sold.engine) as conn:
+        first, second = slots.of_node(conn, "n1")
+        document = sold.document(0)
+        disk = next(d for d in document["nvme"] if d["identity"] == first["nvme_identity"])
+        if change == "gpu":
+            document["gpu"] = [
+                one for one in document["gpu"] if one["address"] != first["gpu_pci_address"]
+            ]
+        elif change == "mounted":
+            disk["blockers"] = [{"code": "mounted", "detail": "/mnt"}]
+        elif change == "identity":
+            disk["identity"] = "eui.5e00000000000999"
+        else:
+            document["slice_network"]["blockers"] = [{"code": "missing_dnsmasq", "detail": "x"}]
+        discoveries.record(conn, "n1", document, sold.act)
+        found = slots.get(conn, first["id"])
+        assert found["status"] == "disabled"
+        assert code in found["status_reason"]
+        other = slots.get(conn, second["id"])["status"]
+        assert other == ("disabled" if change == "node" else "available")
+        row = history.of(conn, "slot", first["id"])[-1]
+        assert code in {one["code"] for one in row["evidence"]["blockers"]}
+        assert [v for v in invariants.check(conn) if v.invariant != "I12"] == []
+        # Seen without it, the slot passes again.
+        discoveries.record(conn, "n1", sold.document(0), sold.act)
+        assert slots.open_gate(conn, "n1", sold.act)["closed"] == {}
+
+
+@pytest.mark.covers("I4")
+def test_use_from_before_the_wipe_keeps_a_late_discovery_from_closing(sold: Any) -> None:
+    """The host was asked while the last tenant was there, and answers after the wipe."""
+    with transaction(sold.engine) as conn:
+        asked = clock.read(conn)
+        key = sold.active(conn)
+        held = allocations.claims(conn, key)[0]
+        allocations.release(conn, key, sold.act)
+        given = sold.proofs(conn, key)
+        outcomes.release_succeeded(conn, key, sold.act, proofs=given, absence={"absent": True})
+        document = sold.document(0)
+        disk = next(d for d in document["nvme"] if d["identity"] == held["nvme_identity"])
+        disk["blockers"] = [{"code": "qemu_in_use", "detail": "a guest"}]
+        discoveries.record(conn, "n1", document, sold.act, observed_at=asked)
+        assert sold.statuses(conn) == ["available", "available"]
 
 
 @pytest.mark.covers("CTRL-3")

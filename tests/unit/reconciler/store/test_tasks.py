@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import sqlalchemy as sa
 
 from reconciler.domain.errors import Problem
 from reconciler.domain.states import TaskKind, TaskState
-from reconciler.store import clock, nodes, tables, tasks
+from reconciler.store import clock, nodes, tables, tasks, waiting
 from reconciler.store.engine import transaction
 
 
@@ -23,8 +22,6 @@ def code(call: Any, *args: Any, **named: Any) -> str:
 def put(conn: Any, site: Any, kind: TaskKind, subject: str = "n1", **fields: Any) -> dict[str, Any]:
     subject_kind = "node" if subject == "n1" else "allocation"
     item = tasks.Enqueue(kind, "n1", subject_kind, subject, **fields)
-    # The queue's order is that of SQLite's clock, which counts milliseconds.
-    time.sleep(0.002)
     return tasks.enqueue(conn, item, site.act)
 
 
@@ -210,3 +207,27 @@ def test_schema_lets_one_run_per_subject(sold: Any) -> None:
         put(conn, sold, TaskKind.SLICE_TOPOLOGY_DISCOVER)
     with pytest.raises(sa.exc.IntegrityError), transaction(sold.engine) as conn:
         conn.execute(sa.update(tables.tasks).values(state="running"))
+
+
+@pytest.mark.covers("CTRL-9")
+def test_what_was_queued_in_the_same_instant_goes_in_the_order_of_queueing(sold: Any) -> None:
+    """The database's clock may see no difference between them."""
+    kinds = (TaskKind.NODE_PARITY, TaskKind.NODE_BOOTSTRAP, TaskKind.NODE_IMAGE_CACHE)
+    with transaction(sold.engine) as conn:
+        queued = [
+            tasks.enqueue(conn, tasks.Enqueue(kinds[number % 3], "n1", "x", f"{number}"), sold.act)
+            for number in range(30)
+        ]
+        conn.execute(sa.update(tables.tasks).values(created_at=1.0))
+        ids = [task["id"] for task in queued]
+        assert [task["id"] for task in tasks.open_of_node(conn, "n1")] == ids
+        assert [task["id"] for task in tasks.every(conn)] == ids[::-1]
+        # One that works alone, first in line, keeps those behind it from going before it.
+        told = waiting.reasons(conn, queued)
+        assert told[ids[2]]["code"] == "exclusive_first"
+        taken = []
+        while found := tasks.lease(conn, "w"):
+            taken.append(found[0]["id"])
+            held = (found[0]["id"], found[0]["lease_token"])
+            tasks.finish(conn, *held, TaskState.SUCCEEDED, sold.act)
+    assert taken == ids

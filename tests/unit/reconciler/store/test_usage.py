@@ -177,7 +177,7 @@ def backfill(sold: Any, old: sa.Engine) -> None:
         outcomes.release_succeeded(conn, over, sold.act, proofs=given, absence={"absent": True})
         sold.failed(conn)
         wanted = usage.every(conn, ALWAYS)
-    migrate(old, "0012")
+    migrate(old, "0009")
     tables_then = ("projects", "nodes", "images", "wipe_proofs", "node_resource_slots")
     with reading(sold.engine) as source, old.begin() as target:
         for name in (*tables_then, "allocations", "allocation_resource_claims"):
@@ -185,8 +185,10 @@ def backfill(sold: Any, old: sa.Engine) -> None:
             known = {column["name"] for column in sa.inspect(target).get_columns(name)}
             for row in rows.every(source, sa.select(table)):
                 kept = {key: row[key] for key in known & set(row) if key != "live_mode"}
-                target.execute(sa.insert(table).values(**kept))
-    migrate(old, "0007")
+                # Columns that came later have defaults, which the version before cannot take.
+                then = sa.table(name, *(sa.column(key, table.c[key].type) for key in kept))
+                target.execute(sa.insert(then).values(**kept))
+    migrate(old, "0010")
     with old.connect() as conn:
         found = {row["allocation_id"]: row for row in usage.every(conn, ALWAYS)}
     assert set(found) == {running, over}

@@ -16,6 +16,7 @@ from reconciler.store import (
     discoveries,
     nodes,
     outcomes,
+    proofs,
     rows,
     tables,
     tasks,
@@ -47,10 +48,18 @@ class Machines:
         discoveries.record(conn, node_id, self.site.document(number), self.act)
 
     def machine(self, node_id: str = "m1", number: int = 1, **fields: Any) -> None:
-        """A machine that can be given away."""
+        """A machine that can be given away, with each disk that nothing uses taken over."""
         with transaction(self.engine) as conn:
             self.add(conn, node_id, number, **fields)
+            for disk in self.site.document(number)["nvme"]:
+                if not disk["blockers"]:
+                    self.take_over(conn, node_id, disk["identity"])
             self.discover(conn, node_id, number)
+
+    def take_over(self, conn: sa.Connection, node_id: str, identity: str) -> None:
+        """The disk's storage transition, as it was approved by identity."""
+        proof = {"disk": identity, "method": "discard", "verified": True}
+        proofs.record_transition(conn, node_id, proof, self.act)
 
     def launch(self, conn: sa.Connection, **fields: Any) -> Record:
         wish = self.site.launch(0, capacity_shape="baremetal", **fields)
@@ -95,7 +104,7 @@ class Machines:
 
     def evidence(self, conn: sa.Connection, allocation_id: str, **more: Any) -> dict[str, Any]:
         """What a release finds on a host that is clean."""
-        proofs = {
+        wiped = {
             disk["slot_id"]: {
                 "disk": f"eui.{disk['nvme_eui']}",
                 "serial": disk["nvme_serial"],
@@ -105,7 +114,7 @@ class Machines:
             }
             for disk in baremetal.claim_of(conn, allocation_id)["disks"]
         }
-        return {**FOUND, "proofs": proofs, **more}
+        return {**FOUND, "proofs": wiped, **more}
 
     def released(self, conn: sa.Connection, allocation_id: str, **more: Any) -> bool:
         """End the release that is due with this evidence."""

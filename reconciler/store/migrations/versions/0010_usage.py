@@ -15,8 +15,8 @@ from reconciler.store.migrations.columns import (
     texts,
 )
 
-revision = "0007"
-down_revision = "0012"
+revision = "0010"
+down_revision = "0009"
 
 CLAIM = (
     "id allocation_id kind node_id slot_id position slot_index gpu_pci_address nvme_device"

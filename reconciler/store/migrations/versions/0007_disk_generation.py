@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from alembic import op
 
-revision = "0009"
-down_revision = "0008"
+revision = "0007"
+down_revision = "0006"
 
 SLOTS = "node_resource_slots"
 TOLD = "a disk generation only grows, and a slot keeps its disk"

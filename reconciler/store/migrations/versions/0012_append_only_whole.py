@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from alembic import op
 
-revision = "0006"
-down_revision = "0010"
+revision = "0012"
+down_revision = "0011"
 
 # Whether a row with the new one's key is there already.
 TABLES = {

@@ -7,8 +7,8 @@ from alembic import op
 
 from reconciler.store.migrations.columns import documents, moments, numbers, stamps, texts
 
-revision = "0012"
-down_revision = "0011"
+revision = "0009"
+down_revision = "0008"
 
 
 def upgrade() -> None:

@@ -7,7 +7,7 @@ from alembic import op
 
 from reconciler.store.migrations.columns import DOCUMENT, documents, moments, points, stamps, texts
 
-revision = "0008"
+revision = "0006"
 down_revision = "0005"
 
 

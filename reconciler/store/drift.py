@@ -1,0 +1,254 @@
+"""What follows from a difference between a host and the records.
+
+Nothing is freed by it, and nothing on the host is touched. A slot that nobody has, and of which the
+host holds something, goes off sale: blocked where it is its last tenant's, so that the ordinary
+clean-up can prove it clean, and otherwise shut by its gate until the host is seen without it. What
+a tenant lacks becomes the health of its slots; its claim stays (I15).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.domain.act import Act
+from reconciler.domain.drift import STEP, Difference, Findings, compare
+from reconciler.domain.drift import Slot as Known
+from reconciler.domain.states import HealthState, NodeMode, NodeState, SlotState, TaskKind
+from reconciler.store import (
+    beliefs,
+    clock,
+    contact,
+    gates,
+    history,
+    outbox,
+    outcomes,
+    proofs,
+    rows,
+    slots,
+    tasks,
+)
+from reconciler.store.following import OPEN
+from reconciler.store.lifecycle import advance
+from reconciler.store.rows import Record
+from reconciler.store.tables import nodes
+from reconciler.store.tables import slots as slot_table
+from reconciler.store.tables import tasks as task_table
+
+# A lost host is asked by the watch; one that is not prepared has nothing to compare.
+ASKED = (NodeState.READY, NodeState.DRAINING, NodeState.MAINTENANCE)
+# The host has been seen without a stranger's use of the disk; no proof of a clean disk is newer.
+UNPROVEN = "disk_unproven"
+
+
+def reconcile(
+    conn: sa.Connection, node_id: str, evidence: Mapping[str, Any], act: Act, *, since: float
+) -> dict[str, Any]:
+    """Compare, and do what follows; since: when the host was asked, by the database's clock.
+
+    The task's result: differences, skipped, unknown, and the slots that were blocked, shut, healed
+    and opened.
+    """
+    node = rows.get(conn, nodes, node_id, "node", lock=True)
+    if node["mode"] != NodeMode.SLICE:
+        # Being converted: what is there now is on its way.
+        return {"differences": [], "skipped": [node_id], "unknown": {}}
+    _heed_boot(conn, node, evidence["identity"], act)
+    holdings = evidence["holdings"]
+    records = beliefs.of_node(conn, node_id, holdings, since=since)
+    findings = compare(holdings, records)
+    done: dict[str, list[str]] = {"blocked": [], "shut": [], "healed": [], "opened": []}
+    for slot in records.slots:
+        if slot.settled:
+            mine = [one for one in findings.differences if one.slot_id == slot.id]
+            for what in _of_slot(conn, slot, mine, findings, act, since):
+                done[what].append(slot.id)
+    _of_node(conn, node, findings, act)
+    counts = {
+        "differences": len(findings.differences),
+        "skipped": len(findings.skipped),
+        "unknown": len(findings.unknown),
+    }
+    outbox.add(
+        conn,
+        "node.drift",
+        "node",
+        node_id,
+        payload=counts,
+        node_id=node_id,
+        correlation_id=act.correlation_id,
+    )
+    return {
+        "differences": [one.document() for one in findings.differences],
+        "skipped": list(findings.skipped),
+        "unknown": dict(findings.unknown),
+        **done,
+    }
+
+
+def due(conn: sa.Connection, *, every_s: float, at_once: int) -> list[str]:
+    """The slice hosts whose turn it is, the longest unseen first: so many that, with those that are
+    asked already, no more than at_once are asked together.
+    """
+    asked = sa.select(task_table.c.node_id).where(
+        task_table.c.kind == TaskKind.SLICE_DRIFT_RECONCILE
+    )
+    open_ones = set(conn.execute(asked.where(task_table.c.state.in_(OPEN))).scalars())
+    last = (
+        sa.select(sa.func.max(task_table.c.created_at))
+        .where(
+            task_table.c.node_id == nodes.c.id, task_table.c.kind == TaskKind.SLICE_DRIFT_RECONCILE
+        )
+        .correlate(nodes)
+        .scalar_subquery()
+    )
+    since = sa.func.coalesce(last, nodes.c.mode_since)
+    query = sa.select(nodes.c.id).where(
+        nodes.c.mode == NodeMode.SLICE,
+        nodes.c.state.in_(ASKED),
+        nodes.c.id.not_in(open_ones),
+        since < clock.now() - every_s,
+    )
+    free = max(at_once - len(open_ones), 0)
+    return list(conn.execute(query.order_by(since, nodes.c.id).limit(free)).scalars())
+
+
+def ask(conn: sa.Connection, node_id: str, act: Act) -> Record:
+    """Queue one look at one host; it gives way to all work that somebody waits for."""
+    item = tasks.Enqueue(
+        kind=TaskKind.SLICE_DRIFT_RECONCILE,
+        node_id=node_id,
+        subject_kind="node",
+        subject_id=node_id,
+        deadline_s=600,
+        priority=-1,
+    )
+    return tasks.enqueue(conn, item, act)
+
+
+def forget(conn: sa.Connection, node_id: str, act: Act) -> None:
+    """The node is no slice host any more: what was found of its slices is the past's."""
+    node = rows.get(conn, nodes, node_id, "node", lock=True)
+    if node["health_detail"].get("step") == STEP:
+        _node_health(conn, node, HealthState.UNKNOWN, {}, act.because("no slice host any more"))
+
+
+def _heed_boot(conn: sa.Connection, node: Record, identity: Mapping[str, Any], act: Act) -> None:
+    """Another boot than the proven one closes the gate (I16). Which one it is, a discovery says:
+    from here it could be an older one than is known by now, and open what is closed (I14).
+    """
+    contact.contacted(conn, node["id"])
+    if node["boot_id"] and identity["boot_id"] != node["boot_id"]:
+        own = act.because(f"boot {identity['boot_id'] or 'unknown'}")
+        contact.restarted(conn, node["id"], own, since=node["boot_id"])
+
+
+def _of_slot(
+    conn: sa.Connection,
+    slot: Known,
+    found: Sequence[Difference],
+    findings: Findings,
+    act: Act,
+    since: float,
+) -> list[str]:
+    record = rows.get(conn, slot_table, slot.id, "slot")
+    if not found:
+        # A part that could not be looked at may hide what was found there before (I13).
+        clean = not findings.unknown and record["health_detail"].get("step") == STEP
+        if not clean or record["status"] == SlotState.CLEANUP_BLOCKED:
+            return []
+        return _heal(conn, record, act, since)
+    told = "; ".join(f"{one.code}: {one.found}" for one in found)[:2000]
+    own = act.because(
+        f"the host differs from the records: {told}",
+        {"differences": [one.document() for one in found], "observed_since": since},
+    )
+    if not slot.idle:
+        worst = HealthState.FAILED if any(_failed(one) for one in found) else HealthState.DEGRADED
+        slots.set_health(conn, slot.id, worst, _detail(found, told), own)
+        return []
+    if slot.holder and any(one.orphan and one.allocation_id == slot.holder for one in found):
+        own = own.because(own.reason, {**own.evidence, "allocation_id": slot.holder})
+        error = {"code": found[0].code, "found": told}
+        outcomes.block(conn, record, slot.holder, own, step=STEP, error=error)
+        return ["blocked"]
+    detail = _detail(found, told)
+    before = record["health_detail"]
+    if any(one.disk_used for one in found) or before.get("disk_used") or before.get("clean_since"):
+        detail["disk_used"] = True
+    slots.set_health(conn, slot.id, HealthState.FAILED, detail, own)
+    if record["status"] != SlotState.AVAILABLE:
+        return []
+    advance(conn, "slot", slot.id, "disable", own, columns={"available_proof_id": None})
+    return ["shut"]
+
+
+def _heal(conn: sa.Connection, record: Record, act: Act, since: float) -> list[str]:
+    """The host was seen without what it had. A disk that somebody used needs a newer proof."""
+    slot_id, detail = record["id"], record["health_detail"]
+    if detail.get("disk_used"):
+        told = {
+            "step": STEP,
+            "code": UNPROVEN,
+            "reason": f"{detail['reason']}; gone, and no proof of a clean disk is newer",
+            "clean_since": since,
+        }
+        own = act.because("the use of the disk has ended; it must be proven clean")
+        slots.set_health(conn, slot_id, HealthState.FAILED, told, own)
+        return []
+    proof = proofs.current(conn, record)
+    if "clean_since" in detail and (proof is None or proof["created_at"] < detail["clean_since"]):
+        return []
+    own = act.because("the host is as the records say", {"observed_since": since})
+    slots.set_health(conn, slot_id, HealthState.HEALTHY, {}, own)
+    wanted = record["wanted"] == SlotState.AVAILABLE and record["status"] == SlotState.DISABLED
+    if not wanted or gates.gate(conn, slot_id):
+        return ["healed"]
+    gates.make_available(conn, slot_id, own)
+    return ["healed", "opened"]
+
+
+def _detail(found: Sequence[Difference], told: str) -> dict[str, Any]:
+    """As of a blocked slot, so that whoever reads one finds it where it always is."""
+    detail: dict[str, Any] = {"step": STEP, "code": found[0].code, "reason": told}
+    named = [one.allocation_id for one in found if one.allocation_id]
+    return detail | ({"allocation_id": named[0]} if named else {})
+
+
+def _failed(one: Difference) -> bool:
+    return one.severity == HealthState.FAILED
+
+
+def _of_node(conn: sa.Connection, node: Record, findings: Findings, act: Act) -> None:
+    """What concerns no slot is the node's health, unless that tells of something else already."""
+    loose = [one for one in findings.differences if not one.slot_id]
+    told = [f"{one.code}: {one.found}" for one in loose]
+    told += [f"{name} {why}" for name, why in sorted(findings.unknown.items())]
+    ours = node["health_detail"].get("step") == STEP
+    if told and (ours or not node["health_detail"]):
+        reason = "; ".join(told)[:2000]
+        detail = {"step": STEP, "code": loose[0].code if loose else "unknown", "reason": reason}
+        if node["health_detail"] != detail:
+            _node_health(conn, node, HealthState.DEGRADED, detail, act.because(reason))
+    elif ours and not told:
+        own = act.because("the host is as the records say")
+        _node_health(conn, node, HealthState.HEALTHY, {}, own)
+
+
+def _node_health(
+    conn: sa.Connection, node: Record, health: HealthState, detail: dict[str, Any], act: Act
+) -> None:
+    update = sa.update(nodes).where(nodes.c.id == node["id"])
+    values = {"health_state": health.value, "health_detail": detail}
+    conn.execute(update.values(generation=nodes.c.generation + 1, **values))
+    history.write(
+        conn,
+        "node_health",
+        {**node, "generation": node["generation"] + 1},
+        act.because(act.reason, {**act.evidence, "detail": detail}),
+        source=node["health_state"],
+        event="observe",
+        target=health.value,
+    )

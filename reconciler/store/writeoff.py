@@ -1,0 +1,116 @@
+"""Giving up what is dead: a slot, or a disk, whose device will never prove anything any more.
+
+Nothing is believed clean by it. The disk keeps its generation, for which there is no proof: should
+it come back, in whatever slot, it must be taken over and wiped before anybody gets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import sqlalchemy as sa
+
+from reconciler.domain import discovery as seen
+from reconciler.domain.act import Act
+from reconciler.domain.errors import Problem
+from reconciler.domain.states import LIVE_CLAIMS, SlotState
+from reconciler.store import clock, rows, sightings
+from reconciler.store.claims import last_holder, of_allocation
+from reconciler.store.lifecycle import advance
+from reconciler.store.rows import Record
+from reconciler.store.tables import nodes, slots
+
+
+def dead_slot(conn: sa.Connection, slot: Record, act: Act) -> Record:
+    """Take a blocked slot out of recovery; only where the host shows that a device of it is gone.
+
+    Problem `reason_required`, `claim_live`, or `slot_in_use` while disk and GPU are there.
+    """
+    require_reason(act)
+    holder = last_holder(conn, slot["id"])
+    claimed = [claim for claim in of_allocation(conn, holder) if claim["slot_id"] == slot["id"]]
+    if any(claim["state"] in LIVE_CLAIMS for claim in claimed):
+        raise Problem(
+            "claim_live",
+            409,
+            expected="a slot whose last claim has ended",
+            found=f"the claim of allocation {holder}",
+            remedy=f"end it first: `gpuaas recover {holder}`, or force its release",
+        )
+    latest = _after(conn, slot["node_id"], slot["status_since"])
+    document = latest["document"] if latest else {}
+    missing = [
+        name
+        for name, device in (
+            ("disk", seen.disk_by_identity(document, slot["nvme_identity"])),
+            ("gpu", seen.gpu(document, slot["gpu_pci_address"])),
+        )
+        if latest and device is None
+    ]
+    if latest is None or not missing:
+        raise Problem(
+            "slot_in_use",
+            409,
+            expected="a disabled slot, or a blocked one whose disk or GPU has died",
+            found="cleanup_blocked, its disk and GPU are there"
+            if latest
+            else "cleanup_blocked, and no discovery since then under the host's present boot",
+            remedy="recover the slot; if a device has died, discover the node and ask again",
+        )
+    evidence = {"discovery_id": latest["id"], "missing": missing, "allocation_id": holder}
+    return _withdraw(conn, slot, act, f"no {' and no '.join(missing)} any more", evidence)
+
+
+def slots_of(conn: sa.Connection, node_id: str, act: Act) -> list[str]:
+    """All slots of a node that goes for good: their devices and addresses are free for others."""
+    query = sa.select(slots).where(slots.c.node_id == node_id, slots.c.retired_at.is_(None))
+    given_up = []
+    for slot in rows.every(conn, query.order_by(slots.c.id).with_for_update()):
+        if slot["status"] == SlotState.CLEANUP_BLOCKED:
+            evidence = {"allocation_id": last_holder(conn, slot["id"])}
+            _withdraw(conn, slot, act, "the node goes with whatever is left on it", evidence)
+            given_up.append(str(slot["id"]))
+    update = sa.update(slots).where(slots.c.node_id == node_id, slots.c.retired_at.is_(None))
+    gone = {"retired_at": clock.now(), "wanted": SlotState.DISABLED.value}
+    conn.execute(update.values(generation=slots.c.generation + 1, **gone))
+    return given_up
+
+
+def dead_disks(conn: sa.Connection, node_id: str, disks: list[Record], since: float) -> list[str]:
+    """Those of a whole machine's disks that its latest discovery, after `since`, does not have."""
+    latest = _after(conn, node_id, since)
+    if latest is None:
+        return []
+    identities = [f"eui.{disk['nvme_eui']}" for disk in disks]
+    return [one for one in identities if seen.disk_by_identity(latest["document"], one) is None]
+
+
+def require_reason(act: Act) -> None:
+    """What is given up is given up by somebody, who says why."""
+    if not act.reason.strip():
+        raise Problem(
+            "reason_required",
+            422,
+            expected="a reason for the audit log",
+            found="none",
+            remedy="say why this is given up",
+        )
+
+
+def _withdraw(
+    conn: sa.Connection, slot: Record, act: Act, why: str, evidence: Mapping[str, object]
+) -> Record:
+    # The next fence: a run that is still alive somewhere has no word in this any more.
+    own = act.because(f"{act.reason}; written off: {why}", {**act.evidence, **evidence})
+    columns = {"fence": slot["fence"] + 1}
+    return advance(conn, "slot", slot["id"], "withdraw", own, columns=columns)
+
+
+def _after(conn: sa.Connection, node_id: str, since: float) -> Record | None:
+    """The latest discovery, if it is of the host's present boot and was begun after `since`."""
+    node = rows.get(conn, nodes, node_id, "node")
+    latest = sightings.latest(conn, node_id)
+    if latest is None or not node["boot_id"] or latest["observed_at"] < since:
+        return None
+    now = (node["boot_id"], node["install_id"])
+    return latest if (latest["boot_id"], latest["install_id"]) == now else None

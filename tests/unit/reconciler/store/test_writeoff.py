@@ -1,0 +1,74 @@
+"""What is dead is given up with evidence, and nothing of it is ever believed clean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from reconciler.domain.bundle import Bundle
+from reconciler.domain.errors import Problem
+from reconciler.domain.states import TaskKind
+from reconciler.store import (
+    allocations,
+    discoveries,
+    history,
+    invariants,
+    outcomes,
+    recovery,
+    slots,
+)
+from reconciler.store.engine import transaction
+
+
+def code(call: Any, *args: Any, **named: Any) -> str:
+    with pytest.raises(Problem) as caught:
+        call(*args, **named)
+    return caught.value.code
+
+
+@pytest.mark.covers("CTRL-7", "I12", "I4")
+@pytest.mark.parametrize("dead", ["disk", "gpu"])
+def test_a_blocked_slot_whose_device_died_is_written_off(sold: Any, dead: str) -> None:
+    with transaction(sold.engine) as conn:
+        key = sold.failed(conn)
+        slot = slots.get(conn, allocations.claims(conn, key)[0]["slot_id"])
+        assert code(slots.withdraw, conn, slot["id"], sold.act.because("")) == "reason_required"
+        assert code(slots.withdraw, conn, slot["id"], sold.act) == "slot_in_use", "not looked at"
+        discoveries.record(conn, "n1", sold.document(0), sold.act)
+        assert code(slots.withdraw, conn, slot["id"], sold.act) == "slot_in_use", "all is there"
+        document = sold.document(0)
+        name, column, gone = {
+            "disk": ("nvme", "identity", slot["nvme_identity"]),
+            "gpu": ("gpu", "address", slot["gpu_pci_address"]),
+        }[dead]
+        document[name] = [one for one in document[name] if one[column] != gone]
+        discoveries.record(conn, "n1", document, sold.act, observed_at=slot["status_since"] - 1)
+        assert code(slots.withdraw, conn, slot["id"], sold.act) == "slot_in_use", "from before"
+        discoveries.record(conn, "n1", document, sold.act)
+        after = slots.withdraw(conn, slot["id"], sold.act)
+        assert after["retired_at"] and after["status"] == "disabled"
+        assert after["fence"] > slot["fence"]
+        row = history.of(conn, "slot", slot["id"])[-1]
+        assert (row["event"], row["evidence"]["missing"]) == ("withdraw", [dead])
+        assert recovery.blocked(conn) == []
+        assert invariants.check(conn) == []
+        # Put back or replaced, it is approved anew; the disk is not believed to be clean.
+        discoveries.record(conn, "n1", sold.document(0), sold.act)
+        discoveries.record_parity(conn, "n1", sold.parity(), sold.act)
+        bundle = Bundle.of(sold.document(0)["candidates"][0]["bundle"])
+        again = slots.approve(conn, "n1", bundle, sold.act)
+        assert again["nvme_identity"] == slot["nvme_identity"]
+        assert "proof_missing" in {row.code for row in slots.gate(conn, again["id"])}
+
+
+@pytest.mark.covers("CTRL-7")
+def test_a_dead_slot_is_not_written_off_under_a_claim(sold: Any) -> None:
+    with transaction(sold.engine) as conn:
+        key = sold.active(conn)
+        allocations.release(conn, key, sold.act)
+        sold.finish(conn, TaskKind.SLICE_VM_RELEASE)
+        outcomes.release_failed(conn, key, sold.act, step="nvme_wipe", error={})
+        discoveries.record(conn, "n1", {**sold.document(0), "nvme": []}, sold.act)
+        slot_id = allocations.claims(conn, key)[0]["slot_id"]
+        assert code(slots.withdraw, conn, slot_id, sold.act) == "claim_live"
