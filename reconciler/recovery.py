@@ -21,13 +21,17 @@ OnStep = Callable[[str, Record], None]
 
 ABSENCE_DEADLINE_S = 300
 SETTLE_DEADLINE_S = 1800
+BUILDING = ("requested", "provisioning")
+# A slot leaves its clean-up for these only with the proof of a clean disk.
+RECOVERED = ("available", "disabled")
 AUDIT_ACTION = "admin.allocation.force_cleanup.applied"
 
 
 def recover(client: Client, allocation_id: str, reason: str, on_step: OnStep) -> Record:
     """Bring the slots of a failed allocation back, or stop where a person must decide.
 
-    Returns the evidence of each step by name. Raises Problem: the service's own refusals, or
+    Returns the evidence of each step by name; under `not_on_sale` the slots that are clean while
+    their gate is closed, each with what to do next. Raises Problem: the service's own refusals, or
     `slots_not_recovered` when a slot did not come back.
     """
     evidence: Record = {}
@@ -42,8 +46,13 @@ def recover(client: Client, allocation_id: str, reason: str, on_step: OnStep) ->
     _refuse(allocation)
     claimed = {claim["slot_id"] for claim in allocation["claims"] if claim["slot_id"]}
     node_id = allocation["node_id"]
-    mine = set(note("inventory", _held(allocation, _inventory(client, node_id, claimed))))
+    held = note("inventory", _held(allocation, _inventory(client, node_id, claimed)))
+    _refuse_release_under_way(allocation, held)
+    mine = set(held)
 
+    if allocation["state"] in BUILDING:
+        # Its run may be alive, and nothing else can be done on the host before that has ended.
+        note("run_canceled", _force(client, allocation_id, reason, absent=False))
     absence = note("runtime_absence", _absence(client, allocation_id))
     note("disk_evidence", _proofs(_inventory(client, node_id, mine)))
     released = allocation["state"] == "released"
@@ -65,12 +74,16 @@ def recover(client: Client, allocation_id: str, reason: str, on_step: OnStep) ->
         },
     )
 
-    stuck = {key: slot["status"] for key, slot in after.items() if slot["status"] != "available"}
+    shut = [key for key, slot in after.items() if slot["status"] == "disabled"]
+    if shut:
+        # Clean, which is what this was about; why it is not sold yet is another matter.
+        note("not_on_sale", {key: _gate(client, node_id, key) for key in shut})
+    stuck = {key: slot["status"] for key, slot in after.items() if slot["status"] not in RECOVERED}
     if stuck:
         raise Problem(
             "slots_not_recovered",
             409,
-            expected="every slot of the allocation available",
+            expected="every slot of the allocation proven clean",
             found=", ".join(f"{key} {status}" for key, status in stuck.items()),
             remedy="read the slot's health_detail and the task that failed; the host needs a look",
         )
@@ -101,6 +114,32 @@ def _refuse(allocation: Record) -> None:
                 found=found,
                 remedy=remedy,
             )
+
+
+def _refuse_release_under_way(allocation: Record, held: Record) -> None:
+    if allocation["state"] == "releasing" and any(
+        slot["status"] == "releasing" for slot in held.values()
+    ):
+        raise Problem(
+            "allocation_releasing",
+            409,
+            expected="a release that has failed",
+            found="one that is under way",
+            remedy="wait until it has ended",
+        )
+
+
+def _gate(client: Client, node_id: str, slot_id: str) -> Record:
+    """Why a clean slot is not sold, and the command that comes next."""
+    slot = client.get(f"/admin/nodes/{node_id}/resource-slots/{slot_id}")
+    codes = [str(row["code"]) for row in slot["gate"]]
+    if slot["wanted"] == "disabled" or "launches_failed" in codes:
+        command = f"gpuaas slots enable {node_id} {slot_id}"
+    elif any(code.startswith("proof_") for code in codes):
+        command = f"gpuaas nodes transition {node_id} --device {slot['nvme_device']}"
+    else:
+        command = f"gpuaas nodes discover {node_id} && gpuaas nodes parity {node_id}"
+    return {"gate": slot["gate"], "wanted": slot["wanted"], "next": command}
 
 
 def _force(client: Client, allocation_id: str, reason: str, absent: bool) -> Record:

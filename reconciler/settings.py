@@ -16,6 +16,7 @@ import yaml
 from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from reconciler.domain import hardware
 from reconciler.domain.errors import Problem
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -43,6 +44,12 @@ class Settings(BaseSettings):
         default="", description="SQLAlchemy URL; empty means SQLite in the state folder."
     )
     listen: str = Field(default="127.0.0.1:8080", description="Address of the API, host:port.")
+    operator_listen: str = Field(
+        default="",
+        description="Address of the operators' listener, such as 127.0.0.1:8008: loopback only, for"
+        " whoever is on this machine is a platform admin there, without a token and audited as"
+        " local-operator. Empty: none.",
+    )
     public_url: str = Field(
         default="",
         description="URL under which hosts reach the API; empty: the listen address.",
@@ -77,6 +84,48 @@ class Settings(BaseSettings):
         ge=1,
         description="Seconds after which a silent leader is replaced. Too low, and a busy database"
         " makes the leader change for nothing; too high, and deadlines pass unseen for that long.",
+    )
+    drift_interval_s: int = Field(
+        default=900,
+        ge=0,
+        description="Seconds between two comparisons of what a slice host holds with the records;"
+        " 0: only when asked for. It is also how soon a host that falls silent with nothing to do"
+        " is noticed. Too low, and workers are kept busy with looking; too high, and what is left"
+        " on a host or lost there stays unseen for that long.",
+    )
+    drift_at_once: int = Field(
+        default=1,
+        ge=1,
+        description="Hosts that are compared at the same time, on the whole site; each occupies a"
+        " worker for some seconds.",
+    )
+    keep_events_days: int = Field(
+        default=7, ge=1, description="Days after which events that a relay has taken are deleted."
+    )
+    keep_unsent_events_days: int = Field(
+        default=30,
+        ge=1,
+        description="Days after which events are deleted that no relay has taken. A relay that"
+        " stands still for longer misses what came before; a site without one keeps that many.",
+    )
+    keep_answers_days: int = Field(
+        default=7,
+        ge=1,
+        description="Days for which an idempotency key is remembered; for longer while it names an"
+        " allocation that lives. A request repeated later is done anew.",
+    )
+    keep_progress_days: int = Field(
+        default=30,
+        ge=1,
+        description="Days for which the progress of a task that ended is kept. How it ended is kept"
+        " for ever, and so are history, audit and usage.",
+    )
+    keep_runs_days: int = Field(
+        default=30,
+        ge=1,
+        description="Days after which the files of the runs of a task that ended are deleted, with"
+        " what Ansible printed. They stay, and so does the progress, while the task's allocation"
+        " lives or a slot of it is not clean.",
     )
     log_format: Literal["text", "json"] = Field(
         default="text", description="One line per event: for people, or a JSON object for programs."
@@ -170,7 +219,9 @@ class Settings(BaseSettings):
 
 @lru_cache(maxsize=32)
 def hardware_profile(folder: Path, name: str) -> dict[str, Any]:
-    """The hardware profile `name`; Problem `profile_unknown` when there is none."""
+    """The hardware profile `name`; Problem `profile_unknown` when there is none, and
+    `mgmt_attachment_unsupported` for one that no host can carry out.
+    """
     known = sorted(file.stem for file in folder.glob("*.yml"))
     if name not in known:
         raise Problem(
@@ -181,4 +232,5 @@ def hardware_profile(folder: Path, name: str) -> dict[str, Any]:
             remedy=f"choose one of these, or add {name}.yml to {folder}",
         )
     document: dict[str, Any] = yaml.safe_load((folder / f"{name}.yml").read_text())
+    hardware.check(document, name)
     return document

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 ANSWERS: dict[str, str] = {
     "nodes_create": "Node",
-    "nodes_list_nodes": "NodePage",
+    "nodes_list_nodes": "ListedNodePage",
     "nodes_show": "NodeDetail",
     "nodes_change": "Node",
     "nodes_schedule": "Node",
@@ -15,6 +15,7 @@ ANSWERS: dict[str, str] = {
     "nodes_schedule_site": "Scheduling",
     "enrolment_issue": "IssuedEnrolment",
     "enrolment_enrol": "Enrolment",
+    "enrolment_renew": "Task",
     "node_state_drain": "Node",
     "node_state_maintain": "Node",
     "node_state_resume": "Node",
@@ -30,6 +31,7 @@ ANSWERS: dict[str, str] = {
     "topology_discovery": "LatestDiscovery",
     "topology_measure": "Task",
     "topology_parity": "LatestParity",
+    "topology_compare": "Task",
     "slots_list_slots": "ListedSlotPage",
     "slots_approve": "Slots",
     "slots_show": "SlotDetail",
@@ -55,10 +57,13 @@ ANSWERS: dict[str, str] = {
     "tasks_cancel": "Task",
     "timeline_of_node": "TimelineEntryPage",
     "timeline_of_allocation": "TimelineEntryPage",
+    "timeline_of_correlation": "TimelineEntryPage",
     "audit_list_audit": "AuditEntryPage",
     "tokens_issue": "IssuedToken",
     "tokens_list_tokens": "TokenPage",
     "tokens_revoke": "Revoked",
     "health_alive": "Alive",
     "health_ready": "Ready",
+    "operator_site": "Health",
+    "operator_current_leader": "Leader",
 }

@@ -22,6 +22,7 @@ from reconciler.api import (
     nodes,
     nodestate,
     nodework,
+    operator,
     placement,
     problems,
     projects,
@@ -36,7 +37,9 @@ from reconciler.api.correlation import Correlation
 from reconciler.settings import Settings
 
 PREFIX = "/api/v1"
+# Tried in this order, one route after the other: what tenants do comes first.
 NOUNS = (
+    launches,
     nodes,
     enrolment,
     nodestate,
@@ -46,7 +49,6 @@ NOUNS = (
     slots,
     images,
     projects,
-    launches,
     allocations,
     placement,
     recoverypolicy,
@@ -85,6 +87,7 @@ def create_app(settings: Settings, engine: Engine) -> FastAPI:
         api.include_router(noun.router)
     app.include_router(api)
     app.include_router(health.router)
+    app.include_router(operator.router)
     return app
 
 

@@ -16,11 +16,14 @@ router = APIRouter(prefix="/admin/audit", tags=["audit"])
 
 @router.get("")
 def list_audit(
-    context: Admin, part: Paging, action: Filter = None, subject_id: Filter = None
+    context: Admin,
+    part: Paging,
+    action: Filter = None,
+    subject_id: Filter = None,
+    correlation_id: Filter = None,
 ) -> dict[str, Any]:
     """Newest first."""
     page = part.page(audit.ORDER)
-    rows = context.read(
-        lambda conn: audit.every(conn, action=action, subject_id=subject_id, page=page)
-    )
+    wanted = {"action": action, "subject_id": subject_id, "correlation_id": correlation_id}
+    rows = context.read(lambda conn: audit.every(conn, **wanted, page=page))
     return part.told(audit.ORDER, rows)

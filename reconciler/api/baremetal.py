@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
+from pydantic import Field
 from sqlalchemy import Connection
 
 from reconciler.api import queueing, views
@@ -14,14 +17,22 @@ from reconciler.store import baremetal
 router = APIRouter(prefix="/admin/nodes/{node_id}", tags=["bare metal"])
 
 
+class Cleaning(Reasoned):
+    """With `without_dead_disks`, disks that the latest discovery lacks are not waited for."""
+
+    without_dead_disks: Annotated[bool, Field(strict=True)] = False
+
+
 @router.post("/clean-machine", status_code=202)
-def clean_machine(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResponse:
+def clean_machine(node_id: Id, context: Admin, body: Cleaning | None = None) -> JSONResponse:
     """Remove what the last tenant left, wipe its disks and prove it. Answers with the task."""
-    body = body or Reasoned()
+    body = body or Cleaning()
     act = context.act(body.reason)
 
     def work(conn: Connection) -> views.Record:
-        return queueing.told(conn, baremetal.clean(conn, node_id, act), act)
+        without = body.without_dead_disks
+        task = baremetal.clean(conn, node_id, act, without_dead_disks=without)
+        return queueing.told(conn, task, act)
 
     return context.write(work, body=body, status=202)
 

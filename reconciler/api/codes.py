@@ -17,8 +17,9 @@ _REQUEST = """
 """
 _ACCESS = """
     certificate_invalid enrolment_ca_unreadable enrolment_invalid enrolment_pin_without_tls
-    host_key_invalid host_key_not_accepted identity_provider_unavailable keygen_failed
-    node_id_invalid role_required token_invalid unauthenticated
+    host_certificate_expired host_certificate_missing host_key_invalid host_key_not_accepted
+    identity_provider_unavailable keygen_failed node_id_invalid origin_refused role_required
+    token_invalid unauthenticated
 """
 _UNKNOWN = """
     allocation_not_found claim_not_found disk_not_found fabric_vf_not_found gpu_not_found
@@ -26,12 +27,13 @@ _UNKNOWN = """
     proof_not_found slot_not_found task_not_found token_not_found
 """
 _NODES = """
-    expected_identity_missing field_not_changeable machine_clean machine_not_clean no_drift
-    node_exists node_in_use node_is_baremetal node_not_slice node_unhealthy node_unreachable
-    project_exists scheduling_not_ready
+    expected_identity_missing field_not_changeable machine_clean machine_not_clean
+    mgmt_attachment_unsupported no_drift node_exists node_in_use node_is_baremetal
+    node_not_slice node_reachable node_unhealthy node_unreachable project_exists
+    scheduling_not_ready
 """
 _SLOTS = """
-    bundle_incomplete discovery_missing discovery_stale disk_in_use disk_is_partition
+    bundle_incomplete discovery_missing discovery_stale disk_in_use disk_is_partition disk_present
     disk_not_by_identity duplicate_disk duplicate_fabric_vf duplicate_gpu duplicate_ip
     duplicate_mac duplicate_slot_index fabric_not_vf gate_closed identity_mismatch ip_invalid
     mac_invalid numa_mismatch proof_class_refused proof_mismatch proof_missing proof_unverified

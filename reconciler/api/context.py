@@ -23,12 +23,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Context:
-    """One authorised request. holder: the token's id, for idempotency keys are the token's own."""
+    """One authorised request. holder: the token's id, for idempotency keys are the token's own.
+
+    allowed: whether its token would open it still, for answers that go on.
+    """
 
     request: Request
     actor: str
     role: str
     holder: str
+    allowed: Callable[[], bool]
 
     @property
     def settings(self) -> Settings:
@@ -75,7 +79,10 @@ class Context:
         """As `write`, for handlers that have something to add to what is remembered."""
 
         def done(conn: Connection) -> Answer:
-            return Answer(status, jsonable_encoder(work(conn)))
+            found = work(conn)
+            if isinstance(found, BaseModel):
+                return Answer(status, found.model_dump(mode="json"))
+            return Answer(status, jsonable_encoder(found))
 
         key = idempotency.key(self.request.headers)
         if not key and not key_required:

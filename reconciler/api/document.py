@@ -102,7 +102,7 @@ def _complete(path: str, verb: str, operation: Document) -> None:
         if status != "204":
             _answer(operation["operationId"], answer, replayable=secured and verb in MUTATING)
     if not path.startswith("/api/"):
-        statuses = {"503"} if path in {"/readyz", "/metrics"} else set()
+        statuses = {"503"} if path != "/healthz" else set()
         statuses |= {"401", "403"} if secured else set()
     else:
         statuses = _refusals(path, operation, parameters)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
-import secrets
-import tempfile
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from reconciler.domain.errors import Problem, not_found
 from reconciler.settings import Settings
+from reconciler.trust.ca import Trust, derived_key, open_trust
 
 Record = dict[str, Any]
 
@@ -20,8 +19,8 @@ Record = dict[str, Any]
 def url(settings: Settings, image: Record) -> str:
     """Where a host fetches the image: here for files of ours, otherwise where it was registered.
 
-    The same for the same image every time, since a run's variables may not change. So the link
-    does not expire; it opens this one digest, until `download.key` in the state folder is deleted.
+    The same for the same image every time and on every machine of the site, since a run's variables
+    may not change. So the link does not expire; it opens this one digest.
     """
     if urlsplit(image["url"]).scheme != "file":
         return str(image["url"])
@@ -72,28 +71,12 @@ def _is_file(path: Path) -> bool:
 
 
 def _token(settings: Settings, digest: str) -> str:
-    return hmac.new(
-        _key(settings.state_dir), f"image {digest}".encode(), hashlib.sha256
-    ).hexdigest()
-
-
-def _key(state_dir: Path) -> bytes:
-    path = state_dir / "download.key"
-    if not path.exists():
-        # Written whole under another name first: two processes may get here at once, one wins.
-        state_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=state_dir) as fresh:
-            fresh.write(secrets.token_bytes(32))
-            fresh.flush()
-            _link(fresh.name, path)
-    return path.read_bytes()
-
-
-def _link(source: str, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except FileExistsError:
-        return
+    trust = Trust(settings.state_dir.resolve() / "trust")
+    if not trust.user_authority.exists():
+        trust = open_trust(settings.state_dir)
+    # Of the site, not of this machine: a worker makes the link, any machine's API is asked.
+    key = derived_key(trust, "image links")
+    return hmac.new(key, f"image {digest}".encode(), hashlib.sha256).hexdigest()
 
 
 def _invalid(expected: str, found: str) -> Problem:

@@ -9,14 +9,16 @@ from fastapi.responses import JSONResponse
 from pydantic import StringConstraints
 from sqlalchemy import Connection
 
-from reconciler.api import correlation, secrecy, views
+from reconciler.api import correlation, queueing, secrecy, views
 from reconciler.api.models import Body, Id, Reasoned
 from reconciler.api.security import Admin
 from reconciler.domain.act import Act
 from reconciler.domain.errors import Problem
+from reconciler.settings import hardware_profile
 from reconciler.store import nodes, tokens
 from reconciler.store.engine import reading, retrying
-from reconciler.trust import ca, enrolment
+from reconciler.tasks import enrol as renewal
+from reconciler.trust import ca, enrolment, preflight
 
 router = APIRouter(tags=["enrolment"])
 
@@ -32,6 +34,9 @@ class EnrolmentBody(Body):
     machine_id: Word
     boot_id: Word
     hostname: Word
+    # What it has on the InfiniBand fabric already; most have nothing before bootstrap.
+    fabric_interface: Word = ""
+    fabric_address: Word = ""
 
 
 @router.post("/admin/nodes/{node_id}/enrollment-token", status_code=201)
@@ -56,6 +61,23 @@ def issue(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResp
     return secrecy.write(context, work, body=body)
 
 
+@router.post("/admin/nodes/{node_id}/certificate", status_code=202)
+def renew(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResponse:
+    """Sign the host's key anew and put the certificate there; it happens by itself in time too.
+
+    Refused with `host_certificate_expired` when it is too late for that: hand out a token instead.
+    """
+    body = body or Reasoned()
+    act = context.act(body.reason)
+
+    def work(conn: Connection) -> dict[str, Any]:
+        nodes.get(conn, node_id)
+        task = renewal.queue(conn, context.settings, node_id, act)
+        return queueing.told(conn, task, act)
+
+    return context.write(work, body=body, status=202)
+
+
 @router.post("/nodes/{node_id}/enrol")
 def enrol(node_id: Id, body: EnrolmentBody, request: Request) -> dict[str, Any]:
     """Called by the host itself; the token in the body is its only credential."""
@@ -68,7 +90,8 @@ def enrol(node_id: Id, body: EnrolmentBody, request: Request) -> dict[str, Any]:
             found=asked.node_id,
             remedy="run the enrolment script as it was generated",
         )
-    trust = ca.open_trust(request.app.state.settings.state_dir)
+    settings = request.app.state.settings
+    trust = ca.open_trust(settings.state_dir)
     act = Act(f"node:{node_id}", "node certificate enrolled", correlation.of(request), role="node")
     used_by = {"address": request.client.host if request.client else "", "host": asked.hostname}
 
@@ -77,7 +100,9 @@ def enrol(node_id: Id, body: EnrolmentBody, request: Request) -> dict[str, Any]:
     def work(conn: Connection) -> dict[str, Any]:
         tokens.redeem_enrolment(conn, node_id, asked.token, used_by=used_by)
         tokens.check_host_key(conn, node_id, asked.host_key)
-        answer = enrolment.answer(trust, asked)
+        node = nodes.get(conn, node_id)
+        profile = hardware_profile(settings.profiles_dir, node["profile"])
+        answer = enrolment.answer(trust, asked, preflight=preflight.document(profile))
         certificate = ca.read_certificate(answer["certificate"])
         tokens.record_certificate(
             conn,
@@ -97,6 +122,13 @@ def enrol(node_id: Id, body: EnrolmentBody, request: Request) -> dict[str, Any]:
             machine_id=asked.machine_id,
             host_key=asked.host_key,
             boot_id=asked.boot_id,
+        )
+        nodes.learn_fabric(
+            conn,
+            node_id,
+            act,
+            interface=asked.fabric_interface,
+            address=asked.fabric_address,
         )
         return answer
 

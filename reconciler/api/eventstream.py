@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from starlette.concurrency import run_in_threadpool
 
 # Proxies close what is silent; most of them wait for a minute.
 _KEEP_ALIVE_S = 15.0
+# How long a reader goes on whose token was revoked or has ended.
+_ASK_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -38,18 +41,34 @@ class Batch:
 
 
 class EventStream(StreamingResponse):
-    """An answer that goes on. `read` is asked again and again, outside of the event loop."""
+    """An answer that goes on. `read` is asked again and again, outside of the event loop.
+
+    allowed: whether the reader still may; the answer ends when not.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, read: Callable[[str], Batch], place: str, *, every_s: float) -> None:
+    def __init__(
+        self,
+        read: Callable[[str], Batch],
+        place: str,
+        *,
+        every_s: float,
+        allowed: Callable[[], bool],
+    ) -> None:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        super().__init__(_lines(read, place, every_s), headers=headers)
+        super().__init__(_lines(read, place, every_s, allowed), headers=headers)
 
 
-async def _lines(read: Callable[[str], Batch], place: str, every_s: float) -> AsyncIterator[str]:
-    quiet = 0.0
+async def _lines(
+    read: Callable[[str], Batch], place: str, every_s: float, allowed: Callable[[], bool]
+) -> AsyncIterator[str]:
+    quiet, asked = 0.0, time.monotonic()
     while True:
+        if time.monotonic() - asked >= _ASK_S:
+            if not await run_in_threadpool(allowed):
+                return
+            asked = time.monotonic()
         batch = await run_in_threadpool(read, place)
         for event in batch.events:
             place, quiet = event.place, 0.0

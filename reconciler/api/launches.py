@@ -27,7 +27,7 @@ from reconciler.api.security import Member
 from reconciler.domain.errors import Problem, not_found
 from reconciler.domain.states import AllocationState, CapacityShape, Role
 from reconciler.planning.explain import public
-from reconciler.store import allocations, images
+from reconciler.store import allocations
 
 router = APIRouter(prefix="/projects/{project_id}/allocations", tags=["allocations"])
 
@@ -79,6 +79,8 @@ _AS_GIVEN = {
     "username",
     "ssh_keys",
     "hostname",
+    "image_id",
+    "image_version",
     "region",
     "pool",
     "sku",
@@ -94,7 +96,7 @@ def create(project_id: Id, body: NewAllocation, context: Member) -> JSONResponse
     def work(conn: Connection) -> MemberAllocation:
         launch = allocations.Launch(
             project_id=project_id,
-            image_id=body.image_id or (_image(conn, body) if body.image else ""),
+            image=body.image or "",
             gpu_count=body.gpu_count or 0,
             parameters=body.parameters.model_dump(exclude_none=True),
             **body.model_dump(mode="json", include=_AS_GIVEN),
@@ -149,10 +151,3 @@ def _of(conn: Connection, project_id: str, allocation_id: str) -> views.Record:
     if allocation["project_id"] != project_id:
         raise not_found("allocation", allocation_id)
     return allocation
-
-
-def _image(conn: Connection, body: NewAllocation) -> str:
-    found = images.find(conn, body.image or "", body.image_version)
-    if found is None:
-        raise not_found("image", f"{body.image} {body.image_version}".strip())
-    return str(found["id"])

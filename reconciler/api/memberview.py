@@ -58,9 +58,14 @@ class MemberAllocations(BaseModel):
     next: str | None
 
 
+_TOLD = frozenset({*MemberAllocation.model_fields, "error", "connection"})
+
+
 def tell(allocation: views.Record) -> MemberAllocation:
     """The record of an allocation as its project sees it."""
-    shown: dict[str, Any] = views.record(allocation)
+    # Not the claims and all else that a tenant does not see.
+    told = {name: value for name, value in allocation.items() if name in _TOLD}
+    shown: dict[str, Any] = views.record(told)
     error = shown.get("error") or {}
     reachable = shown["state"] == AllocationState.ACTIVE
     connection = (shown.get("connection") or {}) if reachable else {}

@@ -17,7 +17,7 @@ from reconciler.api.paging import Paging
 from reconciler.api.security import Admin
 from reconciler.domain.states import NodeMode, NodeState
 from reconciler.settings import Settings, hardware_profile
-from reconciler.store import nodes, settings, tokens
+from reconciler.store import certificates, nodes, settings, tokens
 
 router = APIRouter(prefix="/admin", tags=["nodes"])
 
@@ -30,6 +30,17 @@ TenantAddress = Annotated[
 ]
 TelemetryUrl = Annotated[
     str, StringConstraints(max_length=500, pattern=r"^(https?://[\x21-\x7e]+)?$")
+]
+# Its own place on the InfiniBand fabric, which goes before the profile's. Empty: the profile's.
+FabricInterface = Annotated[
+    str, StringConstraints(max_length=15, pattern=r"^([a-z][a-z0-9]{0,14})?$")
+]
+_OCTET = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+FabricAddress = Annotated[
+    str,
+    StringConstraints(
+        max_length=18, pattern=rf"^(({_OCTET}\.){{3}}{_OCTET}/([0-9]|[12][0-9]|3[0-2]))?$"
+    ),
 ]
 
 
@@ -44,6 +55,8 @@ class NewNode(Body):
     tenant_address: TenantAddress = ""
     tenant_port: Port = 22
     telemetry_url: TelemetryUrl = ""
+    fabric_interface: FabricInterface = ""
+    fabric_address: FabricAddress = ""
     region: Label = ""
     pool: Name = "default"
     profile: Name
@@ -62,6 +75,8 @@ class NodeChange(Body):
     tenant_address: TenantAddress | None = None
     tenant_port: Port | None = None
     telemetry_url: TelemetryUrl | None = None
+    fabric_interface: FabricInterface | None = None
+    fabric_address: FabricAddress | None = None
     region: Label | None = None
     pool: Name | None = None
     profile: Name | None = None
@@ -93,8 +108,13 @@ def list_nodes(
 ) -> dict[str, Any]:
     """All nodes."""
     page = part.page(nodes.ORDER)
-    rows = context.read(lambda conn: nodes.every(conn, state=state, mode=mode, page=page))
-    return part.told(nodes.ORDER, rows)
+
+    def read(conn: Connection) -> list[dict[str, Any]]:
+        rows = nodes.every(conn, state=state, mode=mode, page=page)
+        until = certificates.ends(conn, [row["id"] for row in rows])
+        return [row | {"certificate_valid_until": until.get(row["id"])} for row in rows]
+
+    return part.told(nodes.ORDER, context.read(read))
 
 
 @router.get("/nodes/{node_id}")
@@ -102,7 +122,8 @@ def show(node_id: Id, context: Admin) -> JSONResponse:
     """One node, with its host certificates."""
 
     def read(conn: Connection) -> dict[str, Any]:
-        node = views.record(nodes.get(conn, node_id))
+        until = certificates.ends(conn, [node_id]).get(node_id)
+        node = views.record(nodes.get(conn, node_id) | {"certificate_valid_until": until})
         return node | {"certificates": views.items(tokens.certificates(conn, node_id))["items"]}
 
     return guards.tagged(context.read(read))

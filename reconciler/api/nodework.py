@@ -18,6 +18,7 @@ from reconciler.api.security import Admin
 from reconciler.domain.errors import Problem
 from reconciler.domain.states import NodeMode, TaskKind
 from reconciler.store import images, nodes
+from reconciler.tasks import story
 
 router = APIRouter(prefix="/admin/nodes/{node_id}", tags=["node work"])
 
@@ -60,25 +61,33 @@ class ImageCache(Reasoned):
 
 @router.post("/bootstrap", status_code=202)
 def bootstrap(node_id: Id, context: Admin, body: Bootstrap | None = None) -> JSONResponse:
-    """Make the machine a slice host."""
+    """Make the machine a slice host; with a reboot only while nobody is on it."""
     body = body or Bootstrap()
-    parameters = {"allow_reboot": body.allow_reboot}
-    return _for_slice_host(
-        context, node_id, TaskKind.NODE_BOOTSTRAP, body, lambda _conn: parameters
-    )
+
+    def parameters(conn: Connection) -> dict[str, Any]:
+        if body.allow_reboot:
+            nodes.refuse_in_use(conn, node_id, nodes.AT_WORK)
+        return {"allow_reboot": body.allow_reboot}
+
+    return _for_slice_host(context, node_id, TaskKind.NODE_BOOTSTRAP, body, parameters)
 
 
 @router.post("/conversion", status_code=202)
 def convert(node_id: Id, body: Conversion, context: Admin, guard: IfMatch) -> JSONResponse:
-    """Slice host or bare metal: slots go off sale first; refused while one is in use."""
+    """Slice host or bare metal: slots go off sale first; refused while one is in use.
+
+    On the way to `slice` binding, discovery and parity of the approved slots follow by themselves:
+    the result of each task names the next as `next_task_id`, until the slots are proven.
+    """
     target = NodeMode(body.to)
     act = context.act(body.reason)
 
     def parameters(conn: Connection) -> dict[str, Any]:
         guard.check(conn, "node", node_id)
         nodes.convert(conn, node_id, target, act)
-        return {"allow_reboot": body.allow_reboot}
+        return {"allow_reboot": body.allow_reboot, **following}
 
+    following = story.then(story.TO_SLICE) if target is NodeMode.SLICE else {}
     kind = TaskKind.NODE_BOOTSTRAP if target is NodeMode.SLICE else TaskKind.NODE_CONVERT
     return queueing.for_node(context, node_id, kind, body, parameters)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sqlite3
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
@@ -11,7 +12,8 @@ from fastapi import FastAPI, Request
 from fastapi.encoders import jsonable_encoder
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from sqlalchemy.exc import DBAPIError, IntegrityError
+from sqlalchemy import exc
+from sqlalchemy.exc import DBAPIError, IntegrityError, InterfaceError, OperationalError
 from starlette.exceptions import HTTPException
 
 from reconciler.api import correlation
@@ -76,7 +78,12 @@ def install(app: FastAPI) -> None:
     def database(request: Request, error: DBAPIError) -> JSONResponse:
         # The driver's text can quote the statement's values, so it is kept in the log.
         log.error("database: %s", error.orig, exc_info=error)
-        return respond(request, _CONFLICT if isinstance(error, IntegrityError) else _DATABASE)
+        return respond(request, _of_database(error))
+
+    @app.exception_handler(exc.TimeoutError)
+    def busy(request: Request, error: exc.TimeoutError) -> JSONResponse:
+        log.error("database: no connection was free in time: %s", error)
+        return respond(request, _DATABASE)
 
     @app.exception_handler(Exception)
     def broken(request: Request, error: Exception) -> JSONResponse:
@@ -105,6 +112,17 @@ _BROKEN = Problem(
     found="an error of the service itself",
     remedy="report the correlation id to the operators; their log has the cause",
 )
+
+
+def _of_database(error: DBAPIError) -> Problem:
+    """Trying again helps when the database is away or busy, not when our statement is wrong."""
+    if isinstance(error, IntegrityError):
+        return _CONFLICT
+    # SQLite calls everything operational: its code tells a statement that it cannot read (an
+    # unknown table, a syntax error) from a file that is locked, full or broken.
+    ours = getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR
+    away = isinstance(error, OperationalError | InterfaceError)
+    return _DATABASE if away and not ours else _BROKEN
 
 
 def _invalid(errors: Sequence[Any]) -> Problem:

@@ -16,6 +16,8 @@ _TEXT: Schema = {"type": "string"}
 _WHOLE: Schema = {"type": "integer"}
 _FLAG: Schema = {"type": "boolean"}
 _OBJECT: Schema = {"type": "object"}
+_MAYBE_MOMENT: Schema = {"type": ["string", "null"], "format": "date-time"}
+_WORDS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
 
 
 def _const(value: str) -> Schema:
@@ -30,7 +32,12 @@ _ENUMS: dict[str, Schema] = {
 
 _RECORDS: dict[str, Schema] = {
     "Node": record(tables.nodes, "The record of a machine."),
-    "NodeDetail": record(tables.nodes, certificates=array(ref("HostCertificate"))),
+    "ListedNode": record(tables.nodes, certificate_valid_until=_MAYBE_MOMENT),
+    "NodeDetail": record(
+        tables.nodes,
+        certificate_valid_until=_MAYBE_MOMENT,
+        certificates=array(ref("HostCertificate")),
+    ),
     "HostCertificate": record(tables.node_certificates, "A certificate of the host's SSH key."),
     "Slot": record(tables.slots, "What may be sold of a node: one bundle of its devices."),
     "ListedSlot": record(tables.slots, last_proof=nullable(ref("Proof"))),
@@ -73,7 +80,14 @@ _RECORDS: dict[str, Schema] = {
         "required": ["code", "detail"],
         "properties": {
             "code": {
-                "enum": ["host_unreachable", "later", "node_busy", "exclusive_first", "worker"]
+                "enum": [
+                    "host_unreachable",
+                    "host_certificate_expired",
+                    "later",
+                    "node_busy",
+                    "exclusive_first",
+                    "worker",
+                ]
             },
             "detail": _TEXT,
             "task_id": _TEXT,
@@ -218,7 +232,14 @@ _DOCUMENTS: dict[str, Schema] = {
     "LatestParity": {"anyOf": [ref("Parity"), ref("NoReport")]},
     "Scheduling": closed({"enabled": _FLAG}),
     "Revoked": closed({"id": _TEXT, "revoked": {"const": True}}),
-    "Enrolment": closed({"certificate": _TEXT, "user_ca": _TEXT, "principals": array(_TEXT)}),
+    "Enrolment": closed(
+        {
+            "certificate": _TEXT,
+            "user_ca": _TEXT,
+            "principals": array(_TEXT),
+            "preflight": nullable(closed({"script": _TEXT, "environment": _WORDS})),
+        }
+    ),
     "ForcedCleanup": closed(
         {
             "allocation_id": _TEXT,
@@ -239,6 +260,30 @@ _DOCUMENTS: dict[str, Schema] = {
     ),
     "Alive": closed({"status": _const("ok")}),
     "Ready": closed({"status": _const("ok"), "schema": _TEXT}),
+    "Health": closed(
+        {
+            "status": _const("ok"),
+            "schema": _TEXT,
+            "processes": {
+                "type": "object",
+                "additionalProperties": {"type": "integer", "minimum": 1},
+                "description": "How many living processes there are of each role.",
+            },
+            "leader": ref("Leader"),
+        }
+    ),
+    "Leader": closed(
+        {
+            "live": _FLAG,
+            "holder": _TEXT,
+            "epoch": _WHOLE,
+            "acquired_at": {**_MOMENT, "type": ["string", "null"]},
+            "expires_at": {**_MOMENT, "type": ["string", "null"]},
+            "host": _TEXT,
+            "pid": {"type": ["integer", "null"]},
+        },
+        "Who leads, or led last: of a process that has ended, host and pid are not known.",
+    ),
     "ProblemCode": {
         "type": "string",
         "enum": sorted(CODES),
@@ -270,8 +315,8 @@ _DOCUMENTS: dict[str, Schema] = {
 _PAGES = {
     f"{name}Page": page(name)
     for name in (
-        "Node", "ListedSlot", "Image", "Project", "Allocation", "Task", "ListedTask", "AuditEntry",
-        "Token", "TimelineEntry",
+        "ListedNode", "ListedSlot", "Image", "Project", "Allocation", "Task", "ListedTask",
+        "AuditEntry", "Token", "TimelineEntry",
     )
 }  # fmt: skip
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 from fastapi import Depends, Request, Security
+from fastapi.concurrency import run_in_threadpool
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.security.utils import get_authorization_scheme_param
 
 from reconciler.api.context import Context
 from reconciler.api.models import Id
@@ -14,7 +17,7 @@ from reconciler.domain.errors import Problem, not_found
 from reconciler.domain.states import Role
 from reconciler.settings import Settings
 from reconciler.store import projects, tokens
-from reconciler.store.engine import reading
+from reconciler.store.engine import asking
 from reconciler.trust import oidc
 
 _bearer = HTTPBearer(
@@ -31,17 +34,23 @@ _ACTOR: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Caller:
-    """The token's identity."""
+    """The token's identity. ours: the token is one of the site's, not of its OpenID provider."""
 
     token_id: str
     name: str
     role: str
     projects: frozenset[str]
+    ours: bool = True
 
     @property
     def actor(self) -> str:
         """As history and audit name it."""
         return f"{_ACTOR[self.role]}:{self.name}"
+
+    def still(self, request: Request) -> bool:
+        """Whether the request's token speaks for the same caller now."""
+        _, secret = get_authorization_scheme_param(request.headers.get("Authorization"))
+        return _known(request, secret) == self
 
 
 def caller(
@@ -61,7 +70,7 @@ def caller(
     return found
 
 
-def admin(
+async def admin(
     request: Request, who: Annotated[Caller, Security(caller, scopes=[Role.PLATFORM_ADMIN.value])]
 ) -> Context:
     """A platform admin's request."""
@@ -70,7 +79,7 @@ def admin(
     return _context(request, who)
 
 
-def member(
+async def member(
     project_id: Id,
     request: Request,
     who: Annotated[
@@ -83,8 +92,9 @@ def member(
         raise _wrong_role(who, Role.PROJECT_MEMBER)
     if who.role == Role.PROJECT_MEMBER and project_id not in who.projects:
         raise not_found("project", project_id)
-    with reading(request.app.state.engine) as conn:
-        projects.get(conn, project_id)
+    # A project cannot go away while a token of ours names it.
+    if project_id not in who.projects or not who.ours:
+        await run_in_threadpool(_exists, request, project_id)
     return _context(request, who)
 
 
@@ -93,7 +103,13 @@ Member = Annotated[Context, Depends(member)]
 
 
 def _context(request: Request, who: Caller) -> Context:
-    return Context(request, actor=who.actor, role=who.role, holder=who.token_id)
+    still = partial(who.still, request)
+    return Context(request, actor=who.actor, role=who.role, holder=who.token_id, allowed=still)
+
+
+def _exists(request: Request, project_id: str) -> None:
+    with asking(request.app.state.engine) as conn:
+        projects.get(conn, project_id)
 
 
 def _known(request: Request, secret: str) -> Caller | None:
@@ -101,7 +117,7 @@ def _known(request: Request, secret: str) -> Caller | None:
     if settings.oidc_issuer and oidc.looks_like_one(secret):
         identity = oidc.verifier(_provider(settings)).identity(secret)
         return None if identity is None else _of_provider(identity)
-    with reading(request.app.state.engine) as conn:
+    with asking(request.app.state.engine) as conn:
         record = tokens.authenticate(conn, secret)
     if record is None:
         return None
@@ -113,7 +129,7 @@ def _of_provider(identity: oidc.Identity) -> Caller:
     # No token of ours has a name with a colon in it, so audit cannot take one for the other.
     name = f"oidc:{identity.name}"
     role = Role.PLATFORM_ADMIN if identity.admin else Role.PROJECT_MEMBER
-    return Caller(identity.id, name, role.value, identity.projects)
+    return Caller(identity.id, name, role.value, identity.projects, ours=False)
 
 
 def _provider(settings: Settings) -> oidc.Provider:

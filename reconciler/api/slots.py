@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
-from pydantic import Field
+from pydantic import Field, StringConstraints
 from sqlalchemy import Connection
 
 from reconciler.api import guards, views
@@ -18,7 +18,7 @@ from reconciler.domain.bundle import Bundle
 from reconciler.domain.errors import Problem, not_found
 from reconciler.domain.proof import DEFAULT_POLICY
 from reconciler.settings import hardware_profile
-from reconciler.store import history, nodes, proofs, slots
+from reconciler.store import history, nodes, orphans, proofs, slots
 
 router = APIRouter(prefix="/admin/nodes/{node_id}/resource-slots", tags=["slots"])
 
@@ -40,6 +40,18 @@ class BundleBody(Body):
     private_ip: Text = ""
     fabric_vf_pci_address: Text = ""
     numa_node: Annotated[int, Field(ge=-1, le=1023)] = -1
+
+
+class Orphan(Body):
+    """Whose machine the host says it is: the id in its name, which no live allocation has."""
+
+    allocation_id: Annotated[
+        str,
+        StringConstraints(
+            pattern=r"^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$"
+        ),
+    ]
+    reason: Annotated[Reason, Field(min_length=1)]
 
 
 class Approval(Body):
@@ -109,6 +121,21 @@ def repair(
         _of(conn, node_id, slot_id)
         guard.check(conn, "slot", slot_id)
         return views.record(slots.repair(conn, slot_id, act))
+
+    return context.write(work, body=body, status=202)
+
+
+@router.post("/{slot_id}/remove-orphan", status_code=202)
+def remove_orphan(
+    node_id: Id, slot_id: Id, context: Admin, guard: IfMatch, body: Orphan
+) -> JSONResponse:
+    """Remove from an idle slot a machine that no record knows; wipe, verify. Answers the task."""
+    act = context.act(body.reason)
+
+    def work(conn: Connection) -> Record:
+        _of(conn, node_id, slot_id)
+        guard.check(conn, "slot", slot_id)
+        return views.record(orphans.remove(conn, slot_id, body.allocation_id, act))
 
     return context.write(work, body=body, status=202)
 

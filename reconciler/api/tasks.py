@@ -19,6 +19,7 @@ from reconciler.runs import collect
 from reconciler.runs.scrub import scrub
 from reconciler.store import audit, following, tasks, waiting
 from reconciler.store.following import Place
+from reconciler.tasks.cancel import cancel as cancel_task
 
 router = APIRouter(prefix="/admin/tasks", tags=["tasks"])
 
@@ -114,17 +115,19 @@ def events(
         return Response(status_code=204)
     # Also so that a task that is not there is a plain refusal.
     context.read(lambda conn: tasks.get(conn, task_id))
-    return EventStream(read, start, every_s=context.settings.poll_s)
+    return EventStream(read, start, every_s=context.settings.poll_s, allowed=context.allowed)
 
 
 @router.post("/{task_id}/cancel")
 def cancel(task_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResponse:
-    """End a task that waits; ask a running one to stop."""
+    """Ask a running task to stop; end one that waits. What that was about counts as failed: an
+    allocation ends, and what may hold something of a tenant is blocked until it is recovered.
+    """
     body = body or Reasoned()
     act = context.act(body.reason)
 
     def work(conn: Connection) -> dict[str, Any]:
-        task = tasks.cancel(conn, task_id, act)
+        task = cancel_task(conn, context.settings, task_id, act)
         audit.write(conn, act, "admin.task.canceled", "task", task_id)
         return views.record(task)
 

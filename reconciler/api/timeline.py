@@ -1,4 +1,4 @@
-"""The past of a node and of an allocation: what changed, what its runs said, who did what."""
+"""The past of a node, an allocation and a request: what changed, what runs said, who did what."""
 
 from __future__ import annotations
 
@@ -35,3 +35,14 @@ def of_allocation(allocation_id: Id, context: Admin, part: Paging) -> dict[str, 
         return timeline.of(conn, allocation_id=allocation_id, page=part.page(timeline.ORDER))
 
     return part.told(timeline.ORDER, context.read(read))
+
+
+@router.get("/correlations/{correlation_id}/timeline")
+def of_correlation(correlation_id: Id, context: Admin, part: Paging) -> dict[str, Any]:
+    """Newest first: all that followed from the request with this X-Correlation-Id, on allocations,
+    claims, slots and tasks, what their runs said, and what audit has of it. None of it: an empty
+    list, for whatever one may send as an id.
+    """
+    page = part.page(timeline.ORDER)
+    found = context.read(lambda conn: timeline.of(conn, correlation_id=correlation_id, page=page))
+    return part.told(timeline.ORDER, found)

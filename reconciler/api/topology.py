@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 from reconciler.api import queueing, views
 from reconciler.api.models import Id, Reasoned
 from reconciler.api.security import Admin
-from reconciler.domain.states import TaskKind
+from reconciler.domain.states import NodeMode, TaskKind
 from reconciler.store import discoveries, nodes, tasks
 
 router = APIRouter(prefix="/admin/nodes/{node_id}", tags=["topology"])
@@ -39,20 +39,38 @@ def discovery(node_id: Id, context: Admin) -> Record:
 
 @router.post("/parity", status_code=202)
 def measure(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResponse:
-    """Measure whether the host is what a slice host must be; a pass opens the slots' gate."""
+    """Measure whether the host is what its mode says; a slice host's pass opens its slots' gate."""
     return queueing.for_node(context, node_id, TaskKind.NODE_PARITY, body or Reasoned())
 
 
 @router.get("/parity")
 def parity(node_id: Id, context: Admin) -> Record:
-    """The latest report (`document`, null before the first) and the latest task for one."""
+    """The latest report (`document`, null before the first) and the latest task for one.
+
+    It is the latest for what the node's mode asks of the host.
+    """
 
     def read(conn: Connection) -> Record:
-        nodes.get(conn, node_id)
-        found = discoveries.latest_parity(conn, node_id)
+        mode = NodeMode(nodes.get(conn, node_id)["mode"])
+        found = discoveries.latest_parity(conn, node_id, mode.purpose)
         return _report(conn, node_id, found, TaskKind.NODE_PARITY)
 
     return context.read(read)
+
+
+@router.post("/drift", status_code=202)
+def compare(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResponse:
+    """Compare what the host holds of slices with the records, now; the task's result names every
+    difference. What nobody has and the host still holds something of goes off sale; nothing on the
+    host is touched.
+    """
+
+    def sliced(conn: Connection) -> Record:
+        nodes.require_slice_mode(conn, node_id)
+        return {}
+
+    kind = TaskKind.SLICE_DRIFT_RECONCILE
+    return queueing.for_node(context, node_id, kind, body or Reasoned(), sliced)
 
 
 def _report(conn: Connection, node_id: str, found: Record | None, kind: TaskKind) -> Record:

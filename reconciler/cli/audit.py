@@ -1,4 +1,4 @@
-"""`gpuaas audit` and the switch of the site."""
+"""`gpuaas audit`, `gpuaas trace` and the switch of the site."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from reconciler.cli import session, show
 def mount(app: typer.Typer) -> None:
     """Add the commands of the site as a whole."""
     app.command("audit")(audit)
+    app.command("trace")(trace)
     app.command("scheduling")(scheduling)
 
 
@@ -19,14 +20,28 @@ def audit(
     context: typer.Context,
     action: str = "",
     subject: Annotated[str, typer.Option(help="Id of a node, slot, allocation, …")] = "",
+    correlation: Annotated[str, typer.Option(help="X-Correlation-Id of a request.")] = "",
     limit: int = 50,
 ) -> None:
     """Who used which power, and why; newest first."""
     here = session.of(context)
-    wanted = {"action": action, "subject_id": subject}
+    wanted = {"action": action, "subject_id": subject, "correlation_id": correlation}
     query = {name: value for name, value in wanted.items() if value}
     found = here.client.get("/admin/audit", limit=limit, **query)["items"]
     show.rows(here, found, "at", "actor", "action", "subject_id", "reason", "correlation_id")
+
+
+def trace(
+    context: typer.Context,
+    correlation: Annotated[str, typer.Argument(help="X-Correlation-Id of a request.")],
+    limit: Annotated[int, typer.Option(help="At most so many entries.")] = 200,
+) -> None:
+    """All that followed from one request, oldest first: allocation, claims, slots, tasks, what
+    their runs did on hosts, and audit.
+    """
+    here = session.of(context)
+    path = f"/admin/correlations/{correlation}/timeline"
+    show.timeline(here, here.client.get(path, limit=limit)["items"])
 
 
 def scheduling(context: typer.Context, switch: Literal["on", "off"]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from reconciler.cli import show
 from reconciler.cli.session import secret
+from reconciler.domain import hardware
 from reconciler.domain.bundle import BUNDLE_FIELDS
 from reconciler.domain.errors import Problem, Refusal
 from reconciler.runs.reach import Reach, Work
@@ -34,11 +35,15 @@ class Api:
 
 @dataclass(frozen=True)
 class Known:
-    """What the reconciler knows of the host. topology {}: it was not asked."""
+    """What the reconciler knows of the host. topology {}: it was not asked.
+
+    own: its place on the fabric, as its node's record has it.
+    """
 
     profile: str = ""
     slots: list[Record] = field(default_factory=list)
     topology: Record = field(default_factory=dict)
+    own: Record = field(default_factory=dict)
 
 
 def ask(api: Api) -> Known:
@@ -57,21 +62,25 @@ def ask(api: Api) -> Known:
         node = f"/admin/nodes/{api.node_id}"
         slots = list(client.items(f"{node}/resource-slots"))
         document = client.get(f"{node}/slice-topology/discovery")["document"]
-        profile = str(client.get(node)["profile"])
+        record = client.get(node)
+        profile, own = str(record["profile"]), {name: record[name] for name in hardware.OWN}
     except (Problem, ValueError, LookupError, TypeError) as refused:
         code = refused.code if isinstance(refused, Problem) else "api_answer_unreadable"
         show.line(f"no evidence from the API: {refused}")
         reasons = [code] if _CODE.fullmatch(code) else ["api_refused"]
         return Known(topology={"source": "api", "completed": False, "blockers": reasons})
-    return Known(profile, [_bundle(slot) for slot in slots], _topology(document))
+    return Known(profile, [_bundle(slot) for slot in slots], _topology(document), own)
 
 
-def work(playbook: str, kind: str, profile: str, **variables: Any) -> Work:
-    """A piece of work with the hardware profile in full."""
+def work(
+    playbook: str, kind: str, profile: str, own: Record | None = None, /, **variables: Any
+) -> Work:
+    """A piece of work with the hardware profile in full, and what is the host's own over it."""
     from reconciler.settings import Settings, hardware_profile
 
-    hardware = hardware_profile(Settings().profiles_dir, profile or DEFAULT_PROFILE)
-    return Work(playbook, kind, {"slice_profile": hardware, **variables})
+    shared = hardware_profile(Settings().profiles_dir, profile or DEFAULT_PROFILE)
+    resolved = hardware.of_node(shared, own or {})
+    return Work(playbook, kind, {"slice_profile": resolved, **variables})
 
 
 def play(what: Work, reach: Reach) -> Record:

@@ -35,6 +35,16 @@ ApiBase = Annotated[str, typer.Option("--api-base", help="The reconciler, for it
 ApiToken = Annotated[Path | None, typer.Option("--api-token-file", help="An admin's token.")]
 NodeId = Annotated[str, typer.Option("--node-id", help="The host's node in the reconciler.")]
 Slots = Annotated[Path | None, typer.Option("--slots", help="Approved bundles, without the API.")]
+Tags = Annotated[
+    list[str] | None,
+    typer.Option("--maas-tag", help="The machine's tags in MAAS; may be repeated."),
+]
+FabricInterface = Annotated[
+    str, typer.Option("--fabric-interface", help="Its interface on the InfiniBand fabric.")
+]
+FabricAddress = Annotated[
+    str, typer.Option("--fabric-address", help="Its address there, with prefix length.")
+]
 Reboot = Annotated[bool, typer.Option("--allow-reboot", help="It may reboot the host.")]
 SSH_USER, SSH_PORT = "root", 22
 
@@ -54,6 +64,9 @@ def parity(
     node_id: NodeId = "",
     slots: Slots = None,
     intent: Annotated[Literal["slice", "baremetal"], typer.Option(help="Its purpose.")] = "slice",
+    maas_tag: Tags = None,
+    fabric_interface: FabricInterface = "",
+    fabric_address: FabricAddress = "",
     remediate: Annotated[bool, typer.Option("--remediate", help="Repair, check again.")] = False,
     allow_reboot: Reboot = False,
 ) -> None:
@@ -64,9 +77,11 @@ def parity(
         "parity",
         "node.parity",
         profile or known.profile,
+        known.own | _own(fabric_interface, fabric_address),
         slice_slots=handwork.slots_of(slots) or known.slots,
         slice_intent=intent,
         slice_api_topology=known.topology,
+        slice_maas_tags=maas_tag or [],
         slice_remediate=remediate,
         slice_allow_reboot=allow_reboot,
     )
@@ -125,7 +140,9 @@ def transition(
     approved: Annotated[
         Path | None, typer.Option(help="JSON: serial and eui by by-id path, as approved.")
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Do not ask; only with what --approved names.")
+    ] = False,
 ) -> None:
     """Take disks for slices: a plan with their identities, and with --apply the wipe itself."""
     here, paths = (
@@ -134,6 +151,8 @@ def transition(
     )
     if apply:
         _refuse_kernel_names(paths)
+    if apply and yes and not approved:
+        _refuse_unseen(paths)
     reach, kind = Reach(host, user, port, ssh_key, ssh_config), "node.storage_transition"
     asked = {"slice_devices": paths, "slice_apply": False}
     plan = handwork.work("transition_storage", kind, profile, **asked)
@@ -147,7 +166,7 @@ def transition(
         show.line("a plan; nothing was changed. To act: --apply with the paths of nvme_device")
         return
     expected = _approved(approved) if approved else _identities(disks)
-    if not approved and not yes:
+    if not yes:
         for path, disk in expected.items():
             show.line(f"to be wiped: {path}  serial {disk['serial']}  eui {disk['eui']}")
         typer.confirm("Everything on these disks is lost. Go on?", abort=True, err=True)
@@ -170,10 +189,15 @@ def bootstrap(
     ssh_key: Key = None,
     ssh_config: Config = None,
     profile: Profile = "",
+    fabric_interface: FabricInterface = "",
+    fabric_address: FabricAddress = "",
     allow_reboot: Reboot = False,
 ) -> None:
     """Make the machine a slice host."""
-    work = handwork.work("bootstrap", "node.bootstrap", profile, slice_allow_reboot=allow_reboot)
+    own = _own(fabric_interface, fabric_address)
+    work = handwork.work(
+        "bootstrap", "node.bootstrap", profile, own, slice_allow_reboot=allow_reboot
+    )
     found = handwork.play(work, Reach(host, user, port, ssh_key, ssh_config))
     show.record(session.of(context), found)
 
@@ -195,6 +219,12 @@ def prepare(
     show.record(session.of(context), found)
 
 
+def _own(fabric_interface: str, fabric_address: str) -> dict[str, Any]:
+    """What the caller says of this host; what he leaves out is the record's or the profile's."""
+    given = {"fabric_interface": fabric_interface, "fabric_address": fabric_address}
+    return {name: value for name, value in given.items() if value}
+
+
 def _tell_repairs(evidence: dict[str, Any]) -> None:
     for role in evidence.get("repaired") or []:
         show.line(f"repaired: {role}")
@@ -212,6 +242,18 @@ def _refuse_kernel_names(paths: list[str]) -> None:
             found=", ".join(moving),
             remedy="run it without --apply, which shows the identities, and apply with these",
         )
+
+
+def _refuse_unseen(paths: list[str]) -> None:
+    # What the plan shows a moment before the wipe is approved by whoever reads it, or by nobody.
+    raise Problem(
+        "approval_missing",
+        422,
+        expected="--approved with the serial and EUI of every disk, where nobody is asked",
+        found=f"--yes and no approval of {', '.join(paths)}",
+        remedy="run it without --apply, have what it shows approved, and pass that with --approved;"
+        " or leave --yes out and answer",
+    )
 
 
 def _identities(disks: list[dict[str, Any]]) -> dict[str, dict[str, str]]:

@@ -14,6 +14,11 @@ app = typer.Typer(no_args_is_help=True, help="Machines: add, prepare, prove, sel
 
 Node = Annotated[str, typer.Argument(help="The node's id.")]
 Reason = Annotated[str, typer.Option(help="For the audit log, and for whoever finds it so.")]
+FabricInterface = Annotated[
+    str, typer.Option(help="The ibp* interface that owns its address on the InfiniBand fabric.")
+]
+Changed = Annotated[str | None, typer.Option()]
+FabricAddress = Annotated[str, typer.Option(help="That address, with prefix length.")]
 Wait = Annotated[bool, typer.Option(help="Follow the task to its end.")]
 
 
@@ -35,6 +40,8 @@ def add(
     tenant_address: Annotated[
         str, typer.Option(help="Where the tenant of the whole machine reaches it.")
     ] = "",
+    fabric_interface: FabricInterface = "",
+    fabric_address: FabricAddress = "",
 ) -> None:
     """Add a machine. It is not trusted before its userdata has enrolled it."""
     here = session.of(context)
@@ -49,8 +56,45 @@ def add(
         "profile": profile,
         "mode": mode,
         "tenant_address": tenant_address,
+        "fabric_interface": fabric_interface,
+        "fabric_address": fabric_address,
     }
     show.record(here, here.client.post("/admin/nodes", body))
+
+
+@app.command()
+def change(
+    context: typer.Context,
+    node: Node,
+    *,
+    reason: Reason = "",
+    name: Changed = None,
+    address: Changed = None,
+    port: Annotated[int | None, typer.Option()] = None,
+    ssh_user: Changed = None,
+    region: Changed = None,
+    pool: Changed = None,
+    profile: Changed = None,
+    tenant_address: Changed = None,
+    fabric_interface: Changed = None,
+    fabric_address: Changed = None,
+) -> None:
+    """Change what is known of a machine; what is left out stays, "" empties."""
+    here = session.of(context)
+    given = {
+        "name": name,
+        "address": address,
+        "port": port,
+        "ssh_user": ssh_user,
+        "region": region,
+        "pool": pool,
+        "profile": profile,
+        "tenant_address": tenant_address,
+        "fabric_interface": fabric_interface,
+        "fabric_address": fabric_address,
+    }
+    body = {field: value for field, value in given.items() if value is not None}
+    show.record(here, here.client.patch(f"/admin/nodes/{node}", body | {"reason": reason}))
 
 
 @app.command("list")
@@ -59,7 +103,7 @@ def list_nodes(context: typer.Context) -> None:
     here = session.of(context)
     found = list(here.client.items("/admin/nodes"))
     columns = ("id", "state", "mode", "slice_scheduling", "health_state", "profile", "address")
-    show.rows(here, found, *columns)
+    show.rows(here, found, *columns, "certificate_valid_until")
 
 
 @app.command("show")
@@ -75,6 +119,15 @@ def userdata(context: typer.Context, node: Node) -> None:
     answer = session.of(context).client.post(f"/admin/nodes/{node}/enrollment-token")
     show.line(f"good until {answer['expires_at']}")
     sys.stdout.write(answer["userdata"])
+
+
+@app.command("renew-certificate")
+def renew_certificate(context: typer.Context, node: Node, wait: Wait = True) -> None:
+    """Certify the host's SSH key anew; it happens by itself when a third of the time is left.
+
+    A host whose certificate has ended needs `gpuaas nodes userdata` instead.
+    """
+    _task(context, node, "certificate", {}, wait=wait)
 
 
 @app.command()
@@ -96,8 +149,15 @@ def convert(
     allow_reboot: Annotated[bool, typer.Option(help="It may reboot into it.")] = False,
     wait: Wait = True,
 ) -> None:
-    """Make a slice host bare metal again, or the other way; refused while a slot is in use."""
-    _task(context, node, "conversion", {"to": to, "allow_reboot": allow_reboot}, wait=wait)
+    """Make a slice host bare metal again, or the other way; refused while a slot is in use.
+
+    To slice: approved slots are bound and proven as well; fails when they cannot be sold then.
+    """
+    body = {"to": to, "allow_reboot": allow_reboot}
+    ended = _task(context, node, "conversion", body, wait=wait)
+    if wait and (ended["result"].get("failures") or ended["result"].get("closed")):
+        show.line(f"not proven: `gpuaas nodes parity {node}` shows what is open")
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -168,10 +228,42 @@ def parity(context: typer.Context, node: Node, wait: Wait = True) -> None:
         raise typer.Exit(1)
 
 
+@app.command()
+def drift(context: typer.Context, node: Node, wait: Wait = True) -> None:
+    """Compare what the host holds of slices with the records; fails when they differ."""
+    here = session.of(context)
+    task = waiting.after(here, here.client.post(f"/admin/nodes/{node}/drift"), wait=wait)
+    if not wait:
+        show.record(here, task)
+        return
+    found = task["result"]
+    if here.output == "json":
+        show.document(found)
+    else:
+        show.rows(here, found["differences"], "severity", "slot_id", "code", "found")
+        for part, why in found["unknown"].items():
+            show.line(f"not looked at: {part}: {why}")
+        if found["skipped"]:
+            show.line(f"work in progress, not judged: {', '.join(found['skipped'])}")
+    show.line(f"differences {len(found['differences'])}, unknown {len(found['unknown'])}")
+    if found["differences"] or found["unknown"]:
+        raise typer.Exit(1)
+
+
 @app.command("clean-machine")
-def clean_machine(context: typer.Context, node: Node, wait: Wait = True) -> None:
+def clean_machine(
+    context: typer.Context,
+    node: Node,
+    *,
+    without_dead_disks: Annotated[
+        bool, typer.Option(help="Write off what the latest discovery lacks; needs a reason.")
+    ] = False,
+    reason: Annotated[str, typer.Option(help="Kept in the audit log.")] = "",
+    wait: Wait = True,
+) -> None:
     """Remove what the last tenant of the whole machine left, and prove it."""
-    _task(context, node, "clean-machine", {}, wait=wait)
+    body = {"without_dead_disks": without_dead_disks, "reason": reason}
+    _task(context, node, "clean-machine", body, wait=wait)
 
 
 @app.command("accept-drift")
@@ -243,11 +335,12 @@ def _move(context: typer.Context, node: str, verb: str, reason: str) -> None:
 
 def _task(
     context: typer.Context, node: str, noun: str, body: dict[str, Any], *, wait: bool
-) -> None:
+) -> dict[str, Any]:
     here = session.of(context)
     task = here.client.post(f"/admin/nodes/{node}/{noun}", body)
     ended = waiting.after(here, task, wait=wait)
     show.record(here, ended["result"] if wait else ended)
+    return ended
 
 
 def _identities(here: session.Session, node: str, devices: list[str]) -> dict[str, dict[str, str]]:

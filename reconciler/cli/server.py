@@ -7,12 +7,15 @@ import signal
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
+from sqlalchemy import Engine
 
 from reconciler.api.app import create_app
+from reconciler.api.operator import create_operator_app
 from reconciler.cli.database import opened
-from reconciler.domain.errors import Problem
-from reconciler.service import logs, process
+from reconciler.service import addresses, logs, process
 from reconciler.service.authorities import adopt
+from reconciler.service.listener import operators
 from reconciler.settings import Settings
 
 log = logging.getLogger("gpuaas")
@@ -27,7 +30,7 @@ def serve(*, api_only: bool) -> None:
     logs.configure(settings)
     engine, revision = opened(settings)
     adopt(settings, engine)
-    host, port = _listen(settings.listen)
+    host, port = addresses.api(settings)
     app = create_app(settings, engine)
     # A process that serves a site answers for the site: see /readyz.
     app.state.needed = process.NEEDED
@@ -47,7 +50,10 @@ def serve(*, api_only: bool) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
     try:
-        with process.running(settings, engine, api=True, work=not api_only):
+        with (
+            operators(settings, _for_operators(settings, engine)),
+            process.running(settings, engine, api=True, work=not api_only),
+        ):
             log.info("database at %s, API on %s", revision, settings.api_url)
             server.run()
     finally:
@@ -58,14 +64,7 @@ def _stop(_number: int, _frame: FrameType | None) -> None:
     raise SystemExit(0)
 
 
-def _listen(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdigit():
-        raise Problem(
-            "listen_invalid",
-            400,
-            expected="GPUAAS_LISTEN as host:port",
-            found=text,
-            remedy="for example 127.0.0.1:8080",
-        )
-    return host.strip("[]"), int(port)
+def _for_operators(settings: Settings, engine: Engine) -> FastAPI:
+    app = create_operator_app(settings, engine)
+    app.state.needed = process.NEEDED
+    return app

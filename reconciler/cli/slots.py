@@ -70,7 +70,7 @@ def enable(context: typer.Context, node: Node, slot: Slot, reason: Reason = "") 
 
 @app.command()
 def withdraw(context: typer.Context, node: Node, slot: Slot, reason: Reason = "") -> None:
-    """Take the approval of a disabled slot back."""
+    """Take the approval back of a disabled slot, or of a blocked one whose disk or GPU has died."""
     _switch(context, node, slot, "withdraw", reason)
 
 
@@ -82,6 +82,24 @@ def repair(
     here = session.of(context)
     path = f"{_path(node)}/{_id(here, node, slot)}/repair"
     task = waiting.after(here, here.client.post(path, {"reason": reason}), wait=wait)
+    show.record(here, task["result"] if wait else task)
+
+
+@app.command("remove-orphan")
+def remove_orphan(
+    context: typer.Context,
+    node: Node,
+    slot: Slot,
+    *,
+    allocation: Annotated[str, typer.Option(help="The id in the name of the host's machine.")],
+    reason: Reason,
+    wait: Wait = True,
+) -> None:
+    """Remove from an idle slot a machine that no record knows, wipe, verify."""
+    here = session.of(context)
+    path = f"{_path(node)}/{_id(here, node, slot)}/remove-orphan"
+    body = {"allocation_id": allocation, "reason": reason}
+    task = waiting.after(here, here.client.post(path, body), wait=wait)
     show.record(here, task["result"] if wait else task)
 
 

@@ -22,7 +22,18 @@ def after(session: Session, task: Record, *, wait: bool) -> Record:
 
 
 def follow(session: Session, task_id: str) -> Record:
-    """Show what a task is doing; raise its error when it does not succeed."""
+    """Show what a task is doing, and those that follow it; the last one.
+
+    Raises the error of the first that does not succeed.
+    """
+    task = _follow(session, task_id)
+    while following := task["result"].get("next_task_id"):
+        show.line(f"task {following} follows")
+        task = _follow(session, following)
+    return task
+
+
+def _follow(session: Session, task_id: str) -> Record:
     began, told = time.monotonic(), ""
 
     def tell(task: Record) -> None:

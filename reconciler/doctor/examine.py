@@ -7,8 +7,10 @@ from functools import partial
 from reconciler.doctor import folders, records, tools
 from reconciler.doctor.configured import settings as configured
 from reconciler.doctor.finding import Finding, guarded
+from reconciler.doctor.listeners import listeners
 
 _LOOKS = {
+    "listeners": listeners,
     "state_dir": folders.state_folder,
     "ssh_ca": folders.keys,
     "disk_space": folders.room,

@@ -15,7 +15,7 @@ from reconciler.runs.paths import RunPaths, runs_directory
 from reconciler.service.authorities import NAME
 from reconciler.service.process import NEEDED
 from reconciler.settings import Settings
-from reconciler.store import clock, leader, migrations, processes, rows
+from reconciler.store import certificates, clock, leader, migrations, processes, rows
 from reconciler.store import settings as site
 from reconciler.store.engine import open_engine, reading
 from reconciler.store.tables import api_tokens, tasks
@@ -25,6 +25,8 @@ from reconciler.trust.ca import Trust, authorities
 _SKEW_S = 5.0
 # A worker that was just killed is replaced sooner.
 _FORGOTTEN_S = 60.0
+# Renewal begins a month before the end and is tried every day: what is left then has failed often.
+_ENDING_S = 14 * 86_400.0
 
 
 def database(settings: Settings) -> tuple[Engine | None, list[Finding]]:
@@ -70,6 +72,7 @@ def contents(settings: Settings, engine: Engine) -> Iterator[Finding]:
         yield from _clock(conn)
         yield from _authorities(settings, conn)
         yield from _tokens(conn)
+        yield from _hosts(conn)
         yield from _processes(conn)
         yield from _forgotten(conn)
         yield from _held(settings, conn)
@@ -123,6 +126,27 @@ def _tokens(conn: Connection) -> Iterator[Finding]:
             expected="one, unless all admins come through the OpenID provider",
             remedy="gpuaas token create --role platform-admin --name <you>",
         )
+
+
+def _hosts(conn: Connection) -> Iterator[Finding]:
+    """Whose certificate has ended, or will although it should have been renewed long ago."""
+    now = clock.read(conn)
+    until = certificates.of_living(conn)
+    for node_id, end in sorted(until.items(), key=lambda item: item[1]):
+        if end <= now:
+            told = certificates.expired(node_id, end)
+            found = f"node {node_id}: host_certificate_expired, {told.found}"
+            yield fail("host_certificates", found, expected=told.expected, remedy=told.remedy)
+        elif end <= now + _ENDING_S:
+            yield warn(
+                "host_certificates",
+                f"node {node_id}: ends at {clock.iso(end)}",
+                expected="one that was renewed when a third of its time was left",
+                remedy=f"gpuaas nodes renew-certificate {node_id}; what keeps it from being"
+                " renewed is in the node's tasks",
+            )
+    if all(end > now + _ENDING_S for end in until.values()):
+        yield ok("host_certificates", f"{len(until)} hosts, all good for two weeks and more")
 
 
 def _processes(conn: Connection) -> Iterator[Finding]:

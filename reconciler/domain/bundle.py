@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from reconciler.domain.identity import disk_identity
@@ -50,7 +50,7 @@ class Bundle:
 
     def missing(self) -> tuple[str, ...]:
         """Fields without a value; the NUMA node may be unknown, as on a host with one."""
-        return tuple(name for name in _REQUIRED if not getattr(self, name))
+        return tuple(name for name in REQUIRED if not getattr(self, name))
 
     @property
     def identity(self) -> str:
@@ -59,7 +59,8 @@ class Bundle:
 
     def document(self) -> dict[str, object]:
         """As the run contract has it, without slot id and fence."""
-        return asdict(self)
+        # All values are plain, so nothing needs the depth of dataclasses.asdict.
+        return {name: getattr(self, name) for name in BUNDLE_FIELDS}
 
 
 # The fields in their order, as slots and claims keep them.
@@ -72,7 +73,8 @@ def run_bundle(record: Mapping[str, Any], *, fence: bool) -> dict[str, Any]:
     return {**document, "fence": record["fence"]} if fence else document
 
 
-_REQUIRED = (
+# What a slot cannot be sold without; the NUMA node may be unknown.
+REQUIRED = (
     "gpu_pci_address",
     "nvme_device",
     "nvme_serial",

@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reconciler.domain import discovery
+from reconciler.domain import blame, discovery
 from reconciler.domain.bundle import Bundle
 from reconciler.domain.discovery import Blocker
 from reconciler.domain.proof import DEFAULT_POLICY, accepts
 from reconciler.domain.states import NodeMode, NodeState
+
+# What speaks of launches that the host failed, rather than of what the host is seen to be.
+FAILING = ("launch_failed", "launches_failed")
 
 
 @dataclass(frozen=True)
@@ -28,20 +31,36 @@ class Sighting:
 class Proof:
     """The slot's newest proof of a clean disk.
 
-    method: how it was wiped; None when nothing was written since the proof before.
+    method: how it was wiped; None when nothing was written since the proof before. install_id: the
+    installation of the host that gave it; another one's ledger knows nothing of it.
     """
 
     disk_identity: str
     disk_generation: int
     recorded_at: float
     method: str | None
+    install_id: str
+
+
+@dataclass(frozen=True)
+class Failures:
+    """Launches that failed on the host and touched nothing, one after the other.
+
+    last_at: when the last one ended; last: its code.
+    """
+
+    count: int = 0
+    last_at: float = 0.0
+    last: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GateEvidence:
     """Everything that the gate looks at; None where there is nothing.
 
-    others: the bundles of the node's other slots.
+    others: the bundles of the node's other slots. restored_at: when the records were restored from
+    a backup, which does not know who had the disk since it was made; 0 for never. drift: what its
+    host holds of the slot although nobody has it; "" when nothing of the kind is known.
     """
 
     bundle: Bundle
@@ -56,8 +75,11 @@ class GateEvidence:
     parity: Sighting | None
     proof: Proof | None
     exclusive_ended_at: float = 0.0
+    restored_at: float = 0.0
     wipe_policy: str = DEFAULT_POLICY
     others: tuple[Bundle, ...] = ()
+    drift: str = ""
+    failures: Failures = Failures()
 
 
 def blockers(evidence: GateEvidence) -> tuple[Blocker, ...]:
@@ -66,6 +88,9 @@ def blockers(evidence: GateEvidence) -> tuple[Blocker, ...]:
     missing = evidence.bundle.missing()
     if missing:
         found.append(Blocker("bundle_incomplete", f"nothing for {', '.join(missing)}"))
+    if evidence.drift:
+        found.append(Blocker("drift", evidence.drift))
+    found.extend(_failures(evidence))
     proof = _proof(evidence)
     found.extend(proof)
     found.extend(_sighting("discovery", evidence.discovery, evidence))
@@ -88,20 +113,53 @@ def _node(evidence: GateEvidence) -> list[Blocker]:
     return found
 
 
+def _failures(evidence: GateEvidence) -> list[Blocker]:
+    """What the host failed at is there for the next tenant, until it is shown that it is not."""
+    failures = evidence.failures
+    if failures.count >= blame.MOST:
+        told = f"{failures.count} launches in a row failed on the host, the last one: "
+        return [Blocker("launches_failed", told + failures.last)]
+    seen = (evidence.discovery, evidence.parity)
+    if failures.count and any(one is None or one.observed_at < failures.last_at for one in seen):
+        return [Blocker("launch_failed", f"not looked at since a launch failed: {failures.last}")]
+    return []
+
+
 def _proof(evidence: GateEvidence) -> list[Blocker]:
     proof = evidence.proof
     if proof is None:
         return [Blocker("proof_missing", "no proof that the disk is clean")]
-    if proof.disk_identity != evidence.bundle.identity:
-        return [Blocker("proof_mismatch", f"the proof is for {proof.disk_identity}")]
-    if (
+    used = (
         proof.disk_generation != evidence.disk_generation
         or proof.recorded_at < evidence.exclusive_ended_at
+    )
+    elsewhere = not evidence.install_id or proof.install_id != evidence.install_id
+    refused = proof.method is not None and not accepts(evidence.wipe_policy, proof.method)
+    for wrong, code, why in (
+        (
+            proof.disk_identity != evidence.bundle.identity,
+            "proof_mismatch",
+            f"the proof is for {proof.disk_identity}",
+        ),
+        (used, "proof_outdated", "the disk has been given to a tenant since the proof"),
+        (
+            proof.recorded_at < evidence.restored_at,
+            "proof_outdated",
+            "the proof is from before the records were restored from a backup",
+        ),
+        (
+            elsewhere,
+            "proof_stale",
+            "the disk was proven clean to another installation or host key",
+        ),
+        (
+            refused,
+            "proof_class_refused",
+            f"{proof.method} does not satisfy the policy {evidence.wipe_policy}",
+        ),
     ):
-        return [Blocker("proof_outdated", "the disk has been given to a tenant since the proof")]
-    if proof.method is not None and not accepts(evidence.wipe_policy, proof.method):
-        refused = f"{proof.method} does not satisfy the policy {evidence.wipe_policy}"
-        return [Blocker("proof_class_refused", refused)]
+        if wrong:
+            return [Blocker(code, why)]
     return []
 
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 
-def tenant_disks(document: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The disks that nothing uses and nothing is written on, by identity.
+def tenant_disks(document: Mapping[str, Any], taken_over: Collection[str]) -> list[dict[str, Any]]:
+    """The disks that were taken over under their identity, and that nothing uses, by identity.
 
     A disk with any blocker (of the system, mounted, in an array, without identity, of a model that
-    the profile excludes, with a filesystem) is the operators' and stays out. All others go along,
-    for a tenant with root could write on them anyway: what goes along is wiped at the end. The host
-    checks each disk again.
+    the profile excludes, with a filesystem) is the operators' and stays out. So is one that nobody
+    approved by its identity (taken_over): that it carries no signature does not say that it is
+    empty, and what goes along is wiped. The host checks each disk again.
     """
     found = []
     for disk in sorted(document.get("nvme") or [], key=lambda disk: str(disk.get("identity"))):
-        eui = str(disk.get("identity") or "").removeprefix("eui.")
-        if disk.get("blockers") or not eui or not disk.get("by_id"):
+        identity = str(disk.get("identity") or "")
+        eui = identity.removeprefix("eui.")
+        if disk.get("blockers") or not disk.get("by_id") or identity not in taken_over:
             continue
         found.append(
             {

@@ -80,6 +80,10 @@ def check_proof(
         )
 
 
+# What is said of a host on which nothing was begun.
+NOTHING_DONE = {"disk_written": False, "leftovers": False}
+
+
 def nothing_written(evidence: Mapping[str, Any]) -> bool:
     """True only when the host says outright that it wrote nothing and left nothing."""
     return evidence.get("disk_written") is False and evidence.get("leftovers") is False

@@ -38,6 +38,8 @@ class Move(Described):
 class Seen:
     """One allocation with blocked slots. Times are epoch seconds of the database.
 
+    kept: why a person keeps them blocked, "" when nobody does.
+
     blocked_since: when the last of its slots was blocked. begun_at: when the policy began with it,
     None when it never did. busy: a task of the allocation is open. absent, observed_at: the last
     report of the host; None: there is none. node_begun, site_begun: recoveries of the last hour.
@@ -45,6 +47,7 @@ class Seen:
 
     blocked_since: float
     reason: str
+    kept: str = ""
     begun_at: float | None = None
     busy: bool = False
     absent: bool | None = None
@@ -55,6 +58,8 @@ class Seen:
 
 def next_move(policy: Policy, seen: Seen) -> tuple[Move, str]:
     """The move and why. One allocation is tried once: what comes back blocked stays with people."""
+    if seen.kept:
+        return Move.WAIT, f"kept for inspection: {seen.kept}"
     begun = seen.begun_at
     if begun is None:
         return _first(policy, seen)

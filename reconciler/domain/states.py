@@ -28,6 +28,11 @@ class NodeMode(Described):
         "Slice services are being removed; nothing is sold.",
     )
 
+    @property
+    def purpose(self) -> str:
+        """What its host is to prove: that of the mode, or of the one that it is converted to."""
+        return "slice" if self in (self.SLICE, self.CONVERTING_TO_SLICE) else "baremetal"
+
 
 class NodeState(Described):
     """Whether work can be done on a node."""

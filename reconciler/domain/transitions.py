@@ -74,6 +74,8 @@ TABLE: tuple[Transition, ...] = (
         (N.UNREACHABLE, "regain_maintenance", N.MAINTENANCE),
         (N.ENROLLING, "retire", N.RETIRED),
         (N.MAINTENANCE, "retire", N.RETIRED),
+        # It will not answer any more, and what was on it goes with it.
+        (N.UNREACHABLE, "retire", N.RETIRED),
     ),
     *_rows(
         "node_mode",
@@ -105,9 +107,14 @@ TABLE: tuple[Transition, ...] = (
         (S.CLEANUP_BLOCKED, "return", S.AVAILABLE),
         (S.CLEANUP_BLOCKED, "park", S.DISABLED),
         (S.CLEANUP_BLOCKED, "clean", S.CLEANUP),
+        # A device of it has died: there will be no evidence, and no slot either.
+        (S.CLEANUP_BLOCKED, "withdraw", S.DISABLED),
         (S.RESERVED, "clean", S.CLEANUP),
         (S.PROVISIONING, "clean", S.CLEANUP),
         (S.RELEASING, "clean", S.CLEANUP),
+        # Nobody has it, and its host still holds something of its last tenant.
+        (S.DISABLED, "block", S.CLEANUP_BLOCKED),
+        (S.AVAILABLE, "block", S.CLEANUP_BLOCKED),
         (S.RESERVED, "block", S.CLEANUP_BLOCKED),
         (S.PROVISIONING, "block", S.CLEANUP_BLOCKED),
         (S.ACTIVE, "block", S.CLEANUP_BLOCKED),

@@ -134,14 +134,14 @@ def cancel(run_dir: Path) -> None:
 
 
 def discard(run_dir: Path) -> None:
-    """Delete the folder of a run that is over."""
-    phase = observe(run_dir).phase
-    if phase is Phase.ABSENT:
+    """Delete the folder of a run that is over, or that never began and never will."""
+    if not run_dir.is_dir():
         return
-    if phase not in {Phase.FINISHED, Phase.LOST}:
+    phase = observe(run_dir).phase
+    if phase is Phase.ALIVE:
         raise RunError(
             "run_not_over",
-            expected="a finished or lost run",
+            expected="a run that does not go on",
             found=f"{run_dir.name} is {phase}",
             remedy="wait for it, or cancel it first",
         )

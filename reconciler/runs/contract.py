@@ -34,6 +34,8 @@ PLAYBOOKS = (
     "provision_slice",
     "release_slice",
     "verify_absent",
+    "renew_certificate",
+    "reconcile_drift",
     "provision_baremetal",
     "release_baremetal",
 )

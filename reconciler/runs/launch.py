@@ -23,7 +23,7 @@ import yaml
 from reconciler.runs import contract, lock, orphans, ssh
 from reconciler.runs.awx.access import AwxAccess
 from reconciler.runs.awx.prepare import prepare as prepare_awx
-from reconciler.runs.errors import RunError, SpecError
+from reconciler.runs.errors import LauncherAway, RunError, SpecError
 from reconciler.runs.paths import (
     RunPaths,
     read_json,
@@ -67,6 +67,19 @@ def launch(site: Site, spec: RunSpec) -> Path:
     """
     if site.playbooks is None:
         contract.check_vars(spec.playbook, spec.variables)
+    try:
+        return _launch(site, spec)
+    except OSError as broken:
+        # Most often a full disk. Trying again is safe: what is half written is no run.
+        raise LauncherAway(
+            "run_folder_unwritable",
+            expected=f"room for the files of a run in {site.state_dir}",
+            found=f"{broken.strerror or broken}",
+            remedy="free space there, or repair it; the task goes on by itself",
+        ) from broken
+
+
+def _launch(site: Site, spec: RunSpec) -> Path:
     paths = RunPaths(run_directory(site.state_dir, spec.run_id))
     paths.root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     paths.root.mkdir(mode=0o700, exist_ok=True)
@@ -174,7 +187,7 @@ def _environment(site: Site, spec: RunSpec, paths: RunPaths) -> dict[str, str]:
         "ANSIBLE_FORKS": "1",
         "ANSIBLE_NOCOLOR": "1",
         # Into each module's line in the host's syslog.
-        "ANSIBLE_TARGET_LOG_INFO": f"run={spec.run_id} correlation_id={spec.correlation_id}",
+        "ANSIBLE_TARGET_LOG_INFO": spec.log_tag,
     }
     if site.ssh is not None:
         sockets = socket_directory(site.state_dir, spec.node.node_id)

@@ -24,6 +24,12 @@ from reconciler.runs.awx import follow
 from reconciler.runs.events import Recorder, judge
 from reconciler.runs.paths import RunPaths, read_json, write_json
 
+# Ansible's words when SSH ended while the first module was being sent to it: they hide its reason.
+_CUT_SHORT = "Data could not be sent to remote host"
+_BACK = "the connection ended before anything was sent; the host answers now"
+_KNOCK = "knock"
+_KNOCK_LIMIT_S = 120
+
 
 def main(arguments: list[str]) -> int:
     paths, descriptor = RunPaths(Path(arguments[0])), int(arguments[1])
@@ -110,7 +116,29 @@ def _play(
     finally:
         # The runner kills the group of ansible-playbook; its workers are not in it.
         orphans.end(paths.root)
-    return judge(recorder, runner.status, runner.rc, time.monotonic() - begun)
+    verdict = judge(recorder, runner.status, runner.rc, time.monotonic() - begun)
+    if verdict["unreachable"] and not verdict["touched"] and _CUT_SHORT in verdict["problem"]:
+        verdict["problem"] = f"unreachable: {_last_words(paths, manifest) or _BACK}"
+    return verdict
+
+
+def _last_words(paths: RunPaths, manifest: dict[str, Any]) -> str:
+    """What SSH says when nothing is sent to it; "" when the host answers now."""
+    recorder = Recorder(Path(os.devnull))
+    ansible_runner.run(
+        private_data_dir=str(paths.root),
+        ident=_KNOCK,
+        module="ansible.builtin.raw",
+        module_args="true",
+        host_pattern=manifest["node_id"],
+        inventory=str(paths.inventory),
+        timeout=_KNOCK_LIMIT_S,
+        event_handler=recorder,
+        fact_cache_type="",
+        quiet=True,
+    )
+    shutil.rmtree(paths.artifacts.parent / _KNOCK, ignore_errors=True)
+    return recorder.unreachable_reason
 
 
 def _forget_variables(paths: RunPaths) -> None:

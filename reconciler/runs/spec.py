@@ -69,6 +69,11 @@ class RunSpec:
                 if said.get(key) != value:
                     raise _refuse(f"variables.slice_run.{key}", value, said.get(key))
 
+    @property
+    def log_tag(self) -> str:
+        """What stands in each module's line in the host's syslog."""
+        return f"run={self.run_id} correlation_id={self.correlation_id}"
+
     def fingerprint(self) -> str:
         """Tells whether two descriptions mean the same work on the same node."""
         meaning = [self.playbook, self.node.node_id, dict(self.variables)]

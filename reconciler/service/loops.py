@@ -16,8 +16,11 @@ from sqlalchemy import Engine
 
 from reconciler.settings import Settings
 from reconciler.store.leader import Deposed, Lease, led_by
+from reconciler.tasks.drift import ask_hosts
+from reconciler.tasks.enrol import renew_ending
 from reconciler.tasks.overdue import end_overdue
 from reconciler.tasks.recovery import recover_blocked
+from reconciler.tasks.retention import forget
 
 log = logging.getLogger("gpuaas.loops")
 
@@ -34,6 +37,9 @@ class Loop:
 LOOPS: tuple[Loop, ...] = (
     Loop("overdue", 10.0, end_overdue),
     Loop("recovery", 10.0, recover_blocked),
+    Loop("drift", 10.0, ask_hosts),
+    Loop("certificates", 600.0, renew_ending),
+    Loop("retention", 600.0, forget),
 )
 
 

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from sqlalchemy import Connection, Engine
 
 from reconciler.domain.states import TaskState
-from reconciler.store import clock, leader, processes
+from reconciler.store import certificates, clock, leader, processes
 from reconciler.store.engine import reading
 from reconciler.store.leasing import DUE
 from reconciler.store.tables import allocations, nodes, outbox, slots, tasks
@@ -96,7 +96,28 @@ def _site(conn: Connection) -> Iterator[Metric]:
         "Events that no relay has taken yet.",
         _number(conn, sa.select(sa.func.count()).select_from(outbox).where(unsent)),
     )
+    yield from _certificates(conn)
     yield from _service(conn)
+
+
+def _certificates(conn: Connection) -> Iterator[Metric]:
+    until = certificates.of_living(conn).values()
+    now = clock.read(conn)
+    family = GaugeMetricFamily(
+        "gpuaas_host_certificates",
+        "Hosts by whether their certificate is still good.",
+        labels=["validity"],
+    )
+    expired = sum(end <= now for end in until)
+    family.add_metric(["valid"], len(until) - expired)
+    family.add_metric(["expired"], expired)
+    yield family
+    if until:
+        yield _one(
+            "gpuaas_host_certificate_seconds",
+            "Until the first host certificate ends; below zero it has.",
+            min(until) - now,
+        )
 
 
 def _service(conn: Connection) -> Iterator[Metric]:

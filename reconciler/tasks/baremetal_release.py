@@ -15,12 +15,21 @@ from reconciler.tasks.handler import Failure, Handler, Work
 
 def variables(work: Work) -> dict[str, Any]:
     allocation_id = work.task["allocation_id"]
-    return {
+    disks, dead = baremetal.claim_of(work.conn, allocation_id)["disks"], _dead(work)
+    found: dict[str, Any] = {
         "slice_allocation": work.parameters["allocation"],
         "slice_fence": work.parameters["fence"],
-        "slice_disks": baremetal.claim_of(work.conn, allocation_id)["disks"],
+        "slice_disks": [disk for disk in disks if disk["slot_id"] not in dead],
         "slice_baseline": discoveries.baseline(work.conn, allocation_id),
     }
+    if dead:
+        found["slice_written_off"] = [disk for disk in disks if disk["slot_id"] in dead]
+    return found
+
+
+def _dead(work: Work) -> list[str]:
+    dead: list[str] = work.parameters.get("written_off", [])
+    return dead
 
 
 def succeed(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
@@ -30,6 +39,7 @@ def succeed(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
         work.act.because("the tenant is gone, its disks are wiped and verified"),
         fence=work.parameters["fence"],
         evidence=evidence,
+        written_off=_dead(work),
         policy=work.profile.get("wipe_policy", DEFAULT_POLICY),
         task_id=work.task["id"],
     )

@@ -15,10 +15,16 @@ def variables(work: Work) -> dict[str, Any]:
     }
 
 
+def start(work: Work) -> None:
+    """Nobody is let in while this runs; whoever came since it was asked for is not restarted."""
+    if work.parameters.get("allow_reboot", False):
+        nodes.refuse_in_use(work.conn, work.task["node_id"], nodes.AT_WORK)
+
+
 def succeed(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     act = work.act.because("bootstrap finished", evidence)
     nodes.bootstrapped(work.conn, work.task["node_id"], act, identity=evidence["identity"])
     return evidence
 
 
-HANDLER = Handler("bootstrap", variables, succeed, deadlines=("reboot",))
+HANDLER = Handler("bootstrap", variables, succeed, start=start, deadlines=("reboot",))

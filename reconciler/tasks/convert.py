@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from reconciler.domain.states import NodeMode
-from reconciler.store import nodes
+from reconciler.store import drift, nodes
 from reconciler.tasks.handler import Handler, Work
 
 
@@ -22,6 +22,7 @@ def succeed(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     nodes.observed(work.conn, work.task["node_id"], act, identity=evidence["identity"])
     if work.node["mode"] == NodeMode.CONVERTING_TO_BAREMETAL:
         nodes.converted(work.conn, work.task["node_id"], act)
+        drift.forget(work.conn, work.task["node_id"], act)
     return evidence
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from reconciler.domain.states import NodeMode, NodeState
-from reconciler.store import discoveries, nodes
+from reconciler.store import discoveries, gates, nodes
 from reconciler.tasks.handler import Handler, Work
 
 
@@ -27,6 +27,8 @@ def succeed(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
         # An ordinary machine needs no preparation: it is certified, it answers, it has been seen.
         act = work.act.because("an ordinary machine, discovered")
         nodes.bootstrapped(work.conn, work.node["id"], act, identity=document["identity"])
+    # What an earlier discovery took off sale, and this one shows well.
+    gates.open_gate(work.conn, work.task["node_id"], work.act.because("seen without blockers"))
     return {"candidate_summary": document["candidate_summary"]}
 
 

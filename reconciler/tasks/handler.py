@@ -18,7 +18,7 @@ Record = dict[str, Any]
 class Work:
     """A task at hand, inside a transaction of the worker.
 
-    profile: hardware profile of the node.
+    profile: hardware profile of the node, with what is the node's own over it.
     """
 
     conn: Connection

@@ -22,6 +22,7 @@ from reconciler.store import claims, clock, lifecycle, nodes, recovery, tasks
 from reconciler.store.engine import reading, transaction
 from reconciler.store.leader import Deposed
 from reconciler.store.lifecycle import Overdue
+from reconciler.tasks.cancel import cancel
 from reconciler.tasks.handler import Failure, Record, Work
 from reconciler.tasks.registry import HANDLERS
 
@@ -37,6 +38,9 @@ def end_overdue(engine: Engine, settings: Settings) -> None:
         try:
             if item.entity == "task" and item.event == "lose":
                 _end_task(engine, settings, item, act)
+                continue
+            if item.entity == "task" and item.event == "cancel":
+                _cancel_task(engine, settings, item)
                 continue
             with transaction(engine) as conn:
                 recovery.expire(conn, item, act)
@@ -64,6 +68,16 @@ def _end_task(engine: Engine, settings: Settings, item: Overdue, act: Act) -> No
     if asked and asked["run_directory"] and asked["runner"] == runner_id(settings.state_dir):
         # Also when all workers are busy and nobody attends: the run looks for this by itself.
         collect.cancel(Path(asked["run_directory"]))
+
+
+def _cancel_task(engine: Engine, settings: Settings, item: Overdue) -> None:
+    """No worker has taken it in all that time: what it was about need not wait for it any more."""
+    with transaction(engine) as conn:
+        if tasks.get(conn, item.id)["deadline_at"] != item.deadline_at:
+            return
+        error = recovery.deadline_error(item)
+        act = Act("reconciler", f"deadline passed in {item.state}", evidence={"deadline": error})
+        cancel(conn, settings, item.id, act, error=error)
 
 
 def lose(conn: Connection, settings: Settings, task: Record, act: Act) -> None:

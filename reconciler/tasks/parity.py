@@ -1,22 +1,29 @@
-"""node.parity: the proof that the host is a slice host; a pass opens the gate of its slots."""
+"""node.parity: the proof that the host is what its mode says; a slice host's opens its slots' gate.
+
+A bare-metal node is asked whether slice services are absent. That is worth knowing and opens
+nothing: evidence for a slot is a slice host's only.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from reconciler.domain.states import NodeMode
 from reconciler.store import discoveries, slots
 from reconciler.tasks.handler import Handler, Work
 
 
 def variables(work: Work) -> dict[str, Any]:
-    node_id = work.task["node_id"]
+    node_id, asked = work.task["node_id"], NodeMode(work.node["mode"]).purpose
+    if asked != "slice":
+        return {"slice_slots": [], "slice_intent": asked}
     latest = discoveries.latest(work.conn, node_id)
     topology: dict[str, Any] = {"source": "reconciler", "completed": latest is not None}
     summary = latest["document"]["candidate_summary"] if latest else {}
     topology["blockers"] = summary.get("blockers", [])
     return {
         "slice_slots": slots.bundles(work.conn, node_id),
-        "slice_intent": "slice",
+        "slice_intent": asked,
         "slice_api_topology": topology,
     }
 
@@ -32,7 +39,7 @@ def succeed(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
         observed_at=work.task["started_at"],
     )
     result = {"failures": report["failures"], "warnings": report["warnings"]}
-    if report["failures"]:
+    if report["failures"] or report.get("intent", "slice") != "slice":
         return result
     gate = slots.open_gate(work.conn, node_id, work.act.because("parity passed", result))
     return {**result, **gate}

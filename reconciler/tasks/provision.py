@@ -26,7 +26,10 @@ def variables(work: Work) -> dict[str, Any]:
 def machine(profile: dict[str, Any], gpus: int) -> dict[str, Any]:
     """The shape of a VM with so many GPUs: the profile's share of CPUs and memory for each."""
     vm = profile["vm"]
+    limit = {"mgmt_qos": vm["mgmt_qos"]} if vm.get("mgmt_qos") else {}
     return {
+        **limit,
+        "mgmt_attachment": vm.get("mgmt_attachment", "tap"),
         "vcpus": vm["vcpus_per_gpu"] * gpus,
         "memory_mib": vm["memory_mib_per_gpu"] * gpus,
         "firmware": vm["firmware"],

@@ -12,6 +12,8 @@ from reconciler.tasks import (
     cache,
     convert,
     discover,
+    drift,
+    enrol,
     parity,
     provision,
     release,
@@ -21,6 +23,7 @@ from reconciler.tasks import (
 from reconciler.tasks.handler import Handler
 
 HANDLERS: dict[str, Handler] = {
+    TaskKind.NODE_ENROL: enrol.HANDLER,
     TaskKind.NODE_BOOTSTRAP: bootstrap.HANDLER,
     TaskKind.SLICE_TOPOLOGY_DISCOVER: discover.HANDLER,
     TaskKind.NODE_STORAGE_TRANSITION: transition.HANDLER,
@@ -32,6 +35,7 @@ HANDLERS: dict[str, Handler] = {
     TaskKind.SLICE_VM_RELEASE: release.HANDLER,
     TaskKind.SLICE_WIPE: wipe.HANDLER,
     TaskKind.SLICE_ABSENCE_VERIFY: absence.HANDLER,
+    TaskKind.SLICE_DRIFT_RECONCILE: drift.HANDLER,
     TaskKind.BAREMETAL_PROVISION: baremetal_provision.HANDLER,
     TaskKind.BAREMETAL_RELEASE: baremetal_release.HANDLER,
 }

@@ -13,9 +13,10 @@ from reconciler.domain.states import TaskState
 from reconciler.runs.collect import Outcome
 from reconciler.runs.silence import is_untouched
 from reconciler.settings import Settings
-from reconciler.store import claims, reachability, tasks
+from reconciler.store import certificates, claims, clock, reachability, tasks
 from reconciler.store.engine import reading, transaction
 from reconciler.store.tasks import DEADLINE_PASSED
+from reconciler.tasks import story
 from reconciler.tasks.handler import Failure, Handler, Record
 from reconciler.tasks.work import open_work
 
@@ -37,7 +38,7 @@ def settle(
                 work = open_work(conn, settings, task)
                 reachability.answered(conn, task["node_id"], work.act.because("its run ended well"))
                 evidence = (outcome.result or {})["evidence"]
-                result = handler.succeed(work, evidence)
+                result = story.go_on(work, handler.succeed(work, evidence))
                 _finish(work.conn, task, TaskState.SUCCEEDED, work.act, result=result)
             return
         except Problem as problem:
@@ -100,12 +101,24 @@ def read_failure(outcome: Outcome) -> Failure:
 
 
 def _with_cause(engine: Engine, task: Record, outcome: Outcome, failure: Failure) -> Failure:
-    """A run that was told to end because of its deadline says so, and not that it was canceled."""
+    """A run that was told to end because of its deadline says so, and not that it was canceled.
+
+    One whose host was refused because its certificate has ended says that.
+    """
     if outcome.status != "canceled":
-        return failure
+        return _with_certificate(engine, task, failure) if outcome.unreachable else failure
     with reading(engine) as conn:
         asked = tasks.get(conn, task["id"])["error"]
     return replace(failure, error=asked) if asked.get("code") == DEADLINE_PASSED else failure
+
+
+def _with_certificate(engine: Engine, task: Record, failure: Failure) -> Failure:
+    with reading(engine) as conn:
+        until = certificates.ends(conn, [task["node_id"]]).get(task["node_id"])
+        if until is None or until > clock.read(conn):
+            return failure
+    problem = certificates.expired(task["node_id"], until, failure.error["found"])
+    return replace(failure, error=problem.told())
 
 
 def _unreadable(cause: Exception) -> dict[str, str]:

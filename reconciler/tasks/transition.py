@@ -22,7 +22,12 @@ def succeed(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     for device in evidence["devices"]:
         if device.get("proof"):
             proofs.record_transition(
-                work.conn, work.task["node_id"], device["proof"], act, task_id=work.task["id"]
+                work.conn,
+                work.task["node_id"],
+                device["proof"],
+                act,
+                task_id=work.task["id"],
+                manifest=str(device.get("manifest") or evidence.get("manifest") or ""),
             )
     return evidence
 

@@ -11,7 +11,7 @@ from reconciler.tasks.handler import Failure, Handler, Work
 
 def variables(work: Work) -> dict[str, Any]:
     return {
-        "slice_allocation": {"id": work.task["allocation_id"]},
+        "slice_allocation": {"id": work.parameters["allocation"]["id"]},
         "slice_slots": work.parameters["slots"],
         # Nobody is inside whom one would have to wait for.
         "slice_shutdown_deadline": 0,
@@ -29,7 +29,8 @@ def succeed(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
             found=f"none of {', '.join(missing)}",
             remedy="read the task's output; repair the slots again",
         )
-    outcomes.wiped_slots(work.conn, proofs, evidence["absence"], act)
+    measured = work.task["allocation_id"] or ""
+    outcomes.wiped_slots(work.conn, proofs, evidence["absence"], act, measured=measured)
     return evidence
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import Connection
 
+from reconciler.domain import hardware
 from reconciler.settings import Settings, hardware_profile
 from reconciler.store import nodes
 from reconciler.tasks.handler import Record, Work
@@ -11,5 +12,5 @@ from reconciler.tasks.handler import Record, Work
 
 def open_work(conn: Connection, settings: Settings, task: Record) -> Work:
     node = nodes.get(conn, task["node_id"])
-    profile = hardware_profile(settings.profiles_dir, node["profile"])
+    profile = hardware.of_node(hardware_profile(settings.profiles_dir, node["profile"]), node)
     return Work(conn, task, node, profile, settings)

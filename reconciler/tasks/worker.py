@@ -19,6 +19,7 @@ from sqlalchemy import Connection, Engine, exc
 
 from reconciler.domain.act import Act
 from reconciler.domain.errors import Problem
+from reconciler.domain.proof import NOTHING_DONE
 from reconciler.domain.states import TaskState
 from reconciler.runs import collect
 from reconciler.runs.awx.access import AwxAccess
@@ -31,10 +32,11 @@ from reconciler.runs.spec import NodeAccess, RunSpec
 from reconciler.runs.ssh import SshAccess
 from reconciler.service import logs
 from reconciler.settings import Settings
-from reconciler.store import tasks, tokens
+from reconciler.store import certificates, tasks, tokens
 from reconciler.store.engine import reading, retrying, transaction
 from reconciler.tasks.handler import Failure, Handler, Record
 from reconciler.tasks.registry import HANDLERS
+from reconciler.tasks.retention import tidy_on
 from reconciler.tasks.settle import settle
 from reconciler.tasks.watch import Watch
 from reconciler.tasks.work import open_work
@@ -60,6 +62,8 @@ class Worker:
         self._runner = runner_id(settings.state_dir)
         self._owner = f"{socket.gethostname()}:{os.getpid()}"
         self._stopping = threading.Event()
+        # Set when a place is free again, and to stop: the loop need not sleep out its pause.
+        self._wake = threading.Event()
         self._looked_at = time.monotonic()
         self._busy: set[str] = set()
         self._dropped: list[Record] = []
@@ -71,15 +75,22 @@ class Worker:
         self._watch = threading.Thread(
             target=watch.run, args=(self._stopping,), name="watch", daemon=True
         )
+        # By every machine for itself: the leader sees its own folder only.
+        self._tidy = threading.Thread(
+            target=tidy_on, args=(engine, settings, self._stopping), name="tidy", daemon=True
+        )
 
     def start(self) -> None:
         self._thread.start()
         self._watch.start()
+        self._tidy.start()
 
     def stop(self) -> None:
         """Stop attending. Runs go on; their leases end now, so that another worker may attach."""
         self._stopping.set()
+        self._wake.set()
         self._thread.join(timeout=10)
+        self._tidy.join(timeout=10)
         self._pool.shutdown(wait=True)
         retrying(self._engine, lambda conn: tasks.abandon(conn, self._owner))
 
@@ -101,7 +112,8 @@ class Worker:
             except Exception:
                 # A database that is away for a moment must not end the only loop there is.
                 log.exception("looking for work failed; trying again")
-            self._stopping.wait(self._settings.poll_s)
+            self._wake.wait(self._settings.poll_s)
+            self._wake.clear()
 
     def _free_what_the_dead_hold(self) -> None:
         # A worker that was killed on this machine: its tasks need not wait for the lease's end. If
@@ -152,10 +164,12 @@ class Worker:
             self._pool.submit(self._attend, task)
 
     def _attend(self, task: Record) -> None:
+        ended = False
         try:
             with logs.about(task=task["id"], correlation=task["correlation_id"] or ""):
                 log.info("%s begins, attempt %d", task["kind"], task["attempt"])
                 attend(self._engine, self._settings, task, self._stopping)
+            ended = True
         except Problem as problem:
             # stale_lease: somebody else attends now; all others are told by the next look.
             log.warning("task %s left: %s", task["id"], problem)
@@ -168,6 +182,9 @@ class Worker:
         finally:
             with self._lock:
                 self._busy.discard(task["id"])
+            # Only then: a task that cannot be attended to would be tried without a pause.
+            if ended:
+                self._wake.set()
 
 
 def _abandon(owner: str, conn: Connection) -> int:
@@ -235,6 +252,8 @@ def prepare(
                 found="its cancellation, asked for before its run began",
                 remedy="nothing to do: no run was started",
             )
+        # Where nobody would believe the host nothing is begun, so that nothing is unknown.
+        certificates.require_valid(conn, task["node_id"])
         correlation = task["correlation_id"] or task["id"]
         variables = {
             "slice_run": {
@@ -303,11 +322,10 @@ def _refuse(
 ) -> None:
     """The run could not start: nothing on the host was touched, the task says why."""
     error = refusal.told()
-    evidence = {"disk_written": False, "leftovers": False}
     with transaction(engine) as conn:
         work = open_work(conn, settings, task)
         # An earlier attempt may have acted, so only a first one proves that nothing was touched.
-        failure = Failure("start the run", error, evidence, known=task["attempt"] <= 1)
+        failure = Failure("start the run", error, dict(NOTHING_DONE), known=task["attempt"] <= 1)
         handler.fail(work, failure)
         act = work.act.because(refusal.code)
         state = TaskState.CANCELED if refusal.code == "canceled" else TaskState.FAILED

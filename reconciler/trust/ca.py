@@ -7,6 +7,8 @@ that ends by itself. Private keys never leave <state dir>/trust.
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import hmac
 import os
 import re
 import secrets
@@ -34,6 +36,7 @@ __all__ = [
     "Trust",
     "authorities",
     "certify_host",
+    "derived_key",
     "known_hosts",
     "open_trust",
     "operator_identity",
@@ -43,6 +46,9 @@ __all__ = [
 ]
 
 OPERATOR = "gpuaas-operator"
+# How long a host's certificate is good for. Renewal begins when a third of it is left: long enough
+# for a host that is away for weeks, short enough that a key which was copied does not last.
+HOST_DAYS = 90
 
 _PRINCIPAL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 # Hosts judge our certificate by their clock, which may be behind before their time is set.
@@ -112,7 +118,7 @@ def certify_host(
     node_id: str,
     *,
     principals: Sequence[str] = (),
-    days: int = 90,
+    days: int = HOST_DAYS,
 ) -> HostCertificate:
     """A host certificate for `node_id`: the only name under which the host can be reached."""
     names = tuple(dict.fromkeys((node_id, *principals)))
@@ -182,6 +188,14 @@ def user_ca(trust: Trust) -> str:
 def authorities(trust: Trust) -> dict[str, str]:
     """The public keys of both, by name: what makes two trust folders the same site's."""
     return {key.name: _public(key) for key in (trust.host_authority, trust.user_authority)}
+
+
+def derived_key(trust: Trust, purpose: str) -> bytes:
+    """A secret that every machine of the site has, for this purpose alone; it tells nothing of the
+    authority that it is made from.
+    """
+    secret = trust.user_authority.read_bytes()
+    return hmac.new(secret, f"gpuaas {purpose}".encode(), hashlib.sha256).digest()
 
 
 def known_hosts(trust: Trust) -> Path:

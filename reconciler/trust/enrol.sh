@@ -8,6 +8,7 @@ PATH=$PATH:/usr/sbin:/sbin
 # @values@
 etc=${GPUAAS_ENROL_ETC:-/etc}
 run=${GPUAAS_ENROL_RUN:-/run}
+log=${GPUAAS_ENROL_LOG:-/var/log}/gpuaas-slice-firmware.log
 pause=${GPUAAS_ENROL_PAUSE:-3}
 key=$etc/ssh/ssh_host_ed25519_key
 certificate=$key-cert.pub
@@ -41,11 +42,25 @@ note_expired_certificate() {
 # The token goes through pipes only: arguments and environments are for everyone to read.
 body() {
   printf '%s' "$token" | python3 -c '
-import json, pathlib, socket, sys
+import json, pathlib, re, socket, subprocess, sys
 
 def text(path):
     return pathlib.Path(path).read_text().strip()
 
+# Most machines have no address on a fabric before bootstrap gives them one.
+def fabric():
+    show = ["ip", "-j", "-4", "address", "show"]
+    try:
+        links = json.loads(subprocess.run(show, capture_output=True, timeout=10).stdout or "[]")
+        for link in links:
+            for found in link.get("addr_info", []):
+                if re.fullmatch("ibp[a-z0-9]{0,12}", link["ifname"]):
+                    return link["ifname"], "{local}/{prefixlen}".format(**found)
+    except (OSError, ValueError, LookupError, TypeError, subprocess.SubprocessError):
+        pass
+    return "", ""
+
+interface, address = fabric()
 print(json.dumps({
     "token": sys.stdin.read(),
     "node_id": sys.argv[1],
@@ -53,6 +68,8 @@ print(json.dumps({
     "machine_id": text(sys.argv[3]),
     "boot_id": text("/proc/sys/kernel/random/boot_id"),
     "hostname": socket.gethostname(),
+    "fabric_interface": interface,
+    "fabric_address": address,
 }))' "$node_id" "$key.pub" "$etc/machine-id"
 }
 
@@ -166,6 +183,35 @@ ENV
   chmod 0600 "$etc/gpuaas/enrolment.env"
 }
 
+# Once for an installation: what came of it stays, also when the machine is enrolled again.
+# Nothing of it stands in the way of an enrolment; parity shows what was found.
+check_firmware() {
+  [ ! -e "$log" ] || return 0
+  python3 -c '
+import json, os, re, subprocess, sys
+told = json.load(open(sys.argv[1])).get("preflight")
+if not isinstance(told, dict):
+    sys.exit(3)
+names = {name: value for name, value in told["environment"].items()
+         if re.fullmatch("GPUAAS_SLICE_[A-Z_]+", name)}
+with open(sys.argv[2], "w") as script:
+    script.write(told["script"])
+with open(sys.argv[3], "w") as output:
+    # Reads only, whatever the answer says. RACADM is slow, but never as slow as the limit.
+    subprocess.run(["sh", sys.argv[2]], env={**os.environ, **names, "GPUAAS_SLICE_APPLY_BIOS": "0"},
+                   stdin=subprocess.DEVNULL, stdout=output, stderr=output, timeout=300)
+' "$work/answer" "$work/preflight" "$work/firmware" 2> "$work/trouble" || {
+    [ $? -eq 3 ] || say "firmware preflight did not end: $(tail -n 1 "$work/trouble" | tr -cd '[:print:]' | cut -c1-200)"
+    return 0
+  }
+  # A report that was cut off does not count as one.
+  if ! { mkdir -p "${log%/*}" && cp "$work/firmware" "$log.new" && mv "$log.new" "$log"; }; then
+    say "firmware preflight not kept in $log"
+    return 0
+  fi
+  say "firmware preflight: $(tail -n 1 "$log" | tr -cd '[:print:]' | cut -c1-200)"
+}
+
 ensure_host_key
 note_expired_certificate
 pin
@@ -179,3 +225,4 @@ unpack
 install_trust
 remember
 say "node certificate enrolled"
+check_firmware

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from reconciler.trust.ca import OPERATOR, Trust, certify_host, user_ca
+from reconciler.trust.ca import HOST_DAYS, OPERATOR, Trust, certify_host, user_ca
 from reconciler.trust.errors import TrustError
 from reconciler.trust.keygen import public_key
 
@@ -34,11 +34,19 @@ _FIELDS = {
     "boot_id": re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"),
     "hostname": re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,252})"),
 }
+# What a host may leave out.
+_OPTIONAL = {
+    "fabric_interface": re.compile(r"([a-z][a-z0-9]{0,14})?"),
+    "fabric_address": re.compile(r"(([0-9]{1,3}\.){3}[0-9]{1,3}/[0-9]{1,2})?"),
+}
 
 
 @dataclass(frozen=True)
 class EnrolmentRequest:
-    """What a host says of itself. hostname is for people; nothing decides on it."""
+    """What a host says of itself. hostname is for people; nothing decides on it.
+
+    fabric_interface, fabric_address: its place on the InfiniBand fabric, if it has one already.
+    """
 
     token: str = field(repr=False)
     node_id: str
@@ -46,26 +54,41 @@ class EnrolmentRequest:
     machine_id: str
     boot_id: str
     hostname: str
+    fabric_interface: str = ""
+    fabric_address: str = ""
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> EnrolmentRequest:
         for name, pattern in _FIELDS.items():
             # The token's own text must not come back in an error.
             _match(name, pattern, body.get(name), show=name != "token")
+        for name, pattern in _OPTIONAL.items():
+            _match(name, pattern, body.get(name, ""))
         key = body.get("host_key")
         return cls(
             **{name: body[name] for name in _FIELDS},
+            **{name: body.get(name, "") for name in _OPTIONAL},
             host_key=public_key(key if isinstance(key, str) else ""),
         )
 
 
-def answer(trust: Trust, request: EnrolmentRequest, *, days: int = 90) -> dict[str, Any]:
-    """The body that the host expects. Use up the token first: this gives the node its identity."""
+def answer(
+    trust: Trust,
+    request: EnrolmentRequest,
+    *,
+    days: int = HOST_DAYS,
+    preflight: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The body that the host expects. Use up the token first: this gives the node its identity.
+
+    preflight: what the host runs once, as `preflight.document` gives it; None runs nothing.
+    """
     certificate = certify_host(trust, request.host_key, request.node_id, days=days)
     return {
         "certificate": certificate.text,
         "user_ca": user_ca(trust),
         "principals": [OPERATOR],
+        "preflight": preflight,
     }
 
 

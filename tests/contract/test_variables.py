@@ -95,6 +95,8 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "release_slice": RELEASE | {"slice_shutdown_deadline": 90},
     "verify_absent": RELEASE,
+    "reconcile_drift": {"slice_slots": [bundle(numa_node=-1)]},
+    "renew_certificate": {"slice_certificate": "ssh-ed25519-cert-v01@openssh.com AAAAIHNzaA=="},
     "provision_baremetal": {
         "slice_allocation": {
             "id": ALLOCATION,
@@ -185,6 +187,9 @@ HOSTILE: list[tuple[str, str, Any]] = [
     ("slice_image.digest", "cache_image", "md5:0"),
     ("slice_image.url", "cache_image", "http://x/ -o /etc/shadow"),
     ("slice_profile.network.bridge", "discover", "ovsbr0; reboot"),
+    ("slice_profile.fabric.interface", "bootstrap", "ibp65s0: {}"),
+    ("slice_profile.vm.mgmt_qos", "provision_slice", {"rate_kbps": 1000}),
+    ("slice_vm.mgmt_qos", "provision_slice", {"burst_kb": 100}),
     ("slice_profile.kernel_arguments.0", "bootstrap", "iommu=pt\ninit=/bin/sh"),
     ("slice_run.correlation_id", "discover", "{{ lookup('pipe','id') }}"),
     ("slice_devices.0", "transition_storage", "/dev/nvme0n1"),
@@ -193,6 +198,7 @@ HOSTILE: list[tuple[str, str, Any]] = [
     ("slice_allocation.username", "release_baremetal", "../root"),
     ("slice_disks.0.slot_id", "release_baremetal", "slot-1"),
     ("slice_fence", "release_baremetal", 0),
+    ("slice_certificate", "renew_certificate", "ssh-ed25519-cert-v01@openssh.com A\nssh-rsa B"),
 ]
 
 
@@ -207,6 +213,23 @@ def test_bad_values_are_refused_by_name(field: str, playbook: str, value: Any) -
     with pytest.raises(ContractError) as caught:
         contract.check_vars(playbook, document)
     assert caught.value.field == field
+
+
+@pytest.mark.covers("HOST-7")
+def test_a_host_can_be_given_its_place_on_the_fabric() -> None:
+    """Everything that bootstrap needs for IPoIB passes the contract."""
+    given = variables("bootstrap")
+    fabric = {"interface": "ibp65s0", "site_address": "10.20.0.7/16", "route": "10.20.0.0/16"}
+    given["slice_profile"]["fabric"] |= fabric | {"ipoib": True}
+    contract.check_vars("bootstrap", given)
+
+
+@pytest.mark.covers("HOST-7")
+def test_a_limit_of_the_interface_is_the_profiles_and_the_machines() -> None:
+    given = variables("provision_slice")
+    limit = {"rate_kbps": 1_000_000, "burst_kb": 100_000}
+    given["slice_profile"]["vm"]["mgmt_qos"] = given["slice_vm"]["mgmt_qos"] = limit
+    contract.check_vars("provision_slice", given)
 
 
 def test_slots_of_a_claim_need_their_fence() -> None:

@@ -25,6 +25,8 @@ def document(spec: RunSpec) -> dict[str, Any]:
         "extra_vars": {
             **spec.variables,
             "slice_hosts": spec.node.node_id,
+            # As runs of this machine say it by their environment, which a job has no part in.
+            "ansible_target_log_info": spec.log_tag,
             **_connection(spec.node),
         },
     }

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from reconciler.store import outcomes
+from reconciler.store import nodes, outcomes
 from reconciler.store.engine import transaction
 from tests.unit.reconciler.api.refusals import refused
 from tests.unit.reconciler.api.test_launches import activate, launch
@@ -99,6 +99,10 @@ def test_force_release_keeps_the_slot_blocked(selling: World) -> None:
     activate(selling, allocation_id)
     path = f"admin/allocations/{allocation_id}/force-release"
     assert selling.client("admin").post(path).json()["code"] == "reason_required"
+    answers = selling.client("admin").post(path, json={"reason": "host is gone"})
+    assert (answers.status_code, answers.json()["code"]) == (409, "node_reachable")
+    with transaction(selling.engine) as conn:
+        nodes.lost(conn, NODE, ACT)
     answer = selling.client("admin").post(path, json={"reason": "host is gone"})
     assert answer.json()["state"] == "released"
     assert slot_of(selling, allocation_id)["status"] == "cleanup_blocked"

@@ -97,8 +97,12 @@ def test_force_release_and_cleaning(metal: World) -> None:
     assert (refused.status_code, refused.json()["code"]) == (409, "allocation_baremetal")
     assert admin.post(f"{at}/verify-absent").json()["code"] == "allocation_baremetal"
     assert admin.post(f"{ADMIN}/clean-machine").json()["code"] == "machine_clean"
+    with transaction(metal.engine) as conn:
+        nodes.lost(conn, "metal", ACT)
     ended = admin.post(f"{at}/force-release", json={"reason": "the host is gone"})
     assert ended.json()["state"] == "released"
+    with transaction(metal.engine) as conn:
+        nodes.regained(conn, "metal", ACT)
     assert admin.get(ADMIN).json()["health_detail"]["step"] == "force_release"
     converted = admin.post(f"{ADMIN}/conversion", json={"to": "slice"})
     assert (converted.status_code, converted.json()["code"]) == (409, "machine_not_clean")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from reconciler.store import allocations, recovery
+from reconciler.store import allocations, nodes, recovery
 from reconciler.store.engine import transaction
 from tests.unit.reconciler.api.test_launches import activate, launch
 from tests.unit.reconciler.api.world import ACT, NODE, World
@@ -25,7 +25,9 @@ def used(selling: World) -> tuple[World, list[str]]:
         made.append(str(launch(selling, key=key).json()["id"]))
         activate(selling, made[-1])
     with transaction(selling.engine) as conn:
+        nodes.lost(conn, NODE, ACT)
         recovery.force_release(conn, made[0], ACT)
+        nodes.regained(conn, NODE, ACT)
     return selling, made
 
 

@@ -6,16 +6,22 @@ from typing import Any
 
 import pytest
 
-from reconciler.store import nodes
+from reconciler.domain.states import SlotState
+from reconciler.runs.collect import Outcome
+from reconciler.store import allocations, nodes, outcomes, recovery
 from reconciler.store.engine import transaction
 from reconciler.tasks.registry import HANDLERS
+from reconciler.tasks.settle import settle
 from reconciler.tasks.work import open_work
 from tests.unit.reconciler.api.test_launches import launch
-from tests.unit.reconciler.api.world import NODE, World, discovery
+from tests.unit.reconciler.api.world import ACT, NODE, World, discovery
 
 pytestmark = pytest.mark.covers("HOST-15")
 
 PATH = f"admin/nodes/{NODE}/conversion"
+SLOTS = f"admin/nodes/{NODE}/resource-slots"
+IDENTITY = {"identity": discovery()["identity"]}
+REPORT = {"intent": "slice", "warnings": 0, "checks": [], **IDENTITY}
 
 
 def mode(world: World) -> str:
@@ -62,11 +68,135 @@ def test_asking_again_goes_on_with_the_conversion(selling: World) -> None:
     assert (other.status_code, other.json()["code"]) == (409, "transition_refused")
 
 
-def test_not_while_a_tenant_is_on_the_node(selling: World) -> None:
-    launch(selling)
-    before = mode(selling)
-    refused = selling.client("admin").post(PATH, json={"to": "baremetal"})
+def test_a_canceled_conversion_is_asked_for_again(selling: World) -> None:
+    admin = selling.client("admin")
+    for kind, to in (("node.convert", "baremetal"), ("node.bootstrap", "slice")):
+        first = admin.post(PATH, json={"to": to}).json()
+        assert admin.post(f"admin/tasks/{first['id']}/cancel").json()["state"] == "canceled"
+        assert mode(selling) == f"converting_to_{to}"
+        again = admin.post(PATH, json={"to": to}).json()
+        assert (again["kind"], again["state"], again["id"] != first["id"]) == (kind, "queued", True)
+        if to == "baremetal":
+            finish(selling)
+
+
+def on_the_way(world: World, state: SlotState) -> None:
+    """A slot of the node in a state in which it holds, or may hold, something of a tenant."""
+    key = launch(world).json()["id"]
+    error = {"code": "readiness_failed", "found": "no lease"}
+    with transaction(world.engine) as conn:
+        if state != SlotState.RESERVED:
+            outcomes.provision_started(conn, key, ACT)
+        if state in (SlotState.ACTIVE, SlotState.RELEASING):
+            outcomes.provision_succeeded(conn, key, ACT, connection={"host": "gate"})
+        if state == SlotState.RELEASING:
+            allocations.release(conn, key, ACT)
+        if state in (SlotState.CLEANUP, SlotState.CLEANUP_BLOCKED):
+            outcomes.provision_failed(conn, key, ACT, step="slice_ready", error=error)
+        if state == SlotState.CLEANUP:
+            recovery.repair(conn, recovery.held_slots(conn, key)[0]["id"], ACT)
+
+
+@pytest.mark.parametrize("state", nodes.BUSY)
+def test_not_while_somebody_is_on_the_node(selling: World, state: SlotState) -> None:
+    on_the_way(selling, state)
+    admin, before = selling.client("admin"), mode(selling)
+    asked = len(admin.get("admin/tasks").json()["items"])
+    found = [slot["status"] for slot in admin.get(SLOTS).json()["items"]]
+    assert sorted(found) == sorted(["available", state])
+    refused = admin.post(PATH, json={"to": "baremetal"})
     assert (refused.status_code, refused.json()["code"]) == (409, "node_in_use")
+    assert f" {state}" in refused.json()["found"]
     assert mode(selling) == before
-    tasks = selling.client("admin").get("admin/tasks").json()["items"]
-    assert {task["kind"] for task in tasks} == {"slice.vm_provision"}
+    # Nothing of it has happened: what is on sale is so still.
+    assert [slot["status"] for slot in admin.get(SLOTS).json()["items"]] == found
+    assert len(admin.get("admin/tasks").json()["items"]) == asked
+
+
+def test_every_busy_state_is_one_that_the_requirement_names() -> None:
+    assert {str(state) for state in nodes.BUSY} == {
+        *("reserved", "provisioning", "active", "releasing", "cleanup", "cleanup_blocked")
+    }
+
+
+def ended(world: World, evidence: dict[str, Any], **failed: Any) -> dict[str, Any]:
+    """The next task's run has ended: settled as the worker does it, the task afterwards."""
+    task = world.lease()
+    status = "failed" if failed else "successful"
+    document = {"schema": 1, "ok": not failed, "step": "", "error": {}, "evidence": evidence}
+    outcome = Outcome("run", status, 0, document | failed, "", "", "", unreachable=False)
+    settle(world.engine, world.settings, HANDLERS[task["kind"]], task, outcome)
+    found: dict[str, Any] = world.client("admin").get(f"admin/tasks/{task['id']}").json()
+    return found
+
+
+def bare_again(world: World) -> None:
+    world.client("admin").post(PATH, json={"to": "baremetal"})
+    assert ended(world, IDENTITY)["state"] == "succeeded"
+    assert mode(world) == "baremetal"
+
+
+def test_one_call_leads_to_slots_on_sale(selling: World) -> None:
+    bare_again(selling)
+    admin = selling.client("admin")
+    headers = {"X-Correlation-Id": "back-to-slices"}
+    first = admin.post(PATH, json={"to": "slice", "allow_reboot": True}, headers=headers).json()
+    story = [
+        ended(selling, IDENTITY),
+        ended(selling, {"bound": []}),
+        ended(selling, {"discovery": discovery()}),
+        ended(selling, {"parity": REPORT | {"failures": 0}}),
+    ]
+    assert [task["kind"] for task in story] == [
+        *("node.bootstrap", "node.bind_topology", "slice.topology_discover", "node.parity")
+    ]
+    assert mode(selling) == "slice"
+    assert {slot["status"] for slot in admin.get(SLOTS).json()["items"]} == {"available"}
+    # Each names the next, under one correlation id, and the node's timeline has them all.
+    assert first["id"] == story[0]["id"]
+    assert [task["result"].get("next_task_id") for task in story] == [
+        *(task["id"] for task in story[1:]),
+        None,
+    ]
+    assert {task["correlation_id"] for task in story} == {"back-to-slices"}
+    told = admin.get(f"admin/nodes/{NODE}/timeline", params={"limit": 200}).json()["items"]
+    assert {task["id"] for task in story} <= {row.get("entity_id") for row in told}
+    assert f"follows node.bootstrap {first['id']}" in {row.get("reason") for row in told}
+
+
+def test_a_step_that_fails_ends_the_way_and_a_person_goes_on_from_there(selling: World) -> None:
+    bare_again(selling)
+    admin = selling.client("admin")
+    admin.post(PATH, json={"to": "slice"})
+    ended(selling, IDENTITY)
+    error = {"code": "device_in_use", "expected": "a", "found": "b", "remedy": "c"}
+    failed = ended(selling, {"bound": []}, step="Bind GPUs and fabric functions", error=error)
+    assert (failed["state"], failed["error"]["code"]) == ("failed", "device_in_use")
+    assert failed["error"]["step"] == "Bind GPUs and fabric functions"
+    assert not [
+        task for task in admin.get("admin/tasks").json()["items"] if not task["finished_at"]
+    ]
+    assert {slot["status"] for slot in admin.get(SLOTS).json()["items"]} == {"disabled"}
+    assert admin.post(f"admin/nodes/{NODE}/bind-topology").status_code == 202
+    assert "next_task_id" not in ended(selling, {"bound": []})["result"]
+
+
+def test_checks_that_fail_at_the_end_keep_the_slots_off_sale(selling: World) -> None:
+    bare_again(selling)
+    selling.client("admin").post(PATH, json={"to": "slice"})
+    for evidence in (IDENTITY, {"bound": []}, {"discovery": discovery()}):
+        ended(selling, evidence)
+    last = ended(selling, {"parity": REPORT | {"failures": 2}})
+    assert (last["kind"], last["result"]["failures"]) == ("node.parity", 2)
+    slots = selling.client("admin").get(SLOTS).json()["items"]
+    assert {slot["status"] for slot in slots} == {"disabled"}
+
+
+def test_without_approved_slots_there_is_nothing_to_prove(prepared: World) -> None:
+    bare_again(prepared)
+    prepared.client("admin").post(PATH, json={"to": "slice"})
+    only = ended(prepared, IDENTITY)
+    assert "no approved slots" in only["result"]["story"]
+    assert mode(prepared) == "slice"
+    tasks = prepared.client("admin").get("admin/tasks").json()["items"]
+    assert all(task["finished_at"] for task in tasks)

@@ -36,13 +36,34 @@ def test_enrolment(new: World) -> None:
     sent = {**discovery()["identity"], "token": issued["token"], "node_id": NODE, "hostname": "x"}
     told = new.client().post(PATH, json=sent)
     assert told.status_code == 200, told.text
-    assert set(told.json()) == {"certificate", "user_ca", "principals"}
+    assert set(told.json()) == {"certificate", "user_ca", "principals", "preflight"}
+    # What the machine is to look at, by the profile that it was added with.
+    preflight = told.json()["preflight"]
+    assert preflight["environment"]["GPUAAS_SLICE_GPU_IDS"] == "1234:11e8"
+    assert preflight["script"].startswith("#!/bin/sh")
     node = admin.get(f"admin/nodes/{NODE}").json()
     assert (node["state"], node["machine_id"]) == ("bootstrapping", sent["machine_id"])
     assert node["certificates"][0]["certificate"] == told.json()["certificate"]
     assert node["certificates"][0]["principals"] == [NODE]
     log = admin.get("admin/audit", params={"action": "node.certificate.enrolled"}).json()["items"]
     assert (log[0]["actor"], log[0]["reason"]) == (f"node:{NODE}", "node certificate enrolled")
+
+
+@pytest.mark.covers("HOST-7")
+def test_a_place_on_the_fabric_is_learned_once_and_never_over_an_operators(new: World) -> None:
+    admin = new.client("admin")
+    fabric = {"fabric_interface": "ibp65s0", "fabric_address": "10.20.0.7/16"}
+    assert new.client().post(PATH, json=body(new) | fabric).status_code == 200
+    node = admin.get(f"admin/nodes/{NODE}").json()
+    assert {name: node[name] for name in fabric} == fabric
+    log = admin.get("admin/audit", params={"action": "node.fabric.learned"}).json()["items"]
+    assert [row["actor"] for row in log] == [f"node:{NODE}"]
+
+    admin.patch(f"admin/nodes/{NODE}", json={"fabric_address": "10.20.0.8/16"})
+    assert new.client().post(PATH, json=body(new) | fabric).status_code == 200
+    assert admin.get(f"admin/nodes/{NODE}").json()["fabric_address"] == "10.20.0.8/16"
+    hostile = body(new) | {"fabric_interface": "ib0;reboot", "fabric_address": "10.20.0.7/16"}
+    assert new.client().post(PATH, json=hostile).status_code == 422
 
 
 def test_a_pinned_ca_goes_into_the_userdata(
@@ -157,7 +178,7 @@ def test_a_token_survives_a_certificate_that_could_not_be_made(
 ) -> None:
     sent = body(new)
 
-    def refuse(*_arguments: object) -> None:
+    def refuse(*_arguments: object, **_more: object) -> None:
         raise TrustError("keygen_failed", expected="a certificate", found="none", remedy="retry")
 
     with monkeypatch.context() as patched:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import sqlalchemy as sa
 import uvicorn
 
 from reconciler import client
+from reconciler.api import eventstream
 from reconciler.api.app import create_app
 from reconciler.client import Client, Event
-from reconciler.domain.states import TaskState
+from reconciler.domain.states import Role, TaskState
 from reconciler.runs.paths import RunPaths
-from reconciler.store import tasks
+from reconciler.store import tables, tasks, tokens
 from reconciler.store.engine import transaction
 from tests.unit.reconciler.api.world import ACT, NODE, World
 
@@ -116,6 +120,41 @@ def test_a_reader_that_was_cut_off_misses_nothing_and_hears_nothing_twice(
     monkeypatch.setattr(client, "_parsed", cut)
     assert list(reader.events(path)) == whole
     reader.close()
+
+
+@pytest.mark.covers("CTRL-1")
+@pytest.mark.parametrize("how", ["revoked", "ended"])
+def test_a_stream_ends_with_its_token(
+    prepared: World, service: str, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(eventstream, "_ASK_S", 0.05)
+    task = running(prepared)
+    path = f"{service}/api/v1/admin/tasks/{task['id']}/events"
+    with transaction(prepared.engine) as conn:
+        issued, secret = tokens.issue(conn, ACT, role=Role.PLATFORM_ADMIN, name="leaver", ttl_s=60)
+    with httpx.stream("GET", path, headers=bearer(secret), timeout=10, trust_env=False) as stream:
+        lines = stream.iter_lines()
+        while "look" not in next(lines):
+            pass
+        # As long as it is valid, it goes on: longer than the token is looked at again.
+        time.sleep(0.3)
+        say(prepared, task, "measure")
+        while "measure" not in next(lines):
+            pass
+        with transaction(prepared.engine) as conn:
+            if how == "revoked":
+                tokens.revoke(conn, issued["id"], ACT)
+            else:
+                conn.execute(sa.update(tables.api_tokens).values(expires_at=1.0))
+        time.sleep(0.5)
+        say(prepared, task, "secret")
+        assert "secret" not in "".join(lines)
+    again = httpx.get(path, headers=bearer(secret), timeout=10, trust_env=False)
+    assert again.status_code == 401
+
+
+def bearer(secret: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {secret}"}
 
 
 def test_what_is_asked_wrongly(prepared: World) -> None:

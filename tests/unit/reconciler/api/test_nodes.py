@@ -31,6 +31,17 @@ def test_add_show_change(new: World) -> None:
     assert (log[1]["actor"], log[1]["reason"]) == ("admin:admin", "second host")
 
 
+@pytest.mark.covers("HOST-7")
+def test_a_nodes_own_place_on_the_fabric(new: World) -> None:
+    admin = new.client("admin")
+    own = {"fabric_interface": "ibp65s0", "fabric_address": "10.20.0.7/16"}
+    made = admin.post("admin/nodes", json=BODY | own).json()
+    assert {name: made[name] for name in own} == own
+    changed = admin.patch("admin/nodes/n2", json={"fabric_address": "10.20.0.8/16"}).json()
+    assert (changed["fabric_interface"], changed["fabric_address"]) == ("ibp65s0", "10.20.0.8/16")
+    assert admin.patch("admin/nodes/n2", json={"fabric_address": ""}).json()["fabric_address"] == ""
+
+
 def test_an_id_is_made_when_none_is_given(new: World) -> None:
     body = {name: value for name, value in BODY.items() if name != "id"}
     assert len(new.client("admin").post("admin/nodes", json=body).json()["id"]) == 36
@@ -45,6 +56,9 @@ def test_an_id_is_made_when_none_is_given(new: World) -> None:
         ({"address": "-oProxyCommand=id"}, "request_invalid"),
         ({"address": "{{ x }}"}, "request_invalid"),
         ({"ssh_user": "Root"}, "request_invalid"),
+        ({"fabric_interface": "ib0; reboot"}, "request_invalid"),
+        ({"fabric_address": "10.20.0.7"}, "request_invalid"),
+        ({"fabric_address": "10.20.0.256/16"}, "request_invalid"),
         ({"port": 0}, "request_invalid"),
         ({"name": "a\x1b[2J"}, "request_invalid"),
         ({"state": "ready"}, "request_invalid"),

@@ -6,6 +6,12 @@ from typing import Any
 
 import pytest
 
+from reconciler.domain.errors import Problem
+from reconciler.store import tasks
+from reconciler.store.engine import transaction
+from reconciler.tasks.registry import HANDLERS
+from reconciler.tasks.work import open_work
+from tests.unit.reconciler.api.test_launches import activate, launch
 from tests.unit.reconciler.api.world import IMAGE, NODE, World
 
 DISK = "/dev/disk/by-id/nvme-eui.5e0000000000a000"
@@ -20,6 +26,7 @@ IDENTITY = {"serial": "LABNVME0", "eui": "5e0000000000a000"}
         ("bootstrap", {"allow_reboot": True}, "node.bootstrap", {"allow_reboot": True}),
         ("slice-topology/discovery", None, "slice.topology_discover", {}),
         ("parity", {"reason": "again"}, "node.parity", {}),
+        ("drift", None, "slice.drift_reconcile", {}),
         ("bind-topology", {}, "node.bind_topology", {}),
         (
             "storage-transition",
@@ -48,6 +55,23 @@ def test_queues_one_task(
     log = admin.get("admin/audit", params={"action": "admin.task.queued"}).json()["items"]
     assert log[0]["detail"] == {"kind": kind, "task_id": task["id"]}
     assert admin.post(f"admin/nodes/{NODE}/{noun}", json=body).json()["id"] == task["id"]
+
+
+@pytest.mark.covers("CTRL-12", "HOST-1")
+def test_a_host_is_not_restarted_under_its_tenants(selling: World) -> None:
+    admin, path = selling.client("admin"), f"admin/nodes/{NODE}/bootstrap"
+    early = admin.post(path, json={"allow_reboot": True}).json()
+    allocation_id = launch(selling).json()["id"]
+    activate(selling, allocation_id)
+    refused = admin.post(path, json={"allow_reboot": True})
+    assert (refused.status_code, refused.json()["code"]) == (409, "node_in_use")
+    assert admin.post(path, json={}).status_code == 202, "without a reboot nobody is disturbed"
+    # Somebody came after it was asked for: asked again when its run would begin.
+    with transaction(selling.engine) as conn, pytest.raises(Problem) as caught:
+        HANDLERS["node.bootstrap"].start(
+            open_work(conn, selling.settings, tasks.get(conn, early["id"]))
+        )
+    assert caught.value.code == "node_in_use"
 
 
 @pytest.mark.covers("HOST-9")

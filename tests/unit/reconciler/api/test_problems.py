@@ -5,7 +5,14 @@ from __future__ import annotations
 import logging
 
 import pytest
-from sqlalchemy.exc import OperationalError
+import sqlalchemy as sa
+from sqlalchemy.exc import (
+    DataError,
+    InterfaceError,
+    OperationalError,
+    ProgrammingError,
+    TimeoutError,
+)
 
 from reconciler.store import nodes
 from tests.unit.reconciler.api.world import World
@@ -76,6 +83,11 @@ def test_the_request_log_has_no_query(new: World, caplog: pytest.LogCaptureFixtu
     ("error", "status", "code"),
     [
         (OperationalError("SELECT canary", {}, Exception("locked")), 503, "database_unavailable"),
+        (InterfaceError("SELECT canary", {}, Exception("closed")), 503, "database_unavailable"),
+        (TimeoutError("QueuePool limit canary"), 503, "database_unavailable"),
+        # What we ask wrongly does not become right by asking again.
+        (ProgrammingError("SELECT canary", {}, Exception("no column")), 500, "internal_error"),
+        (DataError("SELECT canary", {}, Exception("out of range")), 500, "internal_error"),
         (ZeroDivisionError("canary"), 500, "internal_error"),
     ],
 )
@@ -90,6 +102,18 @@ def test_errors_of_our_own_stay_in_the_log(
     assert (answer.status_code, answer.json()["code"]) == (status, code)
     assert "canary" not in answer.text
     assert answer.json()["correlation_id"]
+
+
+def test_a_statement_that_sqlite_cannot_read_is_our_error(
+    new: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(conn: sa.Connection, **_options: object) -> None:
+        conn.exec_driver_sql("SELECT canary FROM nowhere")
+
+    monkeypatch.setattr(nodes, "every", wrong)
+    answer = new.client("admin", raise_server_exceptions=False).get("admin/nodes")
+    assert (answer.status_code, answer.json()["code"]) == (500, "internal_error")
+    assert "canary" not in answer.text
 
 
 @pytest.mark.covers("CTRL-1")

@@ -51,6 +51,7 @@ def names(selling: World) -> dict[str, str]:
         "task_id": admin.get("admin/tasks").json()["items"][0]["id"],
         "token_id": admin.get("admin/tokens").json()["items"][0]["id"],
         "action": "disable",
+        "correlation_id": made["id"],
     }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from reconciler.settings import Settings, hardware_profile
-from reconciler.store import discoveries
+from reconciler.store import discoveries, outcomes, slots
 from reconciler.store.engine import transaction
 from tests.unit.reconciler.api.refusals import refused
 from tests.unit.reconciler.api.world import ACT, NODE, World, bundle, discovery
@@ -150,6 +150,37 @@ def test_disable_enable_withdraw(selling: World) -> None:
     assert len(admin.get(PATH).json()["items"]) == 1
     reasons = [row["reason"] for row in admin.get(at).json()["history"]]
     assert "fan" in reasons
+
+
+@pytest.mark.covers("CTRL-7")
+def test_a_machine_that_no_record_knows_goes_on_an_admins_word(selling: World) -> None:
+    admin = selling.client("admin")
+    at = f"{PATH}/{admin.get(PATH).json()['items'][0]['id']}"
+    body = {"allocation_id": "23bd713b-6073-4ef7-8a51-2897e902365d", "reason": "restored"}
+    for wrong in ({"allocation_id": "x; reboot"}, {"reason": " "}):
+        answer = admin.post(f"{at}/remove-orphan", json=body | wrong)
+        assert answer.json()["code"] == "request_invalid"
+    assert admin.post(f"{at}/remove-orphan", json=body).json()["code"] == "slot_in_use"
+    admin.post(f"{at}/disable")
+    answer = admin.post(f"{at}/remove-orphan", json=body)
+    assert (answer.status_code, answer.json()["kind"]) == (202, "slice.wipe")
+    assert answer.json()["parameters"]["allocation"] == {"id": body["allocation_id"]}
+    slot = admin.get(at).json()
+    assert (slot["status"], slot["health_detail"]["step"]) == ("cleanup", "remove_orphan")
+    # Blocked for want of evidence, it is written off only where a device of it has died.
+    with transaction(selling.engine) as conn:
+        found = slots.get(conn, slot["id"])
+        outcomes.block(conn, found, "", ACT, step="nvme_wipe", error={"code": "device_not_found"})
+    why = {"reason": "the disk is dead"}
+    assert admin.post(f"{at}/withdraw", json=why).json()["code"] == "slot_in_use"
+    document = discovery()
+    document["nvme"] = [
+        disk for disk in document["nvme"] if disk["identity"] != slot["nvme_identity"]
+    ]
+    _rediscover(selling, document)
+    assert admin.post(f"{at}/withdraw").json()["code"] == "reason_required"
+    assert admin.post(f"{at}/withdraw", json=why).status_code == 200
+    assert slot["id"] not in {row["id"] for row in admin.get(PATH).json()["items"]}
 
 
 def test_a_slot_is_found_only_under_its_node(selling: World) -> None:

@@ -9,6 +9,7 @@ import pytest
 from reconciler.runs import collect
 from reconciler.store import tasks
 from reconciler.store.engine import transaction
+from tests.unit.reconciler.api.test_launches import launch
 from tests.unit.reconciler.api.world import NODE, World
 
 
@@ -46,3 +47,17 @@ def test_list_and_cancel(prepared: World) -> None:
     log = admin.get("admin/audit", params={"action": "admin.task.canceled"}).json()["items"]
     assert [row["subject_id"] for row in log] == [made[0]["id"]]
     assert admin.get("admin/tasks/none").json()["code"] == "task_not_found"
+
+
+@pytest.mark.covers("CTRL-8")
+def test_a_canceled_provision_ends_its_allocation(selling: World) -> None:
+    allocation = launch(selling).json()
+    admin = selling.client("admin")
+    (task,) = admin.get("admin/tasks", params={"kind": "slice.vm_provision"}).json()["items"]
+    ended = admin.post(f"admin/tasks/{task['id']}/cancel", json={"reason": "wrong image"}).json()
+    assert (ended["state"], ended["error"]["code"]) == ("canceled", "canceled")
+    seen = admin.get(f"admin/allocations/{allocation['id']}").json()
+    assert (seen["state"], seen["error"]["found"]) == ("failed", "wrong image")
+    assert [claim["state"] for claim in seen["claims"]] == ["failed"]
+    slots = admin.get(f"admin/nodes/{NODE}/resource-slots").json()["items"]
+    assert {slot["status"] for slot in slots} == {"available"}

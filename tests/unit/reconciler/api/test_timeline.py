@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from reconciler.store import allocations, images, tasks
+from reconciler.store import allocations, images, outbox, tasks
 from reconciler.store.engine import transaction
+from tests.unit.reconciler.api.test_launches import BODY, PATH
 from tests.unit.reconciler.api.world import ACT, KEY, NODE, World
 
 pytestmark = pytest.mark.covers("CTRL-8")
@@ -66,6 +67,35 @@ def test_of_a_node_with_who_did_what(selling: World) -> None:
     assert any(
         row["type"] == "progress" for row in read(selling, f"admin/nodes/{NODE}/timeline", 7)
     )
+
+
+def test_of_a_request(selling: World) -> None:
+    """Decision 3: one id through allocation, task, run, events and audit."""
+    admin, once = selling.client("admin"), {"X-Correlation-Id": "asked-once"}
+    member = selling.client("member")
+    answer = member.post(PATH, json=BODY, headers={"Idempotency-Key": "k", **once})
+    assert answer.status_code == 201, answer.text
+    launched_id = answer.json()["id"]
+    task = selling.lease()
+    with transaction(selling.engine) as conn:
+        held = (task["id"], task["lease_token"])
+        tasks.started(conn, *held, run_id="r", run_directory="r")
+        tasks.progress(conn, *held, {"event": "started", "task": "one"}, offset=7)
+        told = outbox.since(conn, 0, 10_000)
+    admin.post(f"admin/nodes/{NODE}/parity", headers={"X-Correlation-Id": "other"})
+    path = "admin/correlations/asked-once/timeline"
+    whole = read(selling, path, 1000)
+    assert whole == read(selling, path, 2)
+    kinds = {(row["type"], row.get("entity", "")) for row in whole}
+    entities = ("allocation", "claim", "slot", "task")
+    assert kinds == {*(("state", entity) for entity in entities), ("progress", ""), ("audit", "")}
+    assert {row["allocation_id"] for row in whole if row["type"] == "progress"} == {launched_id}
+    mine = [row for row in told if row["correlation_id"] == "asked-once"]
+    assert {row["subject_kind"] for row in mine} >= {"allocation", "slot", "task"}
+    audited = admin.get("admin/audit", params={"correlation_id": "asked-once"}).json()["items"]
+    assert [row["subject_id"] for row in audited] == [launched_id]
+    assert read(selling, "admin/correlations/nothing/timeline", 5) == []
+    assert member.get(path).status_code == 403
 
 
 def test_of_nobody(selling: World) -> None:

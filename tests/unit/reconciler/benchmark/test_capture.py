@@ -22,6 +22,8 @@ from reconciler.benchmark.target import Target, command
 from reconciler.domain.errors import Problem
 from reconciler.runs.ssh import SshAccess
 
+pytestmark = pytest.mark.covers("HOST-12")
+
 TINY = Request(
     label='it\'s "here" $(id) </script>',
     kind="host",

@@ -12,6 +12,8 @@ from reconciler.benchmark.gate import gate
 from reconciler.domain.errors import Problem
 from tests.unit.reconciler.benchmark.conftest import Samples, made
 
+pytestmark = pytest.mark.covers("HOST-12")
+
 BARE = made(
     "baremetal-j22u15",
     {

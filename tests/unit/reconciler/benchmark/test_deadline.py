@@ -15,7 +15,10 @@ from reconciler.benchmark.harness.deadline import within
 from reconciler.benchmark.harness.reasons import Failed, Skipped
 
 # Only this process's main thread matters to what is forked here.
-pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+pytestmark = [
+    pytest.mark.covers("HOST-12"),
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
+]
 
 
 def test_what_a_probe_says() -> None:

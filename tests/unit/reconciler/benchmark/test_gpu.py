@@ -12,6 +12,8 @@ from reconciler.benchmark.harness import cuda, gpu
 from reconciler.benchmark.harness.reasons import Reason
 from reconciler.benchmark.harness.request import Request
 
+pytestmark = pytest.mark.covers("HOST-12")
+
 ASKED = Request(label="a", kind="vm", repetitions=3)
 
 

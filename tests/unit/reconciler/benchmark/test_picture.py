@@ -13,6 +13,8 @@ from reconciler.benchmark.text import figure, percent, plain
 from tests.unit.reconciler.benchmark.conftest import made, tree
 from tests.unit.reconciler.benchmark.test_compare import BARE, SLICE
 
+pytestmark = pytest.mark.covers("HOST-12")
+
 SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = (
     "</text></svg><script>alert(1)</script>\"' onload=x <img src=//evil>"

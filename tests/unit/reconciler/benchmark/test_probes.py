@@ -16,6 +16,8 @@ from reconciler.benchmark.harness.request import Request
 from reconciler.benchmark.harness.series import metric
 from tests.unit.reconciler.benchmark.conftest import DATA
 
+pytestmark = pytest.mark.covers("HOST-12")
+
 ASKED = Request(label="a", kind="host", repetitions=3, seconds=1)
 # Recorded from fio 3.33 with these very options on a file.
 RECORDED = DATA / "fio-3.33-randread.json"

@@ -141,6 +141,8 @@ def test_a_fault_is_named(
         ("GPUAAS_DATABASE_URL", "postgresql+psycopg://u:canary-pw@/x?host={empty}", "database", ""),
         ("GPUAAS_LOG_FORMAT", "canary-xml", "settings", "GPUAAS_LOG_FORMAT"),
         ("GPUAAS_LISTN", "127.0.0.1:1", "settings", "no setting"),
+        ("GPUAAS_LISTEN", "8080", "listen", "8080"),
+        ("GPUAAS_OPERATOR_LISTEN", "0.0.0.0:8008", "operator_listen", "0.0.0.0:8008"),
     ],
 )
 def test_a_wrong_setting_is_named(

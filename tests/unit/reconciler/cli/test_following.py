@@ -47,6 +47,19 @@ def test_out_of_use_and_back(selling: World, gpuaas: Gpuaas) -> None:
     assert "transition_refused" in gpuaas.err
 
 
+def test_trace_tells_what_followed_from_a_request(prepared: World, gpuaas: Gpuaas) -> None:
+    admin = prepared.client("admin")
+    answer = admin.post(f"admin/nodes/{NODE}/parity", headers={"X-Correlation-Id": "asked-once"})
+    prepared.lease()
+    run = gpuaas.at(prepared)
+    lines = run("trace", "asked-once").splitlines()[1:]
+    told = " ".join(lines)
+    assert f"task {answer.json()['id']}" in told and "queued -> running" in told
+    run("audit", "--correlation", "asked-once", "--output", "json")
+    assert {row["correlation_id"] for row in json.loads(gpuaas.out)} <= {"asked-once"}
+    assert "asked-once" in gpuaas.out
+
+
 def test_follow_tells_everything_and_fails_with_the_task(prepared: World, gpuaas: Gpuaas) -> None:
     task = ended(prepared)
     gpuaas.at(prepared)("tasks", "follow", task["id"])

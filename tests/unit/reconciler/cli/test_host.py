@@ -200,6 +200,29 @@ def test_the_reconcilers_evidence_goes_to_the_host(
     assert played.reaches[0].access().address == "100.75.6.89"
 
 
+@pytest.mark.covers("HOST-7", "HOST-10")
+def test_what_is_the_hosts_own_and_its_tags_go_along(
+    selling: World, gpuaas: Gpuaas, played: Played
+) -> None:
+    own = {"fabric_interface": "ibp65s0", "fabric_address": "10.20.0.7/16"}
+    selling.client("admin").patch(f"admin/nodes/{NODE}", json=own)
+    played.evidence = [PASSING, PASSING, {}]
+    token = str(selling.settings.state_dir / "admin.token")
+    words = ["--api-base", "http://test", "--api-token-file", token, "--node-id", NODE]
+    tags = ["--maas-tag", "virtual", "--maas-tag", "gpuaas-profile-slice-vm"]
+    gpuaas.at(selling)("host", "parity", *words, *tags)
+    assert gpuaas.status == 0, gpuaas.err
+    assert played.works[0].variables["slice_maas_tags"] == tags[1::2]
+    assert played.works[0].variables["slice_profile"]["fabric"]["site_address"] == "10.20.0.7/16"
+    here = ["--fabric-interface", "ibp1s0", "--fabric-address", "10.20.0.9/16"]
+    gpuaas("host", "parity", *words, *here)
+    gpuaas("host", "bootstrap", "--profile", "lab", *here)
+    for work in played.works[1:]:
+        fabric = work.variables["slice_profile"]["fabric"]
+        assert (fabric["interface"], fabric["site_address"]) == ("ibp1s0", "10.20.0.9/16")
+    assert played.works[1].variables["slice_maas_tags"] == []
+
+
 @pytest.mark.covers("HOST-10")
 def test_a_refused_token_is_a_failed_check_and_no_token_a_warning(
     selling: World, gpuaas: Gpuaas, played: Played, tmp_path: Path
@@ -229,11 +252,13 @@ def test_a_plan_takes_kernel_names_and_the_act_only_identities(
 
 @pytest.mark.covers("HOST-9")
 def test_applying_carries_the_identities_that_the_plan_showed(
-    gpuaas: Gpuaas, played: Played
+    gpuaas: Gpuaas, played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = {"devices": [DISK | {"proof": {"method": "zero_fill"}}], "manifest": "/var/log/m.json"}
     played.evidence = [{"devices": [DISK]}, done]
-    gpuaas("host", "transition", "--profile", "lab", "--apply", "--yes", "--devices", DEVICE)
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    gpuaas("host", "transition", "--profile", "lab", "--apply", "--devices", DEVICE)
+    assert "serial LABNVME0  eui 5e0000000000a000" in gpuaas.err
     assert (gpuaas.status, "manifest: /var/log/m.json" in gpuaas.err) == (0, True)
     act = played.works[1].variables
     assert act["slice_apply"] is True
@@ -252,6 +277,15 @@ def test_nothing_is_wiped_without_an_answer(
 
 
 @pytest.mark.covers("HOST-9")
+def test_nobody_approves_by_not_being_asked(gpuaas: Gpuaas, played: Played) -> None:
+    """The plan of a moment ago is no approval: the host is not even asked for it."""
+    gpuaas("host", "transition", "--profile", "lab", "--apply", "--yes", "--devices", DEVICE)
+    assert (gpuaas.status, played.works) == (1, [])
+    assert "approval_missing" in gpuaas.err
+    assert "--approved" in gpuaas.err
+
+
+@pytest.mark.covers("HOST-9")
 def test_an_approval_from_a_file_is_what_counts(
     gpuaas: Gpuaas, played: Played, tmp_path: Path
 ) -> None:
@@ -259,7 +293,7 @@ def test_an_approval_from_a_file_is_what_counts(
     approved = {DEVICE: {"serial": "OTHER", "eui": "5e0000000000a000"}}
     file.write_text(json.dumps(approved))
     played.evidence = [{"devices": [DISK]}, {"devices": [], "manifest": ""}]
-    words = ["--profile", "lab", "--apply", "--devices", DEVICE, "--approved", str(file)]
+    words = ["--profile", "lab", "--apply", "--devices", DEVICE, "--approved", str(file), "--yes"]
     gpuaas("host", "transition", *words)
     assert played.works[1].variables["slice_expected"] == approved
 

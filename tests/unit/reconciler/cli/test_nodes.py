@@ -23,6 +23,18 @@ def test_add_and_look(new: World, gpuaas: Gpuaas) -> None:
     assert json.loads(gpuaas("nodes", "show", "n2", "--output", "json"))["id"] == "n2"
 
 
+@pytest.mark.covers("HOST-7")
+def test_what_is_known_of_a_machine_can_be_changed(new: World, gpuaas: Gpuaas) -> None:
+    own = ["--fabric-interface", "ibp65s0", "--fabric-address", "10.20.0.7/16"]
+    gpuaas.at(new)("nodes", "add", "n2", "--address", "192.0.2.8", "--profile", "lab", *own)
+    assert gpuaas.status == 0, gpuaas.err
+    words = ["--fabric-address", "10.20.0.8/16", "--region", "", "--output", "json"]
+    gpuaas("nodes", "change", "n2", *words)
+    found = json.loads(gpuaas.out)
+    assert (found["fabric_interface"], found["fabric_address"]) == ("ibp65s0", "10.20.0.8/16")
+    assert (found["address"], found["region"]) == ("192.0.2.8", "")
+
+
 def test_userdata_is_a_script(new: World, gpuaas: Gpuaas) -> None:
     script = gpuaas.at(new)("nodes", "userdata", NODE)
     assert script.startswith("#!/bin/sh")
@@ -50,6 +62,7 @@ def test_discover_shows_candidates(new: World, gpuaas: Gpuaas) -> None:
         (["bind", NODE], "node.bind_topology", {}),
         (["parity", NODE], "node.parity", {}),
         (["discover", NODE], "slice.topology_discover", {}),
+        (["drift", NODE], "slice.drift_reconcile", {}),
     ],
 )
 def test_work_can_be_left_alone(
@@ -58,6 +71,28 @@ def test_work_can_be_left_alone(
     gpuaas.at(new)("nodes", *words, "--no-wait", "--output", "json")
     task = json.loads(gpuaas.out)
     assert (task["kind"], task["parameters"], task["state"]) == (kind, parameters, "queued")
+
+
+@pytest.mark.parametrize("output", ["table", "json"])
+def test_drift_names_what_differs_and_fails(new: World, gpuaas: Gpuaas, output: str) -> None:
+    one = {"severity": "failed", "slot_id": "s1", "code": "orphan_domain", "found": "machine x"}
+    result = {"differences": [one], "unknown": {"ports": "unknown: late"}, "skipped": ["s2"]}
+    gpuaas.at(new).ending(new, lambda _conn, _task: dict(result))
+    gpuaas("nodes", "drift", NODE, "--output", output)
+    assert gpuaas.status == 1
+    assert "differences 1, unknown 1" in gpuaas.err
+    if output == "json":
+        assert json.loads(gpuaas.out) == result
+        return
+    assert gpuaas.out.splitlines()[1].split()[:3] == ["failed", "s1", "orphan_domain"]
+    assert "not looked at: ports: unknown: late" in gpuaas.err
+    assert "work in progress, not judged: s2" in gpuaas.err
+
+
+def test_no_drift_is_no_failure(new: World, gpuaas: Gpuaas) -> None:
+    nothing: dict[str, Any] = {"differences": [], "unknown": {}, "skipped": []}
+    gpuaas.at(new).ending(new, lambda _conn, _task: dict(nothing))("nodes", "drift", NODE)
+    assert (gpuaas.status, "differences 0" in gpuaas.err) == (0, True)
 
 
 def test_a_failed_task_tells_its_error(new: World, gpuaas: Gpuaas) -> None:

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from reconciler.client import Client
 from reconciler.domain.states import TaskKind, TaskState
-from reconciler.store import discoveries, outcomes, recovery, tasks
+from reconciler.store import discoveries, nodes, outcomes, recovery, slots, tasks
 from reconciler.store.allocations import claims
-from reconciler.store.engine import transaction
+from reconciler.store.engine import reading, transaction
 from tests.unit.reconciler.api.test_allocations import failed
 from tests.unit.reconciler.api.test_launches import activate, launch
 from tests.unit.reconciler.api.world import ACT, NODE, World
@@ -137,12 +138,73 @@ def test_recover_does_the_whole_runbook(
     assert event["detail"]["runtime_verified_absent"] is looks[0]
 
 
+@pytest.mark.covers("CTRL-7", "CTRL-9")
+def test_recover_first_ends_a_run_that_is_alive(
+    selling: World, gpuaas: Gpuaas, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a run that lives nothing can be asked of the host."""
+    allocation_id = launch(selling).json()["id"]
+    task = selling.lease()
+    with transaction(selling.engine) as conn:
+        outcomes.provision_started(conn, allocation_id, ACT)
+    waits = Client.wait
+
+    def wait(own: Client, task_id: str, **options: Any) -> Any:
+        with transaction(selling.engine) as conn:
+            run = tasks.get(conn, task["id"])
+            assert run["cancel_requested"], "it was told to end before anything waits for it"
+            tasks.finish(conn, run["id"], task["lease_token"], TaskState.CANCELED, ACT)
+        return waits(own, task_id, **options)
+
+    monkeypatch.setattr(Client, "wait", wait)
+    host.absent = [True]
+    gpuaas("recover", allocation_id, "--reason", "hangs", "--output", "json")
+    assert gpuaas.status == 0, gpuaas.err
+    evidence = json.loads(gpuaas.out)
+    (ended,) = evidence["run_canceled"]["slots"]
+    assert ended["status"] == "cleanup_blocked"
+    assert [slot["status"] for slot in evidence["inventory_after"].values()] == ["available"]
+    with reading(selling.engine) as conn:
+        (claim,) = claims(conn, allocation_id)
+        # Once when it was ended, once for the clean-up.
+        assert slots.get(conn, claim["slot_id"])["fence"] == claim["fence"] + 2
+
+
+@pytest.mark.covers("CTRL-7")
+def test_recover_does_not_disturb_a_release(selling: World, gpuaas: Gpuaas) -> None:
+    allocation_id = launch(selling).json()["id"]
+    activate(selling, allocation_id)
+    member = selling.client("member")
+    member.post(f"projects/demo/allocations/{allocation_id}/release")
+    gpuaas.at(selling)("recover", allocation_id, "--reason", "x")
+    assert (gpuaas.status, "allocation_releasing" in gpuaas.err) == (1, True)
+
+
+@pytest.mark.covers("CTRL-7", "I16")
+def test_recover_succeeds_where_the_gate_is_shut_and_says_what_comes_next(
+    selling: World, gpuaas: Gpuaas, host: Host
+) -> None:
+    allocation_id = stuck(selling)
+    with transaction(selling.engine) as conn:
+        nodes.observed(conn, NODE, ACT, identity={"boot_id": "another"})
+    host.absent = [True]
+    gpuaas("recover", allocation_id, "--reason", "rebooted", "--output", "json")
+    assert gpuaas.status == 0, gpuaas.err
+    evidence = json.loads(gpuaas.out)
+    ((slot_id, told),) = evidence["not_on_sale"].items()
+    assert evidence["inventory_after"][slot_id]["status"] == "disabled"
+    assert {row["code"] for row in told["gate"]} == {"discovery_stale", "parity_stale"}
+    assert told["next"] == f"gpuaas nodes discover {NODE} && gpuaas nodes parity {NODE}"
+
+
 @pytest.mark.covers("CTRL-7")
 def test_recover_after_a_forced_release(selling: World, gpuaas: Gpuaas, host: Host) -> None:
     allocation_id = launch(selling).json()["id"]
     activate(selling, allocation_id)
     with transaction(selling.engine) as conn:
+        nodes.lost(conn, NODE, ACT)
         recovery.force_release(conn, allocation_id, ACT)
+        nodes.regained(conn, NODE, ACT)
     host.absent = [False, True]
     gpuaas("recover", allocation_id, "--reason", "host is back", "--output", "json")
     assert gpuaas.status == 0, gpuaas.err

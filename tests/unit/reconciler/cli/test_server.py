@@ -67,6 +67,16 @@ def test_api_alone(gpuaas: Gpuaas, story: list[str], monkeypatch: pytest.MonkeyP
     assert (gpuaas.status, "listen_invalid" in gpuaas.err) == (1, True)
 
 
+@pytest.mark.covers("CTRL-10")
+def test_operators_are_served_on_loopback_or_not_at_all(
+    gpuaas: Gpuaas, story: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused before anything else has begun; service/test_operators.py has the listener itself."""
+    monkeypatch.setenv("GPUAAS_OPERATOR_LISTEN", "0.0.0.0:8008")
+    gpuaas("serve")
+    assert (gpuaas.status, "operator_listen_invalid" in gpuaas.err, story) == (1, True, [])
+
+
 def test_worker_alone(new: World, gpuaas: Gpuaas, story: list[str], monkeypatch: Any) -> None:
     class Event(threading.Event):
         def wait(self, timeout: float | None = None) -> bool:

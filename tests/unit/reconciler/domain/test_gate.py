@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from reconciler.domain import discovery
+from reconciler.domain import blame, discovery
 from reconciler.domain.bundle import Bundle
 from reconciler.domain.errors import Problem
-from reconciler.domain.gate import GateEvidence, Proof, Sighting, blockers
+from reconciler.domain.gate import Failures, GateEvidence, Proof, Sighting, blockers
 from reconciler.domain.identity import install_id
 from reconciler.domain.proof import accepts, check_proof, nothing_written
 from reconciler.runs import contract
@@ -34,7 +34,7 @@ def evidence(bundle: Bundle, document: dict[str, Any]) -> GateEvidence:
         reboot_required=False,
         discovery=Sighting(30, "b1", "i1", document),
         parity=Sighting(30, "b1", "i1", {}),
-        proof=Proof(bundle.identity, 0, 10, "discard"),
+        proof=Proof(bundle.identity, 0, 10, "discard", "i1"),
     )
 
 
@@ -54,11 +54,12 @@ def test_opens(evidence: GateEvidence) -> None:
         ({"discovery": None}, ["discovery_missing"]),
         ({"parity": None}, ["parity_missing"]),
         ({"proof": None}, ["proof_missing"]),
-        ({"proof": Proof("eui.other", 0, 10, "discard")}, ["proof_mismatch"]),
+        ({"proof": Proof("eui.other", 0, 10, "discard", "i1")}, ["proof_mismatch"]),
         ({"disk_generation": 1}, ["proof_outdated"]),
         ({"exclusive_ended_at": 11}, ["proof_outdated"]),
+        ({"restored_at": 11}, ["proof_outdated"]),
         ({"boot_id": "b2"}, ["discovery_stale", "parity_stale"]),
-        ({"install_id": "i2"}, ["discovery_stale", "parity_stale"]),
+        ({"install_id": "i2"}, ["proof_stale", "discovery_stale", "parity_stale"]),
         ({"approved_at": 31}, ["discovery_stale", "parity_stale"]),
         ({"boot_id": ""}, ["discovery_stale", "parity_stale"]),
         ({"reboot_required": True}, ["reboot_required"]),
@@ -71,6 +72,37 @@ def test_opens(evidence: GateEvidence) -> None:
 )
 def test_closed(evidence: GateEvidence, change: dict[str, Any], expected: list[str]) -> None:
     assert codes(replace(evidence, **change)) == expected
+
+
+@pytest.mark.covers("CTRL-3", "I4")
+@pytest.mark.parametrize(
+    ("failures", "expected"),
+    [
+        (Failures(1, 29, "not_clean"), []),
+        (Failures(1, 31, "not_clean"), ["launch_failed"]),
+        (Failures(2, 29, "not_clean"), ["launches_failed"]),
+    ],
+)
+def test_a_launch_that_failed_on_the_host_closes_until_it_was_looked_at(
+    evidence: GateEvidence, failures: Failures, expected: list[str]
+) -> None:
+    assert codes(replace(evidence, failures=failures)) == expected
+    blind = codes(replace(evidence, failures=failures, parity=None))
+    assert blind[-1] == "parity_missing" and blind[0].startswith("launch")
+
+
+@pytest.mark.covers("CTRL-3")
+def test_only_failures_of_others_leave_the_slot_on_sale() -> None:
+    for code in (
+        "canceled",
+        "image_digest_mismatch",
+        "image_unreachable",
+        "awx_untrusted",
+        "variables_invalid",
+    ):
+        assert not blame.on_host(code), code
+    for code in ("not_clean", "disk_dirty", "image_no_room", "step_failed", "", "profile_unknown"):
+        assert blame.on_host(code), code
 
 
 @pytest.mark.covers("CTRL-3")
@@ -110,7 +142,7 @@ def test_use_of_the_disk_counts_until_a_later_wipe(
     assert isinstance(disk, dict)
     disk["blockers"] = [{"code": "qemu_in_use", "detail": "pid 7"}]
     assert codes(evidence) == ["discovery:qemu_in_use"]
-    wiped = Proof(evidence.bundle.identity, 0, 40, "zero_fill")
+    wiped = Proof(evidence.bundle.identity, 0, 40, "zero_fill", "i1")
     assert codes(replace(evidence, proof=wiped)) == []
     disk["blockers"] = [{"code": "duplicate_identity", "detail": ""}]
     assert codes(replace(evidence, proof=wiped)) == ["discovery:duplicate_identity"]
@@ -197,7 +229,7 @@ def test_a_profile_accepts_what_it_wipes_with(path: Path) -> None:
 
 @pytest.mark.covers("I4")
 def test_an_untouched_disk_is_as_clean_as_it_was_sold(evidence: GateEvidence) -> None:
-    untouched = Proof(evidence.bundle.identity, 0, 10, None)
+    untouched = Proof(evidence.bundle.identity, 0, 10, None, "i1")
     assert codes(replace(evidence, proof=untouched, wipe_policy="purge")) == []
 
 

@@ -295,6 +295,52 @@ def slice_absence(host: Host, params: Document) -> Document:
     return {"absent": not any(left.values()), "checks": checks, "disk_dirty": dirty}
 
 
+def slice_holdings(host: Host, params: Document) -> Document:
+    by_disk = {disk_of(slot): slot for slot in params["slots"]}
+    by_ip = {slot["private_ip"]: slot for slot in params["slots"]}
+    machines = {key: [by_disk[disk] for disk in disks] for key, disks in host.running.items()}
+    held = {
+        "domains": [
+            {
+                "name": f"gpuaas-slice-{key.replace('-', '')}",
+                "allocation_id": key,
+                "state": "running",
+                "active": True,
+                "devices": [
+                    slot[name]
+                    for slot in slots
+                    for name in ("gpu_pci_address", "fabric_vf_pci_address")
+                ],
+                "disks": [slot["nvme_device"] for slot in slots],
+            }
+            for key, slots in machines.items()
+        ],
+        "processes": [{"pid": 7, "allocation_id": key} for key in machines],
+        "leases": [
+            {
+                "slot_id": entry.slot_id,
+                "allocation_id": entry.allocation_id,
+                "fence": entry.fence,
+                "disk": entry.disk,
+                "dirty": entry.dirty,
+            }
+            for entry in _lease.entries()
+        ],
+        "reservations": [
+            {"allocation_id": key, "mac": by_ip[ip]["management_mac"], "ip": ip}
+            for key, ip in host.reservations.items()
+        ],
+        "addresses": [],
+        "ports": [{"port": f"gs{key.replace('-', '')[:12]}"} for key in machines],
+        "guards": [{"cookie": f"0x{int(key.replace('-', '')[:16], 16):x}"} for key in machines],
+        "files": [{"allocation_id": key, "path": f"/seeds/{key}"} for key in sorted(host.seeds)],
+        "devices": [],
+    }
+    parts = {name: {"known": True, "detail": "", "found": found} for name, found in held.items()}
+    identity = {"boot_id": host.boot_id, "machine_id": "", "host_key": ""}
+    return {"holdings": parts, "identity": identity}
+
+
 def baremetal_lease(host: Host, params: Document) -> Document:
     key, fence = params["allocation_id"], params["fence"]
     disks = {disk["slot_id"]: disk_of(disk) for disk in params["disks"]}
@@ -410,6 +456,7 @@ MODULES: dict[str, Callable[[Host, Document], Document]] = {
     "slice_ready": slice_ready,
     "nvme_wipe": nvme_wipe,
     "slice_absence": slice_absence,
+    "slice_holdings": slice_holdings,
     "baremetal_lease": baremetal_lease,
     "baremetal_tenant": baremetal_tenant,
     "tenant_disks": tenant_disks,

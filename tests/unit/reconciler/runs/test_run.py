@@ -90,6 +90,27 @@ def test_an_unreachable_node_is_said_to_be_one(site: Site, spec: MakeSpec) -> No
     assert is_untouched(outcome)
 
 
+def test_ssh_that_ends_while_a_module_is_sent_still_says_why(
+    site: Site, spec: MakeSpec, tmp_path: Path
+) -> None:
+    """Ansible then tells of its own broken pipe; whether the host was silent must not be lost."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text(
+        "#!/bin/sh\nexec 0<&-\nsleep 1\n"
+        "echo 'ssh: connect to host 192.0.2.1 port 22: Connection refused' >&2\nexit 255\n"
+    )
+    ssh.chmod(0o755)
+    environment = {"ANSIBLE_SSH_EXECUTABLE": str(ssh), "ANSIBLE_SSH_RETRIES": "0"}
+    node = NodeAccess("node-1", "192.0.2.1")
+    remote = dataclasses.replace(spec("run_large"), node=node)
+    outcome = collect.wait(
+        launch(dataclasses.replace(site, environment=environment), remote), LIMIT_S
+    ).outcome
+    assert outcome is not None and outcome.unreachable
+    assert "Broken pipe" not in outcome.problem and "Connection refused" in outcome.problem
+    assert is_untouched(outcome)
+
+
 @pytest.mark.covers("I12")
 def test_the_deadline_ends_a_run_and_all_it_started(
     site: Site, spec: MakeSpec, tmp_path: Path

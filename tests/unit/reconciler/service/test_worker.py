@@ -11,12 +11,15 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
+from reconciler.domain.states import TaskKind, TaskState
 from reconciler.settings import Settings
 from reconciler.store import tables, tasks
 from reconciler.store.engine import transaction
 from reconciler.store.rows import Record
+from reconciler.tasks import worker as module
 from reconciler.tasks.worker import Worker
 from tests.unit.reconciler.conftest import ADMIN, Site
+from tests.unit.reconciler.service.service import until
 
 
 @pytest.fixture
@@ -59,6 +62,31 @@ def test_what_the_living_hold_is_theirs(
     held(sold, worker, f"{host}:{pid}", tmp_path)
     worker._free_what_the_dead_hold()
     assert free(sold, worker) == []
+
+
+def test_it_takes_the_next_task_as_soon_as_it_has_a_place(
+    sold: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attend(engine: sa.Engine, _settings: Settings, task: Record, _stopping: object) -> None:
+        with transaction(engine) as conn:
+            tasks.finish(conn, task["id"], task["lease_token"], TaskState.SUCCEEDED, ADMIN)
+
+    def succeeded() -> int:
+        with transaction(sold.engine) as conn:
+            return len(tasks.every(conn, state=TaskState.SUCCEEDED))
+
+    with transaction(sold.engine) as conn:
+        for number in range(3):
+            work = tasks.Enqueue(TaskKind.NODE_IMAGE_CACHE, "n1", "image", str(number))
+            tasks.enqueue(conn, work, ADMIN)
+    monkeypatch.setattr(module, "attend", attend)
+    # With this pause between its looks, one at a time would take minutes.
+    worker = Worker(Settings(state_dir=tmp_path, workers=1, poll_s=100), sold.engine)
+    worker.start()
+    try:
+        until(lambda: succeeded() == 3)
+    finally:
+        worker.stop()
 
 
 def test_what_it_dropped_itself_goes_on(sold: Site, worker: Worker, tmp_path: Path) -> None:

@@ -1,19 +1,10 @@
-"""The enrolment script as a host runs it: real curl, ssh-keygen and python3, a real HTTP server.
-
-Only what would change this machine is a stand-in: sshd, systemctl and logger.
-"""
+"""The enrolment script as a host runs it."""
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
 import socket
 import ssl
 import subprocess
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,112 +13,9 @@ import pytest
 from reconciler.trust import ca, keygen
 from reconciler.trust.enrolment import EnrolmentRequest, answer, read_pin, userdata
 from reconciler.trust.errors import TrustError
+from tests.unit.reconciler.trust.machine import TOKEN, Api, Host, Reply
 
 pytestmark = pytest.mark.covers("HOST-13")
-
-TOKEN = "one-time-canary-0123456789"
-Reply = Callable[[dict[str, Any]], tuple[int, Any]]
-
-STAND_INS = {
-    "sshd": """[ "$1" = -T ] || [ ! -e "$HOST/broken" ] || { echo 'line 3: bad' >&2; exit 255; }
-[ "$1" = -t ] || [ -e "$HOST/no-include" ] ||
-  tr A-Z a-z < "$HOST/etc/ssh/sshd_config.d/60-gpuaas.conf" """,
-    "systemctl": 'echo "$@" >> "$HOST/systemctl"',
-    "logger": 'shift 3; echo "$@" >> "$HOST/syslog"',
-    "curl": 'echo "$@" >> "$HOST/arguments"; env >> "$HOST/arguments"; exec "$CURL" "$@"',
-}
-
-
-class Host:
-    """A machine's /etc, and the script run on it."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        for folder in ("etc/ssh/sshd_config.d", "bin", "run"):
-            (root / folder).mkdir(parents=True)
-        (root / "etc/machine-id").write_text("0123456789abcdef0123456789abcdef\n")
-        for name, body in STAND_INS.items():
-            program = root / "bin" / name
-            program.write_text(f"#!/bin/sh\n{body}\n")
-            program.chmod(0o755)
-
-    def run(self, script: str) -> subprocess.CompletedProcess[str]:
-        path = self.root / "user-data"
-        path.write_text(script)
-        environment = {
-            "PATH": f"{self.root}/bin:{os.environ['PATH']}",
-            "HOST": str(self.root),
-            "CURL": str(shutil.which("curl")),
-            "GPUAAS_ENROL_ETC": f"{self.root}/etc",
-            "GPUAAS_ENROL_RUN": f"{self.root}/run",
-            "GPUAAS_ENROL_PAUSE": "0",
-        }
-        done = subprocess.run(
-            ["sh", str(path)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        path.unlink()
-        return done
-
-    def text(self, name: str) -> str:
-        return (self.root / name).read_text()
-
-
-@pytest.fixture
-def host(tmp_path: Path) -> Host:
-    return Host(tmp_path / "host")
-
-
-@pytest.fixture
-def trust(tmp_path: Path) -> ca.Trust:
-    return ca.open_trust(tmp_path / "state")
-
-
-class Api:
-    """What the reconciler's side was asked, and answers."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[str, dict[str, Any]]] = []
-        self.reply: Reply = lambda _body: (500, {})
-        self.server: HTTPServer
-        self.url = ""
-
-
-@pytest.fixture
-def api() -> Iterator[Api]:
-    state = Api()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            state.asked.append((self.path, body))
-            status, document = state.reply(body)
-            content = json.dumps(document).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, format: str, *args: object) -> None:
-            return
-
-    class Server(HTTPServer):
-        def handle_error(self, request: object, client_address: object) -> None:
-            # A host that refuses our certificate ends the connection: that is a test's point.
-            return
-
-    server = state.server = Server(("127.0.0.1", 0), Handler)
-    state.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    yield state
-    server.shutdown()
-    thread.join()
-    server.server_close()
 
 
 @pytest.fixture
@@ -201,6 +89,34 @@ def test_a_host_is_enrolled(host: Host, api: Api, trust: ca.Trust) -> None:
     assert (host.root / "etc/ssh/ssh_host_ed25519_key").stat().st_mode & 0o777 == 0o600
     assert (host.root / "etc/ssh/gpuaas_principals/root").stat().st_mode & 0o777 == 0o644
     _no_trace(host, done)
+
+
+@pytest.mark.covers("HOST-7")
+@pytest.mark.parametrize(
+    ("shown", "told"),
+    [
+        ("[]", ("", "")),
+        ("exit 1", ("", "")),
+        ('[{"ifname": "ibp65s0", "addr_info": [{}]}]', ("", "")),
+        (
+            '[{"ifname": "eth0", "addr_info": [{"local": "192.0.2.1", "prefixlen": 24}]},'
+            ' {"ifname": "ibp3s0"},'
+            ' {"ifname": "ibp65s0", "addr_info": [{"local": "10.20.0.7", "prefixlen": 16}]}]',
+            ("ibp65s0", "10.20.0.7/16"),
+        ),
+    ],
+)
+def test_an_address_on_the_fabric_is_told(
+    host: Host, api: Api, trust: ca.Trust, shown: str, told: tuple[str, str]
+) -> None:
+    api.reply = certifying(trust)
+    program = host.root / "bin" / "ip"
+    program.write_text(f"#!/bin/sh\necho '{shown}'\n" if shown[0] == "[" else "#!/bin/sh\nexit 1\n")
+    program.chmod(0o755)
+    done = host.run(userdata(api.url, "node-1", TOKEN))
+    assert done.returncode == 0, done
+    ((_path, body),) = api.asked
+    assert (body["fabric_interface"], body["fabric_address"]) == told
 
 
 def _no_trace(host: Host, done: subprocess.CompletedProcess[str]) -> None:

@@ -32,6 +32,7 @@ def test_what_awx_is_asked_for(awx: Controller, play: Play) -> None:
     assert (variables["ansible_host"], variables["ansible_port"]) == ("192.0.2.7", 2222)
     assert variables["ansible_host_key_checking"] is True
     assert variables["ansible_ssh_retries"] == 0
+    assert variables["ansible_target_log_info"] == "run=run-1 correlation_id=c-1"
     assert "HostKeyAlias=node-1" in variables["ansible_ssh_args"]
 
 

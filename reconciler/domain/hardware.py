@@ -1,0 +1,33 @@
+"""A node's hardware: its profile, which many nodes share, and what is the node's own. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from reconciler.domain.errors import Problem
+
+# What the profile calls it, by the field of the node's record.
+OWN = {"fabric_interface": "interface", "fabric_address": "site_address"}
+
+
+def of_node(profile: dict[str, Any], node: Mapping[str, Any]) -> dict[str, Any]:
+    """The profile with the node's own values over it. The profile itself stays as it is."""
+    own = {name: node[field] for field, name in OWN.items() if node.get(field)}
+    return {**profile, "fabric": {**profile["fabric"], **own}} if own else profile
+
+
+def check(profile: Mapping[str, Any], name: str) -> None:
+    """Problem `mgmt_attachment_unsupported` for what a profile may say and no host can do yet.
+
+    Taken for a tap without a word, a guest's traffic would leave by another way than was bought.
+    """
+    attachment = (profile.get("vm") or {}).get("mgmt_attachment", "tap")
+    if attachment != "tap":
+        raise Problem(
+            "mgmt_attachment_unsupported",
+            422,
+            expected="vm.mgmt_attachment tap",
+            found=f"{attachment} in the hardware profile {name}",
+            remedy="set it to tap: the card's embedded switch mode is not supported yet",
+        )

@@ -1,0 +1,69 @@
+"""The end of a task that nobody wants any more.
+
+One whose run may live is asked to end, and settled by its holder. One that has not begun ends here,
+and its handler is told as of any other failure: nothing that waited for the task waits on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sqlalchemy import Connection
+
+from reconciler.domain.act import Act
+from reconciler.domain.proof import NOTHING_DONE
+from reconciler.settings import Settings
+from reconciler.store import claims, nodes, tasks
+from reconciler.store.leasing import DUE
+from reconciler.tasks.handler import Failure, Record, Work
+from reconciler.tasks.registry import HANDLERS
+
+STEP = "wait for its run"
+
+
+def cancel(
+    conn: Connection,
+    settings: Settings,
+    task_id: str,
+    act: Act,
+    *,
+    error: Mapping[str, str] | None = None,
+) -> Record:
+    """Problem `generation_conflict` when somebody takes the task meanwhile: repeat all of it.
+
+    error: why, if not because somebody asked for it.
+    """
+    task = tasks.get(conn, task_id)
+    if task["state"] not in DUE:
+        return tasks.cancel(conn, task_id, act)
+    told = dict(error or _asked_for(act))
+    # As where a run is settled: first what the task was about, then the task. In another order, two
+    # who end the same allocation could wait for each other.
+    failure = _failure(task, told)
+    handler = HANDLERS.get(task["kind"])
+    if handler is not None:
+        # What a failure means for its subject needs no profile, and the profile may be gone by now.
+        handler.fail(Work(conn, task, nodes.get(conn, task["node_id"]), {}, settings), failure)
+    if not failure.known:
+        claims.fence_off(conn, task["fences"])
+    return tasks.drop(conn, task, act, told)
+
+
+def _failure(task: Record, error: dict[str, str]) -> Failure:
+    """A run that never reached its host leaves its task without a run: nothing was done there.
+
+    Only in the first attempt does that show that nothing was ever done.
+    """
+    if task["attempt"] <= 1 and not task["run_id"]:
+        return Failure(STEP, error, dict(NOTHING_DONE), known=True)
+    return Failure(STEP, error, {}, known=False)
+
+
+def _asked_for(act: Act) -> dict[str, str]:
+    return {
+        "code": "canceled",
+        "expected": "a task that is wanted until its run begins",
+        "found": act.reason or "its cancellation, asked for before its run began",
+        "remedy": "if it is still wanted, ask for it again; a blocked slot needs `gpuaas recover`,"
+        " a machine that is not clean `gpuaas nodes clean-machine`",
+    }

@@ -1,0 +1,107 @@
+"""Certificates of hosts as operators meet them: in lists, in the doctor, in numbers, renewed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.settings import Settings
+from reconciler.store import clock, tables
+from reconciler.store.engine import transaction
+from reconciler.tasks.registry import HANDLERS
+from reconciler.tasks.work import open_work
+from reconciler.trust import keygen
+from tests.unit.reconciler.api.world import NODE, World, discovery
+from tests.unit.reconciler.cli.conftest import Gpuaas
+from tests.unit.reconciler.cli.test_doctor import Doctor, doctor, sound
+
+pytestmark = pytest.mark.covers("HOST-13")
+__all__ = ["doctor", "sound"]
+
+DAY = 86_400.0
+
+
+@pytest.fixture
+def enrolled(sound: World, tmp_path: Path) -> World:
+    """The host has enrolled, by the API and with a key of its own."""
+    keygen.new_key(tmp_path / "host", "root@host")
+    asked = sound.client("admin").post(f"admin/nodes/{NODE}/enrollment-token").json()
+    key = keygen.public_key((tmp_path / "host.pub").read_text())
+    body = discovery()["identity"] | {"host_key": key, "token": asked["token"], "node_id": NODE}
+    answer = sound.client().post(f"nodes/{NODE}/enrol", json=body | {"hostname": "lab"})
+    assert answer.status_code == 200, answer.text
+    return sound
+
+
+def left(world: World, days: float) -> None:
+    """Of the certificate's time, so much is left."""
+    with transaction(world.engine) as conn:
+        until = clock.now() + days * DAY
+        conn.execute(sa.update(tables.node_certificates).values(valid_until=until))
+
+
+def metrics(world: World) -> dict[str, float]:
+    lines = world.client("admin").get("http://test/metrics").text.splitlines()
+    pairs = (line.rpartition(" ") for line in lines if line.startswith("gpuaas_host_certificate"))
+    return {name: float(value) for name, _space, value in pairs}
+
+
+def test_the_end_of_a_certificate_is_seen_before_it_comes(
+    enrolled: World, doctor: Doctor, gpuaas: Gpuaas
+) -> None:
+    assert "host_certificates" not in doctor()
+    valid = {
+        'gpuaas_host_certificates{validity="valid"}': 1.0,
+        'gpuaas_host_certificates{validity="expired"}': 0.0,
+    }
+    found = metrics(enrolled)
+    assert found.items() >= valid.items()
+    assert 89 * DAY < found["gpuaas_host_certificate_seconds"] < 90 * DAY
+
+    left(enrolled, 10)
+    said = doctor()["host_certificates"]
+    assert (said["status"], NODE in said["found"]) == ("warn", True)
+    assert f"gpuaas nodes renew-certificate {NODE}" in said["remedy"]
+    assert 9 * DAY < metrics(enrolled)["gpuaas_host_certificate_seconds"] < 10 * DAY
+    (listed,) = enrolled.client("admin").get("admin/nodes").json()["items"]
+    shown = enrolled.client("admin").get(f"admin/nodes/{NODE}").json()
+    assert listed["certificate_valid_until"] == shown["certificate_valid_until"]
+    assert listed["certificate_valid_until"] in gpuaas.at(enrolled)("nodes", "list")
+
+    left(enrolled, -1)
+    said = doctor()["host_certificates"]
+    assert (said["status"], "host_certificate_expired" in said["found"]) == ("fail", True)
+    assert f"gpuaas nodes userdata {NODE}" in said["remedy"]
+    assert metrics(enrolled)['gpuaas_host_certificates{validity="expired"}'] == 1.0
+
+
+def test_a_certificate_is_renewed_on_request(enrolled: World, gpuaas: Gpuaas) -> None:
+    left(enrolled, 10)
+
+    def act(conn: Any, task: dict[str, Any]) -> dict[str, Any]:
+        evidence = {"certificate": {"serial": "1", "principals": [NODE], "valid_until": "x"}}
+        settings = Settings(state_dir=enrolled.settings.state_dir)
+        return HANDLERS[task["kind"]].succeed(open_work(conn, settings, task), evidence)
+
+    run = gpuaas.at(enrolled).ending(enrolled, act)
+    run("nodes", "renew-certificate", NODE)
+    assert run.status == 0, run.err
+    assert metrics(enrolled)["gpuaas_host_certificate_seconds"] > 89 * DAY
+    reasons = {row["reason"] for row in enrolled.client("admin").get("admin/audit").json()["items"]}
+    assert "certificate renewed" in reasons
+
+
+def test_two_who_ask_get_one_renewal_and_who_is_late_gets_a_way_back(enrolled: World) -> None:
+    admin = enrolled.client("admin")
+    first, second = (admin.post(f"admin/nodes/{NODE}/certificate") for _ in range(2))
+    assert (first.status_code, first.json()["kind"]) == (202, "node.enrol")
+    assert first.json()["id"] == second.json()["id"]
+    admin.post(f"admin/tasks/{first.json()['id']}/cancel")
+    left(enrolled, -1)
+    late = admin.post(f"admin/nodes/{NODE}/certificate")
+    assert (late.status_code, late.json()["code"]) == (409, "host_certificate_expired")
+    # The way back that the remedy names.
+    assert admin.post(f"admin/nodes/{NODE}/enrollment-token").status_code == 201

@@ -1,0 +1,47 @@
+"""`gpuaas nodes convert` goes all the way to slots on sale, and fails when it stops before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from reconciler.domain.states import TaskKind
+from reconciler.tasks import story
+from reconciler.tasks.registry import HANDLERS
+from reconciler.tasks.work import open_work
+from tests.unit.reconciler.api.world import NODE, World, discovery
+from tests.unit.reconciler.cli.conftest import Gpuaas
+
+pytestmark = pytest.mark.covers("HOST-15")
+
+IDENTITY = {"identity": discovery()["identity"]}
+
+
+@pytest.mark.parametrize(("failures", "status"), [(0, 0), (1, 1)])
+def test_one_command_is_followed_to_its_end(
+    selling: World, gpuaas: Gpuaas, failures: int, status: int
+) -> None:
+    report = {"intent": "slice", "warnings": 0, "checks": [], **IDENTITY, "failures": failures}
+    evidence: dict[str, dict[str, Any]] = {
+        TaskKind.NODE_CONVERT: IDENTITY,
+        TaskKind.NODE_BOOTSTRAP: IDENTITY,
+        TaskKind.NODE_BIND_TOPOLOGY: {"bound": []},
+        TaskKind.SLICE_TOPOLOGY_DISCOVER: {"discovery": discovery()},
+        TaskKind.NODE_PARITY: {"parity": report},
+    }
+
+    def act(conn: Any, task: dict[str, Any]) -> dict[str, Any]:
+        work = open_work(conn, selling.settings, task)
+        kind = task["kind"]
+        return story.go_on(work, HANDLERS[kind].succeed(work, evidence[kind]))
+
+    run = gpuaas.at(selling).ending(selling, act)
+    run("nodes", "convert", NODE, "baremetal")
+    assert (run.status, " follows" in run.err) == (0, False), run.err
+    run("nodes", "convert", NODE, "slice", "--allow-reboot")
+    assert run.status == status, run.err
+    assert run.err.count(" follows") == 3
+    assert (f"gpuaas nodes parity {NODE}" in run.err) is bool(failures)
+    run("slots", "list", NODE)
+    assert ("available" in run.out) is not bool(failures)

@@ -1,0 +1,168 @@
+"""Drift reconciliation beside provision and release, at every step of theirs (I14).
+
+The host is looked at before or after a step, and the records hear of it at once, or when all is
+over. Whatever the snapshot shows, nothing of what is under way is freed, blocked or found wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils import _lease
+
+from reconciler.domain.states import SlotState, TaskKind
+from reconciler.runs import contract
+from reconciler.runs.collect import Outcome
+from reconciler.store import drift, slots, tasks
+from reconciler.store.engine import reading, transaction
+from reconciler.tasks.drift import HANDLER
+from reconciler.tasks.settle import settle
+from tests.unit.reconciler.conftest import ADMIN
+from tests.unit.reconciler.faults.kinds import MOMENTS, Slice
+from tests.unit.reconciler.faults.playing import How, Step, play
+from tests.unit.reconciler.faults.stage import Run, Stage
+from tests.unit.reconciler.faults.test_steps import (
+    Healthy,
+    Open,
+    at,
+    beginnings,
+    healthy,
+    moments,
+)
+
+__all__ = ["at", "beginnings", "healthy", "moments"]
+pytestmark = pytest.mark.covers("CTRL-9", "I14")
+
+KINDS = (TaskKind.SLICE_VM_PROVISION, TaskKind.SLICE_VM_RELEASE, TaskKind.SLICE_WIPE)
+DONE = ("blocked", "shut", "healed", "opened")
+Record = dict[str, Any]
+
+
+class Look:
+    """One look at the host: its task is taken, its playbook is played, its result may wait."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        with transaction(stage.engine) as conn:
+            drift.ask(conn, "n1", ADMIN)
+            kinds = [TaskKind.SLICE_DRIFT_RECONCILE]
+            (self.task,) = tasks.lease(conn, "looker", kinds=kinds)
+            bundles = slots.bundles(conn, "n1")
+        self._given = {"slice_slots": bundles, "slice_profile": {"network": {"bridge": "ovsbr0"}}}
+        self.result: Record = {}
+
+    def take(self) -> None:
+        playing = play("reconcile_drift", self._given, self._stage.host.act)
+        try:
+            while True:
+                next(playing)
+        except StopIteration as end:
+            self.result = contract.check_result(end.value["result"])
+
+    def tell(self) -> Record:
+        """The records hear of it; what they made of it."""
+        outcome = Outcome("run", "successful", 0, self.result, "", "", "", unreachable=False)
+        stage = self._stage
+        settle(stage.engine, stage.settings, HANDLER, self.task, outcome)
+        with reading(stage.engine) as conn:
+            task = tasks.get(conn, self.task["id"])
+        assert task["state"] == "succeeded", task["error"]
+        result: Record = task["result"]
+        return result
+
+
+def statuses(stage: Stage) -> list[str]:
+    with reading(stage.engine) as conn:
+        return stage.site.statuses(conn)
+
+
+def nothing_came_of_it(result: Record, where: str) -> None:
+    assert result["differences"] == [], f"{where}: {result['differences']}"
+    assert not any(result[name] for name in DONE), f"{where}: {result}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("told", ["at once", "at the end"])
+def test_a_look_at_any_step_changes_nothing(
+    at: Open, healthy: dict[str, Healthy], kind: str, moment: str, told: str
+) -> None:
+    for index, step in enumerate(healthy[kind].steps):
+        where = f"{kind}: {step.name}, looked {moment}, told {told}"
+        stage = at(kind)
+        found: list[Record] = []
+        looks: list[Look] = []
+
+        def look(stage: Stage = stage, looks: list[Look] = looks) -> None:
+            looks.append(Look(stage))
+            looks[0].take()
+
+        def tell(looks: list[Look] = looks, found: list[Record] = found) -> None:
+            found.append(looks[0].tell())
+
+        stage.runner.faults[kind] = beside(index, look, tell, moment, told)
+        stage.work()
+        if told == "at the end":
+            tell()
+        nothing_came_of_it(found[0], where)
+        stage.sound(where)
+        assert stage.host.seen() == healthy[kind].host, where
+
+
+def beside(
+    index: int, look: Callable[[], None], tell: Callable[[], None], moment: str, told: str
+) -> Callable[[Run, int, Step], How | None]:
+    """At one step: look before or after it, and tell at once or not yet."""
+
+    def how(do: Callable[[], Record]) -> Record:
+        if moment == "before":
+            look()
+        done = do()
+        if moment == "after":
+            look()
+        if told == "at once":
+            tell()
+        return done
+
+    return lambda _run, now, _step: how if now == index else None
+
+
+def test_what_a_lost_run_goes_on_to_do_is_found_and_cleaned(at: Open) -> None:
+    """The host's own word after all: a machine of which the records think that it is gone."""
+    stage = at(TaskKind.SLICE_VM_RELEASE)
+    (key,) = stage.host.running
+    seen = stage.host.copied()
+    stage.work()
+    assert statuses(stage) == ["available", "available"]
+    # As if somebody had started it again, through what writes the ledger before the disk.
+    stage.host.running, stage.host.disks = seen.running, seen.disks
+    entries = {entry.disk: entry for entry in seen.ledger()}
+    with stage.host.at():
+        for disk in seen.running[key]:
+            slot_id, fence = entries[disk].slot_id, _lease.load(entries[disk].slot_id).fence
+            _lease.mark_dirty(slot_id, fence=fence, disk=disk)
+    look = Look(stage)
+    look.take()
+    result = look.tell()
+    assert {(one["code"], one["allocation_id"]) for one in result["differences"]} >= {
+        ("orphan_domain", key),
+        ("orphan_port", key),
+    }
+    assert len(result["blocked"]) == 1
+    assert sorted(statuses(stage)) == ["available", "cleanup_blocked"]
+    assert stage.host.running == seen.running, "a comparison touches nothing on the host"
+    with transaction(stage.engine) as conn:
+        (slot,) = [s for s in slots.of_node(conn, "n1") if s["status"] != SlotState.AVAILABLE]
+        assert (slot["health_detail"]["step"], slot["health_detail"]["allocation_id"]) == (
+            "drift",
+            key,
+        )
+        slots.repair(conn, slot["id"], ADMIN)
+    stage.work()
+    stage.pristine("after the repair")
+
+
+def test_every_slice_kind_is_here() -> None:
+    assert set(KINDS) == {kind for kind, (stage, _) in MOMENTS.items() if stage is Slice}

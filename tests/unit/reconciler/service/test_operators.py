@@ -1,0 +1,38 @@
+"""The operators' listener of a real process: there while the service is, and only on loopback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+
+import httpx
+import pytest
+
+from tests.unit.reconciler.api.world import World
+from tests.unit.reconciler.service.service import alive, serving, until
+
+pytestmark = pytest.mark.covers("CTRL-10")
+
+
+def test_it_lives_and_ends_with_the_service(selling: World) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    listen = f"127.0.0.1:{port}"
+    with serving(selling.settings.state_dir, GPUAAS_OPERATOR_LISTEN=listen) as service:
+        pid = service.start()
+        until(service.ready)
+        with httpx.Client(base_url=f"http://{listen}", trust_env=False) as local:
+            whole = local.get("/health").json()
+            assert whole["processes"] == {"api": 1, "worker": 1, "loops": 1}
+            assert local.get("/status/leader").json()["pid"] == pid
+            assert local.get("/metrics").status_code == 200
+        # The same routes want a token where others can ask.
+        for route in ("/health", "/status/leader", "/metrics"):
+            assert httpx.get(f"{service.url}{route}", trust_env=False).status_code == 401
+        os.kill(pid, signal.SIGTERM)
+        until(lambda: not alive(pid))
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"http://{listen}/healthz", trust_env=False)
+        assert "Traceback" not in service.log()

@@ -1,0 +1,124 @@
+"""The first boot's firmware preflight: the enrolment script runs it once, and it only reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ansible_collections.gpuaas.slice.plugins.module_utils import _preflight_command
+
+from reconciler.settings import PROJECT
+from reconciler.trust import ca, preflight
+from reconciler.trust.enrolment import EnrolmentRequest, answer, userdata
+from tests.unit.reconciler.trust.machine import TOKEN, Api, Host
+
+pytestmark = pytest.mark.covers("HOST-1", "HOST-13")
+
+PROFILES = sorted((PROJECT / "profiles").glob("*.yml"))
+LOG = "log/gpuaas-slice-firmware.log"
+SHOWS = """\
+echo "GPUAAS_SLICE_GPU ids=$GPUAAS_SLICE_GPU_IDS apply=$GPUAAS_SLICE_APPLY_BIOS root=${ROOT:-}"
+echo 'GPUAAS_SLICE_FIRMWARE_SUMMARY status=FAIL checks=8 failures=1 warnings=0'
+exit 1
+"""
+
+
+def enrol(host: Host, api: Api, trust: ca.Trust, told: dict[str, Any] | None) -> list[str]:
+    """Lines that the enrolment said, which is a success whatever the preflight does."""
+    api.reply = lambda body: (200, answer(trust, EnrolmentRequest.parse(body), preflight=told))
+    done = host.run(userdata(api.url, "node-1", TOKEN))
+    assert done.returncode == 0, done
+    return done.stdout.splitlines()
+
+
+def told(script: str, **environment: str) -> dict[str, Any]:
+    return {"script": script, "environment": environment}
+
+
+def test_the_report_of_the_first_boot_stays(host: Host, api: Api, trust: ca.Trust) -> None:
+    said = enrol(host, api, trust, told(SHOWS, GPUAAS_SLICE_GPU_IDS="10de:2335"))
+    assert "gpuaas-enrol: node certificate enrolled" in said
+    assert said[-1].startswith("gpuaas-enrol: firmware preflight: GPUAAS_SLICE_FIRMWARE_SUMMARY")
+    report = host.text(LOG)
+    assert report.splitlines()[0] == "GPUAAS_SLICE_GPU ids=10de:2335 apply=0 root="
+    assert (host.root / LOG).stat().st_mode & 0o777 == 0o600
+    # Enrolled again, with a fresh token and another profile: the first boot was only once.
+    again = enrol(host, api, trust, told("echo again", GPUAAS_SLICE_GPU_IDS="x"))
+    assert again == ["gpuaas-enrol: node certificate enrolled"]
+    assert host.text(LOG) == report
+
+
+def test_whatever_the_answer_says_the_firmware_is_only_read(
+    host: Host, api: Api, trust: ca.Trust
+) -> None:
+    enrol(host, api, trust, told(SHOWS, GPUAAS_SLICE_APPLY_BIOS="1", ROOT="/tmp", PATH="/nowhere"))
+    assert " apply=0 root=" in host.text(LOG)
+    assert "root=/tmp" not in host.text(LOG)
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        (None, []),
+        ({"script": 1, "environment": {}}, ["firmware preflight did not end: TypeError"]),
+        ({"environment": {}}, ["firmware preflight did not end: KeyError"]),
+    ],
+)
+def test_no_preflight_stands_in_the_way_of_an_enrolment(
+    host: Host, api: Api, trust: ca.Trust, document: Any, said: list[str]
+) -> None:
+    lines = enrol(host, api, trust, document)
+    assert lines[0] == "gpuaas-enrol: node certificate enrolled"
+    assert [line[len("gpuaas-enrol: ") :].partition(": ")[0] for line in lines[1:]] == [
+        row.partition(": ")[0] for row in said
+    ]
+    assert all(row.partition(": ")[2] in line for row, line in zip(said, lines[1:], strict=True))
+    assert not (host.root / LOG).exists(), "nothing is there that would pass for a report"
+
+
+def test_one_that_hangs_is_ended_and_leaves_no_report(
+    host: Host, api: Api, trust: ca.Trust
+) -> None:
+    api.reply = lambda body: (
+        200,
+        answer(trust, EnrolmentRequest.parse(body), preflight=told("echo begun; exec sleep 60")),
+    )
+    script = userdata(api.url, "node-1", TOKEN).replace("timeout=300", "timeout=1")
+    done = host.run(script)
+    assert done.returncode == 0
+    assert "firmware preflight did not end: subprocess.TimeoutExpired" in done.stdout
+    assert not (host.root / LOG).exists()
+
+
+@pytest.mark.parametrize("file", PROFILES, ids=lambda file: file.stem)
+def test_the_script_is_told_what_the_module_is_told(file: Path) -> None:
+    profile = yaml.safe_load(file.read_text())
+    environment = preflight.environment(profile)
+    assert environment["GPUAAS_SLICE_APPLY_BIOS"] == "0"
+    settings = _preflight_command._Settings(environment)
+    asked = settings.asked
+    assert settings.applies is False
+    assert list(asked.gpu_ids) == profile["gpu"]["ids"]
+    assert asked.expected_gpus == profile["gpu"].get("expected", 0)
+    assert list(asked.fabric_ids) == profile["fabric"]["pf_ids"]
+    assert list(asked.exclude_models) == profile["nvme"]["exclude_models"]
+    assert list(asked.not_applicable) == profile["not_applicable"]
+
+
+def test_the_generated_script_reports_about_this_machine(
+    host: Host, api: Api, trust: ca.Trust
+) -> None:
+    """The real one, which reads this machine: its findings are this machine's."""
+    profile = yaml.safe_load((PROJECT / "profiles/lab.yml").read_text())
+    document = preflight.document(profile)
+    assert len(json.dumps(document)) < 1 << 20
+    said = enrol(host, api, trust, document)
+    lines = host.text(LOG).splitlines()
+    assert all(line.startswith("GPUAAS_SLICE_") for line in lines), lines
+    assert lines[-1].startswith("GPUAAS_SLICE_FIRMWARE_SUMMARY status=")
+    assert said[-1].endswith(lines[-1])
+    bios = next(line for line in lines if "check=bios_settings" in line)
+    assert "not_applicable" in bios, "the profile's word was heard"
