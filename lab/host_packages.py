@@ -10,7 +10,7 @@ BASE = [
     "systemd-sysv", "udev", "dbus", "kmod", "initramfs-tools", "lz4", "zstd", "busybox",
     "grub-efi-amd64", "openssh-server", "python3", "ca-certificates", "curl", "sudo",
     "util-linux", "procps", "psmisc", "lsof", "less", "file", "iproute2", "iputils-ping",
-    "netplan.io", "ethtool", "apparmor", "dmidecode", "pciutils", "numactl", "python3-apt",
+    "netplan.io", "ethtool", "apparmor", "dmidecode", "pciutils", "numactl", "python3-apt", "gpg",
 ]  # fmt: skip
 STORAGE = [
     "nvme-cli", "e2fsprogs", "dosfstools", "fdisk", "gdisk", "parted", "mdadm", "lvm2", "fio",

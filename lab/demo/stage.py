@@ -98,10 +98,14 @@ class Stage:
         return f"/admin/nodes/{NODE}{rest}"
 
     def task(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """POST, wait for the task that it queued, and return its result."""
-        return self.follow(self.api().post(path, body))
+        """POST, wait for the task that it queued and all that follow it; the last result."""
+        result = self.follow(self.api().post(path, body))
+        while following := result.get("next_task_id"):
+            result = self.follow({"id": following})
+        return result
 
     def follow(self, task: dict[str, Any]) -> dict[str, Any]:
+        """Wait for one task; its result."""
         ended = self.api().wait(
             task["id"], deadline_s=TASK_DEADLINE_S, on_progress=self.show_progress
         )

@@ -14,6 +14,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _flows,
     _host,
     _libvirt,
+    _qos,
     _slice_names,
     _slots,
 )
@@ -38,6 +39,7 @@ def look(allocation_id: str, slots: Collection[_slots.Slot], bridge: str) -> dic
         "connections": lambda: _connections(slots),
         "ovs_port": lambda: _port(port),
         "flows": lambda: _guard(bridge, allocation_id),
+        "qos": lambda: ", ".join(_qos.observe(allocation_id).rows),
         "disk_holders": lambda: _disks(slots),
         "vfio_bound": lambda: _devices(slots),
     }

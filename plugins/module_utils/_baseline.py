@@ -5,7 +5,6 @@ The live part is _bridge; together they are the module ovs_nat. The way back is 
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import shutil
 import time
@@ -20,14 +19,13 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _change,
     _command,
     _host,
+    _network_files,
     _packages,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
-DNSMASQ = "/etc/dnsmasq.d/gpuaas-slice.conf"
-RESERVATIONS = f"{_host.STATE_DIRECTORY}/dnsmasq/hosts.d"
-LEASES = "/var/lib/misc/dnsmasq.leases"
-SYSCTL = "/etc/sysctl.d/60-gpuaas-slice.conf"
+DNSMASQ, RESERVATIONS = _network_files.DNSMASQ, _network_files.RESERVATIONS
+SYSCTL = _network_files.SYSCTL
 
 RECORD = "network"
 SWITCH, DHCP, RSHIM = "openvswitch-switch.service", "dnsmasq.service", "rshim.service"
@@ -77,13 +75,12 @@ class State:
 
 
 def unit(params: Params) -> _boot.Unit:
-    keys = ("bridge", "address", "subnet", "tmfifo")
     return _boot.Unit(
         name="gpuaas-slice-network-baseline",
         description="Network baseline of this slice host: bridge, forwarding, NAT",
         module="_bridge",
-        settings_path=_bridge.SETTINGS,
-        settings={key: params[key] for key in keys},
+        settings_path=_network_files.SETTINGS,
+        settings=_network_files.settings(params),
         order=(
             "After=network.target openvswitch-switch.service rshim.service",
             "Wants=openvswitch-switch.service",
@@ -127,7 +124,7 @@ def plan(params: Params, state: State) -> _change.Plan:
     steps += outdated(state)
     if not state.reservations:
         steps.append(_change.Step("make_folder", RESERVATIONS, None, "folder"))
-    files = {} if blockers else {SYSCTL: "net.ipv4.ip_forward = 1\n", DNSMASQ: dnsmasq(params)}
+    files = {} if blockers else _texts(params)
     steps += [
         _change.Step("write_file", path, state.files[path], text.strip())
         for path, text in files.items()
@@ -179,30 +176,8 @@ def facts(params: Params, state: State) -> dict[str, Any]:
     }
 
 
-def dnsmasq(params: Params) -> str:
-    """dnsmasq's configuration: the slice subnet and nothing else of the host."""
-    subnet = ipaddress.IPv4Network(params["subnet"])
-    own = ipaddress.IPv4Interface(params["address"]).ip
-    return "\n".join(
-        [
-            "# Written by the gpuaas.slice collection; changed by its playbooks only.",
-            f"interface={params['bridge']}",
-            "except-interface=lo",
-            # The bridge may come later than dnsmasq, and the host has resolvers of its own.
-            "bind-dynamic",
-            "domain-needed",
-            "bogus-priv",
-            # static: only reserved hosts get an address, so a flood of requests takes none.
-            f"dhcp-range={subnet.network_address},static,{subnet.netmask},12h",
-            "dhcp-ignore=tag:!known",
-            "dhcp-authoritative",
-            f"dhcp-option=option:router,{own}",
-            f"dhcp-option=option:dns-server,{own}",
-            f"dhcp-hostsdir={RESERVATIONS}",
-            f"dhcp-leasefile={LEASES}",
-            "",
-        ]
-    )
+def _texts(params: Params) -> dict[str, str]:
+    return {SYSCTL: _network_files.FORWARDING, DNSMASQ: _network_files.dnsmasq(params)}
 
 
 def outdated(state: State) -> list[_change.Step]:

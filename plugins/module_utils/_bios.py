@@ -24,7 +24,19 @@ WANTED = {
     "ProcSettings.LogicalProc": "Enabled",
     "IntegratedDevices.SriovGlobalEnable": "Enabled",
 }
+# The same without RACADM's groups, of which Redfish has none.
+BARE = {name.partition(".")[2]: value for name, value in WANTED.items()}
 TARGET = "BIOS.Setup.1-1"
+
+# Options of modules that look, and of those that change; the doc fragment `bios` describes them.
+LOOKING: dict[str, Any] = {"attributes": {"type": "dict", "default": BARE}}
+ARGUMENTS: dict[str, Any] = {
+    **LOOKING,
+    "state": {"type": "str", "choices": ["planned", "present"], "default": "planned"},
+    "deadline": {"type": "int", "default": 3600},
+    "interval": {"type": "float", "default": 15},
+    "acknowledged_jobs": {"type": "list", "elements": "str", "default": []},
+}
 
 _JOB_ID = re.compile(r"\b[JR]ID_[0-9]{6,20}\b")
 

@@ -1,7 +1,8 @@
 """The disk as other modules see it, and the one way to get hold of it for destruction.
 
 `exclusive` is invariant I7: one descriptor, opened O_EXCL, on which identity and use are checked
-and through which everything destructive then goes. Nothing opens the path a second time.
+and through which everything destructive then goes. Nothing opens the path a second time: what is
+written on the disk is read through that descriptor too.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import fcntl
 import os
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TypeVar
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import _disk, _usage
@@ -28,6 +29,7 @@ of_slot = _disk.of_slot
 pci_addresses = _disk.pci_addresses
 usage = _usage.usage
 usages = _usage.usages
+written = _usage.written
 
 # QEMU keeps shared locks on bytes from 100 and from 200 of an image that it has open.
 _QEMU_LOCKS = (100, 200)
@@ -51,11 +53,14 @@ def refusals(disk: Disk, used: Usage) -> list[Refusal]:
 
 
 @contextlib.contextmanager
-def exclusive(disk: Disk) -> Iterator[int]:
+def exclusive(disk: Disk, *, seen: Collection[str] | None = None) -> Iterator[int]:
     """A descriptor of the disk that nobody else can claim, checked to be that disk and unused.
 
     Opened for direct I/O. While it is held no partition of the disk can be mounted or formatted,
     and a QEMU that shares our /dev cannot start on it.
+
+    seen: the signatures that the plan saw, as `written` names them. With anything else on it the
+    disk is refused: nobody approved the end of what was made since.
     """
     flags = os.O_RDWR | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC
     try:
@@ -69,6 +74,8 @@ def exclusive(disk: Disk) -> Iterator[int]:
         actual = _disk.of_descriptor(descriptor)
         _disk.require(actual, identifier=disk.identity, serial=disk.serial, size=disk.size_bytes)
         _refuse_use(actual)
+        if seen is not None:
+            _refuse_change(descriptor, actual, seen)
         yield descriptor
     finally:
         os.close(descriptor)
@@ -78,7 +85,7 @@ def _refuse_use(disk: Disk) -> None:
     """A program may look at the disk for a moment; everything else is refused at once."""
     until = time.monotonic() + _PATIENCE_S
     while True:
-        used = _usage.usage(disk)
+        used = _usage.claims(disk)
         blockers = refusals(disk, used)
         if not blockers:
             return
@@ -86,6 +93,17 @@ def _refuse_use(disk: Disk) -> None:
         if lasting or time.monotonic() > until:
             raise blockers[0]
         time.sleep(0.2)
+
+
+def _refuse_change(descriptor: int, disk: Disk, seen: Collection[str]) -> None:
+    there = written(_usage.signatures(disk, descriptor))
+    if sorted(seen) != sorted(there):
+        raise Refusal(
+            "changed_since_plan",
+            expected=f"on {disk.identity} what the plan saw: {', '.join(seen) or 'nothing'}",
+            found=", ".join(there) or "nothing",
+            remedy="find out who uses the disk; make a new plan and have it approved",
+        )
 
 
 def _reserve(descriptor: int, disk: Disk) -> None:
@@ -116,7 +134,7 @@ def _patiently(act: Callable[[], Result]) -> Result:
 
 def _busy(disk: Disk, who: str) -> Refusal:
     """What uses the disk, as far as it can be seen; otherwise who refused."""
-    found = refusals(disk, _usage.usage(disk))
+    found = refusals(disk, _usage.claims(disk))
     if found:
         return found[0]
     return Refusal(

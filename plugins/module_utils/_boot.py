@@ -168,6 +168,16 @@ def slice_mode() -> bool:
         return False
 
 
+def not_slice_mode() -> Refusal:
+    """The refusal where `slice_mode` says no."""
+    return Refusal(
+        "not_slice_mode",
+        expected=f"a host put into slice mode ({SLICE_MODE})",
+        found="no such word on this host",
+        remedy="run the bootstrap playbook, which puts the host into slice mode",
+    )
+
+
 def boot(
     subject: _change.Subject,
     settings_path: str,

@@ -15,7 +15,6 @@ from typing import Any
 from ansible_collections.gpuaas.slice.plugins.module_utils import _boot, _change, _command, _host
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
-SETTINGS = "/etc/gpuaas/network-baseline.json"
 TMFIFO = "tmfifo_net0"
 TMFIFO_ADDRESS = "192.168.100.1/30"
 TMFIFO_PEER = "192.168.100.2"

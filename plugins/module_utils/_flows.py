@@ -11,6 +11,7 @@ The cookie is made of the allocation id: listing and removing a slice's flows is
 from __future__ import annotations
 
 import ipaddress
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -125,6 +126,13 @@ def installed(bridge: str, allocation_id: str) -> frozenset[Flow]:
         "--no-names", "--no-stats", "dump-flows", bridge, f"cookie={cookie(allocation_id)}/-1"
     )
     return frozenset(_parse(line) for line in out.splitlines() if "actions=" in line)
+
+
+def cookies(bridge: str) -> list[str]:
+    """Whose flows the switch has: one cookie for each allocation. The bridge's own have none."""
+    out = _ofctl("--no-names", "--no-stats", "dump-flows", bridge)
+    found = (line.strip().partition(",")[0].removeprefix("cookie=") for line in out.splitlines())
+    return sorted({one for one in found if re.fullmatch(r"0x[0-9a-f]+", one) and one != "0x0"})
 
 
 def install(guard: Guard, port: int, host_addresses: Iterable[str]) -> int:

@@ -36,7 +36,8 @@ _WATCHED = (
     "/etc/apt/sources.list.d", "/etc/apt/apt.conf.d", "/etc/hosts", "/etc/subuid", "/etc/subgid",
     "/root/.bashrc", "/root/.profile", "/root/.bash_profile",
 )  # fmt: skip
-# Enrolment renews it by itself; sshd takes none that our CA has not signed for this key.
+# Renewed before it ends (playbook renew_certificate), also while a tenant is on the machine; nobody
+# believes one that our CA has not signed for this key.
 _RENEWED = "-cert.pub"
 _PROGRAMS = ("/usr/local/sbin", "/usr/local/bin", "/usr/local/lib/systemd", "/boot/grub/grub.cfg")
 # Above, ports are taken by whoever asks for any: they come and go by themselves.

@@ -5,42 +5,70 @@ from __future__ import annotations
 import ipaddress
 import json
 import re
+import shutil
+import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils import _before, _change, _command, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _before,
+    _change,
+    _command,
+    _host,
+    _topology_network,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 FILE = "/etc/netplan/60-ipoib.yaml"
 RECORD = "ipoib"
 MARKER = "# Written by the gpuaas.slice collection; changed by its playbooks only."
 
+# Where netplan looks; later folders go before earlier ones, file by file.
+_FOLDERS = ("/lib/netplan", "/etc/netplan", "/run/netplan")
 _INTERFACE = re.compile(r"[a-z][a-z0-9]{0,14}")
+# networkd configures a link after `netplan apply` has ended.
+_SETTLES_S = 30.0
 
 Params = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class State:
-    """before: the site's own file that ours replaced, if any; None when nothing was remembered."""
+    """before: the site's own file that ours replaced, if any; None when nothing was remembered.
+
+    refused: what netplan says against the file that is to be written, "" for nothing. missing: what
+    the host itself lacks of address and route. there: whether it has the interface.
+    """
 
     text: str | None
     before: Mapping[str, Any] | None
+    refused: str = ""
+    missing: tuple[str, ...] = ()
+    there: bool = True
 
     @property
     def ours(self) -> bool:
         return (self.text or "").startswith(MARKER)
 
 
-def observe(_params: Params) -> State:
-    return State(_host.read(FILE), _before.recalled(RECORD))
+def observe(params: Params) -> State:
+    written, before = _host.read(FILE), _before.recalled(RECORD)
+    # What is unsafe is not even shown to netplan.
+    if params.get("state") == "absent" or _unsafe(params):
+        return State(written, before)
+    wanted = text(params)
+    refused = _refused(wanted) if written != wanted.strip() else ""
+    interface = _topology_network.interfaces().get(params["interface"])
+    return State(written, before, refused, _missing(params, interface), interface is not None)
 
 
 def plan(params: Params, state: State) -> _change.Plan:
     if params.get("state") == "absent":
         return _change.Plan(tuple(_back(state)))
-    blockers = tuple(_unsafe(params))
+    blockers = (*_unsafe(params), *_impossible(params, state))
     if blockers:
         return _change.Plan(blockers=blockers)
     wanted, steps = text(params), []
@@ -48,8 +76,13 @@ def plan(params: Params, state: State) -> _change.Plan:
         # No file is remembered too: one that somebody puts over ours later is not the site's own.
         was = None if state.ours else state.text
         steps += _before.remembering(RECORD, None, {"text": was})
-    if state.text != wanted.strip():
+    different = state.text != wanted.strip()
+    if different:
         steps.append(_change.Step("write_netplan", FILE, state.text, wanted))
+    # The file proves nothing: an apply that failed leaves it as it should be.
+    if different or state.missing:
+        lacking = f"without {', '.join(state.missing)}" if state.missing else "another file"
+        steps.append(_change.Step("apply_netplan", params["interface"], lacking, "as the file"))
     return _change.Plan(tuple(steps))
 
 
@@ -59,21 +92,66 @@ def _back(state: State) -> list[_change.Step]:
         was = (state.before or {}).get("text")
         name = "remove_netplan" if was is None else "write_netplan"
         steps.append(_change.Step(name, FILE, state.text, None if was is None else f"{was}\n"))
+    # As long as something is remembered, the way back has not been applied to its end.
+    if state.ours or state.before is not None:
+        steps.append(_change.Step("apply_netplan", "netplan", "ours", "the site's"))
     return [*steps, *_before.forgetting(RECORD, state.before)]
 
 
-def apply(_params: Params, step: _change.Step) -> dict[str, Any] | None:
+def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
     if step.name in _before.STEPS:
         _before.apply(step)
-        return None
-    if step.name == "remove_netplan":
+    elif step.name == "remove_netplan":
         _host.remove(FILE)
+    elif step.name == "write_netplan":
+        # netplan warns about files that others can read.
+        _host.write(FILE, step.after, 0o600)
+    else:
         _command.run(["netplan", "apply"], timeout=120)
-        return None
-    # netplan warns about files that others can read.
-    _host.write(FILE, step.after, 0o600)
-    _command.run(["netplan", "apply"], timeout=120)
+        if params.get("state") != "absent":
+            _await_live(params)
     return None
+
+
+def _await_live(params: Params) -> None:
+    end = time.monotonic() + _SETTLES_S
+    while missing := _missing(params, _topology_network.interfaces().get(params["interface"])):
+        if time.monotonic() > end:
+            raise Refusal(
+                "ipoib_not_live",
+                expected=f"{params['interface']} to have {', '.join(missing)}",
+                found=f"still not {_SETTLES_S:g} s after `netplan apply`",
+                remedy="look at `networkctl status` and at the link; the file is written",
+            )
+        time.sleep(0.5)
+
+
+def _missing(params: Params, found: _topology_network.Interface | None) -> tuple[str, ...]:
+    lacking = []
+    address, route = params["address"], params["route"]
+    if found is None or address not in found.addresses:
+        lacking.append(f"address {address}")
+    if route and route not in _topology_network.routes(params["interface"]):
+        lacking.append(f"route {route}")
+    return tuple(lacking)
+
+
+def _refused(wanted: str) -> str:
+    """What netplan would say of the site's files and this one together, without touching them."""
+    with tempfile.TemporaryDirectory(prefix="gpuaas-netplan-") as root:
+        for folder in _FOLDERS:
+            for file in sorted(_host.path(folder).glob("*.yaml")):
+                target = Path(root, folder.lstrip("/"), file.name)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, target)
+                target.chmod(0o600)
+        candidate = Path(root, FILE.lstrip("/"))
+        candidate.parent.mkdir(parents=True, exist_ok=True)
+        candidate.write_text(wanted)
+        candidate.chmod(0o600)
+        tried = _command.run(["netplan", "generate", "--root-dir", root], ok=range(256))
+        said = (tried.err.strip() or tried.out.strip() or "no output").replace(root, "")
+    return said[-2000:] if tried.rc else ""
 
 
 SUBJECT = _change.Subject(observe, plan, apply)
@@ -99,7 +177,7 @@ def _unsafe(params: Params) -> list[Refusal]:
     problems = []
     if not _INTERFACE.fullmatch(params["interface"]):
         problems.append(f"interface {params['interface']!r}")
-    for name, parse in (("address", ipaddress.ip_interface), ("route", ipaddress.ip_network)):
+    for name, parse in (("address", _address), ("route", ipaddress.IPv4Network)):
         try:
             if params[name] or name == "address":
                 parse(params[name])
@@ -108,9 +186,41 @@ def _unsafe(params: Params) -> list[Refusal]:
     return [
         Refusal(
             "ipoib_invalid",
-            expected="an interface, an address with prefix length, the fabric's subnet or none",
+            expected="an interface, an IPv4 address with prefix length, a subnet to route or none",
             found=problem,
-            remedy="correct fabric.interface, fabric.site_address or fabric.route of the profile",
+            remedy="correct fabric_interface and fabric_address of the node, or fabric.route of"
+            " the profile",
         )
         for problem in problems
     ]
+
+
+def _address(text: str) -> None:
+    """Without a prefix length netplan refuses it, and the host would be alone on its fabric."""
+    if "/" not in text:
+        raise ValueError(text)
+    ipaddress.IPv4Interface(text)
+
+
+def _impossible(params: Params, state: State) -> list[Refusal]:
+    found = []
+    if state.refused:
+        found.append(
+            Refusal(
+                "netplan_refused",
+                expected=f"netplan to take {FILE} together with the site's own files",
+                found=state.refused,
+                remedy="correct the values, or the site's file that contradicts them; nothing was"
+                " written",
+            )
+        )
+    if not state.there:
+        found.append(
+            Refusal(
+                "ipoib_interface_missing",
+                expected=f"an interface {params['interface']} on this host",
+                found="no such interface",
+                remedy="correct fabric_interface of the node, or look at the card and at ib_ipoib",
+            )
+        )
+    return found

@@ -18,6 +18,9 @@ from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusa
 
 DIRECTORY = f"{_host.STATE_DIRECTORY}/ledger"
 
+# The entry of the whole machine, beside those of slots and of a whole-machine tenant's disks.
+MACHINE = "machine"
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -25,7 +28,8 @@ class Entry:
 
     fence: highest number seen; 0 before the first claim. allocation_id: holder of the lease or "".
     disk: identity of the slot's disk. dirty: a tenant's or unknown bytes may be on it.
-    dirty_at, clean_at: ISO times; proof: the last wipe proof, as nvme_wipe returned it.
+    dirty_at, clean_at: ISO times; proof: the last wipe proof, as nvme_wipe returned it, and
+    clean_fence the fence it was taken under, -1 before the first.
     """
 
     slot_id: str
@@ -36,6 +40,7 @@ class Entry:
     dirty_at: str = ""
     clean_at: str = ""
     proof: dict[str, object] | None = None
+    clean_fence: int = -1
 
 
 def load(slot_id: str) -> Entry:
@@ -79,10 +84,51 @@ def check_each(slots: Iterable[Mapping[str, Any]]) -> None:
         check(str(slot["slot_id"]), int(slot["fence"]))
 
 
+def machine_taken(allocation_id: str) -> list[Refusal]:
+    """Why nothing of this machine can be leased by an allocation: another one has all of it.
+
+    Its fence is the node's and says nothing beside a slot's. Dirty counts without a holder too: a
+    tenant who is root can take the name out of the ledger.
+    """
+    machine = load(MACHINE)
+    if machine.allocation_id == allocation_id or not (machine.allocation_id or machine.dirty):
+        return []
+    since = f", the tenant's since {machine.dirty_at}" if machine.dirty else ""
+    return [
+        Refusal(
+            "machine_leased",
+            expected="a machine that is leased to no allocation as a whole",
+            found=f"leased by {machine.allocation_id or 'an unnamed allocation'}{since}",
+            remedy="release that bare-metal allocation first; nothing was changed",
+        )
+    ]
+
+
+def others_leased(allocation_id: str) -> list[Refusal]:
+    """Why the machine as a whole cannot be leased by an allocation: others have parts of it."""
+    return [
+        Refusal(
+            "slot_leased",
+            expected="a machine on which nothing is leased",
+            found=f"{entry.slot_id} leased by {entry.allocation_id}",
+            remedy="release that allocation first, or repair what it left",
+        )
+        for entry in entries()
+        if entry.allocation_id not in ("", allocation_id)
+    ]
+
+
 def hold(slot_id: str, *, fence: int, allocation_id: str, disk: str) -> Entry:
-    """Take the lease for an allocation and remember its fence."""
+    """Take the lease for an allocation and remember its fence.
+
+    Whether slots and the whole machine exclude each other is asked under the lock, so of two runs
+    that come at once one is refused (I2).
+    """
     with locked():
         entry = check(slot_id, fence)
+        exclude = others_leased if slot_id == MACHINE else machine_taken
+        for refusal in exclude(allocation_id):
+            raise refusal
         if entry.allocation_id not in ("", allocation_id) and fence == entry.fence:
             raise Refusal(
                 "slot_leased",
@@ -125,9 +171,8 @@ def mark_clean(slot_id: str, *, fence: int, disk: str, proof: dict[str, object])
     """Record a verified wipe."""
     with locked():
         entry = check(slot_id, fence)
-        return _save(
-            replace(entry, fence=fence, disk=disk, dirty=False, clean_at=_host.now(), proof=proof)
-        )
+        entry = replace(entry, fence=fence, disk=disk, dirty=False, clean_at=_host.now())
+        return _save(replace(entry, proof=proof, clean_fence=fence))
 
 
 def locked() -> AbstractContextManager[None]:

@@ -18,6 +18,7 @@ REQUIRED = (
     "dnsmasq",
     "dnsmasq-utils",
     "genisoimage",
+    "gpg",
     "iproute2",
     "iptables",
     "libvirt-clients",

@@ -23,6 +23,8 @@ class Certificate:
     key_id: str
     valid_after: int
     valid_before: int
+    serial: int = 0
+    principals: tuple[str, ...] = ()
 
 
 def parse(text: str) -> Certificate:
@@ -34,12 +36,16 @@ def parse(text: str) -> Certificate:
     reader.text()
     reader.text()
     key = tuple(reader.text() for _part in range(_KEY_PARTS[words[0]]))
-    reader.number(8)
+    serial = reader.number(8)
     if reader.number(4) != 2:
         raise ValueError("a certificate of a user, not of a host")
     key_id = reader.text().decode(errors="replace")
-    reader.text()
-    return Certificate(key, key_id, reader.number(8), reader.number(8))
+    names = _Reader(reader.text())
+    principals = []
+    while names.left:
+        principals.append(names.text().decode(errors="replace"))
+    after, before = reader.number(8), reader.number(8)
+    return Certificate(key, key_id, after, before, serial, tuple(principals))
 
 
 def key_parts(public_key: str) -> tuple[bytes, ...]:

@@ -8,6 +8,8 @@ import re
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _command,
     _host,
+    _ipoib,
+    _network_files,
     _parity_probe,
     _topology_network,
 )
@@ -20,19 +22,22 @@ from ansible_collections.gpuaas.slice.plugins.module_utils._parity import (
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._parity_facts import (
     BASELINE,
+    FABRIC,
+    FABRIC_SETTINGS,
     OLD_BASELINE,
     Facts,
+    kept,
 )
 
 # What bootstrap writes; named again, since the code that writes it takes seconds to load on a host.
-DNSMASQ = "/etc/dnsmasq.d/gpuaas-slice.conf"
-RESERVATIONS = f"{_host.STATE_DIRECTORY}/dnsmasq/hosts.d"
 TMFIFO, TMFIFO_ADDRESS, TMFIFO_PEER = "tmfifo_net0", "192.168.100.1/30", "192.168.100.2"
-IPOIB = "/etc/netplan/60-ipoib.yaml"
+IPOIB = _ipoib.FILE
 
 
 def fabric_vfs(facts: Facts) -> Verdict:
-    """Each physical function has its virtual functions, and the approved ones are among them."""
+    """Each physical function has its virtual functions, now and after the next boot, and the
+    approved ones are among them.
+    """
     fabric = facts.profile["fabric"]
     physical = [device for device in facts.devices.values() if device.id in fabric["pf_ids"]]
     problems = [] if physical else [f"no physical function of {', '.join(fabric['pf_ids'])}"]
@@ -47,17 +52,30 @@ def fabric_vfs(facts: Facts) -> Verdict:
             problems.append(f"{address} is not there")
         elif not facts.devices[address].physfn:
             problems.append(f"{address} is no virtual function")
+    problems += facts.not_at_boot(FABRIC)
+    told = kept(FABRIC_SETTINGS)
+    if (told.get("pf_ids"), told.get("count")) != (list(fabric["pf_ids"]), fabric["vfs_per_pf"]):
+        problems.append(f"{FABRIC_SETTINGS} has other cards or numbers than the profile")
     made = sum(device.sriov_numvfs for device in physical)
     return verdict(problems, f"{made} functions on {len(physical)} cards")
 
 
 def ipoib_netplan(facts: Facts) -> Verdict:
-    """The next boot gives the host its site address: a file alone may be another site's."""
-    text, wanted = _host.read(IPOIB), str(facts.profile["fabric"].get("site_address") or "")
+    """The next boot gives the host its site address: a file alone may be another site's.
+
+    One of ours is as bootstrap writes it; what else the site's own file says is the site's.
+    """
+    fabric, text = facts.profile["fabric"], _host.read(IPOIB)
+    wanted = str(fabric.get("site_address") or "")
     if not text:
         return failed(f"{IPOIB} is missing")
     if wanted and not re.search(rf"(?<![0-9.]){re.escape(wanted)}(?![0-9])", text):
         return failed(f"{IPOIB} does not give {wanted}")
+    # A machine may have been told its interface otherwise than by a profile.
+    if wanted and fabric.get("interface") and text.startswith(_ipoib.MARKER):
+        own = {key: str(fabric.get(key) or "") for key in ("interface", "route")}
+        problems = _network_files.unlike(IPOIB, _ipoib.text({**own, "address": wanted}))
+        return verdict(problems, f"{IPOIB} {wanted}")
     return passed(f"{IPOIB} {wanted}".strip())
 
 
@@ -71,7 +89,7 @@ def fabric_address(facts: Facts) -> Verdict:
     for name, addresses in found.items():
         if any(wanted in (address, address.partition("/")[0]) for address in addresses):
             return passed(f"{name} has {wanted}")
-    return failed(f"no ibp* interface has {wanted or 'a site address (the profile names none)'}")
+    return failed(f"no ibp* interface has {wanted or 'a site address (none is set for this host)'}")
 
 
 def fabric_route(facts: Facts) -> Verdict:
@@ -112,18 +130,19 @@ def dnsmasq(facts: Facts) -> Verdict:
     return verdict(problems, f"process {pid} answers a guest on {bridge} and listens for DHCP")
 
 
-def dnsmasq_config(_facts: Facts) -> Verdict:
-    """The next start of dnsmasq works: settings parse, nothing stale, no address reserved twice."""
+def dnsmasq_config(facts: Facts) -> Verdict:
+    """The next start of dnsmasq works and is ours: its settings are those that bootstrap writes and
+    parse, nothing is stale, no address is reserved twice.
+    """
     problems = [f"stale {name}" for name in _topology_network.stale_reservations()]
-    if _host.read(DNSMASQ) is None:
-        problems.append(f"{DNSMASQ} is missing")
+    problems += _network_files.unlike(_network_files.DNSMASQ, _network_files.dnsmasq(facts.network))
     problems += _duplicates()
     # Debian's service adds the folder on its command line, so the test must name it too.
     folder = "--conf-dir=/etc/dnsmasq.d,.dpkg-dist,.dpkg-old,.dpkg-new"
     tested = _command.run(["dnsmasq", "--test", folder], ok=range(256))
     if tested.rc:
         problems.append((tested.err or tested.out).strip())
-    return verdict(problems, "syntax check OK, nothing stale")
+    return verdict(problems, "as bootstrap writes it, syntax check OK, nothing stale")
 
 
 def nat(facts: Facts) -> Verdict:
@@ -135,8 +154,10 @@ def nat(facts: Facts) -> Verdict:
 
 
 def ip_forwarding(_facts: Facts) -> Verdict:
-    on = _topology_network.forwarding()
-    return passed("net.ipv4.ip_forward is 1") if on else failed("net.ipv4.ip_forward is not 1")
+    """Now, and by the settings of the next boot."""
+    problems = [] if _topology_network.forwarding() else ["net.ipv4.ip_forward is not 1"]
+    problems += _network_files.unlike(_network_files.SYSCTL, _network_files.FORWARDING)
+    return verdict(problems, "net.ipv4.ip_forward is 1")
 
 
 def guest_egress(facts: Facts) -> Verdict:
@@ -157,15 +178,15 @@ def guest_egress(facts: Facts) -> Verdict:
     return verdict(problems, f"{shown}, seen as {', '.join(found.sources)}")
 
 
-def network_service(_facts: Facts) -> Verdict:
-    unit = _facts.unit(BASELINE)
-    problems = []
+def network_service(facts: Facts) -> Verdict:
+    """It ran, it will run at the next boot, and what it goes by then is this profile's network."""
+    unit = facts.unit(BASELINE)
+    problems = facts.not_at_boot(BASELINE)
     if unit.load != "loaded":
-        return failed(f"{BASELINE} is {unit.load or 'unknown'}")
-    if unit.file != "enabled":
-        problems.append(f"{BASELINE} is {unit.file or 'not enabled'}: it would not start at boot")
+        return verdict(problems, "")
     if (unit.active, unit.result) != ("active", "success"):
         problems.append(f"{BASELINE} is {unit.active}/{unit.sub} ({unit.result})")
+    problems += _network_files.unlike_settings(facts.network)
     return verdict(problems, f"{unit.active}/{unit.sub}")
 
 
@@ -191,7 +212,7 @@ def rshim_peer(_facts: Facts) -> Verdict:
 
 def _duplicates() -> list[str]:
     """Addresses that two reservations name: one such pair keeps dnsmasq from starting."""
-    folder = _host.path(RESERVATIONS)
+    folder = _host.path(_network_files.RESERVATIONS)
     seen: dict[str, str] = {}
     problems = []
     for file in sorted(folder.iterdir()) if folder.is_dir() else []:

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import ipaddress
 import os
+import re
 import time
 from urllib.parse import urlsplit
 
@@ -25,10 +26,17 @@ from ansible_collections.gpuaas.slice.plugins.module_utils._parity import (
     verdict,
     warned,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils._parity_facts import Facts
+from ansible_collections.gpuaas.slice.plugins.module_utils._parity_facts import (
+    BINDING,
+    BINDING_SETTINGS,
+    Facts,
+    kept,
+)
 
 ENROLMENT = "/etc/gpuaas/enrolment.env"
 HOST_KEY = "/etc/ssh/ssh_host_ed25519_key.pub"
+# Written by the enrolment, once for an installation.
+FIRST_BOOT = "/var/log/gpuaas-slice-firmware.log"
 CERTIFICATE = "/etc/ssh/ssh_host_ed25519_key-cert.pub"
 _TAGS = {"slice": "gpuaas-profile-slice-vm", "baremetal": "gpuaas-profile-baremetal"}
 _KVM_GET_API_VERSION, _KVM_CREATE_VM = 0xAE00, 0xAE01
@@ -73,10 +81,13 @@ def name_resolution(facts: Facts) -> Verdict:
 
 
 def maas_intent(facts: Facts) -> Verdict:
+    """The tag of this intent and of no other: two would leave the next deployment to chance."""
     tags, wanted = facts.asked.maas_tags, _TAGS[facts.asked.intent]
     if tags is None:
         return warned("the MAAS tags of this machine are not known here")
-    return passed(wanted) if wanted in tags else failed(f"tags are {', '.join(tags) or 'none'}")
+    if [tag for tag in tags if tag in _TAGS.values()] == [wanted]:
+        return passed(wanted)
+    return failed(f"tags are {', '.join(tags) or 'none'}, not {wanted}")
 
 
 def firmware_virtualization(_facts: object) -> Verdict:
@@ -85,6 +96,14 @@ def firmware_virtualization(_facts: object) -> Verdict:
             found = {"vmx", "svm"} & set(row.split())
             return passed(found.pop()) if found else failed("no vmx or svm: off in the firmware")
     return failed("/proc/cpuinfo shows no flags")
+
+
+def firmware(facts: Facts) -> Verdict:
+    """What the processor shows now decides; beside it stands what the first boot's preflight found,
+    which somebody may have mended since.
+    """
+    found = firmware_virtualization(facts)
+    return Verdict(found.status, f"{found.detail}; {_first_boot()}")
 
 
 def kvm(_facts: object) -> Verdict:
@@ -130,7 +149,9 @@ def vfio_modules(facts: Facts) -> Verdict:
 
 
 def vfio_binding(facts: Facts) -> Verdict:
-    """Every approved device is on vfio-pci and answers on its configuration space."""
+    """Every approved device is on vfio-pci, will be after the next boot, and answers on its
+    configuration space.
+    """
     if not facts.passthrough:
         return warned("no approved slot: nothing is to be bound yet")
     problems = []
@@ -144,6 +165,13 @@ def vfio_binding(facts: Facts) -> Verdict:
             problems.append(f"{address} is on {device.driver or 'no driver'}")
         elif not _pci.answers(address):
             problems.append(f"{address} does not answer")
+    problems += facts.not_at_boot(BINDING)
+    recorded = kept(BINDING_SETTINGS).get("devices") or {}
+    problems += [
+        f"{address} is not in {BINDING_SETTINGS}"
+        for address in facts.passthrough
+        if address not in recorded
+    ]
     return verdict(problems, f"{len(facts.passthrough)} devices on {_pci.VFIO}")
 
 
@@ -178,6 +206,19 @@ def api_topology(facts: Facts) -> Verdict:
     if blockers:
         return failed(f"candidate_summary.blockers: {blockers}")
     return passed("completed with no candidate_summary.blockers")
+
+
+def _first_boot() -> str:
+    """The preflight's report that the enrolment left, in a few words of ours."""
+    text = _host.read(FIRST_BOOT)
+    if text is None:
+        return "no report of the first boot"
+    failed_checks = re.findall(r"^GPUAAS_SLICE_FIRMWARE status=FAIL check=([a-z_]+) ", text, re.M)
+    ended = re.search(r"^GPUAAS_SLICE_FIRMWARE_SUMMARY status=([A-Z]+) ", text, re.M)
+    if ended is None:
+        return f"first boot: no summary in {FIRST_BOOT}"
+    failing = f" ({', '.join(failed_checks)})" if failed_checks else ""
+    return f"first boot: {ended[1]}{failing}, see {FIRST_BOOT}"
 
 
 def _api_names(facts: Facts) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,17 @@ from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusa
 BASELINE = "gpuaas-slice-network-baseline.service"
 OLD_BASELINE = "gpuaas-slice-host-net-baseline.service"
 FABRIC, BINDING = "gpuaas-slice-fabric.service", "gpuaas-slice-vfio.service"
+# What these two go by at boot; named again, since their writers take long to load on a host.
+FABRIC_SETTINGS, BINDING_SETTINGS = "/etc/gpuaas/fabric.json", "/etc/gpuaas/vfio-binding.json"
+
+
+def kept(path: str) -> dict[str, Any]:
+    """What a boot service goes by; {} when that cannot be read."""
+    try:
+        found = json.loads(_host.read(path) or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 @dataclass(frozen=True)
@@ -127,6 +139,15 @@ class Facts:
 
     def unit(self, name: str) -> Unit:
         return self._units.get(name, _ABSENT)
+
+    def not_at_boot(self, name: str) -> list[str]:
+        """Why the next boot would not start a unit; [] when it would."""
+        unit = self.unit(name)
+        if unit.load != "loaded":
+            return [f"{name} is {unit.load or 'unknown'}"]
+        if unit.file == "enabled":
+            return []
+        return [f"{name} is {unit.file or 'not enabled'}: it would not start at boot"]
 
     @cached_property
     def _units(self) -> dict[str, Unit]:

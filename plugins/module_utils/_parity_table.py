@@ -59,12 +59,12 @@ CHECKS: tuple[Check[Facts], ...] = (
         "maas_intent",
         platform.maas_intent,
         Remedy("tag the machine in MAAS with the profile that it is meant for"),
+        # Tags that nobody knows are a warning; wrong ones are another machine's intent.
         baremetal=platform.maas_intent,
-        soft=True,
     ),
     Check(
         "firmware_virtualization",
-        platform.firmware_virtualization,
+        platform.firmware,
         Remedy(f"run playbook {_FIRMWARE}, approve its plan, power-cycle", _FIRMWARE),
     ),
     Check(
@@ -124,7 +124,10 @@ CHECKS: tuple[Check[Facts], ...] = (
     Check(
         "fabric_address",
         network.fabric_address,
-        _role("fabric_functions", before="set fabric.site_address in the profile, then "),
+        _role(
+            "fabric_functions",
+            before="set fabric_interface and fabric_address of the node, then ",
+        ),
     ),
     Check(
         "fabric_route",

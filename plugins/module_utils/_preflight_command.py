@@ -42,6 +42,7 @@ settings, from the environment (a MAAS script's or a site wrapper's):
   GPUAAS_SLICE_GPU_IDS             vendor:device of GPUs, by commas (10de:2335)
   GPUAAS_SLICE_GPU_EXPECTED        how many there must be (any number)
   GPUAAS_SLICE_FABRIC_IDS          vendor:device of fabric cards, by commas (15b3:a2dc)
+  GPUAAS_SLICE_NVME_EXCLUDE        models of disks that are never a slot's, by commas
   GPUAAS_SLICE_NOT_APPLICABLE      checks that do not apply to this machine, by commas
 to install RACADM where it is missing; all four or none:
   GPUAAS_SLICE_RACADM_REPOSITORY   the signed repository
@@ -122,6 +123,7 @@ class _Settings:
             gpu_ids=self._list("GPUAAS_SLICE_GPU_IDS", _preflight.GPU_IDS),
             fabric_ids=self._list("GPUAAS_SLICE_FABRIC_IDS", _preflight.FABRIC_IDS),
             expected_gpus=int(self._number("GPUAAS_SLICE_GPU_EXPECTED", 0)),
+            exclude_models=self._list("GPUAAS_SLICE_NVME_EXCLUDE", ()),
             not_applicable=not_applicable,
         )
 

@@ -170,7 +170,7 @@ def _attribute(word: str) -> tuple[str, str]:
 
 def _params(options: argparse.Namespace) -> dict[str, Any]:
     return {
-        "attributes": dict(options.attr) or _redfish_firmware.WANTED,
+        "attributes": dict(options.attr) or _bios.BARE,
         "state": "present",
         "power_cycle": options.power_cycle,
         "wait": not options.no_wait,

@@ -20,9 +20,6 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils._redfish_bios import Firmware, Rule
 
-# The shared wishes name settings with RACADM's groups; Redfish has none.
-WANTED = {name.rpartition(".")[2]: value for name, value in _bios.WANTED.items()}
-
 # Only a job in one of these is taken up by a reset; before that the reset passes it by.
 _WAITS_FOR_RESET = {"scheduled", "scheduled with errors", "ready for execution"}
 

@@ -19,6 +19,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _host,
     _lease,
     _libvirt,
+    _network_files,
     _parity_checks_network,
     _pci,
     _topology_host,
@@ -29,16 +30,14 @@ from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusa
 from ansible_collections.gpuaas.slice.plugins.module_utils._parity_facts import (
     BASELINE,
     BINDING,
+    BINDING_SETTINGS,
     FABRIC,
+    FABRIC_SETTINGS,
     OLD_BASELINE,
     Facts,
 )
 
 SLICE_MODE = "/etc/gpuaas/slice-mode.json"
-BINDING_RECORD = "/etc/gpuaas/vfio-binding.json"
-FABRIC_RECORD = "/etc/gpuaas/fabric.json"
-BASELINE_RECORD = "/etc/gpuaas/network-baseline.json"
-SYSCTL = "/etc/sysctl.d/60-gpuaas-slice.conf"
 LIBRARY = "/usr/local/lib/gpuaas"
 
 _UNITS, _PROGRAMS = "/etc/systemd/system", "/usr/local/sbin"
@@ -121,7 +120,7 @@ def _leases(_facts: Facts) -> Iterator[Item]:
 
 
 def _reservations(_facts: Facts) -> Iterator[Item]:
-    folder = _host.path(_parity_checks_network.RESERVATIONS)
+    folder = _host.path(_network_files.RESERVATIONS)
     files = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
     yield _none("slice_reservations", "reservations of slices", files)
 
@@ -142,9 +141,9 @@ def _binding(facts: Facts) -> Iterator[Item]:
         on = _pci.VFIO in (device.driver, device.driver_override)
         found = f"is on {_pci.VFIO}" if on else f"driver {device.driver or 'none'}"
         yield Item("vfio_binding", device.address, f"not on {_pci.VFIO}", found, ok=not on)
-    record = json.loads(_host.read(BINDING_RECORD) or "{}").get("devices", {})
+    record = json.loads(_host.read(BINDING_SETTINGS) or "{}").get("devices", {})
     bound = [f"{address} would be bound at boot" for address in sorted(record)]
-    yield _none("vfio_binding", BINDING_RECORD, bound)
+    yield _none("vfio_binding", BINDING_SETTINGS, bound)
     yield from _service(facts, "vfio_binding", BINDING)
 
 
@@ -168,7 +167,7 @@ def _functions(facts: Facts) -> Iterator[Item]:
             count = device.sriov_numvfs
             found = [f"{count} virtual functions"] if count else []
             yield _none("fabric_vfs", device.address, found, "no virtual functions")
-    yield _gone("fabric_vfs", FABRIC_RECORD)
+    yield _gone("fabric_vfs", FABRIC_SETTINGS)
     yield from _service(facts, "fabric_vfs", FABRIC)
 
 
@@ -187,9 +186,9 @@ def _bridge(facts: Facts) -> Iterator[Item]:
 
 def _dnsmasq(_facts: Facts) -> Iterator[Item]:
     """The slice settings are gone; a dnsmasq for other purposes may run."""
-    yield _gone("dnsmasq", _parity_checks_network.DNSMASQ)
+    yield _gone("dnsmasq", _network_files.DNSMASQ)
     yield _none("dnsmasq", "stale reservations", _topology_network.stale_reservations())
-    yield _gone("dnsmasq", _parity_checks_network.RESERVATIONS)
+    yield _gone("dnsmasq", _network_files.RESERVATIONS)
 
 
 def _nat(facts: Facts) -> Iterator[Item]:
@@ -205,11 +204,11 @@ def _nat(facts: Facts) -> Iterator[Item]:
 
 
 def _forwarding(_facts: Facts) -> Iterator[Item]:
-    yield _gone("ip_forwarding", SYSCTL)
+    yield _gone("ip_forwarding", _network_files.SYSCTL)
 
 
 def _baseline(facts: Facts) -> Iterator[Item]:
-    yield _gone("network_service", BASELINE_RECORD)
+    yield _gone("network_service", _network_files.SETTINGS)
     yield _given_back("network_service", "network")
     yield from _service(facts, "network_service", BASELINE)
 

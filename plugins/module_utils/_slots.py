@@ -17,6 +17,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _lease,
     _libvirt,
     _pci,
+    _proof,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
@@ -135,6 +136,22 @@ def ledger(slot: Slot, allocation_id: str) -> list[Refusal]:
         expected = f"a clean disk in slot {entry.slot_id}"
         found.append(Refusal("disk_dirty", expected=expected, found=text, remedy=remedy))
     return found
+
+
+def unproven(slot: Slot, found: _block.Disk) -> list[Refusal]:
+    """Why the slot's disk does not count as wiped (I5)."""
+    entry = _lease.load(str(slot["slot_id"]))
+    # A dirty slot is the ledger's finding: the claim's own, or refused as `disk_dirty`.
+    if entry.dirty or _proof.standing(found.identity) is not None:
+        return []
+    return [
+        Refusal(
+            "not_clean",
+            expected=f"a wipe proof of {found.identity} in slot {entry.slot_id} that still stands",
+            found="no proof, or the disk was marked dirty since",
+            remedy="wipe the slot's disk first (`gpuaas recover`, or nvme_wipe by hand)",
+        )
+    ]
 
 
 def other_domains(own: str) -> dict[str, _domain.Description]:

@@ -102,10 +102,11 @@ def listens(pid: int, port: int) -> bool:
     return any(str(entry.readlink())[8:-1] in inodes for entry in folder.iterdir())
 
 
-def routes() -> list[str]:
-    """Destinations of the main IPv4 routing table, as networks."""
-    rows = (_host.read("/proc/net/route") or "").splitlines()[1:]
-    return [_network(row.split()) for row in rows if len(row.split()) > 7]
+def routes(interface: str = "") -> list[str]:
+    """Destinations of the main IPv4 routing table, as networks; of one interface if it is named."""
+    rows = [row.split() for row in (_host.read("/proc/net/route") or "").splitlines()[1:]]
+    wanted = [row for row in rows if len(row) > 7 and interface in ("", row[0])]
+    return [_network(row) for row in wanted]
 
 
 def gateway() -> str:
@@ -138,7 +139,8 @@ def observe(profile: Mapping[str, Any]) -> dict[str, Any]:
         "forwarding": forwarding(),
         "dnsmasq": {"running": bool(dnsmasq_pid()), "stale": stale_reservations()},
         "fabric_route": {
-            "required": bool(route),
+            # A site that forgot to name it must not look like hardware without a fabric.
+            "required": "fabric_route" not in profile.get("not_applicable", ()),
             "present": bool(route) and route in routes(),
             "route": route,
         },
@@ -168,7 +170,8 @@ def _blockers(state: Mapping[str, Any], network: Mapping[str, Any]) -> list[Bloc
         blockers.append(blocker("stale_reservations", ", ".join(state["dnsmasq"]["stale"])))
     route = state["fabric_route"]
     if route["required"] and not route["present"]:
-        blockers.append(blocker("missing_fabric_route", f"no route to {route['route']}"))
+        shown = f"no route to {route['route']}" if route["route"] else "the profile names none"
+        blockers.append(blocker("missing_fabric_route", shown))
     return blockers
 
 

@@ -157,6 +157,7 @@ def document_of(device: Device) -> dict[str, Any]:
         "fstab": list(device.fstab),
         "steps": [step.document() for step in steps(device)],
         "proof": dict(device.proof) if device.proof and not device.needs_erase() else None,
+        "manifest": device.manifest,
     }
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import _disk, _host, _signature
@@ -85,6 +85,24 @@ def usage(disk: _disk.Disk) -> Usage:
 
 def usages(disks: Sequence[_disk.Disk]) -> dict[str, Usage]:
     """The use of several disks by kernel name, with one look at mounts, swap and processes."""
+    found = _claims(disks)
+    return {
+        disk.kernel_name: replace(found[disk.kernel_name], filesystems=signatures(disk))
+        for disk in disks
+    }
+
+
+def claims(disk: _disk.Disk) -> Usage:
+    """The same without what is written on the disk, so that nothing is opened to be asked."""
+    return _claims([disk])[disk.kernel_name]
+
+
+def written(filesystems: Mapping[str, str]) -> list[str]:
+    """Signatures as plans and refusals name them."""
+    return [f"{kind} on {name}" for name, kind in sorted(filesystems.items())]
+
+
+def _claims(disks: Sequence[_disk.Disk]) -> dict[str, Usage]:
     family = {disk.kernel_name: [disk.kernel_name, *partitions(disk)] for disk in disks}
     numbers = {name: _number(name) for names in family.values() for name in names}
     table, swaps = mounts(), _swaps()
@@ -106,7 +124,6 @@ def usages(disks: Sequence[_disk.Disk]) -> dict[str, Usage]:
             dm=[name for name in above if name.startswith("dm-") and not _is_lvm(name)],
             lvm=[name for name in above if name.startswith("dm-") and _is_lvm(name)],
             holders=[name for name in above if not name.startswith(("md", "dm-"))],
-            filesystems=signatures(disk),
             qemu_pids=sorted({one.pid for one in processes if one.name.startswith("qemu")}),
             openers=sorted(
                 {
@@ -134,22 +151,27 @@ def extents(disk: _disk.Disk) -> dict[str, tuple[int, int]]:
     return found
 
 
-def signatures(disk: _disk.Disk) -> dict[str, str]:
+def signatures(disk: _disk.Disk, descriptor: int | None = None) -> dict[str, str]:
     """Type of what is written on the disk and on each partition, read past the page cache."""
-    return {name: found[0].type for name, found in marks(disk).items()}
+    return {name: found[0].type for name, found in marks(disk, descriptor).items()}
 
 
-def marks(disk: _disk.Disk) -> dict[str, list[_signature.Signature]]:
-    """Every signature of the disk and of each partition that has one, the telling one first."""
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT
-    descriptor = os.open(_disk.node(disk.kernel_name), flags)
-    try:
-        found = {
-            name: _signature.found(descriptor, start, length)
-            for name, (start, length) in extents(disk).items()
-        }
-    finally:
-        os.close(descriptor)
+def marks(disk: _disk.Disk, descriptor: int | None = None) -> dict[str, list[_signature.Signature]]:
+    """Every signature of the disk and of each partition that has one, the telling one first.
+
+    descriptor: the disk as it is held for direct I/O; without one its path is opened.
+    """
+    if descriptor is None:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT
+        opened = os.open(_disk.node(disk.kernel_name), flags)
+        try:
+            return marks(disk, opened)
+        finally:
+            os.close(opened)
+    found = {
+        name: _signature.found(descriptor, start, length)
+        for name, (start, length) in extents(disk).items()
+    }
     return {name: signs for name, signs in found.items() if signs}
 
 

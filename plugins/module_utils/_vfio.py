@@ -122,7 +122,7 @@ def plan(params: Params, state: State) -> _change.Plan:
     refusals += [_busy(a, state) for a in release if _is_ours(state.devices.get(a))]
     blockers = [refusal for refusal in refusals if refusal is not None]
     if bind and not state.slice_mode:
-        blockers.insert(0, _not_slice_mode())
+        blockers.insert(0, _boot.not_slice_mode())
     steps = [_binding(state.devices[a]) for a in bind if a in state.devices]
     steps += [_release(state.devices[a]) for a in release if a in state.devices]
     return _change.Plan(tuple(s for s in steps if s.before != s.after), tuple(blockers))
@@ -231,15 +231,6 @@ def _busy(address: str, state: State) -> Refusal | None:
         expected=f"nobody to use {address}",
         found=", ".join(users),
         remedy="stop its user: a slice VM, a GPU service, a configured interface",
-    )
-
-
-def _not_slice_mode() -> Refusal:
-    return Refusal(
-        "not_slice_mode",
-        expected=f"a host put into slice mode ({_boot.SLICE_MODE})",
-        found="no such word on this host",
-        remedy="run the bootstrap playbook, which puts the host into slice mode",
     )
 
 

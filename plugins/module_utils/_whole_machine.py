@@ -17,10 +17,11 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _claims,
     _host,
     _lease,
+    _proof,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
-MACHINE = "machine"
+MACHINE = _lease.MACHINE
 
 Disk = Mapping[str, Any]
 
@@ -79,28 +80,75 @@ def stale(fence: int, held: Mapping[str, _lease.Entry]) -> list[Refusal]:
     return found
 
 
+def alive(disks: Iterable[Disk]) -> list[Refusal]:
+    """Disks that were given up as dead, and are there: they are to be wiped like all others."""
+    found = []
+    for disk in disks:
+        try:
+            _block.of_slot(disk)
+        except Refusal as refusal:
+            # Whatever else answers under that name may be this disk after all.
+            if refusal.code == "device_not_found":
+                continue
+        found.append(
+            Refusal(
+                "disk_present",
+                expected=f"no {disk.get('nvme_device')}, which was written off as dead",
+                found="a device with this name",
+                remedy="clean the machine with this disk, or take it out",
+            )
+        )
+    return found
+
+
 def unfit(disks: Iterable[Disk], allocation_id: str) -> list[Refusal]:
     """What of this host speaks against giving it away: slots, another tenant, disks in use."""
-    found = []
-    for entry in _lease.entries():
-        if entry.allocation_id and entry.allocation_id != allocation_id:
-            found.append(
-                Refusal(
-                    "slot_leased",
-                    expected="a machine on which nothing is leased",
-                    found=f"{entry.slot_id} leased by {entry.allocation_id}",
-                    remedy="release that allocation first, or repair what it left",
-                )
-            )
+    found = _lease.others_leased(allocation_id)
     for disk in disks:
         try:
             there = _block.of_slot(disk)
         except Refusal as refusal:
             found.append(refusal)
             continue
-        found += _block.refusals(there, _block.usage(there))
-        found += _left(there, allocation_id, slot_of(disk))
+        used = _block.usage(there)
+        left = _left(there, allocation_id, slot_of(disk))
+        found += [*_block.refusals(there, used), *left]
+        own = _lease.load(slot_of(disk))
+        # An interrupted wipe of this allocation: what is on the disk came after it was taken.
+        if not left and not (own.dirty and own.allocation_id == allocation_id):
+            found += [*_written(there, used), *_unproven(there)]
     return found
+
+
+def _written(disk: _block.Disk, used: _block.Usage) -> list[Refusal]:
+    """Somebody made something of the disk since it was proven raw, and nobody approved its end."""
+    there = [f"partition {name}" for name in used.children]
+    there += _block.written(used.filesystems)
+    if not there:
+        return []
+    return [
+        Refusal(
+            "unexpected_filesystem",
+            expected=f"nothing on {disk.by_id or disk.kernel_name} ({disk.identity})",
+            found=", ".join(there),
+            remedy="find out whose data it is; discover the node again, which leaves the disk out, "
+            "or have the disk taken over under its identity (storage transition)",
+        )
+    ]
+
+
+def _unproven(disk: _block.Disk) -> list[Refusal]:
+    """A disk without a signature may be full of data; only its approval by identity says not."""
+    if _proof.standing(disk.identity) is not None:
+        return []
+    return [
+        Refusal(
+            "not_clean",
+            expected=f"a wipe proof of {disk.identity} that still stands",
+            found="no proof on this host, or a disk marked dirty since",
+            remedy="have the disk taken over under its identity (storage transition) first",
+        )
+    ]
 
 
 def _left(disk: _block.Disk, allocation_id: str, own: str) -> list[Refusal]:

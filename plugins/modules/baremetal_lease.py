@@ -14,13 +14,19 @@ description:
     fence of the node's claim. A fence lower than the highest seen is refused.
   - V(held) takes the machine; it is refused on a slice host, while a slot is leased, and unless
     every disk is the approved one by its own word, unused, and no disk of the system.
+  - Each disk must have been taken over under its identity (M(gpuaas.slice.nvme_transition)) and
+    still be as its last wipe proof says. A disk without a standing proof, or with a partition or a
+    signature on it, is refused and left as it is. The exception is one that this allocation's own
+    interrupted wipe left dirty.
   - V(given) says, durably and before the tenant has an account, that the disks are the tenant's.
   - V(ending) shuts out every run with an older fence and marks every disk dirty. The tenant was
     root, so nothing that the ledger said of them before counts.
-  - V(released) gives the machine back; refused while one of its disks is dirty.
+  - V(released) gives the machine back; refused while one of its disks is dirty, unless that one
+    is in O(written_off). Such a disk stays dirty in the ledger, so that nobody gets it unwiped
+    should it come back. Refuses with C(disk_present) when one of them is there.
   - Refuses with C(node_in_slice_mode), C(boot_changed), C(stale_fence), C(slot_leased),
     C(disk_dirty), C(disk_belongs_to_slot), C(disk_misnamed), C(identity_mismatch), C(disk_in_use),
-    C(os_disk), C(device_not_found), C(machine_not_held).
+    C(os_disk), C(unexpected_filesystem), C(not_clean), C(device_not_found), C(machine_not_held).
 options:
   allocation_id:
     description: The allocation, a UUID with dashes.
@@ -37,6 +43,11 @@ options:
     type: list
     elements: dict
     required: true
+  written_off:
+    description: Disks that went with the machine and have died since, in the form of O(disks).
+    type: list
+    elements: dict
+    default: []
   state:
     description: What the allocation has of the machine.
     type: str
@@ -110,7 +121,8 @@ class State:
 
 
 def observe(params: _change.Params) -> State:
-    entries = _whole_machine.entries(params["disks"])
+    dead = params.get("written_off") or []
+    entries = _whole_machine.entries([*params["disks"], *dead])
     allocation, wanted = params["allocation_id"], params["state"]
     problems = [*_whole_machine.slice_mode(), *_whole_machine.stale(params["fence"], entries)]
     state = State(entries)
@@ -120,7 +132,11 @@ def observe(params: _change.Params) -> State:
     if wanted == "given" and state.holder() != allocation:
         problems.append(_not_held(allocation, state.holder()))
     if wanted == "released":
-        problems += [_still_dirty(e) for e in entries.values() if e.dirty and e.slot_id != MACHINE]
+        spared = {MACHINE, *map(_whole_machine.slot_of, dead)}
+        problems += [
+            _still_dirty(e) for e in entries.values() if e.dirty and e.slot_id not in spared
+        ]
+    problems += _whole_machine.alive(dead)
     return State(entries, tuple(problems))
 
 
@@ -167,7 +183,8 @@ def _release(params: _change.Params, state: State) -> list[_change.Step]:
 
 def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
     fence, allocation = params["fence"], params["allocation_id"]
-    named = {_whole_machine.slot_of(disk): f"eui.{disk['nvme_eui']}" for disk in params["disks"]}
+    disks = [*params["disks"], *(params.get("written_off") or [])]
+    named = {_whole_machine.slot_of(disk): f"eui.{disk['nvme_eui']}" for disk in disks}
     disk = named.get(step.subject, "")
     if step.name == "hold":
         _lease.hold(step.subject, fence=fence, allocation_id=allocation, disk=disk)
@@ -232,6 +249,7 @@ def main() -> None:
             "allocation_id": {"type": "str", "required": True},
             "fence": {"type": "int", "required": True},
             "disks": {"type": "list", "elements": "dict", "required": True},
+            "written_off": {"type": "list", "elements": "dict", "default": []},
             "state": {
                 "type": "str",
                 "choices": ["held", "given", "ending", "released"],

@@ -23,13 +23,6 @@ options:
         C(bios_settings) no RACADM is needed.
     type: dict
     required: true
-  attributes:
-    description: Wanted BIOS settings, as in M(gpuaas.slice.racadm_bios).
-    type: dict
-    default:
-      ProcVirtualization: Enabled
-      LogicalProc: Enabled
-      SriovGlobalEnable: Enabled
   program:
     description: Name or path of RACADM.
     type: str
@@ -38,6 +31,7 @@ options:
     description: Seconds for one answer of RACADM.
     type: float
     default: 120
+extends_documentation_fragment: [gpuaas.slice.bios.wanted]
 attributes:
   check_mode:
     description: The module only reads.
@@ -79,8 +73,6 @@ from typing import Any
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.gpuaas.slice.plugins.module_utils import _bios, _change, _preflight
 
-_BARE = {name.partition(".")[2]: value for name, value in _bios.WANTED.items()}
-
 
 def look(params: Mapping[str, Any]) -> dict[str, Any]:
     profile = params["profile"]
@@ -107,7 +99,7 @@ def main() -> None:
     module = AnsibleModule(
         argument_spec={
             "profile": {"type": "dict", "required": True},
-            "attributes": {"type": "dict", "default": _BARE},
+            **_bios.LOOKING,
             "program": {"type": "str", "default": "racadm"},
             "timeout": {"type": "float", "default": 120},
         },

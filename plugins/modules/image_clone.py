@@ -15,12 +15,13 @@ description:
   - Every chunk is compared with what was verified against the digest before it is written. Zeros
     are written without being read.
   - Marks the disk dirty in the host's ledger before the first byte. The disk must be clean with a
-    standing wipe proof, or already be dirty under the same claim, which is a clone that was
-    interrupted.
+    standing wipe proof and carry no signature, when it is planned and on the descriptor before the
+    first byte, or already be dirty under the same claim, which is a clone that was interrupted.
   - A disk that already carries the image for this claim is left alone, whatever the tenant wrote
     since.
   - Refuses with C(image_not_cached), C(image_digest_mismatch), C(disk_too_small), C(stale_fence),
-    C(lease_not_held), C(not_clean), C(os_disk), C(disk_in_use), C(identity_mismatch).
+    C(lease_not_held), C(not_clean), C(unexpected_filesystem), C(changed_since_plan), C(os_disk),
+    C(disk_in_use), C(identity_mismatch).
 options:
   image_path:
     description: The image in the cache, as M(gpuaas.slice.image_cache) returned it.
@@ -100,12 +101,15 @@ from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusa
 
 @dataclass(frozen=True)
 class State:
-    """complete: the record of this very clone, unless wiped since. proven: a wipe stands."""
+    """complete: the record of this very clone, unless wiped since. proven: a wipe stands.
+    written: signatures on the disk.
+    """
 
     disk: _block.Disk
     entry: _lease.Entry
     proven: bool
     uses: tuple[Refusal, ...]
+    written: tuple[str, ...]
     complete: Mapping[str, Any]
     stamp: _image.Stamp | None
     index: _image.Index | None
@@ -116,21 +120,19 @@ def observe(params: _change.Params) -> State:
     entry = _lease.check(str(slot["slot_id"]), int(slot["fence"]))
     disk = _block.of_slot(slot)
     complete = _complete(params, disk, entry)
+    # After the clone the disk is the tenant's, and of course in use.
+    used = _block.Usage() if complete else _block.usage(disk)
+    others = _claims.refusals(disk, entry.slot_id)
     return State(
         disk=disk,
         entry=entry,
         proven=_proof.standing(disk.identity) is not None,
-        # After the clone the disk is the tenant's, and of course in use.
-        uses=() if complete else tuple(_uses(disk, entry)),
+        uses=() if complete else (*others, *_block.refusals(disk, used)),
+        written=tuple(_block.written(used.filesystems)),
         complete=complete,
         stamp=_image.stamp_of(params["image_path"]),
         index=_image.verified(params["image_path"]),
     )
-
-
-def _uses(disk: _block.Disk, entry: _lease.Entry) -> list[Refusal]:
-    others = _claims.refusals(disk, entry.slot_id)
-    return [*others, *_block.refusals(disk, _block.usage(disk))]
 
 
 def _complete(params: _change.Params, disk: _block.Disk, entry: _lease.Entry) -> Mapping[str, Any]:
@@ -178,6 +180,13 @@ def _disk_blockers(params: _change.Params, state: State) -> Iterator[Refusal]:
             remedy="take the lease (slice_lease) before the clone",
         )
     interrupted = entry.dirty and entry.fence == int(params["slot"]["fence"]) and allocation_id
+    if state.proven and state.written:
+        yield Refusal(
+            "unexpected_filesystem",
+            expected=f"nothing on {state.disk.identity}, as its wipe proof says",
+            found=", ".join(state.written),
+            remedy="find out whose data it is, then wipe the slot's disk (`gpuaas recover`)",
+        )
     if not (state.proven or interrupted):
         yield Refusal(
             "not_clean",
@@ -196,7 +205,9 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any]:
     if found is None or found.digest != params["digest"]:
         raise _image.mismatch(path, params["digest"], "a changed file", params["size_bytes"])
     disk, slot_id, fence = _block.of_slot(slot), str(slot["slot_id"]), int(slot["fence"])
-    with _block.exclusive(disk) as descriptor:
+    # What this claim's own interrupted clone left is written over; on a clean disk nothing may be.
+    seen = None if _lease.load(slot_id).dirty else ()
+    with _block.exclusive(disk, seen=seen) as descriptor:
         _lease.mark_dirty(slot_id, fence=fence, disk=disk.identity)
         syslog.syslog(f"gpuaas: cloning {params['digest']} onto {disk.identity}, slot {slot_id}")
         began = time.monotonic()

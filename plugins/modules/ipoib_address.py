@@ -10,11 +10,15 @@ short_description: Give a host its address on the InfiniBand fabric
 version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
-  - Writes C(/etc/netplan/60-ipoib.yaml) and applies it.
+  - Writes C(/etc/netplan/60-ipoib.yaml) and applies it, once netplan has taken a copy of it and of
+    the site's own files together.
+  - The file alone counts for nothing. Where the interface lacks address or route, it is applied
+    again, and the host must have them within half a minute.
   - A file of the site that it replaces, or that there was none, is remembered by the first run in
     C(/var/lib/gpuaas/before/ipoib.json). With O(state=absent) that comes back, or ours goes; a file
     of the site is never removed.
-  - Refuses with C(ipoib_invalid).
+  - Refuses with C(ipoib_invalid), C(netplan_refused), C(ipoib_interface_missing),
+    C(ipoib_not_live).
   - Not yet run on hardware.
 options:
   interface:
@@ -51,7 +55,7 @@ done:
   returned: always
   type: list
   elements: str
-  sample: [write_netplan]
+  sample: [write_netplan, apply_netplan]
 """
 
 from ansible.module_utils.basic import AnsibleModule

@@ -14,13 +14,14 @@ description:
   - With O(apply) unmounts, puts the lines of C(/etc/fstab) out of force after a backup, erases
     signatures and data of each disk on one exclusively opened descriptor, proves it by reading
     back, and writes a manifest.
-  - Identity is read from the device, when it is planned and again on the descriptor at the moment
-    of destruction.
+  - Identity, and what is written on the disk, are read when it is planned and again on the
+    descriptor at the moment of destruction. A disk that carries anything else by then is refused.
   - A raw, unmounted disk whose proof still stands is left alone.
   - Refuses with C(device_not_found), C(not_a_whole_disk), C(multipath_member), C(duplicate_device),
     C(kernel_name_not_allowed), C(approval_missing), C(identity_mismatch), C(os_disk),
     C(swap_in_use), C(md_member), C(lvm_member), C(dm_holder), C(held), C(held_open),
-    C(qemu_holds_disk), C(unexpected_filesystem), C(disk_belongs_to_slot), C(wipe_not_verified).
+    C(qemu_holds_disk), C(unexpected_filesystem), C(disk_belongs_to_slot), C(changed_since_plan),
+    C(wipe_not_verified).
 options:
   devices:
     description: Disks, as C(/dev/disk/by-id/nvme-eui.*). A dry run also takes kernel names.
@@ -182,7 +183,8 @@ def _erase(params: _change.Params, step: _change.Step) -> dict[str, Any]:
     approved = params["expected"][step.subject]
     disk = _block.resolve(step.subject)
     _disk.require(disk, identifier=str(approved["eui"]), serial=str(approved["serial"]))
-    with _block.exclusive(disk) as descriptor:
+    seen = _block.written(step.before["filesystems"])
+    with _block.exclusive(disk, seen=seen) as descriptor:
         proof = _wipe.erase(descriptor, disk, params["methods"])
         _proof.record(disk.identity, proof)
     return proof

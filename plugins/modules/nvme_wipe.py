@@ -15,12 +15,13 @@ description:
   - Tries the methods in order, leaving out what the controller lacks. A method counts only when
     both ends of the disk, the places of old signatures and drawn samples then read as zeros, past
     every cache.
+  - A disk that is not marked dirty must carry at the moment of destruction what the plan saw on it.
   - Marks the disk dirty in the host's ledger before the first byte and clean, with the proof, after
     the last.
   - A disk that is clean by the ledger, has a standing proof and carries no signature is left alone
     and its proof is returned.
   - Refuses with C(stale_fence), C(disk_belongs_to_slot), C(os_disk), C(disk_in_use),
-    C(identity_mismatch), C(device_not_found), C(wipe_not_verified).
+    C(identity_mismatch), C(device_not_found), C(changed_since_plan), C(wipe_not_verified).
 options:
   slots:
     description: Slot bundles, each with its C(fence).
@@ -33,6 +34,12 @@ options:
     elements: str
     choices: [crypto_erase, user_data_erase, discard, zero_fill]
     default: [crypto_erase, user_data_erase, discard, zero_fill]
+  renew:
+    description:
+      - Let only a proof stand that was taken under the slot's present fence. The ledger knows of
+        the uses that came through a lease; after anything else only a new wipe is believed.
+    type: bool
+    default: false
 extends_documentation_fragment: [gpuaas.slice.change]
 """
 
@@ -91,27 +98,32 @@ from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusa
 
 @dataclass(frozen=True)
 class SlotState:
-    """refusals: why the slot's disk must not be touched. written: signatures that are on it."""
+    """refusals: why the slot's disk must not be touched. written: signatures that are on it.
+
+    overdue: a new proof is asked for, and the last one was taken under an older fence.
+    """
 
     slot_id: str
     identity: str = ""
     dirty: bool = False
+    overdue: bool = False
     written: tuple[str, ...] = ()
     proof: Mapping[str, Any] | None = None
     refusals: tuple[Refusal, ...] = ()
 
     def needs_wipe(self) -> bool:
-        return self.dirty or self.proof is None or bool(self.written)
+        return self.dirty or self.overdue or self.proof is None or bool(self.written)
 
 
 _NEEDED = ("slot_id", "fence", "nvme_device", "nvme_serial", "nvme_eui")
 
 
 def observe(params: _change.Params) -> list[SlotState]:
-    return [_look(slot) for slot in _slots.checked(params["slots"], needed=_NEEDED)]
+    slots = _slots.checked(params["slots"], needed=_NEEDED)
+    return [_look(slot, renew=params["renew"]) for slot in slots]
 
 
-def _look(slot: Mapping[str, Any]) -> SlotState:
+def _look(slot: Mapping[str, Any], *, renew: bool) -> SlotState:
     slot_id = str(slot["slot_id"])
     try:
         entry = _lease.check(slot_id, int(slot["fence"]))
@@ -123,7 +135,8 @@ def _look(slot: Mapping[str, Any]) -> SlotState:
         slot_id=slot_id,
         identity=disk.identity,
         dirty=entry.dirty,
-        written=tuple(f"{kind} on {name}" for name, kind in sorted(used.filesystems.items())),
+        overdue=renew and entry.clean_fence < int(slot["fence"]),
+        written=tuple(_block.written(used.filesystems)),
         proof=_proof.standing(disk.identity),
         refusals=(*_claims.refusals(disk, slot_id), *_block.refusals(disk, used)),
     )
@@ -150,7 +163,9 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any]:
     slot = next(one for one in params["slots"] if str(one["slot_id"]) == step.subject)
     slot_id, fence = str(slot["slot_id"]), int(slot["fence"])
     disk = _block.of_slot(slot)
-    with _block.exclusive(disk) as descriptor:
+    # A tenant's bytes go, whatever they became; on a disk that is nobody's, only what was planned.
+    seen = None if step.before["dirty"] else step.before["written"]
+    with _block.exclusive(disk, seen=seen) as descriptor:
         _lease.mark_dirty(slot_id, fence=fence, disk=disk.identity)
         proof = _wipe.erase(descriptor, disk, params["methods"])
         _lease.mark_clean(slot_id, fence=fence, disk=disk.identity, proof=proof)
@@ -177,6 +192,7 @@ def main() -> None:
                 "choices": list(_wipe.METHODS),
                 "default": list(_wipe.METHODS),
             },
+            "renew": {"type": "bool", "default": False},
         },
         supports_check_mode=True,
     )

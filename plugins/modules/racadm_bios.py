@@ -25,20 +25,6 @@ description:
     C(attribute_unknown), C(attribute_read_only), C(power_cycle_not_allowed), C(job_in_queue),
     C(foreign_pending_values), C(staging_failed), C(bios_job_failed), C(bios_job_timeout).
 options:
-  attributes:
-    description:
-      - Wanted values by C(GROUP.NAME), as C(racadm get BIOS.GROUP) lists them. The three default
-        settings may be named without their group.
-    type: dict
-    default:
-      ProcVirtualization: Enabled
-      LogicalProc: Enabled
-      SriovGlobalEnable: Enabled
-  state:
-    description: With V(planned) nothing is changed and RV(differences) says what would be.
-    type: str
-    choices: [planned, present]
-    default: planned
   power_cycle:
     description: Whether the machine may be power-cycled. Without it nothing is staged either.
     type: bool
@@ -47,28 +33,15 @@ options:
     description: Whether an open BIOS job is followed to its end.
     type: bool
     default: true
-  deadline:
-    description: Seconds in which job and power cycle must end.
-    type: int
-    default: 3600
-  interval:
-    description: Seconds between two looks at a job.
-    type: float
-    default: 15
   timeout:
     description: Seconds for one answer of RACADM.
     type: float
     default: 120
-  acknowledged_jobs:
-    description: Ids of failed jobs that do not stand in the way of another one.
-    type: list
-    elements: str
-    default: []
   program:
     description: Name or path of RACADM; V(racadm) is also looked for where Dell's packages put it.
     type: str
     default: racadm
-extends_documentation_fragment: [gpuaas.slice.change]
+extends_documentation_fragment: [gpuaas.slice.change, gpuaas.slice.bios, gpuaas.slice.bios.wanted]
 """
 
 EXAMPLES = r"""
@@ -131,20 +104,14 @@ refusals:
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.gpuaas.slice.plugins.module_utils import _bios, _change, _racadm
 
-_BARE = {name.partition(".")[2]: value for name, value in _bios.WANTED.items()}
-
 
 def main() -> None:
     module = AnsibleModule(
         argument_spec={
-            "attributes": {"type": "dict", "default": _BARE},
-            "state": {"type": "str", "choices": ["planned", "present"], "default": "planned"},
+            **_bios.ARGUMENTS,
             "power_cycle": {"type": "bool", "default": False},
             "wait": {"type": "bool", "default": True},
-            "deadline": {"type": "int", "default": 3600},
-            "interval": {"type": "float", "default": 15},
             "timeout": {"type": "float", "default": 120},
-            "acknowledged_jobs": {"type": "list", "elements": "str", "default": []},
             "program": {"type": "str", "default": "racadm"},
         },
         supports_check_mode=True,

@@ -57,18 +57,6 @@ options:
     description: Id of the system, where the BMC has several.
     type: str
     default: ""
-  attributes:
-    description: Wanted values by the name that the BIOS's attribute registry has.
-    type: dict
-    default:
-      ProcVirtualization: Enabled
-      LogicalProc: Enabled
-      SriovGlobalEnable: Enabled
-  state:
-    description: With V(planned) nothing is changed and RV(differences) says what would be.
-    type: str
-    choices: [planned, present]
-    default: planned
   power_cycle:
     description:
       - Whether the machine is reset for its changes. Without it they wait for whoever resets it
@@ -79,24 +67,11 @@ options:
     description: With O(power_cycle=true), whether the job is followed to its end.
     type: bool
     default: true
-  deadline:
-    description: Seconds in which the job must end.
-    type: int
-    default: 3600
-  interval:
-    description: Seconds between two looks at a job.
-    type: float
-    default: 15
   timeout:
     description: Seconds for one look or one change, all its requests and waits together.
     type: float
     default: 180
-  acknowledged_jobs:
-    description: Ids of failed jobs that do not stand in the way of another one.
-    type: list
-    elements: str
-    default: []
-extends_documentation_fragment: [gpuaas.slice.change]
+extends_documentation_fragment: [gpuaas.slice.change, gpuaas.slice.bios, gpuaas.slice.bios.wanted]
 """
 
 EXAMPLES = r"""
@@ -172,6 +147,7 @@ refusals:
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _bios,
     _change,
     _redfish,
     _redfish_firmware,
@@ -188,14 +164,10 @@ def main() -> None:
             "ca_file": {"type": "path", "default": ""},
             "fingerprint": {"type": "str", "default": ""},
             "system": {"type": "str", "default": ""},
-            "attributes": {"type": "dict", "default": _redfish_firmware.WANTED},
-            "state": {"type": "str", "choices": ["planned", "present"], "default": "planned"},
+            **_bios.ARGUMENTS,
             "power_cycle": {"type": "bool", "default": False},
             "wait": {"type": "bool", "default": True},
-            "deadline": {"type": "int", "default": 3600},
-            "interval": {"type": "float", "default": 15},
             "timeout": {"type": "float", "default": 180},
-            "acknowledged_jobs": {"type": "list", "elements": "str", "default": []},
         },
         supports_check_mode=True,
     )

@@ -11,18 +11,21 @@ version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
   - Holds each slot bundle against the host as it is now, before anything is created. PCI
-    functions are there, bound to vfio-pci, answering and alone in their IOMMU group; the disk is
-    the approved one by its own word, clean in the host's ledger and unused; no other domain names
-    any of them; the bridge, CPUs and memory are there.
+    functions are there, bound to vfio-pci, answering and alone in their IOMMU group; each disk is
+    the approved one by its own word, clean in the host's ledger with a wipe proof that stands, and
+    unused; no other domain names any of them; the bridge, CPUs and memory are there.
   - Then writes the leases with their fences into the ledger. A fence lower than the highest seen
     is refused.
   - CPUs are chosen on the NUMA node of the slots, whole cores at a time, and recorded with the
     memory. One plan is made at a time on a host, so that two never share a CPU or count on the same
     memory, also while the VM of the first one is not there yet.
-  - Acts under the boot only for which parity was proven (O(boot_id)).
-  - Refuses with C(boot_changed), C(bundle_incomplete), C(stale_fence), C(slot_leased),
-    C(disk_dirty), C(identity_mismatch), C(disk_in_use), C(os_disk), C(device_missing),
-    C(not_bound), C(device_not_answering), C(group_not_viable), C(device_in_use), C(bridge_missing),
+  - Acts under the boot only for which parity was proven (O(boot_id)), and in slice mode only; the
+    conversion to bare metal takes a host out of it first.
+  - While a bare-metal allocation has the machine, no slot of it is leased.
+  - Refuses with C(boot_changed), C(not_slice_mode), C(machine_leased), C(bundle_incomplete),
+    C(stale_fence), C(slot_leased), C(disk_dirty), C(not_clean), C(identity_mismatch),
+    C(disk_in_use), C(os_disk), C(device_missing), C(not_bound), C(device_not_answering),
+    C(group_not_viable), C(device_in_use), C(bridge_missing),
     C(cpus_unavailable), C(memory_unavailable), C(hugepages_unavailable), C(domain_present).
 options:
   allocation_id:
@@ -124,6 +127,7 @@ from typing import Any
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _block,
+    _boot,
     _bridge,
     _change,
     _host,
@@ -171,11 +175,12 @@ def observe(params: _change.Params) -> State:
     others = _slots.other_domains(name)
     pids = list(_libvirt.processes(name))
     disks: dict[str, _block.Disk] = {}
-    problems: list[Refusal] = []
+    problems = _not_for_slices(allocation)
     for slot in slots:
         disk, trouble = _slots.disk(slot, own_pids=pids)
         if disk is not None:
             disks[str(slot["slot_id"])] = disk
+            trouble += _slots.unproven(slot, disk)
         passed = _slots.passthrough(_slots.addresses(slot), own_pids=pids)
         rest = [*_slots.ledger(slot, allocation), *_slots.claimed(slot, others)]
         problems += [*rest, *trouble, *passed]
@@ -203,6 +208,12 @@ def _same_boot(proven: str) -> None:
             found=f"boot {found or 'unknown'}",
             remedy="discover the node and run its parity again; the host has been restarted since",
         )
+
+
+def _not_for_slices(allocation: str) -> list[Refusal]:
+    """The host is not, or no longer, one for slices: converted, or given away as a whole."""
+    outside = [] if _boot.slice_mode() else [_boot.not_slice_mode()]
+    return [*outside, *_lease.machine_taken(allocation)]
 
 
 def _given(

@@ -15,12 +15,14 @@ description:
   - The guard lets the guest use its own MAC and IPv4 address only. A guest serves no DHCP, sends
     no IPv6, reaches no other slice, and of the host only DHCP, DNS and ping. The host reaches the
     guest by SSH.
+  - The port's limits (O(spec.mgmt_qos)) are set before the guest runs too, read back from the
+    switch's database, and gone with the VM.
   - Stopping asks the guest first and takes the power away after O(shutdown_deadline).
   - Removing leaves no definition, NVRAM, console log, port or flow behind. The disk is not
     touched.
   - Refuses with C(spec_invalid), C(lease_missing), C(stale_fence), C(domain_differs),
     C(domain_paused), C(domain_crashed), C(domain_busy), C(port_missing), C(qemu_orphan),
-    C(domain_not_stopped).
+    C(domain_not_stopped), C(mgmt_attachment_unsupported).
 options:
   allocation_id:
     description: The allocation, a UUID with dashes. Domain and port are named after it.
@@ -85,6 +87,19 @@ options:
         elements: str
         required: true
       mac: {description: MAC of the management interface., type: str, required: true}
+      mgmt_attachment:
+        description: >-
+          How the management interface reaches the bridge. V(vf_representor) is refused until the
+          embedded switch mode exists.
+        type: str
+        choices: [tap, vf_representor]
+        default: tap
+      mgmt_qos:
+        description: What the management interface may send and get; none is no limit.
+        type: dict
+        suboptions:
+          rate_kbps: {description: 1000 bits a second each way., type: int, required: true}
+          burst_kb: {description: 1000 bits that may be sent at once., type: int, required: true}
       seed_path: {description: The cloud-init seed., type: str, default: ""}
       qemu_arguments:
         description: Further QEMU arguments of the hardware profile, never of a tenant.
@@ -133,6 +148,7 @@ domain:
     port: gs23bd713b6073
     ofport: 3
     flows: 24
+    qos: {rate_kbps: 1000000, burst_kb: 100000, shaper: linux-htb, shaped_bps: 1000000000, rows: 1}
     pid: 4711
 """
 
@@ -147,6 +163,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _host,
     _lease,
     _libvirt,
+    _qos,
     _slice_names,
     _slots,
 )
@@ -164,7 +181,8 @@ _STUCK = {
 @dataclass(frozen=True)
 class State:
     """found: the definition, None without a domain. port: number on the bridge, None without one.
-    wanted_flows: what the guard of that port must be. left: files that outlived the VM.
+    wanted_flows: what the guard of that port must be. qos: how the port is limited. left: files
+    that outlived the VM.
     """
 
     life: _libvirt.State | None
@@ -176,6 +194,7 @@ class State:
     held: frozenset[str]
     fences: dict[str, int]
     left: tuple[str, ...]
+    qos: _qos.State = _qos.UNLIMITED
 
     @property
     def active(self) -> bool:
@@ -207,6 +226,7 @@ def observe(params: _change.Params) -> State:
         held=held,
         fences={str(s["slot_id"]): _lease.load(str(s["slot_id"])).fence for s in slots},
         left=tuple(path for path in files if _host.path(path).exists()),
+        qos=_qos.observe(allocation),
     )
 
 
@@ -232,7 +252,7 @@ def _plan_running(params: _change.Params, state: State) -> _change.Plan:
     domain = _spec(params)
     want = _domain.describe(domain)
     different = _domain.differences(want, state.found) if state.found else None
-    blockers = _obstacles(domain, state, different)
+    blockers = [*_unsupported(params), *_obstacles(domain, state, different)]
     steps = []
     if different is None or different:
         before = {key: pair[1] for key, pair in (different or {}).items()} or None
@@ -245,9 +265,30 @@ def _plan_running(params: _change.Params, state: State) -> _change.Plan:
         after_flows: Any = sorted(flow.text() for flow in state.wanted_flows)
         after_flows = after_flows or "the guard of the port that it gets"
         steps.append(_change.Step("guard_port", domain.port, before_flows, after_flows))
+    limit = _qos.limit(params["spec"].get("mgmt_qos"))
+    # A start makes a new port, which has no limit.
+    if not state.qos.holds(limit) or (limit and not state.active):
+        after_limit = limit.document() if limit else {}
+        steps.append(
+            _change.Step("limit_port", f"{domain.port} QoS", state.qos.document(), after_limit)
+        )
     if not state.active or (state.life and state.life.name == "paused"):
         steps.append(_change.Step("resume_domain", f"{domain.name} CPUs", "stopped", "running"))
     return _change.Plan(tuple(steps), tuple(blockers))
+
+
+def _unsupported(params: _change.Params) -> list[Refusal]:
+    attachment = params["spec"].get("mgmt_attachment") or "tap"
+    if attachment == "tap":
+        return []
+    return [
+        _refuse(
+            "mgmt_attachment_unsupported",
+            "mgmt_attachment tap",
+            f"{attachment}, which needs the card's embedded switch mode",
+            "set vm.mgmt_attachment of the hardware profile to tap",
+        )
+    ]
 
 
 def _obstacles(
@@ -291,6 +332,9 @@ def _plan_off(params: _change.Params, state: State) -> _change.Plan:
     if state.flows:
         flows = sorted(flow.text() for flow in state.flows)
         steps.append(_change.Step("remove_flows", f"{port} flows", flows, []))
+    # It does not go with the port, and a later VM of this allocation would be held to it.
+    if state.qos.rows:
+        steps.append(_change.Step("remove_limit", f"{port} QoS", state.qos.document(), {}))
     if state.port is not None:
         steps.append(_change.Step("remove_port", port, state.port, None))
     if params["state"] == "absent":
@@ -302,7 +346,7 @@ def _plan_off(params: _change.Params, state: State) -> _change.Plan:
 
 
 def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
-    allocation, bridge = params["allocation_id"], params["bridge"]
+    allocation = params["allocation_id"]
     name, port = _slice_names.domain_name(allocation), _slice_names.port_name(allocation)
     for slot in params["slots"]:
         _lease.check(str(slot["slot_id"]), int(slot["fence"]))
@@ -317,21 +361,33 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
         number = _flows.await_port(port)
         count = _flows.install(_guard(params), number, _flows.host_addresses())
         return {"ofport": number, "flows": count}
+    elif step.name == "limit_port":
+        _qos.install(allocation, _qos.limit(params["spec"].get("mgmt_qos")))
+        return _qos.observe(allocation).document()
     elif step.name == "resume_domain":
         _libvirt.resume(name)
     elif step.name == "stop_domain":
         return _stop(name, step.before, params["shutdown_deadline"])
-    elif step.name == "remove_flows":
+    else:
+        _remove(params, step.name)
+    return None
+
+
+def _remove(params: _change.Params, name: str) -> None:
+    """One step of taking away what a VM that is off has left."""
+    allocation, bridge = params["allocation_id"], params["bridge"]
+    if name == "remove_flows":
         _flows.remove(bridge, allocation)
-    elif step.name == "remove_port":
-        _flows.remove_port(bridge, port)
-    elif step.name == "undefine_domain":
-        _undefine(name)
-    elif step.name == "remove_files":
+    elif name == "remove_limit":
+        _qos.install(allocation, None)
+    elif name == "remove_port":
+        _flows.remove_port(bridge, _slice_names.port_name(allocation))
+    elif name == "undefine_domain":
+        _undefine(_slice_names.domain_name(allocation))
+    elif name == "remove_files":
         _host.remove(_slice_names.nvram_path(allocation))
         for path in _slice_names.console_files(allocation):
             _host.remove(path)
-    return None
 
 
 def _mark_dirty(slots: list[dict[str, Any]]) -> None:
@@ -364,6 +420,7 @@ def facts(params: _change.Params, state: State) -> dict[str, Any]:
             "port": _slice_names.port_name(params["allocation_id"]),
             "ofport": state.port or 0,
             "flows": len(state.flows),
+            "qos": state.qos.document(),
             "pid": state.pids[0] if state.pids else 0,
         }
     }
@@ -416,6 +473,14 @@ SPEC: dict[str, Any] = {
     "fabric_vfs": _strings(),
     "disks": _strings(required=True),
     "mac": {"type": "str", "required": True},
+    "mgmt_attachment": {"type": "str", "choices": ["tap", "vf_representor"], "default": "tap"},
+    "mgmt_qos": {
+        "type": "dict",
+        "options": {
+            "rate_kbps": {"type": "int", "required": True},
+            "burst_kb": {"type": "int", "required": True},
+        },
+    },
     "seed_path": {"type": "str", "default": ""},
     "qemu_arguments": _strings(),
 }

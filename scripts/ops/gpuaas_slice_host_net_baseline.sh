@@ -10,7 +10,7 @@ for python in python3 python3.14 python3.13 python3.12 python3.11; do
     exec "$python" -B -I /dev/fd/3 "$@" 3<<'GPUAAS_STANDALONE_END'
 SOURCES = {}
 
-# sha256 c87686edd48a8b7914a5d12be5fde641f8f05c46337d6ce5e113e82e60ca2533
+# sha256 e5ac4f9e94649c1069ef82c452404d842b256058977bc6bfa91199eba8919971
 SOURCES["_baseline"] = r'''"""What the network baseline keeps on disk: dnsmasq's configuration, forwarding, the boot service.
 
 The live part is _bridge; together they are the module ovs_nat. The way back is _baseline_removal.
@@ -18,7 +18,6 @@ The live part is _bridge; together they are the module ovs_nat. The way back is 
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import shutil
 import time
@@ -33,14 +32,13 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _change,
     _command,
     _host,
+    _network_files,
     _packages,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
-DNSMASQ = "/etc/dnsmasq.d/gpuaas-slice.conf"
-RESERVATIONS = f"{_host.STATE_DIRECTORY}/dnsmasq/hosts.d"
-LEASES = "/var/lib/misc/dnsmasq.leases"
-SYSCTL = "/etc/sysctl.d/60-gpuaas-slice.conf"
+DNSMASQ, RESERVATIONS = _network_files.DNSMASQ, _network_files.RESERVATIONS
+SYSCTL = _network_files.SYSCTL
 
 RECORD = "network"
 SWITCH, DHCP, RSHIM = "openvswitch-switch.service", "dnsmasq.service", "rshim.service"
@@ -90,13 +88,12 @@ class State:
 
 
 def unit(params: Params) -> _boot.Unit:
-    keys = ("bridge", "address", "subnet", "tmfifo")
     return _boot.Unit(
         name="gpuaas-slice-network-baseline",
         description="Network baseline of this slice host: bridge, forwarding, NAT",
         module="_bridge",
-        settings_path=_bridge.SETTINGS,
-        settings={key: params[key] for key in keys},
+        settings_path=_network_files.SETTINGS,
+        settings=_network_files.settings(params),
         order=(
             "After=network.target openvswitch-switch.service rshim.service",
             "Wants=openvswitch-switch.service",
@@ -140,7 +137,7 @@ def plan(params: Params, state: State) -> _change.Plan:
     steps += outdated(state)
     if not state.reservations:
         steps.append(_change.Step("make_folder", RESERVATIONS, None, "folder"))
-    files = {} if blockers else {SYSCTL: "net.ipv4.ip_forward = 1\n", DNSMASQ: dnsmasq(params)}
+    files = {} if blockers else _texts(params)
     steps += [
         _change.Step("write_file", path, state.files[path], text.strip())
         for path, text in files.items()
@@ -192,30 +189,8 @@ def facts(params: Params, state: State) -> dict[str, Any]:
     }
 
 
-def dnsmasq(params: Params) -> str:
-    """dnsmasq's configuration: the slice subnet and nothing else of the host."""
-    subnet = ipaddress.IPv4Network(params["subnet"])
-    own = ipaddress.IPv4Interface(params["address"]).ip
-    return "\n".join(
-        [
-            "# Written by the gpuaas.slice collection; changed by its playbooks only.",
-            f"interface={params['bridge']}",
-            "except-interface=lo",
-            # The bridge may come later than dnsmasq, and the host has resolvers of its own.
-            "bind-dynamic",
-            "domain-needed",
-            "bogus-priv",
-            # static: only reserved hosts get an address, so a flood of requests takes none.
-            f"dhcp-range={subnet.network_address},static,{subnet.netmask},12h",
-            "dhcp-ignore=tag:!known",
-            "dhcp-authoritative",
-            f"dhcp-option=option:router,{own}",
-            f"dhcp-option=option:dns-server,{own}",
-            f"dhcp-hostsdir={RESERVATIONS}",
-            f"dhcp-leasefile={LEASES}",
-            "",
-        ]
-    )
+def _texts(params: Params) -> dict[str, str]:
+    return {SYSCTL: _network_files.FORWARDING, DNSMASQ: _network_files.dnsmasq(params)}
 
 
 def outdated(state: State) -> list[_change.Step]:
@@ -367,7 +342,7 @@ def apply(step: _change.Step) -> None:
         _host.remove(step.subject)
 '''
 
-# sha256 876d631b573224b6112458d4961672dbf943a0775d927827947766c765120590
+# sha256 141ded1103e9293272560392ad63704125d8ab7ebff390382cc92bd4ccd2cd76
 SOURCES["_boot"] = r'''"""What survives a reboot: a oneshot service per concern that runs the collection's code at boot.
 
 The host needs no Ansible for it: the sources that the concern imports are copied below LIBRARY
@@ -538,6 +513,16 @@ def slice_mode() -> bool:
         return False
 
 
+def not_slice_mode() -> Refusal:
+    """The refusal where `slice_mode` says no."""
+    return Refusal(
+        "not_slice_mode",
+        expected=f"a host put into slice mode ({SLICE_MODE})",
+        found="no such word on this host",
+        remedy="run the bootstrap playbook, which puts the host into slice mode",
+    )
+
+
 def boot(
     subject: _change.Subject,
     settings_path: str,
@@ -656,7 +641,7 @@ def _say(text: str) -> None:
     sys.stdout.flush()
 '''
 
-# sha256 d63e353ec863f0cf9cc43f563b3dca1d8a453ab97133911ab107614ab1604bc2
+# sha256 548b9d0e2f9f5dbed8289fe3b9cbd6a03791bbb6b03ef6629441aeed642618d2
 SOURCES["_bridge"] = r'''"""The live part of the slice network: bridge, address, forwarding, NAT, the card's own link.
 
 The same code runs in a playbook and in gpuaas-slice-network-baseline.service at boot. It leaves
@@ -674,7 +659,6 @@ from typing import Any
 from ansible_collections.gpuaas.slice.plugins.module_utils import _boot, _change, _command, _host
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
-SETTINGS = "/etc/gpuaas/network-baseline.json"
 TMFIFO = "tmfifo_net0"
 TMFIFO_ADDRESS = "192.168.100.1/30"
 TMFIFO_PEER = "192.168.100.2"
@@ -2172,7 +2156,7 @@ def _memory() -> dict[int, int]:
     return found
 '''
 
-# sha256 a201b92e5a741d94fc089826d41732f1d5bbe8e7bfc6e72993324e486312bde9
+# sha256 67f8919c69c0904b40eee5c66d14c47e0974fa0634cca42c7ece1b3ccb0d968b
 SOURCES["_ipoib"] = r'''"""The host's own address on the InfiniBand fabric, kept by netplan. Not yet run on hardware."""
 
 from __future__ import annotations
@@ -2180,42 +2164,70 @@ from __future__ import annotations
 import ipaddress
 import json
 import re
+import shutil
+import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils import _before, _change, _command, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _before,
+    _change,
+    _command,
+    _host,
+    _topology_network,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 FILE = "/etc/netplan/60-ipoib.yaml"
 RECORD = "ipoib"
 MARKER = "# Written by the gpuaas.slice collection; changed by its playbooks only."
 
+# Where netplan looks; later folders go before earlier ones, file by file.
+_FOLDERS = ("/lib/netplan", "/etc/netplan", "/run/netplan")
 _INTERFACE = re.compile(r"[a-z][a-z0-9]{0,14}")
+# networkd configures a link after `netplan apply` has ended.
+_SETTLES_S = 30.0
 
 Params = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class State:
-    """before: the site's own file that ours replaced, if any; None when nothing was remembered."""
+    """before: the site's own file that ours replaced, if any; None when nothing was remembered.
+
+    refused: what netplan says against the file that is to be written, "" for nothing. missing: what
+    the host itself lacks of address and route. there: whether it has the interface.
+    """
 
     text: str | None
     before: Mapping[str, Any] | None
+    refused: str = ""
+    missing: tuple[str, ...] = ()
+    there: bool = True
 
     @property
     def ours(self) -> bool:
         return (self.text or "").startswith(MARKER)
 
 
-def observe(_params: Params) -> State:
-    return State(_host.read(FILE), _before.recalled(RECORD))
+def observe(params: Params) -> State:
+    written, before = _host.read(FILE), _before.recalled(RECORD)
+    # What is unsafe is not even shown to netplan.
+    if params.get("state") == "absent" or _unsafe(params):
+        return State(written, before)
+    wanted = text(params)
+    refused = _refused(wanted) if written != wanted.strip() else ""
+    interface = _topology_network.interfaces().get(params["interface"])
+    return State(written, before, refused, _missing(params, interface), interface is not None)
 
 
 def plan(params: Params, state: State) -> _change.Plan:
     if params.get("state") == "absent":
         return _change.Plan(tuple(_back(state)))
-    blockers = tuple(_unsafe(params))
+    blockers = (*_unsafe(params), *_impossible(params, state))
     if blockers:
         return _change.Plan(blockers=blockers)
     wanted, steps = text(params), []
@@ -2223,8 +2235,13 @@ def plan(params: Params, state: State) -> _change.Plan:
         # No file is remembered too: one that somebody puts over ours later is not the site's own.
         was = None if state.ours else state.text
         steps += _before.remembering(RECORD, None, {"text": was})
-    if state.text != wanted.strip():
+    different = state.text != wanted.strip()
+    if different:
         steps.append(_change.Step("write_netplan", FILE, state.text, wanted))
+    # The file proves nothing: an apply that failed leaves it as it should be.
+    if different or state.missing:
+        lacking = f"without {', '.join(state.missing)}" if state.missing else "another file"
+        steps.append(_change.Step("apply_netplan", params["interface"], lacking, "as the file"))
     return _change.Plan(tuple(steps))
 
 
@@ -2234,21 +2251,66 @@ def _back(state: State) -> list[_change.Step]:
         was = (state.before or {}).get("text")
         name = "remove_netplan" if was is None else "write_netplan"
         steps.append(_change.Step(name, FILE, state.text, None if was is None else f"{was}\n"))
+    # As long as something is remembered, the way back has not been applied to its end.
+    if state.ours or state.before is not None:
+        steps.append(_change.Step("apply_netplan", "netplan", "ours", "the site's"))
     return [*steps, *_before.forgetting(RECORD, state.before)]
 
 
-def apply(_params: Params, step: _change.Step) -> dict[str, Any] | None:
+def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
     if step.name in _before.STEPS:
         _before.apply(step)
-        return None
-    if step.name == "remove_netplan":
+    elif step.name == "remove_netplan":
         _host.remove(FILE)
+    elif step.name == "write_netplan":
+        # netplan warns about files that others can read.
+        _host.write(FILE, step.after, 0o600)
+    else:
         _command.run(["netplan", "apply"], timeout=120)
-        return None
-    # netplan warns about files that others can read.
-    _host.write(FILE, step.after, 0o600)
-    _command.run(["netplan", "apply"], timeout=120)
+        if params.get("state") != "absent":
+            _await_live(params)
     return None
+
+
+def _await_live(params: Params) -> None:
+    end = time.monotonic() + _SETTLES_S
+    while missing := _missing(params, _topology_network.interfaces().get(params["interface"])):
+        if time.monotonic() > end:
+            raise Refusal(
+                "ipoib_not_live",
+                expected=f"{params['interface']} to have {', '.join(missing)}",
+                found=f"still not {_SETTLES_S:g} s after `netplan apply`",
+                remedy="look at `networkctl status` and at the link; the file is written",
+            )
+        time.sleep(0.5)
+
+
+def _missing(params: Params, found: _topology_network.Interface | None) -> tuple[str, ...]:
+    lacking = []
+    address, route = params["address"], params["route"]
+    if found is None or address not in found.addresses:
+        lacking.append(f"address {address}")
+    if route and route not in _topology_network.routes(params["interface"]):
+        lacking.append(f"route {route}")
+    return tuple(lacking)
+
+
+def _refused(wanted: str) -> str:
+    """What netplan would say of the site's files and this one together, without touching them."""
+    with tempfile.TemporaryDirectory(prefix="gpuaas-netplan-") as root:
+        for folder in _FOLDERS:
+            for file in sorted(_host.path(folder).glob("*.yaml")):
+                target = Path(root, folder.lstrip("/"), file.name)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, target)
+                target.chmod(0o600)
+        candidate = Path(root, FILE.lstrip("/"))
+        candidate.parent.mkdir(parents=True, exist_ok=True)
+        candidate.write_text(wanted)
+        candidate.chmod(0o600)
+        tried = _command.run(["netplan", "generate", "--root-dir", root], ok=range(256))
+        said = (tried.err.strip() or tried.out.strip() or "no output").replace(root, "")
+    return said[-2000:] if tried.rc else ""
 
 
 SUBJECT = _change.Subject(observe, plan, apply)
@@ -2274,7 +2336,7 @@ def _unsafe(params: Params) -> list[Refusal]:
     problems = []
     if not _INTERFACE.fullmatch(params["interface"]):
         problems.append(f"interface {params['interface']!r}")
-    for name, parse in (("address", ipaddress.ip_interface), ("route", ipaddress.ip_network)):
+    for name, parse in (("address", _address), ("route", ipaddress.IPv4Network)):
         try:
             if params[name] or name == "address":
                 parse(params[name])
@@ -2283,12 +2345,44 @@ def _unsafe(params: Params) -> list[Refusal]:
     return [
         Refusal(
             "ipoib_invalid",
-            expected="an interface, an address with prefix length, the fabric's subnet or none",
+            expected="an interface, an IPv4 address with prefix length, a subnet to route or none",
             found=problem,
-            remedy="correct fabric.interface, fabric.site_address or fabric.route of the profile",
+            remedy="correct fabric_interface and fabric_address of the node, or fabric.route of"
+            " the profile",
         )
         for problem in problems
     ]
+
+
+def _address(text: str) -> None:
+    """Without a prefix length netplan refuses it, and the host would be alone on its fabric."""
+    if "/" not in text:
+        raise ValueError(text)
+    ipaddress.IPv4Interface(text)
+
+
+def _impossible(params: Params, state: State) -> list[Refusal]:
+    found = []
+    if state.refused:
+        found.append(
+            Refusal(
+                "netplan_refused",
+                expected=f"netplan to take {FILE} together with the site's own files",
+                found=state.refused,
+                remedy="correct the values, or the site's file that contradicts them; nothing was"
+                " written",
+            )
+        )
+    if not state.there:
+        found.append(
+            Refusal(
+                "ipoib_interface_missing",
+                expected=f"an interface {params['interface']} on this host",
+                found="no such interface",
+                remedy="correct fabric_interface of the node, or look at the card and at ib_ipoib",
+            )
+        )
+    return found
 '''
 
 # sha256 612a046f94318e8bbc17d002f6d04b09c5f41075e989104b97e9483e7d93fee1
@@ -2409,7 +2503,97 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
 SUBJECT = _change.Subject(observe, plan, apply)
 '''
 
-# sha256 9dd5bb186e33d74e0a1336be149a7361d44ef8dd453f911aad99bb5d0f552743
+# sha256 dca1dba2efcb80fc5c279464a4be3fd7cb2a36715e5d6c770699c9b4575f1efe
+SOURCES["_network_files"] = r'''"""The files of the network baseline: what bootstrap writes, and what parity finds edited.
+
+One rendering serves both. Apart from `_baseline`, whose other needs take seconds to load on a host.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils import _host
+
+DNSMASQ = "/etc/dnsmasq.d/gpuaas-slice.conf"
+RESERVATIONS = f"{_host.STATE_DIRECTORY}/dnsmasq/hosts.d"
+LEASES = "/var/lib/misc/dnsmasq.leases"
+SYSCTL = "/etc/sysctl.d/60-gpuaas-slice.conf"
+# What the service goes by at boot.
+SETTINGS = "/etc/gpuaas/network-baseline.json"
+
+FORWARDING = "net.ipv4.ip_forward = 1\n"
+
+Network = Mapping[str, Any]
+
+
+def settings(network: Network) -> dict[str, Any]:
+    """What of a profile's network the boot service is told."""
+    named = {key: network[key] for key in ("bridge", "address", "subnet")}
+    return {**named, "tmfifo": bool(network.get("tmfifo"))}
+
+
+def dnsmasq(network: Network) -> str:
+    """dnsmasq's configuration: the slice subnet and nothing else of the host."""
+    subnet = ipaddress.IPv4Network(network["subnet"])
+    own = ipaddress.IPv4Interface(network["address"]).ip
+    return "\n".join(
+        [
+            "# Written by the gpuaas.slice collection; changed by its playbooks only.",
+            f"interface={network['bridge']}",
+            "except-interface=lo",
+            # The bridge may come later than dnsmasq, and the host has resolvers of its own.
+            "bind-dynamic",
+            "domain-needed",
+            "bogus-priv",
+            # static: only reserved hosts get an address, so a flood of requests takes none.
+            f"dhcp-range={subnet.network_address},static,{subnet.netmask},12h",
+            "dhcp-ignore=tag:!known",
+            "dhcp-authoritative",
+            f"dhcp-option=option:router,{own}",
+            f"dhcp-option=option:dns-server,{own}",
+            f"dhcp-hostsdir={RESERVATIONS}",
+            f"dhcp-leasefile={LEASES}",
+            "",
+        ]
+    )
+
+
+def unlike(path: str, text: str) -> list[str]:
+    """Why a file is not what bootstrap writes; [] when it is."""
+    found = _host.read(path)
+    if found is None:
+        return [f"{path} is missing"]
+    if found == text.strip():
+        return []
+    wanted, there = text.split("\n"), found.split("\n")
+    # One line says which edit it was, and lets nobody read a whole foreign file in a report.
+    first = next((row for row in there if row not in wanted), "")
+    lost = next((row for row in wanted if row not in there), "")
+    shown = f"has {first!r}" if first else f"lacks {lost!r}" if lost else "has its lines otherwise"
+    return [f"{path} is not what bootstrap writes: {shown}"]
+
+
+def unlike_settings(network: Network) -> list[str]:
+    """The same for the boot service's settings, which are data: their layout does not matter."""
+    wanted = settings(network)
+    try:
+        there = json.loads(_host.read(SETTINGS) or "null")
+    except ValueError:
+        there = None
+    if there is None:
+        return [f"{SETTINGS} is missing or unreadable"]
+    if there == wanted:
+        return []
+    kept = there if isinstance(there, dict) else {}
+    differing = [key for key in sorted({*wanted, *kept}) if kept.get(key) != wanted.get(key)]
+    return [f"{SETTINGS} has another {', '.join(differing)} than the profile"]
+'''
+
+# sha256 4afa65bf9c43accc2839a082cd06b71f4eb576ce48d123a5a720ebc93766b91c
 SOURCES["_packages"] = r'''"""Packages of a slice host: one question to dpkg, and apt only for what is missing."""
 
 from __future__ import annotations
@@ -2430,6 +2614,7 @@ REQUIRED = (
     "dnsmasq",
     "dnsmasq-utils",
     "genisoimage",
+    "gpg",
     "iproute2",
     "iptables",
     "libvirt-clients",
@@ -3334,6 +3519,344 @@ def _identities(name: str) -> list[str]:
     ]
 '''
 
+# sha256 fb3c5bbc89e9ec0a1efb9d087615b6bfe4e97913f300fa562d6b352c73865bfb
+SOURCES["_topology_candidates"] = r'''"""Which GPU goes with which disk and fabric function: pure over the discovery document's devices.
+
+The pairing looks at where devices sit, never at whether they are in use. So it stays the same when
+a share is unmounted, when functions appear, and after a reboot that renames the disks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Device = Mapping[str, Any]
+Blocker = dict[str, str]
+
+# A disk with one of these can never be a slot's disk, whatever is done to it.
+_NEVER = {"os_disk", "excluded_model", "identity_missing", "by_id_missing", "duplicate_identity"}
+
+
+def blocker(code: str, detail: str) -> Blocker:
+    return {"code": code, "detail": detail}
+
+
+def candidates(
+    gpus: Sequence[Device],
+    disks: Sequence[Device],
+    fabric: Sequence[Device],
+    network: Mapping[str, Any],
+    machine_id: str,
+) -> list[dict[str, Any]]:
+    """One suggested bundle per GPU, in the order of PCI addresses.
+
+    network: the profile's. A GPU without a partner gives an incomplete candidate.
+    """
+    gpus = sorted(gpus, key=lambda gpu: str(gpu["address"]))
+    usable = [disk for disk in disks if not _NEVER & {b["code"] for b in disk["blockers"]}]
+    functions = [vf for pf in fabric for vf in pf["vfs"]]
+    disk_of = _pair(gpus, sorted(usable, key=lambda disk: str(disk["identity"])))
+    vf_of = _pair(gpus, sorted(functions, key=lambda vf: str(vf["address"])))
+    suggested = suggestions(len(gpus), network, machine_id)
+    return [
+        _candidate(gpu, disk_of.get(index), vf_of.get(index), suggested[index])
+        for index, gpu in enumerate(gpus)
+    ]
+
+
+def suggestions(count: int, network: Mapping[str, Any], machine_id: str) -> list[dict[str, Any]]:
+    """MAC, private address and port name per slot index; advisory until approved.
+
+    A prefix shorter than five octets is filled from the machine id, so that two hosts that share
+    a layer 2 network suggest different MACs.
+    """
+    subnet = ipaddress.ip_network(network["subnet"])
+    own = ipaddress.ip_interface(network["address"]).ip
+    prefix = str(network["mac_prefix"]).lower().split(":")
+    filler = hashlib.sha256(machine_id.encode()).hexdigest()
+    prefix += [filler[2 * i : 2 * i + 2] for i in range(5 - len(prefix))]
+    found: list[dict[str, Any]] = []
+    for index in range(count):
+        number = int(network["first_host"]) + index
+        # The subnet's last address is its broadcast; the octet of the MAC ends at 255.
+        fits = number < min(subnet.num_addresses - 1, 256) and subnet[number] != own
+        found.append(
+            {
+                "slot_index": index,
+                "management_mac": ":".join([*prefix, f"{number:02x}"]) if fits else "",
+                "private_ip": str(subnet[number]) if fits else "",
+                "ovs_port": f"gs-slot{index}",
+            }
+        )
+    return found
+
+
+def _pair(gpus: Sequence[Device], others: Sequence[Device]) -> dict[int, Device]:
+    """GPU index to partner: first the same NUMA node for all, then what is left, nearest first."""
+    left = list(others)
+    partners: dict[int, Device] = {}
+    for local in (True, False):
+        for index, gpu in enumerate(gpus):
+            choice = [other for other in left if not local or _same_node(gpu, other)]
+            if index in partners or not choice:
+                continue
+            # min keeps the first of equals, and `others` comes sorted: the choice is deterministic.
+            best = min(choice, key=lambda other: -_shared(gpu, other))
+            partners[index] = best
+            left.remove(best)
+    return partners
+
+
+def _same_node(one: Device, other: Device) -> bool:
+    return bool(one["numa_node"] >= 0 and one["numa_node"] == other["numa_node"])
+
+
+def _shared(one: Device, other: Device) -> int:
+    """How many bridges the two have in common, counted from the root complex."""
+    count = 0
+    for left, right in zip(one["pci_path"], other["pci_path"], strict=False):
+        if left != right:
+            break
+        count += 1
+    return count
+
+
+def _candidate(
+    gpu: Device, disk: Device | None, vf: Device | None, suggested: Mapping[str, Any]
+) -> dict[str, Any]:
+    blockers: list[Blocker] = list(gpu["blockers"])
+    if disk is None:
+        blockers.append(blocker("missing_nvme", f"no disk is left for GPU {gpu['address']}"))
+    else:
+        blockers += disk["blockers"]
+    if vf is None:
+        blockers.append(blocker("missing_fabric_vf", f"no function left for GPU {gpu['address']}"))
+    else:
+        blockers += vf["blockers"]
+    if not suggested["private_ip"]:
+        blockers.append(blocker("address_space_exhausted", "the subnet has no address left"))
+    bundle = {
+        "slot_index": suggested["slot_index"],
+        "gpu_pci_address": gpu["address"],
+        "nvme_device": disk["by_id"] if disk else "",
+        "nvme_serial": disk["serial"] if disk else "",
+        "nvme_eui": (disk["eui"] or disk["nguid"]) if disk else "",
+        "nvme_size_bytes": disk["size_bytes"] if disk else 0,
+        "management_mac": suggested["management_mac"],
+        "private_ip": suggested["private_ip"],
+        "fabric_vf_pci_address": vf["address"] if vf else "",
+        "numa_node": gpu["numa_node"],
+    }
+    return {
+        "slot_index": suggested["slot_index"],
+        "complete": bool(disk and vf and suggested["private_ip"]),
+        "bundle": bundle,
+        "ovs_port": suggested["ovs_port"],
+        "numa_matched": {
+            "nvme": bool(disk and _same_node(gpu, disk)),
+            "fabric": bool(vf and _same_node(gpu, vf)),
+        },
+        "blockers": blockers,
+    }
+'''
+
+# sha256 c68076fa6cef790d05615468be484e0d37ad5baefc526f70a8a605e6a47f581b
+SOURCES["_topology_network"] = r'''"""What the host's slice network is right now, with the reasons why guests would have none.
+
+False green is the worst failure here (a missing NAT rule under green services), so this reads
+state that carries traffic, never the state of a service.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils import _command, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils._topology_candidates import (
+    Blocker,
+    blocker,
+)
+
+STALE_RESERVATIONS = "gpuaas-gpuaas-slice-*.conf"
+_TRANSLATIONS = {"MASQUERADE", "SNAT"}
+# Options of a rule that do not narrow which of the subnet's traffic is translated.
+_LOCAL_ONLY = re.compile(r" ! -[od] \S+")
+_HARMLESS = {"-m", "--comment", "--random", "--random-fully", "--to-source"}
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A network interface: whether it is set up, and its addresses as `a.b.c.d/n`."""
+
+    up: bool
+    addresses: tuple[str, ...]
+
+
+def interfaces() -> dict[str, Interface]:
+    """Every interface by name, IPv4 and IPv6 addresses together."""
+    listed = json.loads(_command.run(["ip", "-j", "address", "show"]).out or "[]")
+    return {
+        str(entry["ifname"]): Interface(
+            up="UP" in entry.get("flags", []),
+            addresses=tuple(
+                f"{found['local']}/{found['prefixlen']}"
+                for found in entry.get("addr_info", [])
+                if "local" in found
+            ),
+        )
+        for entry in listed
+        if "ifname" in entry
+    }
+
+
+def nat_rules() -> list[str]:
+    """The POSTROUTING chain as iptables prints it."""
+    out = _command.run(["iptables", "-w", "-t", "nat", "-S", "POSTROUTING"]).out
+    return [line for line in out.splitlines() if line.startswith("-A ")]
+
+
+def translates(rule: str, subnet: str) -> bool:
+    """Whether `rule` translates everything that `subnet` sends out."""
+    # `! -o bridge` and `! -d subnet` only spare traffic that stays inside.
+    words = shlex.split(_LOCAL_ONLY.sub("", rule))
+    options = dict(itertools.pairwise(words))
+    if options.get("-j") not in _TRANSLATIONS or "!" in words:
+        return False
+    try:
+        source = ipaddress.ip_network(options.get("-s", ""))
+    except ValueError:
+        return False
+    used = {word for word in words if word.startswith("-")} - {"-A", "-s", "-j"}
+    return source == ipaddress.ip_network(subnet) and used <= _HARMLESS
+
+
+def forwarding() -> bool:
+    return _host.read("/proc/sys/net/ipv4/ip_forward") == "1"
+
+
+def stale_reservations() -> list[str]:
+    """Per-slice files of older releases: one duplicate in them stops dnsmasq for everyone."""
+    folder = _host.path("/etc/dnsmasq.d")
+    return sorted(entry.name for entry in folder.glob(STALE_RESERVATIONS))
+
+
+def dnsmasq_pid() -> int:
+    """The process of the system's dnsmasq (not one of libvirt's own); 0 when it does not run."""
+    pid = _host.read("/run/dnsmasq/dnsmasq.pid") or ""
+    alive = pid.isdigit() and _host.read(f"/proc/{pid}/comm") == "dnsmasq"
+    return int(pid) if alive else 0
+
+
+def listens(pid: int, port: int) -> bool:
+    """Whether the process holds a UDP socket on `port`."""
+    rows = [row.split() for row in (_host.read("/proc/net/udp") or "").splitlines()[1:]]
+    inodes = {row[9] for row in rows if len(row) > 9 and row[1].endswith(f":{port:04X}")}
+    folder = _host.path(f"/proc/{pid}/fd")
+    if not inodes or not folder.is_dir():
+        return False
+    return any(str(entry.readlink())[8:-1] in inodes for entry in folder.iterdir())
+
+
+def routes(interface: str = "") -> list[str]:
+    """Destinations of the main IPv4 routing table, as networks; of one interface if it is named."""
+    rows = [row.split() for row in (_host.read("/proc/net/route") or "").splitlines()[1:]]
+    wanted = [row for row in rows if len(row) > 7 and interface in ("", row[0])]
+    return [_network(row) for row in wanted]
+
+
+def gateway() -> str:
+    """The default gateway, or ""."""
+    for row in (_host.read("/proc/net/route") or "").splitlines()[1:]:
+        words = row.split()
+        # Flag 2 is RTF_GATEWAY.
+        if len(words) > 7 and words[1] == words[7] == "00000000" and int(words[3], 16) & 2:
+            return _dotted(words[2])
+    return ""
+
+
+def observe(profile: Mapping[str, Any]) -> dict[str, Any]:
+    """The `slice_network` part of the discovery document."""
+    network, route = profile["network"], str(profile["fabric"].get("route") or "")
+    found = interfaces()
+    bridge = found.get(network["bridge"])
+    rules = _rules_if_any()
+    state: dict[str, Any] = {
+        "bridge": {
+            "name": network["bridge"],
+            "present": bridge is not None,
+            "up": bool(bridge and bridge.up),
+            "addresses": list(bridge.addresses) if bridge else [],
+        },
+        "nat": {
+            "present": any(translates(rule, network["subnet"]) for rule in rules),
+            "rules": rules,
+        },
+        "forwarding": forwarding(),
+        "dnsmasq": {"running": bool(dnsmasq_pid()), "stale": stale_reservations()},
+        "fabric_route": {
+            # A site that forgot to name it must not look like hardware without a fabric.
+            "required": "fabric_route" not in profile.get("not_applicable", ()),
+            "present": bool(route) and route in routes(),
+            "route": route,
+        },
+        "tmfifo": {
+            "required": bool(network.get("tmfifo")),
+            "present": "tmfifo_net0" in found,
+            "addresses": list(found["tmfifo_net0"].addresses) if "tmfifo_net0" in found else [],
+        },
+    }
+    state["blockers"] = _blockers(state, network)
+    return state
+
+
+def _blockers(state: Mapping[str, Any], network: Mapping[str, Any]) -> list[Blocker]:
+    bridge, blockers = state["bridge"], []
+    if not bridge["up"] or network["address"] not in bridge["addresses"]:
+        shown = f"{bridge['name']}: present={bridge['present']} up={bridge['up']}"
+        detail = f"{shown} addresses={','.join(bridge['addresses'])}"
+        blockers.append(blocker("missing_ovsbr0", detail))
+    if not state["nat"]["present"]:
+        blockers.append(blocker("missing_nat", f"no rule translates {network['subnet']}"))
+    if not state["forwarding"]:
+        blockers.append(blocker("missing_forwarding", "net.ipv4.ip_forward is not 1"))
+    if not state["dnsmasq"]["running"]:
+        blockers.append(blocker("missing_dnsmasq", "dnsmasq does not run"))
+    if state["dnsmasq"]["stale"]:
+        blockers.append(blocker("stale_reservations", ", ".join(state["dnsmasq"]["stale"])))
+    route = state["fabric_route"]
+    if route["required"] and not route["present"]:
+        shown = f"no route to {route['route']}" if route["route"] else "the profile names none"
+        blockers.append(blocker("missing_fabric_route", shown))
+    return blockers
+
+
+def _rules_if_any() -> Sequence[str]:
+    """Before bootstrap there may be no iptables; that counts as no rule, which is a blocker."""
+    try:
+        return nat_rules()
+    except Refusal:
+        return []
+
+
+def _network(words: Sequence[str]) -> str:
+    return str(ipaddress.ip_network(f"{_dotted(words[1])}/{_dotted(words[7])}", strict=False))
+
+
+def _dotted(little_endian: str) -> str:
+    return str(ipaddress.IPv4Address(bytes.fromhex(little_endian)[::-1]))
+'''
+
 # sha256 73b1829e0c8e2eebf0f68117c68013a3c48833ae87fcf19da60bf697dc1a7df1
 SOURCES["_tuning"] = r'''"""Tuned profiles on a host: files for the next boot, values for this one, and what is in force.
 
@@ -3580,7 +4103,7 @@ PROFILES = tuple(DEFINITIONS)
 
 DATA = {}
 
-# sha256 51df709e42706fc1129aabcb4ffded3104253b5bad73423a7ba13688466add99
+# sha256 5bb1967cdc1d5b90e64460c91feb18b55a79b25a312a4b4f86e9c45e4ded0412
 DATA["lab"] = r'''{
  "name": "lab",
  "sku": "lab-edu-slice",
@@ -3624,6 +4147,10 @@ DATA["lab"] = r'''{
   "secure_boot": false,
   "hugepages": false,
   "mgmt_attachment": "tap",
+  "mgmt_qos": {
+   "rate_kbps": 1000000,
+   "burst_kb": 100000
+  },
   "qemu_arguments": {
    "bios": [],
    "uefi": [

@@ -343,7 +343,7 @@ def apply(step: _change.Step) -> None:
         _host.remove(step.subject)
 '''
 
-# sha256 daed43e2bc1999b029482b7b25e965846c78fa2d61bd8de3fb0e5b1cef943758
+# sha256 00c290e8b5d9fe696b135c789265f8d6e5ad0bd45a2a3d56a00d85aeeaf016a6
 SOURCES["_bios"] = r'''"""BIOS settings against what is wanted: differences, pending values, jobs. Pure.
 
 A setting is what the running machine has (current) and what the next job would make of it
@@ -370,7 +370,19 @@ WANTED = {
     "ProcSettings.LogicalProc": "Enabled",
     "IntegratedDevices.SriovGlobalEnable": "Enabled",
 }
+# The same without RACADM's groups, of which Redfish has none.
+BARE = {name.partition(".")[2]: value for name, value in WANTED.items()}
 TARGET = "BIOS.Setup.1-1"
+
+# Options of modules that look, and of those that change; the doc fragment `bios` describes them.
+LOOKING: dict[str, Any] = {"attributes": {"type": "dict", "default": BARE}}
+ARGUMENTS: dict[str, Any] = {
+    **LOOKING,
+    "state": {"type": "str", "choices": ["planned", "present"], "default": "planned"},
+    "deadline": {"type": "int", "default": 3600},
+    "interval": {"type": "float", "default": 15},
+    "acknowledged_jobs": {"type": "list", "elements": "str", "default": []},
+}
 
 _JOB_ID = re.compile(r"\b[JR]ID_[0-9]{6,20}\b")
 
@@ -730,11 +742,12 @@ def _shown(job_id: str, job: _bios.Job | None) -> str:
     return job_id if job is None else f"{job_id} is {job.status} ({job.percent}%)"
 '''
 
-# sha256 d2ba49bf6dec828122b441076f20884e05703044edcb1a0b46c84c032a357e36
+# sha256 bf54493b7a166953a358656b6cf560f158f6fc065ba707f8d582788355c9b272
 SOURCES["_block"] = r'''"""The disk as other modules see it, and the one way to get hold of it for destruction.
 
 `exclusive` is invariant I7: one descriptor, opened O_EXCL, on which identity and use are checked
-and through which everything destructive then goes. Nothing opens the path a second time.
+and through which everything destructive then goes. Nothing opens the path a second time: what is
+written on the disk is read through that descriptor too.
 """
 
 from __future__ import annotations
@@ -745,7 +758,7 @@ import fcntl
 import os
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TypeVar
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import _disk, _usage
@@ -761,6 +774,7 @@ of_slot = _disk.of_slot
 pci_addresses = _disk.pci_addresses
 usage = _usage.usage
 usages = _usage.usages
+written = _usage.written
 
 # QEMU keeps shared locks on bytes from 100 and from 200 of an image that it has open.
 _QEMU_LOCKS = (100, 200)
@@ -784,11 +798,14 @@ def refusals(disk: Disk, used: Usage) -> list[Refusal]:
 
 
 @contextlib.contextmanager
-def exclusive(disk: Disk) -> Iterator[int]:
+def exclusive(disk: Disk, *, seen: Collection[str] | None = None) -> Iterator[int]:
     """A descriptor of the disk that nobody else can claim, checked to be that disk and unused.
 
     Opened for direct I/O. While it is held no partition of the disk can be mounted or formatted,
     and a QEMU that shares our /dev cannot start on it.
+
+    seen: the signatures that the plan saw, as `written` names them. With anything else on it the
+    disk is refused: nobody approved the end of what was made since.
     """
     flags = os.O_RDWR | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC
     try:
@@ -802,6 +819,8 @@ def exclusive(disk: Disk) -> Iterator[int]:
         actual = _disk.of_descriptor(descriptor)
         _disk.require(actual, identifier=disk.identity, serial=disk.serial, size=disk.size_bytes)
         _refuse_use(actual)
+        if seen is not None:
+            _refuse_change(descriptor, actual, seen)
         yield descriptor
     finally:
         os.close(descriptor)
@@ -811,7 +830,7 @@ def _refuse_use(disk: Disk) -> None:
     """A program may look at the disk for a moment; everything else is refused at once."""
     until = time.monotonic() + _PATIENCE_S
     while True:
-        used = _usage.usage(disk)
+        used = _usage.claims(disk)
         blockers = refusals(disk, used)
         if not blockers:
             return
@@ -819,6 +838,17 @@ def _refuse_use(disk: Disk) -> None:
         if lasting or time.monotonic() > until:
             raise blockers[0]
         time.sleep(0.2)
+
+
+def _refuse_change(descriptor: int, disk: Disk, seen: Collection[str]) -> None:
+    there = written(_usage.signatures(disk, descriptor))
+    if sorted(seen) != sorted(there):
+        raise Refusal(
+            "changed_since_plan",
+            expected=f"on {disk.identity} what the plan saw: {', '.join(seen) or 'nothing'}",
+            found=", ".join(there) or "nothing",
+            remedy="find out who uses the disk; make a new plan and have it approved",
+        )
 
 
 def _reserve(descriptor: int, disk: Disk) -> None:
@@ -849,7 +879,7 @@ def _patiently(act: Callable[[], Result]) -> Result:
 
 def _busy(disk: Disk, who: str) -> Refusal:
     """What uses the disk, as far as it can be seen; otherwise who refused."""
-    found = refusals(disk, _usage.usage(disk))
+    found = refusals(disk, _usage.claims(disk))
     if found:
         return found[0]
     return Refusal(
@@ -2625,7 +2655,7 @@ def quoted(text: str) -> str:
     return "".join(c if c in _PLAIN else f"\\{c}" for c in shown) or "-"
 '''
 
-# sha256 042b95da1340e2793f831b04c61cdde37d0322bf09947a3eb6a97809d9b8460e
+# sha256 3a8f200c9d21493d3a8bc5f401e5ccb4eacd5501343574669d3168aa98e8578c
 SOURCES["_parity_certificate"] = r'''"""When an OpenSSH host certificate is valid and which key it is for, read from the file itself."""
 
 from __future__ import annotations
@@ -2651,6 +2681,8 @@ class Certificate:
     key_id: str
     valid_after: int
     valid_before: int
+    serial: int = 0
+    principals: tuple[str, ...] = ()
 
 
 def parse(text: str) -> Certificate:
@@ -2662,12 +2694,16 @@ def parse(text: str) -> Certificate:
     reader.text()
     reader.text()
     key = tuple(reader.text() for _part in range(_KEY_PARTS[words[0]]))
-    reader.number(8)
+    serial = reader.number(8)
     if reader.number(4) != 2:
         raise ValueError("a certificate of a user, not of a host")
     key_id = reader.text().decode(errors="replace")
-    reader.text()
-    return Certificate(key, key_id, reader.number(8), reader.number(8))
+    names = _Reader(reader.text())
+    principals = []
+    while names.left:
+        principals.append(names.text().decode(errors="replace"))
+    after, before = reader.number(8), reader.number(8)
+    return Certificate(key, key_id, after, before, serial, tuple(principals))
 
 
 def key_parts(public_key: str) -> tuple[bytes, ...]:
@@ -2700,7 +2736,7 @@ class _Reader:
         return taken
 '''
 
-# sha256 c2f1738017a577781485fb0c1f2b3a87d0ebfffe5194d8ce54eab0cfa337710c
+# sha256 74257ce7c2c904079e12045aedd2855909f3e1d00d22cbcd380f8e6c74019713
 SOURCES["_parity_checks_platform"] = r'''"""Parity checks of the machine: its management path, firmware, kernel, IOMMU and bindings."""
 
 from __future__ import annotations
@@ -2709,6 +2745,7 @@ import contextlib
 import fcntl
 import ipaddress
 import os
+import re
 import time
 from urllib.parse import urlsplit
 
@@ -2728,10 +2765,17 @@ from ansible_collections.gpuaas.slice.plugins.module_utils._parity import (
     verdict,
     warned,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils._parity_facts import Facts
+from ansible_collections.gpuaas.slice.plugins.module_utils._parity_facts import (
+    BINDING,
+    BINDING_SETTINGS,
+    Facts,
+    kept,
+)
 
 ENROLMENT = "/etc/gpuaas/enrolment.env"
 HOST_KEY = "/etc/ssh/ssh_host_ed25519_key.pub"
+# Written by the enrolment, once for an installation.
+FIRST_BOOT = "/var/log/gpuaas-slice-firmware.log"
 CERTIFICATE = "/etc/ssh/ssh_host_ed25519_key-cert.pub"
 _TAGS = {"slice": "gpuaas-profile-slice-vm", "baremetal": "gpuaas-profile-baremetal"}
 _KVM_GET_API_VERSION, _KVM_CREATE_VM = 0xAE00, 0xAE01
@@ -2776,10 +2820,13 @@ def name_resolution(facts: Facts) -> Verdict:
 
 
 def maas_intent(facts: Facts) -> Verdict:
+    """The tag of this intent and of no other: two would leave the next deployment to chance."""
     tags, wanted = facts.asked.maas_tags, _TAGS[facts.asked.intent]
     if tags is None:
         return warned("the MAAS tags of this machine are not known here")
-    return passed(wanted) if wanted in tags else failed(f"tags are {', '.join(tags) or 'none'}")
+    if [tag for tag in tags if tag in _TAGS.values()] == [wanted]:
+        return passed(wanted)
+    return failed(f"tags are {', '.join(tags) or 'none'}, not {wanted}")
 
 
 def firmware_virtualization(_facts: object) -> Verdict:
@@ -2788,6 +2835,14 @@ def firmware_virtualization(_facts: object) -> Verdict:
             found = {"vmx", "svm"} & set(row.split())
             return passed(found.pop()) if found else failed("no vmx or svm: off in the firmware")
     return failed("/proc/cpuinfo shows no flags")
+
+
+def firmware(facts: Facts) -> Verdict:
+    """What the processor shows now decides; beside it stands what the first boot's preflight found,
+    which somebody may have mended since.
+    """
+    found = firmware_virtualization(facts)
+    return Verdict(found.status, f"{found.detail}; {_first_boot()}")
 
 
 def kvm(_facts: object) -> Verdict:
@@ -2833,7 +2888,9 @@ def vfio_modules(facts: Facts) -> Verdict:
 
 
 def vfio_binding(facts: Facts) -> Verdict:
-    """Every approved device is on vfio-pci and answers on its configuration space."""
+    """Every approved device is on vfio-pci, will be after the next boot, and answers on its
+    configuration space.
+    """
     if not facts.passthrough:
         return warned("no approved slot: nothing is to be bound yet")
     problems = []
@@ -2847,6 +2904,13 @@ def vfio_binding(facts: Facts) -> Verdict:
             problems.append(f"{address} is on {device.driver or 'no driver'}")
         elif not _pci.answers(address):
             problems.append(f"{address} does not answer")
+    problems += facts.not_at_boot(BINDING)
+    recorded = kept(BINDING_SETTINGS).get("devices") or {}
+    problems += [
+        f"{address} is not in {BINDING_SETTINGS}"
+        for address in facts.passthrough
+        if address not in recorded
+    ]
     return verdict(problems, f"{len(facts.passthrough)} devices on {_pci.VFIO}")
 
 
@@ -2881,6 +2945,19 @@ def api_topology(facts: Facts) -> Verdict:
     if blockers:
         return failed(f"candidate_summary.blockers: {blockers}")
     return passed("completed with no candidate_summary.blockers")
+
+
+def _first_boot() -> str:
+    """The preflight's report that the enrolment left, in a few words of ours."""
+    text = _host.read(FIRST_BOOT)
+    if text is None:
+        return "no report of the first boot"
+    failed_checks = re.findall(r"^GPUAAS_SLICE_FIRMWARE status=FAIL check=([a-z_]+) ", text, re.M)
+    ended = re.search(r"^GPUAAS_SLICE_FIRMWARE_SUMMARY status=([A-Z]+) ", text, re.M)
+    if ended is None:
+        return f"first boot: no summary in {FIRST_BOOT}"
+    failing = f" ({', '.join(failed_checks)})" if failed_checks else ""
+    return f"first boot: {ended[1]}{failing}, see {FIRST_BOOT}"
 
 
 def _api_names(facts: Facts) -> dict[str, int]:
@@ -2937,11 +3014,12 @@ def _iso(seconds: int) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 '''
 
-# sha256 3ffa715e106ff4630f81dff367344dcbd80ceb9720af1e5d6f9b571e653e7e64
+# sha256 ebcc56893a774617cbbbce66d3b3d722b1f49cea7dc14df6f18e6ee089ae3506
 SOURCES["_parity_facts"] = r'''"""What the parity checks look at, each read at most once per run however many checks need it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -2961,6 +3039,17 @@ from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusa
 BASELINE = "gpuaas-slice-network-baseline.service"
 OLD_BASELINE = "gpuaas-slice-host-net-baseline.service"
 FABRIC, BINDING = "gpuaas-slice-fabric.service", "gpuaas-slice-vfio.service"
+# What these two go by at boot; named again, since their writers take long to load on a host.
+FABRIC_SETTINGS, BINDING_SETTINGS = "/etc/gpuaas/fabric.json", "/etc/gpuaas/vfio-binding.json"
+
+
+def kept(path: str) -> dict[str, Any]:
+    """What a boot service goes by; {} when that cannot be read."""
+    try:
+        found = json.loads(_host.read(path) or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 @dataclass(frozen=True)
@@ -3067,6 +3156,15 @@ class Facts:
 
     def unit(self, name: str) -> Unit:
         return self._units.get(name, _ABSENT)
+
+    def not_at_boot(self, name: str) -> list[str]:
+        """Why the next boot would not start a unit; [] when it would."""
+        unit = self.unit(name)
+        if unit.load != "loaded":
+            return [f"{name} is {unit.load or 'unknown'}"]
+        if unit.file == "enabled":
+            return []
+        return [f"{name} is {unit.file or 'not enabled'}: it would not start at boot"]
 
     @cached_property
     def _units(self) -> dict[str, Unit]:
@@ -3898,7 +3996,7 @@ def _text(value: Any) -> str:
     return "" if value is None else str(value)
 '''
 
-# sha256 48f7c065244976053d22ff559e2c5d086451a848eab823a9d6ee7c10588f2a9a
+# sha256 683f7aa92630387e5b21a13177640af0a398a3c2c8c746664d6911ce25acc387
 SOURCES["_preflight_command"] = r'''"""The firmware preflight as a program, for MAAS commissioning: one line per finding on stdout.
 
 Reads only, unless GPUAAS_SLICE_APPLY_BIOS=1: then it stages what differs, makes the BIOS job with
@@ -3943,6 +4041,7 @@ settings, from the environment (a MAAS script's or a site wrapper's):
   GPUAAS_SLICE_GPU_IDS             vendor:device of GPUs, by commas (10de:2335)
   GPUAAS_SLICE_GPU_EXPECTED        how many there must be (any number)
   GPUAAS_SLICE_FABRIC_IDS          vendor:device of fabric cards, by commas (15b3:a2dc)
+  GPUAAS_SLICE_NVME_EXCLUDE        models of disks that are never a slot's, by commas
   GPUAAS_SLICE_NOT_APPLICABLE      checks that do not apply to this machine, by commas
 to install RACADM where it is missing; all four or none:
   GPUAAS_SLICE_RACADM_REPOSITORY   the signed repository
@@ -4023,6 +4122,7 @@ class _Settings:
             gpu_ids=self._list("GPUAAS_SLICE_GPU_IDS", _preflight.GPU_IDS),
             fabric_ids=self._list("GPUAAS_SLICE_FABRIC_IDS", _preflight.FABRIC_IDS),
             expected_gpus=int(self._number("GPUAAS_SLICE_GPU_EXPECTED", 0)),
+            exclude_models=self._list("GPUAAS_SLICE_NVME_EXCLUDE", ()),
             not_applicable=not_applicable,
         )
 
@@ -5117,7 +5217,7 @@ def _mib(meminfo: str | None, name: str) -> int:
     return 0
 '''
 
-# sha256 7a798c374aa859bee4cb291dd324346dfdf1a0a8be403cd9fa48adfac08300a6
+# sha256 c68076fa6cef790d05615468be484e0d37ad5baefc526f70a8a605e6a47f581b
 SOURCES["_topology_network"] = r'''"""What the host's slice network is right now, with the reasons why guests would have none.
 
 False green is the worst failure here (a missing NAT rule under green services), so this reads
@@ -5222,10 +5322,11 @@ def listens(pid: int, port: int) -> bool:
     return any(str(entry.readlink())[8:-1] in inodes for entry in folder.iterdir())
 
 
-def routes() -> list[str]:
-    """Destinations of the main IPv4 routing table, as networks."""
-    rows = (_host.read("/proc/net/route") or "").splitlines()[1:]
-    return [_network(row.split()) for row in rows if len(row.split()) > 7]
+def routes(interface: str = "") -> list[str]:
+    """Destinations of the main IPv4 routing table, as networks; of one interface if it is named."""
+    rows = [row.split() for row in (_host.read("/proc/net/route") or "").splitlines()[1:]]
+    wanted = [row for row in rows if len(row) > 7 and interface in ("", row[0])]
+    return [_network(row) for row in wanted]
 
 
 def gateway() -> str:
@@ -5258,7 +5359,8 @@ def observe(profile: Mapping[str, Any]) -> dict[str, Any]:
         "forwarding": forwarding(),
         "dnsmasq": {"running": bool(dnsmasq_pid()), "stale": stale_reservations()},
         "fabric_route": {
-            "required": bool(route),
+            # A site that forgot to name it must not look like hardware without a fabric.
+            "required": "fabric_route" not in profile.get("not_applicable", ()),
             "present": bool(route) and route in routes(),
             "route": route,
         },
@@ -5288,7 +5390,8 @@ def _blockers(state: Mapping[str, Any], network: Mapping[str, Any]) -> list[Bloc
         blockers.append(blocker("stale_reservations", ", ".join(state["dnsmasq"]["stale"])))
     route = state["fabric_route"]
     if route["required"] and not route["present"]:
-        blockers.append(blocker("missing_fabric_route", f"no route to {route['route']}"))
+        shown = f"no route to {route['route']}" if route["route"] else "the profile names none"
+        blockers.append(blocker("missing_fabric_route", shown))
     return blockers
 
 
@@ -5694,7 +5797,7 @@ DEFINITIONS: Mapping[str, Definition] = {
 PROFILES = tuple(DEFINITIONS)
 '''
 
-# sha256 c6c13c2b2b39c90c637929689fd620e255df42e46e92a83e642eb4f3b15fe282
+# sha256 cd398a59cbe674490d9237be046e2b65663fdfc41c9cc4c9d2bbae383e8c4290
 SOURCES["_usage"] = r'''"""Who uses a disk: mounts, swap, holders, open files, and what is written on it.
 
 Asking whether the *disk* is mounted says no while its partition is mounted, so every look goes over
@@ -5706,8 +5809,8 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import _disk, _host, _signature
@@ -5782,6 +5885,24 @@ def usage(disk: _disk.Disk) -> Usage:
 
 def usages(disks: Sequence[_disk.Disk]) -> dict[str, Usage]:
     """The use of several disks by kernel name, with one look at mounts, swap and processes."""
+    found = _claims(disks)
+    return {
+        disk.kernel_name: replace(found[disk.kernel_name], filesystems=signatures(disk))
+        for disk in disks
+    }
+
+
+def claims(disk: _disk.Disk) -> Usage:
+    """The same without what is written on the disk, so that nothing is opened to be asked."""
+    return _claims([disk])[disk.kernel_name]
+
+
+def written(filesystems: Mapping[str, str]) -> list[str]:
+    """Signatures as plans and refusals name them."""
+    return [f"{kind} on {name}" for name, kind in sorted(filesystems.items())]
+
+
+def _claims(disks: Sequence[_disk.Disk]) -> dict[str, Usage]:
     family = {disk.kernel_name: [disk.kernel_name, *partitions(disk)] for disk in disks}
     numbers = {name: _number(name) for names in family.values() for name in names}
     table, swaps = mounts(), _swaps()
@@ -5803,7 +5924,6 @@ def usages(disks: Sequence[_disk.Disk]) -> dict[str, Usage]:
             dm=[name for name in above if name.startswith("dm-") and not _is_lvm(name)],
             lvm=[name for name in above if name.startswith("dm-") and _is_lvm(name)],
             holders=[name for name in above if not name.startswith(("md", "dm-"))],
-            filesystems=signatures(disk),
             qemu_pids=sorted({one.pid for one in processes if one.name.startswith("qemu")}),
             openers=sorted(
                 {
@@ -5831,22 +5951,27 @@ def extents(disk: _disk.Disk) -> dict[str, tuple[int, int]]:
     return found
 
 
-def signatures(disk: _disk.Disk) -> dict[str, str]:
+def signatures(disk: _disk.Disk, descriptor: int | None = None) -> dict[str, str]:
     """Type of what is written on the disk and on each partition, read past the page cache."""
-    return {name: found[0].type for name, found in marks(disk).items()}
+    return {name: found[0].type for name, found in marks(disk, descriptor).items()}
 
 
-def marks(disk: _disk.Disk) -> dict[str, list[_signature.Signature]]:
-    """Every signature of the disk and of each partition that has one, the telling one first."""
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT
-    descriptor = os.open(_disk.node(disk.kernel_name), flags)
-    try:
-        found = {
-            name: _signature.found(descriptor, start, length)
-            for name, (start, length) in extents(disk).items()
-        }
-    finally:
-        os.close(descriptor)
+def marks(disk: _disk.Disk, descriptor: int | None = None) -> dict[str, list[_signature.Signature]]:
+    """Every signature of the disk and of each partition that has one, the telling one first.
+
+    descriptor: the disk as it is held for direct I/O; without one its path is opened.
+    """
+    if descriptor is None:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT
+        opened = os.open(_disk.node(disk.kernel_name), flags)
+        try:
+            return marks(disk, opened)
+        finally:
+            os.close(opened)
+    found = {
+        name: _signature.found(descriptor, start, length)
+        for name, (start, length) in extents(disk).items()
+    }
     return {name: signs for name, signs in found.items() if signs}
 
 

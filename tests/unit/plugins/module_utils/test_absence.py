@@ -11,6 +11,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _dnsmasq,
     _flows,
     _libvirt,
+    _qos,
     _slice_names,
     _slots,
 )
@@ -36,6 +37,7 @@ def empty(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(_libvirt, "states", dict)
     monkeypatch.setattr(_flows, "port_number", lambda _port: None)
     monkeypatch.setattr(_flows, "installed", lambda _bridge, _allocation: frozenset())
+    monkeypatch.setattr(_qos, "observe", lambda _allocation: _qos.State())
     monkeypatch.setattr(_dnsmasq, "connections", lambda _ip: 0)
     monkeypatch.setattr(_slots, "disk", lambda _slot: (object(), []))
     monkeypatch.setattr(_slots, "passthrough", lambda _address: [])
@@ -66,6 +68,7 @@ UNBOUND = Refusal("not_bound", expected="", found="", remedy="")
         ((_libvirt, "processes", lambda _marker: {7: "qemu-system-x86_64"}), "qemu_process"),
         ((_flows, "port_number", lambda _port: 0), "ovs_port"),
         ((_flows, "installed", lambda *_: {RULE}), "flows"),
+        ((_qos, "observe", lambda _allocation: _qos.State(rows=("row",))), "qos"),
         ((_dnsmasq, "connections", lambda _ip: 2), "connections"),
         pytest.param(
             (_slots, "passthrough", lambda _functions: [UNBOUND]),
@@ -117,6 +120,7 @@ def test_a_lease_counts_unless_the_address_has_a_new_holder(empty: Path) -> None
         (_libvirt, "states", "domain"),
         (_flows, "port_number", "ovs_port"),
         (_flows, "installed", "flows"),
+        (_qos, "observe", "qos"),
         (_dnsmasq, "connections", "connections"),
         (_slots, "disk", "disk_holders"),
         (_slots, "passthrough", "vfio_bound"),

@@ -14,6 +14,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _change,
     _command,
     _host,
+    _network_files,
 )
 
 pytestmark = pytest.mark.covers("HOST-6")
@@ -110,7 +111,7 @@ def test_a_configuration_that_dnsmasq_refuses_is_not_installed(systemd: Systemd)
 
 
 def test_dnsmasq_serves_reservations_on_the_bridge_only() -> None:
-    lines = _baseline.dnsmasq(PARAMS).splitlines()
+    lines = _network_files.dnsmasq(PARAMS).splitlines()
     assert "interface=ovsbr0" in lines and "except-interface=lo" in lines
     assert "dhcp-range=10.100.0.0,static,255.255.255.0,12h" in lines
     assert "dhcp-hostsdir=/var/lib/gpuaas/dnsmasq/hosts.d" in lines

@@ -139,3 +139,41 @@ def test_a_real_block_device_is_wiped_and_its_partitions_are_gone(loop) -> None:
     # A format that reports success and does nothing was caught by the read-back.
     assert "bytes left" in proof["attempts"][0]["outcome"]
     assert _block.usage(disk).children == []
+
+
+@pytest.mark.covers("I7")
+def test_the_path_is_opened_once(loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is looked up later would be looked up on whatever has the name by then."""
+    disk = _block.resolve(loop.name)
+    loop.run("mke2fs", "-q", "-t", "ext4", f"{loop.device}p1")
+    opened: list[str] = []
+    real = os.open
+
+    def note(path: object, *how: int, **more: int) -> int:
+        opened.append(str(path))
+        return real(path, *how, **more)
+
+    monkeypatch.setattr(os, "open", note)
+    with _block.exclusive(disk, seen=[f"ext4 on {loop.name}p1"]):
+        pass
+    assert [path for path in opened if path.endswith(f"/dev/{loop.name}")] == [
+        str(_block._disk.node(loop.name))
+    ]
+
+
+@pytest.mark.covers("I7")
+def test_what_is_on_the_disk_must_be_what_the_plan_saw(loop) -> None:
+    disk = _block.resolve(loop.name)
+    with _block.exclusive(disk, seen=[]):
+        pass
+    loop.run("mke2fs", "-q", "-t", "ext4", f"{loop.device}p1")
+    there = f"ext4 on {loop.name}p1"
+    for seen in ([], [f"xfs on {loop.name}p1"], [there, f"gpt on {loop.name}"]):
+        with pytest.raises(Refusal) as caught, _block.exclusive(disk, seen=seen):
+            pass
+        assert (caught.value.code, caught.value.found) == ("changed_since_plan", there)
+        assert disk.identity in caught.value.expected
+    with _block.exclusive(disk, seen=[there]):
+        pass
+    with _block.exclusive(disk):
+        pass

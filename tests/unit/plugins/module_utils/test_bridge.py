@@ -18,6 +18,7 @@ pytestmark = pytest.mark.covers("HOST-6")
 
 RULE = "-A POSTROUTING -s 10.100.0.0/24 -j MASQUERADE"
 PARAMS = {"bridge": "ovsbr0", "address": "10.100.0.1/24", "subnet": "10.100.0.0/24"}
+SETTINGS = "/etc/gpuaas/network-baseline.json"
 
 
 class Network:
@@ -137,10 +138,10 @@ def test_the_cards_link_gets_its_address_when_asked(network: Network) -> None:
 
 
 def test_boot_does_the_same(network: Network, capsys: pytest.CaptureFixture[str]) -> None:
-    _host.write(_bridge.SETTINGS, json.dumps({**PARAMS, "tmfifo": False}))
-    assert _bridge.boot(_bridge.SETTINGS) == 0
+    _host.write(SETTINGS, json.dumps({**PARAMS, "tmfifo": False}))
+    assert _bridge.boot(SETTINGS) == 0
     assert capsys.readouterr().out.startswith("done: add_bridge,")
-    assert _bridge.boot(_bridge.SETTINGS) == 0
+    assert _bridge.boot(SETTINGS) == 0
 
 
 def test_without_open_vswitch_there_are_no_bridges(tree: Path, script: Any) -> None:

@@ -1,26 +1,88 @@
-"""The host's address on the fabric, as netplan reads it."""
+"""The host's address on the fabric: as netplan reads it, and as the host then has it."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _host, _ipoib
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _change,
+    _command,
+    _host,
+    _ipoib,
+)
 
 pytestmark = pytest.mark.covers("HOST-7")
 
 PARAMS = {"interface": "ibp65s0", "address": "10.20.0.7/16", "route": "10.20.0.0/16"}
+ROUTE = "Iface\nibp65s0 0000140A 0 0001 0 0 0 0000FFFF 0 0 0\n"
 
 
-def drive(**more: str) -> _change.Outcome:
-    return _change.drive(_ipoib.SUBJECT, PARAMS | more, check_mode=False)
+class Fabric:
+    """netplan and networkd: what an apply takes from the file, the host has."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        self.addresses: dict[str, list[str]] = {"ibp65s0": []}
+        self.refusal = self.broken = ""
+        self.deaf = False
+        self.shown: dict[str, str] = {}
+        monkeypatch.setattr(_command, "run", self.run)
+        monkeypatch.setattr(_ipoib, "_SETTLES_S", 0.0)
+
+    def run(self, argv: Sequence[str], **_more: Any) -> _command.Result:
+        self.calls.append(" ".join(argv[:2]))
+        if argv[0] == "ip":
+            return _command.Result(0, json.dumps(self._links()), "")
+        if argv[:2] == ["netplan", "generate"]:
+            root = Path(argv[3])
+            self.shown = {
+                str(file.relative_to(root)): file.read_text() for file in root.glob("*/*/*.yaml")
+            }
+            said = f"{root}{self.refusal}" if self.refusal else ""
+            return _command.Result(1 if self.refusal else 0, "", said)
+        assert list(argv) == ["netplan", "apply"]
+        if self.broken:
+            raise _command.Refusal("command_failed", expected="", found=self.broken, remedy="")
+        if not self.deaf:
+            self.settle()
+        return _command.Result(0, "", "")
+
+    def settle(self) -> None:
+        found = yaml.safe_load(_host.read(_ipoib.FILE) or "") or {}
+        for name, link in found.get("network", {}).get("ethernets", {}).items():
+            self.addresses[name] = link["addresses"]
+            _host.write("/proc/net/route", ROUTE if link.get("routes") else "Iface\n")
+
+    def _links(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "ifname": name,
+                "flags": ["UP"],
+                "addr_info": [
+                    {"local": one.partition("/")[0], "prefixlen": int(one.partition("/")[2])}
+                    for one in addresses
+                ],
+            }
+            for name, addresses in self.addresses.items()
+        ]
 
 
-def test_the_file_is_what_netplan_takes_and_written_once(tree: Path, script: Any) -> None:
-    script.on("netplan", "apply")
-    assert drive().done == ["remember_before", "write_netplan"]
+@pytest.fixture
+def fabric(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Fabric:
+    return Fabric(monkeypatch)
+
+
+def drive(*, check_mode: bool = False, **more: str) -> _change.Outcome:
+    return _change.drive(_ipoib.SUBJECT, PARAMS | more, check_mode=check_mode)
+
+
+def test_the_file_is_what_netplan_takes_and_written_once(fabric: Fabric) -> None:
+    assert drive().done == ["remember_before", "write_netplan", "apply_netplan"]
     text = _host.read(_ipoib.FILE)
     assert text is not None
     assert yaml.safe_load(text)["network"]["ethernets"] == {
@@ -30,7 +92,9 @@ def test_the_file_is_what_netplan_takes_and_written_once(tree: Path, script: Any
         }
     }
     assert _host.path(_ipoib.FILE).stat().st_mode & 0o777 == 0o600
+    fabric.calls.clear()
     assert not drive().changed
+    assert "netplan generate" not in fabric.calls
     assert drive(route="").changed
 
 
@@ -40,24 +104,74 @@ def test_the_file_is_what_netplan_takes_and_written_once(tree: Path, script: Any
         {"interface": ""},
         {"interface": 'ib": {}'},
         {"address": ""},
+        {"address": "10.20.0.7"},
         {"address": "10.20.0.7/33"},
+        {"address": "fd00::7/64"},
         {"route": "default\nx: y"},
     ],
 )
-def test_what_netplan_would_read_as_more_is_refused(
-    tree: Path, script: Any, bad: dict[str, str]
-) -> None:
+def test_what_netplan_would_read_as_more_is_refused(fabric: Fabric, bad: dict[str, str]) -> None:
     failure = drive(**bad).failure
     assert failure is not None and failure.code == "ipoib_invalid"
+    assert (_host.read(_ipoib.FILE), fabric.calls) == (None, [])
+
+
+def test_what_netplan_refuses_is_never_written(fabric: Fabric, tree: Path) -> None:
+    """It judges the whole of what the next boot reads, in a copy."""
+    _host.write("/etc/netplan/50-cloud-init.yaml", "network: {version: 2, x: 1}\n")
+    fabric.refusal = "/etc/netplan/50-cloud-init.yaml:1:25: unknown key x"
+    for check_mode in (True, False):
+        failure = drive(check_mode=check_mode).failure
+        assert failure is not None and failure.code == "netplan_refused"
+        assert failure.found == fabric.refusal
+    assert set(fabric.shown) == {"etc/netplan/50-cloud-init.yaml", "etc/netplan/60-ipoib.yaml"}
+    assert fabric.shown["etc/netplan/60-ipoib.yaml"] == _ipoib.text(PARAMS)
+    assert _host.read(_ipoib.FILE) is None
+    assert "netplan apply" not in fabric.calls
+
+
+def test_an_apply_that_fails_fails_again_until_the_host_has_it(fabric: Fabric) -> None:
+    """The file is written by then: it alone is no reason to say that all is well."""
+    fabric.broken = "networkd is masked"
+    failure = drive().failure
+    assert failure is not None and failure.found == fabric.broken
+    again = drive()
+    assert (again.failed_step, again.done) == ("apply_netplan", [])
+    fabric.broken = ""
+    assert drive().done == ["apply_netplan"]
+    assert not drive().changed
+
+
+def test_an_apply_without_effect_is_no_success(fabric: Fabric) -> None:
+    fabric.deaf = True
+    failure = drive().failure
+    assert failure is not None and failure.code == "ipoib_not_live"
+    assert failure.expected == "ibp65s0 to have address 10.20.0.7/16, route 10.20.0.0/16"
+
+
+@pytest.mark.parametrize("lost", ["address", "route", "other link's route"])
+def test_repair_acts_when_only_the_live_state_is_gone(fabric: Fabric, lost: str) -> None:
+    drive()
+    if lost == "address":
+        fabric.addresses["ibp65s0"] = []
+    else:
+        row = ROUTE.replace("ibp65s0", "eth0") if lost != "route" else "Iface\n"
+        _host.write("/proc/net/route", row)
+    assert drive(check_mode=True).changed
+    assert drive().done == ["apply_netplan"]
+    assert not drive().changed
+
+
+def test_an_interface_that_is_not_there_is_named(fabric: Fabric) -> None:
+    fabric.addresses = {"eth0": []}
+    failure = drive().failure
+    assert failure is not None and failure.code == "ipoib_interface_missing"
     assert _host.read(_ipoib.FILE) is None
 
 
 @pytest.mark.covers("HOST-15")
 @pytest.mark.parametrize("was", [None, "network: {version: 2, renderer: networkd}\n"])
-def test_the_sites_own_file_comes_back_or_ours_goes(
-    tree: Path, script: Any, was: str | None
-) -> None:
-    script.on("netplan", "apply")
+def test_the_sites_own_file_comes_back_or_ours_goes(fabric: Fabric, was: str | None) -> None:
     if was:
         _host.write(_ipoib.FILE, was)
     drive()
@@ -68,16 +182,25 @@ def test_the_sites_own_file_comes_back_or_ours_goes(
 
 
 @pytest.mark.covers("HOST-15")
-def test_what_somebody_puts_over_our_file_is_not_what_was_before(tree: Path, script: Any) -> None:
-    script.on("netplan", "apply")
+def test_a_way_back_that_was_not_applied_is_not_over(fabric: Fabric) -> None:
+    drive()
+    fabric.broken = "networkd is masked"
+    assert drive(state="absent").failed_step == "apply_netplan"
+    assert drive(state="absent").failed_step == "apply_netplan"
+    fabric.broken = ""
+    assert drive(state="absent").done == ["apply_netplan", "forget_before"]
+
+
+@pytest.mark.covers("HOST-15")
+def test_what_somebody_puts_over_our_file_is_not_what_was_before(fabric: Fabric) -> None:
     drive()
     _host.write(_ipoib.FILE, "network: {version: 2}\n")
-    assert drive().done == ["write_netplan"]
-    assert drive(state="absent").done == ["remove_netplan", "forget_before"]
+    assert drive().done == ["write_netplan", "apply_netplan"]
+    assert drive(state="absent").done == ["remove_netplan", "apply_netplan", "forget_before"]
     assert _host.read(_ipoib.FILE) is None
 
 
 @pytest.mark.covers("HOST-15")
-def test_a_file_of_the_site_is_not_ours_to_remove(tree: Path, script: Any) -> None:
+def test_a_file_of_the_site_is_not_ours_to_remove(fabric: Fabric) -> None:
     _host.write(_ipoib.FILE, "network: {version: 2}\n")
     assert not drive(state="absent").changed

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _baseline,
+    _boot,
     _bridge,
+    _change,
+    _host,
+    _ipoib,
+    _network_files,
     _parity,
     _parity_checks_network,
+    _parity_facts,
     _parity_probe,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
@@ -18,20 +25,58 @@ pytestmark = pytest.mark.covers("HOST-10")
 
 NAT = ("iptables", "-w", "-t", "nat", "-S", "POSTROUTING")
 RULE = "-A POSTROUTING -s 10.100.0.0/24 -j MASQUERADE"
+NETWORK: dict[str, Any] = {
+    "bridge": "ovsbr0",
+    "address": "10.100.0.1/24",
+    "subnet": "10.100.0.0/24",
+    "tmfifo": False,
+}
+UP = "loaded/active/enabled/success"
+FABRIC_SETTINGS = '{"count": 1, "macs": {}, "pf_ids": ["8086:10c9"], "pfs": []}'
+
+
+@pytest.fixture
+def bootstrapped(machine: Any) -> Any:
+    """A host with the files of the network baseline, written by what bootstrap writes them with."""
+    _host.write(_network_files.SETTINGS, json.dumps(_network_files.settings(NETWORK)))
+    _host.write(_network_files.SYSCTL, _network_files.FORWARDING)
+    _host.write(_network_files.DNSMASQ, _network_files.dnsmasq(NETWORK))
+    return machine
 
 
 @pytest.mark.parametrize(
     ("state", "status"),
     [
-        ("loaded/active/enabled/success", "PASS"),
+        (UP, "PASS"),
         ("loaded/active/disabled/success", "FAIL"),
         ("loaded/failed/enabled/exit-code", "FAIL"),
         ("not-found/inactive//", "FAIL"),
     ],
 )
-def test_the_baseline_service(parity: Any, script: Any, state: str, status: str) -> None:
+def test_the_baseline_service(
+    parity: Any, bootstrapped: Any, script: Any, state: str, status: str
+) -> None:
     parity.units(baseline=state)
     assert _parity_checks_network.network_service(parity.facts()).status == status
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (json.dumps({**NETWORK, "subnet": "10.9.0.0/24"}), "has another subnet than the profile"),
+        (json.dumps({**NETWORK, "extra": 1}), "has another extra than the profile"),
+        ("[]", "has another address, bridge, subnet, tmfifo than the profile"),
+        ("not json", "is missing or unreadable"),
+    ],
+)
+def test_a_boot_service_told_otherwise_is_no_proof(
+    parity: Any, bootstrapped: Any, text: str, problem: str
+) -> None:
+    parity.units(baseline=UP)
+    assert _parity_checks_network.network_service(parity.facts()).status == "PASS"
+    bootstrapped.file(_network_files.SETTINGS, text)
+    found = _parity_checks_network.network_service(parity.facts())
+    assert found == _parity.failed(f"{_network_files.SETTINGS} {problem}")
 
 
 def test_the_older_service_is_at_most_a_warning(parity: Any, script: Any) -> None:
@@ -40,6 +85,8 @@ def test_the_older_service_is_at_most_a_warning(parity: Any, script: Any) -> Non
 
 
 def test_functions_must_be_there_and_be_functions(parity: Any, machine: Any) -> None:
+    parity.units(fabric=UP)
+    machine.file(_parity_facts.FABRIC_SETTINGS, FABRIC_SETTINGS)
     assert _parity_checks_network.fabric_vfs(parity.facts()).status == "FAIL"
     machine.pci("0000:25:00.0", "8086:10c9", sriov_numvfs="0", sriov_totalvfs="7")
     assert (
@@ -54,6 +101,27 @@ def test_functions_must_be_there_and_be_functions(parity: Any, machine: Any) -> 
     )
     machine.function("0000:25:00.0", 0, "0000:25:10.0")
     assert _parity_checks_network.fabric_vfs(parity.facts(parity.slot)).status == "PASS"
+
+
+@pytest.mark.parametrize(
+    ("unit", "settings", "problem"),
+    [
+        (UP, FABRIC_SETTINGS, ""),
+        (UP, '{"pf_ids": ["8086:10c9"], "count": 0}', "other cards or numbers"),
+        (UP, '{"pf_ids": [], "count": 1}', "other cards or numbers"),
+        (UP, "no json", "other cards or numbers"),
+        ("loaded/active/disabled/success", FABRIC_SETTINGS, "would not start at boot"),
+        ("not-found/inactive//", FABRIC_SETTINGS, "is not-found"),
+    ],
+)
+def test_functions_must_come_back_at_the_next_boot(
+    parity: Any, machine: Any, unit: str, settings: str, problem: str
+) -> None:
+    machine.pci("0000:25:00.0", "8086:10c9", sriov_numvfs="1", sriov_totalvfs="7")
+    parity.units(fabric=unit)
+    machine.file(_parity_facts.FABRIC_SETTINGS, settings)
+    found = _parity_checks_network.fabric_vfs(parity.facts())
+    assert (found.status == "FAIL", problem in found.detail) == (bool(problem), True)
 
 
 def test_fabric_address_route_and_netplan(parity: Any, machine: Any, script: Any) -> None:
@@ -73,6 +141,17 @@ def test_another_sites_netplan_is_no_proof(parity: Any, machine: Any, text: str)
     machine.file("/etc/netplan/60-ipoib.yaml", text)
     found = _parity_checks_network.ipoib_netplan(parity.facts())
     assert found.detail == "/etc/netplan/60-ipoib.yaml does not give 10.20.0.7/16"
+
+
+def test_a_netplan_of_ours_is_as_it_was_written(parity: Any, machine: Any) -> None:
+    fabric = {**parity.profile["fabric"], "interface": "ibp65s0"}
+    facts = parity.facts(fabric=fabric)
+    own = {"interface": "ibp65s0", "address": "10.20.0.7/16", "route": "10.20.0.0/16"}
+    machine.file(_ipoib.FILE, _ipoib.text(own))
+    assert _parity_checks_network.ipoib_netplan(facts).status == "PASS"
+    machine.file(_ipoib.FILE, f"{_ipoib.text(own)}      gateway4: 10.20.0.1\n")
+    found = _parity_checks_network.ipoib_netplan(facts)
+    assert (found.status, "gateway4" in found.detail) == ("FAIL", True)
 
 
 def test_fabric_missing(parity: Any, machine: Any, script: Any) -> None:
@@ -95,7 +174,7 @@ def test_a_linux_bridge_of_the_right_name_is_not_enough(
 
 def test_what_bootstrap_writes_is_what_is_looked_for() -> None:
     checks = _parity_checks_network
-    assert (checks.DNSMASQ, checks.RESERVATIONS) == (_baseline.DNSMASQ, _baseline.RESERVATIONS)
+    assert _baseline.unit(NETWORK).service == _parity_facts.BASELINE
     assert (checks.TMFIFO, checks.TMFIFO_ADDRESS, checks.TMFIFO_PEER) == (
         _bridge.TMFIFO,
         _bridge.TMFIFO_ADDRESS,
@@ -109,7 +188,14 @@ def test_nat_and_forwarding(parity: Any, machine: Any, script: Any) -> None:
     assert _parity_checks_network.nat(parity.facts()).status == "FAIL"
     assert _parity_checks_network.ip_forwarding(parity.facts()).status == "FAIL"
     machine.file("/proc/sys/net/ipv4/ip_forward", "1\n")
+    machine.file(_network_files.SYSCTL, _network_files.FORWARDING)
     assert _parity_checks_network.ip_forwarding(parity.facts()).status == "PASS"
+    machine.file(_network_files.SYSCTL, "net.ipv4.ip_forward = 0\n")
+    found = _parity_checks_network.ip_forwarding(parity.facts())
+    assert found == _parity.failed(
+        "/etc/sysctl.d/60-gpuaas-slice.conf is not what bootstrap writes: "
+        "has 'net.ipv4.ip_forward = 0'"
+    )
 
 
 def guest(monkeypatch: pytest.MonkeyPatch, finding: _parity_probe.Finding | Refusal) -> None:
@@ -169,8 +255,8 @@ def test_dnsmasq_must_answer_a_guest(
 TEST = ("dnsmasq", "--test", "--conf-dir=/etc/dnsmasq.d,.dpkg-dist,.dpkg-old,.dpkg-new")
 
 
-def test_dnsmasq_settings(parity: Any, machine: Any, script: Any) -> None:
-    machine.file("/etc/dnsmasq.d/gpuaas-slice.conf", "interface=ovsbr0\n")
+def test_dnsmasq_settings(parity: Any, bootstrapped: Any, script: Any) -> None:
+    machine = bootstrapped
     machine.file("/var/lib/gpuaas/dnsmasq/hosts.d/a", "52:54:00:64:00:0a,10.100.0.10,a\n")
     script.on(*TEST, err="dnsmasq: syntax check OK.")
     assert _parity_checks_network.dnsmasq_config(parity.facts()).status == "PASS"
@@ -186,3 +272,51 @@ def test_dnsmasq_settings_that_do_not_parse(parity: Any, machine: Any, script: A
     script.on(*TEST, rc=1, err="dnsmasq: bad option\n")
     found = _parity_checks_network.dnsmasq_config(parity.facts())
     assert found.detail.endswith("gpuaas-slice.conf is missing; dnsmasq: bad option")
+
+
+# Each is valid to dnsmasq, and each would give guests what the profile does not.
+EDITS = [
+    (lambda text: f"{text}dhcp-option=option:dns-server,192.0.2.53\n", "has 'dhcp-option="),
+    (lambda text: text.replace("static", "10.100.0.200"), "has 'dhcp-range="),
+    (lambda text: text.replace("dhcp-ignore=tag:!known\n", ""), "lacks 'dhcp-ignore=tag:!known'"),
+    (lambda text: "".join(reversed(text.splitlines(keepends=True))), "has its lines otherwise"),
+    (lambda _text: "", "lacks "),
+]
+
+
+@pytest.mark.parametrize(("edit", "shown"), EDITS)
+def test_an_edited_but_valid_configuration_is_noticed_and_what_bootstrap_does_repairs_it(
+    parity: Any,
+    bootstrapped: Any,
+    script: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    edit: Any,
+    shown: str,
+) -> None:
+    script.on(*TEST, err="dnsmasq: syntax check OK.")
+    look = _parity_checks_network.dnsmasq_config
+    assert look(parity.facts()).status == "PASS"
+    bootstrapped.file(_network_files.DNSMASQ, edit(_network_files.dnsmasq(NETWORK)))
+    found = look(parity.facts())
+    assert (found.status, shown in found.detail) == ("FAIL", True), found.detail
+
+    # The remedy is the role slice_network, which is this plan.
+    idle = _boot.Service(active=True, enabled=True, started_at=2**40)
+    monkeypatch.setattr(_boot, "services", lambda names: dict.fromkeys(names, idle))
+    live = _bridge.State((), {}, forwarding=True, nat=True, uplink="eno1")
+    monkeypatch.setattr(_bridge, "observe", lambda _params: live)
+    monkeypatch.setattr(_bridge, "plan", lambda *_: _change.Plan())
+    steps = _baseline.plan(NETWORK, _baseline.observe(NETWORK)).steps
+    repair = [step for step in steps if step.subject == _network_files.DNSMASQ]
+    assert "restart_dnsmasq" in [step.name for step in steps]
+    script.on("dnsmasq", "--test", "--conf-file=-")
+    for step in repair:
+        _baseline.apply(NETWORK, step)
+    assert look(parity.facts()).status == "PASS"
+
+
+def test_another_profiles_network_is_not_this_ones(parity: Any, bootstrapped: Any) -> None:
+    network = parity.profile["network"] | {"address": "10.9.0.1/24", "subnet": "10.9.0.0/24"}
+    facts = parity.facts(network=network)
+    problems = _network_files.unlike(_network_files.DNSMASQ, _network_files.dnsmasq(facts.network))
+    assert problems and "10.100.0.0" in problems[0]

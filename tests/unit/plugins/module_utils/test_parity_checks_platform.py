@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from typing import Any
@@ -114,7 +115,13 @@ def test_an_unresolved_name_fails_and_an_address_passes(
 
 @pytest.mark.parametrize(
     ("tags", "status"),
-    [(None, "WARN"), (["gpuaas-profile-slice-vm"], "PASS"), (["gpuaas-profile-baremetal"], "FAIL")],
+    [
+        (None, "WARN"),
+        ([], "FAIL"),
+        (["virtual", "gpuaas-profile-slice-vm"], "PASS"),
+        (["gpuaas-profile-baremetal"], "FAIL"),
+        (["gpuaas-profile-baremetal", "gpuaas-profile-slice-vm"], "FAIL"),
+    ],
 )
 def test_intent_of_the_machine(parity: Any, tags: list[str] | None, status: str) -> None:
     asked = _parity_facts.Asked(profile=parity.profile, maas_tags=tags)
@@ -129,6 +136,31 @@ def test_intent_of_the_machine(parity: Any, tags: list[str] | None, status: str)
 def test_firmware_virtualization(parity: Any, machine: Any, cpuinfo: str, status: str) -> None:
     machine.file("/proc/cpuinfo", cpuinfo)
     assert _parity_checks_platform.firmware_virtualization(parity.facts()).status == status
+
+
+@pytest.mark.covers("HOST-1")
+def test_beside_the_firmware_stands_what_the_first_boot_found(parity: Any, machine: Any) -> None:
+    machine.file("/proc/cpuinfo", "flags : fpu vmx")
+
+    def detail() -> str:
+        found = _parity_checks_platform.firmware(parity.facts())
+        assert found.status == "PASS", "what was found once does not decide for ever"
+        return found.detail
+
+    assert detail() == "vmx; no report of the first boot"
+    log = "/var/log/gpuaas-slice-firmware.log"
+    rows = [
+        "GPUAAS_SLICE_FIRMWARE status=FAIL check=bios_settings detail=x remediation=y",
+        "GPUAAS_SLICE_FIRMWARE status=PASS check=kvm detail=x",
+        "GPUAAS_SLICE_FIRMWARE status=FAIL check=sriov detail=x remediation=y",
+    ]
+    machine.file(log, "\n".join(rows))
+    assert detail() == f"vmx; first boot: no summary in {log}"
+    rows.append("GPUAAS_SLICE_FIRMWARE_SUMMARY status=FAIL checks=8 failures=2 warnings=0")
+    machine.file(log, "\n".join(rows))
+    assert detail() == f"vmx; first boot: FAIL (bios_settings, sriov), see {log}"
+    machine.file("/proc/cpuinfo", "flags : fpu")
+    assert _parity_checks_platform.firmware(parity.facts()).status == "FAIL"
 
 
 def test_kernel_arguments_and_modules(parity: Any, machine: Any) -> None:
@@ -149,8 +181,16 @@ def test_kernel_arguments_and_modules(parity: Any, machine: Any) -> None:
     assert _parity_checks_platform.kernel_cmdline(parity.facts()).status == "PASS"
 
 
+def record(parity: Any, machine: Any, *addresses: str) -> None:
+    """What the binding's service goes by at boot."""
+    devices = dict.fromkeys(addresses, "1234:11e8")
+    machine.file(_parity_facts.BINDING_SETTINGS, json.dumps({"devices": devices}))
+    parity.units(binding="loaded/active/enabled/success")
+
+
 def test_binding_means_bound_and_answering(parity: Any, machine: Any) -> None:
     assert _parity_checks_platform.vfio_binding(parity.facts()).status == "WARN"
+    record(parity, machine, "0000:23:00.0", "0000:25:10.0", "0000:99:00.0")
     machine.file("/etc/gpuaas/slice-mode.json", '{"mode": "slice"}')
     machine.pci("0000:23:00.0", "1234:11e8", group=1, driver="vfio-pci", config="\x34\x12")
     machine.pci("0000:25:10.0", "8086:10ca", group=2, driver="igbvf")
@@ -165,8 +205,17 @@ def test_binding_means_bound_and_answering(parity: Any, machine: Any) -> None:
 def test_a_binding_outside_slice_mode_would_not_last(parity: Any, machine: Any) -> None:
     machine.pci("0000:23:00.0", "1234:11e8", driver="vfio-pci", config="\x34\x12")
     machine.pci("0000:25:10.0", "8086:10ca", driver="vfio-pci", config="\x86\x80")
+    record(parity, machine, "0000:23:00.0", "0000:25:10.0")
     found = _parity_checks_platform.vfio_binding(parity.facts(parity.slot))
     assert found == _parity.failed("the host is not in slice mode: nothing would be bound at boot")
+    machine.file("/etc/gpuaas/slice-mode.json", '{"mode": "slice"}')
+    assert _parity_checks_platform.vfio_binding(parity.facts(parity.slot)).status == "PASS"
+    record(parity, machine, "0000:23:00.0")
+    parity.units(binding="loaded/active/disabled/success")
+    assert _parity_checks_platform.vfio_binding(parity.facts(parity.slot)).detail == (
+        "gpuaas-slice-vfio.service is disabled: it would not start at boot; "
+        "0000:25:10.0 is not in /etc/gpuaas/vfio-binding.json"
+    )
 
 
 def test_groups_of_approved_devices_must_be_viable(parity: Any, machine: Any) -> None:

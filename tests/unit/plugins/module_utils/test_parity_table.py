@@ -31,13 +31,15 @@ REPAIRS = ("gpuaas.slice.bootstrap", "gpuaas.slice.bind_topology")
 RULE = "-A POSTROUTING -s 10.100.0.0/24 -j MASQUERADE"
 
 
-def run(parity: Any, intent: str, **profile: Any) -> dict[str, Any]:
+def run(
+    parity: Any, intent: str, *, tags: list[str] | None = None, **profile: Any
+) -> dict[str, Any]:
     params = {
         "profile": parity.profile | profile,
         "slots": [],
         "intent": intent,
         "api_topology": None,
-        "maas_tags": None,
+        "maas_tags": tags,
     }
     report: dict[str, Any] = slice_parity.look(params)["parity"]
     schema = json.loads((CONTRACTS / "parity.schema.json").read_text())
@@ -78,6 +80,22 @@ def test_an_empty_host_fails_every_check_that_counts_and_none_crashes(
     assert passed <= {"nvme_ownership", "hugepages", "tuning", "image_cache"}
     assert found["lines"][-1] == found["summary"]
     assert len(found["lines"]) == 36
+
+
+@pytest.mark.parametrize("intent", ["slice", "baremetal"])
+def test_a_wrong_tag_of_maas_fails_and_unknown_ones_warn(
+    parity: Any, monkeypatch: pytest.MonkeyPatch, intent: str
+) -> None:
+    def refuse(*_a: Any, **_k: Any) -> Any:
+        raise Refusal("command_missing", expected="", found="", remedy="")
+
+    command = "ansible_collections.gpuaas.slice.plugins.module_utils._command.run"
+    monkeypatch.setattr(command, refuse)
+    monkeypatch.setattr(_parity_probe, "echo", lambda _target: None)
+    for tags, status in ((None, "WARN"), (["gpuaas-profile-other"], "FAIL")):
+        checks = run(parity, intent, tags=tags)["checks"]
+        (found,) = [one["status"] for one in checks if one["check"] == "maas_intent"]
+        assert found == status
 
 
 @pytest.mark.covers("HOST-15")

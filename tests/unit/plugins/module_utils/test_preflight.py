@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _bios,
     _block,
     _command,
     _openpgp,
@@ -70,7 +71,7 @@ def module(racadm: Path, **profile: Any) -> dict[str, Any]:
     found: dict[str, Any] = firmware_preflight.look(
         {
             "profile": PROFILE | profile,
-            "attributes": firmware_preflight._BARE,
+            "attributes": _bios.BARE,
             "program": str(racadm),
             "timeout": 20,
         }

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _baseline,
     _before,
     _boot,
     _bridge,
     _grub,
     _host,
     _lease,
-    _parity_checks_network,
     _parity_facts,
     _remnants,
     _sriov,
@@ -193,10 +191,6 @@ def test_what_stays_on_purpose_is_said(host: Any, machine: Any) -> None:
 def test_the_names_are_the_writers(tree: Path) -> None:
     assert _remnants.SLICE_MODE == _boot.SLICE_MODE
     assert _remnants.LIBRARY == _boot.LIBRARY
-    assert _remnants.BINDING_RECORD == _vfio.SETTINGS
-    assert _remnants.FABRIC_RECORD == _sriov.SETTINGS
-    assert _remnants.BASELINE_RECORD == _bridge.SETTINGS
-    assert _remnants.SYSCTL == _baseline.SYSCTL
-    assert _parity_checks_network.DNSMASQ == _baseline.DNSMASQ
-    assert _parity_checks_network.RESERVATIONS == _baseline.RESERVATIONS
+    assert _parity_facts.BINDING_SETTINGS == _vfio.SETTINGS
+    assert _parity_facts.FABRIC_SETTINGS == _sriov.SETTINGS
     assert _grub.DROP_IN in [path for _check, path, _text in FILES]

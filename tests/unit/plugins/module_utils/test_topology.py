@@ -24,6 +24,7 @@ PROFILE: dict[str, Any] = {
     "name": "lab",
     "gpu": {"ids": ["1234:11e8"], "expected": 2},
     "fabric": {"pf_ids": ["8086:10c9"], "vfs_per_pf": 2, "route": ""},
+    "not_applicable": ["fabric_route"],
     "nvme": {"exclude_models": ["Dell BOSS"]},
     "network": {
         "bridge": "ovsbr0",

@@ -21,6 +21,7 @@ PROFILE: dict[str, Any] = {
         "tmfifo": False,
     },
     "fabric": {"route": ""},
+    "not_applicable": ["fabric_route"],
 }
 BRIDGE = {
     "ifname": "ovsbr0",
@@ -81,7 +82,7 @@ def test_before_bootstrap_everything_is_missing(machine: Any, script: Any) -> No
     machine.file("/etc/dnsmasq.d/gpuaas-gpuaas-slice-1.conf", "")
     script.on(*SHOW, out="[]")
     script.on(*NAT, rc=4, err="no nat table")
-    profile = PROFILE | {"fabric": {"route": "10.20.0.0/16"}}
+    profile = PROFILE | {"fabric": {"route": "10.20.0.0/16"}, "not_applicable": []}
     assert [b["code"] for b in _topology_network.observe(profile)["blockers"]] == [
         "missing_ovsbr0",
         "missing_nat",
@@ -90,6 +91,22 @@ def test_before_bootstrap_everything_is_missing(machine: Any, script: Any) -> No
         "stale_reservations",
         "missing_fabric_route",
     ]
+
+
+@pytest.mark.covers("HOST-7")
+def test_a_profile_without_a_route_needs_to_say_that_there_is_no_fabric(
+    machine: Any, script: Any
+) -> None:
+    healthy(machine, script)
+    script.on(*NAT, out=f"-P POSTROUTING ACCEPT\n{RULE}\n")
+    found = _topology_network.observe(PROFILE | {"not_applicable": []})
+    assert [b["code"] for b in found["blockers"]] == ["missing_fabric_route"]
+    assert found["fabric_route"] == {"required": True, "present": False, "route": ""}
+
+
+def test_routes_of_one_interface(machine: Any) -> None:
+    machine.file("/proc/net/route", ROUTES)
+    assert _topology_network.routes("ovsbr0") == ["10.100.0.0/24"]
 
 
 def test_a_dead_dnsmasq_with_a_pid_file_does_not_run(machine: Any) -> None:

@@ -11,6 +11,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _change,
     _host,
     _lease,
+    _proof,
     _whole_machine,
 )
 from ansible_collections.gpuaas.slice.plugins.modules import baremetal_lease as module
@@ -34,16 +35,26 @@ SUBJECT = _change.Subject(module.observe, module.plan, module.apply, module.fact
 WIPE = _change.Subject(nvme_wipe.observe, nvme_wipe.plan, nvme_wipe.apply, nvme_wipe.facts)
 
 
+TAKEN_OVER = {"disk": IDENTITY, "verified": True, "finished_at": "2026-01-01"}
+
+
 @pytest.fixture
 def host(bench):
-    """A machine with one unused disk."""
+    """A machine with one unused disk that was taken over under its identity."""
     bench.disk()
+    _proof.record(IDENTITY, TAKEN_OVER)
     _host.write("/proc/sys/kernel/random/boot_id", BOOT)
     return bench
 
 
 def lease(state: str = "held", *, fence: int = 1, check_mode: bool = False, **more: Any) -> Any:
-    params = {"allocation_id": ALLOCATION, "fence": fence, "disks": [DISK], "boot_id": BOOT}
+    params: dict[str, Any] = {
+        "allocation_id": ALLOCATION,
+        "fence": fence,
+        "disks": [DISK],
+        "boot_id": BOOT,
+        "written_off": [],
+    }
     return _change.drive(SUBJECT, {**params, "state": state, **more}, check_mode=check_mode)
 
 
@@ -54,7 +65,7 @@ def code(state: str = "held", **more: Any) -> str:
 
 
 def wipe(fence: int) -> _change.Outcome:
-    params = {"slots": [{**DISK, "fence": fence}], "methods": ["user_data_erase"]}
+    params = {"slots": [{**DISK, "fence": fence}], "methods": ["user_data_erase"], "renew": False}
     return _change.drive(WIPE, params, check_mode=False)
 
 
@@ -138,8 +149,78 @@ def test_what_speaks_against_taking_the_machine(host) -> None:
     _lease.mark_clean("slot-0", fence=1, disk=IDENTITY, proof={})
     _lease.mark_dirty(SLOT, fence=1, disk=IDENTITY)
     assert code() == "disk_dirty"
-    _lease.mark_clean(SLOT, fence=1, disk=IDENTITY, proof={})
+    assert wipe(1).failure is None
     assert lease().failure is None
+
+
+@pytest.mark.covers("CTRL-15", "I5")
+def test_a_disk_that_nobody_took_over_is_not_the_tenants(host) -> None:
+    """Without a signature it may hold data all the same; only an approval by identity says not."""
+    _host.remove(f"{_proof.DIRECTORY}/{IDENTITY}.json")
+    host.write("nvme1n1", 20 << 20, b"raw data")
+    outcome = lease()
+    assert outcome.failure is not None and not outcome.done
+    assert outcome.failure.code == "not_clean"
+    assert IDENTITY in outcome.failure.expected
+    assert host.read("nvme1n1", 20 << 20, 8) == b"raw data"
+
+
+@pytest.mark.covers("CTRL-15", "I5")
+def test_a_proof_that_a_later_mark_outdates_does_not_count(host) -> None:
+    _lease.mark_dirty("slot-0", fence=1, disk=IDENTITY)
+    _lease.mark_clean("slot-0", fence=1, disk=IDENTITY, proof={})
+    assert code() == "not_clean"
+
+
+@pytest.mark.covers("CTRL-15", "I7")
+@pytest.mark.parametrize(
+    ("offset", "mark", "named"),
+    [(0, b"XFSB", "xfs on nvme1n1"), (512, b"EFI PART", "gpt on nvme1n1")],
+)
+def test_a_disk_that_was_formatted_since_the_discovery_is_not_the_tenants(
+    host, offset: int, mark: bytes, named: str
+) -> None:
+    host.write("nvme1n1", offset, mark)
+    outcome = lease()
+    assert outcome.failure is not None and not outcome.done
+    assert (outcome.failure.code, outcome.failure.found) == ("unexpected_filesystem", named)
+    assert IDENTITY in outcome.failure.expected
+    assert host.read("nvme1n1", offset, len(mark)) == mark
+
+
+@pytest.mark.covers("CTRL-15", "I7")
+def test_a_disk_with_a_partition_is_not_the_tenants(host) -> None:
+    host.partition("nvme1n1", 1 << 20, 20 << 20, minor=2)
+    host.write("nvme1n1", 1 << 20, b"XFSB")
+    outcome = lease()
+    assert outcome.failure is not None
+    assert outcome.failure.code == "unexpected_filesystem"
+    assert outcome.failure.found == "partition nvme1n1p1, xfs on nvme1n1p1"
+
+
+def test_what_is_on_the_disk_of_an_interrupted_wipe_is_wiped_and_not_asked(host) -> None:
+    assert lease().failure is None
+    _lease.mark_dirty(SLOT, fence=1, disk=IDENTITY)
+    host.write("nvme1n1", 512, b"EFI PART")
+    assert lease().failure is None
+    assert wipe(1).done == ["wipe_disk"]
+
+
+@pytest.mark.covers("I2")
+def test_a_slot_leased_between_look_and_lease_is_refused_by_the_ledger(host) -> None:
+    looked = module.observe
+    racing = _change.Subject(
+        lambda params: (looked(params), _lease_slot())[0], module.plan, module.apply, module.facts
+    )
+    params = {"allocation_id": ALLOCATION, "fence": 1, "disks": [DISK], "boot_id": BOOT}
+    outcome = _change.drive(racing, {**params, "state": "held"}, check_mode=False)
+    assert outcome.failure is not None
+    assert (outcome.failure.code, outcome.failed_step) == ("slot_leased", "hold")
+    assert _lease.load("machine").allocation_id == ""
+
+
+def _lease_slot() -> None:
+    _lease.hold("slot-0", fence=1, allocation_id=OTHER, disk="eui.1")
 
 
 @pytest.mark.parametrize(
@@ -179,3 +260,27 @@ def test_giving_back_leaves_another_tenant_alone(host) -> None:
     assert _lease.load(SLOT).allocation_id == ALLOCATION
     assert lease("released", fence=2).done
     assert _lease.load(SLOT).allocation_id == ""
+
+
+@pytest.mark.covers("I10", "I12")
+def test_a_dead_disk_is_given_up_and_stays_dirty(host) -> None:
+    """It does not hold its machine for ever, and it does not come back clean."""
+    dead_eui = "5e0000000000dead"
+    dead = {
+        **DISK,
+        "slot_id": f"disk-{dead_eui}",
+        "nvme_eui": dead_eui,
+        "nvme_device": f"/dev/disk/by-id/nvme-eui.{dead_eui}",
+    }
+    for name, disk in ((SLOT, IDENTITY), (dead["slot_id"], f"eui.{dead_eui}"), ("machine", "")):
+        _lease.hold(name, fence=1, allocation_id=ALLOCATION, disk=disk)
+        _lease.mark_dirty(name, fence=1, disk=disk)
+    assert code("ending", fence=2, disks=[], written_off=[DISK, dead]) == "disk_present"
+    told = lease("ending", fence=2, written_off=[dead]).facts
+    assert [one["slot_id"] for one in told["slots"]] == [SLOT], "the dead one is not wiped"
+    assert code("released", fence=2, written_off=[dead]) == "disk_dirty", "the other one counts"
+    assert wipe(2).failure is None
+    assert lease("released", fence=2, written_off=[dead]).done
+    entry = _lease.load(dead["slot_id"])
+    assert (entry.allocation_id, entry.dirty) == ("", True)
+    assert _lease.others_leased(OTHER) == []

@@ -26,18 +26,21 @@ SUBJECT = _change.Subject(
 )
 
 
+SLOT = {
+    "slot_id": "slot-0",
+    "fence": 1,
+    "nvme_device": "/dev/disk/by-id/nvme-eui.5e0000000000a000",
+    "nvme_serial": "LABNVME0",
+    "nvme_eui": "5e0000000000a000",
+}
+
+
 def clone(*, fence: int = 1, check_mode: bool = False, **other: Any) -> _change.Outcome:
     params = {
         "image_path": _image.path_of(DIGEST),
         "digest": DIGEST,
         "size_bytes": len(CONTENT),
-        "slot": {
-            "slot_id": "slot-0",
-            "fence": fence,
-            "nvme_device": "/dev/disk/by-id/nvme-eui.5e0000000000a000",
-            "nvme_serial": "LABNVME0",
-            "nvme_eui": "5e0000000000a000",
-        },
+        "slot": {**SLOT, "fence": fence},
         "allocation_id": "alloc",
         "progress_path": "/run/gpuaas/clone.json",
     } | other
@@ -156,6 +159,28 @@ def test_a_disk_without_proof_too_small_or_in_use_is_refused(ready) -> None:
     assert codes(clone()) == ["disk_in_use", "not_clean"]
     os.truncate(ready.root / "dev/nvme1n1", MIB)
     assert "disk_too_small" in codes(clone())
+
+
+@pytest.mark.covers("I7")
+def test_a_filesystem_that_somebody_made_on_the_clean_disk_is_not_written_over(ready) -> None:
+    def overtaken(params: _change.Params, step: _change.Step) -> Any:
+        ready.write("nvme1n1", 0, b"XFSB")
+        return image_clone.apply(params, step)
+
+    params = {
+        "image_path": _image.path_of(DIGEST),
+        "digest": DIGEST,
+        "size_bytes": len(CONTENT),
+        "slot": SLOT,
+        "allocation_id": "alloc",
+        "progress_path": "",
+    }
+    racing = _change.Subject(image_clone.observe, image_clone.plan, overtaken, image_clone.facts)
+    outcome = _change.drive(racing, params, check_mode=False)
+    assert outcome.failure is not None
+    assert (outcome.failure.code, outcome.failed_step) == ("changed_since_plan", "clone_image")
+    assert codes(clone()) == ["unexpected_filesystem"]
+    assert ready.read("nvme1n1", 0, 4) == b"XFSB" and not _lease.load("slot-0").dirty
 
 
 def test_pieces_cover_the_image_and_join_zeros() -> None:

@@ -205,3 +205,30 @@ def test_a_disk_swapped_between_plan_and_erase_is_refused(bench) -> None:
         nvme_transition.apply(params, step)
     assert caught.value.code == "identity_mismatch"
     assert bench.read("nvme1n1", 3 * MIB, 4) == b"data"
+
+
+@pytest.mark.covers("I7")
+def test_a_filesystem_made_after_the_plan_was_never_approved(bench) -> None:
+    bench.disk()
+    bench.write("nvme1n1", 512, b"EFI PART")
+
+    def overtaken(params: _change.Params, step: _change.Step) -> Any:
+        bench.write("nvme1n1", 0, b"LUKS\xba\xbe")
+        return nvme_transition.apply(params, step)
+
+    racing = _change.Subject(
+        nvme_transition.observe, nvme_transition.plan, overtaken, nvme_transition.facts
+    )
+    params = {
+        "devices": [BY_ID],
+        "apply": True,
+        "expected": {BY_ID: {"serial": "LABNVME0", "eui": EUI}},
+        "methods": ["zero_fill"],
+        "manifest_directory": "/var/log/gpuaas",
+    }
+    outcome = _change.drive(racing, params, check_mode=False)
+    assert outcome.failure is not None
+    assert (outcome.failure.code, outcome.failed_step) == ("changed_since_plan", "erase_disk")
+    assert outcome.failure.found == "crypto_LUKS on nvme1n1"
+    assert bench.read("nvme1n1", 512, 8) == b"EFI PART"
+    assert _proof.recorded(f"eui.{EUI}") is None

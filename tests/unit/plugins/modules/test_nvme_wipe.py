@@ -23,7 +23,9 @@ def slot(number: int) -> dict[str, Any]:
     }
 
 
-def wipe(*, fence: int = 3, check_mode: bool = False, **slot: Any) -> _change.Outcome:
+def wipe(
+    *, fence: int = 3, check_mode: bool = False, renew: bool = False, **slot: Any
+) -> _change.Outcome:
     bundle = {
         "slot_id": "slot-0",
         "fence": fence,
@@ -31,7 +33,8 @@ def wipe(*, fence: int = 3, check_mode: bool = False, **slot: Any) -> _change.Ou
         "nvme_eui": "5e0000000000a000",
         "nvme_serial": "LABNVME0",
     } | slot
-    params = {"slots": [bundle], "methods": ["user_data_erase", "zero_fill"]}
+    methods = ["user_data_erase", "zero_fill"]
+    params = {"slots": [bundle], "methods": methods, "renew": renew}
     return _change.drive(SUBJECT, params, check_mode=check_mode)
 
 
@@ -82,6 +85,18 @@ def test_the_proof_of_the_transition_serves_the_first_release(bench) -> None:
     assert not outcome.changed and outcome.facts["proofs"]["slot-0"]["slot_id"] == "slot-0"
 
 
+@pytest.mark.covers("I4")
+def test_after_a_doubt_only_a_wipe_under_the_present_fence_is_believed(bench) -> None:
+    """Somebody ran a machine on the disk by hand; the ledger knows of no use."""
+    bench.disk()
+    wipe(fence=5)
+    bench.write("nvme1n1", 20 * MIB, b"by hand")
+    assert not wipe(fence=6).changed
+    assert wipe(fence=6, renew=True).failure is None
+    assert bench.read("nvme1n1", 20 * MIB, 7) == bytes(7)
+    assert not wipe(fence=6, renew=True).changed
+
+
 @pytest.mark.covers("I10")
 def test_a_stale_fence_is_refused_even_when_the_disk_is_clean(bench) -> None:
     bench.disk()
@@ -125,7 +140,7 @@ def test_a_disk_that_another_slot_has_leased_is_refused(bench) -> None:
 def test_a_wipe_that_fails_leaves_the_disk_dirty(bench) -> None:
     namespace = bench.disk(leaves={"format"})
     bench.write("nvme1n1", 3 * MIB, b"data")
-    params = {"slots": [slot(0)]}
+    params = {"slots": [slot(0)], "renew": False}
     outcome = _change.drive(SUBJECT, params | {"methods": ["user_data_erase"]}, check_mode=False)
     assert outcome.failure is not None and outcome.failure.code == "wipe_not_verified"
     assert _lease.load("slot-0").dirty and namespace.formats
@@ -137,7 +152,7 @@ def test_one_blocked_slot_keeps_all_of_them_from_being_wiped(bench) -> None:
     bench.disk("nvme2n1", minor=7, eui="5e0000000000a001", serial="LABNVME1")
     bench.write("nvme1n1", 3 * MIB, b"data")
     bench.hold("nvme2n1", "md0")
-    params = {"slots": [slot(0), slot(1)], "methods": ["zero_fill"]}
+    params = {"slots": [slot(0), slot(1)], "methods": ["zero_fill"], "renew": False}
     outcome = _change.drive(SUBJECT, params, check_mode=False)
     assert outcome.failure is not None and not outcome.changed
     assert bench.read("nvme1n1", 3 * MIB, 4) == b"data"
@@ -147,3 +162,29 @@ def test_a_disk_is_not_wiped_by_its_kernel_name_alone(bench) -> None:
     bench.disk()
     with pytest.raises(Refusal, match="bundle_incomplete"):
         wipe(nvme_device="nvme1n1", nvme_eui="", nvme_serial="")
+
+
+@pytest.mark.covers("I7")
+@pytest.mark.parametrize("dirty", [False, True])
+def test_what_was_made_of_the_disk_between_plan_and_act_is_kept_unless_it_is_a_tenants(
+    bench, dirty: bool
+) -> None:
+    bench.disk()
+    if dirty:
+        _lease.mark_dirty("slot-0", fence=3, disk=DISK)
+
+    def overtaken(params: _change.Params, step: _change.Step) -> dict[str, Any]:
+        bench.write("nvme1n1", 0, b"XFSB")
+        return nvme_wipe.apply(params, step)
+
+    racing = _change.Subject(nvme_wipe.observe, nvme_wipe.plan, overtaken, nvme_wipe.facts)
+    params = {"slots": [{**slot(0), "fence": 3}], "methods": ["zero_fill"], "renew": False}
+    outcome = _change.drive(racing, params, check_mode=False)
+    if dirty:
+        assert outcome.failure is None and bench.read("nvme1n1", 0, 4) == bytes(4)
+        return
+    assert outcome.failure is not None
+    assert (outcome.failure.code, outcome.done) == ("changed_since_plan", [])
+    assert outcome.failure.found == "xfs on nvme1n1"
+    assert bench.read("nvme1n1", 0, 4) == b"XFSB"
+    assert _lease.entries() == [], "and nobody says that it is a tenant's"

@@ -43,7 +43,7 @@ class Idrac:
 
     def drive(self, *, check: bool = False, **change: Any) -> _change.Outcome:
         params: dict[str, Any] = {
-            "attributes": {name.partition(".")[2]: value for name, value in _bios.WANTED.items()},
+            "attributes": _bios.BARE,
             "state": "present",
             "power_cycle": True,
             "wait": True,

@@ -57,7 +57,7 @@ def refused(bmc: standin.Bmc, **change: Any) -> _errors.Refusal:
 
 
 def test_the_wishes_are_those_of_racadm() -> None:
-    assert WANTED == _redfish_firmware.WANTED
+    assert WANTED == _bios.BARE
     assert len(_bios.WANTED) == 3
 
 

@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _block,
+    _boot,
     _bridge,
     _change,
     _domain,
+    _host,
     _lease,
     _libvirt,
     _placement,
+    _proof,
     _slots,
 )
 from ansible_collections.gpuaas.slice.plugins.modules import slice_lease as module
@@ -55,12 +58,18 @@ RELEASED = {**PARAMS, "state": "released", "boot_id": None, "requirements": None
 SECOND = {**PARAMS, "allocation_id": TWO, "slots": [{**SLOT, "slot_id": "slot-4"}]}
 
 
+def proof_of(disk: _block.Disk) -> dict[str, Any]:
+    return {"disk": disk.identity, "verified": True, "finished_at": "2026-01-01"}
+
+
 @pytest.fixture
 def host(pci: Any, tree: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A host with one free slot on its only NUMA-less CPU pair."""
     boot = tree / "proc/sys/kernel/random/boot_id"
     boot.parent.mkdir(parents=True)
     boot.write_text(f"{BOOT}\n")
+    _host.write(_boot.SLICE_MODE, json.dumps({"mode": "slice", "profile": "lab"}))
+    _proof.record(DISK.identity, proof_of(DISK))
     pci.add(GPU, "1234:11e8", driver="vfio-pci", group=12)
     monkeypatch.setattr(_slots, "passthrough", lambda *_, **__: [])
     monkeypatch.setattr(_block, "of_slot", lambda _slot: DISK)
@@ -85,9 +94,10 @@ def needing(**changes: Any) -> dict[str, Any]:
 
 
 def test_take_and_take_again(host: Path) -> None:
+    before = sorted(host.rglob("*"))
     planned = drive(PARAMS, check_mode=True)
     assert planned.changed
-    assert not (host / "var").exists(), "check mode leaves nothing behind"
+    assert sorted(host.rglob("*")) == before, "check mode leaves nothing behind"
     assert _lease.load("slot-3").allocation_id == ""
     outcome = drive(PARAMS)
     assert (outcome.done, code(outcome)) == (["record_plan", "hold_slot"], "")
@@ -211,9 +221,99 @@ def test_shared_cpus_are_not_pinned(host: Path) -> None:
     assert drive(needing(vcpus=64, shared_cpus=True)).facts["bundle"]["cpus"] == []
 
 
+@pytest.mark.covers("I2")
+@pytest.mark.parametrize("given", [False, True])
+def test_a_machine_that_a_tenant_has_as_a_whole_leases_no_slot(host: Path, given: bool) -> None:
+    """The bare-metal claim is older here: fences of node and slot are not comparable."""
+    _lease.hold("machine", fence=1, allocation_id=TWO, disk="")
+    if given:
+        _lease.mark_dirty("machine", fence=1, disk="")
+    before = _lease.entries()
+    outcome = drive(PARAMS)
+    assert (code(outcome), outcome.done) == ("machine_leased", [])
+    assert outcome.failure is not None and TWO in outcome.failure.found
+    assert (_lease.entries(), _placement.recorded(ONE)) == (before, None)
+    # What a claim that ends needs is not in the way of anybody.
+    fenced = {**RELEASED, "state": "fenced"}
+    assert (code(drive(fenced)), code(drive(RELEASED))) == ("", "")
+    _lease.mark_clean("machine", fence=1, disk="", proof={})
+    _lease.release("machine", fence=1)
+    assert code(drive(PARAMS)) == ""
+
+
+@pytest.mark.covers("I2")
+def test_a_name_taken_out_of_the_ledger_frees_no_machine(host: Path) -> None:
+    _lease.hold("machine", fence=1, allocation_id=TWO, disk="")
+    _lease.mark_dirty("machine", fence=1, disk="")
+    _lease.release("machine", fence=1)
+    assert code(drive(PARAMS)) == "machine_leased"
+
+
+@pytest.mark.covers("I2")
+def test_a_machine_taken_between_look_and_lease_is_refused_by_the_ledger(
+    host: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = _placement.record
+
+    def overtaken(allocation: str, given: dict[str, Any]) -> None:
+        record(allocation, given)
+        _lease.hold("machine", fence=1, allocation_id=TWO, disk="")
+
+    monkeypatch.setattr(_placement, "record", overtaken)
+    outcome = drive(PARAMS)
+    assert (code(outcome), outcome.failed_step) == ("machine_leased", "hold_slot")
+    assert _lease.load("slot-3").allocation_id == ""
+
+
+def test_a_host_in_conversion_leases_no_slot(host: Path) -> None:
+    """The way to bare metal takes the word away before anything else."""
+    _host.remove(_boot.SLICE_MODE)
+    outcome = drive(PARAMS)
+    assert (code(outcome), outcome.done) == ("not_slice_mode", [])
+    assert _lease.entries() == []
+
+
 def test_a_used_or_swapped_disk_is_refused(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_block, "usage", lambda _disk: _block.Usage(mounts=["/share0"]))
     assert code(drive(PARAMS)) == "disk_in_use"
+
+
+SPARE = _block.Disk("eui.5e0000000000a004", "", "nvme3n1", "LABNVME4", "", "", 4096, "", "259:1")
+TWO_SLOTS = [
+    SLOT,
+    {**SLOT, "slot_id": "slot-4", "gpu_pci_address": "0000:44:00.0", "nvme_serial": "LABNVME4"},
+]
+
+
+@pytest.mark.covers("I5")
+def test_every_disk_of_the_slice_needs_a_proof_that_stands(
+    host: Path, pci: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No image is cloned onto the second one: the guest gets it as it is."""
+    pci.add("0000:44:00.0", "1234:11e8", driver="vfio-pci", group=13)
+    by_serial = {disk.serial: disk for disk in (DISK, SPARE)}
+    monkeypatch.setattr(_block, "of_slot", lambda slot: by_serial[slot["nvme_serial"]])
+    params = {**PARAMS, "slots": TWO_SLOTS}
+    outcome = drive(params)
+    assert (code(outcome), outcome.done) == ("not_clean", [])
+    assert outcome.failure is not None and SPARE.identity in outcome.failure.expected
+    assert _lease.entries() == []
+    _proof.record(SPARE.identity, proof_of(SPARE))
+    assert drive(params).done == ["record_plan", "hold_slot", "hold_slot"]
+
+
+@pytest.mark.covers("I5")
+def test_a_proof_from_before_the_last_mark_does_not_stand(host: Path) -> None:
+    _lease.mark_dirty("slot-9", fence=1, disk=DISK.identity)
+    assert code(drive(PARAMS)) == "not_clean"
+
+
+def test_what_the_allocation_itself_wrote_is_no_obstacle(host: Path) -> None:
+    """A repeated provision finds its own image on the disk."""
+    drive(PARAMS)
+    _lease.mark_dirty("slot-3", fence=7, disk=DISK.identity)
+    outcome = drive(PARAMS)
+    assert (code(outcome), outcome.changed) == ("", False)
 
 
 def test_every_finding_is_listed(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:

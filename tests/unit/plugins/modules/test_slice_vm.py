@@ -13,6 +13,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _flows,
     _lease,
     _libvirt,
+    _qos,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._libvirt import State as Life
 from ansible_collections.gpuaas.slice.plugins.modules import slice_vm
@@ -60,6 +61,8 @@ NOTHING = slice_vm.State(
 RUNNING = replace(
     NOTHING, life=Life("running"), found=WANT, pids=(9,), port=5, flows=FLOWS, wanted_flows=FLOWS
 )
+LIMIT = {"rate_kbps": 1000, "burst_kb": 100}
+LIMITED = _qos.State((1000, 100), ("linux-htb", "1000000", "row"), ("row",))
 START = ["start_domain", "guard_port", "resume_domain"]
 
 
@@ -92,6 +95,34 @@ def test_an_interrupted_start_is_finished() -> None:
 
 def test_a_guard_that_was_lost_is_put_back() -> None:
     assert steps(replace(RUNNING, flows=frozenset())) == ["guard_port"]
+
+
+@pytest.mark.covers("HOST-7")
+def test_a_limit_holds_before_the_guest_runs_and_is_kept() -> None:
+    wanted = {**SPEC, "mgmt_qos": LIMIT}
+    assert steps(NOTHING, spec=wanted)[1:] == [*START[:2], "limit_port", "resume_domain"]
+    # What a VM before it left behind says nothing of the port that this one gets.
+    assert "limit_port" in steps(replace(NOTHING, qos=LIMITED), spec=wanted)
+    assert steps(replace(RUNNING, qos=LIMITED), spec=wanted) == []
+    assert steps(RUNNING, spec=wanted) == ["limit_port"]
+    assert steps(replace(RUNNING, qos=LIMITED)) == ["limit_port"]
+
+
+@pytest.mark.covers("HOST-7")
+def test_a_limit_goes_before_its_port_and_without_it() -> None:
+    both = ["stop_domain", "remove_flows", "remove_limit", "remove_port"]
+    assert steps(replace(RUNNING, qos=LIMITED), state="stopped") == both
+    assert steps(replace(NOTHING, qos=_qos.State(rows=("row",))), state="absent") == [
+        "remove_limit"
+    ]
+
+
+@pytest.mark.covers("HOST-7")
+def test_an_attachment_that_does_not_exist_is_refused_by_name() -> None:
+    wanted = {**SPEC, "mgmt_attachment": "vf_representor"}
+    assert codes(NOTHING, spec=wanted) == ["mgmt_attachment_unsupported"]
+    # A VM that runs is released all the same.
+    assert codes(RUNNING, spec=wanted, state="absent") == []
 
 
 def test_another_definition_is_replaced_only_while_off() -> None:
@@ -152,6 +183,7 @@ class Host:
         self.life: Life | None = None
         self.flows: frozenset[_flows.Flow] = frozenset()
         self.stubborn = False
+        self.qos = _qos.State()
         for name in ("define", "start_paused", "resume", "shut_down", "destroy", "undefine"):
             monkeypatch.setattr(_libvirt, name, getattr(self, name))
         monkeypatch.setattr(_libvirt, "states", lambda: {NAME: self.life} if self.life else {})
@@ -161,6 +193,8 @@ class Host:
         monkeypatch.setattr(_flows, "install", self.install)
         monkeypatch.setattr(_flows, "remove", self.remove)
         monkeypatch.setattr(_flows, "remove_port", lambda _bridge, _port: None)
+        monkeypatch.setattr(_qos, "observe", lambda _allocation: self.qos)
+        monkeypatch.setattr(_qos, "install", self.limit)
 
     def port(self) -> int | None:
         return 5 if self.life and self.life.active else None
@@ -178,6 +212,11 @@ class Host:
         self.acts.append("guard")
         self.flows = _flows.rules(guard, port, addresses)
         return len(self.flows)
+
+    def limit(self, _allocation: str, wanted: _qos.Limit | None) -> None:
+        self.acts.append("limit")
+        assert wanted is None or self.port(), "there is no port to limit yet"
+        self.qos = LIMITED if wanted else _qos.State()
 
     def resume(self, _name: str) -> None:
         self.acts.append("resume")
@@ -225,6 +264,27 @@ def test_start_and_start_again(host: Host) -> None:
     assert first.facts["domain"]["state"] == "running"
     assert first.evidence["guard_port"]["ofport"] == 5
     assert not drive(PARAMS).changed
+
+
+@pytest.mark.covers("HOST-7")
+def test_the_limit_is_read_back_and_goes_with_the_vm(host: Host) -> None:
+    wanted = {**PARAMS, "spec": {**SPEC, "mgmt_qos": LIMIT}}
+    first = drive(wanted)
+    assert host.acts == ["define", "start", "guard", "limit", "resume"]
+    assert first.facts["domain"]["qos"] == first.evidence["limit_port"] == LIMITED.document()
+    assert not drive(wanted).changed
+    assert drive({**wanted, "state": "absent"}).facts["domain"]["qos"] == {}
+
+
+@pytest.mark.covers("HOST-7")
+def test_a_switch_that_keeps_no_limit_fails_the_run(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_qos, "install", lambda *_: None)
+    wanted = {**PARAMS, "spec": {**SPEC, "mgmt_qos": LIMIT}}
+    subject = _change.Subject(slice_vm.observe, slice_vm.plan, slice_vm.apply, slice_vm.facts)
+    failure = _change.drive(subject, wanted, check_mode=False).failure
+    assert failure is not None and "limit_port" in failure.found
 
 
 @pytest.mark.parametrize(("stubborn", "word"), [(False, "graceful"), (True, "hard")])

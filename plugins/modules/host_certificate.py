@@ -1,0 +1,63 @@
+#!/usr/bin/python
+# Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
+"""The certificate that vouches for this host's SSH key."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: host_certificate
+short_description: The certificate that vouches for this host's SSH key
+version_added: "0.1.0"
+author: The gpuaas.slice authors (@gpuaas)
+description:
+  - Puts a new certificate for the SSH key of an enrolled host in the place of the old one, and has
+    sshd take it. Connections go on.
+  - The key stays. Refuses a certificate for another key (C(certificate_of_another_key)), for
+    another node or for a user (C(certificate_of_another_node)), and a host whose sshd does not
+    show the file (C(certificate_not_served)).
+  - When sshd does not take it, the old certificate is put back and the module fails with
+    C(certificate_not_taken).
+options:
+  node_id:
+    description: The id under which the host is dialled; it must be in the certificate.
+    type: str
+    required: true
+  certificate:
+    description: The certificate, one line as in C(ssh_host_ed25519_key-cert.pub).
+    type: str
+    required: true
+extends_documentation_fragment: [gpuaas.slice.change]
+"""
+
+EXAMPLES = r"""
+- name: Let the host be known for another 90 days
+  gpuaas.slice.host_certificate:
+    node_id: node-7
+    certificate: "{{ slice_certificate }}"
+"""
+
+RETURN = r"""
+certificate:
+  description: What the certificate on the host says now.
+  returned: always
+  type: dict
+  sample: {serial: "42", principals: [node-7], valid_until: "2026-08-29T10:00:00Z"}
+"""
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _host_certificate
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "node_id": {"type": "str", "required": True},
+            "certificate": {"type": "str", "required": True},
+        },
+        supports_check_mode=True,
+    )
+    _change.run(module, _host_certificate.SUBJECT)
+
+
+if __name__ == "__main__":
+    main()

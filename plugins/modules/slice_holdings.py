@@ -1,0 +1,96 @@
+#!/usr/bin/python
+# Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
+"""What this host holds of slices, whoever they belong to."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: slice_holdings
+short_description: What this host holds of slices, whoever they belong to
+version_added: "0.1.0"
+author: The gpuaas.slice authors (@gpuaas)
+description:
+  - Reads only. Lists every domain with its devices, every QEMU of a slice, the entries of the
+    host's ledger, DHCP reservations and leases, bridge ports, guards (flows), seeds and NVRAM
+    files, and what speaks against giving the devices of the approved slots to a guest.
+  - It knows nothing of what should be there. Comparing is the reconciler's.
+  - A look that fails makes its part unknown, with C(known) false. It is never an empty part.
+options:
+  slots:
+    description: The bundles of all approved slots of the host. Fences are not needed.
+    type: list
+    elements: dict
+    required: true
+  bridge:
+    description: The Open vSwitch bridge.
+    type: str
+    default: ovsbr0
+attributes:
+  check_mode:
+    description: Only reads.
+    support: full
+  diff_mode:
+    description: Only reads.
+    support: none
+"""
+
+EXAMPLES = r"""
+- name: List what the host holds of slices
+  gpuaas.slice.slice_holdings:
+    slots: "{{ slice_slots }}"
+  register: held
+"""
+
+RETURN = r"""
+holdings:
+  description: >-
+    One entry for each part (C(domains), C(processes), C(leases), C(reservations), C(addresses),
+    C(ports), C(guards), C(files), C(devices)).
+  returned: success
+  type: dict
+  sample: {ports: {known: true, detail: "", found: [{port: gs23bd713b6073}]}}
+identity:
+  description: Boot, machine id and host key of the host that was looked at.
+  returned: success
+  type: dict
+collected_at:
+  description: When the host was looked at, UTC.
+  returned: success
+  type: str
+"""
+
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _change,
+    _holdings,
+    _host,
+    _slots,
+)
+
+_NEEDED = ("slot_id", "nvme_device", "gpu_pci_address")
+
+
+def look(params: _change.Params) -> dict[str, Any]:
+    slots = _slots.checked(params["slots"], needed=_NEEDED)
+    return {
+        "collected_at": _host.now(),
+        "identity": _host.identity(),
+        "holdings": _holdings.look(slots, params["bridge"]),
+    }
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "slots": {"type": "list", "elements": "dict", "required": True},
+            "bridge": {"type": "str", "default": "ovsbr0"},
+        },
+        supports_check_mode=True,
+    )
+    _change.inform(module, look)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""Check mode tells the truth: what it says would be done is what an apply then does, no more.
+
+Each case is a host on which the module has something to do; its programs are those of the module's
+own tests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _baseline,
+    _baseline_removal,
+    _change,
+    _command,
+    _dnsmasq,
+    _fabric,
+    _fstab,
+    _host,
+    _image,
+    _ipoib,
+    _libvirt_host,
+    _packages,
+    _transition,
+    _tuning,
+    _tuning_profiles,
+)
+from ansible_collections.gpuaas.slice.plugins.modules import (
+    fstab_entries,
+    image_cache,
+    slice_reservation,
+    tenant_disks,
+)
+
+from tests.unit.plugins.module_utils.test_baseline_removal import PARAMS as NETWORK
+from tests.unit.plugins.module_utils.test_baseline_removal import Host
+from tests.unit.plugins.module_utils.test_ipoib import PARAMS as ADDRESS
+from tests.unit.plugins.module_utils.test_ipoib import Fabric
+from tests.unit.plugins.module_utils.test_sriov import PF, Card
+from tests.unit.plugins.module_utils.test_tuning import Kernel
+
+pytestmark = pytest.mark.covers("HOST-4", "HOST-5", "HOST-6", "HOST-7", "HOST-15")
+
+Case = tuple[_change.Subject, dict[str, Any]]
+MIB = 1 << 20
+
+
+class Site:
+    """The host of a case: its root, and pytest's ways to put something behind it."""
+
+    def __init__(self, request: pytest.FixtureRequest) -> None:
+        self.ask = request.getfixturevalue
+        self.tree: Path = self.ask("tree")
+        self.patch: pytest.MonkeyPatch = self.ask("monkeypatch")
+
+    def runs(self, run: Callable[[Sequence[str]], str]) -> None:
+        """Programs, by what they answer."""
+
+        def answer(argv: Sequence[str], **_more: Any) -> _command.Result:
+            return _command.Result(0, run(argv), "")
+
+        self.patch.setattr(_command, "run", answer)
+
+
+class Units:
+    """systemctl of a host: what is enabled and what is active."""
+
+    def __init__(self) -> None:
+        self.enabled: set[str] = set()
+        self.active: set[str] = set()
+
+    def run(self, argv: Sequence[str]) -> str:
+        name, verb = argv[-1], argv[1]
+        if verb == "show":
+            return "\n\n".join(map(self._shown, argv[argv.index("--") + 1 :]))
+        if verb == "enable":
+            self.enabled.add(name)
+        if verb in ("restart", "start") or "--now" in argv:
+            self.active.add(name)
+        if verb == "disable":
+            self.enabled -= set(argv)
+            self.active -= set(argv)
+        return ""
+
+    def _shown(self, name: str) -> str:
+        active = "active" if name in self.active else "inactive"
+        enabled = "enabled" if name in self.enabled else "disabled"
+        return f"ActiveState={active}\nUnitFileState={enabled}\nActiveEnterTimestamp=@9999999999"
+
+
+def of(module: Any) -> _change.Subject:
+    return _change.Subject(module.observe, module.plan, module.apply, module.facts)
+
+
+def ovs_nat(site: Site) -> Case:
+    Host(site.tree, site.patch)
+    return of(_baseline), NETWORK
+
+
+def ovs_nat_absent(site: Site) -> Case:
+    assert _change.drive(*ovs_nat(site), check_mode=False).failure is None
+    return _baseline_removal.SUBJECT, NETWORK
+
+
+def sriov_vfs(site: Site) -> Case:
+    pci, units = site.ask("pci"), Units()
+    pci.add(PF, "8086:10c9", class_code="020000", driver="igb", totalvfs=7, interface="ens30")
+    card = Card(pci, site.patch)
+    site.runs(lambda argv: units.run(argv) if argv[0] == "systemctl" else card.run(list(argv)).out)
+    return _fabric.SUBJECT, {"pfs": [], "pf_ids": ["8086:10c9"], "count": 2, "macs": {}}
+
+
+def sriov_vfs_none(site: Site) -> Case:
+    subject, params = sriov_vfs(site)
+    assert _change.drive(subject, params, check_mode=False).failure is None
+    return subject, {**params, "count": 0}
+
+
+def host_tuning(site: Site) -> Case:
+    Kernel(site.tree, site.patch)
+    return _tuning.SUBJECT, {"profiles": [_tuning_profiles.NETWORK]}
+
+
+def host_tuning_off(site: Site) -> Case:
+    subject, params = host_tuning(site)
+    assert _change.drive(subject, params, check_mode=False).failure is None
+    return subject, {"profiles": []}
+
+
+def libvirt_host(site: Site) -> Case:
+    (site.tree / "var/lib/libvirt").mkdir(parents=True, mode=0o700)
+    site.runs(Units().run)
+    return _libvirt_host.SUBJECT, {"directory": "/var/lib/libvirt", "state": "present"}
+
+
+def libvirt_host_absent(site: Site) -> Case:
+    subject, params = libvirt_host(site)
+    assert _change.drive(subject, params, check_mode=False).failure is None
+    return subject, {**params, "state": "absent"}
+
+
+def ipoib_address(site: Site) -> Case:
+    Fabric(site.patch)
+    return _ipoib.SUBJECT, {**ADDRESS, "state": "present"}
+
+
+def slice_reservation_present(site: Site) -> Case:
+    site.runs(lambda _argv: "")
+    site.patch.setattr(_dnsmasq, "pid", lambda: 77)
+    site.patch.setattr(_dnsmasq, "reload", lambda: None)
+    return of(slice_reservation), {
+        "allocation_id": "23bd713b-6073-4ef7-8a51-2897e902365d",
+        "mac": "52:54:00:64:00:0d",
+        "ip": "10.100.0.13",
+        "hostname": "trainer",
+        "bridge": "ovsbr0",
+        "state": "present",
+    }
+
+
+def slice_reservation_absent(site: Site) -> Case:
+    subject, params = slice_reservation_present(site)
+    assert _change.drive(subject, params, check_mode=False).failure is None
+    _host.write(_dnsmasq.LEASES, "1700000000 52:54:00:64:00:0d 10.100.0.13 trainer *\n")
+    tracked = ["tcp 6"]
+
+    def run(argv: Sequence[str]) -> str:
+        if argv[:2] == ["conntrack", "-D"]:
+            tracked.clear()
+        return "".join(f"{line}\n" for line in tracked if argv[:2] == ["conntrack", "-L"])
+
+    def release(_interface: str, _lease: _dnsmasq.Lease) -> str:
+        _host.write(_dnsmasq.LEASES, "")
+        return "released"
+
+    site.runs(run)
+    site.patch.setattr(_dnsmasq, "release", release)
+    return subject, {**params, "state": "absent", "hostname": None}
+
+
+def tenant_disks_used(site: Site) -> Case:
+    bench = site.ask("bench")
+    bench.disk()
+    bench.partition("nvme1n1", MIB, 20 * MIB, minor=2)
+    bench.mount("259:2", "/data", "/dev/nvme1n1p1")
+    bench.swap("/dev/nvme1n1")
+    _host.write(
+        "/etc/fstab", "UUID=1 / ext4 defaults 0 1\n/dev/nvme1n1p1 /data ext4 defaults 0 2\n"
+    )
+
+    def run(argv: Sequence[str]) -> str:
+        if argv[0] == "umount":
+            bench.unmount(argv[-1])
+        elif argv[0] == "swapoff":
+            bench.swaps = []
+            bench._tables()
+        return ""
+
+    site.runs(run)
+    # The backup's name carries the time.
+    site.patch.setattr(_transition, "stamp", lambda: "20260417152532")
+    eui = "5e0000000000a000"
+    disk = {
+        "slot_id": f"disk-{eui}",
+        "nvme_device": f"/dev/disk/by-id/nvme-eui.{eui}",
+        "nvme_serial": "LABNVME0",
+        "nvme_eui": eui,
+        "nvme_size_bytes": 48 * MIB,
+    }
+    return of(tenant_disks), {"fence": 1, "disks": [disk]}
+
+
+def host_packages(site: Site) -> Case:
+    installed = {"zstd"}
+
+    def run(argv: Sequence[str]) -> str:
+        if argv[0] == "dpkg-query":
+            return "".join(f"installed {name}\n" for name in argv if name in installed)
+        if "install" in argv:
+            installed.update(argv[argv.index("--") + 1 :])
+        return ""
+
+    site.runs(run)
+    return _packages.SUBJECT, {"packages": ["ovmf", "zstd", "dnsmasq"]}
+
+
+def fstab_back(site: Site) -> Case:
+    line = "/dev/nvme1n1p1 /share ext4 defaults 0 2"
+    _host.write(_fstab.FILE, f"UUID=root / ext4 defaults 0 1\n{line}\n")
+    _fstab.disable([line], backup="/etc/fstab.before")
+    (site.tree / "sys/class/block/nvme1n1p1").mkdir(parents=True)
+    return of(fstab_entries), {}
+
+
+def image_present(site: Site) -> Case:
+    content = b"image" + bytes(MIB - 5)
+    (site.tree / "images").mkdir()
+    (site.tree / "images/slice.raw").write_bytes(content)
+    return image_cache.SUBJECT, {
+        "name": "slice",
+        "digest": f"sha256:{hashlib.sha256(content).hexdigest()}",
+        "size_bytes": len(content),
+        "url": "file:///images/slice.raw",
+        "compression": "none",
+        "state": "present",
+    }
+
+
+def image_absent(site: Site) -> Case:
+    subject, params = image_present(site)
+    assert _change.drive(subject, params, check_mode=False).failure is None
+    assert _image.verified(_image.path_of(params["digest"])) is not None
+    return subject, {**params, "state": "absent"}
+
+
+CASES = [
+    ovs_nat, ovs_nat_absent, sriov_vfs, sriov_vfs_none, host_tuning, host_tuning_off, libvirt_host,
+    libvirt_host_absent, ipoib_address, slice_reservation_present, slice_reservation_absent,
+    tenant_disks_used, host_packages, fstab_back, image_present, image_absent,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.__name__ for case in CASES])
+def test_an_apply_does_what_check_mode_said(
+    request: pytest.FixtureRequest, case: Callable[[Site], Case]
+) -> None:
+    site = Site(request)
+    subject, params = case(site)
+    before = files(site.tree)
+    forecast = _change.drive(subject, params, check_mode=True)
+    assert (forecast.failure, forecast.changed, forecast.done) == (None, True, [])
+    assert files(site.tree) == before
+    # A program that changed something would show in the second look.
+    assert said(_change.drive(subject, params, check_mode=True)) == said(forecast)
+
+    outcome = _change.drive(subject, params, check_mode=False)
+    assert outcome.failure is None, outcome.failure
+    assert said(outcome) == said(forecast)
+    assert outcome.done == [step.name for step in forecast.plan.steps]
+
+    again = _change.drive(subject, params, check_mode=True)
+    assert (again.failure, again.changed, said(again)["plan"]) == (None, False, [])
+
+
+def said(outcome: _change.Outcome) -> dict[str, Any]:
+    document = outcome.document()
+    return {key: document[key] for key in ("changed", "plan", "diff")}
+
+
+def files(tree: Path) -> dict[str, tuple[int, bytes | str]]:
+    """Everything below a root: what it is, and what is in it."""
+    found: dict[str, tuple[int, bytes | str]] = {}
+    for path in tree.rglob("*"):
+        content: bytes | str = ""
+        if path.is_symlink():
+            content = str(path.readlink())
+        elif path.is_file():
+            content = path.read_bytes()
+        found[str(path.relative_to(tree))] = (path.lstat().st_mode, content)
+    return found

@@ -1,0 +1,32 @@
+"""The module gives what was found, with the boot that it was found under."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils import _holdings
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.modules import slice_holdings as module
+
+SLOT = {
+    "slot_id": "slot-3",
+    "nvme_device": "/dev/disk/by-id/nvme-eui.5e0000000000a003",
+    "gpu_pci_address": "0000:43:00.0",
+}
+
+
+def test_what_was_found_and_under_which_boot(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    boot = tree / "proc/sys/kernel/random/boot_id"
+    boot.parent.mkdir(parents=True)
+    boot.write_text("b1\n")
+    monkeypatch.setattr(_holdings, "look", lambda slots, bridge: {"of": [*slots, bridge]})
+    found = module.look({"slots": [SLOT], "bridge": "br7"})
+    assert found["holdings"] == {"of": [SLOT, "br7"]}
+    assert found["identity"]["boot_id"] == "b1"
+    assert found["collected_at"].endswith("+00:00")
+
+
+def test_a_bundle_without_its_disk_is_refused(tree: Path) -> None:
+    with pytest.raises(Refusal, match="bundle_incomplete"):
+        module.look({"slots": [{**SLOT, "nvme_device": ""}], "bridge": "ovsbr0"})
