@@ -29,6 +29,13 @@ class Server:
         """SQLAlchemy URL of a database of the server."""
         return f"postgresql+psycopg://gpuaas@/{name}?host={self.folder}"
 
+    def empty_database(self, name: str) -> str:
+        """The URL of a database of this name with nothing in it; what was there is gone."""
+        where = ("-h", str(self.folder), "-U", "gpuaas")
+        self.run("dropdb", *where, "--if-exists", "--force", name)
+        self.run("createdb", *where, name)
+        return self.database(name)
+
     def run(self, program: str, *words: str) -> str:
         """Run one of the server's own programs; its output."""
         argv = [*self.prefix, str(self.binaries / program), *words]

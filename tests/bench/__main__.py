@@ -1,4 +1,4 @@
-"""`make bench`: the product against named peers on one lab host; writes build/bench.json.
+"""The product against named peers on one lab host: `python -m tests.bench`, first in `make bench`.
 
 provision: seconds from the API call to an active allocation, against tests/bench/script.sh, which
 does the same steps by hand. clone: image_clone against dd of the same bytes to the same disk, both
@@ -26,6 +26,7 @@ from rich.console import Console
 from lab.demo import host_steps, slice_steps
 from lab.demo.stage import INVENTORY, Stage
 from lab.paths import REPOSITORY
+from tests.bench import document
 
 RUNS = int(os.environ.get("BENCH_RUNS", "3"))
 HERE = Path(__file__).parent
@@ -52,12 +53,10 @@ def main() -> int:
         ):
             console.print(f"[bold cyan]==>[/] prepare: {step.__name__}")
             step(stage)
-        document = {"parity": parity(stage), **provision(stage)}
+        found = {"parity": parity(stage), **provision(stage)}
     finally:
         stage.close()
-    path = REPOSITORY / "build" / "bench.json"
-    path.write_text(json.dumps(document, indent=1) + "\n")
-    console.print_json(json.dumps(document))
+    document.add(found)
     return 0
 
 

@@ -1,10 +1,11 @@
 """Claims per second: `python -m tests.bench.claims`; adds its keys to build/bench.json.
 
 claims_store: the whole transaction of a launch (place, lock, claim, allocation, task, history,
-outbox, audit: some thirty statements) without HTTP, against pgbench inserting single rows of three
-columns with as many clients on the same server. claims_http_512 and claims_http_12800: the same
-through `gpuaas serve`, with the growth of the median from the small fleet to the large one; the
-peer is OpenStack Placement where its environment has been made (tests.bench.fleet.openstack).
+outbox, audit: five statements, the last of which inserts twelve rows) without HTTP, against pgbench
+inserting single rows of three columns with as many clients on the same server. claims_http_512 and
+claims_http_12800: the same through `gpuaas serve`, with the growth of the median from the small
+fleet to the large one; the peer is OpenStack Placement where its environment has been made
+(tests.bench.fleet.openstack).
 
 Clients are processes of their own, as pgbench's are threads in C: what is measured is not this
 program's interpreter lock. Every figure is of the same number of claims, so that both fleets are
@@ -14,11 +15,9 @@ equally used afterwards. The server writes through to the disk, as in production
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import re
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -29,10 +28,10 @@ import sqlalchemy as sa
 
 from reconciler.store import allocations, images
 from reconciler.store.engine import open_engine, reading, retrying
+from tests.bench import document
 from tests.bench.fleet import openstack, records, service
 from tests.postgresql import Server, running
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 SLOTS = 8
 CLIENTS = 4
 # Claims of each client that are not counted.
@@ -46,16 +45,13 @@ def main() -> int:
     parser.add_argument("--large", type=int, default=1600, help="nodes of the large fleet")
     parser.add_argument("--claims", type=int, default=384, help="claims of each measurement")
     parser.add_argument("--no-peer", action="store_true", help="without OpenStack Placement")
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "build" / "bench.json")
+    parser.add_argument("--output", type=Path, default=document.PATH)
     given = parser.parse_args()
     if given.claims + CLIENTS * WARM > given.small * SLOTS:
         parser.error("the small fleet has not that many slots")
     with running(fsync=True, options="-c max_connections=50") as server:
-        document = measure(server, given)
-    known = json.loads(given.output.read_text()) if given.output.exists() else {}
-    given.output.parent.mkdir(parents=True, exist_ok=True)
-    given.output.write_text(json.dumps(known | document, indent=1) + "\n")
-    sys.stdout.write(json.dumps(document, indent=1) + "\n")
+        found = measure(server, given)
+    document.add(found, given.output)
     return 0
 
 
@@ -123,7 +119,7 @@ def clients(work: Callable[[int, int], list[float]], claims: int) -> Figures:
 
 
 def _store(server: Server, nodes: int, claims: int) -> Figures:
-    url = _database(server, "store")
+    url = server.empty_database("store")
     records.make(url, nodes, SLOTS)
     return clients(partial(allocate, url), claims)
 
@@ -158,15 +154,16 @@ def _engine(url: str) -> sa.Engine:
 
 
 def _http(server: Server, nodes: int, claims: int) -> Figures:
-    url = _database(server, "http")
-    secret = records.make(url, nodes, SLOTS)
+    url = server.empty_database("http")
+    records.make(url, nodes, SLOTS)
+    secret = records.member(url)
     with service.serving(url) as address:
         return clients(partial(service.launch, address, secret), claims)
 
 
 def _peer(server: Server, nodes: int, claims: int) -> Figures:
     name = "placement"
-    _database(server, name)
+    server.empty_database(name)
     with openstack.serving(server, name, nodes, SLOTS) as address:
         found = clients(partial(openstack.claim, address), claims)
     found["placement_per_s"] = found.pop("ours_per_s")
@@ -182,14 +179,6 @@ def _against(ours: Figures, peer: dict[str, Figures], name: str) -> Figures:
         "placement_p50_ms": peer[name]["p50_ms"],
         "ratio": round(ours["ours_per_s"] / theirs, 1),
     }
-
-
-def _database(server: Server, name: str) -> str:
-    """An empty database of this name."""
-    where = ("-h", str(server.folder), "-U", "gpuaas")
-    server.run("dropdb", *where, "--if-exists", "--force", name)
-    server.run("createdb", *where, name)
-    return server.database(name)
 
 
 if __name__ == "__main__":

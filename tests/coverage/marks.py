@@ -21,13 +21,15 @@ _MARK = re.compile(r"\bmark\.covers\(")
 class File:
     """One file with marks. about: its first sentence. tests: the rows of each test function.
 
-    A function whose parameters show different rows is there once for each of them.
+    A function whose parameters show different rows is there once for each of them. long: the names
+    of those that `make test` leaves to `make test-long`.
     """
 
     path: str
     about: str
     lab: bool
     tests: dict[str, frozenset[str]]
+    long: frozenset[str] = frozenset()
 
     def showing(self, row: str) -> list[str]:
         """Its tests that show the row; a function that shows it with all its parameters once."""
@@ -35,6 +37,10 @@ class File:
         partly = {_function(name) for name, rows in self.tests.items() if row not in rows}
         names = [name if _function(name) in partly else _function(name) for name in shown]
         return list(dict.fromkeys(names))
+
+    def only_long(self, row: str) -> bool:
+        """Whether `make test` plays none of its tests that show the row."""
+        return all(name in self.long for name, rows in self.tests.items() if row in rows)
 
     def all_showing(self, row: str) -> bool:
         return all(row in rows for rows in self.tests.values())
@@ -80,7 +86,7 @@ def _files(items: list[pytest.Item]) -> Iterator[File]:
         about = ((module.obj.__doc__ if module else "") or "").strip().partition("\n")[0]
         tests = by_name(found)
         lab = any(item.get_closest_marker("lab") for item in found)
-        yield File(path.relative_to(ROOT).as_posix(), about, lab, tests)
+        yield File(path.relative_to(ROOT).as_posix(), about, lab, tests, long_of(found, tests))
 
 
 def by_name(items: Iterable[pytest.Item]) -> dict[str, frozenset[str]]:
@@ -94,6 +100,18 @@ def by_name(items: Iterable[pytest.Item]) -> dict[str, frozenset[str]]:
         different = set(parameters.values())
         tests |= parameters if len(different) > 1 else {name: different.pop()}
     return tests
+
+
+def long_of(items: Iterable[pytest.Item], tests: Iterable[str]) -> frozenset[str]:
+    """The names of `tests` of which every parameter is marked long."""
+    items = list(items)
+    short = {
+        name
+        for item in items
+        if item.get_closest_marker("long") is None
+        for name in (item.name, getattr(item, "originalname", item.name))
+    }
+    return frozenset(name for name in tests if name not in short)
 
 
 def rows_of(item: pytest.Item) -> frozenset[str]:

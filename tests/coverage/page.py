@@ -21,11 +21,17 @@ def markdown(document: Document, files: Sequence[File]) -> str:
 
 def _summary(row: Row, files: Iterable[File]) -> str:
     shown = [file for file in files if file.showing(row.id)]
-    unit = "yes" if any(not file.lab for file in shown) else "no"
-    lab = "yes" if any(file.lab for file in shown) else "no"
+    unit = _cell(row, [file for file in shown if not file.lab])
+    lab = _cell(row, [file for file in shown if file.lab])
     if not shown:
         unit = lab = "nothing yet"
     return f"| {row.id} | {row.title} | {unit} | {lab} | {row.hardware or 'needs none'} |"
+
+
+def _cell(row: Row, shown: Sequence[File]) -> str:
+    if not shown:
+        return "no"
+    return "long" if all(file.only_long(row.id) for file in shown) else "yes"
 
 
 def _section(row: Row, files: Iterable[File]) -> list[str]:
@@ -37,6 +43,8 @@ def _section(row: Row, files: Iterable[File]) -> list[str]:
 def _line(row: Row, file: File) -> str:
     names = file.showing(row.id)
     place = "on the lab host, " if file.lab else ""
+    if file.only_long(row.id):
+        place += "by `make test-long`, "
     if file.all_showing(row.id):
         return f"- {place}`{file.path}`, all of it. {file.about}".rstrip()
     said = "; ".join(name.removeprefix("test_").replace("_", " ") for name in names)

@@ -31,7 +31,8 @@ HOST = Document(
     path="docs/host-coverage.md",
     title="What shows that a machine becomes a slice host",
     intro=(
-        'A "yes" means that tests show something of the row; its section names what. The lab host'
+        'A "yes" means that tests of `make test` show something of the row, a "long" that only'
+        " `make test-long` does; its section names what. The lab host"
         " is a virtual machine with a virtual IOMMU, NVMe disks, an SR-IOV card and GPU stand-ins."
         " Nothing here has been run on a server with H200 GPUs, BlueField-3 cards and an iDRAC: the"
         " last column says what only such a server can show."
@@ -101,8 +102,9 @@ CONTROL = Document(
     path="docs/control-coverage.md",
     title="What shows that the reconciler can be relied on",
     intro=(
-        'A "yes" means that tests show something of the row; its section names what, and "nothing'
-        ' yet" means that no test names the row. CTRL rows are what the reconciler does, I rows are'
+        'A "yes" means that tests of `make test` show something of the row, a "long" that only'
+        ' `make test-long` does; its section names what, and "nothing yet" means that no test names'
+        " the row. CTRL rows are what the reconciler does, I rows are"
         " invariants: what must hold whatever goes wrong. Databases, processes, sockets and kills"
         " are real without a lab host too; hosts are scripted there, and AWX and the OIDC provider"
         " are servers of the tests that answer like them. A run of ours on an AWX or at a provider"

@@ -33,4 +33,6 @@ def play(stage: Stage, name: str) -> None:
         timeout=_LIMIT_S,
         check=False,
     )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    # The task that failed stands far above the end, which tells of the cleaning up.
+    told = [line[:3000] for line in done.stdout.splitlines() if "fatal: " in line]
+    assert done.returncode == 0, "\n".join([*told, done.stdout[-3000:], done.stderr[-3000:]])

@@ -152,6 +152,10 @@ def test_a_transition_by_kernel_name_shows_who_the_disk_is_and_never_acts(stage:
     refused = byhand.script(stage, tool, *words, "--apply", "--yes")
     assert (refused.returncode, refused.stdout) == (1, "")
     assert json.loads(refused.stderr)["code"] == "kernel_name_not_allowed"
+    unseen = [by_id if word == name else word for word in words]
+    refused = byhand.script(stage, tool, *unseen, "--apply", "--yes")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert json.loads(refused.stderr)["code"] == "approval_missing"
     assert disk["serial"] in stage.on_host("cat", f"{mount}/README")
 
 

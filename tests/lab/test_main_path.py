@@ -301,6 +301,11 @@ def test_provisioning_survives_a_killed_reconciler(stage: Stage, story: Chapter)
     readiness = task["result"]["readiness"]
     assert readiness["actual_ip"] == readiness["expected_ip"]
     assert readiness["lease_state"] == "bound"
+    # Read back from Open vSwitch: what the profile grants each way, and one QoS row for it.
+    wanted = stage.profile()["vm"]["mgmt_qos"]
+    limit = task["result"]["domain"]["qos"]
+    assert {name: limit[name] for name in wanted} == wanted
+    assert (limit["shaped_bps"], limit["rows"]) == (1000 * wanted["rate_kbps"], 1)
     stage.known["allocation"] = ended
     story.done["provision"] = ended
 
@@ -327,6 +332,7 @@ def test_release_ends_with_an_available_slot(stage: Stage, story: Chapter) -> No
     assert evidence["shutdown"] == "graceful"
     assert evidence["absence"]["absent"]
     assert evidence["slot"] == "available"
+    assert stage.on_host("ovs-vsctl", "--timeout=60", "list", "QoS").strip() == ""
     story.done["release"] = evidence
 
 

@@ -17,8 +17,29 @@ from tests.lab.proof import prove_again
 
 # The whole of bootstrap: test_upkeep.py plays it.
 ELSEWHERE = {"slice_host"}
-SCENARIOS = [name for name in scenario.names() if name not in ELSEWHERE]
-ROWS = ("HOST-1", "HOST-2", "HOST-4", "HOST-5", "HOST-6", "HOST-7", "HOST-8", "HOST-9", "HOST-14")
+# What each scenario shows; one that is not here cannot be played.
+ROWS = {
+    "api_names": ("HOST-14",),
+    "baremetal": ("CTRL-15",),
+    # Plays on this machine, against a stand-in for RACADM: nothing of it is on the lab host.
+    "bios_settings": (),
+    "boot_configuration": ("HOST-4",),
+    "fabric_functions": ("HOST-7",),
+    "host_tuning": ("HOST-5",),
+    "libvirt_host": ("HOST-4",),
+    "racadm": ("HOST-2",),
+    "slice_disk": ("I10",),
+    "slice_network": ("HOST-6",),
+    "slice_packages": ("HOST-4",),
+    "slice_parity": ("HOST-10",),
+    "slice_vm": ("I10", "I17"),
+    "vfio_binding": ("HOST-8",),
+}
+SCENARIOS = [
+    pytest.param(name, marks=pytest.mark.covers(*ROWS[name]))
+    for name in scenario.names()
+    if name not in ELSEWHERE
+]
 
 # What a scenario could leave behind. Proofs of wipes are true and stay.
 LOOK = r"""
@@ -51,7 +72,6 @@ def looks(stage: Stage) -> list[str]:
     return [_look(stage)]
 
 
-@pytest.mark.covers(*ROWS, "HOST-10")
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_drift_of_what_a_role_owns_is_repaired(
     name: str, stage: Stage, story: Chapter, looks: list[str]

@@ -29,6 +29,30 @@ def test_a_second_bootstrap_changes_nothing_and_drift_is_repaired(
     scenario.play(stage, "slice_host")
 
 
+@pytest.mark.covers("I14", "I15", "I17")
+def test_what_the_host_holds_is_what_the_records_say(stage: Stage, story: Chapter) -> None:
+    """Nothing differs before, with and after a tenant; a machine that is off keeps its claim."""
+    story.needs("recover")
+    assert _differences(stage) == set()
+    slice_steps.provision(stage)
+    assert _differences(stage) == set()
+    allocation = stage.known["allocation"]
+    # As a guest that has powered itself off looks from outside.
+    stage.on_host("virsh", "destroy", f"gpuaas-slice-{allocation['id'].replace('-', '')}")
+    assert _differences(stage) == {"guest_stopped"}
+    slot = slice_steps.slot_of(stage, allocation)
+    assert (slot["status"], slot["health_state"]) == ("active", "degraded")
+    assert stage.api().get(f"/admin/allocations/{allocation['id']}")["state"] == "active"
+    assert slice_steps.release(stage)["slot"] == "available"
+    assert _differences(stage) == set()
+
+
+def _differences(stage: Stage) -> set[str]:
+    result = stage.task(stage.path("/drift"))
+    assert (result["unknown"], result["skipped"]) == ({}, [])
+    return {one["code"] for one in result["differences"]}
+
+
 @pytest.mark.covers("HOST-4", "HOST-6", "HOST-7", "HOST-8", "I16")
 def test_a_reboot_closes_the_gate_until_the_host_is_proven_again(
     stage: Stage, story: Chapter
@@ -43,6 +67,23 @@ def test_a_reboot_closes_the_gate_until_the_host_is_proven_again(
     # Nothing was written, so there is nothing to clean; but nothing may be sold either.
     assert slice_steps.slot_of(stage, ended)["status"] == "disabled"
     prove_again(stage)
+
+
+@pytest.mark.covers("HOST-13")
+def test_the_hosts_certificate_is_renewed_and_sshd_shows_the_new_one(
+    stage: Stage, story: Chapter
+) -> None:
+    story.needs("recover")
+    old = stage.api().get(stage.path())
+    told = stage.task(stage.path("/certificate"))["certificate"]
+    new = stage.api().get(stage.path())
+    assert told["principals"] == [NODE]
+    assert new["certificate_valid_until"] > old["certificate_valid_until"]
+    shown = stage.on_host("ssh-keyscan", "-c", "-t", "ed25519", "127.0.0.1")
+    assert new["certificates"][0]["certificate"] in shown
+    assert old["certificates"][0]["certificate"] not in shown
+    # The next connection believes it: a run of its own, after the one that brought it.
+    stage.task(stage.path("/slice-topology/discovery"))
 
 
 def _reboot(stage: Stage) -> None:

@@ -5,9 +5,12 @@ Plays on the host that test_way_back.py made an ordinary machine again.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import subprocess
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +49,9 @@ def test_a_tenant_has_the_whole_machine(stage: Stage, story: Chapter) -> None:
     assert allocation["state"] == "active", allocation["error"]
     (claim,) = allocation["claims"]
     assert claim["kind"] == "node_exclusive"
-    assert claim["disks"], "the lab host has disks that nothing uses"
+    assert claim["disks"], "the story has taken disks over"
+    taken_over = {device["identity"] for device in story.done["transition"]["applied"]}
+    assert {f"eui.{disk['nvme_eui']}" for disk in claim["disks"]} <= taken_over
     serials = {disk["nvme_serial"] for disk in claim["disks"]}
     assert "LABOS" not in serials
     task = stage.api().get(f"/admin/tasks/{allocation['task_ids'][0]}")
@@ -115,7 +120,11 @@ def test_what_a_forced_release_leaves_is_cleaned_and_drift_is_named(
     rule = f"echo 'daemon ALL=(ALL) NOPASSWD:ALL' | sudo tee {backdoor} > /dev/null"
     _as_tenant(stage, allocation, rule)
     path = f"/admin/allocations/{allocation['id']}/force-release"
-    assert stage.api().post(path, {"reason": "test"})["state"] == "released"
+    with pytest.raises(Problem) as refused:
+        stage.api().post(path, {"reason": "test"})
+    assert refused.value.code == "node_reachable"
+    with _silent(stage):
+        assert stage.api().post(path, {"reason": "test"})["state"] == "released"
     with pytest.raises(Problem) as refused:
         _launch(stage)
     assert refused.value.code == "no_capacity"
@@ -161,6 +170,27 @@ def test_a_slice_host_refuses_a_bare_metal_tenant_by_itself(stage: Stage, story:
             stage.on_host("rm", MODE)
     assert (found["failed"], found["error"]["code"]) == (True, "node_in_slice_mode")
     assert json.loads(stage.on_host("cat", "/var/lib/gpuaas/ledger/machine.json")) == ledger
+
+
+@contextlib.contextmanager
+def _silent(stage: Stage) -> Iterator[None]:
+    """The host is looked for where nobody answers, until it counts as lost; then it is back."""
+    port = stage.api().get(stage.path())["port"]
+    stage.api().patch(stage.path(), {"port": 1})
+    stage.api().post(stage.path("/slice-topology/discovery"), {})
+    _becomes(stage, "unreachable")
+    try:
+        yield
+    finally:
+        stage.api().patch(stage.path(), {"port": port})
+        _becomes(stage, "ready")
+
+
+def _becomes(stage: Stage, state: str) -> None:
+    end = time.monotonic() + 300
+    while stage.api().get(stage.path())["state"] != state:
+        assert time.monotonic() < end, f"the node is not {state}"
+        time.sleep(1)
 
 
 def _launch(stage: Stage) -> dict[str, Any]:

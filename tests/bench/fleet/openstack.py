@@ -8,6 +8,7 @@ task, no history and no audit row, so it is the leaner side.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -17,12 +18,12 @@ import uuid
 import venv
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psycopg
 
 from tests.bench.fleet.service import free_port, wait
+from tests.bench.fleet.wire import Wire, expect
 from tests.postgresql import Server
 
 HOME = Path(__file__).resolve().parents[3] / "build" / "peers" / "placement"
@@ -80,21 +81,19 @@ def serving(server: Server, database: str, nodes: int, slots: int) -> Iterator[s
 def claim(address: str, client: int, claims: int) -> list[float]:
     """One client: seconds of each claim."""
     times = []
-    with httpx.Client(base_url=address, headers=HEADERS, timeout=120) as http:
+    with Wire(address, HEADERS) as wire:
         for _ in range(claims):
             began = time.perf_counter()
             turn = client
-            while not _try(http, turn):
+            while not _try(wire, turn):
                 turn += 1
             times.append(time.perf_counter() - began)
     return times
 
 
-def _try(http: httpx.Client, turn: int) -> bool:
-    query: dict[str, Any] = {"resources": f"{CLASS}:1", "limit": OFFERED}
-    answer = http.get("/allocation_candidates", params=query)
-    answer.raise_for_status()
-    offers = answer.json()["allocation_requests"]
+def _try(wire: Wire, turn: int) -> bool:
+    answer = wire.ask("GET", f"/allocation_candidates?resources={CLASS}:1&limit={OFFERED}")
+    offers = json.loads(expect(answer, 200))["allocation_requests"]
     body = {
         "allocations": offers[turn % len(offers)]["allocations"],
         "project_id": "bench",
@@ -102,10 +101,10 @@ def _try(http: httpx.Client, turn: int) -> bool:
         "consumer_generation": None,
         "consumer_type": "INSTANCE",
     }
-    done = http.put(f"/allocations/{uuid.uuid4()}", json=body)
-    if done.status_code == httpx.codes.CONFLICT:
+    done = wire.ask("PUT", f"/allocations/{uuid.uuid4()}", body)
+    if done[0] == httpx.codes.CONFLICT:
         return False
-    done.raise_for_status()
+    expect(done, 204)
     return True
 
 

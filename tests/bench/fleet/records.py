@@ -46,6 +46,18 @@ def make(url: str, count: int, slots_each: int) -> str:
     return secret
 
 
+def member(url: str) -> str:
+    """The secret of a token of the project itself, as its tenants have it."""
+    engine = open_engine(url)
+    try:
+        with transaction(engine) as conn:
+            return tokens.issue(
+                conn, ACT, name="tenant", role=Role.PROJECT_MEMBER, project_id=PROJECT
+            )[1]
+    finally:
+        engine.dispose()
+
+
 def _rows(conn: sa.Connection, count: int, slots_each: int) -> None:
     now = clock.read(conn)
     hosts: list[dict[str, Any]] = []

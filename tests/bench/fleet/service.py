@@ -12,18 +12,35 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
 from tests.bench.fleet import records
+from tests.bench.fleet.wire import Wire, expect
 
 _START_S = 60
+
+
+@dataclass(frozen=True)
+class Service:
+    """A process that answers. pid: its own, for what the kernel knows of it."""
+
+    address: str
+    pid: int
 
 
 @contextlib.contextmanager
 def serving(database_url: str) -> Iterator[str]:
     """The API without workers: what is queued stays queued."""
+    with running(database_url, "--api-only") as service:
+        yield service.address
+
+
+@contextlib.contextmanager
+def running(database_url: str, *words: str, **settings: str) -> Iterator[Service]:
+    """`gpuaas serve` with these words and settings, over this database; "" is its own SQLite."""
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="gpuaas-bench-") as folder:
         environment = {
@@ -31,14 +48,15 @@ def serving(database_url: str) -> Iterator[str]:
             "GPUAAS_DATABASE_URL": database_url,
             "GPUAAS_STATE_DIR": folder,
             "GPUAAS_LISTEN": f"127.0.0.1:{port}",
+            **settings,
         }
-        words = [sys.executable, "-m", "reconciler.cli.main", "serve", "--api-only"]
+        command = [sys.executable, "-m", "reconciler.cli.main", "serve", *words]
         log = Path(folder) / "log"
         with log.open("w") as output:
-            process = subprocess.Popen(words, env=environment, stdout=output, stderr=output)
+            process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
         try:
             wait(f"http://127.0.0.1:{port}/healthz", process, log)
-            yield f"http://127.0.0.1:{port}"
+            yield Service(f"http://127.0.0.1:{port}", process.pid)
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(timeout=30)
@@ -56,14 +74,13 @@ def launch(address: str, secret: str, client: int, claims: int) -> list[float]:
         "hostname": f"bench-{client}",
         "image": records.IMAGE,
     }
-    headers = {"Authorization": f"Bearer {secret}"}
-    with httpx.Client(base_url=address, headers=headers, timeout=60) as http:
+    with Wire(address, {"Authorization": f"Bearer {secret}"}) as wire:
         for _ in range(claims):
             key = {"Idempotency-Key": str(uuid.uuid4())}
             began = time.perf_counter()
-            answer = http.post(path, json=body, headers=key)
+            answer = wire.ask("POST", path, body, key)
             times.append(time.perf_counter() - began)
-            answer.raise_for_status()
+            expect(answer, 201)
     return times
 
 

@@ -36,6 +36,35 @@ def test_a_row_lists_whole_files_single_tests_and_the_lab_last() -> None:
     ]
 
 
+def test_what_only_the_long_run_shows_is_told_apart() -> None:
+    some = frozenset({"X-1"})
+    file = marks.File("a_lab.py", "", True, {"test_a": BOTH, "test_b": some}, frozenset({"test_a"}))
+    lines = page.markdown(DOCUMENT, [file]).splitlines()
+    assert "| X-1 | Doors | no | yes | needs none |" in lines
+    assert "| X-2 | Windows | no | long | glass |" in lines
+    assert "- on the lab host, by `make test-long`, `a_lab.py`: a" in lines
+
+
+@pytest.mark.parametrize(
+    ("marked", "long"), [((), set()), (("a",), set()), (("a", "b"), {"test_it"})]
+)
+def test_a_function_is_long_when_all_its_parameters_are(
+    request: pytest.FixtureRequest, marked: tuple[str, ...], long: set[str]
+) -> None:
+    items = []
+    for parameter in ("a", "b"):
+        item = pytest.Function.from_parent(
+            request.node.parent,
+            name=f"test_it[{parameter}]",
+            originalname="test_it",
+            callobj=lambda: None,
+        )
+        if parameter in marked:
+            item.add_marker(pytest.mark.long)
+        items.append(item)
+    assert marks.long_of(items, {"test_it"}) == long
+
+
 def test_a_function_is_named_once_where_all_its_parameters_show_the_row() -> None:
     some = frozenset({"X-1"})
     file = marks.File("a.py", "", False, {"test_it[a]": some, "test_it[b]": BOTH, "test_x": BOTH})

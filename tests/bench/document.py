@@ -1,0 +1,18 @@
+"""build/bench.json: every bench adds its own keys and leaves those of the others."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+PATH = Path(__file__).resolve().parents[2] / "build" / "bench.json"
+
+
+def add(found: dict[str, Any], path: Path = PATH) -> None:
+    """Keep what was measured, and show it."""
+    known = json.loads(path.read_text()) if path.exists() else {}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(known | found, indent=1) + "\n")
+    sys.stdout.write(json.dumps(found, indent=1) + "\n")

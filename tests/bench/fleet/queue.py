@@ -1,0 +1,137 @@
+"""Work in the queue that asks nothing of a host, the workers that do it, and how long they took."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+
+import sqlalchemy as sa
+
+from reconciler.domain.states import TaskKind, TaskState
+from reconciler.runs.paths import RunPaths, read_json
+from reconciler.store import images, tasks
+from reconciler.store.engine import reading, transaction
+from reconciler.store.tables import nodes
+from reconciler.store.tables import tasks as task_table
+from tests.bench.fleet import records
+
+_ENDED = (TaskState.SUCCEEDED, TaskState.FAILED, TaskState.CANCELED, TaskState.LOST)
+
+
+def fill(engine: sa.Engine, count: int) -> list[str]:
+    """So many tasks, spread over all nodes, that are due at the same instant; their ids."""
+    with transaction(engine) as conn:
+        image = images.find(conn, records.IMAGE, "")
+        if image is None:
+            raise RuntimeError("the fleet has no image")
+        hosts = list(conn.execute(sa.select(nodes.c.id).order_by(nodes.c.id)).scalars())
+        begun = conn.execute(sa.select(sa.func.count()).select_from(task_table)).scalar_one()
+        added = []
+        for turn in range(begun, begun + count):
+            host = hosts[turn % len(hosts)]
+            # The same work twice is queued once; the kind reads nothing but the image.
+            parameters = {"image_id": image["id"], "turn": turn}
+            kind = TaskKind.NODE_IMAGE_CACHE
+            item = tasks.Enqueue(kind, host, "node", host, parameters)
+            added.append(tasks.enqueue(conn, item, records.ACT)["id"])
+    return added
+
+
+@contextlib.contextmanager
+def workers(
+    database_url: str, folder: Path, launcher: str, *, processes: int, at_once: int
+) -> Iterator[list[int]]:
+    """Worker processes over one folder of runs; their ids."""
+    environment = {
+        **os.environ,
+        "GPUAAS_DATABASE_URL": database_url,
+        "GPUAAS_STATE_DIR": str(folder),
+        "GPUAAS_WORKERS": str(at_once),
+        "GPUAAS_LOG_LEVEL": "warning",
+    }
+    words = [sys.executable, "-m", "tests.bench.fleet.worker", launcher]
+    log = folder / "workers.log"
+    running: list[subprocess.Popen[bytes]] = []
+    with log.open("ab") as output:
+        try:
+            for _ in range(processes):
+                one = subprocess.Popen(words, env=environment, stdout=output, stderr=output)
+                running.append(one)
+            yield [one.pid for one in running]
+        finally:
+            for one in running:
+                one.send_signal(signal.SIGTERM)
+            for one in running:
+                one.wait(timeout=60)
+    if any(one.returncode for one in running):
+        raise RuntimeError(f"a worker failed:\n{log.read_text()[-3000:]}")
+
+
+def wait(engine: sa.Engine, ids: Sequence[str], limit_s: float) -> None:
+    """Until these have ended well."""
+    mine = task_table.c.id.in_(ids)
+    query = (
+        sa.select(task_table.c.state, sa.func.count().label("count"))
+        .where(mine)
+        .group_by(task_table.c.state)
+    )
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        with reading(engine) as conn:
+            found = {row.state: row.count for row in conn.execute(query)}
+        if found.get(TaskState.SUCCEEDED, 0) == len(ids):
+            return
+        if any(state in _ENDED and state != TaskState.SUCCEEDED for state in found):
+            with reading(engine) as conn:
+                errors = conn.execute(sa.select(task_table.c.error).where(mine)).scalars()
+                raise RuntimeError(f"tasks failed: {next(filter(None, errors), found)}")
+        time.sleep(0.25)
+    raise RuntimeError(f"after {limit_s:.0f} s: {found}")
+
+
+def phases(engine: sa.Engine, ids: Sequence[str]) -> dict[str, float]:
+    """Seconds of a task with a process of its run, in the middle of all: until its run was written
+    down, until its process had begun, until that had ended, and until a worker knew.
+    """
+    columns = (task_table.c.started_at, task_table.c.finished_at, task_table.c.run_directory)
+    with reading(engine) as conn:
+        found = conn.execute(sa.select(*columns).where(task_table.c.id.in_(ids))).all()
+    marks = []
+    for start, end, directory in found:
+        run = RunPaths(Path(directory))
+        said = (
+            (run.manifest, "prepared_at"),
+            (run.process, "started_at"),
+            (run.outcome, "finished_at"),
+        )
+        told = [datetime.fromisoformat(_read(path)[name]).timestamp() for path, name in said]
+        marks.append([start, *told, end])
+    lasted = [[after - before for before, after in pairwise(mark)] for mark in marks]
+    names = ("prepare", "start", "play", "notice")
+    spread = zip(names, zip(*lasted, strict=True), strict=True)
+    return {name: round(statistics.median(values), 2) for name, values in spread}
+
+
+def _read(path: Path) -> dict[str, str]:
+    found = read_json(path)
+    if found is None:
+        raise FileNotFoundError(path)
+    return found
+
+
+def times(engine: sa.Engine, ids: Sequence[str]) -> tuple[float, float]:
+    """By the database's clock: seconds that all of these took, and that one took in the middle."""
+    query = sa.select(task_table.c.started_at, task_table.c.finished_at)
+    with reading(engine) as conn:
+        found = conn.execute(query.where(task_table.c.id.in_(ids))).all()
+    whole = max(end for _, end in found) - min(start for start, _ in found)
+    return whole, statistics.median(end - start for start, end in found)

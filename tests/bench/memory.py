@@ -1,0 +1,137 @@
+"""Memory of `gpuaas serve`: `python -m tests.bench.memory`; the key `memory_mib`.
+
+The real process, with workers and single loops. rest: on an empty site, SQLite, as `make run`
+starts it. slots_N: on PostgreSQL with that many slots, after the loops have had their turns, and
+after clients that read every list and have slices placed, all at once; the loops had another turn
+since. Each is what is resident (RSS); _pss counts shared pages in part, _peak is the most there
+ever was. Runs are processes of their own and not counted; here they find no playbook and end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import httpx
+
+from tests.bench import document
+from tests.bench.fleet import records, service, usage
+from tests.bench.fleet.service import Service
+from tests.postgresql import Server, running
+
+SLOTS = 8
+CLIENTS = 4
+API = "/api/v1"
+# As much at once as the API gives anybody.
+PAGE = 1000
+_END_S = 300
+Figures = dict[str, float]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.memory")
+    parser.add_argument("--nodes", type=int, default=1600, help=f"each with {SLOTS} slots")
+    # Two turns of the loops, which have one every ten seconds.
+    parser.add_argument("--settle", type=float, default=25, help="seconds before each look")
+    parser.add_argument("--output", type=Path, default=document.PATH)
+    given = parser.parse_args()
+    with service.running("") as serving:
+        found = {"rest": _look(serving, given.settle)}
+    with running(fsync=False) as server:
+        found |= fleet(server, given.nodes, given.settle)
+    document.add({"memory_mib": _flat(found)}, given.output)
+    return 0
+
+
+def fleet(server: Server, nodes: int, settle_s: float) -> dict[str, Figures]:
+    """A site of so many nodes: with its loops alone, and after requests."""
+    url = server.empty_database("memory")
+    secret = records.make(url, nodes, SLOTS)
+    name = f"slots_{nodes * SLOTS}"
+    with (
+        tempfile.TemporaryDirectory(prefix="gpuaas-bench-") as nothing,
+        service.running(url, GPUAAS_COLLECTIONS_PATH=nothing) as serving,
+    ):
+        found = {f"{name}_loops": _look(serving, settle_s)}
+        together = Barrier(CLIENTS, timeout=_END_S)
+        with ThreadPoolExecutor(CLIENTS) as clients:
+            list(clients.map(partial(ask, serving.address, secret, together), range(CLIENTS)))
+        idle(serving.address, secret)
+        return found | {name: _look(serving, settle_s)}
+
+
+def ask(address: str, secret: str, together: Barrier, client: int) -> None:
+    """One client: every list from its beginning to its end, and a slice of its own.
+
+    All clients ask at once for what is judged over the whole fleet: that takes the most memory.
+    """
+    with _http(address, secret) as http:
+        hosts = _list(http, "/admin/nodes")
+        for host in hosts[client::50]:
+            _list(http, f"/admin/nodes/{host['id']}/resource-slots")
+        for path in ("tasks", "allocations", "audit", "images", "projects", "tokens"):
+            _list(http, f"/admin/{path}")
+        for gpus in (1, SLOTS, 2 * SLOTS):
+            together.wait()
+            _get(http, f"{API}/admin/placement/explain", gpus=gpus)
+        _get(http, "/metrics")
+    service.launch(address, secret, client, 1)
+
+
+def idle(address: str, secret: str) -> None:
+    """Until no task is left that runs or could."""
+    end = time.monotonic() + _END_S
+    with _http(address, secret) as http:
+        while any(
+            _get(http, f"{API}/admin/tasks", state=state).json()["items"]
+            for state in ("queued", "running")
+        ):
+            if time.monotonic() > end:
+                raise RuntimeError(f"tasks that have not ended after {_END_S} s")
+            time.sleep(1)
+
+
+def _look(serving: Service, settle_s: float) -> Figures:
+    time.sleep(settle_s)
+    return usage.memory_mib(serving.pid)
+
+
+def _http(address: str, secret: str) -> httpx.Client:
+    headers = {"Authorization": f"Bearer {secret}"}
+    return httpx.Client(base_url=address, headers=headers, timeout=120)
+
+
+def _list(http: httpx.Client, path: str) -> list[dict[str, Any]]:
+    """All pages."""
+    found: list[dict[str, Any]] = []
+    cursor = ""
+    while True:
+        page = _get(http, f"{API}{path}", limit=PAGE, cursor=cursor).json()
+        found += page["items"]
+        cursor = page["next"] or ""
+        if not cursor:
+            return found
+
+
+def _get(http: httpx.Client, path: str, **query: str | int) -> httpx.Response:
+    answer = http.get(path, params=query)
+    answer.raise_for_status()
+    return answer
+
+
+def _flat(found: dict[str, Figures]) -> Figures:
+    """What is resident under the plain name, the rest behind it."""
+    flat: Figures = {}
+    for name, sizes in found.items():
+        flat |= {name if key == "rss" else f"{name}_{key}": size for key, size in sizes.items()}
+    return flat
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

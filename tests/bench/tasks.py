@@ -1,0 +1,189 @@
+"""Tasks per second through the queue: `python -m tests.bench.tasks`; the key `tasks`.
+
+noop: workers as they are, on PostgreSQL that writes through to the disk, with a launcher that does
+all but start a process. runner: the same with ansible-runner and a playbook that does nothing;
+runner_where_s are the parts of such a task. where_ms are the parts of a task without a process: one
+after the other in one process with nothing beside it, and a profiler that makes it slower.
+inside_ms is what the parts spend it on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import tempfile
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import event
+
+from reconciler.runs.runner import runner_id
+from reconciler.service.authorities import adopt
+from reconciler.settings import Settings
+from reconciler.store import tasks
+from reconciler.store.engine import open_engine, retrying
+from reconciler.tasks.handler import Record
+from reconciler.tasks.worker import attend
+from tests.bench import document
+from tests.bench.fleet import queue, records, usage
+from tests.bench.fleet.worker import noop
+from tests.postgresql import Server, running
+
+Figures = dict[str, Any]
+# Tasks before those of the profile.
+WARM = 2
+# By file and function: what a task passes through in `attend`, in this order.
+PARTS = {
+    "take": ("store/leasing.py", "lease"),
+    "prepare": ("tasks/worker.py", "prepare"),
+    "identity": ("tasks/worker.py", "_site"),
+    "run_folder": ("runs/launch.py", "launch"),
+    "look": ("runs/collect.py", "observe"),
+    "progress": ("tasks/worker.py", "_report"),
+    "settle": ("tasks/settle.py", "settle"),
+}
+# What the parts spend it on; these cut across them.
+INSIDE = {
+    "statements": ("engine/default.py", "do_execute"),
+    "commits": ("engine/default.py", "do_commit"),
+    "programs": ("subprocess.py", "run"),
+    "fsync": ("~", "<built-in method posix.fsync>"),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.tasks")
+    parser.add_argument("--nodes", type=int, default=64)
+    parser.add_argument("--processes", type=int, default=4, help="worker processes")
+    parser.add_argument("--at-once", type=int, default=2, help="tasks of one process at a time")
+    parser.add_argument(
+        "--noop", type=int, default=512, help="tasks without a process; 0: not measured"
+    )
+    parser.add_argument(
+        "--runner", type=int, default=16, help="tasks with ansible-runner; 0: not measured"
+    )
+    parser.add_argument("--profile", type=int, default=128, help="tasks of the profile")
+    parser.add_argument("--output", type=Path, default=document.PATH)
+    given = parser.parse_args()
+    with running(fsync=True, options="-c max_connections=100") as server:
+        found = measure(server, given)
+    document.add({"tasks": found}, given.output)
+    return 0
+
+
+def measure(server: Server, given: argparse.Namespace) -> Figures:
+    """All figures; each has a database and a folder of its own."""
+    found: Figures = {"processes": given.processes, "at_once": given.at_once}
+    for launcher, count in (("noop", given.noop), ("runner", given.runner)):
+        if not count:
+            continue
+        url = server.empty_database(launcher)
+        records.make(url, given.nodes, 1)
+        with tempfile.TemporaryDirectory(prefix="gpuaas-bench-") as name:
+            figures = throughput(url, Path(name), launcher, count, given)
+        found |= {f"{launcher}_{key}": value for key, value in figures.items()}
+    url = server.empty_database("profile")
+    records.make(url, given.nodes, 1)
+    with tempfile.TemporaryDirectory(prefix="gpuaas-bench-") as name:
+        return found | profile(url, Path(name), given.profile)
+
+
+def throughput(
+    url: str, folder: Path, launcher: str, count: int, given: argparse.Namespace
+) -> Figures:
+    """`count` tasks that are all due at once, with workers that have done some before."""
+    engine = open_engine(url)
+    places = given.processes * given.at_once
+    try:
+        with queue.workers(
+            url, folder, launcher, processes=given.processes, at_once=given.at_once
+        ) as pids:
+            # Importing, connecting and compiling statements are over before the clock starts.
+            queue.wait(engine, queue.fill(engine, 2 * places), 300)
+            began = sum(map(usage.cpu_s, pids))
+            ids = queue.fill(engine, count)
+            queue.wait(engine, ids, 60 + 20 * count)
+            used = sum(map(usage.cpu_s, pids)) - began
+        whole, middle = queue.times(engine, ids)
+        parts = {"where_s": queue.phases(engine, ids)} if launcher == "runner" else {}
+    finally:
+        engine.dispose()
+    return {
+        **parts,
+        "per_s": round(count / whole, 2),
+        "tasks": count,
+        "p50_s": round(middle, 3),
+        "worker_cpu_ms": round(used / count * 1000, 1),
+    }
+
+
+def profile(url: str, folder: Path, count: int) -> Figures:
+    """Where the time of a task goes, without a process of its run."""
+    settings = Settings(state_dir=folder, database_url=url)
+    engine = open_engine(url)
+    said: list[str] = []
+    event.listen(engine, "before_cursor_execute", lambda *given: said.append(given[2]))
+    try:
+        adopt(settings, engine)
+        with noop():
+            queue.fill(engine, WARM + count)
+            _one_by_one(engine, settings, WARM)
+            said.clear()
+            profiler = cProfile.Profile()
+            began = time.perf_counter()
+            profiler.runcall(_one_by_one, engine, settings, count)
+            seconds = time.perf_counter() - began
+    finally:
+        engine.dispose()
+    stats = _Stats(profiler)
+    of_one = 1000 / count
+    return {
+        "profiled_ms": round(seconds * of_one, 1),
+        "statements": round(len(said) / count, 1),
+        "where_ms": {name: round(stats.seconds(at) * of_one, 2) for name, at in PARTS.items()},
+        "inside_ms": {name: round(stats.seconds(at) * of_one, 2) for name, at in INSIDE.items()},
+        "inside_calls": {name: round(stats.calls(at) / count, 1) for name, at in INSIDE.items()},
+    }
+
+
+def _one_by_one(engine: sa.Engine, settings: Settings, count: int) -> None:
+    """What a worker does, without its threads: those a profile does not see."""
+    never = threading.Event()
+    for _ in range(count):
+        (task,) = retrying(engine, partial(_take, settings))
+        attend(engine, settings, task, never)
+
+
+def _take(settings: Settings, conn: sa.Connection) -> list[Record]:
+    return tasks.lease(conn, "bench", runner=runner_id(settings.state_dir))
+
+
+class _Stats:
+    """Calls and seconds of functions, what they call included."""
+
+    def __init__(self, profiler: cProfile.Profile) -> None:
+        profiler.create_stats()
+        self._rows: dict[tuple[str, int, str], tuple[int, int, float, float, Any]]
+        self._rows = vars(profiler)["stats"]
+
+    def calls(self, where: tuple[str, str]) -> int:
+        return sum(row[1] for row in self._of(*where))
+
+    def seconds(self, where: tuple[str, str]) -> float:
+        return sum(row[3] for row in self._of(*where))
+
+    def _of(self, end: str, function: str) -> list[tuple[int, int, float, float, Any]]:
+        """Of all functions of this name in files that end like this."""
+        return [
+            row
+            for (file, _, name), row in self._rows.items()
+            if name == function and file.endswith(end)
+        ]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,60 @@
+"""The benches of the reconciler still run, and say what docs/figures.md takes from them.
+
+Their figures are worth nothing at this size, on a machine that runs tests.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+# Far more than they take: a bench that hangs must not hang the tests.
+LIMIT_S = 600
+
+pytestmark = [pytest.mark.postgres, pytest.mark.slow]
+
+
+def bench(output: Path, name: str, *words: str) -> dict[str, Any]:
+    """What a bench of a very small site added to the figures that were there."""
+    output.write_text('{"clone": {"ratio": 0.84}}')
+    command = [sys.executable, "-m", f"tests.bench.{name}", "--output", str(output), *words]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(output.read_text())
+    assert found.pop("clone") == {"ratio": 0.84}
+    return found
+
+
+def test_tasks(tmp_path: Path) -> None:
+    words = ("--nodes", "3", "--processes", "1", "--at-once", "2")
+    counts = ("--noop", "6", "--runner", "2", "--profile", "3")
+    found = bench(tmp_path / "bench.json", "tasks", *words, *counts)["tasks"]
+    assert (found["noop_tasks"], found["runner_tasks"]) == (6, 2)
+    # Without a process of its run a task is quicker, and every part of it was seen.
+    assert found["noop_per_s"] > found["runner_per_s"] > 0
+    assert all(milliseconds > 0 for milliseconds in found["where_ms"].values())
+    # Each task is leased, begun and ended, and nothing of its run is lost with the machine.
+    assert found["inside_calls"]["commits"] >= 3
+    assert found["inside_calls"]["fsync"] >= 1
+    parts = found["runner_where_s"]
+    assert parts["play"] > 0
+    # Of two tasks the median is the mean: the parts are the whole, but for their rounding.
+    assert sum(parts.values()) == pytest.approx(found["runner_p50_s"], abs=0.05)
+
+
+def test_memory(tmp_path: Path) -> None:
+    words = ("--nodes", "2", "--settle", "0")
+    found = bench(tmp_path / "bench.json", "memory", *words)["memory_mib"]
+    names = ("rest", "slots_16_loops", "slots_16")
+    assert set(found) == {f"{name}{end}" for name in names for end in ("", "_pss", "_peak")}
+    # A Python process with all that a service loads; and no kernel shows more than its peak.
+    for name in names:
+        assert 30 < found[f"{name}_pss"] <= found[name] <= found[f"{name}_peak"] + 1
