@@ -177,11 +177,6 @@ class TaskKind(StrEnum):
         """True when it changes the host itself: nothing else may run on that node meanwhile."""
         return self in _EXCLUSIVE
 
-    @property
-    def needs_contact(self) -> bool:
-        """False only for enrolment, which is how an unreachable node comes back."""
-        return self is not TaskKind.NODE_ENROL
-
 
 _EXCLUSIVE = frozenset(
     {

@@ -125,18 +125,22 @@ def _play(
 def _last_words(paths: RunPaths, manifest: dict[str, Any]) -> str:
     """What SSH says when nothing is sent to it; "" when the host answers now."""
     recorder = Recorder(Path(os.devnull))
-    ansible_runner.run(
-        private_data_dir=str(paths.root),
-        ident=_KNOCK,
-        module="ansible.builtin.raw",
-        module_args="true",
-        host_pattern=manifest["node_id"],
-        inventory=str(paths.inventory),
-        timeout=_KNOCK_LIMIT_S,
-        event_handler=recorder,
-        fact_cache_type="",
-        quiet=True,
-    )
+    try:
+        ansible_runner.run(
+            private_data_dir=str(paths.root),
+            ident=_KNOCK,
+            module="ansible.builtin.raw",
+            module_args="true",
+            host_pattern=manifest["node_id"],
+            inventory=str(paths.inventory),
+            timeout=_KNOCK_LIMIT_S,
+            event_handler=recorder,
+            fact_cache_type="",
+            quiet=True,
+        )
+    except (OSError, ansible_runner.exceptions.AnsibleRunnerException) as failure:
+        # The outcome of the run itself is known and must be written.
+        return f"SSH could not be asked again: {failure}"
     shutil.rmtree(paths.artifacts.parent / _KNOCK, ignore_errors=True)
     return recorder.unreachable_reason
 

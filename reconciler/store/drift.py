@@ -92,10 +92,14 @@ def due(conn: sa.Connection, *, every_s: float, at_once: int) -> list[str]:
     """The slice hosts whose turn it is, the longest unseen first: so many that, with those that are
     asked already, no more than at_once are asked together.
     """
-    asked = sa.select(task_table.c.node_id).where(
-        task_table.c.kind == TaskKind.SLICE_DRIFT_RECONCILE
+    asked = (
+        sa.select(nodes.c.id, nodes.c.state)
+        .join(task_table, task_table.c.node_id == nodes.c.id)
+        .where(task_table.c.kind == TaskKind.SLICE_DRIFT_RECONCILE, task_table.c.state.in_(OPEN))
     )
-    open_ones = set(conn.execute(asked.where(task_table.c.state.in_(OPEN))).scalars())
+    open_ones = {row.id: row.state for row in conn.execute(asked)}
+    # Those that wait for a host that is lost keep no other host from being looked at.
+    under_way = sum(state in ASKED for state in open_ones.values())
     last = (
         sa.select(sa.func.max(task_table.c.created_at))
         .where(
@@ -108,10 +112,10 @@ def due(conn: sa.Connection, *, every_s: float, at_once: int) -> list[str]:
     query = sa.select(nodes.c.id).where(
         nodes.c.mode == NodeMode.SLICE,
         nodes.c.state.in_(ASKED),
-        nodes.c.id.not_in(open_ones),
+        nodes.c.id.not_in(list(open_ones)),
         since < clock.now() - every_s,
     )
-    free = max(at_once - len(open_ones), 0)
+    free = max(at_once - under_way, 0)
     return list(conn.execute(query.order_by(since, nodes.c.id).limit(free)).scalars())
 
 

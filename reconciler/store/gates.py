@@ -115,7 +115,8 @@ def review(conn: sa.Connection, node_id: str, act: Act) -> list[str]:
         slots.c.node_id == node_id, slots.c.status == SlotState.AVAILABLE
     )
     shut = []
-    # Locked: nobody claims one between its judgement and what follows from it.
+    # Locked, in the order of everybody else: nobody claims one between its judgement and what
+    # follows from it.
     for slot in rows.every(conn, query.order_by(slots.c.id).with_for_update()):
         found = judge(conn, slot, proofs.current(conn, slot))
         if found:

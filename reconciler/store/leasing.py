@@ -20,7 +20,6 @@ DUE = (TaskState.QUEUED, TaskState.WAITING)
 _SPARE = 50
 
 _other = tasks.alias("other")
-_CONTACTLESS = tuple(kind for kind in TaskKind if not kind.needs_contact)
 
 
 def lease(
@@ -74,7 +73,7 @@ def _may_begin(runner: str) -> sa.ColumnElement[bool]:
         tasks.c.state.in_(DUE),
         _due(tasks.c),
         sa.or_(tasks.c.run_id == "", tasks.c.runner == runner),
-        sa.or_(tasks.c.kind.in_(_CONTACTLESS), ~_unreachable()),
+        ~_unreachable(),
         ~same_subject,
         sa.case(
             (tasks.c.exclusive, ~running),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import sqlalchemy as sa
 
-from reconciler.domain.states import NodeState, TaskKind, TaskState
+from reconciler.domain.states import NodeState, TaskState
 from reconciler.store import certificates, clock, rows
 from reconciler.store.leasing import DUE
 from reconciler.store.rows import Record
@@ -43,7 +43,7 @@ def reasons(conn: sa.Connection, found: Sequence[Record]) -> dict[str, Record]:
 
 
 def _reason(task: Record, node: Record, beside: Sequence[Record], now: float) -> Record:
-    lost = node["state"] == NodeState.UNREACHABLE and TaskKind(task["kind"]).needs_contact
+    lost = node["state"] == NodeState.UNREACHABLE
     later = task["not_before"] is not None and task["not_before"] > now
     if lost or (task["unreached"] and later):
         return {

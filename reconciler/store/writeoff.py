@@ -7,6 +7,7 @@ it come back, in whatever slot, it must be taken over and wiped before anybody g
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import itemgetter
 
 import sqlalchemy as sa
 
@@ -65,7 +66,9 @@ def slots_of(conn: sa.Connection, node_id: str, act: Act) -> list[str]:
     """All slots of a node that goes for good: their devices and addresses are free for others."""
     query = sa.select(slots).where(slots.c.node_id == node_id, slots.c.retired_at.is_(None))
     given_up = []
-    for slot in rows.every(conn, query.order_by(slots.c.id).with_for_update()):
+    # Locked in the order of everybody else, written off in the machine's.
+    held = rows.every(conn, query.order_by(slots.c.id).with_for_update())
+    for slot in sorted(held, key=itemgetter("slot_index")):
         if slot["status"] == SlotState.CLEANUP_BLOCKED:
             evidence = {"allocation_id": last_holder(conn, slot["id"])}
             _withdraw(conn, slot, act, "the node goes with whatever is left on it", evidence)

@@ -13,10 +13,11 @@ from sqlalchemy import Connection
 from reconciler.domain.act import Act
 from reconciler.domain.proof import NOTHING_DONE
 from reconciler.settings import Settings
-from reconciler.store import claims, nodes, tasks
+from reconciler.store import claims, tasks
 from reconciler.store.leasing import DUE
-from reconciler.tasks.handler import Failure, Record, Work
+from reconciler.tasks.handler import Failure, Record
 from reconciler.tasks.registry import HANDLERS
+from reconciler.tasks.work import failed_work
 
 STEP = "wait for its run"
 
@@ -42,8 +43,7 @@ def cancel(
     failure = _failure(task, told)
     handler = HANDLERS.get(task["kind"])
     if handler is not None:
-        # What a failure means for its subject needs no profile, and the profile may be gone by now.
-        handler.fail(Work(conn, task, nodes.get(conn, task["node_id"]), {}, settings), failure)
+        handler.fail(failed_work(conn, settings, task), failure)
     if not failure.known:
         claims.fence_off(conn, task["fences"])
     return tasks.drop(conn, task, act, told)

@@ -18,13 +18,14 @@ from reconciler.domain.errors import Problem
 from reconciler.runs import collect
 from reconciler.runs.runner import runner_id
 from reconciler.settings import Settings
-from reconciler.store import claims, clock, lifecycle, nodes, recovery, tasks
+from reconciler.store import claims, clock, lifecycle, recovery, tasks
 from reconciler.store.engine import reading, transaction
 from reconciler.store.leader import Deposed
 from reconciler.store.lifecycle import Overdue
 from reconciler.tasks.cancel import cancel
-from reconciler.tasks.handler import Failure, Record, Work
+from reconciler.tasks.handler import Failure, Record
 from reconciler.tasks.registry import HANDLERS
+from reconciler.tasks.work import failed_work
 
 log = logging.getLogger("gpuaas.overdue")
 
@@ -82,8 +83,7 @@ def _cancel_task(engine: Engine, settings: Settings, item: Overdue) -> None:
 
 def lose(conn: Connection, settings: Settings, task: Record, act: Act) -> None:
     """What its run did is unknown, for the reason in its error: block, fence off, free nothing."""
-    # What a failure means for its subject needs no profile, and the profile may be gone by now.
-    work = Work(conn, task, nodes.get(conn, task["node_id"]), {}, settings)
+    work = failed_work(conn, settings, task)
     handler = HANDLERS.get(task["kind"])
     if handler is not None:
         handler.fail(work, Failure("deadline", task["error"], {}, known=False))

@@ -18,7 +18,7 @@ from reconciler.store.engine import reading, transaction
 from reconciler.store.tasks import DEADLINE_PASSED
 from reconciler.tasks import story
 from reconciler.tasks.handler import Failure, Handler, Record
-from reconciler.tasks.work import open_work
+from reconciler.tasks.work import failed_work, open_work
 
 _STATES = {"canceled": TaskState.CANCELED, "lost": TaskState.LOST}
 
@@ -33,6 +33,7 @@ def settle(
     if is_untouched(outcome) and _wait_for_host(engine, task, outcome):
         return
     if outcome.ok:
+        evidence: dict[str, Any] = {}
         try:
             with transaction(engine) as conn:
                 work = open_work(conn, settings, task)
@@ -55,7 +56,7 @@ def settle(
         failure = _with_cause(engine, task, outcome, read_failure(outcome))
         state = _STATES.get(outcome.status, TaskState.FAILED)
     with transaction(engine) as conn:
-        work = open_work(conn, settings, task)
+        work = failed_work(conn, settings, task)
         handler.fail(work, failure)
         if outcome.unreachable and outcome.touched:
             reachability.silent(conn, task["node_id"], work.act.because(failure.error["found"]))

@@ -14,3 +14,8 @@ def open_work(conn: Connection, settings: Settings, task: Record) -> Work:
     node = nodes.get(conn, task["node_id"])
     profile = hardware.of_node(hardware_profile(settings.profiles_dir, node["profile"]), node)
     return Work(conn, task, node, profile, settings)
+
+
+def failed_work(conn: Connection, settings: Settings, task: Record) -> Work:
+    """What a failure means for its subject needs no profile, and the profile may be gone by now."""
+    return Work(conn, task, nodes.get(conn, task["node_id"]), {}, settings)

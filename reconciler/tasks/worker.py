@@ -39,7 +39,7 @@ from reconciler.tasks.registry import HANDLERS
 from reconciler.tasks.retention import tidy_on
 from reconciler.tasks.settle import settle
 from reconciler.tasks.watch import Watch
-from reconciler.tasks.work import open_work
+from reconciler.tasks.work import failed_work, open_work
 from reconciler.trust.ca import known_hosts, open_trust, operator_identity, revoke_host
 
 log = logging.getLogger("gpuaas.worker")
@@ -323,7 +323,7 @@ def _refuse(
     """The run could not start: nothing on the host was touched, the task says why."""
     error = refusal.told()
     with transaction(engine) as conn:
-        work = open_work(conn, settings, task)
+        work = failed_work(conn, settings, task)
         # An earlier attempt may have acted, so only a first one proves that nothing was touched.
         failure = Failure("start the run", error, dict(NOTHING_DONE), known=task["attempt"] <= 1)
         handler.fail(work, failure)

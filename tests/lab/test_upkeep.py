@@ -79,7 +79,7 @@ def test_the_hosts_certificate_is_renewed_and_sshd_shows_the_new_one(
     new = stage.api().get(stage.path())
     assert told["principals"] == [NODE]
     assert new["certificate_valid_until"] > old["certificate_valid_until"]
-    shown = stage.on_host("ssh-keyscan", "-c", "-t", "ed25519", "127.0.0.1")
+    shown = stage.on_host("ssh-keyscan", "-T", "60", "-c", "-t", "ed25519", "127.0.0.1")
     assert new["certificates"][0]["certificate"] in shown
     assert old["certificates"][0]["certificate"] not in shown
     # The next connection believes it: a run of its own, after the one that brought it.

@@ -176,10 +176,10 @@ def test_a_slice_host_refuses_a_bare_metal_tenant_by_itself(stage: Stage, story:
 def _silent(stage: Stage) -> Iterator[None]:
     """The host is looked for where nobody answers, until it counts as lost; then it is back."""
     port = stage.api().get(stage.path())["port"]
-    stage.api().patch(stage.path(), {"port": 1})
-    stage.api().post(stage.path("/slice-topology/discovery"), {})
-    _becomes(stage, "unreachable")
     try:
+        stage.api().patch(stage.path(), {"port": 1})
+        stage.api().post(stage.path("/slice-topology/discovery"), {})
+        _becomes(stage, "unreachable")
         yield
     finally:
         stage.api().patch(stage.path(), {"port": port})

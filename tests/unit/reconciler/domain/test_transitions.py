@@ -67,7 +67,5 @@ def test_diagram_names_every_event() -> None:
 def test_kinds_and_roles() -> None:
     assert TaskKind.NODE_BOOTSTRAP.exclusive
     assert not TaskKind.SLICE_VM_PROVISION.exclusive
-    assert TaskKind.SLICE_WIPE.needs_contact
-    assert not TaskKind.NODE_ENROL.needs_contact
     assert all(kind.name == kind.value.upper().replace(".", "_") for kind in TaskKind)
     assert Role("platform-admin") is Role.PLATFORM_ADMIN

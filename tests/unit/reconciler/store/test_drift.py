@@ -392,6 +392,10 @@ class TestDue:
             assert (task["priority"], task["exclusive"]) == (-1, False)
             assert self.due(conn) == ["n2"]
             assert self.due(conn, at_once=1) == [], "one is under way"
+            lost = sa.update(tables.nodes).where(tables.nodes.c.id == "n1")
+            conn.execute(lost.values(state="unreachable"))
+            assert self.due(conn, at_once=1) == ["n2"], "its look waits until it is back"
+            conn.execute(lost.values(state="ready"))
             sold.finish(conn, TaskKind.SLICE_DRIFT_RECONCILE)
             assert self.due(conn) == ["n2"]
             drift.ask(conn, "n2", ADMIN)
