@@ -74,11 +74,10 @@ def apply(params: _change.Params, _step: _change.Step) -> None:
 
 def facts(_params: _change.Params, state: State) -> dict[str, Any]:
     try:
-        now = _parity_certificate.parse(state.installed or "")
+        now, until = _dated(state.installed or "")
     except ValueError:
-        # Nothing, or nothing that sshd could show: what the plan is about to replace.
+        # Nothing, or nothing that anybody could show: what the plan is about to replace.
         return {"certificate": {}}
-    until = datetime.fromtimestamp(now.valid_before, UTC)
     return {
         "certificate": {
             "serial": str(now.serial),
@@ -93,11 +92,11 @@ SUBJECT = _change.Subject(observe, plan, apply, facts)
 
 def _blockers(text: str, node_id: str, state: State) -> Iterator[Refusal]:
     try:
-        wanted = _parity_certificate.parse(text)
+        wanted, _until = _dated(text)
     except ValueError as error:
         yield Refusal(
             "certificate_unreadable",
-            expected="a host certificate, one line of type and base64",
+            expected="a host certificate with an end, one line of type and base64",
             found=str(error)[:200],
             remedy="pass the certificate as the reconciler signed it",
         )
@@ -123,6 +122,16 @@ def _blockers(text: str, node_id: str, state: State) -> Iterator[Refusal]:
             found=", ".join(state.served) or "no HostCertificate",
             remedy="enrol the host: its script writes /etc/ssh/sshd_config.d/60-gpuaas.conf",
         )
+
+
+def _dated(text: str) -> tuple[_parity_certificate.Certificate, datetime]:
+    """The certificate and when it ends; ValueError when it is none of a host, or never ends."""
+    certificate = _parity_certificate.parse(text)
+    try:
+        return certificate, datetime.fromtimestamp(certificate.valid_before, UTC)
+    except (ValueError, OverflowError, OSError) as beyond:
+        # `ssh-keygen -V always:forever` writes the highest number there is.
+        raise ValueError(f"an end at {certificate.valid_before}, which is no date") from beyond
 
 
 def _key(state: State) -> tuple[bytes, ...] | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _before,
+    _disk,
     _fstab,
     _grub,
     _host,
@@ -79,11 +80,12 @@ def of(facts: Facts, *checks: str) -> list[Item]:
     return [item for check in checks for item in looks[check](facts)]
 
 
-def kept() -> dict[str, Any]:
+def kept(facts: Facts) -> dict[str, Any]:
     """What stays on purpose, for the record of a conversion."""
-    images = _host.path(f"{_host.STATE_DIRECTORY}/images")
+    images, entries = _host.path(f"{_host.STATE_DIRECTORY}/images"), _lease.entries()
     return {
-        "ledger": [entry.slot_id for entry in _lease.entries()],
+        "ledger": [entry.slot_id for entry in entries],
+        "disks_gone": sorted({entry.disk for entry in entries if _gone_dirty(entry, facts)}),
         "fstab_disabled": _fstab.disabled(),
         "images": sorted(file.name for file in images.glob("*.raw")) if images.is_dir() else [],
         "packages": sorted(_before.recalled("packages") or {}),
@@ -109,14 +111,35 @@ def _domains(_facts: Facts) -> Iterator[Item]:
     yield _none("libvirt", "QEMU of slices", [f"process {pid}" for pid in sorted(running)])
 
 
-def _leases(_facts: Facts) -> Iterator[Item]:
+def _leases(facts: Facts) -> Iterator[Item]:
+    """What waits for the wipe of a disk that is gone waits for ever; it is left if that returns."""
     entries = _lease.entries()
     for entry in entries:
+        name, wanted = f"slot {entry.slot_id}", "free and clean"
+        if _gone_dirty(entry, facts):
+            found = f"free, and {entry.disk}, which was not wiped, is gone"
+            yield Item("nvme_ownership", name, wanted, found, ok=True)
+            continue
         left = [f"is leased by {entry.allocation_id}"] if entry.allocation_id else []
         left += [f"waits for the wipe of {entry.disk}"] if entry.dirty else []
-        yield _none("nvme_ownership", f"slot {entry.slot_id}", left, "free and clean")
+        yield _none("nvme_ownership", name, left, wanted)
     if not entries:
         yield _none("nvme_ownership", "slots in the ledger", [])
+
+
+def _gone_dirty(entry: _lease.Entry, facts: Facts) -> bool:
+    """Whether a mark without a holder is of a disk that this host has not.
+
+    Only when every namespace says who it is: one that does not answer may be that disk.
+    """
+    if entry.allocation_id or not (entry.dirty and entry.disk):
+        return False
+    folder = _host.path("/sys/block")
+    names = [one.name for one in folder.iterdir()] if folder.is_dir() else []
+    known = {disk.kernel_name for disk in facts.disks}
+    if any(_disk.WHOLE.fullmatch(name) and name not in known for name in names):
+        return False
+    return not any(disk.is_known_as(entry.disk) for disk in facts.disks)
 
 
 def _reservations(_facts: Facts) -> Iterator[Item]:

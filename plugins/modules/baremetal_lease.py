@@ -172,12 +172,16 @@ def _end(params: _change.Params, state: State) -> list[_change.Step]:
 
 
 def _release(params: _change.Params, state: State) -> list[_change.Step]:
-    """What another allocation holds is left alone: it may hold the machine by now."""
-    own = ("", params["allocation_id"])
+    """What another allocation holds is left alone: it may hold the machine by now.
+
+    A machine's mark goes even when the tenant took the name out of the ledger; a dead disk's stays.
+    """
+    own = params["allocation_id"]
     return [
         _change.Step("release", entry.slot_id, entry.allocation_id, "")
         for entry in state.entries.values()
-        if (entry.allocation_id or entry.dirty) and entry.allocation_id in own
+        if entry.allocation_id == own
+        or (entry.slot_id == MACHINE and entry.dirty and not entry.allocation_id)
     ]
 
 

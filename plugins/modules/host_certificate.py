@@ -12,9 +12,10 @@ author: The gpuaas.slice authors (@gpuaas)
 description:
   - Puts a new certificate for the SSH key of an enrolled host in the place of the old one, and has
     sshd take it. Connections go on.
-  - The key stays. Refuses a certificate for another key (C(certificate_of_another_key)), for
-    another node or for a user (C(certificate_of_another_node)), and a host whose sshd does not
-    show the file (C(certificate_not_served)).
+  - The key stays. Refuses a certificate of a user, one without an end and what is no certificate
+    (C(certificate_unreadable)), one for another key (C(certificate_of_another_key)) or another node
+    (C(certificate_of_another_node)), and a host whose sshd does not show the file
+    (C(certificate_not_served)).
   - When sshd does not take it, the old certificate is put back and the module fails with
     C(certificate_not_taken).
 options:
@@ -38,7 +39,7 @@ EXAMPLES = r"""
 
 RETURN = r"""
 certificate:
-  description: What the certificate on the host says now.
+  description: What the certificate on the host says now; empty when it is none with an end.
   returned: always
   type: dict
   sample: {serial: "42", principals: [node-7], valid_until: "2026-08-29T10:00:00Z"}

@@ -15,6 +15,8 @@ description:
   - M(gpuaas.slice.slice_parity) with the intent V(baremetal) judges by the same list.
   - What stays on purpose (the ledger with its fences, entries of fstab that the storage transition
     disabled, cached images, installed packages) is returned as RV(kept).
+  - A mark for a wipe that no allocation holds and whose disk is not on the host is not left either,
+    once all namespaces say who they are; the disk is named in RV(kept), and is left if it returns.
 options:
   profile:
     description: The hardware profile, which says what counts as GPU, fabric card and slice network.
@@ -75,7 +77,7 @@ kept:
   description: What stays on purpose.
   returned: always
   type: dict
-  sample: {ledger: [slot-0], fstab_disabled: [], images: [], packages: [dnsmasq]}
+  sample: {ledger: [slot-0], disks_gone: [], fstab_disabled: [], images: [], packages: [dnsmasq]}
 identity:
   description: Boot id, machine id and public host key.
   returned: always
@@ -97,11 +99,12 @@ from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusa
 
 def look(params: _change.Params) -> dict[str, Any]:
     asked = _parity_facts.Asked(profile=params["profile"], intent="baremetal")
-    items = _remnants.compare(_parity_facts.Facts(asked), scope=params["scope"])
+    facts = _parity_facts.Facts(asked)
+    items = _remnants.compare(facts, scope=params["scope"])
     return {
         "remnants": sum(not item.ok for item in items),
         "compared": [item.document() for item in items],
-        "kept": _remnants.kept(),
+        "kept": _remnants.kept(facts),
         "identity": _host.identity(),
     }
 

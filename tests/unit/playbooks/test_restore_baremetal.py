@@ -50,7 +50,10 @@ everything > /run/machine-between
 ls /run/machine
 ledger=/var/lib/gpuaas/ledger/slot-0.json
 mkdir -p /var/lib/gpuaas/ledger
-echo '{"slot_id": "slot-0", "fence": 3, "dirty": true, "disk": "eui.1"}' > $ledger
+# Without a holder the mark would not count: this host has no disk eui.1.
+cat > $ledger <<'end'
+{"slot_id": "slot-0", "fence": 3, "dirty": true, "disk": "eui.1", "allocation_id": "alloc-1"}
+end
 echo ---; restore "$@"
 echo '{"slot_id": "slot-0", "fence": 3}' > $ledger
 echo ---; restore "$@" --check

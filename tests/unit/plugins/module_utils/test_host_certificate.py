@@ -109,3 +109,24 @@ def test_a_host_that_never_enrolled_is_told_to(trust: ca.Trust, old: str, script
     script.on("sshd", "-T", out="port 22\n")
     refused = drive(renewed(trust).text)
     assert refused.failure is not None and refused.failure.code == "certificate_not_served"
+
+
+def test_a_certificate_without_an_end_is_refused_and_replaced(
+    trust: ca.Trust, old: str, script: Any
+) -> None:
+    """No renewal would ever be due. One that is installed is no obstacle to a new one."""
+    signature = keygen.Signature("by hand", (NODE,), "always:forever", serial=7, host=True)
+    endless = keygen.certify(
+        trust.host_authority, _host.read(_host_certificate.KEY) or "", signature
+    )
+    refused = drive(endless)
+    assert refused.failure is not None and refused.failure.code == "certificate_unreadable"
+    assert "no date" in refused.failure.found
+    assert installed() == old
+
+    _host.write(_host_certificate.FILE, endless + "\n")
+    new = renewed(trust)
+    assert drive(new.text, check=True).facts == {"certificate": {}}
+    script.on(*CHECK).on(*RELOAD)
+    assert drive(new.text).failure is None
+    assert installed() == new.text

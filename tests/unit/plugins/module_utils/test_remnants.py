@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _vfio,
 )
 from ansible_collections.gpuaas.slice.plugins.modules import slice_remnants
+
+bench = runpy.run_path(str(Path(__file__).parents[1] / "storage_bench.py"))["bench"]
 
 pytestmark = pytest.mark.covers("HOST-15")
 
@@ -143,23 +146,54 @@ def test_what_only_the_running_kernel_knows(host: Any, machine: Any, script: Any
     ]
 
 
-def test_slices_are_told_from_slice_mode(host: Any, machine: Any) -> None:
+def test_slices_are_told_from_slice_mode(bench: Any, host: Any, machine: Any) -> None:
+    bench.disk(eui="5e00000000000002")
     machine.file("/etc/gpuaas/slice-mode.json", '{"mode": "slice"}')
     _lease.raise_fence("slot-0", fence=3)
     assert left(host, "slices") == []
     _lease.hold("slot-0", fence=4, allocation_id="alloc-1", disk="eui.1")
-    _lease.mark_dirty("slot-1", fence=1, disk="eui.2")
+    _lease.mark_dirty("slot-1", fence=1, disk="eui.5e00000000000002")
     machine.file("/run/libvirt/qemu/gpuaas-slice-2.xml", "<domstatus/>")
     machine.file("/proc/77/cmdline", "/usr/bin/qemu-system-x86_64\0-name\0guest=gpuaas-slice-3\0")
     assert left(host, "slices") == [
         ("libvirt", "domains of slices", "gpuaas-slice-2"),
         ("libvirt", "QEMU of slices", "process 77"),
         ("nvme_ownership", "slot slot-0", "is leased by alloc-1"),
-        ("nvme_ownership", "slot slot-1", "waits for the wipe of eui.2"),
+        ("nvme_ownership", "slot slot-1", "waits for the wipe of eui.5e00000000000002"),
     ]
     refused = slice_remnants.refusal("slices", look(host, "slices")["compared"])
     assert refused.code == "slices_present" and "alloc-1" in refused.found
     assert slice_remnants.refusal("host", look(host)["compared"]).code == "remnants_found"
+
+
+@pytest.mark.covers("HOST-15", "I12")
+def test_a_disk_that_was_written_off_is_left_only_while_it_is_there(bench: Any, host: Any) -> None:
+    eui = "5e0000000000dead"
+    _lease.hold(f"disk-{eui}", fence=1, allocation_id="alloc-1", disk=f"eui.{eui}")
+    _lease.mark_dirty(f"disk-{eui}", fence=1, disk=f"eui.{eui}")
+    bench.disk("nvme1n1")
+    leased = f"is leased by alloc-1, waits for the wipe of eui.{eui}"
+    assert left(host) == [("nvme_ownership", f"slot disk-{eui}", leased)]
+
+    _lease.release(f"disk-{eui}", fence=1)
+    assert left(host) == []
+    found = look(host)
+    assert found["kept"]["disks_gone"] == [f"eui.{eui}"]
+    assert f"eui.{eui}" in str([one["found"] for one in found["compared"]])
+
+    waits = [("nvme_ownership", f"slot disk-{eui}", f"waits for the wipe of eui.{eui}")]
+    silent = bench.disk("nvme2n1", eui="", nguid="", minor=2)
+    assert left(host) == waits, "a namespace that does not say who it is may be this disk"
+    silent.eui = eui
+    assert left(host) == waits
+    assert look(host)["kept"]["disks_gone"] == []
+    silent.eui = "5e0000000000beef"
+    assert left(host) == []
+
+
+def test_the_mark_of_the_whole_machine_is_left_without_a_disk(host: Any) -> None:
+    _lease.mark_dirty(_lease.MACHINE, fence=1, disk="")
+    assert [one[:2] for one in left(host)] == [("nvme_ownership", "slot machine")]
 
 
 def test_unknown_is_not_absent(host: Any, machine: Any, script: Any) -> None:
@@ -181,6 +215,7 @@ def test_what_stays_on_purpose_is_said(host: Any, machine: Any) -> None:
     _host.write(_before.file_of("packages"), json.dumps({"dnsmasq": "installed"}))
     assert look(host)["kept"] == {
         "ledger": ["slot-0"],
+        "disks_gone": [],
         "fstab_disabled": ["LABEL=a /share1 xfs"],
         "images": ["abc.raw"],
         "packages": ["dnsmasq"],

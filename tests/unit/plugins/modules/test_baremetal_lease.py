@@ -262,6 +262,17 @@ def test_giving_back_leaves_another_tenant_alone(host) -> None:
     assert _lease.load(SLOT).allocation_id == ""
 
 
+def test_a_machine_that_lost_its_holder_but_not_its_mark_is_given_back(host) -> None:
+    """A tenant who is root took the name out of the ledger; others are shut out by the mark."""
+    lease()
+    wipe(1)
+    lease("given")
+    _lease.release("machine", fence=1)
+    assert lease("ending", fence=2).failure is None and wipe(2).failure is None
+    assert lease("released", fence=2).failure is None
+    assert not _lease.load("machine").dirty and _lease.machine_taken(OTHER) == []
+
+
 @pytest.mark.covers("I10", "I12")
 def test_a_dead_disk_is_given_up_and_stays_dirty(host) -> None:
     """It does not hold its machine for ever, and it does not come back clean."""
@@ -280,7 +291,11 @@ def test_a_dead_disk_is_given_up_and_stays_dirty(host) -> None:
     assert [one["slot_id"] for one in told["slots"]] == [SLOT], "the dead one is not wiped"
     assert code("released", fence=2, written_off=[dead]) == "disk_dirty", "the other one counts"
     assert wipe(2).failure is None
-    assert lease("released", fence=2, written_off=[dead]).done
+    free = lease("released", fence=2, written_off=[dead])
+    assert (free.failure, free.facts["dirty"]) == (None, [dead["slot_id"]])
+    assert sorted(free.done) == ["release"] * 3
+    again = lease("released", fence=2, written_off=[dead])
+    assert (again.failure, again.changed) == (None, False)
     entry = _lease.load(dead["slot_id"])
     assert (entry.allocation_id, entry.dirty) == ("", True)
     assert _lease.others_leased(OTHER) == []

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from reconciler.domain.errors import Problem
 from reconciler.runs import collect, contract
 from reconciler.runs.collect import Outcome, Phase, RunState
 from reconciler.runs.spec import RunSpec
 from reconciler.settings import Settings
-from reconciler.store import allocations, discoveries, nodes, outcomes, slots, tasks
+from reconciler.store import allocations, discoveries, nodes, outcomes, slots, tables, tasks
 from reconciler.store.engine import transaction
 from reconciler.tasks import worker
 from tests.unit.reconciler.conftest import ADMIN, Site
@@ -349,4 +350,24 @@ def test_a_result_that_cannot_be_read_is_unknown_and_ends_the_task(
     runs.ends(evidence={"nothing": "that provisioning knows"})
     assert attend()["error"]["code"] == "outcome_unreadable"
     with transaction(sold.engine) as conn:
+        assert sorted(sold.statuses(conn)) == ["available", "cleanup_blocked"]
+
+
+@pytest.mark.covers("I12")
+def test_a_profile_that_goes_during_the_run_does_not_keep_the_task_for_ever(
+    sold: Site, runs: Runs, attend: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocation_id = launched(sold)
+
+    def launch(site: object, spec: RunSpec) -> Path:
+        with transaction(sold.engine) as conn:
+            conn.execute(sa.update(tables.nodes).values(profile="gone"))
+        return runs.launch(site, spec)
+
+    monkeypatch.setattr(worker, "launch", launch)
+    runs.ends(evidence={"readiness": READINESS, "plan": {}, "image": {}})
+    task = attend()
+    assert (task["state"], task["error"]["code"]) == ("failed", "profile_unknown")
+    with transaction(sold.engine) as conn:
+        assert allocations.get(conn, allocation_id)["state"] == "failed"
         assert sorted(sold.statuses(conn)) == ["available", "cleanup_blocked"]
