@@ -328,7 +328,16 @@ def _move(conn: sa.Connection, id: str, event: str, act: Act) -> None:
 
 def _withdraw(conn: sa.Connection, id: str, queued: Sequence[Record], act: Act) -> None:
     for task in queued:
-        tasks.cancel(conn, task["id"], act)
+        ended = tasks.cancel(conn, task["id"], act)
+        # A worker may have taken it since it was read: then nobody knows that nothing was begun.
+        if ended["state"] != TaskState.CANCELED or ended["started_at"] is not None:
+            raise Problem(
+                "generation_conflict",
+                409,
+                expected=f"task {task['id']} not begun",
+                found=f"{ended['state']}, begun meanwhile",
+                remedy="read the allocation again and decide anew",
+            )
     evidence = {
         "allocation_id": id,
         "never_started": [task["id"] for task in queued],

@@ -68,7 +68,9 @@ def close_gate(conn: sa.Connection, node_id: str, act: Act) -> list[str]:
     query = sa.select(slots.c.id).where(
         slots.c.node_id == node_id, slots.c.status == SlotState.AVAILABLE
     )
-    closed = [str(slot) for slot in conn.execute(query.order_by(slots.c.slot_index)).scalars()]
+    # Locked, in the order of everybody else: what a launch has taken meanwhile is no more on sale.
+    locked = conn.execute(query.order_by(slots.c.id).with_for_update())
+    closed = [str(slot) for slot in locked.scalars()]
     for slot_id in closed:
         advance(conn, "slot", slot_id, "disable", act, columns={"available_proof_id": None})
     return closed

@@ -234,13 +234,14 @@ def retire(conn: sa.Connection, id: str, act: Act) -> Record:
     node = rows.get(conn, nodes, id, "node", lock=True)
     if transitions.target("node", node["state"], "retire") is None:
         return _by_admin(conn, id, "retire", act)
-    if node["state"] == NodeState.UNREACHABLE:
+    lost = node["state"] == NodeState.UNREACHABLE
+    if lost:
         writeoff.require_reason(act)
-        refuse_in_use(conn, id, busy=AT_WORK)
     else:
-        refuse_in_use(conn, id)
         baremetal.require_clean(node)
+    # First, so that a launch which has a slot by then is seen by the question after it.
     close_gate(conn, id, act.because("the node is retired"))
+    refuse_in_use(conn, id, busy=AT_WORK if lost else BUSY)
     given_up = writeoff.slots_of(conn, id, act)
     conn.execute(sa.update(nodes).where(nodes.c.id == id).values(slice_scheduling=False))
     for task in tasks.open_of_node(conn, id):

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from reconciler.domain.act import Act
 from reconciler.domain.errors import Problem
 from reconciler.domain.states import AllocationState, SlotState
-from reconciler.store import audit, cleanup, outcomes, rows, writeoff
+from reconciler.store import audit, cleanup, history, outcomes, rows, writeoff
 from reconciler.store.claims import last_holder
 from reconciler.store.rows import Record
 from reconciler.store.tables import allocations
@@ -24,8 +24,8 @@ _ENDED = (AllocationState.RELEASED, AllocationState.FAILED)
 def remove(conn: sa.Connection, slot_id: str, allocation_id: str, act: Act) -> Record:
     """Clean one idle slot of a machine with this id: remove it, wipe, verify. The task.
 
-    Problem `slot_in_use` while somebody has the slot, `allocation_active` when the machine is that
-    of an allocation which has not ended.
+    Problem `slot_in_use` while somebody has the slot, or while it waits for evidence about another
+    allocation, `allocation_active` when the machine is that of one which has not ended.
     """
     writeoff.require_reason(act)
     slot = rows.get(conn, slot_table, slot_id, "slot", lock=True)
@@ -48,6 +48,8 @@ def remove(conn: sa.Connection, slot_id: str, allocation_id: str, act: Act) -> R
             remedy="release it, or recover it",
         )
     holder = last_holder(conn, slot_id)
+    if slot["status"] == SlotState.CLEANUP_BLOCKED and allocation_id != holder:
+        _require_ours(conn, slot)
     own = act.because(act.reason, {**act.evidence, "orphan": allocation_id})
     if slot["status"] == SlotState.DISABLED:
         error = {"code": "orphan", "found": f"the host holds a machine of {allocation_id}"}
@@ -55,3 +57,21 @@ def remove(conn: sa.Connection, slot_id: str, allocation_id: str, act: Act) -> R
     detail = {"allocation_id": allocation_id}
     audit.write(conn, act, "admin.slot.orphan.removed", "slot", slot_id, detail=detail)
     return cleanup.wipe(conn, allocation_id, [cleanup.begin(conn, slot, own)], own)
+
+
+def _require_ours(conn: sa.Connection, slot: Record) -> None:
+    """A slot that is blocked may hold what its last tenant left, of which the removal of another
+    machine proves nothing. It does not where such a removal blocked it: it was idle before.
+    """
+    blocked = SlotState.CLEANUP_BLOCKED
+    past = [row for row in history.of(conn, "slot", slot["id"]) if row["target"] == blocked]
+    first = [row for row in past if row["source"] != SlotState.CLEANUP]
+    if first and "orphan" in first[-1]["evidence"]:
+        return
+    raise Problem(
+        "slot_in_use",
+        409,
+        expected="a slot that is disabled, or blocked by the removal of a machine like this",
+        found=f"cleanup_blocked: {slot['status_reason']}",
+        remedy="repair the slot first; if this machine keeps that from its end, stop it by hand",
+    )

@@ -88,7 +88,10 @@ def _take(
         if not places:
             return None
         wanted = [slot_id for found in places for slot_id in found.slot_ids]
-        locked = _first(conn, wanted) if len(places) > 1 else _lock(conn, wanted, skip=True)
+        if want.gpus > 1:
+            locked = _all_or_none(conn, wanted)
+        else:
+            locked = _first(conn, wanted) if len(places) > 1 else _lock(conn, wanted, skip=True)
         for found in places:
             if set(found.slot_ids) <= set(locked):
                 return found.node_id, [locked[slot_id] for slot_id in found.slot_ids]
@@ -113,6 +116,17 @@ def _places(snapshot: Snapshot, want: Want, passed: set[str], most: int) -> list
 def _lock(conn: sa.Connection, slot_ids: Sequence[str], *, skip: bool) -> dict[str, Record]:
     found = conn.execute(_locking(skip), {"ids": slot_ids}).mappings()
     return {slot["id"]: dict(slot) for slot in found}
+
+
+def _all_or_none(conn: sa.Connection, slot_ids: Sequence[str]) -> dict[str, Record]:
+    """Lock what nobody else holds; kept only when it is the whole set: others may want a part."""
+    savepoint = conn.begin_nested()
+    locked = _lock(conn, slot_ids, skip=True)
+    if len(locked) == len(slot_ids):
+        savepoint.commit()
+    else:
+        savepoint.rollback()
+    return locked
 
 
 def _wait(conn: sa.Connection, slot_ids: Collection[str]) -> None:

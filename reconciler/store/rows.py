@@ -58,9 +58,13 @@ def every(conn: sa.Connection, query: sa.Select[Any]) -> list[Record]:
 def get(
     conn: sa.Connection, table: sa.Table, key: str, entity: str, *, lock: bool = False
 ) -> Record:
-    """The row with an id; lock keeps other writers of it out until the transaction ends."""
+    """The row with an id; lock keeps other writers of it out until the transaction ends.
+
+    Not those who write rows that point to it: a launch would wait for whoever holds its node, who
+    may wait for its slots.
+    """
     query = sa.select(table).where(table.c.id == key)
-    row = first(conn, query.with_for_update() if lock else query)
+    row = first(conn, query.with_for_update(key_share=True) if lock else query)
     if row is None:
         raise not_found(entity, key)
     return row

@@ -169,7 +169,9 @@ def withdraw(conn: sa.Connection, slot_id: str, act: Act) -> Record:
             found=str(slot["status"]),
             remedy="disable the slot; one that is in use must be released or recovered first",
         )
-    _set(conn, slot_id, retired_at=clock.now(), wanted=SlotState.DISABLED.value)
+    generation = slot["disk_generation"] + writeoff.doubted(slot)
+    gone = {"retired_at": clock.now(), "wanted": SlotState.DISABLED.value}
+    _set(conn, slot_id, disk_generation=generation, **gone)
     audit.write(conn, act, "admin.slot.withdrawn", "slot", slot_id, detail=detail)
     return get(conn, slot_id)
 

@@ -1,7 +1,7 @@
 """Giving up what is dead: a slot, or a disk, whose device will never prove anything any more.
 
-Nothing is believed clean by it. The disk keeps its generation, for which there is no proof: should
-it come back, in whatever slot, it must be taken over and wiped before anybody gets it.
+Nothing is believed clean by it. The disk gets the next generation, for which there is no proof:
+should it come back, in whatever slot, it must be taken over and wiped before anybody gets it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from operator import itemgetter
 import sqlalchemy as sa
 
 from reconciler.domain import discovery as seen
+from reconciler.domain import drift
 from reconciler.domain.act import Act
 from reconciler.domain.errors import Problem
 from reconciler.domain.states import LIVE_CLAIMS, SlotState
@@ -73,6 +74,9 @@ def slots_of(conn: sa.Connection, node_id: str, act: Act) -> list[str]:
             evidence = {"allocation_id": last_holder(conn, slot["id"])}
             _withdraw(conn, slot, act, "the node goes with whatever is left on it", evidence)
             given_up.append(str(slot["id"]))
+        elif doubted(slot):
+            distrust = sa.update(slots).where(slots.c.id == slot["id"])
+            conn.execute(distrust.values(disk_generation=slots.c.disk_generation + 1))
     update = sa.update(slots).where(slots.c.node_id == node_id, slots.c.retired_at.is_(None))
     gone = {"retired_at": clock.now(), "wanted": SlotState.DISABLED.value}
     conn.execute(update.values(generation=slots.c.generation + 1, **gone))
@@ -86,6 +90,15 @@ def dead_disks(conn: sa.Connection, node_id: str, disks: list[Record], since: fl
         return []
     identities = [f"eui.{disk['nvme_eui']}" for disk in disks]
     return [one for one in identities if seen.disk_by_identity(latest["document"], one) is None]
+
+
+def doubted(slot: Record) -> bool:
+    """Whether the host was last seen to hold something in an idle slot.
+
+    Only the slot's own gate knows that: before the slot is retired, its disk gets the next
+    generation, or the proof from before would count in the slot that gets the disk next.
+    """
+    return bool(slot["health_detail"].get("step") == drift.STEP)
 
 
 def require_reason(act: Act) -> None:
@@ -103,9 +116,10 @@ def require_reason(act: Act) -> None:
 def _withdraw(
     conn: sa.Connection, slot: Record, act: Act, why: str, evidence: Mapping[str, object]
 ) -> Record:
-    # The next fence: a run that is still alive somewhere has no word in this any more.
+    # The next fence: a run that is still alive somewhere has no word in this any more. The disk's
+    # next generation: one that was idle when it was blocked still has its proof.
     own = act.because(f"{act.reason}; written off: {why}", {**act.evidence, **evidence})
-    columns = {"fence": slot["fence"] + 1}
+    columns = {"fence": slot["fence"] + 1, "disk_generation": slot["disk_generation"] + 1}
     return advance(conn, "slot", slot["id"], "withdraw", own, columns=columns)
 
 

@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -82,18 +82,26 @@ class Crowd:
         self.answers: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def run(self, seconds: float, seed: int = 20_26) -> None:
-        """All clients at once for so long; raises what any of them did not expect."""
+    def run(self, seconds: float, wanted: Set[str], seed: int = 20_26) -> None:
+        """All clients at once for so long; raises what any of them did not expect.
+
+        Longer on a busy machine, until each of `wanted` has happened, or a minute more is over.
+        """
         end = time.monotonic() + seconds
+
+        def going() -> bool:
+            now = time.monotonic()
+            return now < end or (now < end + 60 and not wanted <= self.answers.keys())
+
         with ThreadPoolExecutor(CLIENTS + 1) as pool:
-            jobs = [pool.submit(self._client, seed + number, end) for number in range(CLIENTS)]
-            jobs.append(pool.submit(self._auditor, end))
+            jobs = [pool.submit(self._client, seed + number, going) for number in range(CLIENTS)]
+            jobs.append(pool.submit(self._auditor, going))
             for job in jobs:
                 job.result()
 
-    def _client(self, seed: int, end: float) -> None:
+    def _client(self, seed: int, going: Callable[[], bool]) -> None:
         chance = random.Random(seed)  # noqa: S311
-        while time.monotonic() < end:
+        while going():
             what, act = self._choose(chance)
             try:
                 said = what if act(chance) else ""
@@ -107,8 +115,8 @@ class Crowd:
             with self._lock:
                 self.answers[said] += 1
 
-    def _auditor(self, end: float) -> None:
-        while time.monotonic() < end:
+    def _auditor(self, going: Callable[[], bool]) -> None:
+        while going():
             with suppress(sa.exc.TimeoutError), reading(self.engine) as conn:
                 found = invariants.check(conn)
                 assert found == [], found
@@ -184,7 +192,13 @@ class Crowd:
             return False
         (task,) = taken
         handler = HANDLERS[task["kind"]]
-        retrying(self.engine, lambda conn: handler.start(self._open(conn, task)), attempts=10)
+        try:
+            retrying(self.engine, lambda conn: handler.start(self._open(conn, task)), attempts=10)
+        except Problem as refusal:
+            # Its allocation was given up meanwhile: as the worker does, no run is started.
+            if refusal.code != "canceled":
+                raise
+            return self._write(lambda conn: self._fail(conn, task, known=True))
         luck = chance.random()
         if luck < 0.1:
             retrying(self.engine, lambda conn: tasks.let_go(conn, task), attempts=10)

@@ -200,6 +200,48 @@ def test_what_nobody_knows_takes_its_slot_off_sale_until_it_is_gone_and_the_disk
     compare.sound()
 
 
+@pytest.mark.covers("I4", "I13")
+@pytest.mark.parametrize("way", ["withdrawn", "blocked", "retired"])
+def test_a_disk_that_somebody_used_is_not_clean_in_its_next_slot(
+    compare: Compared, way: str
+) -> None:
+    """What is known of the disk goes with the slot; the proof from before must not outlast it."""
+    compare(stranger(compare))
+    slot = compare.slots()[0]
+    bundle = Bundle.of(slot)
+    with transaction(compare.engine) as conn:
+        before = proofs.current(conn, slot)
+        assert before is not None
+        if way == "blocked":
+            outcomes.block(conn, slot, "", ADMIN, step="drift", error={"code": "orphan"})
+            document = compare.site.document(0)
+            document["gpu"] = [
+                one for one in document["gpu"] if one["address"] != slot["gpu_pci_address"]
+            ]
+            discoveries.record(conn, "n1", document, ADMIN)
+        if way == "retired":
+            nodes.drain(conn, "n1", ADMIN)
+            nodes.maintain(conn, "n1", ADMIN)
+            nodes.retire(conn, "n1", ADMIN)
+            gone = slots.get(conn, slot["id"])
+        else:
+            gone = slots.withdraw(conn, slot["id"], ADMIN)
+        assert gone["retired_at"]
+        assert proofs.current(conn, gone) is None
+        assert proofs.generation(conn, slot["nvme_identity"]) > before["disk_generation"]
+        if way == "retired":
+            return
+        discoveries.record(conn, "n1", compare.site.document(0), ADMIN)
+        again = slots.approve(conn, "n1", bundle, ADMIN)
+        discoveries.record(conn, "n1", compare.site.document(0), ADMIN)
+        discoveries.record_parity(conn, "n1", compare.site.parity(), ADMIN)
+        assert "proof_missing" in {row.code for row in slots.gate(conn, again["id"])}
+        proof = {"disk": bundle.identity, "method": "discard", "verified": True}
+        proofs.record_transition(conn, "n1", proof, ADMIN)
+        assert slots.enable(conn, again["id"], ADMIN)["status"] == "available"
+    compare.sound()
+
+
 def test_a_trace_that_never_touched_the_disk_needs_no_new_proof(compare: Compared) -> None:
     holdings = stranger(compare)
     drop(holdings, "domains", "processes", "leases")

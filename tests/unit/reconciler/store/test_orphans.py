@@ -9,7 +9,7 @@ import pytest
 import sqlalchemy as sa
 
 from reconciler.domain.errors import Problem
-from reconciler.domain.states import ProofKind, TaskKind
+from reconciler.domain.states import ProofKind, TaskKind, TaskState
 from reconciler.settings import Settings
 from reconciler.store import (
     allocations,
@@ -122,6 +122,41 @@ def test_only_from_an_idle_slot_and_nobody_who_is_known(sold: Any) -> None:
         slots.disable(conn, idle, sold.act)
         assert code(orphans.remove, conn, idle, running, sold.act) == "allocation_active"
         assert tasks.every(conn, kind=TaskKind.SLICE_WIPE) == []
+
+
+@pytest.mark.covers("CTRL-7", "I13")
+def test_what_a_tenant_left_is_not_freed_by_the_removal_of_another_machine(sold: Any) -> None:
+    with transaction(sold.engine) as conn:
+        key = sold.failed(conn)
+        (slot,) = recovery.blocked(conn)
+        assert code(orphans.remove, conn, slot["id"], UNKNOWN, sold.act) == "slot_in_use"
+        assert slots.get(conn, slot["id"])["status"] == "cleanup_blocked"
+        orphans.remove(conn, slot["id"], key, sold.act)
+        sold.finish(conn, TaskKind.SLICE_WIPE, TaskState.FAILED)
+        outcomes.wipe_slots_failed(conn, [slot["id"]], sold.act, step="nvme_wipe", error={})
+        assert code(orphans.remove, conn, slot["id"], UNKNOWN, sold.act) == "slot_in_use"
+        task = orphans.remove(conn, slot["id"], key, sold.act)
+        cleaned(sold, conn, task)
+        assert slots.get(conn, slot["id"])["status"] == "available"
+        assert invariants.check(conn) == []
+
+
+@pytest.mark.covers("CTRL-7", "I12")
+@pytest.mark.parametrize("named", [UNKNOWN, str(uuid.uuid4())])
+def test_a_removal_that_failed_is_repeated_under_whatever_name(sold: Any, named: str) -> None:
+    with transaction(sold.engine) as conn:
+        slot_id = slots.of_node(conn, "n1")[0]["id"]
+        slots.disable(conn, slot_id, sold.act)
+        orphans.remove(conn, slot_id, UNKNOWN, sold.act)
+        sold.finish(conn, TaskKind.SLICE_WIPE, TaskState.FAILED)
+        outcomes.wipe_slots_failed(conn, [slot_id], sold.act, step="nvme_wipe", error={})
+        # As the recovery policy tries by itself.
+        recovery.repair(conn, slot_id, sold.act)
+        sold.finish(conn, TaskKind.SLICE_WIPE, TaskState.FAILED)
+        outcomes.wipe_slots_failed(conn, [slot_id], sold.act, step="nvme_wipe", error={})
+        cleaned(sold, conn, orphans.remove(conn, slot_id, named, sold.act))
+        assert slots.get(conn, slot_id)["status"] == "disabled"
+        assert slots.gate(conn, slot_id) == ()
 
 
 @pytest.mark.covers("CTRL-7", "I12")
