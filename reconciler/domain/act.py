@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from reconciler.domain.errors import Problem
+
 
 @dataclass(frozen=True)
 class Act:
@@ -20,4 +22,16 @@ class Act:
         """The same actor with a more exact reason."""
         return replace(
             self, reason=reason, evidence=self.evidence if evidence is None else evidence
+        )
+
+
+def require_reason(act: Act, remedy: str) -> None:
+    """Problem `reason_required` for what a person answers for and does not say why."""
+    if not act.reason.strip():
+        raise Problem(
+            "reason_required",
+            422,
+            expected="a reason for the audit log",
+            found="none",
+            remedy=remedy,
         )

@@ -14,7 +14,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from reconciler.domain.act import Act
+from reconciler.domain.act import Act, require_reason
 from reconciler.domain.errors import Problem
 from reconciler.domain.proof import DEFAULT_POLICY
 from reconciler.domain.states import (
@@ -257,7 +257,7 @@ def clean(
 
 def _dead_disks(conn: sa.Connection, node_id: str, allocation_id: str, act: Act) -> list[str]:
     """The tenant's disks that a discovery after everything that was tried does not show."""
-    writeoff.require_reason(act)
+    require_reason(act, writeoff.WHY)
     ended = [task["finished_at"] or 0.0 for task in tasks.every(conn, allocation_id=allocation_id)]
     disks = claim_of(conn, allocation_id)["disks"]
     dead = writeoff.dead_disks(conn, node_id, disks, max(ended, default=0.0))
@@ -275,14 +275,7 @@ def _dead_disks(conn: sa.Connection, node_id: str, allocation_id: str, act: Act)
 def accept_drift(conn: sa.Connection, node_id: str, act: Act) -> Record:
     """A person has looked at what is different and answers for it."""
     node = rows.get(conn, nodes, node_id, "node", lock=True)
-    if not act.reason.strip():
-        raise Problem(
-            "reason_required",
-            422,
-            expected="a reason for the audit log",
-            found="none",
-            remedy="say why the differences may stay",
-        )
+    require_reason(act, "say why the differences may stay")
     detail = node["health_detail"]
     if detail.get("code") != DRIFT:
         raise Problem(

@@ -8,7 +8,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from reconciler.domain import transitions
-from reconciler.domain.act import Act
+from reconciler.domain.act import Act, require_reason
 from reconciler.domain.errors import Problem
 from reconciler.domain.states import LIVE_CLAIMS, NodeMode, NodeState, SlotState
 from reconciler.store import (
@@ -236,7 +236,7 @@ def retire(conn: sa.Connection, id: str, act: Act) -> Record:
         return _by_admin(conn, id, "retire", act)
     lost = node["state"] == NodeState.UNREACHABLE
     if lost:
-        writeoff.require_reason(act)
+        require_reason(act, writeoff.WHY)
     else:
         baremetal.require_clean(node)
     # First, so that a launch which has a slot by then is seen by the question after it.

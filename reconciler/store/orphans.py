@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-from reconciler.domain.act import Act
+from reconciler.domain.act import Act, require_reason
 from reconciler.domain.errors import Problem
 from reconciler.domain.states import AllocationState, SlotState
 from reconciler.store import audit, cleanup, history, outcomes, rows, writeoff
@@ -27,7 +27,7 @@ def remove(conn: sa.Connection, slot_id: str, allocation_id: str, act: Act) -> R
     Problem `slot_in_use` while somebody has the slot, or while it waits for evidence about another
     allocation, `allocation_active` when the machine is that of one which has not ended.
     """
-    writeoff.require_reason(act)
+    require_reason(act, writeoff.WHY)
     slot = rows.get(conn, slot_table, slot_id, "slot", lock=True)
     if slot["status"] not in (SlotState.DISABLED, SlotState.CLEANUP_BLOCKED) or slot["retired_at"]:
         raise Problem(

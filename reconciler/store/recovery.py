@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-from reconciler.domain.act import Act
+from reconciler.domain.act import Act, require_reason
 from reconciler.domain.errors import Problem
 from reconciler.domain.states import (
     LIVE_CLAIMS,
@@ -47,7 +47,7 @@ def force_cleanup(
 
     They come back through verification and wipe, at once only where the proof is already there.
     """
-    _need_reason(act)
+    require_reason(act, "say why this is forced")
     allocation = rows.get(conn, allocations, allocation_id, "allocation", lock=True)
     held = held_slots(conn, allocation_id)
     _refuse(conn, allocation, held)
@@ -96,7 +96,7 @@ def force_cleanup(
 
 def force_release(conn: sa.Connection, allocation_id: str, act: Act) -> Record:
     """End the tenant's use and the billing although the host does not answer."""
-    _need_reason(act)
+    require_reason(act, "say why this is forced")
     _require_silence(conn, rows.get(conn, allocations, allocation_id, "allocation", lock=True))
     own = act.because(act.reason, {**act.evidence, "allocation_id": allocation_id})
     columns = {"ended_at": clock.now()}
@@ -216,17 +216,6 @@ def _expire_allocation(
     return building or outcomes.release_failed(
         conn, allocation_id, act, step="deadline", error=error
     )
-
-
-def _need_reason(act: Act) -> None:
-    if not act.reason.strip():
-        raise Problem(
-            "reason_required",
-            422,
-            expected="a reason for the audit log",
-            found="none",
-            remedy="say why this is forced",
-        )
 
 
 def _require_silence(conn: sa.Connection, allocation: Record) -> None:

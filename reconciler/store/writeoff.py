@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from reconciler.domain import discovery as seen
 from reconciler.domain import drift
-from reconciler.domain.act import Act
+from reconciler.domain.act import Act, require_reason
 from reconciler.domain.errors import Problem
 from reconciler.domain.states import LIVE_CLAIMS, SlotState
 from reconciler.store import clock, rows, sightings
@@ -22,13 +22,16 @@ from reconciler.store.lifecycle import advance
 from reconciler.store.rows import Record
 from reconciler.store.tables import nodes, slots
 
+# What is given up is given up by somebody.
+WHY = "say why this is given up"
+
 
 def dead_slot(conn: sa.Connection, slot: Record, act: Act) -> Record:
     """Take a blocked slot out of recovery; only where the host shows that a device of it is gone.
 
     Problem `reason_required`, `claim_live`, or `slot_in_use` while disk and GPU are there.
     """
-    require_reason(act)
+    require_reason(act, WHY)
     holder = last_holder(conn, slot["id"])
     claimed = [claim for claim in of_allocation(conn, holder) if claim["slot_id"] == slot["id"]]
     if any(claim["state"] in LIVE_CLAIMS for claim in claimed):
@@ -99,18 +102,6 @@ def doubted(slot: Record) -> bool:
     generation, or the proof from before would count in the slot that gets the disk next.
     """
     return bool(slot["health_detail"].get("step") == drift.STEP)
-
-
-def require_reason(act: Act) -> None:
-    """What is given up is given up by somebody, who says why."""
-    if not act.reason.strip():
-        raise Problem(
-            "reason_required",
-            422,
-            expected="a reason for the audit log",
-            found="none",
-            remedy="say why this is given up",
-        )
 
 
 def _withdraw(

@@ -27,11 +27,12 @@ from reconciler.store import (
     tasks,
     tokens,
 )
-from reconciler.store.engine import open_engine, transaction
-from reconciler.store.migrations import migrate
+from reconciler.store.engine import transaction
 from tests.unit.reconciler.conftest import ADMIN, Site
+from tests.unit.reconciler.store import test_postgres
 
 pytestmark = pytest.mark.covers("I22")
+postgres_engine = test_postgres.engine
 
 RECONCILER = Path(tasks.__file__).parents[1]
 YEAR = 365 * 86_400.0
@@ -157,17 +158,6 @@ def site(request: pytest.FixtureRequest) -> Site:
     made = Site(engine)
     made.node()
     return made
-
-
-@pytest.fixture
-def postgres_engine(server: str) -> Iterator[sa.Engine]:
-    engine = open_engine(server)
-    with transaction(engine) as conn:
-        conn.exec_driver_sql("DROP SCHEMA public CASCADE")
-        conn.exec_driver_sql("CREATE SCHEMA public")
-    migrate(engine)
-    yield engine
-    engine.dispose()
 
 
 @pytest.mark.parametrize("wrong", [YEAR, -YEAR], ids=["ahead", "behind"])

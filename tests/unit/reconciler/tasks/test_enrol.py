@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,19 +14,18 @@ from reconciler.domain.states import TaskKind
 from reconciler.runs import contract
 from reconciler.service.loops import LOOPS
 from reconciler.settings import Settings
-from reconciler.store import allocations, certificates, clock, nodes, tables, tasks, tokens, waiting
+from reconciler.store import allocations, certificates, clock, tables, tasks, tokens, waiting
 from reconciler.store.engine import transaction
-from reconciler.tasks import enrol, worker
+from reconciler.tasks import enrol
 from reconciler.trust import ca, keygen
 from tests.unit.reconciler.conftest import ADMIN, Site
 from tests.unit.reconciler.tasks.test_attend import Runs, launched, runs
-from tests.unit.reconciler.tasks.test_unreachable import SILENT, STRANGER
+from tests.unit.reconciler.tasks.test_unreachable import SILENT, STRANGER, Attend, attend
 
 pytestmark = pytest.mark.covers("HOST-13")
-__all__ = ["runs"]
+__all__ = ["attend", "runs"]
 
 DAY = 86_400.0
-Attend = Callable[[], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -41,22 +38,6 @@ def host_key(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
     return Settings(state_dir=tmp_path, poll_s=0.01)
-
-
-@pytest.fixture
-def attend(sold: Site, settings: Settings, runs: Runs) -> Attend:
-    with transaction(sold.engine) as conn:
-        nodes.change(conn, "n1", ADMIN, profile="lab")
-
-    def one() -> dict[str, Any]:
-        with transaction(sold.engine) as conn:
-            (task,) = tasks.lease(conn, "worker")
-        runs.alive = False
-        worker.attend(sold.engine, settings, task, threading.Event())
-        with transaction(sold.engine) as conn:
-            return tasks.get(conn, task["id"])
-
-    return one
 
 
 def certified(engine: sa.Engine, host_key: str, days: float, node_id: str = "n1") -> None:
