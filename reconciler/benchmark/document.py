@@ -12,8 +12,9 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
 from reconciler.domain.errors import Problem
+from reconciler.shipped import PROJECT
 
-SCHEMA = Path(__file__).resolve().parents[2] / "contracts" / "benchmark.schema.json"
+SCHEMA = PROJECT / "contracts" / "benchmark.schema.json"
 
 # A capture of a machine with 1024 CPUs is some ten kilobytes.
 LIMIT_BYTES = 1 << 20

@@ -14,17 +14,24 @@ PROBES = ("cpu", "memory", "disk", "rdma", "gpu", "vllm")
 Cell = tuple[str, int, str]
 
 
-def gate(captures: Sequence[Capture], waived: Sequence[str] = ()) -> list[Record]:
+def gate(
+    captures: Sequence[Capture], waived: Sequence[str] = (), counts: Sequence[int] = ()
+) -> list[Record]:
     """A verdict per tuning profile: {"tuning", "passes", "cells"}.
 
-    The matrix is every kind of machine and number of CPUs that any capture has. A cell:
+    The matrix is every kind of machine and number of CPUs that any capture has, and for each kind
+    every number in counts, as nobody misses a capture that was never made. A cell:
     {"kind", "vcpus", "verdict", "better", "worse", "open"}; its verdict is `better`, `same`,
-    `worse`, `incomplete` (a probe without figures, or figures too noisy to say) or `missing` (no
-    capture with or without the profile). A profile passes when it is worse nowhere, proven
+    `worse`, `incomplete` (a probe without figures, figures too noisy to say, or two captures that
+    differ in more than the tuning, or not in it) or `missing` (no capture with or without the
+    profile). A profile passes when it is worse nowhere, proven
     everywhere and better somewhere. waived: probes that need not have figures.
     """
     cells = _cells(captures)
-    places = sorted({(kind, vcpus) for kind, vcpus, _ in cells})
+    places = sorted(
+        {(kind, vcpus) for kind, vcpus, _ in cells}
+        | {(kind, vcpus) for kind, _, _ in cells for vcpus in counts}
+    )
     tunings = sorted({tuning for _, _, tuning in cells} - {OFF})
     return [_profile(cells, places, tuning, frozenset(waived)) for tuning in tunings]
 
@@ -70,7 +77,8 @@ def _place(
     if absent:
         open_points = [f"no capture with tuning {name}" for name in absent]
         return place | {"verdict": "missing", "better": [], "worse": [], "open": open_points}
-    rows = compare(both)["rows"]
+    compared = compare(both)
+    rows = compared["rows"]
     told: dict[str, list[str]] = {}
     for row in rows:
         told.setdefault(row["cells"][1]["direction"], []).append(row["metric"])
@@ -81,6 +89,8 @@ def _place(
         for name in dict.fromkeys([*unmeasured, *unsaid])
         if name.partition(".")[0] not in waived
     ]
+    # What a reader of a comparison must know, a gate must not overlook.
+    open_points += compared["notes"]
     better, worse = told.get("better", []), told.get("worse", [])
     verdict = "worse" if worse else "incomplete" if open_points else "better" if better else "same"
     return place | {"verdict": verdict, "better": better, "worse": worse, "open": open_points}

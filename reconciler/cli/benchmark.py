@@ -5,20 +5,22 @@ from __future__ import annotations
 import dataclasses
 import re
 import string
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from reconciler.benchmark import document, page, picture
+from reconciler.benchmark import document, guest, page, picture
 from reconciler.benchmark import gate as judge
 from reconciler.benchmark.capture import capture as measure
 from reconciler.benchmark.compare import compare as differences
 from reconciler.benchmark.harness.request import Request
-from reconciler.benchmark.target import Target
+from reconciler.benchmark.target import Target, jump
 from reconciler.benchmark.text import cell, percent
 from reconciler.cli import session, show
 from reconciler.domain.errors import Problem
+from reconciler.runs.ssh import SshAccess
 
 app = typer.Typer(
     no_args_is_help=True, help="Measure bare metal and VMs alike; compare; judge a tuning profile."
@@ -37,6 +39,7 @@ _TUNING = re.compile(r"[a-z0-9][a-z0-9_.+-]{0,63}")
 
 @app.command()
 def capture(
+    context: typer.Context,
     *,
     label: Annotated[str, typer.Option(help="What people call this capture.")],
     output: Annotated[Path, typer.Option(help="The JSON file to write.")],
@@ -57,6 +60,12 @@ def capture(
     node_id: Annotated[
         str, typer.Option(help="The host's node: certified key, the reconciler's own identity.")
     ] = "",
+    via: Annotated[
+        str, typer.Option(help="user@host:port to go through; with --node-id it is the node.")
+    ] = "",
+    allocation: Annotated[
+        str, typer.Option(help="A slice VM, through its host, by the key on its console.")
+    ] = "",
     sudo: Annotated[bool, typer.Option("--sudo", help="Measure as root.")] = False,
     fio_target: Annotated[str, typer.Option(help="An approved disk or file; only read.")] = "",
     rdma_peer: Annotated[str, typer.Option(help="Runs `ib_write_bw` as the server.")] = "",
@@ -69,8 +78,12 @@ def capture(
         raise _refused("label_invalid", "1 to 100 printable characters", repr(label), "--label")
     if not _TUNING.fullmatch(tuning):
         raise _refused("tuning_invalid", "off, or profile names joined by +", tuning, "--tuning")
-    if node_id and not host:
-        raise _refused("host_missing", "the node's address", "none", "--host")
+    if allocation and (host or via or node_id):
+        raise _refused(
+            "way_ambiguous", "--allocation alone", "another way beside it", "--allocation"
+        )
+    if (node_id or via) and not host:
+        raise _refused("host_missing", "the machine's address", "none", "--host")
     size = _QUICK if quick else _FULL
     asked = dataclasses.replace(
         size,
@@ -83,18 +96,21 @@ def capture(
         rdma_device=rdma_device,
         vllm_model=vllm_model,
     )
-    target = Target(
+    own = Target(
         host=host,
-        user=user or ("root" if node_id else ""),
+        user=user,
         port=port,
         key=ssh_key,
         config=ssh_config,
         known_hosts=known_hosts,
-        access=_access() if node_id else None,
-        alias=node_id,
         sudo=sudo,
     )
-    found = measure(target, asked, show.line)
+    with tempfile.TemporaryDirectory(prefix="gpuaas-benchmark-") as folder:
+        if allocation:
+            target = _guest(session.of(context), allocation, own, Path(folder))
+        else:
+            target = _routed(own, via, node_id)
+        found = measure(target, asked, show.line)
     document.save(found, output)
     for probe in found["probes"]:
         reason = probe["reason"] or {}
@@ -139,12 +155,16 @@ def gate(
     without: Annotated[
         list[str] | None, typer.Option(help="A probe that need not have figures; repeatable.")
     ] = None,
+    vcpus: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Captures with so many CPUs must be there; repeatable."),
+    ] = None,
 ) -> None:
     """May a tuning profile become the default? Exit 0 only when one passes and none fails."""
     here, waived = session.of(context), without or []
     if unknown := sorted(set(waived) - set(judge.PROBES)):
         raise _refused("probe_unknown", ", ".join(judge.PROBES), ", ".join(unknown), "--without")
-    found = judge.gate([document.load(file) for file in files], waived)
+    found = judge.gate([document.load(file) for file in files], waived, vcpus or [])
     if here.output == "json":
         show.document(found)
     else:
@@ -182,9 +202,30 @@ def _line(names: list[str], row: dict[str, Any]) -> dict[str, str]:
     return {"metric": row["metric"], "unit": row["unit"], **cells, "prototype": told}
 
 
-def _access() -> Any:
+def _routed(own: Target, via: str, node_id: str) -> Target:
+    """The target, with the node's certified key for the machine that --node-id is said of."""
+    if via:
+        hop = dataclasses.replace(jump(via), config=own.config, known_hosts=own.known_hosts)
+        return dataclasses.replace(own, via=_certified(hop, node_id))
+    return _certified(own, node_id)
+
+
+def _certified(target: Target, node_id: str) -> Target:
+    if not node_id:
+        return target
+    return dataclasses.replace(target, user=target.user or "root", access=_access(), alias=node_id)
+
+
+def _guest(here: session.Session, allocation_id: str, own: Target, folder: Path) -> Target:
+    """A tenant's machine, with what the reconciler knows of it and of its host."""
+    allocation = here.client.get(f"/admin/allocations/{allocation_id}")
+    node_id, _address = guest.place(allocation)
+    node = here.client.get(f"/admin/nodes/{node_id}")
+    return guest.target(allocation, node, own, access=_access(), folder=folder)
+
+
+def _access() -> SshAccess:
     """The reconciler's identity on this machine, as its runs use it."""
-    from reconciler.runs.ssh import SshAccess
     from reconciler.settings import Settings
     from reconciler.trust import ca
 

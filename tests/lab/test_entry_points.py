@@ -19,8 +19,7 @@ import pytest
 
 from lab.demo.stage import INVENTORY, Stage
 from lab.paths import REPOSITORY
-from reconciler.benchmark import document
-from tests.lab import byhand, strangers
+from tests.lab import byhand, captures, strangers
 from tests.lab.conftest import Chapter
 from tests.lab.strangers import Stranger
 
@@ -201,19 +200,14 @@ def test_a_benchmark_measures_what_is_there_and_says_what_is_not(
     address, device = peer
     disk = stage.bundles()[0]["nvme_device"]
     node = stage.on_host("readlink", "-f", disk).strip()
-    written = _written(stage, node)
+    written = captures.writes(stage, node)
     targets = ["--fio-target", disk, "--rdma-peer", address, "--rdma-device", device]
-    lab, files = stage.host(), [tmp_path / "first.json", tmp_path / "second.json"]
+    files = [tmp_path / "first.json", tmp_path / "second.json"]
     for file in files:
-        words = [*byhand.way(stage), "--ssh-key", lab.key, "--label", file.stem]
-        words += ["--output", str(file), "--kind", "host", "--quick", *targets]
-        done = byhand.script(stage, "gpuaas_benchmark_capture.sh", *words)
-        assert done.returncode == 0, done.stderr
-        # Whatever the contract does not allow is refused here.
-        capture = document.load(file)
-        assert (capture["label"], capture["kind"]) == (file.stem, "host")
+        capture = captures.of_host(stage, file, *targets)
+        assert capture["kind"] == "host"
         assert capture["host"]["hostname"] == stage.on_host("uname", "-n").strip()
-        probes = {probe["probe"]: probe for probe in capture["probes"]}
+        probes = captures.probes(capture)
         assert {name: probe["status"] for name, probe in probes.items()} == {
             **dict.fromkeys(("cpu", "memory", "disk", "rdma"), "ok"),
             **dict.fromkeys(("gpu", "vllm"), "unavailable"),
@@ -223,30 +217,13 @@ def test_a_benchmark_measures_what_is_there_and_says_what_is_not(
         assert probes["disk"]["subject"] == node
         assert probes["rdma"]["subject"] == f"{device} to {address}"
         assert probes["rdma"]["tool"]["version"].startswith("Version: ")
-    assert _written(stage, node) == written
-    _compared(stage, files, tmp_path / "difference.svg")
-
-
-def _compared(stage: Stage, files: list[Path], picture: Path) -> None:
-    assert stage.service is not None
-    words = ["--output", "json", "host", "benchmark", "compare", *map(str, files)]
-    told = json.loads(stage.service.cli(*words, "--svg", str(picture)))
-    assert [one["label"] for one in told["captures"]] == ["first", "second"]
-    rows = {row["metric"]: row["cells"][1] for row in told["rows"]}
+    assert captures.writes(stage, node) == written
+    rows = captures.compared(stage, files, tmp_path / "difference.svg")
     assert {"cpu.integer", "memory.copy", "disk.read", "disk.read_random", "rdma.write"} <= set(
         rows
     )
     # One host, one harness: each pair of figures can be compared.
     assert {cell["direction"] for cell in rows.values()} <= {"better", "worse", "same", "unclear"}
-    text = picture.read_text()
-    assert text.startswith("<svg")
-    assert all(metric in text for metric in rows)
-
-
-def _written(stage: Stage, device: str) -> list[str]:
-    """Requests and sectors written to and discarded on a disk, as its kernel counts them."""
-    fields = stage.on_host("cat", f"/sys/class/block/{Path(device).name}/stat").split()
-    return [*fields[4:7], *fields[11:14]]
 
 
 @pytest.mark.covers("HOST-10", "HOST-11")
@@ -292,14 +269,19 @@ def test_all_drift_at_once_is_repaired_by_one_run_and_a_second_run_changes_nothi
         bridge=network["bridge"],
         unbound=first["fabric_vf_pci_address"],
         rebound=second["gpu_pci_address"],
+        argument=stage.profile()["kernel_arguments"][-1],
     )
     stage.on_host("sh", "-s", stdin=drift)
     assert stage.on_host("cat", DNSMASQ) != settings
+    looked = byhand.parity(stage, *byhand.token(stage))
+    edited = {"dnsmasq_config", "kernel_cmdline", "network_service", "vfio_binding", "vfio_modules"}
+    assert edited <= set(looked.having("FAIL")), looked.checks
 
     report = byhand.parity(stage, *byhand.token(stage), "--remediate")
     assert (report.status, report.having("FAIL")) == (0, {}), report.told
     told = [line for line in report.told.splitlines() if "repaired: " in line]
-    assert told == ["repaired: slice_network", "repaired: vfio_binding"]
+    roles = ["boot_configuration", "slice_network", "vfio_binding"]
+    assert told == [f"repaired: {role}" for role in roles]
     # Parity looks at what a guest meets; a file is looked at here.
     assert stage.on_host("cat", DNSMASQ) == settings
 
@@ -327,6 +309,12 @@ iptables -t nat -D POSTROUTING -s {subnet} -j MASQUERADE
 ovs-vsctl --timeout=60 del-br {bridge}
 systemctl --quiet disable gpuaas-slice-network-baseline.service
 echo 'no-dhcp-interface={bridge}' >> /etc/dnsmasq.d/gpuaas-slice.conf
+echo '# edited' >> /etc/systemd/system/gpuaas-slice-network-baseline.service
+mkdir -p /etc/systemd/system/gpuaas-slice-vfio.service.d
+printf '[Service]\\nExecStart=\\nExecStart=/usr/bin/true\\n' \\
+  > /etc/systemd/system/gpuaas-slice-vfio.service.d/override.conf
+sed -i s/vfio-pci/vfio/ /etc/modprobe.d/gpuaas-vfio.conf
+sed -i '/vmlinuz/s/ {argument}//' /boot/grub/grub.cfg
 cd /sys/bus/pci
 echo > devices/{unbound}/driver_override
 echo {unbound} > drivers/vfio-pci/unbind

@@ -16,6 +16,7 @@ import pytest
 from lab.demo import host_steps, slice_steps
 from lab.demo.stage import Stage
 from reconciler.domain.errors import Problem
+from tests.lab import captures
 from tests.lab.conftest import Chapter
 
 
@@ -167,9 +168,7 @@ def test_disks_in_other_use_are_refused(stage: Stage, story: Chapter) -> None:
             found[serial] = _approve(
                 stage, nvme_device=disk["by_id"], nvme_serial=serial, nvme_eui=disk["eui"]
             )
-        blank = "".join(
-            f"dd if=/dev/zero of={d} bs=1M count=8 status=none;" for d in spare.values()
-        )
+        blank = "".join(f"blkdiscard --zeroout {d};" for d in spare.values())
         stage.on_host("sh", "-c", f"'{undo}; {blank} udevadm settle'")
         assert found == expected
 
@@ -323,6 +322,41 @@ def test_the_tenant_computes_on_the_gpu(stage: Stage, story: Chapter) -> None:
     evidence = slice_steps.login(stage)
     assert evidence["user"] == slice_steps.USER
     story.done["login"] = evidence
+
+
+@pytest.mark.covers("HOST-12")
+def test_host_and_vm_are_measured_by_the_same_harness(
+    stage: Stage, story: Chapter, tmp_path: Path
+) -> None:
+    """The VM through its host, by the key on its console; what its image lacks is named."""
+    story.needs("login")
+    taken = {claim["slot_id"] for claim in stage.known["allocation"]["claims"]}
+    disk = next(one["nvme_device"] for one in stage.bundles() if one["slot_id"] not in taken)
+    node = stage.on_host("readlink", "-f", disk).strip()
+    written = captures.writes(stage, node)
+    files = [tmp_path / "bare.json", tmp_path / "slice.json"]
+    host = captures.of_host(stage, files[0], "--fio-target", disk)
+    assert captures.writes(stage, node) == written
+    targets = ["--fio-target", "/dev/vda", "--rdma-peer", "10.100.0.1"]
+    guest = captures.of_guest(stage, files[1], "--sudo", "--vcpus", "1", *targets)
+    assert (guest["kind"], guest["vcpus"], guest["host"]["hostname"]) == ("vm", 1, "slice")
+    assert guest["harness"]["digest"] == host["harness"]["digest"]
+
+    found = captures.probes(guest)
+    for name in ("cpu", "memory"):
+        assert found[name]["status"] == "ok", found[name]["reason"]
+    lacking = {"disk": "tool_missing", "rdma": "tool_missing", "gpu": "cuda_driver_missing"}
+    for name, code in {**lacking, "vllm": "tool_missing"}.items():
+        assert (found[name]["status"], found[name]["reason"]["code"]) == ("unavailable", code)
+        assert found[name]["reason"]["remedy"]
+    assert captures.probes(host)["disk"]["status"] == "ok"
+
+    rows = captures.compared(stage, files, tmp_path / "difference.svg")
+    for metric in ("cpu.integer", "cpu.float", "memory.copy"):
+        assert rows[metric]["delta_percent"] is not None, rows[metric]
+        assert rows[metric]["direction"] in ("better", "worse", "same", "unclear")
+    missing = (rows["disk.read"]["direction"], rows["disk.read"]["note"])
+    assert missing == ("missing", "unavailable: tool_missing")
 
 
 def test_release_ends_with_an_available_slot(stage: Stage, story: Chapter) -> None:

@@ -155,11 +155,50 @@ def test_what_is_unproven_does_not_pass() -> None:
         made(name, {"rdma.write": samples}, tuning=name)
         for name, samples in (("off", [200.0]), ("network", [300.0]))
     ]
+    blind[1]["host"]["sysctls"] = {"net.core.rmem_max": "268435456"}
     (found,) = gate(blind)
     assert found["cells"][0]["verdict"] == "incomplete"
     assert found["cells"][0]["open"] == ["cpu", "memory", "disk", "gpu", "vllm"]
     (found,) = gate(blind, ["cpu", "memory", "disk", "gpu", "vllm"])
     assert found["passes"], "waived by name"
+
+
+def test_two_captures_that_differ_in_more_than_the_tuning_prove_nothing() -> None:
+    def judged(**host: object) -> tuple[bool, str, list[str]]:
+        tuned = vm("network", rdma__write=[380.0])
+        tuned["host"] |= host
+        (found,) = gate([vm("off"), tuned])
+        return found["passes"], found["cells"][0]["verdict"], found["cells"][0]["open"]
+
+    assert judged() == (True, "better", [])
+    passes, verdict, (why,) = judged(cpu_model="EPYC")
+    assert (passes, verdict) == (False, "incomplete")
+    assert "EPYC" in why
+    # A label is not a setting: on bare metal the machine itself shows whether it is tuned.
+    host = [made(name, FULL, tuning=name) for name in ("off", "network")]
+    host[1]["probes"][3]["metrics"][0] |= {"samples": [380.0], "median": 380.0}
+    (found,) = gate(host)
+    assert not found["passes"]
+    assert "no setting of the machine differs" in found["cells"][0]["open"][0]
+    host[1]["host"]["sysctls"] = {"net.core.rmem_max": "268435456"}
+    (found,) = gate(host)
+    assert found["passes"]
+
+
+def test_a_matrix_as_large_as_was_asked_for() -> None:
+    captures = [vm("off"), vm("network", rdma__write=[380.0])]
+    (found,) = gate(captures, counts=[24])
+    assert found["passes"]
+    (found,) = gate(captures, counts=[12, 24])
+    assert not found["passes"]
+    assert [(cell["vcpus"], cell["verdict"]) for cell in found["cells"]] == [
+        (12, "missing"),
+        (24, "better"),
+    ]
+    assert found["cells"][0]["open"] == [
+        "no capture with tuning off",
+        "no capture with tuning network",
+    ]
 
 
 def test_holes_in_the_matrix() -> None:

@@ -1,0 +1,61 @@
+"""Benchmark captures of the lab host and of a slice VM on it, as an operator makes them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lab.demo.stage import Stage
+from reconciler.benchmark import document
+from tests.lab import byhand
+
+Capture = dict[str, Any]
+
+SCRIPT = "gpuaas_benchmark_capture.sh"
+
+
+def of_host(stage: Stage, file: Path, *words: str) -> Capture:
+    """With the lab's key; a virtual host has to be called one."""
+    key = ["--ssh-key", stage.host().key]
+    return _made(stage, file, *byhand.way(stage), *key, "--kind", "host", *words)
+
+
+def of_guest(stage: Stage, file: Path, *words: str) -> Capture:
+    """With the tenant's key; all else about the way is the reconciler's to know."""
+    allocation = stage.known["allocation"]["id"]
+    key = str(stage.folder / "tenant_key")
+    return _made(stage, file, "--allocation", allocation, "--ssh-key", key, *words)
+
+
+def probes(capture: Capture) -> dict[str, Capture]:
+    return {probe["probe"]: probe for probe in capture["probes"]}
+
+
+def compared(stage: Stage, files: list[Path], picture: Path) -> dict[str, Capture]:
+    """What the second capture differs in, by metric; the picture names each of them."""
+    assert stage.service is not None
+    words = ["--output", "json", "host", "benchmark", "compare", *map(str, files)]
+    told = json.loads(stage.service.cli(*words, "--svg", str(picture)))
+    assert [one["label"] for one in told["captures"]] == [file.stem for file in files]
+    rows = {row["metric"]: row["cells"][1] for row in told["rows"]}
+    text = picture.read_text()
+    assert text.startswith("<svg")
+    assert all(metric in text for metric in rows)
+    return rows
+
+
+def writes(stage: Stage, device: str) -> list[str]:
+    """Requests and sectors written to and discarded on a disk, as its kernel counts them."""
+    fields = stage.on_host("cat", f"/sys/class/block/{Path(device).name}/stat").split()
+    return [*fields[4:7], *fields[11:14]]
+
+
+def _made(stage: Stage, file: Path, *words: str) -> Capture:
+    words = (*words, "--label", file.stem, "--output", str(file), "--quick")
+    done = byhand.script(stage, SCRIPT, *words)
+    assert done.returncode == 0, done.stderr
+    # Whatever the contract does not allow is refused here.
+    capture = document.load(file)
+    assert capture["label"] == file.stem
+    return capture

@@ -1,0 +1,290 @@
+"""The way into a slice VM: two real SSH servers, one of them the host that leads to the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reconciler.benchmark import guest
+from reconciler.benchmark.capture import capture
+from reconciler.benchmark.harness.request import Request
+from reconciler.benchmark.target import Target, command, jump
+from reconciler.domain.errors import Problem
+from reconciler.runs.ssh import SshAccess
+from reconciler.trust import ca
+from tests.unit.reconciler.benchmark.sshd import USER, Boot, Machine, boot, new_key
+
+__all__ = ["boot"]
+
+pytestmark = pytest.mark.covers("HOST-12")
+
+TINY = Request(
+    label="vm", kind="vm", cpu_steps=5_000, memory_bytes=1 << 16, repetitions=2, seconds=1
+)
+ID = "23bd713b-6073-4ef7-8a51-2897e902365d"
+DOMAIN = "gpuaas-slice-23bd713b60734ef78a512897e902365d"
+NOISE = "[    0.000000] Linux version 6.1\r\n\x1b[2J[  OK  ] Reached target\r\n"
+
+
+def console(*keys: str) -> str:
+    """As cloud-init's keys-to-console leaves it on a serial line."""
+    lines = ["-----BEGIN SSH HOST KEY KEYS-----", *keys, "-----END SSH HOST KEY KEYS-----", ""]
+    return "\r\n".join(lines)
+
+
+def measured(target: Target) -> dict[str, Any]:
+    return capture(target, TINY, lambda _line: None)
+
+
+def refused(target: Target) -> Problem:
+    with pytest.raises(Problem) as caught:
+        measured(target)
+    return caught.value
+
+
+@dataclasses.dataclass
+class Site:
+    """A host with a certificate for node-1, a guest without any, and a tenant's key."""
+
+    host: Machine
+    guest: Machine
+    access: SshAccess
+    allocation: dict[str, Any]
+    node: dict[str, Any]
+    own: Target
+    folder: Path
+
+    def target(self, **changes: Any) -> Target:
+        own = dataclasses.replace(self.own, **changes)
+        return guest.target(self.allocation, self.node, own, access=self.access, folder=self.folder)
+
+    def shows(self, text: str) -> None:
+        """What the host has kept of the guest's console."""
+        (self.folder / f"{DOMAIN}-console.log").write_text(text, newline="")
+
+
+@pytest.fixture
+def site(boot: Boot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    # The console is root's. Whoever else runs the test becomes root on the host by this stand-in.
+    sudo = tmp_path / "bin" / "sudo"
+    sudo.parent.mkdir()
+    sudo.write_text('#!/bin/sh\nshift\nexec "$@"\n')
+    sudo.chmod(0o755)
+    trust = ca.open_trust(tmp_path / "state")
+    identity = ca.operator_identity(trust)
+    (tmp_path / "user_ca.pub").write_text(ca.user_ca(trust) + "\n")
+    (tmp_path / "principals").write_text(f"{ca.OPERATOR}\n")
+    host = boot(
+        "host",
+        login="",
+        settings=f"TrustedUserCAKeys {tmp_path}/user_ca.pub\n"
+        f"AuthorizedPrincipalsFile {tmp_path}/principals\n"
+        f"SetEnv PATH={sudo.parent}:/usr/bin:/bin",
+        certify=lambda key: ca.certify_host(trust, key, "node-1").text,
+    )
+    vm = boot("guest", login=new_key(tmp_path / "tenant_key"))
+    folder = tmp_path / "consoles"
+    folder.mkdir()
+    monkeypatch.setattr(guest, "_CONSOLE", f"{folder}/{{}}-console.log")
+    return Site(
+        host=host,
+        guest=vm,
+        access=SshAccess(identity.key, identity.certificate, identity.known_hosts),
+        allocation={
+            "id": ID,
+            "capacity_shape": "gpu_slice",
+            "state": "active",
+            "username": USER,
+            "claims": [
+                {"position": 1, "node_id": "node-1", "private_ip": "192.0.2.9"},
+                {"position": 0, "node_id": "node-1", "private_ip": "127.0.0.1"},
+            ],
+        },
+        node={"id": "node-1", "address": "127.0.0.1", "port": host.port, "ssh_user": USER},
+        own=Target(port=vm.port, key=tmp_path / "tenant_key"),
+        folder=folder,
+    )
+
+
+def test_a_guest_is_measured_through_its_host_by_the_key_on_its_console(site: Site) -> None:
+    site.shows(NOISE + console(f"{site.guest.key} root@slice"))
+    found = measured(site.target())
+    probes = {probe["probe"]: probe["status"] for probe in found["probes"]}
+    assert (probes["cpu"], probes["memory"]) == ("ok", "ok")
+    # It was the guest that answered, and the host that carried it there.
+    assert "Accepted publickey" in site.guest.log
+    assert "Accepted publickey" in site.host.log and "gpuaas-operator" in site.host.log
+    assert (site.folder / "known_hosts").read_text() == f"{DOMAIN} {site.guest.key}\n"
+
+
+def test_a_guest_with_another_key_is_not_measured(site: Site, tmp_path: Path) -> None:
+    """Somebody else answers at its address: a tenant before it, or after."""
+    site.shows(console(new_key(tmp_path / "another")))
+    problem = refused(site.target())
+    assert problem.code == "target_unreachable"
+    assert "Host key verification failed" in problem.found or "changed" in problem.found
+    assert "Accepted" not in site.guest.log
+
+
+@pytest.mark.parametrize("text", ["", NOISE, "-----BEGIN SSH HOST KEY KEYS-----\r\nssh-ed25519 "])
+def test_without_a_key_on_the_console_nobody_is_believed(site: Site, text: str) -> None:
+    site.shows(text)
+    with pytest.raises(Problem) as caught:
+        site.target()
+    assert caught.value.code == "guest_key_unknown"
+    assert "keys-to-console" in caught.value.remedy
+    assert site.guest.log.count("Connection") == 0, "it was not even asked"
+
+
+def test_a_host_without_the_nodes_certificate_is_not_asked(site: Site) -> None:
+    site.shows(console(site.guest.key))
+    site.node["id"] = "node-2"
+    with pytest.raises(Problem) as caught:
+        site.target()
+    assert caught.value.code == "console_unreadable"
+    assert "Host key verification failed" in caught.value.found
+
+
+def test_a_console_that_is_not_there(site: Site) -> None:
+    with pytest.raises(Problem) as caught:
+        site.target()
+    assert caught.value.code == "console_unreadable"
+
+
+def test_a_known_guest_needs_no_console(site: Site, tmp_path: Path) -> None:
+    file = tmp_path / "known"
+    file.write_text(site.guest.known())
+    assert measured(site.target(known_hosts=file))["label"] == TINY.label
+    # The node's certificate is still what the host is known by.
+    site.node["id"] = "node-2"
+    assert refused(site.target(known_hosts=file)).code == "target_unreachable"
+
+
+@pytest.mark.parametrize(
+    "change", [{"state": "releasing"}, {"state": "requested"}, {"capacity_shape": "baremetal"}]
+)
+def test_only_a_running_slice_has_a_guest(change: dict[str, str]) -> None:
+    allocation = {"capacity_shape": "gpu_slice", "state": "active", "claims": []} | change
+    with pytest.raises(Problem) as caught:
+        guest.place(allocation)
+    assert caught.value.code == "no_slice_vm"
+
+
+def test_the_first_boot_is_what_counts() -> None:
+    """Later the tenant is root there, and may write whatever it likes on its console."""
+    ours, theirs = "ssh-ed25519 " + "A" * 68, "ssh-ed25519 " + "B" * 68
+    assert guest.host_keys(NOISE + console(ours) + console(theirs)) == [ours]
+    torn = console(ours, f"[  OK  ] {theirs}", "ssh-ed25519 AAAA", "@cert-authority * " + theirs)
+    assert guest.host_keys(torn) == [ours]
+    assert guest.host_keys(console(f"{ours} root@slice\r\n* {theirs}")) == [ours]
+
+
+@pytest.mark.parametrize(
+    ("user", "front"), [("root", "head -c 1048576 -- "), ("ubuntu", "sudo -n head -c 1048576 -- ")]
+)
+def test_the_console_is_roots_to_read(
+    tool: Callable[[str, str], Path], tmp_path: Path, user: str, front: str
+) -> None:
+    """Over a stand-in for ssh; the file's name is made of the allocation's id and nothing else."""
+    (tmp_path / "console").write_text(console("ssh-ed25519 " + "A" * 68))
+    said = tool("ssh", f'cat "{tmp_path}/console"')
+    access = SshAccess(tmp_path / "key", tmp_path / "cert", tmp_path / "hosts")
+    node = {"id": "node-1", "address": "192.0.2.7", "port": 2222, "ssh_user": user}
+    allocation = {
+        "id": ID,
+        "capacity_shape": "gpu_slice",
+        "state": "active",
+        "username": "ada",
+        "claims": [{"position": 0, "node_id": "node-1", "private_ip": "10.100.0.10"}],
+    }
+    found = guest.target(allocation, node, Target(), access=access, folder=tmp_path)
+    assert (found.host, found.user, found.alias) == ("10.100.0.10", "ada", DOMAIN)
+    words = said.read_text().splitlines()
+    assert words[-1] == f"{front}/var/log/libvirt/qemu/{DOMAIN}-console.log"
+    assert {"HostKeyAlias=node-1", "2222", user, "192.0.2.7"} <= set(words)
+
+
+# By hand: no reconciler, two keys that a person knows.
+
+
+@pytest.fixture
+def pair(boot: Boot, tmp_path: Path) -> tuple[Machine, Machine, Target]:
+    key = new_key(tmp_path / "key")
+    host, vm = boot("host", login=key), boot("guest", login=key)
+    config = tmp_path / "config"
+    config.write_text(
+        f"Host *\n  IdentityFile {tmp_path}/key\n  StrictHostKeyChecking no\n"
+        f"Host slice\n  HostName 127.0.0.1\n  Port {vm.port}\n"
+    )
+    known = tmp_path / "known"
+    known.write_text(host.known() + vm.known())
+    via = dataclasses.replace(
+        jump(f"{USER}@127.0.0.1:{host.port}"), config=config, known_hosts=known
+    )
+    own = Target(
+        host="127.0.0.1", user=USER, port=vm.port, config=config, known_hosts=known, via=via
+    )
+    return host, vm, own
+
+
+def test_through_a_host_by_hand(pair: tuple[Machine, Machine, Target]) -> None:
+    host, vm, own = pair
+    assert measured(own)["vcpus"] > 0
+    assert "Accepted publickey" in host.log and "Accepted publickey" in vm.log
+    # Under the name that the caller's own configuration gives it.
+    assert measured(dataclasses.replace(own, host="slice", port=0))["vcpus"] > 0
+
+
+@pytest.mark.parametrize("stranger", [0, 1])
+def test_neither_of_the_two_is_believed_at_first_sight(
+    pair: tuple[Machine, Machine, Target], stranger: int
+) -> None:
+    own = pair[2]
+    assert own.known_hosts
+    lines = own.known_hosts.read_text().splitlines(keepends=True)
+    del lines[stranger]
+    own.known_hosts.write_text("".join(lines))
+    assert refused(own).code == "target_unreachable"
+    assert own.known_hosts.read_text() == "".join(lines), "and nothing is learnt from it"
+    assert "Accepted" not in pair[1].log
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "user", "port"),
+    [
+        ("j22u15", "j22u15", "", 0),
+        ("ubuntu@10.177.36.197:2222", "10.177.36.197", "ubuntu", 2222),
+        ("root@[2001:db8::1]:22", "2001:db8::1", "root", 22),
+    ],
+)
+def test_the_machine_to_go_through(text: str, host: str, user: str, port: int) -> None:
+    found = jump(text)
+    assert (found.host, found.user, found.port) == (host, user, port)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a:b", "a:22:22", "a b", "-oProxyCommand=id", "x@-oProxyCommand=id", "$(id)@a"]
+)
+def test_its_name_is_never_an_option(text: str) -> None:
+    with pytest.raises(Problem):
+        command(Target(host="10.100.0.10", via=jump(text)))
+
+
+def test_the_way_there_cannot_be_made_lax(tmp_path: Path) -> None:
+    lax = tmp_path / "100% mine"
+    lax.write_text("Host *\nStrictHostKeyChecking no\nProxyJump elsewhere\n")
+    via = dataclasses.replace(jump("j22u15"), config=lax)
+    words = command(Target(host="10.100.0.10", config=lax, via=via))
+    text = subprocess.run(
+        ["ssh", "-G", *words[1:]], capture_output=True, text=True, check=True
+    ).stdout
+    found = dict(line.split(" ", 1) for line in text.splitlines() if " " in line)
+    assert "proxyjump" not in found
+    assert "StrictHostKeyChecking=yes" in found["proxycommand"]
+    assert found["proxycommand"].endswith("-W '[%h]:%p' -- j22u15")
+    assert "100%% mine" in found["proxycommand"], "a token of ssh's otherwise"
