@@ -18,6 +18,7 @@ STORY = (
     "test_main_path",
     "test_roles",
     "test_upkeep",
+    "test_power_cut",
     "test_entry_points",
     "test_way_back",
     "test_whole_machine",
@@ -26,7 +27,7 @@ STORY = (
 
 
 # Shown by make test-long, where the story is played with these too.
-LONG = frozenset({"test_roles", "test_entry_points", "test_whole_machine", "test_way_forth"})
+LONG = frozenset({"test_roles", "test_power_cut", "test_entry_points", "test_way_forth"})
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

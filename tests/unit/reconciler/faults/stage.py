@@ -40,6 +40,13 @@ class Stopped(Exception):
 
 
 @dataclass
+class Unanswered(Exception):
+    """Contact with the host is lost. said: what SSH says of it at last."""
+
+    said: str
+
+
+@dataclass
 class Run:
     """One run. steps: those that were begun."""
 
@@ -88,6 +95,12 @@ class Runner:
                 verdict = self._through(run, decide)
         except Stopped:
             return
+        except Unanswered as lost:
+            self._tell(run, "runner_on_unreachable", run.steps[-1], res={"msg": lost.said})
+            run.phase = Phase.FINISHED
+            found = judge(run.recorder, "failed", 4, 1.0)
+            run.outcome = _outcome(run.spec.run_id, found)
+            return
         except Killed:
             run.phase = Phase.LOST
             run.outcome = Outcome(
@@ -105,18 +118,22 @@ class Runner:
         try:
             while True:
                 if run.pending is None:
-                    run.pending = run.playing.send(how) if run.steps else next(run.playing)
+                    if run.steps:
+                        run.pending = run.playing.send(how)
+                        self._tell(run, "runner_on_ok", run.steps[-1])
+                    else:
+                        run.pending = next(run.playing)
                     run.steps.append(run.pending)
                     self._tell(run, "playbook_on_task_start", run.pending)
                 how = decide(run, len(run.steps) - 1, run.pending) if decide else None
-                self._tell(run, "runner_on_ok", run.pending)
                 run.pending = None
         except StopIteration as end:
             verdict: dict[str, Any] = end.value
             return verdict
 
-    def _tell(self, run: Run, event: str, step: Step) -> None:
+    def _tell(self, run: Run, event: str, step: Step, **more: Any) -> None:
         data = {"task": step.name, "task_action": f"gpuaas.slice.{step.module}"}
+        data |= {"task_uuid": str(len(run.steps)), **more}
         run.recorder({"event": event, "event_data": data})
 
     def _seen(self, playbook: str) -> dict[str, Any]:

@@ -352,6 +352,28 @@ def test_the_undoing_fails_too(at: Open, healthy: dict[str, Healthy], kind: str)
 
 
 @KINDS
+@pytest.mark.parametrize("how", [fail_before, fail_after, kill_before, kill_after])
+@pytest.mark.long
+def test_every_pair_of_steps(at: Open, healthy: dict[str, Healthy], kind: str, how: How) -> None:
+    """Something goes wrong at one step, and then at each step of what is to undo it."""
+    undo = UNDOING[kind.startswith("baremetal.")]
+    for number, step in enumerate(healthy[kind].steps):
+        for second, undone in enumerate(healthy[undo].steps):
+            where = f"{kind}: not undone after {step.name!r}, {how.__name__} at {undone.name!r}"
+            stage = at(kind)
+            stage.runner.faults[kind] = at_step(number, lambda: fail_after)
+            stage.work()
+            stage.runner.faults[undo] = at_step(second, lambda: how)
+            try:
+                stage.recover()
+            except Killed:
+                stage.restart()
+            stage.sound(where)
+            stage.runner.faults.clear()
+            come_back(stage, where)
+
+
+@KINDS
 @pytest.mark.parametrize("next_tenant", ["before", "after"])
 def test_a_late_run_does_no_harm(
     at: Open, healthy: dict[str, Healthy], kind: str, next_tenant: str

@@ -1,4 +1,4 @@
-"""Events of a run that come twice, in another order, cut, late, or never: 200 histories.
+"""Events of a run that come twice, in another order, cut, late, or never: 200 histories, or 10,000.
 
 Whatever reaches the recorder, success is believed only when the run's own end said so, and a host
 counts as untouched only when nothing can have happened on it.
@@ -22,7 +22,9 @@ from reconciler.runs.paths import RunPaths
 pytestmark = pytest.mark.covers("CTRL-9", "I13")
 
 Event = dict[str, Any]
-SEEDS = range(200)
+SEEDS = pytest.mark.parametrize(
+    "seeds", [200, pytest.param(10_000, marks=pytest.mark.long)], ids=["some", "many"]
+)
 KEYS = {"at", "event", "task", "code", "seconds"}
 REFUSAL = {"code": "disk_in_use", "expected": "a", "found": "b", "remedy": "c"}
 RESULTS: dict[bool, dict[str, Any]] = {
@@ -111,9 +113,10 @@ def hear(tmp_path: Path, told: list[Event], *, ok: bool) -> tuple[Recorder, dict
     return recorder, judge(recorder, "successful" if ok else "failed", 0 if ok else 2, 1.0)
 
 
+@SEEDS
 @pytest.mark.parametrize("fault", [twice, shuffled, dropped, cut, late])
-def test_only_the_end_that_was_told_is_believed(tmp_path: Path, fault: Fault) -> None:
-    for seed in SEEDS:
+def test_only_the_end_that_was_told_is_believed(tmp_path: Path, fault: Fault, seeds: int) -> None:
+    for seed in range(seeds):
         chance = random.Random(seed)  # noqa: S311
         ok = chance.random() < 0.5
         told = history(chance, ok=ok)
@@ -129,9 +132,12 @@ def test_only_the_end_that_was_told_is_believed(tmp_path: Path, fault: Fault) ->
             assert found == wanted, seed
 
 
+@SEEDS
 @pytest.mark.parametrize("fault", [twice, shuffled, late])
-def test_a_host_that_was_there_never_counts_as_untouched(tmp_path: Path, fault: Fault) -> None:
-    for seed in SEEDS:
+def test_a_host_that_was_there_never_counts_as_untouched(
+    tmp_path: Path, fault: Fault, seeds: int
+) -> None:
+    for seed in range(seeds):
         chance = random.Random(seed)  # noqa: S311
         told = history(chance, ok=False)[:-1]
         lost = event("runner_on_unreachable", 9, res={"msg": "connect to host n1 port 22: x"})
@@ -166,3 +172,12 @@ def test_what_a_crash_left_in_the_progress_is_passed_over(tmp_path: Path) -> Non
     with file.open("ab") as handle:
         handle.write(b': "late"}\n')
     assert collect.progress(tmp_path, offset)[0] == [{"event": "late"}]
+
+
+@pytest.mark.covers("CTRL-8")
+def test_a_line_that_no_database_takes_is_passed_over(tmp_path: Path) -> None:
+    """It would keep all that is told of the run from being kept, for as long as it lasts."""
+    file = RunPaths(tmp_path).progress
+    bad = (rb'{"task": "a\u0000b"}', rb'{"task": "\ud800"}', b'{"seconds": NaN}')
+    file.write_bytes(b"\n".join([*bad, b'{"event": "ok"}', b""]))
+    assert collect.progress(tmp_path)[0] == [{"event": "ok"}]

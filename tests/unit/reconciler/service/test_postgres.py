@@ -102,8 +102,15 @@ def insist(work: Callable[[], T]) -> T:
 
 
 @pytest.mark.covers("CTRL-9", "CTRL-2", "I3", "I21")
-def test_two_workers_and_a_database_that_ends_ten_times(
-    selling_site: Site, postgres: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "ends", [10, pytest.param(200, marks=pytest.mark.long)], ids=["some", "many"]
+)
+def test_two_workers_and_a_database_that_ends_again_and_again(
+    selling_site: Site,
+    postgres: Postgres,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ends: int,
 ) -> None:
     # A caller that was cut off keeps its key for that long.
     monkeypatch.setattr(idempotency, "IN_FLIGHT_S", 1)
@@ -117,7 +124,7 @@ def test_two_workers_and_a_database_that_ends_ten_times(
         until(lambda: _workers(selling_site.engine) == len(LIVES))
         load = Load(selling_site)
         try:
-            for pause in pauses(10, 0.2, 0.8):
+            for pause in pauses(ends, 0.2, 0.8):
                 time.sleep(pause)
                 postgres.stop()
                 postgres.start()

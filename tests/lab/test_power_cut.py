@@ -1,0 +1,123 @@
+"""The slice host loses its power while a machine is built, removed and wiped (I12, I13).
+
+Plays on the host that test_upkeep.py left: two slots, bound and available. Each time the host comes
+back by itself, what it was doing counts as unknown, and one command brings the slot back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from lab import machine
+from lab.demo import slice_steps
+from lab.demo.stage import Stage
+from reconciler.domain.errors import Problem
+from tests.lab.conftest import Chapter
+from tests.lab.proof import prove_again
+
+# Too seldom, and a step is over before the cable is pulled.
+BETWEEN_LOOKS_S = 0.2
+# A step of an emulated host takes seconds to begin; the steps before it some minutes.
+STEP_DEADLINE_S = 1200
+# Silent hosts are asked again after two minutes at most.
+BACK_DEADLINE_S = 600
+
+
+@pytest.mark.covers("I6", "I12", "I13")
+def test_power_is_lost_while_the_image_is_written(stage: Stage, story: Chapter) -> None:
+    story.needs("recover")
+    allocation = slice_steps.launch(stage)
+    task_id = _begun(stage, allocation["id"], "Clone the image on the raw boot disk")
+    end = time.monotonic() + STEP_DEADLINE_S
+    while not _ledger(stage, allocation)["dirty"]:
+        assert time.monotonic() < end, "the disk was never marked dirty"
+    _power_cut(stage)
+    _is_unknown(stage, task_id, allocation["id"], "failed")
+    # It was on the host's own disk before the first byte of the image was on the tenant's.
+    assert _ledger(stage, allocation)["dirty"]
+    _comes_back(stage, allocation["id"])
+
+
+@pytest.mark.covers("I12", "I13", "I17")
+@pytest.mark.parametrize(
+    "step", ["Shut the domain down and undefine it", "Wipe and read back"], ids=["release", "wipe"]
+)
+def test_power_is_lost_while_a_tenant_is_removed(stage: Stage, story: Chapter, step: str) -> None:
+    story.needs("recover")
+    slice_steps.provision(stage)
+    key = stage.known["allocation"]["id"]
+    stage.api().post(f"/projects/{stage.known['project']}/allocations/{key}/release")
+    task_id = _begun(stage, key, step)
+    _power_cut(stage)
+    _is_unknown(stage, task_id, key, "releasing")
+    _comes_back(stage, key)
+
+
+def _begun(stage: Stage, allocation_id: str, step: str) -> str:
+    """The allocation's newest task, once its run has begun this step on the host."""
+    end = time.monotonic() + STEP_DEADLINE_S
+    while time.monotonic() < end:
+        allocation = stage.api().get(f"/admin/allocations/{allocation_id}")
+        task = stage.api().get(f"/admin/tasks/{allocation['task_ids'][-1]}")
+        stage.show_progress(task)
+        if (task.get("progress") or {}).get("task") == step:
+            return str(task["id"])
+        assert task["state"] in ("queued", "running"), f"{task['state']} before {step!r}"
+        time.sleep(BETWEEN_LOOKS_S)
+    raise AssertionError(f"{step!r} did not begin in {STEP_DEADLINE_S} s")
+
+
+def _power_cut(stage: Stage) -> None:
+    """The cable is pulled, and put in again: nobody on the host is told."""
+    before = stage.host()
+    os.kill(before.pid, signal.SIGKILL)
+    while before.alive():
+        time.sleep(0.1)
+    stage.lab = machine.up()
+    if stage.lab.ssh_port != before.ssh_port:
+        stage.api().patch(stage.path(), {"port": stage.lab.ssh_port})
+
+
+def _is_unknown(stage: Stage, task_id: str, allocation_id: str, state: str) -> None:
+    """Neither done nor undone: nobody gets the slot, and the host still holds it for this one."""
+    ended = stage.api().wait(task_id, deadline_s=BACK_DEADLINE_S)
+    assert ended["state"] in ("failed", "lost"), ended
+    assert ended["error"]["code"] in ("host_unreachable", "run_lost"), ended["error"]
+    allocation = stage.api().get(f"/admin/allocations/{allocation_id}")
+    assert allocation["state"] == state
+    assert slice_steps.slot_of(stage, allocation)["status"] == "cleanup_blocked"
+    assert _ledger(stage, allocation)["allocation_id"] == allocation_id
+
+
+def _ledger(stage: Stage, allocation: dict[str, Any]) -> dict[str, Any]:
+    """What the host itself knows of the allocation's slot."""
+    slot_id = allocation["claims"][0]["slot_id"]
+    text = stage.on_host("cat", f"/var/lib/gpuaas/ledger/{slot_id}.json")
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def _comes_back(stage: Stage, allocation_id: str) -> None:
+    end = time.monotonic() + BACK_DEADLINE_S
+    while (state := stage.api().get(stage.path())["state"]) != "ready":
+        assert time.monotonic() < end, f"the node is still {state}"
+        time.sleep(2)
+    # The first look finds another boot: of a host that was not proven under it nothing is sold.
+    stage.task(stage.path("/slice-topology/discovery"))
+    slots = stage.api().get(stage.path("/resource-slots"))["items"]
+    assert {slot["status"] for slot in slots} == {"cleanup_blocked", "disabled"}
+    with pytest.raises(Problem) as refused:
+        slice_steps.launch(stage)
+    assert refused.value.code == "no_capacity"
+    assert stage.service is not None
+    words = ("recover", allocation_id, "--reason", "the host lost its power")
+    json.loads(stage.service.cli("--output", "json", *words))
+    prove_again(stage)
+    found = stage.task(stage.path("/drift"))
+    assert (found["unknown"], found["skipped"], found["differences"]) == ({}, [], [])

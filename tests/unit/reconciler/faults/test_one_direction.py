@@ -1,0 +1,221 @@
+"""A network that carries one direction only: requests arrive and answers are lost, or the reverse.
+
+Whatever the host did or did not do, nobody knows: nothing of it is freed (I13), not even when the
+host answers again. Then the clean-up is cut off as well, in the other direction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+
+from reconciler.domain.states import TaskState
+from reconciler.runs import probe
+from reconciler.runs.spec import NodeAccess
+from reconciler.runs.ssh import SshAccess
+from reconciler.store import nodes, reachability, tasks
+from reconciler.store.engine import reading, transaction
+from tests.unit.reconciler.conftest import ADMIN
+from tests.unit.reconciler.faults import test_steps
+from tests.unit.reconciler.faults.playing import How, Step
+from tests.unit.reconciler.faults.stage import Run, Stage, Unanswered, refused
+from tests.unit.reconciler.faults.test_steps import (
+    KINDS,
+    UNDOING,
+    Decide,
+    Healthy,
+    Open,
+    come_back,
+    ended,
+)
+
+pytestmark = pytest.mark.covers("CTRL-8", "CTRL-9", "I13")
+beginnings, moments = test_steps.beginnings, test_steps.moments
+at, healthy = test_steps.at, test_steps.healthy
+
+# Of a connection that was never made, whichever of the first packets was lost.
+NO_WAY = "ssh: connect to host 10.0.2.15 port 22: Connection timed out"
+# Of one that was there, from which nothing comes any more.
+CUT = "Timeout, server 10.0.2.15 not responding."
+
+
+class Line:
+    """The way to the host, which one step finds cut in one direction.
+
+    unheard: what the host still works at when nobody hears of it any more.
+    """
+
+    def __init__(self) -> None:
+        self.unheard: list[Callable[[], Any]] = []
+
+    def requests_lost(self, number: int) -> Decide:
+        """The host never hears of the step."""
+
+        def decide(_run: Run, now: int, _step: Step) -> How | None:
+            if now == number:
+                raise Unanswered(CUT)
+            return None
+
+        return decide
+
+    def answers_lost(self, number: int) -> Decide:
+        """The host has done the step when contact is found to be lost."""
+        return self._cut(number, lambda do: do())
+
+    def answers_late(self, number: int) -> Decide:
+        """The host is still at it then."""
+        return self._cut(number, self.unheard.append)
+
+    def _cut(self, number: int, effect: Callable[[Callable[[], Any]], Any]) -> Decide:
+        def how(do: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+            # What the host refuses is no more heard than what it does.
+            with contextlib.suppress(Refusal):
+                effect(do)
+            raise Unanswered(CUT)
+
+        return lambda _run, now, _step: how if now == number else None
+
+    def goes_on(self) -> None:
+        """The host ends what it was at."""
+        while self.unheard:
+            with contextlib.suppress(Refusal):
+                self.unheard.pop()()
+
+
+# One direction, then the other.
+WAYS = {
+    "requests": (Line.requests_lost, Line.answers_lost),
+    "answers": (Line.answers_lost, Line.requests_lost),
+    "late answers": (Line.answers_late, Line.requests_lost),
+}
+
+
+@KINDS
+@pytest.mark.parametrize("way", WAYS)
+def test_one_direction_then_the_other(
+    at: Open, healthy: dict[str, Healthy], kind: str, way: str
+) -> None:
+    for number in range(len(healthy[kind].steps)):
+        _both(at(kind), kind, way, (number, number))
+
+
+@KINDS
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.long
+def test_each_step_with_each_of_the_clean_up(
+    at: Open, healthy: dict[str, Healthy], kind: str, way: str
+) -> None:
+    undo = UNDOING[kind.startswith("baremetal.")]
+    for first in range(len(healthy[kind].steps)):
+        for second in range(len(healthy[undo].steps)):
+            _both(at(kind), kind, way, (first, second))
+
+
+def _both(stage: Stage, kind: str, way: str, numbers: tuple[int, int]) -> None:
+    where = f"{kind}: {way} lost at step {numbers[0]}, then the other way at {numbers[1]}"
+    line, (first, second) = Line(), WAYS[way]
+    stage.runner.faults[kind] = first(line, numbers[0])
+    stage.work()
+    task = ended(stage, kind)
+    assert (task["state"], task["error"]["code"]) == ("failed", "host_unreachable"), where
+    _nothing_is_freed(stage, where)
+    # Before anything was heard, these words could be those of a host that refuses us.
+    assert _unreachable(stage, task["node_id"]) == (numbers[0] > 0), where
+    line.goes_on()
+    _answers(stage, task["node_id"])
+    _nothing_is_freed(stage, where)
+    for undo in UNDOING:
+        stage.runner.faults[undo] = second(line, numbers[1])
+    stage.recover()
+    _nothing_is_freed(stage, where)
+    line.goes_on()
+    _answers(stage, task["node_id"])
+    _nothing_is_freed(stage, where)
+    stage.runner.faults.clear()
+    come_back(stage, where)
+
+
+@KINDS
+def test_a_task_whose_host_was_never_reached_waits_and_goes_on(
+    at: Open, healthy: dict[str, Healthy], kind: str
+) -> None:
+    """Whichever packet of the connection was lost: nothing has begun, so nothing is unknown."""
+    stage = at(kind)
+    for times in (1, 2):
+        stage.runner.faults[kind] = _no_way
+        stage.work()
+        with reading(stage.engine) as conn:
+            (task,) = (one for one in tasks.every(conn) if one["kind"] == kind)
+        assert (task["state"], task["unreached"]) == (TaskState.WAITING, times)
+        assert _unreachable(stage, task["node_id"])
+        _nothing_is_freed(stage, kind)
+        _answers(stage, task["node_id"])
+    stage.work()
+    assert ended(stage, kind)["state"] == TaskState.SUCCEEDED
+    assert stage.host.seen() == healthy[kind].host
+    stage.sound(kind)
+
+
+def _no_way(_run: Run, _now: int, _step: Step) -> How | None:
+    raise Unanswered(NO_WAY)
+
+
+def _nothing_is_freed(stage: Stage, where: str) -> None:
+    """All of the site would be wanted, and not all of it is there."""
+    assert refused(lambda: stage.launch(everything=True)) == "no_capacity", where
+    stage.sound(where)
+
+
+def _unreachable(stage: Stage, node_id: str) -> bool:
+    with reading(stage.engine) as conn:
+        return bool(nodes.get(conn, node_id)["state"] == "unreachable")
+
+
+def _answers(stage: Stage, node_id: str) -> None:
+    with transaction(stage.engine) as conn:
+        reachability.answered(conn, node_id, ADMIN)
+
+
+@pytest.fixture
+def one_way() -> Iterator[Callable[[bytes], int]]:
+    """A port that takes every connection, says these words, and hears nothing."""
+    with contextlib.ExitStack() as open_:
+
+        def listen(words: bytes) -> int:
+            server = open_.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+            def serve() -> None:
+                with contextlib.suppress(OSError):
+                    connection, _ = server.accept()
+                    open_.callback(connection.close)
+                    connection.sendall(words)
+
+            thread = threading.Thread(target=serve)
+            thread.start()
+            open_.callback(thread.join)
+            port: int = server.getsockname()[1]
+            return port
+
+        yield listen
+
+
+@pytest.mark.parametrize(
+    "words", [b"", b"SSH-2.0-OpenSSH_9.2p1\r\n"], ids=["answers lost", "requests lost"]
+)
+def test_a_real_ssh_takes_neither_for_an_answer(
+    one_way: Callable[[bytes], int], words: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes to an end, and never as if the host had answered."""
+    monkeypatch.setattr(probe, "_CONNECT_S", 1)
+    # By itself an SSH that is not heard ends only when its packets are not answered for minutes.
+    monkeypatch.setattr(probe, "_LIMIT_S", 3)
+    access = SshAccess(tmp_path / "key", tmp_path / "cert", tmp_path / "hosts")
+    said = probe.said(access, NodeAccess("n1", "127.0.0.1", one_way(words)))
+    assert "timed out" in said or "no end of the connection" in said, said
