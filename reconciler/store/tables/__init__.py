@@ -8,6 +8,9 @@ from reconciler.store.tables.access import (
     projects,
     settings,
 )
+from reconciler.store.tables.apps import instances as app_instances
+from reconciler.store.tables.apps import members as app_members
+from reconciler.store.tables.apps import operations as app_operations
 from reconciler.store.tables.base import metadata
 from reconciler.store.tables.billing import usage
 from reconciler.store.tables.capacity import allocations, claims, images, proofs, slots
@@ -21,6 +24,9 @@ __all__ = [
     "absences",
     "allocations",
     "api_tokens",
+    "app_instances",
+    "app_members",
+    "app_operations",
     "audit_log",
     "baselines",
     "claims",

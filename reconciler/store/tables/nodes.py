@@ -52,6 +52,8 @@ nodes = sa.Table(
     text("host_key"),
     text("boot_id"),
     text("install_id"),
+    # When boot_id was learned, or that it is not known: it counts against looks from before.
+    moment("boot_learned_at"),
     flag("reboot_required"),
     moment("last_contact_at"),
     stamp(),

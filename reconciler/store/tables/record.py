@@ -34,6 +34,7 @@ history = sa.Table(
     sa.Index("ix_state_history_entity", "entity", "entity_id"),
     sa.Index("ix_state_history_node_id", "node_id"),
     sa.Index("ix_state_history_allocation_id", "allocation_id"),
+    sa.Index("ix_state_history_correlation_id", "correlation_id"),
 )
 
 outbox = sa.Table(
@@ -73,4 +74,5 @@ audit_log = sa.Table(
     text("correlation_id"),
     sa.Index("ix_audit_log_subject_id", "subject_id"),
     sa.Index("ix_audit_log_action", "action"),
+    sa.Index("ix_audit_log_correlation_id", "correlation_id"),
 )

@@ -65,6 +65,7 @@ tasks = sa.Table(
     sa.Index("ix_tasks_state", "state", "priority", "created_at"),
     sa.Index("ix_tasks_node_id", "node_id"),
     sa.Index("ix_tasks_allocation_id", "allocation_id"),
+    sa.Index("ix_tasks_correlation_id", "correlation_id"),
 )
 
 task_events = sa.Table(

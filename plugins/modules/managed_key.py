@@ -1,0 +1,224 @@
+#!/usr/bin/python
+# Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
+"""The key of an application in a bare-metal tenant's authorized_keys, with an end."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: managed_key
+short_description: The key of an application in a tenant's authorized_keys
+version_added: "0.1.0"
+author: The gpuaas.slice authors (@gpuaas)
+description:
+  - V(present) keeps one line with the instance's marker in C(~/.ssh/authorized_keys) of the tenant
+    of a whole machine. The key may run commands until it ends, and nothing else that SSH can do.
+  - V(absent) removes that line. Without the account there is nothing to remove.
+  - All other lines, the file's owner, group and mode stay as they are; the file is replaced in one
+    step.
+  - The home belongs to the tenant. No link in it is followed, and nothing that is not the tenant's
+    own is read or written.
+  - Refuses with C(node_in_slice_mode), C(stale_fence), C(machine_not_leased), C(account_missing),
+    C(username_invalid), C(home_unsafe), C(keys_not_written), C(managed_key_invalid).
+options:
+  username:
+    description: The tenant's account.
+    type: str
+    required: true
+  uid:
+    description: The account's number.
+    type: int
+    default: 59000
+  allocation_id:
+    description: The allocation that the machine is given to.
+    type: str
+    required: true
+  fence:
+    description: The fence of the node's claim.
+    type: int
+    required: true
+  instance_id:
+    description: The application's instance, a UUID with dashes. Its marker is made of it.
+    type: str
+    required: true
+  public_key:
+    description: Type and base64 of the key. Required with O(state=present).
+    type: str
+  expires_at:
+    description:
+      - When the key ends, in seconds since 1970; sshd counts whole minutes. Required with
+        O(state=present).
+    type: int
+  state:
+    description: Whether the line is to be there.
+    type: str
+    choices: [present, absent]
+    default: present
+extends_documentation_fragment: [gpuaas.slice.change]
+"""
+
+EXAMPLES = r"""
+- name: Let the application's controller run commands until the key ends
+  gpuaas.slice.managed_key:
+    username: alice
+    allocation_id: 0f8fad5b-d9cb-469f-a165-70867728950e
+    fence: 3
+    instance_id: 7c9e6679-7425-40de-944b-e07fc1f90ae7
+    public_key: ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAILw6MHUfBS0BkklFB8Qsked8rLaWhYoJ7HQ8JG+KpgdX
+    expires_at: 1767225600
+
+- name: Take it away
+  gpuaas.slice.managed_key:
+    username: alice
+    allocation_id: 0f8fad5b-d9cb-469f-a165-70867728950e
+    fence: 3
+    instance_id: 7c9e6679-7425-40de-944b-e07fc1f90ae7
+    state: absent
+"""
+
+RETURN = r"""
+managed_key:
+  description: Whether the line is there, and when its key ends (0 without one).
+  returned: always
+  type: dict
+  sample: {present: true, expires_at: 1767225600}
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _change,
+    _lease,
+    _managed_key,
+    _tenant_account,
+    _whole_machine,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+
+
+@dataclass(frozen=True)
+class State:
+    user: _tenant_account.User | None
+    lines: tuple[bytes, ...]
+    problems: tuple[Refusal, ...]
+
+
+def observe(params: _change.Params) -> State:
+    home = _tenant_account.home_of(params["username"])
+    entry = _lease.load(_whole_machine.MACHINE)
+    problems = _whole_machine.slice_mode()
+    problems += _whole_machine.stale(params["fence"], {_whole_machine.MACHINE: entry})
+    user = _account(params)
+    if params["state"] == "present":
+        problems += [*_not_leased(params, entry), *_missing(params, user)]
+    lines: tuple[bytes, ...] = ()
+    # Of an account that is not the tenant's nothing is looked at.
+    if user is not None and not problems:
+        with _managed_key.folder(home, user.uid) as at:
+            content = b"" if at is None else _managed_key.read(at, home, user.uid).content
+        lines = tuple(_managed_key.ours(content, params["instance_id"]))
+    return State(user, lines, tuple(problems))
+
+
+def plan(params: _change.Params, state: State) -> _change.Plan:
+    wanted = _wanted(params)
+    if state.user is None or list(state.lines) == ([] if wanted is None else [wanted]):
+        return _change.Plan((), state.problems)
+    subject = f"{_tenant_account.home_of(params['username'])}/.ssh/authorized_keys"
+    before = "\n".join(line.decode(errors="replace") for line in state.lines) or None
+    name = "remove_line" if wanted is None else "put_line"
+    after = None if wanted is None else wanted.decode()
+    return _change.Plan((_change.Step(name, subject, before, after),), state.problems)
+
+
+def apply(params: _change.Params, _step: _change.Step) -> dict[str, Any] | None:
+    _lease.check(_whole_machine.MACHINE, params["fence"])
+    home, wanted, user = (
+        _tenant_account.home_of(params["username"]),
+        _wanted(params),
+        _account(params),
+    )
+    if user is None:
+        return None
+    make_for = None if wanted is None else user.gid
+    with _managed_key.folder(home, user.uid, make_for=make_for) as at:
+        if at is None:
+            return None
+        # Read again: the tenant may have changed the file since it was looked at.
+        found = _managed_key.read(at, home, user.uid)
+        content = _managed_key.replaced(found.content, params["instance_id"], wanted)
+        if content != found.content:
+            gid = user.gid if found.gid is None else found.gid
+            mode = 0o600 if found.mode is None else found.mode
+            _managed_key.write(at, content, uid=user.uid, gid=gid, mode=mode)
+    return None
+
+
+def facts(params: _change.Params, state: State) -> dict[str, Any]:
+    present = bool(state.lines)
+    ends = params["expires_at"] if present and list(state.lines) == [_wanted(params)] else 0
+    return {"managed_key": {"present": present, "expires_at": ends}}
+
+
+def _wanted(params: _change.Params) -> bytes | None:
+    if params["state"] == "absent":
+        return None
+    given = (params["instance_id"], params["public_key"], params["expires_at"])
+    return _managed_key.line(*given)
+
+
+def _account(params: _change.Params) -> _tenant_account.User | None:
+    """The tenant, by name and number: under either alone it is somebody else."""
+    for user in _tenant_account.users():
+        if (user.name, user.uid) == (params["username"], params["uid"]):
+            return user
+    return None
+
+
+def _not_leased(params: _change.Params, entry: _lease.Entry) -> list[Refusal]:
+    if entry.allocation_id == params["allocation_id"]:
+        return []
+    return [
+        Refusal(
+            "machine_not_leased",
+            expected=f"a machine that is leased to allocation {params['allocation_id']}",
+            found=f"leased to {entry.allocation_id or 'none'}",
+            remedy="compare the host with the records; a key goes to its own tenant only",
+        )
+    ]
+
+
+def _missing(params: _change.Params, user: _tenant_account.User | None) -> list[Refusal]:
+    if user is not None:
+        return []
+    return [
+        Refusal(
+            "account_missing",
+            expected=f"the user {params['username']} with uid {params['uid']}",
+            found="no such account",
+            remedy="the tenant has renamed or removed it; release the allocation",
+        )
+    ]
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "username": {"type": "str", "required": True},
+            "uid": {"type": "int", "default": 59000},
+            "allocation_id": {"type": "str", "required": True},
+            "fence": {"type": "int", "required": True},
+            "instance_id": {"type": "str", "required": True},
+            "public_key": {"type": "str", "no_log": False},
+            "expires_at": {"type": "int"},
+            "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
+        },
+        required_if=[("state", "present", ["public_key", "expires_at"])],
+        supports_check_mode=True,
+    )
+    _change.run(module, _change.Subject(observe, plan, apply, facts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""The real playbook of the managed key, played by Ansible on a copy of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from reconciler.runs import contract
+from tests.deployed_machine import NEEDS_ROOT, ROOT, play
+
+pytestmark = [pytest.mark.covers("APP-4"), NEEDS_ROOT]
+
+ALLOCATION = "0f8fad5b-d9cb-469f-a165-70867728950e"
+INSTANCE = "7c9e6679-7425-40de-944b-e07fc1f90ae7"
+KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAILw6MHUfBS0BkklFB8Qsked8rLaWhYoJ7HQ8JG+KpgdX"
+ENDS = 1_767_225_600
+STORY = """
+key() {
+  ansible-playbook -i localhost, -c local playbooks/managed_key.yml -e "@$1" \
+    -e ansible_python_interpreter=/usr/bin/python3 2>&1
+}
+mount -t tmpfs none /home
+rm -f /etc/gpuaas/slice-mode.json
+echo 'alice:x:59000:59000::/home/alice:/bin/bash' >> /etc/passwd
+mkdir -p /home/alice/.ssh /var/lib/gpuaas/ledger
+echo 'ssh-rsa AAAA alice' > /home/alice/.ssh/authorized_keys
+chmod 700 /home/alice/.ssh
+chown -R 59000:59000 /home/alice
+cat > /var/lib/gpuaas/ledger/machine.json <<'end'
+{"slot_id": "machine", "fence": 3, "allocation_id": "0f8fad5b-d9cb-469f-a165-70867728950e"}
+end
+keys=/home/alice/.ssh/authorized_keys
+key "$1"
+echo ---; cat $keys; stat -c '%u %g %a' $keys
+echo ---; key "$1"
+echo ---; mv $keys /home/alice/mine; ln -s /etc/shadow $keys; md5sum < /etc/shadow
+key "$1"
+echo ---; md5sum < /etc/shadow; rm $keys; mv /home/alice/mine $keys
+key "$2"
+echo ---; cat $keys
+"""
+
+
+def variables(state: str) -> dict[str, Any]:
+    """As the reconciler gives them."""
+    run = {"id": "r", "task_id": "t", "kind": "k", "node_id": "n", "correlation_id": "c"}
+    given = {
+        "slice_run": run,
+        "slice_profile": yaml.safe_load((ROOT / "profiles" / "lab.yml").read_text()),
+        "slice_allocation": {"id": ALLOCATION, "username": "alice"},
+        "slice_fence": 3,
+        "slice_managed_key": {
+            "instance_id": INSTANCE,
+            "public_key": KEY,
+            "expires_at": ENDS,
+            "state": state,
+        },
+    }
+    contract.check_vars("managed_key", given)
+    return given
+
+
+def result(text: str) -> dict[str, Any]:
+    """The run's one result, as ansible-runner and AWX get it."""
+    found = re.search(r'"slice_result": (\{.*\})\s*\}', text, re.DOTALL)
+    assert found, text
+    return contract.check_result(json.loads(found[1]))
+
+
+def test_the_key_comes_stays_and_goes(tmp_path: Path) -> None:
+    files = []
+    for state in ("present", "absent"):
+        file = tmp_path / f"{state}.json"
+        file.write_text(json.dumps(variables(state)))
+        files.append(str(file))
+    environment = {
+        "PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}",
+        "ANSIBLE_COLLECTIONS_PATH": f"{ROOT}/build/collections",
+        "ANSIBLE_SHOW_CUSTOM_STATS": "1",
+        "LC_ALL": "C.UTF-8",
+    }
+    done = play(STORY, tmp_path / "scratch", *files, environment=environment, limit_s=240)
+    assert done.stderr == ""
+    first, there, again, trap, gone, left = done.stdout.split("---\n")
+    assert result(first)["evidence"] == {"managed_key": {"present": True, "expires_at": ENDS}}
+    mine, managed, owner = there.splitlines()
+    assert (mine, owner) == ("ssh-rsa AAAA alice", "59000 59000 644")
+    assert managed.startswith("restrict,expiry-time=") and KEY in managed
+    assert managed.endswith(f" gpuaas-managed:{INSTANCE}")
+    assert result(again)["ok"] and "changed=0" in again
+    refused = result(trap)
+    assert (refused["ok"], refused["error"]["code"]) == (False, "home_unsafe")
+    assert trap.split()[0] == gone.split()[0], "what the link leads to is as it was"
+    assert result(gone)["evidence"] == {"managed_key": {"present": False, "expires_at": 0}}
+    assert left == "ssh-rsa AAAA alice\n"

@@ -1,0 +1,244 @@
+"""Applications through the API, as the runbook asks for them: who sees what, and where to dial."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from reconciler.domain.states import TaskKind, TaskState
+from reconciler.store import apps, appwork, tasks
+from reconciler.store.engine import transaction
+from tests.unit.reconciler.api.refusals import refused
+from tests.unit.reconciler.api.test_baremetal import launch as launch_metal
+from tests.unit.reconciler.api.test_baremetal import let_in, metal
+from tests.unit.reconciler.api.test_launches import activate, launch
+from tests.unit.reconciler.api.world import ACT, KEY, World
+
+pytestmark = pytest.mark.covers("APP-4")
+__all__ = ["metal"]
+
+PATH = "projects/demo/app-instances"
+KIND = TaskKind.ALLOCATION_RECONCILE_MANAGED_AUTHORIZED_KEY
+PLANTED = {"phase": "slurm_ready", "slurmctld_state": "up", "host": "192.0.2.9", "pci": "0000:1"}
+
+
+@pytest.fixture
+def allocation(metal: World) -> str:
+    """A whole machine that its tenant can use."""
+    mine = str(launch_metal(metal).json()["id"])
+    let_in(metal, mine)
+    return mine
+
+
+def body(allocation: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "slug": "slurm-reference",
+        "name": "slurm",
+        "managed_key": KEY,
+        "controller_allocation_id": allocation,
+        **changes,
+    }
+
+
+def create(world: World, allocation: str, key: str = "k", who: str = "member", **more: Any) -> Any:
+    headers = {"X-Idempotency-Key": key} if key else {}
+    return world.client(who).post(PATH, json=body(allocation, **more), headers=headers)
+
+
+def put_there(world: World) -> None:
+    """A worker ends what is queued of keys."""
+    with transaction(world.engine) as conn:
+        for task in tasks.lease(conn, "w", kinds=[KIND], limit=9):
+            given = task["parameters"]
+            appwork.begun(conn, given["operation_id"], ACT)
+            ends = float(given["managed_key"]["expires_at"])
+            appwork.done(conn, given["operation_id"], ACT, expires_at=ends)
+            tasks.finish(conn, task["id"], task["lease_token"], TaskState.SUCCEEDED, ACT)
+
+
+@pytest.mark.covers("CTRL-1")
+def test_the_paths_of_the_runbook(metal: World, allocation: str) -> None:
+    answer = create(metal, allocation)
+    assert answer.status_code == 201, answer.text
+    made, member = answer.json(), metal.client("member")
+    assert (made["status"], made["slug"]) == ("deploying", "slurm-reference")
+    assert made["managed_key"] == KEY.rpartition(" ")[0], "without its comment"
+    at = f"{PATH}/{made['id']}"
+    shown = member.get(at)
+    assert shown.json()["waits_for"]["code"] == "bootstrap_ssh_pending"
+    assert shown.headers["ETag"] == '"0"'
+    assert [row["id"] for row in member.get(PATH).json()["items"]] == [made["id"]]
+    (operation,) = member.get(f"{at}/member-operations").json()["items"]
+    assert (operation["kind"], operation["status"]) == ("member_add", "accepted")
+    put_there(metal)
+    assert member.get(at).json()["waits_for"]["code"] == "controller_absent"
+    with transaction(metal.engine) as conn:
+        (row,) = apps.members(conn, made["id"])
+        apps.reported(conn, row["id"], PLANTED, ACT, ready=True)
+    assert member.get(at).json()["status"] == "running"
+    (controller,) = member.get(f"{at}/members").json()["items"]
+    assert (controller["role"], controller["status"]) == ("controller", "ready")
+    detail = controller["adapter_detail"]
+    assert (detail["phase"], detail["slurmctld_state"]) == ("slurm_ready", "up")
+    assert (detail["bootstrap_ssh"], detail["slurmd_state"]) == ("ready", "")
+
+
+def test_reconcile_answers_with_operations_whose_tasks_are_queued(
+    metal: World, allocation: str
+) -> None:
+    at = f"{PATH}/{create(metal, allocation).json()['id']}/bootstrap-ssh/reconcile"
+    put_there(metal)
+    member = metal.client("member")
+    keyless = refused(metal, lambda: member.post(at))
+    assert (keyless["status"], keyless["code"]) == (400, "idempotency_key_required")
+    headers = {"Idempotency-Key": "r", "X-Correlation-Id": "runbook-1"}
+    answer = member.post(at, headers=headers)
+    assert answer.status_code == 202, answer.text
+    (operation,) = answer.json()["operations"]
+    assert (operation["kind"], operation["status"]) == ("bootstrap_ssh_reconcile", "accepted")
+    assert operation["correlation_id"] == "runbook-1"
+    task = metal.client("admin").get(f"admin/tasks/{operation['task_id']}").json()
+    assert (task["kind"], task["state"]) == (KIND, "queued")
+    assert (task["allocation_id"], task["correlation_id"]) == (allocation, "runbook-1")
+    again = member.post(at, headers=headers)
+    assert again.json() == answer.json()
+    assert again.headers["Idempotency-Replayed"] == "true"
+    other = member.post(at, headers={"Idempotency-Key": "s"}).json()
+    assert other == answer.json(), "it is under way"
+
+
+@pytest.mark.covers("CTRL-10", "APP-5")
+def test_a_member_dials_its_tenants_address_and_an_admin_sees_the_transports(
+    metal: World, allocation: str
+) -> None:
+    made = create(metal, allocation).json()
+    with transaction(metal.engine) as conn:
+        (row,) = apps.members(conn, made["id"])
+        apps.reported(conn, row["id"], PLANTED, ACT, ready=False)
+    at = f"{PATH}/{made['id']}/members"
+    answer = metal.client("member").get(at)
+    (mine,) = answer.json()["items"]
+    assert mine["connection"] == {"host": "203.0.113.9", "port": 22, "username": "tenant"}
+    assert mine["adapter_detail"]["host"] == "203.0.113.9"
+    assert mine["adapter_detail"]["hostname"] == "metal-1"
+    for hidden in ("192.0.2.9", "0000:", "5e0000000000a001", "dash.example"):
+        assert hidden not in answer.text
+    (seen,) = metal.client("admin").get(at).json()["items"]
+    assert seen["adapter_detail"]["host"] == "192.0.2.9"
+    assert seen["connection"] == mine["connection"]
+
+
+@pytest.mark.covers("CTRL-10")
+def test_a_failure_shows_its_code_and_no_address(metal: World, allocation: str) -> None:
+    made = create(metal, allocation).json()
+    at = f"{PATH}/{made['id']}"
+    found = {"code": "host_unreachable", "found": "ssh: connect to host 192.0.2.9 port 22"}
+    with transaction(metal.engine) as conn:
+        (task,) = tasks.lease(conn, "w", kinds=[KIND])
+        appwork.failed(conn, task["parameters"]["operation_id"], ACT, found)
+        tasks.finish(conn, task["id"], task["lease_token"], TaskState.FAILED, ACT, error=found)
+    member = metal.client("member")
+    shown = [member.get(f"{at}{part}") for part in ("", "/members", "/member-operations")]
+    assert shown[0].json()["waits_for"] == {
+        "code": "member_failed",
+        "detail": "controller: host_unreachable",
+    }
+    assert shown[2].json()["items"][0]["failure_code"] == "host_unreachable"
+    assert [one for one in shown if "192.0.2.9" in one.text] == []
+
+
+def test_stop_is_guarded_and_frees_the_allocation(metal: World, allocation: str) -> None:
+    made = create(metal, allocation).json()
+    member, at = metal.client("member"), f"{PATH}/{made['id']}/stop"
+    old = refused(metal, lambda: member.post(at, headers={"If-Match": '"7"'}))
+    assert (old["status"], old["code"]) == (412, "precondition_failed")
+    stopped = member.post(at, headers={"If-Match": '"0"'}, json={"reason": "done"})
+    assert (stopped.json()["status"], stopped.headers["ETag"]) == ("stopped", '"1"')
+    assert member.get(f"{PATH}/{made['id']}").json()["waits_for"] is None
+    ended = refused(
+        metal,
+        lambda: member.post(
+            f"{PATH}/{made['id']}/bootstrap-ssh/reconcile", headers={"Idempotency-Key": "x"}
+        ),
+    )
+    assert (ended["status"], ended["code"]) == (409, "app_instance_ended")
+    assert create(metal, allocation, key="k2").status_code == 201
+
+
+@pytest.mark.covers("I21")
+def test_the_same_key_is_the_same_instance(metal: World, allocation: str) -> None:
+    first = create(metal, allocation)
+    assert create(metal, allocation).json() == first.json()
+    keyless = refused(metal, lambda: create(metal, allocation, key=""))
+    assert keyless["code"] == "idempotency_key_required"
+
+
+def test_in_a_slice_the_operation_fails_by_name(selling: World) -> None:
+    mine = launch(selling).json()["id"]
+    waits = refused(selling, lambda: create(selling, mine, key="early"))
+    assert (waits["status"], waits["code"]) == (409, "allocation_not_active")
+    activate(selling, mine)
+    made = create(selling, mine)
+    assert made.status_code == 201, made.text
+    member, at = selling.client("member"), f"{PATH}/{made.json()['id']}"
+    (operation,) = member.get(f"{at}/member-operations").json()["items"]
+    assert (operation["status"], operation["task_id"]) == ("failed", None)
+    assert operation["failure_code"] == "guest_unreachable_by_design"
+    (controller,) = member.get(f"{at}/members").json()["items"]
+    assert controller["connection"]["host"] == "gate.example"
+    assert "192.0.2.7" not in str(controller)
+
+
+@pytest.mark.covers("CTRL-10")
+def test_another_project_has_none_of_it(metal: World, allocation: str) -> None:
+    made, stranger = create(metal, allocation).json(), metal.client("stranger")
+    for project in ("demo", "other"):
+        at = f"projects/{project}/app-instances/{made['id']}"
+        wanted = "project_not_found" if project == "demo" else "app_instance_not_found"
+        for part in ("", "/members", "/member-operations"):
+            answer = stranger.get(at + part)
+            assert (answer.status_code, answer.json()["code"]) == (404, wanted)
+        for part in ("/stop", "/bootstrap-ssh/reconcile"):
+            answer = stranger.post(at + part, headers={"Idempotency-Key": part.replace("/", "-")})
+            assert (answer.status_code, answer.json()["code"]) == (404, wanted)
+    theirs = stranger.post(
+        "projects/other/app-instances",
+        json=body(allocation),
+        headers={"Idempotency-Key": "steal"},
+    )
+    assert (theirs.status_code, theirs.json()["code"]) == (404, "allocation_not_found")
+    assert stranger.get("projects/other/app-instances").json()["items"] == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "code"),
+    [
+        ({"slug": "unknown"}, "request_invalid"),
+        ({"name": "a b"}, "request_invalid"),
+        ({"managed_key": f'command="id" {KEY}'}, "request_invalid"),
+        ({"managed_key": f"{KEY}\n{KEY}"}, "request_invalid"),
+        ({"managed_key": "ssh-ed25519 ****"}, "request_invalid"),
+        ({"controller_allocation_id": "../x"}, "request_invalid"),
+        ({"controller_allocation_id": "none"}, "allocation_not_found"),
+        ({"worker_allocation_ids": ["none"]}, "allocation_not_found"),
+        ({"worker_allocation_ids": ["a"] * 65}, "request_invalid"),
+        ({"host": "192.0.2.9"}, "request_invalid"),
+    ],
+)
+def test_bad_wishes(metal: World, allocation: str, wrong: dict[str, Any], code: str) -> None:
+    assert refused(metal, lambda: create(metal, allocation, **wrong))["code"] == code
+
+
+def test_lists_are_paged(metal: World, allocation: str) -> None:
+    made = create(metal, allocation).json()
+    put_there(metal)
+    member, at = metal.client("member"), f"{PATH}/{made['id']}"
+    for number in range(2):
+        headers = {"Idempotency-Key": f"r{number}"}
+        assert member.post(f"{at}/bootstrap-ssh/reconcile", headers=headers).status_code == 202
+        put_there(metal)
+    first = member.get(f"{at}/member-operations", params={"limit": 2}).json()
+    rest = member.get(f"{at}/member-operations", params={"cursor": first["next"]}).json()
+    kinds = [row["kind"] for row in first["items"] + rest["items"]]
+    assert kinds == ["member_add", "bootstrap_ssh_reconcile", "bootstrap_ssh_reconcile"]

@@ -1,0 +1,216 @@
+"""The task that puts an application's key on a member's host: real store, scripted runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.domain.states import TaskKind
+from reconciler.runs import contract
+from reconciler.service.loops import LOOPS
+from reconciler.settings import Settings
+from reconciler.store import allocations, apps, appwork, clock, tables, tasks
+from reconciler.store.engine import transaction
+from reconciler.tasks import managed_key, worker
+from tests.unit.reconciler.conftest import ADMIN, Site
+from tests.unit.reconciler.store.test_apps import ERROR, KEY
+from tests.unit.reconciler.store.whole_machines import Machines
+from tests.unit.reconciler.tasks.test_attend import Runs, runs
+from tests.unit.reconciler.tasks.test_unreachable import SILENT
+
+pytestmark = pytest.mark.covers("APP-4")
+__all__ = ["runs"]
+
+KIND = TaskKind.ALLOCATION_RECONCILE_MANAGED_AUTHORIZED_KEY
+Attend = Callable[[], dict[str, Any]]
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(state_dir=tmp_path, poll_s=0.01)
+
+
+@pytest.fixture
+def machines(site: Site) -> Machines:
+    made = Machines(site)
+    made.machine(profile="lab")
+    return made
+
+
+@pytest.fixture
+def instance(machines: Machines) -> tuple[str, str]:
+    """An instance on a machine of its own, and the machine's allocation."""
+    with transaction(machines.engine) as conn:
+        key = machines.active(conn)
+        wish = apps.NewApp(
+            project_id="p1", slug="slurm-reference", name="s", managed_key=KEY, controller_id=key
+        )
+        return str(apps.create(conn, wish, ADMIN)["id"]), key
+
+
+@pytest.fixture
+def attend(machines: Machines, settings: Settings, runs: Runs) -> Attend:
+    """Lease the next task of a key and bring it to its end."""
+
+    def one() -> dict[str, Any]:
+        runs.alive = False
+        with transaction(machines.engine) as conn:
+            (task,) = tasks.lease(conn, "worker", kinds=[KIND])
+        worker.attend(machines.engine, settings, task, threading.Event())
+        with transaction(machines.engine) as conn:
+            return tasks.get(conn, task["id"])
+
+    return one
+
+
+def answers(runs: Runs, *, present: bool = True) -> None:
+    ends = 4_000_000_000 if present else 0
+    runs.ends(evidence={"managed_key": {"present": present, "expires_at": ends}})
+
+
+def member(engine: sa.Engine, id: str) -> dict[str, Any]:
+    with transaction(engine) as conn:
+        (found,) = apps.members(conn, id)
+        return found
+
+
+def operation(engine: sa.Engine, id: str) -> dict[str, Any]:
+    """The latest."""
+    with transaction(engine) as conn:
+        return appwork.every(conn, id)[-1]
+
+
+def test_the_key_is_put_there_and_taken_away(
+    machines: Machines, instance: tuple[str, str], runs: Runs, attend: Attend
+) -> None:
+    id, allocation_id = instance
+    answers(runs)
+    assert attend()["state"] == "succeeded"
+    (spec,) = runs.launched
+    assert spec.playbook == "managed_key"
+    contract.check_vars("managed_key", spec.variables)
+    assert spec.variables["slice_allocation"] == {"id": allocation_id, "username": "alice"}
+    given = spec.variables["slice_managed_key"]
+    assert (given["instance_id"], given["public_key"], given["state"]) == (id, KEY, "present")
+    assert member(machines.engine, id)["key_expires_at"] == 4_000_000_000
+    assert operation(machines.engine, id)["status"] == "succeeded"
+    with transaction(machines.engine) as conn:
+        apps.stop(conn, "p1", id, ADMIN)
+    answers(runs, present=False)
+    assert attend()["state"] == "succeeded"
+    assert runs.launched[1].variables["slice_managed_key"]["state"] == "absent"
+    assert member(machines.engine, id)["key_expires_at"] is None
+
+
+def test_a_host_that_refuses_fails_the_operation_by_its_code(
+    machines: Machines, instance: tuple[str, str], runs: Runs, attend: Attend
+) -> None:
+    runs.ends("failed", step="Put the key in its place", error=ERROR, evidence={})
+    assert attend()["error"]["code"] == "home_unsafe"
+    found = operation(machines.engine, instance[0])
+    assert (found["status"], found["failure"]) == ("failed", ERROR)
+    assert member(machines.engine, instance[0])["status"] == "failed"
+
+
+def test_a_run_that_is_lost_fails_it_too_and_blocks_nothing(
+    machines: Machines, instance: tuple[str, str], runs: Runs, attend: Attend
+) -> None:
+    id, allocation_id = instance
+    runs.ends("lost")
+    assert attend()["state"] == "lost"
+    assert operation(machines.engine, id)["failure"]["code"] == "run_lost"
+    with transaction(machines.engine) as conn:
+        assert allocations.get(conn, allocation_id)["state"] == "active"
+        apps.reconcile(conn, "p1", id, ADMIN)
+    answers(runs)
+    assert attend()["state"] == "succeeded"
+
+
+def test_a_host_that_does_not_answer_is_waited_for(
+    machines: Machines, instance: tuple[str, str], runs: Runs, attend: Attend
+) -> None:
+    """The seed's symptom: accepted, and never applied; the task says what for."""
+    id, _ = instance
+    runs.outcome = SILENT
+    assert attend()["state"] == "waiting"
+    assert operation(machines.engine, id)["status"] == "running"
+    with transaction(machines.engine) as conn:
+        conn.execute(sa.update(tables.tasks).values(not_before=clock.now() - 1))
+        conn.execute(sa.update(tables.nodes).values(state="ready"))
+    answers(runs)
+    assert attend()["state"] == "succeeded"
+    assert operation(machines.engine, id)["status"] == "succeeded"
+    assert [spec.run_id for spec in runs.launched][1].endswith("-1-1")
+
+
+def test_no_run_begins_for_an_instance_that_was_stopped_or_an_allocation_that_ended(
+    machines: Machines,
+    instance: tuple[str, str],
+    runs: Runs,
+    settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    id, allocation_id = instance
+    with transaction(machines.engine) as conn:
+        (task,) = tasks.lease(conn, "worker", kinds=[KIND])
+        allocations.release(conn, allocation_id, ADMIN)
+    worker.attend(machines.engine, settings, task, threading.Event())
+    assert runs.launched == []
+    with transaction(machines.engine) as conn:
+        assert tasks.get(conn, task["id"])["state"] == "canceled"
+    assert operation(machines.engine, id)["failure"]["code"] == "canceled"
+    managed_key.tend(machines.engine, settings)
+    assert member(machines.engine, id)["left_at"]
+    with transaction(machines.engine) as conn:
+        assert apps.get(conn, "p1", id)["status"] == "failed"
+
+
+def test_the_leader_renews_a_key_before_it_ends(
+    machines: Machines, instance: tuple[str, str], runs: Runs, attend: Attend, settings: Settings
+) -> None:
+    assert [one.act for one in LOOPS if one.name == "apps"] == [managed_key.tend]
+    answers(runs)
+    attend()
+    managed_key.tend(machines.engine, settings)
+    with transaction(machines.engine) as conn:
+        assert len(tasks.every(conn, kind=KIND)) == 1
+        conn.execute(sa.update(tables.app_members).values(key_expires_at=clock.now() + 600))
+        earlier = tables.app_operations.c.created_at - 3600
+        conn.execute(sa.update(tables.app_operations).values(created_at=earlier))
+    managed_key.tend(machines.engine, settings)
+    runs.outcome = None
+    answers(runs)
+    assert attend()["state"] == "succeeded"
+    found = operation(machines.engine, instance[0])
+    assert (found["kind"], found["status"]) == ("bootstrap_ssh_reconcile", "succeeded")
+    assert found["requested_by"] == "reconciler"
+
+
+def test_one_look_that_fails_keeps_no_other_waiting(
+    machines: Machines,
+    instance: tuple[str, str],
+    settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(_conn: sa.Connection, _act: object) -> int:
+        raise ValueError("planted")
+
+    looks = {"first": broken, **managed_key._LOOKS}
+    monkeypatch.setattr(managed_key, "_LOOKS", looks)
+    with transaction(machines.engine) as conn:
+        allocations.release(conn, instance[1], ADMIN)
+    managed_key.tend(machines.engine, settings)
+    assert member(machines.engine, instance[0])["status"] == "failed"
+
+
+def test_an_unreadable_answer_is_a_failure(
+    machines: Machines, instance: tuple[str, str], runs: Runs, attend: Attend
+) -> None:
+    runs.ends(evidence={})
+    assert attend()["error"]["code"] == "outcome_unreadable"
+    assert operation(machines.engine, instance[0])["status"] == "failed"
