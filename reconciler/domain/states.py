@@ -143,6 +143,56 @@ class SharingMechanism(Described):
     SOFTWARE_SHARED = "software_shared", "A share through other software; not schedulable."
 
 
+class AppStatus(Described):
+    """The life of an application that runs on a project's allocations."""
+
+    DEPLOYING = "deploying", "Its members are being prepared; it says what it waits for."
+    RUNNING = "running", "Every member is ready."
+    FAILED = "failed", "It lost its controller; stop it and make another."
+    STOPPED = "stopped", "Ended by request; its keys are removed or have ended."
+
+
+class MemberStatus(Described):
+    """Whether an allocation is ready to work for the application that it belongs to."""
+
+    RECONCILING = "reconciling", "It is being made ready."
+    READY = "ready", "The application's controller says that it works."
+    FAILED = "failed", "It cannot work; its reason names why."
+
+
+class OperationStatus(Described):
+    """The life of one piece of work on a member."""
+
+    ACCEPTED = "accepted", "Recorded; its task has not begun."
+    RUNNING = "running", "Its task has a run on the host."
+    SUCCEEDED = "succeeded", "Done, as the host says."
+    FAILED = "failed", "Not done; its failure has a code."
+
+
+class AppSlug(Described):
+    """Which application an instance is of."""
+
+    SLURM_REFERENCE = "slurm-reference", "Slurm, with one controller and any number of workers."
+
+
+class MemberRole(Described):
+    """What a member does for its application."""
+
+    CONTROLLER = "controller", "Runs the application's own control; each instance has one."
+    WORKER = "worker", "Does the work."
+
+
+class OperationKind(Described):
+    """What is done with a member."""
+
+    MEMBER_ADD = "member_add", "It joins: the managed key is put on it for the first time."
+    BOOTSTRAP_SSH_RECONCILE = (
+        "bootstrap_ssh_reconcile",
+        "The managed key is put there again, with a later end.",
+    )
+    BOOTSTRAP_SSH_REMOVE = "bootstrap_ssh_remove", "The managed key is taken away."
+
+
 class Role(Described):
     """Who a token speaks for."""
 

@@ -6,15 +6,19 @@ from dataclasses import dataclass
 
 from reconciler.domain.states import (
     AllocationState,
+    AppStatus,
     ClaimState,
     Described,
+    MemberStatus,
     NodeMode,
     NodeState,
+    OperationStatus,
     SlotState,
     TaskState,
 )
 
 N, M, S, A, C, T = NodeState, NodeMode, SlotState, AllocationState, ClaimState, TaskState
+P, B, W = AppStatus, MemberStatus, OperationStatus
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,9 @@ ENTITIES: dict[str, type[Described]] = {
     "allocation": AllocationState,
     "claim": ClaimState,
     "task": TaskState,
+    "app_instance": AppStatus,
+    "app_member": MemberStatus,
+    "app_operation": OperationStatus,
 }
 
 
@@ -162,6 +169,29 @@ TABLE: tuple[Transition, ...] = (
         (T.QUEUED, "cancel", T.CANCELED),
         (T.WAITING, "cancel", T.CANCELED),
     ),
+    *_rows(
+        "app_instance",
+        (P.DEPLOYING, "run", P.RUNNING),
+        (P.DEPLOYING, "fail", P.FAILED),
+        (P.RUNNING, "fail", P.FAILED),
+        (P.DEPLOYING, "stop", P.STOPPED),
+        (P.RUNNING, "stop", P.STOPPED),
+        (P.FAILED, "stop", P.STOPPED),
+    ),
+    *_rows(
+        "app_member",
+        (B.RECONCILING, "prepare", B.READY),
+        (B.RECONCILING, "fail", B.FAILED),
+        (B.READY, "fail", B.FAILED),
+        (B.FAILED, "reconcile", B.RECONCILING),
+    ),
+    *_rows(
+        "app_operation",
+        (W.ACCEPTED, "begin", W.RUNNING),
+        (W.ACCEPTED, "fail", W.FAILED),
+        (W.RUNNING, "succeed", W.SUCCEEDED),
+        (W.RUNNING, "fail", W.FAILED),
+    ),
 )
 
 # Too low, and a slow boot is called a failure; too high, and a stuck slot stays unseen.
@@ -187,6 +217,11 @@ DEADLINES: dict[tuple[str, str], Deadline] = {
     ("task", T.QUEUED): Deadline(86_400, "cancel"),
     ("task", T.WAITING): Deadline(86_400, "cancel"),
     ("task", T.RUNNING): Deadline(14_400, "lose"),
+    ("app_instance", P.DEPLOYING): Deadline(3_600, ""),
+    ("app_member", B.RECONCILING): Deadline(3_600, ""),
+    # They end with their task, which has a limit of its own.
+    ("app_operation", W.ACCEPTED): Deadline(90_000, ""),
+    ("app_operation", W.RUNNING): Deadline(14_400, ""),
 }
 
 _TARGETS = {(row.entity, row.source, row.event): row.target for row in TABLE}

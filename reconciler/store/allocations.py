@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -29,6 +29,7 @@ from reconciler.store import (
     gates,
     lifecycle,
     machines,
+    order,
     placement,
     projects,
     proofs,
@@ -56,13 +57,15 @@ from reconciler.store.together import together
 __all__ = ["bundles"]
 
 ORDER = Order(allocations, ("created_at", "id"), descending=True)
+_OF_NODE = ("id", "boot_id", "profile", "region", "pool")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
     """A tenant's request, checked for its form by the API.
 
-    A slice names its image by id, or by name, maybe with a version.
+    A slice names its image by id, or by name, maybe with a version. skus: what is sold of a machine
+    with a hardware profile, by the profile's name; what is asked for cannot be another one's.
     """
 
     project_id: str
@@ -80,6 +83,7 @@ class Launch:
     runtime_profile: str = ""
     node_id: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)
+    skus: Callable[[str], str] = str
 
 
 def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Record:
@@ -88,20 +92,25 @@ def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Record:
         return _whole_machine(conn, launch, act)
     _check(launch)
     want = Want(launch.gpu_count, launch.region, launch.pool, launch.node_id)
-    node_id, chosen = placement.reserve(conn, want)
+    try:
+        node_id, chosen = placement.reserve(conn, want)
+    except Problem:
+        # A name that nothing has is the answer that helps, not that there is no room for it.
+        _require_image(conn, launch)
+        raise
     # The slots are locked and were available, so this is the boot that their gate was proven under
     # (I16).
-    image, boot_id = _named(conn, launch, node_id)
+    image, node = _named(conn, launch, node_id)
     with together(conn):
         allocation = _record(
-            conn, launch, act, node_id=node_id, gpu_count=launch.gpu_count, image_id=image["id"]
+            conn, launch, act, node, gpu_count=launch.gpu_count, image_id=image["id"]
         )
         own = act.because(act.reason or "allocated", {"allocation_id": allocation["id"]})
         held = [
             claim_slot(conn, allocation["id"], slot, position, own)
             for position, slot in enumerate(chosen)
         ]
-        extra = {**_parameters(launch, image), "boot_id": boot_id}
+        extra = {**_parameters(launch, image), "boot_id": node["boot_id"]}
         item = _item(allocation, TaskKind.SLICE_VM_PROVISION, held, extra=extra)
         task = tasks.add(conn, item, act)
     # As `get` would read it, were it read again.
@@ -114,7 +123,7 @@ def _whole_machine(conn: sa.Connection, launch: Launch, act: Act) -> Record:
     want = MachineWant(launch.region, launch.pool, launch.node_id)
     node, discovery = machines.reserve(conn, want)
     document = discovery["document"]
-    allocation = _record(conn, launch, act, node_id=node["id"], gpu_count=gpus(document))
+    allocation = _record(conn, launch, act, node, gpu_count=gpus(document))
     own = act.because(act.reason or "allocated", {"allocation_id": allocation["id"]})
     disks = tenant_disks(document, proofs.taken_over(conn, node))
     claim_node(conn, allocation["id"], node["id"], own, disks=disks)
@@ -126,8 +135,8 @@ def _record(
     conn: sa.Connection,
     launch: Launch,
     act: Act,
+    node: Mapping[str, Any],
     *,
-    node_id: str,
     gpu_count: int,
     image_id: str | None = None,
 ) -> Record:
@@ -137,11 +146,12 @@ def _record(
         {
             "id": rows.new_id(),
             "project_id": launch.project_id,
-            "node_id": node_id,
+            "node_id": node["id"],
             "capacity_shape": launch.capacity_shape,
-            "sku": launch.sku,
-            "region": launch.region,
-            "pool": launch.pool,
+            # Where it is and what it is, which bills are made of: not what was written on it.
+            "sku": _sku(launch, node),
+            "region": node["region"],
+            "pool": node["pool"],
             "gpu_count": gpu_count,
             "name": launch.hostname,
             "hostname": launch.hostname,
@@ -167,7 +177,7 @@ def _record(
         detail={
             "capacity_shape": launch.capacity_shape,
             "gpu_count": gpu_count,
-            "node_id": node_id,
+            "node_id": node["id"],
         },
         project_id=launch.project_id,
     )
@@ -256,28 +266,54 @@ def _check(launch: Launch) -> None:
         )
 
 
-def _named(conn: sa.Connection, launch: Launch, node_id: str) -> tuple[Record, str]:
-    """The image of the request, and the node's boot; Problem when the project or image is none."""
+def _sku(launch: Launch, node: Mapping[str, Any]) -> str:
+    sold = launch.skus(node["profile"]) if node["profile"] else launch.sku
+    if launch.sku not in ("", sold):
+        raise Problem(
+            "sku_not_here",
+            409,
+            expected=f"{sold}, which is what the machine that was found is sold as",
+            found=launch.sku,
+            remedy="name no SKU, or a region or pool whose machines are sold as this one",
+        )
+    return sold
+
+
+def _require_image(conn: sa.Connection, launch: Launch) -> None:
+    """Problem when the project or the image does not exist."""
+    projects.get(conn, launch.project_id)
+    named = {"id": launch.image_id} if launch.image_id else {"name": launch.image}
+    if launch.image_version and not launch.image_id:
+        named["version"] = launch.image_version
+    if rows.first(conn, rows.where(sa.select(image_table), image_table, **named)) is None:
+        raise not_found(
+            "image", launch.image_id or f"{launch.image} {launch.image_version}".strip()
+        )
+
+
+def _named(conn: sa.Connection, launch: Launch, node_id: str) -> tuple[Record, Record]:
+    """The request's image, and of the node what is asked of it; Problem when there is no such
+    project or image.
+    """
     how = "id" if launch.image_id else "version" if launch.image_version else "name"
     wanted = {"image": launch.image_id or launch.image, "version": launch.image_version}
     given = {"node": node_id, "project": launch.project_id, **wanted}
     found = conn.execute(_naming(how), given).mappings().first()
     if found is None:
-        projects.get(conn, launch.project_id)
-        raise not_found(
-            "image", launch.image_id or f"{launch.image} {launch.image_version}".strip()
-        )
+        _require_image(conn, launch)
+        raise not_found("node", node_id)
     image = dict(found)
-    return image, str(image.pop("boot_id"))
+    return image, {name: image.pop(f"node_{name}") for name in _OF_NODE}
 
 
 @cache
 def _naming(how: str) -> sa.Select[Any]:
-    """The image by id, by name and version, or by name, the newest; with it the node's boot."""
+    """The image by id, by name and version, or by name, the newest; with it the node."""
     image, version = sa.bindparam("image", type_=sa.Text), sa.bindparam("version", type_=sa.Text)
-    boot = sa.select(nodes.c.boot_id).where(nodes.c.id == sa.bindparam("node"))
     project = sa.exists().where(project_table.c.id == sa.bindparam("project"))
-    query = sa.select(image_table, boot.scalar_subquery().label("boot_id")).where(project)
+    node = [nodes.c[name].label(f"node_{name}") for name in _OF_NODE]
+    query = sa.select(image_table, *node).join_from(image_table, nodes, sa.true())
+    query = query.where(project, nodes.c.id == sa.bindparam("node"))
     if how == "id":
         return query.where(image_table.c.id == image)
     query = query.where(image_table.c.name == image).order_by(image_table.c.created_at.desc())
@@ -327,6 +363,7 @@ def _move(conn: sa.Connection, id: str, event: str, act: Act) -> None:
 
 
 def _withdraw(conn: sa.Connection, id: str, queued: Sequence[Record], act: Act) -> None:
+    order.hold_allocation(conn, id)
     for task in queued:
         ended = tasks.cancel(conn, task["id"], act)
         # A worker may have taken it since it was read: then nobody knows that nothing was begun.

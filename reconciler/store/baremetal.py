@@ -28,7 +28,7 @@ from reconciler.domain.states import (
 from reconciler.store import audit, discoveries, outcomes, proofs, rows, tasks, writeoff
 from reconciler.store.claims import next_node_fence, of_allocation
 from reconciler.store.rows import Record
-from reconciler.store.tables import allocations, claims, nodes
+from reconciler.store.tables import allocations, claims, nodes, slots
 
 NOT_CLEAN = "machine_not_clean"
 DRIFT = "machine_drifted"
@@ -36,7 +36,6 @@ IN_SLICE_MODE = "node_in_slice_mode"
 OURS = (NOT_CLEAN, DRIFT, IN_SLICE_MODE)
 # Shown with the node; all of it is in the result of the task.
 _SHOWN = 50
-_PER_DISK_S = 3600
 
 
 def claim_of(conn: sa.Connection, allocation_id: str) -> Record:
@@ -58,7 +57,7 @@ def queue_provision(conn: sa.Connection, allocation: Record, boot_id: str, act: 
     named = {key: allocation[key] for key in ("id", "username", "ssh_keys")}
     claim = claim_of(conn, allocation["id"])
     parameters = {"allocation": named, "fence": claim["fence"], "boot_id": boot_id}
-    return _enqueue(conn, TaskKind.BAREMETAL_PROVISION, allocation, claim, parameters, act)
+    return _enqueue(conn, TaskKind.BAREMETAL_PROVISION, allocation, parameters, act)
 
 
 def queue_release(
@@ -73,11 +72,18 @@ def queue_release(
             return task
     named = {key: allocation[key] for key in ("id", "username")}
     fence = next_node_fence(conn, allocation["node_id"])
-    claim = claim_of(conn, allocation["id"])
     parameters: dict[str, Any] = {"allocation": named, "fence": fence}
     if written_off:
         parameters["written_off"] = list(written_off)
-    return _enqueue(conn, TaskKind.BAREMETAL_RELEASE, allocation, claim, parameters, act)
+    return _enqueue(conn, TaskKind.BAREMETAL_RELEASE, allocation, parameters, act)
+
+
+def entered(conn: sa.Connection, node_id: str) -> None:
+    """A tenant is let onto the machine and is root there: no proof so far says anything of any of
+    its disks any more. The schema then refuses to sell a slot on one (I4).
+    """
+    there = (slots.c.node_id == node_id, slots.c.retired_at.is_(None))
+    conn.execute(sa.update(slots).where(*there).values(disk_generation=slots.c.disk_generation + 1))
 
 
 def provision_succeeded(
@@ -360,7 +366,6 @@ def _enqueue(
     conn: sa.Connection,
     kind: TaskKind,
     allocation: Record,
-    claim: Record,
     parameters: Mapping[str, Any],
     act: Act,
 ) -> Record:
@@ -373,8 +378,6 @@ def _enqueue(
             subject_id=allocation["id"],
             allocation_id=allocation["id"],
             parameters=parameters,
-            # Disks are wiped one after the other.
-            deadline_s=_PER_DISK_S * max(1, min(len(claim["disks"]), 3)),
         ),
         act,
     )

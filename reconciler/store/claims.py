@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import sqlalchemy as sa
@@ -126,18 +127,32 @@ def move(conn: sa.Connection, allocation_id: str, event: str, act: Act) -> None:
 
 
 def held_slots(conn: sa.Connection, allocation_id: str) -> list[Record]:
-    """The slots that still carry what this allocation left: no later claim has taken them."""
+    """The slots that still carry what this allocation left: no later claim has taken them.
+
+    They are locked in the order of everybody else; the boot slot is the first one all the same.
+    """
     join = sa.and_(
         claims.c.slot_id == slot_table.c.id,
         claims.c.disk_generation == slot_table.c.disk_generation,
     )
     query = (
-        sa.select(slot_table)
+        sa.select(slot_table, claims.c.position)
         .join(claims, join)
         .where(claims.c.allocation_id == allocation_id)
-        .order_by(claims.c.position)
+        .order_by(slot_table.c.id)
     )
-    return rows.every(conn, query.with_for_update(of=slot_table))
+    found = rows.every(conn, query.with_for_update(of=slot_table))
+    found.sort(key=itemgetter("position"))
+    for slot in found:
+        del slot["position"]
+    return found
+
+
+def unfenced(conn: sa.Connection, fences: Mapping[str, int]) -> list[str]:
+    """Those of these slots that still have the fence given, held until the transaction ends."""
+    query = sa.select(slot_table.c.id, slot_table.c.fence).where(slot_table.c.id.in_(fences))
+    found = conn.execute(query.order_by(slot_table.c.id).with_for_update())
+    return [str(slot_id) for slot_id, fence in found if fences[slot_id] == fence]
 
 
 def fence_off(conn: sa.Connection, fences: Mapping[str, int]) -> list[str]:

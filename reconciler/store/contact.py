@@ -10,8 +10,9 @@ import sqlalchemy as sa
 from reconciler.domain.act import Act
 from reconciler.domain.identity import install_id
 from reconciler.domain.states import SlotState
-from reconciler.store import clock, rows
+from reconciler.store import clock, looks, rows
 from reconciler.store.lifecycle import advance
+from reconciler.store.rows import Record
 from reconciler.store.tables import nodes, slots
 
 
@@ -27,8 +28,14 @@ def observed(
     *,
     identity: Mapping[str, Any],
     reboot_required: bool | None = None,
+    began: float | None = None,
 ) -> bool:
-    """Remember boot and installation; True when they changed, and then the gate is closed."""
+    """Remember boot and installation; True when they changed, and then the gate is closed.
+
+    began: when the look began, by the database's clock; None for just now. One that tells of
+    another host than is known, and began before that was learned, may have seen the host before or
+    after: neither is believed, and the host is looked at again.
+    """
     node = rows.get(conn, nodes, node_id, "node", lock=True)
     known = {
         name: str(identity.get(name) or node[name])
@@ -40,7 +47,13 @@ def observed(
         for name, value in (("boot", known["boot_id"]), ("installation", install))
         if value != node["boot_id" if name == "boot" else "install_id"]
     ]
+    learned = node["boot_learned_at"] or 0.0
+    if changed and began is not None and began < learned:
+        _doubt(conn, node, act.because(f"gate closed: another {' and '.join(changed)}, seen late"))
+        return True
     values: dict[str, Any] = {**known, "install_id": install, "last_contact_at": clock.now()}
+    if changed:
+        values["boot_learned_at"] = clock.now()
     if reboot_required is not None:
         values["reboot_required"] = reboot_required
     conn.execute(sa.update(nodes).where(nodes.c.id == node_id).values(**values))
@@ -58,7 +71,7 @@ def restarted(conn: sa.Connection, node_id: str, act: Act, *, since: str) -> boo
     node = rows.get(conn, nodes, node_id, "node", lock=True)
     if node["boot_id"] != since:
         return False
-    conn.execute(sa.update(nodes).where(nodes.c.id == node_id).values(boot_id=""))
+    _forget_boot(conn, node_id)
     close_gate(conn, node_id, act.because("gate closed: new boot", {"boot_id_was": since}))
     return True
 
@@ -74,3 +87,16 @@ def close_gate(conn: sa.Connection, node_id: str, act: Act) -> list[str]:
     for slot_id in closed:
         advance(conn, "slot", slot_id, "disable", act, columns={"available_proof_id": None})
     return closed
+
+
+def _doubt(conn: sa.Connection, node: Record, act: Act) -> None:
+    contacted(conn, node["id"])
+    if node["boot_id"]:
+        _forget_boot(conn, node["id"])
+    close_gate(conn, node["id"], act.because(act.reason, {"boot_id_was": node["boot_id"]}))
+    looks.at(conn, node, act)
+
+
+def _forget_boot(conn: sa.Connection, node_id: str) -> None:
+    unknown = {"boot_id": "", "boot_learned_at": clock.now()}
+    conn.execute(sa.update(nodes).where(nodes.c.id == node_id).values(**unknown))

@@ -36,7 +36,9 @@ def record(
     # It is what a slice host would need; of a bare-metal machine nobody asks it.
     reboot = bool(document.get("reboot_required")) and node["mode"] != NodeMode.BAREMETAL
     identity = document.get("identity") or {}
-    contact.observed(conn, node_id, act, identity=identity, reboot_required=reboot)
+    contact.observed(
+        conn, node_id, act, identity=identity, reboot_required=reboot, began=observed_at
+    )
     values = _sighting(node_id, document, task_id, observed_at)
     row = rows.add(conn, discoveries, {**values, "reboot_required": reboot})
     gates.review(conn, node_id, act.because(act.reason, {"discovery_id": row["id"]}))
@@ -55,7 +57,8 @@ def record_parity(
     observed_at: float | None = None,
 ) -> Record:
     """A parity report; failures close the gate until a later one passes."""
-    contact.observed(conn, node_id, act, identity=report.get("identity") or {})
+    identity = report.get("identity") or {}
+    contact.observed(conn, node_id, act, identity=identity, began=observed_at)
     failures = int(report.get("failures", 1))
     row = rows.add(
         conn,

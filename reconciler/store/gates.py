@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
@@ -13,11 +15,35 @@ from reconciler.domain.discovery import Blocker
 from reconciler.domain.errors import Problem
 from reconciler.domain.gate import FAILING, GateEvidence, Proof, Sighting, blockers
 from reconciler.domain.states import HealthState, ProofKind, SlotState
-from reconciler.store import proofs, rows, settings, sightings, trials
+from reconciler.store import order, proofs, rows, settings, sightings, trials
 from reconciler.store.claims import exclusive_ended_at
 from reconciler.store.lifecycle import advance
 from reconciler.store.rows import Record
 from reconciler.store.tables import nodes, slots
+
+
+@dataclass(frozen=True)
+class Host:
+    """What every slot of a node is judged by. bundles: of its approved slots, by the slot's id."""
+
+    node: Record
+    discovery: Sighting | None
+    parity: Sighting | None
+    exclusive_ended_at: float
+    restored_at: float
+    bundles: Mapping[str, Bundle]
+
+
+def host(conn: sa.Connection, node_id: str) -> Host:
+    """One look at a node. Whoever acts on the answer holds the node (order)."""
+    return Host(
+        node=rows.get(conn, nodes, node_id, "node"),
+        discovery=_sighting(sightings.latest(conn, node_id)),
+        parity=_sighting(sightings.latest_parity(conn, node_id)),
+        exclusive_ended_at=exclusive_ended_at(conn, node_id),
+        restored_at=float(settings.read(conn, settings.RESTORED, 0.0)),
+        bundles=_bundles(conn, node_id),
+    )
 
 
 def gate(conn: sa.Connection, slot_id: str) -> tuple[Blocker, ...]:
@@ -26,26 +52,28 @@ def gate(conn: sa.Connection, slot_id: str) -> tuple[Blocker, ...]:
     return judge(conn, slot, proofs.current(conn, slot))
 
 
-def judge(conn: sa.Connection, slot: Record, proof: Record | None) -> tuple[Blocker, ...]:
-    """The gate for a slot with this proof."""
-    node = rows.get(conn, nodes, slot["node_id"], "node")
+def judge(
+    conn: sa.Connection, slot: Record, proof: Record | None, seen: Host | None = None
+) -> tuple[Blocker, ...]:
+    """The gate for a slot with this proof; seen: the look at its node, where one serves many."""
+    seen = seen or host(conn, slot["node_id"])
     return blockers(
         GateEvidence(
             bundle=Bundle.of(slot),
             approved_at=slot["approved_at"],
             disk_generation=slot["disk_generation"],
-            node_state=node["state"],
-            node_mode=node["mode"],
-            boot_id=node["boot_id"],
-            install_id=node["install_id"],
-            reboot_required=node["reboot_required"],
-            discovery=_sighting(sightings.latest(conn, node["id"])),
-            parity=_sighting(sightings.latest_parity(conn, node["id"])),
+            node_state=seen.node["state"],
+            node_mode=seen.node["mode"],
+            boot_id=seen.node["boot_id"],
+            install_id=seen.node["install_id"],
+            reboot_required=seen.node["reboot_required"],
+            discovery=seen.discovery,
+            parity=seen.parity,
             proof=_proof(proof),
-            exclusive_ended_at=exclusive_ended_at(conn, node["id"]),
-            restored_at=float(settings.read(conn, settings.RESTORED, 0.0)),
+            exclusive_ended_at=seen.exclusive_ended_at,
+            restored_at=seen.restored_at,
             wipe_policy=proofs.policy(slot),
-            others=others(conn, node["id"], beside=slot["id"]),
+            others=_beside(seen.bundles, slot["id"]),
             drift=_drift(slot),
             failures=trials.failures(conn, slot),
         )
@@ -54,15 +82,12 @@ def judge(conn: sa.Connection, slot: Record, proof: Record | None) -> tuple[Bloc
 
 def others(conn: sa.Connection, node_id: str, beside: str = "") -> tuple[Bundle, ...]:
     """The bundles of the node's approved slots but one."""
-    query = sa.select(slots).where(
-        slots.c.node_id == node_id, slots.c.retired_at.is_(None), slots.c.id != beside
-    )
-    return tuple(Bundle.of(row) for row in rows.every(conn, query.order_by(slots.c.slot_index)))
+    return _beside(_bundles(conn, node_id), beside)
 
 
 def make_available(conn: sa.Connection, slot_id: str, act: Act) -> Record:
     """Sell a disabled slot; refused with every blocker that there is."""
-    slot = rows.get(conn, slots, slot_id, "slot", lock=True)
+    slot = order.hold_slot(conn, slot_id)
     proof = proofs.current(conn, slot)
     found = judge(conn, slot, proof)
     if found or proof is None:
@@ -91,6 +116,7 @@ def make_available(conn: sa.Connection, slot_id: str, act: Act) -> Record:
 
 def open_gate(conn: sa.Connection, node_id: str, act: Act) -> dict[str, Any]:
     """Sell every slot of the node that is wanted and passes; say why the others do not."""
+    order.hold_node(conn, node_id)
     query = sa.select(slots).where(
         slots.c.node_id == node_id,
         slots.c.retired_at.is_(None),
@@ -99,8 +125,9 @@ def open_gate(conn: sa.Connection, node_id: str, act: Act) -> dict[str, Any]:
     )
     opened: list[str] = []
     closed: dict[str, list[dict[str, str]]] = {}
+    seen = host(conn, node_id)
     for slot in rows.every(conn, query.order_by(slots.c.slot_index)):
-        found = judge(conn, slot, proofs.current(conn, slot))
+        found = judge(conn, slot, proofs.current(conn, slot), seen)
         if found:
             closed[slot["id"]] = [row.document() for row in found]
         else:
@@ -117,8 +144,10 @@ def review(conn: sa.Connection, node_id: str, act: Act) -> list[str]:
     shut = []
     # Locked, in the order of everybody else: nobody claims one between its judgement and what
     # follows from it.
-    for slot in rows.every(conn, query.order_by(slots.c.id).with_for_update()):
-        found = judge(conn, slot, proofs.current(conn, slot))
+    found_on_sale = rows.every(conn, query.order_by(slots.c.id).with_for_update())
+    seen = host(conn, node_id)
+    for slot in found_on_sale:
+        found = judge(conn, slot, proofs.current(conn, slot), seen)
         if found:
             why = "; ".join(f"{row.code}: {row.detail}" for row in found)
             evidence = {**act.evidence, "blockers": [row.document() for row in found]}
@@ -129,7 +158,10 @@ def review(conn: sa.Connection, node_id: str, act: Act) -> list[str]:
 
 
 def give_back(conn: sa.Connection, slot: Record, proof: Record, act: Act) -> Record:
-    """A slot that is proven clean again: on sale, or disabled while its gate is closed."""
+    """A slot that is proven clean again: on sale, or disabled while its gate is closed.
+
+    The caller holds the slot, and its node since before that.
+    """
     found = judge(conn, slot, proof)
     wanted = slot["wanted"] == SlotState.AVAILABLE
     columns: dict[str, Any] = {
@@ -151,6 +183,16 @@ def give_back(conn: sa.Connection, slot: Record, proof: Record, act: Act) -> Rec
     evidence["blockers"] = [row.document() for row in found]
     parked = act.because(f"{act.reason}; disabled: {why}", evidence)
     return advance(conn, "slot", slot["id"], "park", parked, columns=columns)
+
+
+def _bundles(conn: sa.Connection, node_id: str) -> dict[str, Bundle]:
+    query = sa.select(slots).where(slots.c.node_id == node_id, slots.c.retired_at.is_(None))
+    found = rows.every(conn, query.order_by(slots.c.slot_index))
+    return {slot["id"]: Bundle.of(slot) for slot in found}
+
+
+def _beside(bundles: Mapping[str, Bundle], slot_id: str) -> tuple[Bundle, ...]:
+    return tuple(bundle for key, bundle in bundles.items() if key != slot_id)
 
 
 def _drift(slot: Record) -> str:

@@ -7,12 +7,15 @@ from collections.abc import Collection
 import sqlalchemy as sa
 
 from reconciler.domain.errors import Problem
-from reconciler.store import rows
+from reconciler.store import order, rows
 from reconciler.store.lifecycle import ENTITIES
 
 
 def require(conn: sa.Connection, entity: str, key: str, generations: Collection[int]) -> None:
     """Hold the record until the transaction ends; refuse unless it is at one of these."""
+    if entity == "slot":
+        # What is asked for may have to judge it.
+        order.hold_slot(conn, key)
     found = rows.get(conn, ENTITIES[entity].table, key, entity, lock=True)["generation"]
     if found not in generations:
         raise Problem(

@@ -27,6 +27,7 @@ from reconciler.domain.states import (
     TaskState,
 )
 from reconciler.store import clock, discoveries, gates, proofs, rows
+from reconciler.store.claims import exclusive_ended_at
 from reconciler.store.leasing import DUE
 from reconciler.store.lifecycle import ENTITIES
 from reconciler.store.rows import Record
@@ -131,15 +132,20 @@ def proven(conn: sa.Connection) -> Found:
     """I4, I6: what is on sale is proven clean since its disk was last given to anybody."""
     known = {row["id"]: row for row in rows.every(conn, _proofs_in_use())}
     installed = _pairs(conn, nodes.c.id, nodes.c.install_id)
+    left: dict[str, float] = {}
     for slot in _on_sale(conn):
         proof = known.get(slot["available_proof_id"])
         if proof is None:
             yield Violation("I4", f"slot {slot['id']}", "available without a proof")
             continue
+        node_id = slot["node_id"]
+        if node_id not in left:
+            left[node_id] = exclusive_ended_at(conn, node_id)
         for wrong, found in (
             (proof["disk_identity"] != slot["nvme_identity"], "a proof of another disk"),
             (proof["node_id"] != slot["node_id"], "a proof from another node"),
             (proof["disk_generation"] != slot["disk_generation"], "a proof from before its tenant"),
+            (proof["created_at"] < left[node_id], "a proof from before the machine's tenant"),
             (proof["install_id"] != installed[slot["node_id"]], "a proof to another installation"),
             (not _says_clean(slot, proof), f"a {proof['kind']} proof that does not say so"),
         ):
@@ -219,8 +225,12 @@ def this_boot(conn: sa.Connection) -> Found:
 
 def unblocked(conn: sa.Connection) -> Found:
     """I16: nothing is on sale against which the latest discovery speaks."""
+    hosts: dict[str, gates.Host] = {}
     for slot in _on_sale(conn):
-        found = gates.judge(conn, slot, proofs.current(conn, slot))
+        node_id = slot["node_id"]
+        if node_id not in hosts:
+            hosts[node_id] = gates.host(conn, node_id)
+        found = gates.judge(conn, slot, proofs.current(conn, slot), hosts[node_id])
         codes = [row.code for row in found if row.code.startswith("discovery:")]
         if codes:
             yield Violation("I16", f"slot {slot['id']}", f"on sale with {', '.join(codes)}")

@@ -104,6 +104,8 @@ def _unreachable() -> sa.ColumnElement[bool]:
 def _take(conn: sa.Connection, task: Record, owner: str, runner: str, seconds: float) -> Record:
     again = task["state"] == TaskState.RUNNING
     reason = f"taken over by {owner}" if again else f"taken by {owner}"
+    # What kept it waiting is over; what somebody asked of a run that goes on is not.
+    fresh: dict[str, Any] = {} if again else {"error": {}}
     return advance(
         conn,
         "task",
@@ -111,6 +113,7 @@ def _take(conn: sa.Connection, task: Record, owner: str, runner: str, seconds: f
         "lease",
         Act(owner, reason, task["correlation_id"]),
         columns={
+            **fresh,
             "runner": runner,
             "lease_owner": owner,
             "lease_token": rows.new_id(),

@@ -15,7 +15,16 @@ from reconciler.domain.act import Act
 from reconciler.domain.errors import Problem
 from reconciler.store import clock, history, outbox, rows
 from reconciler.store.rows import Record
-from reconciler.store.tables import allocations, claims, nodes, slots, tasks
+from reconciler.store.tables import (
+    allocations,
+    app_instances,
+    app_members,
+    app_operations,
+    claims,
+    nodes,
+    slots,
+    tasks,
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,9 @@ ENTITIES = {
     "allocation": Entity(allocations),
     "claim": Entity(claims),
     "task": Entity(tasks),
+    "app_instance": Entity(app_instances, "status"),
+    "app_member": Entity(app_members, "status"),
+    "app_operation": Entity(app_operations, "status"),
 }
 
 

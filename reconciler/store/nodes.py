@@ -17,6 +17,7 @@ from reconciler.store import (
     discoveries,
     history,
     lifecycle,
+    order,
     rows,
     tasks,
     writeoff,
@@ -174,9 +175,16 @@ def enrolled(
     return advance(conn, "node", id, "enrol", act.because("enrolled", {"identity": identity}))
 
 
-def bootstrapped(conn: sa.Connection, id: str, act: Act, *, identity: Mapping[str, Any]) -> Record:
+def bootstrapped(
+    conn: sa.Connection,
+    id: str,
+    act: Act,
+    *,
+    identity: Mapping[str, Any],
+    began: float | None = None,
+) -> Record:
     """The host is prepared; a conversion to slice host that was in flight is complete."""
-    observed(conn, id, act, identity=identity, reboot_required=False)
+    observed(conn, id, act, identity=identity, reboot_required=False, began=began)
     node = get(conn, id)
     if node["state"] == NodeState.BOOTSTRAPPING:
         node = advance(conn, "node", id, "bootstrap", act)
@@ -222,6 +230,10 @@ def resume(conn: sa.Connection, id: str, act: Act) -> Record:
 
 def maintain(conn: sa.Connection, id: str, act: Act) -> Record:
     """Out of use until resumed; refused while a tenant is on it."""
+    order.hold_node(conn, id)
+    # First, so that a launch which has a slot by then is seen by the question after it, and none
+    # that has only chosen one gets it.
+    close_gate(conn, id, act.because("the node is in maintenance"))
     refuse_in_use(conn, id)
     return _by_admin(conn, id, "maintain", act)
 
@@ -321,7 +333,11 @@ def set_scheduling(conn: sa.Connection, id: str, on: bool, act: Act) -> Record:
 
 
 def refuse_in_use(conn: sa.Connection, id: str, busy: Sequence[SlotState] = BUSY) -> None:
-    """Problem `node_in_use`, asked before a host is restarted, made something else, or given up."""
+    """Problem `node_in_use`, asked before a host is restarted, made something else, or given up.
+
+    Of a launch that is under way its end is waited for.
+    """
+    order.hold_slots(conn, id)
     held = sa.select(slots.c.id, slots.c.status).where(
         slots.c.node_id == id, slots.c.status.in_(busy)
     )

@@ -15,7 +15,7 @@ from reconciler.domain.act import Act
 from reconciler.domain.errors import Problem
 from reconciler.domain.proof import nothing_written
 from reconciler.domain.states import AllocationState, HealthState, ProofKind, SlotState
-from reconciler.store import clock, discoveries, gates, looks, proofs, rows, trials
+from reconciler.store import clock, discoveries, gates, looks, order, proofs, rows, trials
 from reconciler.store.claims import held_slots, last_holder, move
 from reconciler.store.lifecycle import advance
 from reconciler.store.rows import Record
@@ -62,6 +62,7 @@ def provision_failed(
     """
     if not _is(conn, allocation_id, *BUILDING):
         return False
+    order.hold_allocation(conn, allocation_id)
     own = _own(act, allocation_id, f"provisioning failed at {step}", {"error": dict(error)})
     fail(conn, allocation_id, own, error=error)
     failed = False
@@ -94,6 +95,7 @@ def release_succeeded(
     """Nothing is left and every disk is proven clean; raises when a proof does not say so."""
     if not _is(conn, allocation_id, AllocationState.RELEASING):
         return False
+    order.hold_allocation(conn, allocation_id)
     own = _own(act, allocation_id, "released")
     _clean(conn, held_slots(conn, allocation_id), proofs, absence, own)
     move(conn, allocation_id, "finish", own)
@@ -125,6 +127,7 @@ def wiped(
     absence: Mapping[str, Any],
 ) -> bool:
     """The clean-up after an allocation is proven; True when at least one slot came back."""
+    order.hold_allocation(conn, allocation_id)
     found = [slot for slot in held_slots(conn, allocation_id) if slot["id"] in proofs]
     cleaning = [slot for slot in found if slot["status"] in CLEANING]
     _clean(conn, cleaning, proofs, absence, _own(act, allocation_id, "cleaned up"))
@@ -152,7 +155,7 @@ def wiped_slots(
     measured: the allocation of whose traces the absence tells, "" for one that no record knows; if
     not given, the slots' last holder.
     """
-    found = [rows.get(conn, slots, slot_id, "slot", lock=True) for slot_id in sorted(proofs)]
+    found = [order.hold_slot(conn, slot_id) for slot_id in sorted(proofs)]
     cleaning = [slot for slot in found if slot["status"] in CLEANING]
     for slot in cleaning:
         holder = last_holder(conn, slot["id"])

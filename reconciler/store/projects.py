@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import sqlalchemy as sa
 
 from reconciler.domain.act import Act
@@ -34,6 +36,11 @@ def get(conn: sa.Connection, id: str) -> Record:
     return rows.get(conn, projects, id, "project")
 
 
-def every(conn: sa.Connection, page: Page | None = None) -> list[Record]:
-    """By name."""
-    return rows.every(conn, part(sa.select(projects), ORDER, page))
+def every(
+    conn: sa.Connection, page: Page | None = None, *, among: Collection[str] | None = None
+) -> list[Record]:
+    """By name. among: only those with one of these ids."""
+    query = sa.select(projects)
+    if among is not None:
+        query = query.where(projects.c.id.in_(among))
+    return rows.every(conn, part(query, ORDER, page))

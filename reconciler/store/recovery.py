@@ -6,6 +6,7 @@ import sqlalchemy as sa
 
 from reconciler.domain.act import Act, require_reason
 from reconciler.domain.errors import Problem
+from reconciler.domain.proof import NOTHING_DONE
 from reconciler.domain.states import (
     LIVE_CLAIMS,
     AllocationState,
@@ -23,6 +24,7 @@ from reconciler.store import (
     clock,
     discoveries,
     gates,
+    order,
     outcomes,
     proofs,
     rows,
@@ -36,6 +38,13 @@ from reconciler.store.tables import slots as slot_table
 
 ACTION = "admin.allocation.force_cleanup.applied"
 DRAINED = (NodeState.DRAINING, NodeState.MAINTENANCE)
+# What comes before a forced clean-up of a node that is not well, by its state; else it is drained.
+_FIRST = {
+    NodeState.ENROLLING: "have its host enrol first (`gpuaas nodes userdata`)",
+    NodeState.BOOTSTRAPPING: "end its bootstrap first (`gpuaas nodes bootstrap`); one that cannot"
+    " be prepared goes into maintenance by itself after two hours, where this is possible too",
+    NodeState.RETIRED: "nothing to do: no slot of a retired node comes back",
+}
 # Nothing to recover: back already, or a clean-up is under way.
 SETTLED = (SlotState.AVAILABLE, SlotState.DISABLED, SlotState.CLEANUP)
 
@@ -48,7 +57,7 @@ def force_cleanup(
     They come back through verification and wipe, at once only where the proof is already there.
     """
     require_reason(act, "say why this is forced")
-    allocation = rows.get(conn, allocations, allocation_id, "allocation", lock=True)
+    allocation = order.hold_allocation(conn, allocation_id)
     held = held_slots(conn, allocation_id)
     _refuse(conn, allocation, held)
     canceled = _cancel(conn, allocation_id, act)
@@ -176,6 +185,9 @@ def blocked(conn: sa.Connection, node_id: str | None = None) -> list[Record]:
 def expire(conn: sa.Connection, overdue: Overdue, act: Act) -> bool:
     """Do what passing a deadline means; False when it is only a warning, or over meanwhile."""
     where = ENTITIES[overdue.entity]
+    holder = last_holder(conn, overdue.id) if overdue.entity == "slot" else ""
+    if holder:
+        order.hold_allocation(conn, holder)
     record = rows.get(conn, where.table, overdue.id, overdue.entity, lock=True)
     if not overdue.event or record[where.state] != overdue.state:
         return False
@@ -184,7 +196,6 @@ def expire(conn: sa.Connection, overdue: Overdue, act: Act) -> bool:
     if overdue.entity == "allocation":
         return _expire_allocation(conn, overdue.id, own, error)
     if overdue.entity == "slot":
-        holder = last_holder(conn, overdue.id)
         # A slot that is being built or released goes with its allocation; a clean-up by itself.
         if overdue.state == SlotState.CLEANUP or not _expire_allocation(conn, holder, own, error):
             own = own.because(own.reason, {**own.evidence, "allocation_id": holder})
@@ -209,12 +220,27 @@ def deadline_error(overdue: Overdue) -> dict[str, str]:
 def _expire_allocation(
     conn: sa.Connection, allocation_id: str, act: Act, error: dict[str, str]
 ) -> bool:
+    order.hold_allocation(conn, allocation_id)
     _cancel(conn, allocation_id, act)
-    building = outcomes.provision_failed(conn, allocation_id, act, step="deadline", error=error)
-    if building:
-        baremetal.left_behind(conn, allocation_id, act, step="deadline", error=error)
-    return building or outcomes.release_failed(
-        conn, allocation_id, act, step="deadline", error=error
+    if _expire_building(conn, allocation_id, act, error):
+        return True
+    return outcomes.release_failed(conn, allocation_id, act, step="deadline", error=error)
+
+
+def _expire_building(
+    conn: sa.Connection, allocation_id: str, act: Act, error: dict[str, str]
+) -> bool:
+    """What nobody began, however long it waited, has touched nothing."""
+    begun = tasks.may_have_begun(conn, allocation_id)
+    shape = rows.get(conn, allocations, allocation_id, "allocation")["capacity_shape"]
+    if shape == CapacityShape.BAREMETAL:
+        return baremetal.provision_failed(
+            conn, allocation_id, act, step="deadline", error=error, untouched=not begun
+        )
+    slots = [] if begun else held_slots(conn, allocation_id)
+    untouched = {slot["id"]: NOTHING_DONE for slot in slots}
+    return outcomes.provision_failed(
+        conn, allocation_id, act, step="deadline", error=error, untouched=untouched
     )
 
 
@@ -280,7 +306,7 @@ def _refuse(conn: sa.Connection, allocation: Record, held: list[Record]) -> None
             unready or unhealthy,
             "node_unhealthy",
             f"node {node['state']}, health {node['health_state']}",
-            "drain the node first",
+            _FIRST.get(node["state"], "drain the node first (`gpuaas nodes drain`)"),
         ),
     ):
         if wrong:

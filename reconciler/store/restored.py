@@ -8,8 +8,9 @@ import sqlalchemy as sa
 
 from reconciler.domain.act import Act
 from reconciler.domain.states import LIVE_CLAIMS, SlotState
-from reconciler.store import audit, clock, contact, settings
-from reconciler.store.tables import claims, leaders, nodes, service_processes, slots
+from reconciler.store import audit, clock, contact, rows, settings, tokens
+from reconciler.store.leasing import DUE
+from reconciler.store.tables import claims, leaders, nodes, service_processes, slots, tasks
 
 # More claims than any slot can have had since the backup: hosts refuse a fence they have passed.
 LEAP = 1_000_000
@@ -34,11 +35,20 @@ def doubt(conn: sa.Connection, act: Act) -> dict[str, Any]:
     whole = sa.exists().where(live, claims.c.node_id == nodes.c.id, claims.c.slot_id.is_(None))
     conn.execute(sa.update(nodes).where(~whole).values(fence=nodes.c.fence + LEAP))
     settings.set_site_scheduling(conn, False, act)
+    tokens.end_enrolments(conn)
     # Those were processes of another life.
     conn.execute(sa.update(leaders).values(expires_at=0))
     conn.execute(sa.delete(service_processes))
     audit.write(conn, act, "admin.service.restored", "service", "", detail={"closed": closed})
     return {"closed_slots": closed}
+
+
+def unfinished(conn: sa.Connection) -> list[dict[str, Any]]:
+    """The tasks that nobody had taken yet, each now as one that somebody may have begun since."""
+    due = tasks.c.state.in_(DUE)
+    begun = sa.func.coalesce(tasks.c.started_at, clock.now())
+    conn.execute(sa.update(tasks).where(due).values(started_at=begun))
+    return rows.every(conn, sa.select(tasks).where(due).order_by(tasks.c.created_at, tasks.c.id))
 
 
 def _distrust(conn: sa.Connection, held: sa.Exists) -> None:

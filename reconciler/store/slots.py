@@ -21,6 +21,7 @@ from reconciler.store import (
     discoveries,
     history,
     lifecycle,
+    order,
     proofs,
     rows,
     writeoff,
@@ -143,7 +144,7 @@ def disable(conn: sa.Connection, slot_id: str, act: Act) -> Record:
 
 def enable(conn: sa.Connection, slot_id: str, act: Act) -> Record:
     """Want a slot on sale; it is, as soon as its gate lets it."""
-    slot = rows.get(conn, slots, slot_id, "slot", lock=True)
+    slot = order.hold_slot(conn, slot_id)
     _set(conn, slot_id, wanted=SlotState.AVAILABLE.value)
     audit.write(conn, act, "admin.slot.enabled", "slot", slot_id)
     if slot["status"] == SlotState.DISABLED and not gate(conn, slot_id):

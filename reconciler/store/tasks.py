@@ -181,12 +181,18 @@ def wait(
 
 
 def wait_for_host(
-    conn: sa.Connection, task_id: str, token: str, reason: str, *, act: Act
+    conn: sa.Connection,
+    task_id: str,
+    token: str,
+    reason: str,
+    *,
+    act: Act,
+    error: Mapping[str, Any] | None = None,
 ) -> Record:
     """Give the task back because its run never reached the host: nothing was done there.
 
     The next run has an id of its own and is the same attempt. It comes when the host answers, or
-    by itself after a while that doubles each time.
+    by itself after a while that doubles each time. error: what kept it here, if not the host.
     """
     task = _held(conn, task_id, token, {})
     pause = min(_FIRST_PAUSE_S * 2 ** min(task["unreached"], 20), _LONGEST_PAUSE_S)
@@ -195,6 +201,7 @@ def wait_for_host(
         **_NO_RUN,
         "unreached": task["unreached"] + 1,
         "not_before": clock.now() + pause,
+        "error": dict(error or {}),
     }
     return advance(conn, "task", task_id, "wait", act.because(reason), columns=columns)
 
@@ -344,6 +351,19 @@ def open_of_allocation(conn: sa.Connection, allocation_id: str) -> list[Record]:
         tasks.c.allocation_id == allocation_id, tasks.c.state.in_((*DUE, TaskState.RUNNING))
     )
     return rows.every(conn, query.order_by(tasks.c.created_at, tasks.c.id))
+
+
+def never_ran(task: Mapping[str, Any]) -> bool:
+    """Whether no run of the task can have been on its host. One that never reached it leaves its
+    task without a run; of a second attempt nothing says what the first one did.
+    """
+    return task["state"] != TaskState.RUNNING and task["attempt"] <= 1 and not task["run_id"]
+
+
+def may_have_begun(conn: sa.Connection, allocation_id: str) -> bool:
+    """Whether something may have been done on the host for an allocation."""
+    query = sa.select(tasks).where(tasks.c.allocation_id == allocation_id)
+    return not all(never_ran(task) for task in rows.every(conn, query))
 
 
 def open_of_node(conn: sa.Connection, node_id: str) -> list[Record]:

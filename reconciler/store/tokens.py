@@ -20,11 +20,11 @@ from reconciler.store.tables import api_tokens, enrolment_tokens, node_certifica
 # A stolen enrolment token is worth a host: it lives no longer than a first boot needs.
 ENROLMENT_MAX_S = 900
 ORDER = Order(api_tokens, ("created_at", "id"), descending=True)
-_VALID = sa.select(api_tokens).where(
-    api_tokens.c.hash == sa.bindparam("given"),
+_OPEN = (
     api_tokens.c.revoked_at.is_(None),
     sa.or_(api_tokens.c.expires_at.is_(None), api_tokens.c.expires_at > clock.now()),
 )
+_VALID = sa.select(api_tokens).where(api_tokens.c.hash == sa.bindparam("given"), *_OPEN)
 
 
 def issue(
@@ -128,6 +128,19 @@ def redeem_enrolment(
             remedy=f"enrol with a new token: POST /api/v1/admin/nodes/{node_id}/enrollment-token",
         )
     return _shown(dict(row))
+
+
+def end_enrolments(conn: sa.Connection) -> None:
+    """No token that was given out so far lets a host enrol any more."""
+    unused = sa.update(enrolment_tokens).where(enrolment_tokens.c.used_at.is_(None))
+    conn.execute(unused.values(expires_at=clock.now()))
+
+
+def valid(conn: sa.Connection) -> list[Record]:
+    """The API tokens that open something now, without their hashes, oldest first."""
+    query = sa.select(api_tokens).where(*_OPEN)
+    found = rows.every(conn, query.order_by(api_tokens.c.created_at, api_tokens.c.id))
+    return [_shown(record) for record in found]
 
 
 def record_certificate(

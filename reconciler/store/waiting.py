@@ -12,12 +12,16 @@ from reconciler.store.leasing import DUE
 from reconciler.store.rows import Record
 from reconciler.store.tables import nodes, tasks
 
+# What carries out runs: AWX that says nothing, or this side's disk and identity.
+OURS = ("awx_silent", "run_folder_unwritable", "controller_unready")
+
 
 def reasons(conn: sa.Connection, found: Sequence[Record]) -> dict[str, Record]:
     """By task id, for those that have not begun: `code`, `detail`, and what goes with the code.
 
-    host_unreachable and host_certificate_expired (unreachable_since, attempts, not_before), later
-    (not_before), node_busy and exclusive_first (task_id), worker.
+    host_unreachable and host_certificate_expired (unreachable_since, attempts, not_before), those
+    of OURS (attempts, not_before), later (not_before), node_busy and exclusive_first (task_id),
+    worker.
     """
     due = [task for task in found if task["state"] in DUE]
     ids = {task["node_id"] for task in due}
@@ -45,6 +49,13 @@ def reasons(conn: sa.Connection, found: Sequence[Record]) -> dict[str, Record]:
 def _reason(task: Record, node: Record, beside: Sequence[Record], now: float) -> Record:
     lost = node["state"] == NodeState.UNREACHABLE
     later = task["not_before"] is not None and task["not_before"] > now
+    if not lost and later and (ours := task["error"].get("code")) in OURS:
+        return {
+            "code": ours,
+            "detail": task["state_reason"],
+            "attempts": task["unreached"],
+            "not_before": task["not_before"],
+        }
     if lost or (task["unreached"] and later):
         return {
             "code": "host_unreachable",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from operator import itemgetter
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -20,10 +21,12 @@ from reconciler.store import clock, rows, sightings
 from reconciler.store.claims import last_holder, of_allocation
 from reconciler.store.lifecycle import advance
 from reconciler.store.rows import Record
-from reconciler.store.tables import nodes, slots
+from reconciler.store.tables import history, nodes, slots
 
 # What is given up is given up by somebody.
 WHY = "say why this is given up"
+# As many as a host takes in one conversion; it has given up those of earlier ones before.
+_LEASES = 256
 
 
 def dead_slot(conn: sa.Connection, slot: Record, act: Act) -> Record:
@@ -63,7 +66,7 @@ def dead_slot(conn: sa.Connection, slot: Record, act: Act) -> Record:
             remedy="recover the slot; if a device has died, discover the node and ask again",
         )
     evidence = {"discovery_id": latest["id"], "missing": missing, "allocation_id": holder}
-    return _withdraw(conn, slot, act, f"no {' and no '.join(missing)} any more", evidence)
+    return _withdraw(conn, slot, act, _died(missing), evidence)
 
 
 def slots_of(conn: sa.Connection, node_id: str, act: Act) -> list[str]:
@@ -95,6 +98,31 @@ def dead_disks(conn: sa.Connection, node_id: str, disks: list[Record], since: fl
     return [one for one in identities if seen.disk_by_identity(latest["document"], one) is None]
 
 
+def leases(conn: sa.Connection, node_id: str) -> list[dict[str, Any]]:
+    """What a host may still hold in the name of dead slots of its node: nobody gives it back.
+
+    Each with its fence since then, the allocation that had it last, and what has died; the newest
+    first. The reason is ours: what a person has written does not go to the host.
+    """
+    query = sa.select(history.c.evidence, slots.c.id, slots.c.fence).where(
+        history.c.node_id == node_id,
+        history.c.entity == "slot",
+        history.c.event == "withdraw",
+        slots.c.id == history.c.entity_id,
+        slots.c.retired_at.is_not(None),
+    )
+    return [
+        {
+            "slot_id": row["id"],
+            "fence": row["fence"],
+            "allocation_id": row["evidence"]["allocation_id"],
+            "reason": _died(row["evidence"].get("missing", [])),
+        }
+        for row in rows.every(conn, query.order_by(history.c.id.desc()).limit(_LEASES))
+        if row["evidence"].get("allocation_id")
+    ]
+
+
 def doubted(slot: Record) -> bool:
     """Whether the host was last seen to hold something in an idle slot.
 
@@ -102,6 +130,10 @@ def doubted(slot: Record) -> bool:
     generation, or the proof from before would count in the slot that gets the disk next.
     """
     return bool(slot["health_detail"].get("step") == drift.STEP)
+
+
+def _died(devices: list[str]) -> str:
+    return f"no {' and no '.join(devices)} any more" if devices else "given up with its node"
 
 
 def _withdraw(

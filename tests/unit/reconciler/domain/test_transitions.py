@@ -15,6 +15,9 @@ STABLE = {
     "allocation": {"active", "released", "failed"},
     "claim": {"active", "released", "failed"},
     "task": {"succeeded", "failed", "canceled", "lost"},
+    "app_instance": {"running", "failed", "stopped"},
+    "app_member": {"ready", "failed"},
+    "app_operation": {"succeeded", "failed"},
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from reconciler.store import (
     tasks,
 )
 from reconciler.store.engine import transaction
+from tests.unit.reconciler.conftest import ADMIN, Site
 
 ABSENT = {"absent": True, "checks": {}}
 
@@ -314,3 +316,29 @@ def test_schema_refuses_available_without_a_current_proof(sold: Any) -> None:
     ):
         with pytest.raises(sa.exc.IntegrityError):
             force(**values)
+
+
+@pytest.mark.covers("CTRL-14")
+def test_where_and_what_it_is_comes_from_the_machine_not_from_the_request(sold: Site) -> None:
+    """Bills are made of these words: a tenant cannot write a cheaper one."""
+    with transaction(sold.engine) as conn:
+        nodes.change(conn, "n1", ADMIN, region="eu", pool="h200", profile="xe9680l-h200")
+        skus = {"xe9680l-h200": "h200-sxm-slice"}
+        asked = sold.launch(1, skus=skus.__getitem__)
+        made = allocations.allocate(conn, asked, ADMIN)
+        told = (made["region"], made["pool"], made["sku"])
+        assert told == ("eu", "h200", "h200-sxm-slice")
+        other = replace(asked, sku="free-of-charge")
+        with pytest.raises(Problem) as caught, conn.begin_nested():
+            allocations.allocate(conn, other, ADMIN)
+        assert (caught.value.code, caught.value.found) == ("sku_not_here", "free-of-charge")
+        assert allocations.allocate(conn, replace(other, sku=made["sku"]), ADMIN)["sku"]
+
+
+@pytest.mark.covers("CTRL-5")
+def test_a_wrong_image_is_named_also_where_nothing_is_free(sold: Site) -> None:
+    with transaction(sold.engine) as conn:
+        wrong = replace(sold.launch(64), image_id="", image="no-such-image")
+        with pytest.raises(Problem) as caught:
+            allocations.allocate(conn, wrong, ADMIN)
+        assert caught.value.code == "image_not_found"

@@ -165,3 +165,11 @@ def test_a_disks_generation_only_grows(conn: sa.Connection) -> None:
     with refused(conn, told):
         rows.add(conn, tables.slots, again | {"disk_generation": 6})
     assert rows.add(conn, tables.slots, again)["disk_generation"] == 7
+
+
+@pytest.mark.covers("CTRL-6")
+@pytest.mark.parametrize(("column", "word"), [("health_state", "unhealthy"), ("status", "free")])
+def test_a_word_that_is_no_state_is_refused(conn: sa.Connection, column: str, word: str) -> None:
+    """The seeds' clean-up once wrote `unhealthy`, which nothing that reads health knows."""
+    with refused(conn, column):
+        change(conn, second(conn), **{column: word})

@@ -409,11 +409,15 @@ def test_launches_and_comparisons_at_once(compare: Compared) -> None:
     compare.sound()
 
 
+# Longer than the session whose site is copied for each of these.
+DAY_S = 86_400.0
+
+
 class TestDue:
     """Whose turn it is."""
 
     @staticmethod
-    def due(conn: sa.Connection, at_once: int = 5, every_s: float = 100) -> list[str]:
+    def due(conn: sa.Connection, at_once: int = 5, every_s: float = DAY_S) -> list[str]:
         return drift.due(conn, every_s=every_s, at_once=at_once)
 
     @staticmethod
@@ -427,7 +431,7 @@ class TestDue:
         sold.node("n2", (0,), 1)
         with transaction(sold.engine) as conn:
             assert self.due(conn) == [], "not before a whole interval is over"
-            self.age(conn, 101)
+            self.age(conn, DAY_S + 1)
             assert self.due(conn) == ["n1", "n2"]
             assert self.due(conn, at_once=1) == ["n1"]
             task = drift.ask(conn, "n1", ADMIN)
@@ -443,14 +447,14 @@ class TestDue:
             drift.ask(conn, "n2", ADMIN)
             sold.finish(conn, TaskKind.SLICE_DRIFT_RECONCILE)
             assert self.due(conn) == []
-            self.age(conn, 101)
+            self.age(conn, DAY_S + 1)
             assert self.due(conn) == ["n1", "n2"]
 
     def test_only_slice_hosts_that_answer(self, sold: Any) -> None:
         with transaction(sold.engine) as conn:
             nodes.create(conn, ADMIN, id="n9", address="10.0.2.9")
             nodes.create(conn, ADMIN, id="m9", address="10.0.2.10", mode=NodeMode.BAREMETAL)
-            self.age(conn, 101)
+            self.age(conn, DAY_S + 1)
             assert self.due(conn) == ["n1"]
             nodes.lost(conn, "n1", ADMIN)
             assert self.due(conn) == []

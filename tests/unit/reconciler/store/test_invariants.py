@@ -132,9 +132,16 @@ def apart(site: Site, conn: sa.Connection) -> None:
     conn.execute(sa.update(tables.allocations).values(state="released"))
 
 
+def without_claims(site: Site, conn: sa.Connection) -> None:
+    """As of a record from before there were claims, which nothing holds the slot for."""
+    site.active(conn)
+    conn.execute(sa.update(tables.claims).values(state="released", ended_at=1.0))
+
+
 @pytest.mark.parametrize(
     ("lie", "found"),
     [
+        (without_claims, {"I3 allocation", "I3 slot", "I20 claim"}),
         (another_claim, {"I1 slot_id", "I1 nvme_identity", "I1 management_mac", "I3 slot"}),
         (apart, {"I3 allocation", "I20 allocation"}),
         (stale_proof, {"I4 slot"}),
@@ -155,6 +162,20 @@ def test_a_lie_is_named(
         unguarded(conn)
         lie(sold, conn)
     assert set(violations(sold)) == found
+
+
+@pytest.mark.covers("CTRL-4")
+def test_a_whole_machine_without_a_claim(site: Site) -> None:
+    """The tenant has it, and nothing keeps the next one off."""
+    machines = Machines(site)
+    machines.machine()
+    with transaction(site.engine) as conn:
+        key = machines.active(conn)
+        unguarded(conn)
+        conn.execute(sa.delete(tables.claims))
+    with reading(site.engine) as conn:
+        (found,) = invariants.together(conn)
+    assert (found.subject, found.found) == (f"allocation {key}", "active, with claims none")
 
 
 def test_a_whole_machine_in_the_wrong_mode(site: Site) -> None:

@@ -74,6 +74,7 @@ def test_a_node_is_not_retired_under_its_tenants(sold: Any) -> None:
         nodes.maintain(conn, "n1", sold.act)
         # By hand, as somebody may who sold it again in between.
         conn.execute(sa.update(tables.nodes).values(state="ready"))
+        slots.open_gate(conn, "n1", sold.act)
         allocation_id = sold.active(conn)
         conn.execute(sa.update(tables.nodes).values(state="maintenance"))
         assert code(nodes.retire, conn, "n1", sold.act) == "node_in_use"
@@ -88,6 +89,9 @@ def test_a_node_that_never_answers_again_is_retired_and_its_devices_are_free(sol
     """After each allocation's release was forced; the disk it takes along stays unproven."""
     with transaction(sold.engine) as conn:
         first, second = sold.active(conn), sold.allocate(conn)
+        (task,) = tasks.lease(conn, "w")
+        mine = (task["id"], task["lease_token"])
+        tasks.started(conn, *mine, run_id="r", run_directory="/r")
         nodes.lost(conn, "n1", sold.act)
         assert code(nodes.retire, conn, "n1", sold.act) == "node_in_use"
         recovery.force_release(conn, first, sold.act)
@@ -195,6 +199,6 @@ def test_deadlines_end_in_events(sold: Any) -> None:
         assert acted["slot"]
         assert not acted["allocation"], "it went with its slot"
         assert not acted["node"]
-        assert sold.statuses(conn)[0] == "cleanup_blocked"
+        assert sold.statuses(conn)[0] == "available", "nobody had begun anything"
         allocation = rows.get(conn, tables.allocations, allocation_id, "allocation")
         assert allocation["error"]["code"] == "deadline_passed"

@@ -114,8 +114,7 @@ def test_what_is_launched_meanwhile_is_no_more_to_be_taken_off_sale(
         return contact.restarted(conn, "n1", ADMIN, since=nodes.get(conn, "n1")["boot_id"])
 
     def retires(conn: sa.Connection) -> bool:
-        nodes.drain(conn, "n1", ADMIN)
-        nodes.maintain(conn, "n1", ADMIN)
+        nodes.lost(conn, "n1", ADMIN)
         with pytest.raises(Problem, match="node_in_use"):
             nodes.retire(conn, "n1", ADMIN)
         raise _RefusedError

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
+from reconciler.domain import transitions
 from reconciler.domain.errors import Problem
 from reconciler.domain.states import HealthState, ProofKind, TaskKind
 from reconciler.store import (
@@ -173,6 +175,25 @@ def test_refusals(sold: Any) -> None:
         update = tables.allocations.update().where(tables.allocations.c.id == stuck)
         conn.execute(update.values(capacity_shape="baremetal"))
         assert code(force, conn, sold, stuck) == "allocation_baremetal"
+
+
+@pytest.mark.covers("CTRL-7")
+@pytest.mark.parametrize(
+    ("state", "remedy"),
+    [("ready", "drain"), ("bootstrapping", "end its bootstrap"), ("enrolling", "enrol")],
+)
+def test_what_comes_before_it_is_possible_in_the_nodes_state(
+    sold: Any, state: str, remedy: str
+) -> None:
+    with transaction(sold.engine) as conn:
+        stuck = sold.allocate(conn)
+        values = {"state": state, "health_state": HealthState.FAILED.value}
+        conn.execute(sa.update(tables.nodes).values(**values))
+        with pytest.raises(Problem) as caught:
+            force(conn, sold, stuck)
+        assert (caught.value.code, remedy in caught.value.remedy) == ("node_unhealthy", True)
+        drains = transitions.target("node", state, "drain") is not None
+        assert ("drain" in caught.value.remedy) == drains
 
 
 @pytest.mark.covers("CTRL-7")

@@ -1,0 +1,250 @@
+"""Who judges a slot, or a node's use, holds still what it judges by, on PostgreSQL."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.domain.errors import Problem
+from reconciler.domain.states import ProofKind
+from reconciler.planning.snapshot import Want
+from reconciler.settings import Settings
+from reconciler.store import (
+    allocations,
+    contact,
+    gates,
+    guard,
+    nodes,
+    outcomes,
+    placement,
+    proofs,
+    recovery,
+    rows,
+    slots,
+    tables,
+)
+from reconciler.store.engine import reading, retrying, transaction
+from reconciler.tasks import bootstrap, wipe
+from reconciler.tasks.handler import Failure, Work
+from tests.unit.reconciler.conftest import ADMIN, Site
+from tests.unit.reconciler.store import test_races_postgres
+
+pytestmark = pytest.mark.postgres
+engine = test_races_postgres.engine
+sold = test_races_postgres.sold
+beside = test_races_postgres.beside
+SOON_S = test_races_postgres.SOON_S
+A_WHILE_S = test_races_postgres.A_WHILE_S
+Beside = Callable[[Callable[[], Any]], Future[Any]]
+ERROR = {"code": "cpus_unavailable", "expected": "CPUs", "found": "none", "remedy": "wait"}
+UNTOUCHED = {"disk_written": False, "leftovers": False}
+
+
+def restart(conn: sa.Connection) -> bool:
+    return contact.restarted(conn, "n1", ADMIN, since=nodes.get(conn, "n1")["boot_id"])
+
+
+def enable(site: Site) -> Callable[[sa.Connection], Any]:
+    with transaction(site.engine) as conn:
+        contact.close_gate(conn, "n1", ADMIN)
+        key = slots.of_node(conn, "n1")[0]["id"]
+
+    def again(conn: sa.Connection) -> None:
+        # As of a request with an ETag.
+        guard.require(conn, "slot", key, {slots.get(conn, key)["generation"]})
+        slots.enable(conn, key, ADMIN)
+
+    return again
+
+
+def open_gate(site: Site) -> Callable[[sa.Connection], Any]:
+    with transaction(site.engine) as conn:
+        contact.close_gate(conn, "n1", ADMIN)
+    return lambda conn: gates.open_gate(conn, "n1", ADMIN)
+
+
+def withdraw(site: Site) -> Callable[[sa.Connection], Any]:
+    with transaction(site.engine) as conn:
+        key = site.allocate(conn)
+    return lambda conn: allocations.release(conn, key, ADMIN)
+
+
+def fail(site: Site) -> Callable[[sa.Connection], Any]:
+    """The host was too full, and says that it has touched nothing."""
+    with transaction(site.engine) as conn:
+        key = site.allocate(conn)
+        outcomes.provision_started(conn, key, ADMIN)
+        given = {claim["slot_id"]: UNTOUCHED for claim in allocations.claims(conn, key)}
+    told: Any = {"step": "slice_lease", "error": ERROR, "untouched": given}
+    return lambda conn: outcomes.provision_failed(conn, key, ADMIN, **told)
+
+
+def release(site: Site) -> Callable[[sa.Connection], Any]:
+    with transaction(site.engine) as conn:
+        key = site.active(conn)
+        allocations.release(conn, key, ADMIN)
+        given: Any = {"proofs": site.proofs(conn, key), "absence": {"absent": True}}
+    return lambda conn: outcomes.release_succeeded(conn, key, ADMIN, **given)
+
+
+def clean(site: Site) -> Callable[[sa.Connection], Any]:
+    with transaction(site.engine) as conn:
+        key = site.failed(conn)
+        (claim,) = allocations.claims(conn, key)
+        recovery.repair(conn, claim["slot_id"], ADMIN)
+        given: Any = {"proofs": site.proofs(conn, key), "absence": {"absent": True}}
+    return lambda conn: outcomes.wiped(conn, key, ADMIN, **given)
+
+
+def clean_slots(site: Site) -> Callable[[sa.Connection], Any]:
+    with transaction(site.engine) as conn:
+        key = site.failed(conn)
+        (claim,) = allocations.claims(conn, key)
+        recovery.repair(conn, claim["slot_id"], ADMIN)
+        given = site.proofs(conn, key)
+    return lambda conn: outcomes.wiped_slots(conn, given, {"absent": True}, ADMIN)
+
+
+def force(site: Site) -> Callable[[sa.Connection], Any]:
+    """Absence and a clean disk were both shown since it failed."""
+    with transaction(site.engine) as conn:
+        key = site.failed(conn)
+        (claim,) = allocations.claims(conn, key)
+        slot, given = slots.get(conn, claim["slot_id"]), site.proofs(conn, key)
+        outcomes.require_absence(conn, key, {"absent": True}, ADMIN)
+        proofs.record(conn, slot, ProofKind.WIPE, given[slot["id"]], allocation_id=key)
+    return lambda conn: recovery.force_cleanup(conn, key, ADMIN, runtime_verified_absent=True)
+
+
+WAYS = [enable, open_gate, withdraw, fail, release, clean, clean_slots, force]
+
+
+@pytest.mark.covers("CTRL-6", "I16")
+@pytest.mark.parametrize("way", WAYS)
+def test_the_boot_that_a_slot_is_sold_under_stands_still_meanwhile(
+    sold: Site, beside: Beside, way: Callable[[Site], Callable[[sa.Connection], Any]]
+) -> None:
+    sell = way(sold)
+    with transaction(sold.engine) as conn:
+        sell(conn)
+        assert "available" in sold.statuses(conn)
+        second = beside(lambda: retrying(sold.engine, restart))
+        with pytest.raises(TimeoutError):
+            second.result(A_WHILE_S)
+    assert second.result(SOON_S)
+    with reading(sold.engine) as conn:
+        assert sold.statuses(conn) == ["disabled", "disabled"]
+
+
+@pytest.mark.covers("CTRL-6", "I16")
+@pytest.mark.parametrize("way", WAYS)
+def test_no_slot_is_sold_under_a_boot_that_ends_meanwhile(
+    sold: Site, beside: Beside, way: Callable[[Site], Callable[[sa.Connection], Any]]
+) -> None:
+    sell = way(sold)
+    with transaction(sold.engine) as conn:
+        restart(conn)
+        second = beside(lambda: retrying(sold.engine, sell))
+        with pytest.raises(TimeoutError):
+            second.result(A_WHILE_S)
+        # Whoever holds the node may go on to its slots: the one who waits holds none of them.
+        query = sa.select(tables.slots).where(tables.slots.c.node_id == "n1")
+        assert len(conn.execute(query.with_for_update(nowait=True)).all()) == 2
+    second.result(SOON_S)
+    with reading(sold.engine) as conn:
+        assert sold.statuses(conn) == ["disabled", "disabled"]
+
+
+@pytest.mark.covers("CTRL-7", "I4", "I13")
+@pytest.mark.parametrize("ends", ["well", "badly"])
+def test_a_clean_up_decides_nothing_about_a_slot_that_is_fenced_off_meanwhile(
+    sold: Site, beside: Beside, ends: str
+) -> None:
+    with transaction(sold.engine) as conn:
+        key = sold.failed(conn)
+        (claim,) = allocations.claims(conn, key)
+        first = recovery.repair(conn, claim["slot_id"], ADMIN)
+        given = sold.proofs(conn, key)
+
+    def late() -> None:
+        with transaction(sold.engine) as conn:
+            work = Work(conn, first, nodes.get(conn, "n1"), {}, Settings())
+            if ends == "well":
+                wipe.succeed(work, {"proofs": given, "absence": {"absent": True}})
+            else:
+                wipe.fail(work, Failure("nvme_wipe", dict(ERROR), {}, known=False))
+
+    with transaction(sold.engine) as conn:
+        slot = rows.get(conn, tables.slots, claim["slot_id"], "slot", lock=True)
+        outcomes.block(conn, slot, key, ADMIN, step="deadline", error=ERROR)
+        recovery.repair(conn, slot["id"], ADMIN)
+        second = beside(late)
+        with pytest.raises(TimeoutError):
+            second.result(A_WHILE_S)
+    second.result(SOON_S)
+    with reading(sold.engine) as conn:
+        assert slots.get(conn, claim["slot_id"])["status"] == "cleanup", "of the second one"
+
+
+def maintain(conn: sa.Connection) -> Any:
+    nodes.drain(conn, "n1", ADMIN)
+    return nodes.maintain(conn, "n1", ADMIN)
+
+
+def prepare(conn: sa.Connection) -> Any:
+    """The start of a bootstrap that may restart the host."""
+    task = {"node_id": "n1", "parameters": {"allow_reboot": True}}
+    return bootstrap.start(Work(conn, task, nodes.get(conn, "n1"), {}, Settings()))
+
+
+@pytest.mark.covers("CTRL-3", "CTRL-4", "I13")
+@pytest.mark.parametrize("what", [maintain, prepare])
+def test_a_launch_that_has_not_committed_is_waited_for(
+    sold: Site, beside: Beside, what: Callable[[sa.Connection], Any]
+) -> None:
+    began = threading.Event()
+
+    def alone() -> None:
+        with transaction(sold.engine) as conn:
+            began.set()
+            what(conn)
+
+    with transaction(sold.engine) as conn:
+        placement.reserve(conn, Want(1))
+        second = beside(alone)
+        assert began.wait(SOON_S)
+        with pytest.raises(TimeoutError):
+            second.result(A_WHILE_S)
+        sold.allocate(conn)
+    with pytest.raises(Problem, match="node_in_use"):
+        second.result(SOON_S)
+
+
+@pytest.mark.covers("CTRL-3", "CTRL-4")
+def test_nothing_is_launched_on_a_node_that_goes_out_of_use_meanwhile(
+    sold: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slots were chosen before, and are locked after."""
+    likely = placement.capacity.likely
+
+    def then_maintained(conn: sa.Connection, *given: Any, **named: Any) -> Any:
+        found = likely(conn, *given, **named)
+        monkeypatch.undo()
+        with transaction(sold.engine) as other:
+            nodes.drain(other, "n1", ADMIN)
+            nodes.maintain(other, "n1", ADMIN)
+        return found
+
+    monkeypatch.setattr(placement.capacity, "likely", then_maintained)
+    with pytest.raises(Problem, match="no_capacity"):
+        retrying(sold.engine, sold.allocate)
+    with transaction(sold.engine) as conn:
+        assert sold.statuses(conn) == ["disabled", "disabled"]
+        nodes.resume(conn, "n1", ADMIN)
+        gates.open_gate(conn, "n1", ADMIN)
+        assert sold.statuses(conn) == ["available", "available"]
