@@ -37,6 +37,14 @@ def write(settings: Settings, file: Path) -> dict[str, Any]:
             found=str(file),
             remedy="choose another name, or move that file away",
         )
+    if not file.parent.is_dir():
+        raise Problem(
+            "backup_folder_missing",
+            404,
+            expected=f"a folder {file.parent}",
+            found="none",
+            remedy="make it, for the service's user only: a backup holds private keys",
+        )
     with existing(settings) as engine, tempfile.TemporaryDirectory(dir=file.parent) as folder:
         # One picture: whatever changes meanwhile is in the next backup.
         copy = database.copy(engine, Path(folder) / DATABASE)

@@ -1,8 +1,9 @@
 """A site from its backup. What happened since the backup was made is unknown, and treated so.
 
-Hosts went on: runs ended, tenants came and went. So what was running is lost and not repeated, its
-slots are blocked; nothing is on sale until each host has been discovered and proven again; and new
-claims get fences above all that a host can have seen.
+Hosts went on: runs ended, tenants came and went. So what was running is lost and not repeated, what
+was still to begin is canceled, for it may have begun since, and the slots of both are blocked;
+nothing is on sale until each host has been discovered and proven again; and new claims get fences
+above all that a host can have seen. Tokens that were revoked since are valid again: they are named.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from reconciler.domain.act import Act
 from reconciler.domain.errors import Problem
 from reconciler.domain.states import TaskState
 from reconciler.settings import Settings
-from reconciler.store import migrations, restored, tasks
+from reconciler.store import clock, migrations, restored, tasks, tokens
 from reconciler.store.engine import open_engine, transaction
 from reconciler.tasks import overdue
+from reconciler.tasks.cancel import cancel
 
 
 def restore(settings: Settings, file: Path) -> dict[str, Any]:
@@ -60,11 +62,36 @@ def _doubt(conn: Connection, settings: Settings, manifest: dict[str, Any]) -> di
         "found": f"a backup of {manifest['made_at']}, in which it was running",
         "remedy": "the effect on the host is unknown: verify the host before anything is freed",
     }
+    undone = {
+        **error,
+        "expected": "a service that was there since it was asked for",
+        "found": f"a backup of {manifest['made_at']}, in which nobody had begun it",
+        "remedy": "it may have begun since: look at the host; what is blocked needs"
+        " `gpuaas recover`, a machine `gpuaas nodes clean-machine`; then ask for it again",
+    }
+    unfinished = restored.unfinished(conn)
     lost = tasks.every(conn, state=TaskState.RUNNING, limit=100_000)
     for task in lost:
         overdue.lose(conn, settings, {**task, "error": error}, act)
+    for task in unfinished:
+        cancel(conn, settings, task["id"], act, error=undone, believed=False)
     closed = restored.doubt(conn, act)
-    return {"lost_tasks": [task["id"] for task in lost], **closed}
+    return {
+        "lost_tasks": [task["id"] for task in lost],
+        "canceled_tasks": [task["id"] for task in unfinished],
+        **closed,
+        "valid_tokens": [_token(token) for token in tokens.valid(conn)],
+    }
+
+
+def _token(token: dict[str, Any]) -> dict[str, Any]:
+    """One that was revoked after the backup opens everything again, and nobody knows which."""
+    return {
+        "name": token["name"],
+        "role": token["role"],
+        "created_at": clock.iso(token["created_at"]),
+        "if_revoked_since": f"gpuaas token revoke {token['id']}",
+    }
 
 
 def _refuse_another(engine: Engine, manifest: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from reconciler.runs import lock, orphans
+from reconciler.runs import legible, lock, orphans
 from reconciler.runs.errors import RunError
 from reconciler.runs.launch import resume
 from reconciler.runs.paths import RunPaths, read_json, write_text
@@ -161,7 +161,9 @@ def _line(text: bytes) -> dict[str, Any]:
         document = json.loads(text)
     except ValueError:
         return {}
-    return document if isinstance(document, dict) else {}
+    # Kept with its task, so it must not be what no database takes.
+    told = isinstance(document, dict) and legible.unstorable(document) is None
+    return document if told else {}
 
 
 def _lost(run_dir: Path, began: dict[str, Any]) -> Outcome:

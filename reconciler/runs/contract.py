@@ -10,16 +10,17 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 from jsonschema import Draft202012Validator, ValidationError
 from jsonschema.validators import extend
 from referencing import Registry, Resource
 
+from reconciler.runs import legible
 from reconciler.runs.errors import ContractError
+from reconciler.shipped import PROJECT
 
-DIRECTORY = Path(__file__).resolve().parent.parent.parent / "contracts" / "runs"
+DIRECTORY = PROJECT / "contracts" / "runs"
 
 PLAYBOOKS = (
     "firmware",
@@ -38,6 +39,7 @@ PLAYBOOKS = (
     "reconcile_drift",
     "provision_baremetal",
     "release_baremetal",
+    "managed_key",
 )
 
 
@@ -55,7 +57,15 @@ def check_vars(playbook: str, variables: Mapping[str, Any]) -> None:
 
 
 def check_result(document: object) -> dict[str, Any]:
-    """The document itself when it is a valid slice_result."""
+    """The document itself when it is a valid slice_result that can be kept."""
+    if (field := legible.unstorable(document)) is not None:
+        raise ContractError(
+            legible.UNREADABLE,
+            field=field,
+            expected=legible.STORABLE,
+            found="something else",
+            remedy="the effect on the host is unknown: verify the host before anything is freed",
+        )
     _check("result_invalid", "result", document)
     return cast("dict[str, Any]", document)
 

@@ -19,6 +19,8 @@ _PLAYBOOK = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _ADDRESS = re.compile(r"[A-Za-z0-9:][A-Za-z0-9.:%-]{0,252}")
 _USER = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
 _PYTHON = re.compile(r"/[A-Za-z0-9/._-]{1,200}")
+# Longer than any run of ours should take; what goes on for longer is ended.
+LONGEST_S = 86_400
 _CORRELATION = re.compile(r"[A-Za-z0-9._:-]{0,128}")
 
 
@@ -56,8 +58,8 @@ class RunSpec:
         _match("run_id", _RUN_ID, self.run_id)
         _match("playbook", _PLAYBOOK, self.playbook)
         _match("correlation_id", _CORRELATION, self.correlation_id)
-        if not 1 <= self.deadline_s <= 86_400:
-            raise _refuse("deadline_s", "1 to 86400 seconds", self.deadline_s)
+        if not 1 <= self.deadline_s <= LONGEST_S:
+            raise _refuse("deadline_s", f"1 to {LONGEST_S} seconds", self.deadline_s)
         said = self.variables.get("slice_run")
         if isinstance(said, Mapping):
             mine = {

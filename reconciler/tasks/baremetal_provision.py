@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from reconciler.store import baremetal, outcomes
-from reconciler.tasks import boot
+from reconciler.store import baremetal
+from reconciler.tasks import boot, wanted
 from reconciler.tasks.handler import Failure, Handler, Work
 
 
@@ -23,8 +23,9 @@ def variables(work: Work) -> dict[str, Any]:
 
 
 def start(work: Work) -> None:
-    act = work.act.because("provisioning started")
-    outcomes.provision_started(work.conn, work.task["allocation_id"], act)
+    """Problem `canceled`, which starts no run, when nobody waits for the machine any more."""
+    wanted.begin(work)
+    baremetal.entered(work.conn, work.task["node_id"])
 
 
 def succeed(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
@@ -55,4 +56,4 @@ def fail(work: Work, failure: Failure) -> None:
     )
 
 
-HANDLER = Handler("provision_baremetal", variables, succeed, fail, start, deadlines=("wipe",))
+HANDLER = Handler("provision_baremetal", variables, succeed, fail, start, wiped="slice_disks")

@@ -57,4 +57,6 @@ def fail(work: Work, failure: Failure) -> None:
     )
 
 
-HANDLER = Handler("release_baremetal", variables, succeed, fail, deadlines=("wipe", "shutdown"))
+HANDLER = Handler(
+    "release_baremetal", variables, succeed, fail, deadlines=("shutdown",), wiped="slice_disks"
+)

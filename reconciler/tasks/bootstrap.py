@@ -23,7 +23,13 @@ def start(work: Work) -> None:
 
 def succeed(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     act = work.act.because("bootstrap finished", evidence)
-    nodes.bootstrapped(work.conn, work.task["node_id"], act, identity=evidence["identity"])
+    nodes.bootstrapped(
+        work.conn,
+        work.task["node_id"],
+        act,
+        identity=evidence["identity"],
+        began=work.task["started_at"],
+    )
     return evidence
 
 

@@ -29,10 +29,12 @@ def cancel(
     act: Act,
     *,
     error: Mapping[str, str] | None = None,
+    believed: bool = True,
 ) -> Record:
     """Problem `generation_conflict` when somebody takes the task meanwhile: repeat all of it.
 
-    error: why, if not because somebody asked for it.
+    error: why, if not because somebody asked for it. believed: whether the record can be relied on
+    when it says that no run has begun.
     """
     task = tasks.get(conn, task_id)
     if task["state"] not in DUE:
@@ -40,7 +42,7 @@ def cancel(
     told = dict(error or _asked_for(act))
     # As where a run is settled: first what the task was about, then the task. In another order, two
     # who end the same allocation could wait for each other.
-    failure = _failure(task, told)
+    failure = _failure(task, told, believed=believed)
     handler = HANDLERS.get(task["kind"])
     if handler is not None:
         handler.fail(failed_work(conn, settings, task), failure)
@@ -49,12 +51,8 @@ def cancel(
     return tasks.drop(conn, task, act, told)
 
 
-def _failure(task: Record, error: dict[str, str]) -> Failure:
-    """A run that never reached its host leaves its task without a run: nothing was done there.
-
-    Only in the first attempt does that show that nothing was ever done.
-    """
-    if task["attempt"] <= 1 and not task["run_id"]:
+def _failure(task: Record, error: dict[str, str], *, believed: bool) -> Failure:
+    if believed and tasks.never_ran(task):
         return Failure(STEP, error, dict(NOTHING_DONE), known=True)
     return Failure(STEP, error, {}, known=False)
 

@@ -13,13 +13,22 @@ from reconciler.tasks.handler import Handler, Work
 
 
 def variables(work: Work) -> dict[str, Any]:
-    return {"slice_allow_reboot": bool(work.parameters.get("allow_reboot", False))}
+    return {
+        "slice_allow_reboot": bool(work.parameters.get("allow_reboot", False)),
+        "slice_written_off": work.parameters.get("written_off", []),
+    }
 
 
 def succeed(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     """The host was compared item by item with what an ordinary machine has."""
     act = work.act.because("the host is bare metal again", evidence)
-    nodes.observed(work.conn, work.task["node_id"], act, identity=evidence["identity"])
+    nodes.observed(
+        work.conn,
+        work.task["node_id"],
+        act,
+        identity=evidence["identity"],
+        began=work.task["started_at"],
+    )
     if work.node["mode"] == NodeMode.CONVERTING_TO_BAREMETAL:
         nodes.converted(work.conn, work.task["node_id"], act)
         drift.forget(work.conn, work.task["node_id"], act)

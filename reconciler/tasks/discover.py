@@ -26,7 +26,8 @@ def succeed(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     if (work.node["mode"], work.node["state"]) == (NodeMode.BAREMETAL, NodeState.BOOTSTRAPPING):
         # An ordinary machine needs no preparation: it is certified, it answers, it has been seen.
         act = work.act.because("an ordinary machine, discovered")
-        nodes.bootstrapped(work.conn, work.node["id"], act, identity=document["identity"])
+        identity, began = document["identity"], work.task["started_at"]
+        nodes.bootstrapped(work.conn, work.node["id"], act, identity=identity, began=began)
     # What an earlier discovery took off sale, and this one shows well.
     gates.open_gate(work.conn, work.task["node_id"], work.act.because("seen without blockers"))
     return {"candidate_summary": document["candidate_summary"]}

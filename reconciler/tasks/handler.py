@@ -9,6 +9,7 @@ from typing import Any
 from sqlalchemy import Connection
 
 from reconciler.domain.act import Act
+from reconciler.runs.spec import LONGEST_S
 from reconciler.settings import Settings
 
 Record = dict[str, Any]
@@ -73,7 +74,8 @@ def nothing_to_undo(_work: Work, _failure: Failure) -> None:
 class Handler:
     """One kind of task.
 
-    deadlines names the entries of the profile's deadlines that the run may use up.
+    deadlines names the entries of the profile's deadlines that the run may use up. wiped names the
+    variable that lists the disks: the entry `wipe` is that of one disk, and they come one by one.
     variables must give the same document for the same task every time: a restarted reconciler calls
     it again and the run contract refuses another answer. succeed runs in the transaction that ends
     the task and returns the task's result.
@@ -85,8 +87,12 @@ class Handler:
     fail: Callable[[Work, Failure], None] = nothing_to_undo
     start: Callable[[Work], None] = nothing_to_start
     deadlines: tuple[str, ...] = ()
+    wiped: str = ""
 
-    def deadline_s(self, work: Work) -> int:
+    def deadline_s(self, work: Work, variables: dict[str, Any]) -> int:
         """Seconds that a run may take: what the profile allows for its parts, and some for us."""
         allowed = sum(int(work.profile["deadlines"][name]) for name in self.deadlines)
-        return max(int(work.task["deadline_s"]), allowed + 600)
+        if self.wiped:
+            disks = len(variables[self.wiped])
+            allowed += int(work.profile["deadlines"]["wipe"]) * max(1, disks)
+        return min(LONGEST_S, max(int(work.task["deadline_s"]), allowed + 600))

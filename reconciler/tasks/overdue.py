@@ -33,7 +33,8 @@ log = logging.getLogger("gpuaas.overdue")
 def end_overdue(engine: Engine, settings: Settings) -> None:
     """Do what every passed deadline means; what cannot be done now is tried at the next look."""
     with reading(engine) as conn:
-        late = lifecycle.overdue(conn)
+        # A warning changes nothing: it is shown where it is asked for, and not tried here.
+        late = [item for item in lifecycle.overdue(conn) if item.event]
     for item in late:
         act = Act("reconciler", f"still {item.state} past its deadline")
         try:

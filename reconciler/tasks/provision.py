@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from reconciler.domain.errors import Problem
-from reconciler.domain.states import AllocationState
 from reconciler.store import allocations, outcomes
-from reconciler.tasks import boot, image, seed
+from reconciler.tasks import boot, image, seed, wanted
 from reconciler.tasks.handler import Failure, Handler, Work
 
 
@@ -49,19 +47,7 @@ def ready_deadline(work: Work) -> int:
 
 def start(work: Work) -> None:
     """Problem `canceled`, which starts no run, when nobody waits for the machine any more."""
-    key = work.task["allocation_id"]
-    if outcomes.provision_started(work.conn, key, work.act.because("provisioning started")):
-        return
-    state = allocations.get(work.conn, key)["state"]
-    # Begun before: this run goes on where one that never reached its host, or failed, has ended.
-    if state != AllocationState.PROVISIONING:
-        raise Problem(
-            "canceled",
-            409,
-            expected=f"allocation {key} requested, or being provisioned",
-            found=str(state),
-            remedy="nothing to do: no run was started",
-        )
+    wanted.begin(work)
 
 
 def succeed(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:

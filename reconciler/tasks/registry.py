@@ -14,6 +14,7 @@ from reconciler.tasks import (
     discover,
     drift,
     enrol,
+    managed_key,
     parity,
     provision,
     release,
@@ -38,4 +39,5 @@ HANDLERS: dict[str, Handler] = {
     TaskKind.SLICE_DRIFT_RECONCILE: drift.HANDLER,
     TaskKind.BAREMETAL_PROVISION: baremetal_provision.HANDLER,
     TaskKind.BAREMETAL_RELEASE: baremetal_release.HANDLER,
+    TaskKind.ALLOCATION_RECONCILE_MANAGED_AUTHORIZED_KEY: managed_key.HANDLER,
 }

@@ -38,4 +38,6 @@ def fail(work: Work, failure: Failure) -> None:
     )
 
 
-HANDLER = Handler("release_slice", variables, succeed, fail, deadlines=("shutdown", "wipe"))
+HANDLER = Handler(
+    "release_slice", variables, succeed, fail, deadlines=("shutdown",), wiped="slice_slots"
+)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Connection, Engine, exc
 
 from reconciler.domain.act import Act
 from reconciler.domain.errors import Problem
 from reconciler.domain.states import TaskState
+from reconciler.runs import legible
 from reconciler.runs.collect import Outcome
 from reconciler.runs.silence import is_untouched
 from reconciler.settings import Settings
-from reconciler.store import certificates, claims, clock, reachability, tasks
+from reconciler.store import certificates, claims, clock, order, reachability, tasks
 from reconciler.store.engine import reading, transaction
 from reconciler.store.tasks import DEADLINE_PASSED
 from reconciler.tasks import story
@@ -21,6 +22,8 @@ from reconciler.tasks.handler import Failure, Handler, Record
 from reconciler.tasks.work import failed_work, open_work
 
 _STATES = {"canceled": TaskState.CANCELED, "lost": TaskState.LOST}
+# What it means that a result fits no record: what the contract leaves open, and the databases not.
+_MISFITS = (KeyError, TypeError, ValueError, OverflowError, exc.DataError)
 
 
 def settle(
@@ -30,12 +33,15 @@ def settle(
 
     A run that never reached its host ends nothing: the task waits until the host answers.
     """
+    outcome = _legible(outcome)
     if is_untouched(outcome) and _wait_for_host(engine, task, outcome):
         return
     if outcome.ok:
         evidence: dict[str, Any] = {}
         try:
             with transaction(engine) as conn:
+                if task["allocation_id"]:
+                    order.hold_allocation(conn, task["allocation_id"])
                 work = open_work(conn, settings, task)
                 reachability.answered(conn, task["node_id"], work.act.because("its run ended well"))
                 evidence = (outcome.result or {})["evidence"]
@@ -48,7 +54,7 @@ def settle(
             # The host did its part, the records refuse it: that is a failure with a name.
             failure = Failure("record the outcome", problem.told(), evidence, known=True)
             state = TaskState.FAILED
-        except (KeyError, TypeError, ValueError) as unreadable:
+        except _MISFITS as unreadable:
             # Left alone, the task would be leased and settled for ever.
             failure = Failure("record the outcome", _unreadable(unreadable), {}, known=False)
             state = TaskState.FAILED
@@ -67,14 +73,24 @@ def settle(
         _finish(conn, task, state, work.act.because(failure.error["code"]), error=error)
 
 
+def _legible(outcome: Outcome) -> Outcome:
+    """The outcome as it can be kept; a result that cannot is none, whoever wrote it down."""
+    told = replace(outcome, problem=legible.clean(outcome.problem))
+    where = legible.unstorable(outcome.result)
+    if where is None:
+        return told
+    problem = f"{legible.UNREADABLE}: {where}: {legible.STORABLE}"
+    return replace(told, status="failed", result=None, problem=problem)
+
+
 def _wait_for_host(engine: Engine, task: Record, outcome: Outcome) -> bool:
     """False when the task is not wanted any more: then it has ended."""
     act = Act(f"task:{task['id']}", outcome.problem, task["correlation_id"] or "")
     with transaction(engine) as conn:
         if tasks.get(conn, task["id"])["cancel_requested"]:
             return False
-        tasks.wait_for_host(conn, task["id"], task["lease_token"], outcome.problem, act=act)
         reachability.silent(conn, task["node_id"], act)
+        tasks.wait_for_host(conn, task["id"], task["lease_token"], outcome.problem, act=act)
     return True
 
 
@@ -92,6 +108,8 @@ def read_failure(outcome: Outcome) -> Failure:
         return Failure(result.get("step", ""), named, result.get("evidence", {}), known=True)
     code = "host_unreachable" if outcome.unreachable else f"run_{outcome.status}"
     found = outcome.problem or f"the run ended as {outcome.status}"
+    if found.partition(":")[0] == legible.UNREADABLE:
+        code = legible.UNREADABLE
     ended = {
         "code": code,
         "expected": "a run that ends with a result",
@@ -124,11 +142,17 @@ def _with_certificate(engine: Engine, task: Record, failure: Failure) -> Failure
 
 def _unreadable(cause: Exception) -> dict[str, str]:
     return {
-        "code": "outcome_unreadable",
+        "code": legible.UNREADABLE,
         "expected": "a result that this version of the reconciler can record",
-        "found": f"{type(cause).__name__}: {cause}",
+        # Of the database its own words: what it was given is the host's.
+        "found": f"{type(cause).__name__}: {_said(cause)}",
         "remedy": "the effect on the host is unknown: verify the host before anything is freed",
     }
+
+
+def _said(cause: Exception) -> str:
+    told = cause.orig if isinstance(cause, exc.DBAPIError) else cause
+    return legible.clean(str(told))[:300]
 
 
 def _finish(conn: Connection, task: Record, state: TaskState, act: Act, **columns: Any) -> None:

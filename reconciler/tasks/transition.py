@@ -32,4 +32,4 @@ def succeed(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     return evidence
 
 
-HANDLER = Handler("transition_storage", variables, succeed, deadlines=("wipe",))
+HANDLER = Handler("transition_storage", variables, succeed, wiped="slice_devices")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from reconciler.domain.errors import Problem
-from reconciler.store import outcomes, slots
+from reconciler.store import claims, order, outcomes
 from reconciler.tasks.handler import Failure, Handler, Work
 
 
@@ -39,9 +39,9 @@ def _ours(work: Work) -> list[str]:
 
     What the host answers is never the list: it could name slots of others.
     """
+    order.hold_node(work.conn, work.task["node_id"])
     given = {slot["slot_id"]: slot["fence"] for slot in work.parameters["slots"]}
-    known = {slot_id: slots.get(work.conn, slot_id)["fence"] for slot_id in given}
-    return [slot_id for slot_id, fence in given.items() if known[slot_id] == fence]
+    return claims.unfenced(work.conn, given)
 
 
 def fail(work: Work, failure: Failure) -> None:
@@ -54,4 +54,6 @@ def fail(work: Work, failure: Failure) -> None:
     )
 
 
-HANDLER = Handler("release_slice", variables, succeed, fail, deadlines=("shutdown", "wipe"))
+HANDLER = Handler(
+    "release_slice", variables, succeed, fail, deadlines=("shutdown",), wiped="slice_slots"
+)

@@ -6,7 +6,7 @@ from sqlalchemy import Connection
 
 from reconciler.domain import hardware
 from reconciler.settings import Settings, hardware_profile
-from reconciler.store import nodes
+from reconciler.store import nodes, order
 from reconciler.tasks.handler import Record, Work
 
 
@@ -17,5 +17,10 @@ def open_work(conn: Connection, settings: Settings, task: Record) -> Work:
 
 
 def failed_work(conn: Connection, settings: Settings, task: Record) -> Work:
-    """What a failure means for its subject needs no profile, and the profile may be gone by now."""
+    """What a failure means for its subject needs no profile, and the profile may be gone by now.
+
+    What it may change is held, in the order of everybody else.
+    """
+    if task["allocation_id"]:
+        order.hold_allocation(conn, task["allocation_id"])
     return Work(conn, task, nodes.get(conn, task["node_id"]), {}, settings)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +33,7 @@ from reconciler.runs.spec import NodeAccess, RunSpec
 from reconciler.runs.ssh import SshAccess
 from reconciler.service import logs
 from reconciler.settings import Settings
-from reconciler.store import certificates, tasks, tokens
+from reconciler.store import allowance, certificates, tasks, tokens
 from reconciler.store.engine import reading, retrying, transaction
 from reconciler.tasks.handler import Failure, Handler, Record
 from reconciler.tasks.registry import HANDLERS
@@ -41,6 +42,7 @@ from reconciler.tasks.settle import settle
 from reconciler.tasks.watch import Watch
 from reconciler.tasks.work import failed_work, open_work
 from reconciler.trust.ca import known_hosts, open_trust, operator_identity, revoke_host
+from reconciler.trust.errors import TrustError
 
 log = logging.getLogger("gpuaas.worker")
 
@@ -51,6 +53,8 @@ STUCK_S = 60.0
 # How long the identity of a look at silent hosts is good for.
 PROBE_S = 300
 NOT_BEGUN = (Phase.ABSENT, Phase.PREPARED)
+# What goes wrong on this machine before a run begins: a full disk, an ssh-keygen that fails.
+_OURS = (OSError, TrustError, subprocess.SubprocessError)
 
 
 class Worker:
@@ -214,13 +218,14 @@ def attend(engine: Engine, settings: Settings, task: Record, stopping: threading
         try:
             spec = prepare(engine, settings, handler, task, run_id)
             launch(_site(engine, settings, spec.deadline_s), spec)
-        except (Problem, RunError) as refusal:
+        except (Problem, RunError, *_OURS) as failure:
             # A launcher can fail after its child began: then the run tells how it went.
             if collect.observe(directory).phase in NOT_BEGUN:
+                refusal = _named(settings, failure) if isinstance(failure, _OURS) else failure
                 if isinstance(refusal, LauncherAway):
                     _wait_for_launcher(engine, task, refusal)
-                    return
-                _refuse(engine, task, handler, settings, refusal)
+                else:
+                    _refuse(engine, task, handler, settings, refusal)
                 return
     since = task["progress_offset"]
     while True:
@@ -255,6 +260,7 @@ def prepare(
         # Where nobody would believe the host nothing is begun, so that nothing is unknown.
         certificates.require_valid(conn, task["node_id"])
         correlation = task["correlation_id"] or task["id"]
+        own = handler.variables(work)
         variables = {
             "slice_run": {
                 "id": run_id,
@@ -264,11 +270,12 @@ def prepare(
                 "correlation_id": correlation,
             },
             "slice_profile": work.profile,
-            **handler.variables(work),
+            **own,
         }
         handler.start(work)
         directory = run_directory(settings.state_dir, run_id)
-        deadline_s = handler.deadline_s(work)
+        deadline_s = handler.deadline_s(work, own)
+        allowance.allow(conn, task, deadline_s)
         tasks.started(
             conn,
             task["id"],
@@ -314,7 +321,21 @@ def _wait_for_launcher(engine: Engine, task: Record, away: LauncherAway) -> None
     """Nothing was started: the same work is tried again later, with a run of its own."""
     act = Act(f"task:{task['id']}", str(away), task["correlation_id"] or "")
     with transaction(engine) as conn:
-        tasks.wait_for_host(conn, task["id"], task["lease_token"], act.reason, act=act)
+        lease = (task["id"], task["lease_token"])
+        tasks.wait_for_host(conn, *lease, act.reason, act=act, error=away.told())
+
+
+def _named(settings: Settings, failure: Exception) -> LauncherAway:
+    """Nothing of it is the task's fault, or the host's: the task waits until it is repaired."""
+    found = f"{type(failure).__name__}: {failure}"
+    if isinstance(failure, TrustError):
+        found = f"{failure.code}: {failure.found}"
+    return LauncherAway(
+        "controller_unready",
+        expected=f"our SSH identity and the files of a run, made in {settings.state_dir}",
+        found=found[:300],
+        remedy="free space there, or repair what is named; the task goes on by itself",
+    )
 
 
 def _refuse(

@@ -15,9 +15,18 @@ import sqlalchemy as sa
 from reconciler.backup import archive
 from reconciler.backup.restore import restore
 from reconciler.domain.errors import Problem
-from reconciler.domain.states import TaskKind
+from reconciler.domain.states import Role, TaskKind
 from reconciler.settings import Settings
-from reconciler.store import allocations, invariants, nodes, outcomes, slots, tables, tasks
+from reconciler.store import (
+    allocations,
+    invariants,
+    nodes,
+    outcomes,
+    slots,
+    tables,
+    tasks,
+    tokens,
+)
 from reconciler.store.engine import open_engine, reading, transaction
 from reconciler.store.migrations import migrate
 from reconciler.store.restored import LEAP
@@ -25,6 +34,7 @@ from reconciler.store.settings import site_scheduling
 from reconciler.trust.ca import known_hosts, open_trust, user_ca
 from tests.unit.reconciler.conftest import ADMIN, Site
 from tests.unit.reconciler.service.postgres import Postgres
+from tests.unit.reconciler.store.whole_machines import Machines
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +134,73 @@ def test_the_same_allocations_and_nothing_done_twice(
     assert f"revision {made['revision']}" == f"revision {done['revision']}"
 
 
+@pytest.mark.covers("I4", "I13")
+def test_what_was_still_to_begin_may_have_begun_since(
+    before: Life, urls: tuple[str, str], tmp_path: Path
+) -> None:
+    site = Site(before.engine)
+    machines = Machines(site)
+    machines.machine()
+    with transaction(before.engine) as conn:
+        asked = site.allocate(conn)
+        whole = machines.launch(conn)["id"]
+        reboot = tasks.Enqueue(
+            TaskKind.NODE_BOOTSTRAP, "n1", "node", "n1", parameters={"allow_reboot": True}
+        )
+        begins = tasks.enqueue(conn, reboot, ADMIN)
+        held = {claim["slot_id"] for claim in allocations.claims(conn, asked)}
+    file = tmp_path / "site.tar.gz"
+    archive.write(before.settings, file)
+    after = settled(tmp_path / "after", urls[1])
+
+    done = restore(after, file)
+
+    assert len(done["canceled_tasks"]) == 3 and begins["id"] in done["canceled_tasks"]
+    engine = open_engine(after.database)
+    with transaction(engine) as conn:
+        assert invariants.check(conn) == []
+        assert tasks.lease(conn, "w", runner="another", limit=9) == [], "nothing begins by itself"
+        for task_id in done["canceled_tasks"]:
+            task = tasks.get(conn, task_id)
+            assert (task["state"], task["error"]["code"]) == ("canceled", "restored")
+        assert allocations.get(conn, asked)["state"] == "failed"
+        blocked = {slot["id"]: slot for slot in slots.of_node(conn, "n1") if slot["id"] in held}
+        assert [slot["status"] for slot in blocked.values()] == ["cleanup_blocked"]
+        assert {slot["health_detail"]["code"] for slot in blocked.values()} == {"restored"}
+        assert allocations.get(conn, whole)["state"] == "failed"
+        assert nodes.get(conn, "m1")["unclean_allocation_id"] == whole
+    engine.dispose()
+
+
+@pytest.mark.covers("CTRL-2")
+def test_the_tokens_that_come_back_to_life_are_named(
+    before: Life, urls: tuple[str, str], tmp_path: Path
+) -> None:
+    role = Role.PLATFORM_ADMIN
+    with transaction(before.engine) as conn:
+        leaked, secret = tokens.issue(conn, ADMIN, role=role, name="leaked")
+        revoked, _ = tokens.issue(conn, ADMIN, role=role, name="revoked")
+        tokens.issue(conn, ADMIN, role=role, name="ended", ttl_s=-1)
+        tokens.revoke(conn, revoked["id"], ADMIN)
+        _, enrolment = tokens.issue_enrolment(conn, "n1", ADMIN)
+    file = tmp_path / "site.tar.gz"
+    archive.write(before.settings, file)
+    with transaction(before.engine) as conn:
+        tokens.revoke(conn, leaked["id"], ADMIN)
+    after = settled(tmp_path / "after", urls[1])
+
+    (named,) = restore(after, file)["valid_tokens"]
+
+    assert (named["name"], named["role"]) == ("leaked", "platform-admin")
+    assert named["if_revoked_since"] == f"gpuaas token revoke {leaked['id']}"
+    engine = open_engine(after.database)
+    with transaction(engine) as conn:
+        assert tokens.authenticate(conn, secret), "which is why it is named"
+        with pytest.raises(Problem, match="token_invalid"):
+            tokens.redeem_enrolment(conn, "n1", enrolment, used_by={})
+    engine.dispose()
+
+
 def test_a_site_is_never_restored_over_another(
     before: Life, urls: tuple[str, str], tmp_path: Path
 ) -> None:
@@ -172,3 +249,8 @@ def test_without_a_site_there_is_nothing_to_back_up(tmp_path: Path) -> None:
     with pytest.raises(Problem, match="database_missing"):
         archive.write(settled(tmp_path / "none"), tmp_path / "file")
     assert not (tmp_path / "file").exists()
+
+
+def test_a_backup_goes_into_a_folder_that_is_there(tmp_path: Path) -> None:
+    with pytest.raises(Problem, match="backup_folder_missing"):
+        archive.write(settled(tmp_path / "site"), tmp_path / "none" / "file")

@@ -43,6 +43,33 @@ def test_a_result_that_breaks_its_schema_names_the_field(
     assert caught.value.field.startswith(field)
 
 
+@pytest.mark.covers("CTRL-9")
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"step": "a\0b"}, "step"),
+        ({"evidence": {"told": ["x", {"serial": "half \ud800"}]}}, "evidence.told.1.serial"),
+        ({"evidence": {"name\0": 1}}, "evidence.name\ufffd"),
+        ({"evidence": {"seconds": float("nan")}}, "evidence.seconds"),
+        ({"evidence": {"seconds": float("inf")}}, "evidence.seconds"),
+    ],
+)
+def test_what_a_database_does_not_take_is_no_result(change: dict[str, object], field: str) -> None:
+    good = {
+        "schema": 1,
+        "playbook": "cache_image",
+        "ok": True,
+        "step": "",
+        "error": {},
+        "evidence": {"told": "\x1b[2J \u00e9 \U0001f600", "seconds": 1.5},
+    }
+    assert contract.check_result(good) is good
+    with pytest.raises(ContractError) as caught:
+        contract.check_result(good | change)
+    assert (caught.value.code, caught.value.field) == ("outcome_unreadable", field)
+    str(caught.value).encode()
+
+
 def test_a_trailing_newline_does_not_slip_through_a_pattern() -> None:
     with pytest.raises(ContractError):
         contract.check_result(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import pkgutil
 from pathlib import Path
 from typing import Any
 
+import ansible.constants
+import ansible.plugins.action
 import pytest
 
-from reconciler.runs.events import Recorder, judge
+from reconciler.runs.events import AT_HOME, Recorder, judge
 
 GOOD = {
     "schema": 1,
@@ -93,6 +97,7 @@ def test_a_run_that_was_stopped_has_no_result(tmp_path: Path, status: str) -> No
         (stats(GOOD | {"schema": 2}), "result_invalid"),
         (stats(["no", "mapping"]), "result_invalid"),
         (stats(GOOD | {"evidence": {"x": "y" * 5_000_000}}), "result_too_large"),
+        (stats(GOOD | {"evidence": {"x": "a\0b"}}), "outcome_unreadable: evidence.x"),
         ({"event": "playbook_on_stats", "event_data": {"artifact_data": "text"}}, "result_missing"),
     ],
 )
@@ -102,3 +107,36 @@ def test_success_without_a_good_result_is_a_failure(
     verdict = judge(recorder(tmp_path, event), "successful", 0, 1.0)
     assert (verdict["status"], verdict["result"]) == ("failed", None)
     assert verdict["problem"].startswith(problem)
+
+
+@pytest.mark.covers("CTRL-8", "I13")
+def test_what_ansible_does_by_itself_is_what_it_says_of_itself() -> None:
+    """One that is missing makes each silent host one on which something may have been begun."""
+    package = ansible.plugins.action
+    own = {
+        f"ansible.builtin.{found.name}"
+        for found in pkgutil.iter_modules(package.__path__)
+        if not importlib.import_module(
+            f"{package.__name__}.{found.name}"
+        ).ActionModule._requires_connection
+    }
+    no_action = {
+        name
+        for name in (
+            *ansible.constants._ACTION_ALL_INCLUDE_IMPORT_TASKS,
+            *ansible.constants._ACTION_ALL_PROPER_INCLUDE_IMPORT_ROLES,
+            *ansible.constants._ACTION_META,
+        )
+        if name.startswith("ansible.builtin.")
+    }
+    assert own and no_action
+    assert own | no_action == AT_HOME
+
+
+@pytest.mark.covers("I13")
+@pytest.mark.parametrize(
+    "action", ["other.collection.assert", "assert", "ansible.builtin.raw", None, ["x"]]
+)
+def test_any_other_action_may_have_been_on_the_host(tmp_path: Path, action: object) -> None:
+    data = {"task": "x", "task_uuid": "u1", "task_action": action, "res": {}}
+    assert recorder(tmp_path, {"event": "runner_on_ok", "event_data": data}).touched

@@ -78,15 +78,17 @@ def test_a_refusal_comes_back_with_its_code(site: Site, spec: MakeSpec) -> None:
 
 
 def test_an_unreachable_node_is_said_to_be_one(site: Site, spec: MakeSpec) -> None:
+    """What is dialled is its address: the name that MAAS gave it may resolve nowhere."""
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
-        node = NodeAccess("node-1", "127.0.0.1", nobody.getsockname()[1])
+        node = NodeAccess("j27u15", "127.0.0.1", nobody.getsockname()[1])
         remote = dataclasses.replace(spec("run_remote"), node=node)
         outcome = collect.wait(launch(site, remote), LIMIT_S).outcome
     assert outcome is not None
     assert (outcome.status, outcome.result) == ("failed", None)
     assert outcome.unreachable
     assert outcome.problem.startswith("unreachable: ") and "Connection refused" in outcome.problem
+    assert f"connect to host 127.0.0.1 port {node.port}" in outcome.problem
     assert is_untouched(outcome)
 
 

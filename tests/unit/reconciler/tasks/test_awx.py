@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from reconciler.runs import collect, orphans
 from reconciler.settings import Settings
-from reconciler.store import allocations, nodes, slots, tasks
+from reconciler.store import allocations, nodes, slots, tasks, waiting
 from reconciler.store.engine import transaction
 from reconciler.tasks import worker
 from tests.standin.controller import TOKEN, Controller, standing
@@ -103,6 +103,9 @@ def test_an_awx_that_is_away_is_waited_for(shop: Shop, process: Controller) -> N
     task = shop.attend()
     assert task["state"] == "waiting"
     assert task["state_reason"].startswith("awx_silent: ")
+    with transaction(shop.site.engine) as conn:
+        assert nodes.get(conn, "n1")["state"] == "ready"
+        assert waiting.reasons(conn, [task])[task["id"]]["code"] == "awx_silent"
     assert TOKEN not in str(task)
     assert shop.told()[1] == ["available", "provisioning"]
     process.begin(hosts=["n1"], steps=0, artifacts={"slice_result": RESULT})

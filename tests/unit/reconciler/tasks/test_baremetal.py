@@ -8,10 +8,21 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from reconciler.domain.bundle import Bundle
+from reconciler.domain.errors import Problem
 from reconciler.domain.states import NodeMode, TaskKind
 from reconciler.runs import contract
 from reconciler.settings import Settings, hardware_profile
-from reconciler.store import allocations, discoveries, nodes, tables, tasks
+from reconciler.store import (
+    allocations,
+    discoveries,
+    nodes,
+    outcomes,
+    proofs,
+    slots,
+    tables,
+    tasks,
+)
 from reconciler.store.engine import transaction
 from reconciler.store.rows import Record
 from reconciler.tasks.handler import Failure, Work
@@ -76,6 +87,55 @@ def test_a_tenant_comes_and_goes(machines: Machines) -> None:
         assert given["slice_disks"] == first["slice_disks"]
         HANDLERS["baremetal.release"].succeed(goes, machines.evidence(conn, allocation_id))
         assert allocations.get(conn, allocation_id)["state"] == "released"
+
+
+@pytest.mark.covers("I4", "CTRL-15")
+def test_no_proof_from_before_the_machines_tenant_lets_a_slot_on_sale(machines: Machines) -> None:
+    """The schema refuses it, whoever writes; the release's own proofs count."""
+    with transaction(machines.engine) as conn:
+        candidates = machines.site.document(1)["candidates"]
+        bundle = Bundle.of(candidates[1]["bundle"])
+        mode = sa.update(tables.nodes)
+        conn.execute(mode.values(mode="slice"))
+        slot = slots.approve(conn, "m1", bundle, machines.act)
+        conn.execute(mode.values(mode="baremetal"))
+        before = proofs.current(conn, slot)
+        assert before is not None
+        allocation_id = machines.launch(conn)["id"]
+        came = work(conn, only_task(conn, "baremetal.provision"))
+        HANDLERS["baremetal.provision"].start(came)
+        HANDLERS["baremetal.provision"].succeed(came, RESULT)
+        conn.execute(sa.update(tables.tasks).values(state="succeeded", started_at=1.0))
+        allocations.release(conn, allocation_id, machines.act)
+        goes = work(conn, only_task(conn, "baremetal.release"))
+        HANDLERS["baremetal.release"].succeed(goes, machines.evidence(conn, allocation_id))
+
+        def sell(proof: Record) -> None:
+            of_it = sa.update(tables.slots).where(tables.slots.c.id == slot["id"])
+            conn.execute(of_it.values(status="available", available_proof_id=proof["id"]))
+
+        with pytest.raises(sa.exc.IntegrityError), conn.begin_nested():
+            sell(before)
+        after = proofs.current(conn, slots.get(conn, slot["id"]))
+        assert after is not None and after["allocation_id"] == allocation_id
+        sell(after)
+
+
+@pytest.mark.covers("CTRL-15", "CTRL-8", "I13")
+def test_no_run_begins_for_a_tenant_who_does_not_wait(machines: Machines) -> None:
+    with transaction(machines.engine) as conn:
+        allocation_id = machines.launch(conn)["id"]
+        found = work(conn, only_task(conn, "baremetal.provision"))
+        start = HANDLERS["baremetal.provision"].start
+        with conn.begin_nested() as begun:
+            start(found)
+            start(found)
+            assert allocations.get(conn, allocation_id)["state"] == "provisioning", "goes on"
+            begun.rollback()
+        outcomes.provision_failed(conn, allocation_id, machines.act, step="x", error=ERROR)
+        with pytest.raises(Problem, match="canceled"):
+            start(found)
+        assert allocations.get(conn, allocation_id)["state"] == "failed"
 
 
 ERROR = {"code": "disk_in_use", "expected": "", "found": "held", "remedy": ""}

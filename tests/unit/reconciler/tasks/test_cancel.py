@@ -32,7 +32,7 @@ from reconciler.store.engine import reading, retrying, transaction
 from reconciler.store.rows import Record
 from reconciler.tasks.cancel import cancel
 from reconciler.tasks.overdue import end_overdue
-from reconciler.tasks.registry import HANDLERS
+from reconciler.tasks.work import failed_work
 from tests.unit.reconciler.conftest import ADMIN, Database, Site
 from tests.unit.reconciler.store import test_postgres
 from tests.unit.reconciler.store.conftest import server
@@ -272,6 +272,85 @@ def test_a_task_that_no_worker_took_ends_the_same_way(sold: Site, settings: Sett
         assert states(conn, key) == ("failed", "failed", "available")
 
 
+def late(engine: sa.Engine, settings: Settings, table: sa.Table) -> None:
+    """The deadlines of all in the table pass, and the leader looks."""
+    with transaction(engine) as conn:
+        conn.execute(sa.update(table).values(deadline_at=clock.now() - 1))
+    end_overdue(engine, settings)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("table", [tables.allocations, tables.slots], ids=["allocation", "slot"])
+def test_a_backlog_blocks_no_slot_that_nobody_touched(
+    sold: Site, settings: Settings, table: sa.Table, waits: bool
+) -> None:
+    with transaction(sold.engine) as conn:
+        key = sold.allocate(conn)
+        if waits:
+            unreached(conn, TaskKind.SLICE_VM_PROVISION)
+            outcomes.provision_started(conn, key, ACT)
+    late(sold.engine, settings, table)
+    with transaction(sold.engine) as conn:
+        (task,) = tasks.every(conn, kind=TaskKind.SLICE_VM_PROVISION)
+        assert task["state"] == "canceled"
+        assert states(conn, key) == ("failed", "failed", "available")
+        assert allocations.get(conn, key)["error"]["code"] == "deadline_passed"
+        assert sold.allocate(conn, 2), "both slots are sold again"
+
+
+@pytest.mark.parametrize("attempt", [1, 2])
+def test_what_a_worker_has_or_had_is_unknown_past_its_deadline(
+    sold: Site, settings: Settings, attempt: int
+) -> None:
+    with transaction(sold.engine) as conn:
+        key = sold.allocate(conn)
+        conn.execute(sa.update(tables.tasks).values(max_attempts=2))
+        (task,) = tasks.lease(conn, "worker")
+        outcomes.provision_started(conn, key, ACT)
+        if attempt == 2:
+            tasks.retry(conn, task["id"], task["lease_token"], "again", seconds=0, act=ACT)
+    late(sold.engine, settings, tables.allocations)
+    with transaction(sold.engine) as conn:
+        assert states(conn, key) == ("failed", "failed", "cleanup_blocked")
+
+
+@pytest.mark.covers("CTRL-15")
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_machine_that_nobody_touched_is_free_again_past_its_deadline(
+    machines: Machines, settings: Settings, waits: bool
+) -> None:
+    with transaction(machines.engine) as conn:
+        key = machines.launch(conn)["id"]
+        if waits:
+            unreached(conn, TaskKind.BAREMETAL_PROVISION)
+            outcomes.provision_started(conn, key, ACT)
+    late(machines.engine, settings, tables.allocations)
+    with transaction(machines.engine) as conn:
+        assert allocations.get(conn, key)["state"] == "failed"
+        assert nodes.get(conn, "m1")["unclean_allocation_id"] == ""
+        machines.discover(conn, "m1", 1)
+        assert machines.reasons(conn) == {"m1": ""}
+
+
+def test_a_warning_opens_no_writing_transaction(
+    sold: Site, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look would open one for each slot that somebody left blocked."""
+    with transaction(sold.engine) as conn:
+        sold.failed(conn)
+        nodes.drain(conn, "n1", ACT)
+        for table in (tables.slots, tables.nodes):
+            passed = sa.update(table).where(table.c.deadline_at.is_not(None))
+            assert conn.execute(passed.values(deadline_at=clock.now() - 1)).rowcount == 1
+
+    def refuse(_engine: sa.Engine) -> Any:
+        raise AssertionError("a transaction was opened")
+
+    monkeypatch.setattr("reconciler.tasks.overdue.transaction", refuse)
+    monkeypatch.setattr("reconciler.tasks.overdue.log.exception", pytest.fail)
+    end_overdue(sold.engine, settings)
+
+
 @pytest.mark.postgres
 def test_a_task_that_is_taken_meanwhile_is_asked_to_end(
     postgresql: sa.Engine, settings: Settings, monkeypatch: pytest.MonkeyPatch
@@ -284,15 +363,14 @@ def test_a_task_that_is_taken_meanwhile_is_asked_to_end(
     sold.node()
     with transaction(sold.engine) as conn:
         key = sold.allocate(conn)
-    handler = HANDLERS[TaskKind.SLICE_VM_PROVISION]
     taken: list[Record] = []
 
-    def slow(work: Any, failure: Any) -> None:
+    def slow(*given: Any) -> Any:
         with transaction(sold.engine) as other:
             taken.extend(tasks.lease(other, "worker"))
-        handler.fail(work, failure)
+        return failed_work(*given)
 
-    monkeypatch.setitem(HANDLERS, TaskKind.SLICE_VM_PROVISION, replace(handler, fail=slow))
+    monkeypatch.setattr("reconciler.tasks.cancel.failed_work", slow)
     with reading(sold.engine) as conn:
         (task,) = tasks.every(conn, kind=TaskKind.SLICE_VM_PROVISION)
     end = partial(cancel, settings=settings, task_id=task["id"], act=ACT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -94,6 +95,38 @@ def test_a_task_waits_and_goes_on_with_a_run_of_its_own(
     assert second == f"{first}-1"
     with transaction(sold.engine) as conn:
         assert allocations.get(conn, key)["state"] == "active"
+
+
+@pytest.mark.parametrize(
+    ("kind", "state"),
+    [
+        (TaskKind.SLICE_VM_PROVISION, "provisioning"),
+        (TaskKind.SLICE_VM_RELEASE, "releasing"),
+    ],
+)
+def test_the_playbooks_themselves_wait_for_a_host_that_refuses_ssh(
+    sold: Site, tmp_path: Path, kind: TaskKind, state: str
+) -> None:
+    """Ansible checks a role's arguments here, before its first word to the host."""
+    settings = Settings(state_dir=tmp_path, public_url="http://127.0.0.1:9")
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
+        port = nobody.getsockname()[1]
+        with transaction(sold.engine) as conn:
+            nodes.change(conn, "n1", ADMIN, profile="lab", address="127.0.0.1", port=port)
+            release = kind == TaskKind.SLICE_VM_RELEASE
+            key = sold.active(conn) if release else sold.allocate(conn)
+            if release:
+                allocations.release(conn, key, ADMIN)
+            (task,) = tasks.lease(conn, "worker", kinds=[kind], seconds=600)
+        worker.attend(sold.engine, settings, task, threading.Event())
+    with transaction(sold.engine) as conn:
+        waits = tasks.get(conn, task["id"])
+        assert (waits["state"], waits["unreached"]) == ("waiting", 1), waits["error"]
+        assert "Connection refused" in waits["state_reason"]
+        assert allocations.get(conn, key)["state"] == state
+        assert sorted(sold.statuses(conn)) == ["available", state]
+        assert nodes.get(conn, "n1")["state"] == "unreachable"
 
 
 def test_what_a_resumed_task_refuses_is_still_known(sold: Site, runs: Runs, attend: Attend) -> None:
