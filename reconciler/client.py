@@ -65,6 +65,9 @@ class Client:
     def patch(self, path: str, body: Mapping[str, Any]) -> Any:
         return self._send("PATCH", path, json=body)
 
+    def delete(self, path: str) -> Any:
+        return self._send("DELETE", path)
+
     def events(self, path: str, *, after: str = "") -> Iterator[Event]:
         """The server-sent events of a path, as they come; ends when the service says no more.
 

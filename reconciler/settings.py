@@ -6,24 +6,37 @@ The same names may stand in a file, one `NAME=value` per line; the environment g
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 from functools import lru_cache
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from reconciler import shipped
 from reconciler.domain import hardware
 from reconciler.domain.errors import Problem
 
-PROJECT = Path(__file__).resolve().parent.parent
+PROJECT = shipped.PROJECT
 PREFIX = "GPUAAS_"
 # Where the file is; a service's unit need not say so.
 CONFIG_FILE = Path("/etc/gpuaas/gpuaas.env")
 CONFIG_FILE_VARIABLE = f"{PREFIX}CONFIG_FILE"
+
+
+# Names of PostgreSQL in a URL. The first is what other programs write, the last our driver's.
+_POSTGRESQL = ("postgres", "postgresql", "postgresql+psycopg")
+# What follows, as SQLAlchemy reads it, but for an @ in the host: that is the end of a password,
+# which a message about an unknown host would show.
+_POSTGRESQL_PLACE = re.compile(
+    r"([^:/]*(:[^@]*)?@)?(\[[^/?]+\]|[^/:?@]+)?(:[0-9]+)?(/[^?]*)?(\?.*)?", re.DOTALL
+)
 
 
 def config_file() -> Path:
@@ -34,14 +47,17 @@ def config_file() -> Path:
 class Settings(BaseSettings):
     """Every setting of the reconciler; `GPUAAS_STATE_DIR=/srv/gpuaas` sets `state_dir`."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore")
+    # What is refused may be a secret, or hold one.
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", hide_input_in_errors=True)
 
     state_dir: Path = Field(
-        default=PROJECT / "build" / "reconciler",
+        default=shipped.STATE,
         description="Where database, run folders, SSH CA and logs live.",
     )
     database_url: str = Field(
-        default="", description="SQLAlchemy URL; empty means SQLite in the state folder."
+        default="",
+        description="postgresql://USER:PASSWORD@HOST/NAME (or postgresql+psycopg://, which is the"
+        " same), or sqlite:///FILE; empty means SQLite in the state folder.",
     )
     listen: str = Field(default="127.0.0.1:8080", description="Address of the API, host:port.")
     operator_listen: str = Field(
@@ -52,7 +68,8 @@ class Settings(BaseSettings):
     )
     public_url: str = Field(
         default="",
-        description="URL under which hosts reach the API; empty: the listen address.",
+        description="URL under which hosts reach the API; empty: the listen address, with which a"
+        " host enrols only if that is one which other machines can reach.",
     )
     public_address: str = Field(
         default="",
@@ -66,7 +83,7 @@ class Settings(BaseSettings):
         " unset: the CAs that the host itself trusts.",
     )
     collections_path: Path = Field(
-        default=PROJECT / "build" / "collections",
+        default=shipped.COLLECTIONS,
         description="Ansible collections path that holds gpuaas.slice.",
     )
     profiles_dir: Path = Field(
@@ -186,6 +203,21 @@ class Settings(BaseSettings):
         default=30, ge=0, le=120, description="How far the provider's clock may be from ours."
     )
 
+    @field_validator("database_url")
+    @classmethod
+    def _database_is_one_of_ours(cls, url: str) -> str:
+        """With the driver that we have, whatever other programs call it."""
+        scheme, separator, rest = url.partition("://")
+        if not url or (scheme == "sqlite" and separator):
+            return url
+        if scheme not in _POSTGRESQL or not separator:
+            raise ValueError("a URL that begins with postgresql:// or sqlite:///")
+        if not _POSTGRESQL_PLACE.fullmatch(rest):
+            raise ValueError(
+                "a URL with USER:PASSWORD@HOST:PORT/NAME; in a password @ is written %40, and % %25"
+            )
+        return f"postgresql+psycopg://{rest}"
+
     @model_validator(mode="after")
     def _oidc_is_whole(self) -> Settings:
         if self.oidc_issuer and not self.oidc_audience:
@@ -200,7 +232,11 @@ class Settings(BaseSettings):
 
     def __init__(self, **values: Any) -> None:
         """Arguments, environment, file: what comes first wins."""
-        super().__init__(_env_file=config_file(), **values)
+        try:
+            super().__init__(_env_file=config_file(), **values)
+        except UnicodeDecodeError:
+            # Not as that: it holds what was read.
+            raise OSError(errno.EILSEQ, "is no text in UTF-8", str(config_file())) from None
 
     @property
     def database(self) -> str:
@@ -211,10 +247,44 @@ class Settings(BaseSettings):
         return self.public_url or f"http://{self.listen}"
 
     @property
+    def url_for_hosts(self) -> str:
+        """The API as hosts reach it; Problem `public_url_missing` for one that is this machine's
+        alone. Said outright in public_url, such an address is meant: a tunnel ends there, or the
+        host is this machine.
+        """
+        name = self.listen.rpartition(":")[0].strip("[]")
+        if not self.public_url and (name == "localhost" or _of_this_machine(name)):
+            raise Problem(
+                "public_url_missing",
+                expected="GPUAAS_PUBLIC_URL, the URL under which hosts reach this API",
+                found=f"none, and {self.listen} is no address for another machine",
+                remedy="set it, such as https://gpuaas.example; for a host that reaches the API"
+                f" at this very address set GPUAAS_PUBLIC_URL=http://{self.listen}",
+            )
+        return self.api_url
+
+    @property
     def api_names(self) -> dict[str, str]:
         """Address by name of the API, as hosts must know it; {} where their DNS does."""
         name = urlsplit(self.api_url).hostname or ""
         return {name: self.public_address} if name and self.public_address else {}
+
+
+def _of_this_machine(name: str) -> bool:
+    try:
+        address = ip_address(name)
+    except ValueError:
+        return False
+    return address.is_loopback or address.is_unspecified
+
+
+def refused(error: ValidationError) -> list[tuple[str, str]]:
+    """Name and rule of each setting that is refused; never its value, which may be a secret."""
+    # Rules about several settings together name them in their text.
+    return [
+        (PREFIX + (".".join(map(str, one["loc"])).upper() or "*"), one["msg"])
+        for one in error.errors(include_input=False, include_url=False, include_context=False)
+    ]
 
 
 @lru_cache(maxsize=32)

@@ -11,6 +11,7 @@ from sqlalchemy import Engine
 
 from reconciler.api import (
     allocations,
+    apps,
     audit,
     baremetal,
     billing,
@@ -40,6 +41,7 @@ PREFIX = "/api/v1"
 # Tried in this order, one route after the other: what tenants do comes first.
 NOUNS = (
     launches,
+    apps,
     nodes,
     enrolment,
     nodestate,

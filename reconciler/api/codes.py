@@ -29,7 +29,7 @@ _UNKNOWN = """
 _NODES = """
     expected_identity_missing field_not_changeable machine_clean machine_not_clean
     mgmt_attachment_unsupported no_drift node_exists node_in_use node_is_baremetal
-    node_not_slice node_reachable node_unhealthy node_unreachable project_exists
+    node_not_slice node_reachable node_unhealthy node_unreachable project_exists public_url_missing
     scheduling_not_ready
 """
 _SLOTS = """
@@ -43,9 +43,13 @@ _ALLOCATIONS = """
     absence_unproven allocation_active allocation_baremetal allocation_not_baremetal
     allocation_not_releasable allocation_released allocation_releasing attempts_exhausted
     claim_live digest_invalid gpu_count_invalid image_exists image_file_invalid no_capacity
-    scheduling_off shape_not_schedulable stale_lease
+    scheduling_off shape_not_schedulable sku_not_here stale_lease
+"""
+_APPS = """
+    allocation_in_app allocation_not_active app_instance_ended app_instance_exists
+    app_instance_not_found app_member_not_found app_member_repeated app_operation_not_found
 """
 
 CODES: frozenset[str] = frozenset(
-    " ".join((_REQUEST, _ACCESS, _UNKNOWN, _NODES, _SLOTS, _ALLOCATIONS)).split()
+    " ".join((_REQUEST, _ACCESS, _UNKNOWN, _NODES, _SLOTS, _ALLOCATIONS, _APPS)).split()
 ) | frozenset(REMEDIES)

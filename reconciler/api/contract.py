@@ -1,9 +1,9 @@
 """The written contract against the running service: `python -m reconciler.api.contract`.
 
-`contracts/openapi.yaml` is the authority. It says more than the service can (prose, what is
-planned), and nothing else: every path, method, parameter, document, status and role is compared,
-both ways. `--write` takes the service's structure over and keeps the contract's prose and order;
-what it changed is then reviewed as any other change of the contract.
+`contracts/openapi.yaml` is the authority. It says more than the service can (prose), and nothing
+else: every path, method, parameter, document, status and role is compared, both ways. `--write`
+takes the service's structure over and keeps the contract's prose and order; what it changed is then
+reviewed as any other change of the contract.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Document = dict[str, Any]
 
 CONTRACT = PROJECT / "contracts" / "openapi.yaml"
 # Said by the contract alone.
-_OWN = ("info", "tags", "servers", "externalDocs", "x-planned-paths")
+_OWN = ("info", "tags", "servers", "externalDocs")
 _PROSE = frozenset({"description", "summary", "title", "example", "examples"})
 # What stands below these are names, even where one of them is "title" or "description".
 _NAMES = frozenset(
@@ -57,8 +57,6 @@ def contract(file: Path = CONTRACT) -> Document:
 def differences(written: Document, running: Document) -> Iterator[str]:
     """Every place where the two do not mean the same."""
     yield from _compare("", _without_own(written), _without_own(running), names=False)
-    both = set(written.get("x-planned-paths", {})) & set(running["paths"])
-    yield from (f"x-planned-paths/{path}: exists; move it to paths" for path in sorted(both))
 
 
 def merged(written: Document, running: Document) -> Document:

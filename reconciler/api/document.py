@@ -41,7 +41,8 @@ _PARAMETERS: dict[str, Document] = {
         "name": "Idempotency-Key",
         "in": "header",
         "required": False,
-        "description": "Repeats an act without doing it twice; for a day, of this token alone.",
+        "description": "Repeats an act without doing it twice, of this token alone; remembered for"
+        " a week unless GPUAAS_KEEP_ANSWERS_DAYS says otherwise, and while its allocation lives.",
         "schema": _KEY,
     },
     "XIdempotencyKey": {

@@ -49,7 +49,7 @@ def issue(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResp
         node = nodes.get(conn, node_id)
         record, secret = tokens.issue_enrolment(conn, node_id, act)
         script = enrolment.userdata(
-            context.settings.api_url,
+            context.settings.url_for_hosts,
             node_id,
             secret,
             user=node["ssh_user"],

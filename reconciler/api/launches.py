@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter
@@ -27,6 +28,7 @@ from reconciler.api.security import Member
 from reconciler.domain.errors import Problem, not_found
 from reconciler.domain.states import AllocationState, CapacityShape, Role
 from reconciler.planning.explain import public
+from reconciler.settings import Settings, hardware_profile
 from reconciler.store import allocations
 
 router = APIRouter(prefix="/projects/{project_id}/allocations", tags=["allocations"])
@@ -99,6 +101,7 @@ def create(project_id: Id, body: NewAllocation, context: Member) -> JSONResponse
             image=body.image or "",
             gpu_count=body.gpu_count or 0,
             parameters=body.parameters.model_dump(exclude_none=True),
+            skus=partial(_sold_as, context.settings, body.capacity_shape),
             **body.model_dump(mode="json", include=_AS_GIVEN),
         )
         return tell(allocations.allocate(conn, launch, act))
@@ -144,6 +147,13 @@ def release(
         return tell(allocations.release(conn, allocation_id, act))
 
     return context.write(work, body=body)
+
+
+def _sold_as(settings: Settings, shape: CapacityShape, profile: str) -> str:
+    """The SKU of a slice of such a machine; a whole one goes by the name of its hardware."""
+    if shape is CapacityShape.BAREMETAL:
+        return profile
+    return str(hardware_profile(settings.profiles_dir, profile)["sku"])
 
 
 def _of(conn: Connection, project_id: str, allocation_id: str) -> views.Record:

@@ -139,7 +139,10 @@ def change(node_id: Id, body: NodeChange, context: Admin, guard: IfMatch) -> JSO
 
     def work(conn: Connection) -> dict[str, Any]:
         guard.check(conn, "node", node_id)
-        return views.record(nodes.change(conn, node_id, act, **values))
+        node = nodes.get(conn, node_id)
+        other = {name: value for name, value in values.items() if value != node[name]}
+        # A generation that rises although nothing changed would refuse others' If-Match.
+        return views.record(nodes.change(conn, node_id, act, **other) if other else node)
 
     return context.write(work, body=body)
 

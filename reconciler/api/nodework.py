@@ -17,11 +17,17 @@ from reconciler.api.models import Body, Id, Reasoned, Text
 from reconciler.api.security import Admin
 from reconciler.domain.errors import Problem
 from reconciler.domain.states import NodeMode, TaskKind
-from reconciler.store import images, nodes
+from reconciler.store import images, nodes, writeoff
 from reconciler.tasks import story
 
 router = APIRouter(prefix="/admin/nodes/{node_id}", tags=["node work"])
 
+# A host says what these are, and they go back to hosts as variables: no braces, nothing unseen.
+MountPoint = Annotated[str, StringConstraints(max_length=4096, pattern=r"^/[^{}\x00-\x1f\x7f]*$")]
+Written = Annotated[str, StringConstraints(max_length=32, pattern=r"^[A-Za-z0-9_]+$")]
+Sign = Annotated[
+    str, StringConstraints(max_length=96, pattern=r"^[A-Za-z0-9_]+@[0-9]+(#[0-9a-f]+)?$")
+]
 Device = Annotated[str, StringConstraints(max_length=200, pattern=r"^/dev/[A-Za-z0-9/._:+-]+$")]
 
 
@@ -39,10 +45,16 @@ class Conversion(Reasoned):
 
 
 class DiskIdentity(Body):
-    """What the operator has seen on the disk that is to be taken over."""
+    """What the operator has seen of the disk that is to be taken over; more is not approved.
+
+    Without `signatures` mounts and types alone bind. A dry run shows all of it as `approval`.
+    """
 
     serial: Text
     eui: Text
+    mounts: Annotated[list[MountPoint], Field(default_factory=list, max_length=256)]
+    filesystems: Annotated[list[Written], Field(default_factory=list, max_length=256)]
+    signatures: Annotated[list[Sign], Field(default_factory=list, max_length=1024)]
 
 
 class StorageTransition(Reasoned):
@@ -85,7 +97,9 @@ def convert(node_id: Id, body: Conversion, context: Admin, guard: IfMatch) -> JS
     def parameters(conn: Connection) -> dict[str, Any]:
         guard.check(conn, "node", node_id)
         nodes.convert(conn, node_id, target, act)
-        return {"allow_reboot": body.allow_reboot, **following}
+        back = target is NodeMode.BAREMETAL
+        given_up = {"written_off": writeoff.leases(conn, node_id)} if back else {}
+        return {"allow_reboot": body.allow_reboot, **given_up, **following}
 
     following = story.then(story.TO_SLICE) if target is NodeMode.SLICE else {}
     kind = TaskKind.NODE_BOOTSTRAP if target is NodeMode.SLICE else TaskKind.NODE_CONVERT
@@ -104,7 +118,12 @@ def transition(node_id: Id, body: StorageTransition, context: Admin) -> JSONResp
             found=f"none for {', '.join(unnamed)}",
             remedy="do the dry run first, look at the identities it shows, and send them along",
         )
-    parameters = body.model_dump(mode="json", exclude={"reason"})
+    parameters = body.model_dump(mode="json", exclude={"reason", "expected"})
+    # No signatures and signatures that were left out are two approvals.
+    parameters["expected"] = {
+        name: disk.model_dump(mode="json", exclude_unset=True)
+        for name, disk in body.expected.items()
+    }
     return _for_slice_host(
         context, node_id, TaskKind.NODE_STORAGE_TRANSITION, body, lambda _conn: parameters
     )

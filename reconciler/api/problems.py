@@ -142,6 +142,16 @@ def _invalid(errors: Sequence[Any]) -> Problem:
 
 
 def _http(request: Request, error: HTTPException) -> Problem:
+    unread = isinstance(error.__cause__, ValueError | RecursionError)
+    if error.status_code == HTTPStatus.BAD_REQUEST and unread:
+        # FastAPI could not even decode the body: no UTF-8, a number too long, nested too deep.
+        return Problem(
+            "request_invalid",
+            400,
+            expected="a body that is JSON, in UTF-8",
+            found="bytes that cannot be read as that",
+            remedy="send JSON with Content-Type: application/json",
+        )
     code = {404: "route_not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
     return Problem(
         code,

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request, Security
 from fastapi.responses import JSONResponse
 from sqlalchemy import Connection
 
 from reconciler.api import views
 from reconciler.api.models import Name, Reasoned
 from reconciler.api.paging import Paging
-from reconciler.api.security import Admin
+from reconciler.api.security import Admin, Caller, caller
 from reconciler.domain.errors import Problem
+from reconciler.domain.states import Role
 from reconciler.store import projects
+from reconciler.store.engine import reading
 
-router = APIRouter(prefix="/admin/projects", tags=["projects"])
+router = APIRouter(tags=["projects"])
+
+# Whoever has projects: those of a member's token, all for an admin.
+Holder = Annotated[
+    Caller, Security(caller, scopes=[Role.PROJECT_MEMBER.value, Role.PLATFORM_ADMIN.value])
+]
 
 
 class NewProject(Reasoned):
@@ -25,7 +32,7 @@ class NewProject(Reasoned):
     id: Name | None = None
 
 
-@router.post("", status_code=201)
+@router.post("/admin/projects", status_code=201)
 def create(body: NewProject, context: Admin) -> JSONResponse:
     """Add a project."""
     act = context.act(body.reason)
@@ -44,8 +51,25 @@ def create(body: NewProject, context: Admin) -> JSONResponse:
     return context.write(work, body=body, status=201)
 
 
-@router.get("")
+@router.get("/admin/projects")
 def list_projects(context: Admin, part: Paging) -> dict[str, Any]:
     """All projects."""
     page = part.page(projects.ORDER)
     return part.told(projects.ORDER, context.read(lambda conn: projects.every(conn, page)))
+
+
+@router.get("/projects")
+def own(request: Request, who: Holder, part: Paging) -> dict[str, Any]:
+    """The caller's projects: a member's own, an admin's all."""
+    if who.role == Role.NODE:
+        raise Problem(
+            "role_required",
+            403,
+            expected=f"a token of the role {Role.PROJECT_MEMBER} or {Role.PLATFORM_ADMIN}",
+            found=f"a token of the role {who.role}",
+            remedy="use a token of one of these roles",
+        )
+    among = None if who.role == Role.PLATFORM_ADMIN else sorted(who.projects)
+    page = part.page(projects.ORDER)
+    with reading(request.app.state.engine) as conn:
+        return part.told(projects.ORDER, projects.every(conn, page, among=among))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from reconciler.api import shapes
+from reconciler.api import appview, shapes
 from reconciler.api.codes import CODES
 from reconciler.api.shapes import Schema, array, closed, nullable, page, record, ref
 from reconciler.domain import states
 from reconciler.domain.recovery import Move
 from reconciler.domain.states import Described
-from reconciler.store import tables
+from reconciler.store import tables, waiting
 
 _TEXT: Schema = {"type": "string"}
 _WHOLE: Schema = {"type": "integer"}
@@ -83,6 +83,7 @@ _RECORDS: dict[str, Schema] = {
                 "enum": [
                     "host_unreachable",
                     "host_certificate_expired",
+                    *waiting.OURS,
                     "later",
                     "node_busy",
                     "exclusive_first",
@@ -316,8 +317,16 @@ _PAGES = {
     f"{name}Page": page(name)
     for name in (
         "ListedNode", "ListedSlot", "Image", "Project", "Allocation", "Task", "ListedTask",
-        "AuditEntry", "Token", "TimelineEntry",
+        "AuditEntry", "Token", "TimelineEntry", "AppInstance", "AppMember", "AppOperation",
     )
 }  # fmt: skip
 
-SCHEMAS: dict[str, Any] = {**_RECORDS, **_PAGES, **_PLACEMENT, **_USAGE, **_DOCUMENTS, **_ENUMS}
+SCHEMAS: dict[str, Any] = {
+    **_RECORDS,
+    **_PAGES,
+    **_PLACEMENT,
+    **_USAGE,
+    **appview.SCHEMAS,
+    **_DOCUMENTS,
+    **_ENUMS,
+}

@@ -9,9 +9,13 @@ from typing import Annotated, Any, Literal
 import typer
 
 from reconciler.cli import session, show
+from reconciler.cli.projects import known
 from reconciler.domain.errors import Problem
 
-Project = Annotated[str, typer.Option(envvar="GPUAAS_PROJECT", help="The project's id.")]
+Project = Annotated[
+    str,
+    typer.Option(envvar="GPUAAS_PROJECT", callback=known, help="The project's id or name."),
+]
 Allocation = Annotated[str, typer.Argument(help="The allocation's id.")]
 COLUMNS = ("id", "state", "gpu_count", "hostname", "connection.host", "created_at", "error_code")
 # A tenant's machine is ready or failed well before; the service goes on in any case.
@@ -31,6 +35,7 @@ def launch(
     *,
     project: Project,
     image: Annotated[str, typer.Option(help="Name of an image; a slice needs one.")] = "",
+    image_version: Annotated[str, typer.Option(help="The newest unless given.")] = "",
     key: Annotated[list[Path], typer.Option(help="File with a public SSH key; may be repeated.")],
     shape: Annotated[
         Literal["gpu_slice", "baremetal"], typer.Option(help="Whole GPUs in a VM, or a machine.")
@@ -39,6 +44,7 @@ def launch(
     username: str = "ubuntu",
     hostname: str = "slice",
     region: str = "",
+    pool: Annotated[str, typer.Option(help="Nodes of this pool only.")] = "",
     wait: Annotated[bool, typer.Option(help="Until it can be used.")] = True,
 ) -> None:
     """A virtual machine with whole GPUs, or a whole machine as it is installed."""
@@ -48,6 +54,8 @@ def launch(
         "username": username,
         "hostname": hostname,
         "region": region,
+        "pool": pool,
+        "image_version": image_version,
         "ssh_keys": [_key(file) for file in key],
     }
     if shape == "gpu_slice":
@@ -73,15 +81,19 @@ def release(
 def list_allocations(
     context: typer.Context,
     project: Annotated[
-        str, typer.Option(envvar="GPUAAS_PROJECT", help="Without one: all, for admins.")
+        str,
+        typer.Option(envvar="GPUAAS_PROJECT", callback=known, help="Without one: all, for admins."),
     ] = "",
+    state: Annotated[str, typer.Option(help="Only those, such as active or failed.")] = "",
 ) -> None:
     """A project's allocations, or all of them."""
     here = session.of(context)
+    query = {"state": state} if state else {}
     if project:
-        show.rows(here, list(here.client.items(f"/projects/{project}/allocations")), *COLUMNS)
+        found = list(here.client.items(f"/projects/{project}/allocations", **query))
+        show.rows(here, found, *COLUMNS)
         return
-    found = list(here.client.items("/admin/allocations"))
+    found = list(here.client.items("/admin/allocations", **query))
     show.rows(here, found, "id", "project_id", "state", "node_id", "gpu_count", "error.code")
 
 

@@ -44,8 +44,13 @@ def trace(
     show.timeline(here, here.client.get(path, limit=limit)["items"])
 
 
-def scheduling(context: typer.Context, switch: Literal["on", "off"]) -> None:
-    """Sell slices at this site, or none; each node has its own switch besides."""
+def scheduling(
+    context: typer.Context,
+    switch: Annotated[Literal["show", "on", "off"], typer.Argument()] = "show",
+) -> None:
+    """Whether this site sells slices, or set it; each node has its own switch besides."""
     here = session.of(context)
+    path = "/admin/settings/slice-scheduling"
     body = {"enabled": switch == "on"}
-    show.record(here, here.client.put("/admin/settings/slice-scheduling", body))
+    now = here.client.get(path) if switch == "show" else here.client.put(path, body)
+    show.record(here, now)

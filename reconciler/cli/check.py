@@ -17,15 +17,19 @@ def check(context: typer.Context) -> None:
 
     Reads only, beside a service that runs or without one.
     """
+    from reconciler.cli.database import outdated
     from reconciler.settings import Settings
     from reconciler.store import invariants
     from reconciler.store.engine import reading
     from reconciler.store.existing import existing
-    from reconciler.store.migrations import current
+    from reconciler.store.migrations import current, head
 
     here = session.of(context)
     with existing(Settings()) as engine:
         revision = current(engine)
+        if revision != head():
+            # Its tables are not those that the questions are about.
+            raise outdated(revision)
         with reading(engine) as conn:
             found = invariants.check(conn)
     show.rows(here, [vars(violation) for violation in found], "invariant", "subject", "found")

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from reconciler.cli import benchmark, handwork, parityreport, session, show
+from reconciler.cli import approvals, benchmark, handwork, parityreport, session, show
 from reconciler.domain.errors import Problem
 from reconciler.runs.reach import Reach
 
@@ -138,7 +138,7 @@ def transition(
     profile: Profile = "",
     apply: Annotated[bool, typer.Option("--apply", help="Wipe them.")] = False,
     approved: Annotated[
-        Path | None, typer.Option(help="JSON: serial and eui by by-id path, as approved.")
+        Path | None, typer.Option(help="JSON: what a plan showed, as it was approved.")
     ] = None,
     yes: Annotated[
         bool, typer.Option("--yes", help="Do not ask; only with what --approved names.")
@@ -154,7 +154,8 @@ def transition(
     if apply and yes and not approved:
         _refuse_unseen(paths)
     reach, kind = Reach(host, user, port, ssh_key, ssh_config), "node.storage_transition"
-    asked = {"slice_devices": paths, "slice_apply": False}
+    given = _approved(approved) if approved else {}
+    asked = {"slice_devices": paths, "slice_apply": False, "slice_expected": given}
     plan = handwork.work("transition_storage", kind, profile, **asked)
     disks = handwork.play(plan, reach)["devices"]
     columns = ("nvme_device", "kernel_name", "serial", "size_bytes", "mounts", "filesystems")
@@ -165,10 +166,10 @@ def transition(
         show.rows(here, disks, *columns)
         show.line("a plan; nothing was changed. To act: --apply with the paths of nvme_device")
         return
-    expected = _approved(approved) if approved else _identities(disks)
+    expected = given or {disk["nvme_device"]: disk["approval"] for disk in disks}
     if not yes:
         for path, disk in expected.items():
-            show.line(f"to be wiped: {path}  serial {disk['serial']}  eui {disk['eui']}")
+            show.line(approvals.line(path, disk))
         typer.confirm("Everything on these disks is lost. Go on?", abort=True, err=True)
     asked = {"slice_devices": paths, "slice_apply": True, "slice_expected": expected}
     done = handwork.play(handwork.work("transition_storage", kind, profile, **asked), reach)
@@ -249,22 +250,18 @@ def _refuse_unseen(paths: list[str]) -> None:
     raise Problem(
         "approval_missing",
         422,
-        expected="--approved with the serial and EUI of every disk, where nobody is asked",
+        expected="--approved with what a plan showed of every disk, where nobody is asked",
         found=f"--yes and no approval of {', '.join(paths)}",
         remedy="run it without --apply, have what it shows approved, and pass that with --approved;"
         " or leave --yes out and answer",
     )
 
 
-def _identities(disks: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
-    return {disk["nvme_device"]: {"serial": disk["serial"], "eui": disk["eui"]} for disk in disks}
-
-
 def _approved(file: Path) -> dict[str, Any]:
     found = handwork.read_json(
         file,
         "approval_unreadable",
-        "JSON with serial and eui by by-id path",
+        "JSON: the plan with `--output json`, or its approvals by by-id path",
         "save what the plan showed, once it is approved",
     )
-    return dict(found) if isinstance(found, dict) else {}
+    return approvals.by_path(found)

@@ -11,12 +11,15 @@ from typing import Annotated
 import typer
 
 from reconciler.cli import (
+    allocation,
     allocations,
+    apps,
     audit,
     backup,
     capacity,
     check,
     doctor,
+    failures,
     host,
     images,
     login,
@@ -31,7 +34,6 @@ from reconciler.cli import (
     usage,
 )
 from reconciler.cli.session import DEFAULT_API, Output, Session
-from reconciler.domain.errors import Problem
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -44,6 +46,8 @@ app.add_typer(host.app, name="host")
 app.add_typer(slots.app, name="slots")
 app.add_typer(images.app, name="images")
 app.add_typer(projects.app, name="projects")
+app.add_typer(apps.app, name="apps")
+app.add_typer(allocation.app, name="allocation")
 app.add_typer(tasks.app, name="tasks")
 app.add_typer(tokens.app, name="token")
 service.mount(app)
@@ -118,7 +122,10 @@ def main(words: Sequence[str] | None = None) -> None:
     line = hoist(sys.argv[1:] if words is None else words)
     try:
         app(args=line, prog_name="gpuaas")
-    except Problem as problem:
+    except Exception as failure:
+        problem = failures.told(failure)
+        if problem is None:
+            raise
         as_json = "--output=json" in line or ("--output", "json") in itertools.pairwise(line)
         show.failure(Session(output="json" if as_json else "table"), problem)
         raise SystemExit(1) from None

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from reconciler.cli import session, show, waiting
+from reconciler.cli import approvals, session, show, waiting
 from reconciler.domain.errors import Problem
 
 app = typer.Typer(no_args_is_help=True, help="Machines: add, prepare, prove, sell.")
@@ -188,15 +188,19 @@ def transition(
     device: Annotated[list[str], typer.Option(help="By-id path; may be repeated.")],
     apply: Annotated[bool, typer.Option(help="Wipe them; without it a dry run.")] = False,
     yes: Annotated[bool, typer.Option(help="Do not ask.")] = False,
+    filesystem: Annotated[
+        list[str] | None,
+        typer.Option(help="A type that may be lost beside plain shares; may be repeated."),
+    ] = None,
     wait: Wait = True,
 ) -> None:
-    """Take disks over for slots. What is on them is lost when it is applied."""
+    """Take disks over for slots, as the latest discovery saw them. What is on them is lost."""
     here = session.of(context)
     body: dict[str, Any] = {"devices": device, "apply": apply}
     if apply:
-        body["expected"] = _identities(here, node, device)
+        body["expected"] = _seen(here, node, device, filesystem or [])
         for name, disk in body["expected"].items():
-            show.line(f"to be wiped: {name}  serial {disk['serial']}  eui {disk['eui']}")
+            show.line(approvals.line(name, disk))
         if not yes:
             typer.confirm("Everything on these disks is lost. Go on?", abort=True, err=True)
     _task(context, node, "storage-transition", body, wait=wait)
@@ -343,7 +347,9 @@ def _task(
     return ended
 
 
-def _identities(here: session.Session, node: str, devices: list[str]) -> dict[str, dict[str, str]]:
+def _seen(
+    here: session.Session, node: str, devices: list[str], named: list[str]
+) -> dict[str, dict[str, Any]]:
     """What the latest discovery saw under these names; the host compares before it wipes."""
     latest = here.client.get(f"/admin/nodes/{node}/slice-topology/discovery")["document"] or {}
     disks = {row["by_id"]: row for row in latest.get("nvme", []) if row["by_id"]}
@@ -356,10 +362,7 @@ def _identities(here: session.Session, node: str, devices: list[str]) -> dict[st
             found=", ".join(unknown),
             remedy=f"run `gpuaas nodes discover {node}` and use its names",
         )
-    return {
-        name: {"serial": disks[name]["serial"], "eui": disks[name]["eui"] or disks[name]["nguid"]}
-        for name in devices
-    }
+    return {name: approvals.seen(disks[name], named) for name in devices}
 
 
 def _codes(blockers: list[dict[str, str]]) -> str:

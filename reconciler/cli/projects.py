@@ -1,4 +1,4 @@
-"""`gpuaas projects`."""
+"""`gpuaas projects`, and which project a command means."""
 
 from __future__ import annotations
 
@@ -11,11 +11,22 @@ from reconciler.cli import session, show
 app = typer.Typer(no_args_is_help=True, help="Projects: whose allocations they are.")
 
 
+def known(context: typer.Context, given: str) -> str:
+    """The id of the project with this id or name; what nothing has is left for the service."""
+    if not given or context.resilient_parsing:
+        return given
+    found = list(session.of(context).client.items("/projects", limit=1000))
+    # An id first: a name may be what another project has for an id.
+    if given in {row["id"] for row in found}:
+        return given
+    return next((str(row["id"]) for row in found if row["name"] == given), given)
+
+
 @app.command("list")
 def list_projects(context: typer.Context) -> None:
-    """All projects."""
+    """The caller's projects; for an admin all of them."""
     here = session.of(context)
-    show.rows(here, list(here.client.items("/admin/projects")), "id", "name", "created_at")
+    show.rows(here, list(here.client.items("/projects")), "id", "name", "created_at")
 
 
 @app.command()
@@ -24,7 +35,7 @@ def add(
     name: str,
     key: Annotated[str, typer.Option("--id", help="Made when it is left out.")] = "",
 ) -> None:
-    """Add a project."""
+    """Add a project. Commands take its name as well as its id."""
     here = session.of(context)
     body = {"name": name} | ({"id": key} if key else {})
     show.record(here, here.client.post("/admin/projects", body))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import socket
 from types import FrameType
 
 import uvicorn
@@ -13,9 +14,8 @@ from sqlalchemy import Engine
 from reconciler.api.app import create_app
 from reconciler.api.operator import create_operator_app
 from reconciler.cli.database import opened
-from reconciler.service import addresses, logs, process
+from reconciler.service import listener, logs, process
 from reconciler.service.authorities import adopt
-from reconciler.service.listener import operators
 from reconciler.settings import Settings
 
 log = logging.getLogger("gpuaas")
@@ -28,17 +28,19 @@ def serve(*, api_only: bool) -> None:
     """Serve until SIGINT or SIGTERM."""
     settings = Settings()
     logs.configure(settings)
+    with listener.api(settings) as taken:
+        _serve(settings, taken, api_only=api_only)
+
+
+def _serve(settings: Settings, taken: list[socket.socket], *, api_only: bool) -> None:
     engine, revision = opened(settings)
     adopt(settings, engine)
-    host, port = addresses.api(settings)
     app = create_app(settings, engine)
     # A process that serves a site answers for the site: see /readyz.
     app.state.needed = process.NEEDED
     server = uvicorn.Server(
         uvicorn.Config(
             app,
-            host=host,
-            port=port,
             access_log=False,
             log_config=None,
             server_header=False,
@@ -51,11 +53,11 @@ def serve(*, api_only: bool) -> None:
         signal.signal(number, _stop)
     try:
         with (
-            operators(settings, _for_operators(settings, engine)),
+            listener.operators(settings, _for_operators(settings, engine)),
             process.running(settings, engine, api=True, work=not api_only),
         ):
             log.info("database at %s, API on %s", revision, settings.api_url)
-            server.run()
+            server.run(taken)
     finally:
         engine.dispose()
 

@@ -16,6 +16,8 @@ app = typer.Typer(no_args_is_help=True, help="Slots: approve, switch, repair.")
 
 Slot = Annotated[str, typer.Argument(help="The slot's id, or its index on the node.")]
 Reason = Annotated[str, typer.Option(help="Kept in history and audit.")]
+# The last of a history; JSON has all of it.
+SHOWN = 10
 COLUMNS = (
     "slot_index",
     "id",
@@ -33,6 +35,22 @@ def list_slots(context: typer.Context, node: Node) -> None:
     """The node's approved slots."""
     here = session.of(context)
     show.rows(here, list(here.client.items(_path(node))), *COLUMNS)
+
+
+@app.command("show")
+def show_slot(context: typer.Context, node: Node, slot: Slot) -> None:
+    """One slot: what keeps its gate closed, its history, and every proof of its disk."""
+    here = session.of(context)
+    found = here.client.get(f"{_path(node)}/{_id(here, node, slot)}")
+    if here.output == "json":
+        show.document(found)
+        return
+    gate, history, proofs = (found.pop(name) for name in ("gate", "history", "proofs"))
+    show.record(here, found)
+    show.rows(here, gate, "code", "detail")
+    show.line("gate open" if not gate else f"gate closed by {len(gate)}")
+    show.rows(here, history[-SHOWN:], "at", "source", "target", "event", "actor", "reason")
+    show.line(f"{len(proofs)} proofs of its disk; --output json has all of them")
 
 
 @app.command()

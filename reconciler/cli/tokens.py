@@ -1,25 +1,27 @@
-"""`gpuaas token`: API tokens, made directly in the database. This is how the first one is made."""
+"""`gpuaas token`: API tokens.
+
+They are made directly in the database, for the first one has no other way; those that there are
+are listed and revoked by the service, as whoever asks.
+"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from reconciler.cli import show
+from reconciler.cli import session, show
 from reconciler.cli.session import default_token_file
 from reconciler.domain.errors import Problem
 
-app = typer.Typer(no_args_is_help=True, help="API tokens; needs access to the database itself.")
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+app = typer.Typer(no_args_is_help=True, help="API tokens: make, list, revoke.")
 
 RoleName = Literal["platform-admin", "project-member", "node"]
-
-
-@app.callback()
-def _group() -> None:
-    """Keeps `create` a word of its own."""
 
 
 @app.command("create")
@@ -27,12 +29,12 @@ def create(
     *,
     role: Annotated[RoleName, typer.Option()],
     name: Annotated[str, typer.Option(help="Who holds it; audit names it.")],
-    project: Annotated[str, typer.Option(help="For project-member.")] = "",
+    project: Annotated[str, typer.Option(help="For project-member, by id or name.")] = "",
     node: Annotated[str, typer.Option(help="For node.")] = "",
     days: Annotated[int, typer.Option(min=0, help="0: until it is revoked.")] = 0,
     save: Annotated[bool, typer.Option(help="Keep it for this machine's `gpuaas`.")] = False,
 ) -> None:
-    """Print a new token; it is not shown again."""
+    """Print a new token; it is not shown again. Needs access to the database itself."""
     secret = _issue(role, name, project, node, days)
     if save:
         file = default_token_file()
@@ -42,11 +44,28 @@ def create(
         typer.echo(secret)
 
 
+@app.command("list")
+def list_tokens(context: typer.Context) -> None:
+    """All tokens, without their secrets."""
+    here = session.of(context)
+    columns = ("id", "name", "role", "project_id", "node_id", "expires_at", "revoked_at")
+    show.rows(here, list(here.client.items("/admin/tokens")), *columns)
+
+
+@app.command("revoke")
+def revoke(
+    context: typer.Context, token: Annotated[str, typer.Argument(help="Its id, of the list.")]
+) -> None:
+    """From now on it opens nothing."""
+    here = session.of(context)
+    show.record(here, here.client.delete(f"/admin/tokens/{token}"))
+
+
 def _issue(role: RoleName, name: str, project: str, node: str, days: int) -> str:
-    from reconciler.cli.database import opened
+    from reconciler.cli.database import as_it_is
     from reconciler.domain.act import Act
     from reconciler.domain.states import Role
-    from reconciler.store import nodes, projects, tokens
+    from reconciler.store import nodes, tokens
     from reconciler.store.engine import transaction
 
     if bool(project) is not (role == "project-member") or bool(node) is not (role == "node"):
@@ -57,10 +76,10 @@ def _issue(role: RoleName, name: str, project: str, node: str, days: int) -> str
             found=f"role {role}, project {project!r}, node {node!r}",
             remedy="give the option that belongs to the role",
         )
-    engine, _ = opened()
+    engine = as_it_is()
     with transaction(engine) as conn:
         if project:
-            projects.get(conn, project)
+            project = _project_id(conn, project)
         if node:
             nodes.get(conn, node)
         _, secret = tokens.issue(
@@ -74,6 +93,15 @@ def _issue(role: RoleName, name: str, project: str, node: str, days: int) -> str
         )
     engine.dispose()
     return secret
+
+
+def _project_id(conn: Connection, given: str) -> str:
+    from reconciler.store import projects
+
+    every = projects.every(conn)
+    if given not in {row["id"] for row in every}:
+        given = next((row["id"] for row in every if row["name"] == given), given)
+    return str(projects.get(conn, given)["id"])
 
 
 def write_token(file: Path, secret: str) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Annotated
 
 import typer
 
 from reconciler.cli import session, show
+from reconciler.cli.projects import known
 
 COLUMNS = (
     "allocation_id",
@@ -29,9 +31,13 @@ def mount(app: typer.Typer) -> None:
 
 def usage(
     context: typer.Context,
-    start: Annotated[str, typer.Option("--from", help="RFC 3339, with a time zone.")] = "",
-    end: Annotated[str, typer.Option("--to", help="RFC 3339; now if left out.")] = "",
-    project: Annotated[str, typer.Option(help="Of one project.")] = "",
+    start: Annotated[
+        str, typer.Option("--from", help="A date (its beginning in UTC), or RFC 3339.")
+    ] = "",
+    end: Annotated[str, typer.Option("--to", help="The same, not included; or now.")] = "",
+    project: Annotated[
+        str, typer.Option(callback=known, help="Of one project, by id or name.")
+    ] = "",
     member: Annotated[bool, typer.Option(help="As the project's member sees it.")] = False,
     csv: Annotated[bool, typer.Option("--csv", help="A table for programs.")] = False,
 ) -> None:
@@ -39,10 +45,15 @@ def usage(
     here = session.of(context)
     if member and not project:
         raise typer.BadParameter("--member goes with --project")
-    query = {"from": start, "to": end, "project": "" if member else project}
+    query = {"from": _moment(start), "to": _moment(end), "project": "" if member else project}
     query = {name: value for name, value in query.items() if value}
     path = f"/projects/{project}/usage" if member else "/admin/usage"
     if csv:
         sys.stdout.write(here.client.text(path, format="csv", **query))
         return
     show.rows(here, list(here.client.items(path, **query)), *COLUMNS)
+
+
+def _moment(text: str) -> str:
+    """With a time zone, which the service asks for: bills are not to depend on where one types."""
+    return f"{text}T00:00:00Z" if re.fullmatch(r"\d{4}-\d{2}-\d{2}", text) else text

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from reconciler.doctor.finding import Finding, fail, ok, warn
 from reconciler.service.configuration import OTHERS
-from reconciler.settings import PREFIX, Settings, config_file
+from reconciler.settings import PREFIX, Settings, config_file, refused
 
 CHECK = "settings"
 # Names of other programs of this project: the lab, the scripts that hosts run.
@@ -22,15 +22,12 @@ def settings() -> tuple[Settings | None, list[Finding]]:
     found = list(_file())
     try:
         read = Settings()
-    except ValidationError as refused:
-        for error in refused.errors():
-            # Rules about several settings together name them in their text.
-            name = PREFIX + (".".join(map(str, error["loc"])).upper() or "*")
-            # The value may be a secret.
+    except ValidationError as wrong:
+        for name, rule in refused(wrong):
             found.append(
                 fail(
                     CHECK,
-                    f"{name}: {error['msg']}",
+                    f"{name}: {rule}",
                     expected="a value that docs/configuration.md allows",
                     remedy=f"correct {name} in the environment or in {config_file()}",
                 )
@@ -73,6 +70,6 @@ def _closed(failure: OSError) -> Finding:
     return fail(
         CHECK,
         f"{config_file()} cannot be read: {failure.strerror}",
-        expected="a file that the service's user can read",
+        expected="a text file that the service's user can read",
         remedy="give it the service's group and mode 640",
     )

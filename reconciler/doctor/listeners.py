@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from reconciler.doctor.finding import Finding, fail, ok
+from reconciler.doctor.finding import Finding, fail, ok, warn
 from reconciler.domain.errors import Problem
 from reconciler.service import addresses
 from reconciler.service.addresses import Address
@@ -24,3 +24,12 @@ def listeners(settings: Settings) -> Iterator[Finding]:
             yield fail(check, refused.found, expected=refused.expected, remedy=refused.remedy)
             continue
         yield ok(check, "off" if found is None else f"{addresses.told(found)}: {who}")
+    try:
+        yield ok("public_url", f"hosts reach the API at {settings.url_for_hosts}")
+    except Problem as missing:
+        yield warn(
+            "public_url",
+            f"{missing.found}: no host can enrol",
+            expected=missing.expected,
+            remedy=missing.remedy,
+        )

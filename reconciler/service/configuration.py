@@ -34,6 +34,15 @@ OTHERS = {
     f"{PREFIX}API": "Where the commands find the service; http://127.0.0.1:8080 unless set.",
     f"{PREFIX}TOKEN_FILE": "A file with the token that the commands use.",
     f"{PREFIX}PROJECT": "The project that launches belong to unless told otherwise.",
+    f"{PREFIX}OIDC_CLIENT_ID": "What `gpuaas login` calls itself at the provider (docs/access.md).",
+}
+
+
+# What reconciler/shipped.py says where no checkout is.
+_INSTALLED = {
+    "state_dir": "`/var/lib/gpuaas`",
+    "collections_path": "`share/collections` beside the program's `bin`",
+    "profiles_dir": "those of this version",
 }
 
 
@@ -47,14 +56,13 @@ def page() -> str:
 
 def _row(name: str, field: FieldInfo) -> str:
     told = (field.description or "").replace("|", "\\|")
-    return f"| `{PREFIX}{name.upper()}` | {_default(field)} | {_allowed(field)} | {told} |"
+    return f"| `{PREFIX}{name.upper()}` | {_default(name, field)} | {_allowed(field)} | {told} |"
 
 
-def _default(field: FieldInfo) -> str:
+def _default(name: str, field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
     if isinstance(value, Path) and value.is_relative_to(PROJECT):
-        # In a checkout; an installation has its own.
-        return f"`{value.relative_to(PROJECT)}` in the checkout"
+        return f"{_INSTALLED[name]}; in a checkout `{value.relative_to(PROJECT)}`"
     return "unset" if value in (None, "") else f"`{value}`"
 
 

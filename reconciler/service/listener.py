@@ -1,4 +1,4 @@
-"""The operators' listener beside the API's own: another socket, served by a thread of its own."""
+"""The sockets of the API, and of the operators' listener: that is served by a thread of its own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 import uvicorn
 from fastapi import FastAPI
@@ -29,7 +29,7 @@ def operators(settings: Settings, app: FastAPI) -> Iterator[str]:
     if address is None:
         yield ""
         return
-    with closing(_bound(address)) as taken:
+    with closing(_taken(address, "GPUAAS_OPERATOR_LISTEN")) as taken:
         config = uvicorn.Config(
             app,
             access_log=False,
@@ -51,16 +51,41 @@ def operators(settings: Settings, app: FastAPI) -> Iterator[str]:
             thread.join(10)
 
 
-def _bound(address: Address) -> socket.socket:
+@contextmanager
+def api(settings: Settings) -> Iterator[list[socket.socket]]:
+    """The API's sockets, one for each address of its name, until the block ends.
+
+    Taken before anything else starts: a second service on this machine would otherwise lead, and
+    work, until it found the first one's port in use.
+    """
+    host, port = addresses.api(settings)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as failure:
+        raise _unavailable((host, port), "GPUAAS_LISTEN", failure) from failure
+    places = dict.fromkeys(place[4][:2] for place in found)
+    with ExitStack() as taken:
+        yield [
+            taken.enter_context(closing(_taken((str(name), int(number)), "GPUAAS_LISTEN")))
+            for name, number in places
+        ]
+
+
+def _taken(address: Address, setting: str) -> socket.socket:
     """The socket, taken before anything else starts: a service without it would look well."""
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     try:
         return socket.create_server(address, family=family)
     except OSError as failure:
-        raise Problem(
-            "operator_listen_unavailable",
-            503,
-            expected=f"GPUAAS_OPERATOR_LISTEN={addresses.told(address)}, free for us",
-            found=failure.strerror or str(failure),
-            remedy="choose another port, or end what listens there",
-        ) from failure
+        raise _unavailable(address, setting, failure) from failure
+
+
+def _unavailable(address: Address, setting: str, failure: OSError) -> Problem:
+    operators_own = setting == "GPUAAS_OPERATOR_LISTEN"
+    return Problem(
+        "operator_listen_unavailable" if operators_own else "listen_unavailable",
+        503,
+        expected=f"{setting}={addresses.told(address)}, free for us",
+        found=failure.strerror or str(failure),
+        remedy="choose another port, or end what listens there",
+    )

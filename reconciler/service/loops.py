@@ -18,6 +18,7 @@ from reconciler.settings import Settings
 from reconciler.store.leader import Deposed, Lease, led_by
 from reconciler.tasks.drift import ask_hosts
 from reconciler.tasks.enrol import renew_ending
+from reconciler.tasks.managed_key import tend
 from reconciler.tasks.overdue import end_overdue
 from reconciler.tasks.recovery import recover_blocked
 from reconciler.tasks.retention import forget
@@ -39,6 +40,7 @@ LOOPS: tuple[Loop, ...] = (
     Loop("recovery", 10.0, recover_blocked),
     Loop("drift", 10.0, ask_hosts),
     Loop("certificates", 600.0, renew_ending),
+    Loop("apps", 30.0, tend),
     Loop("retention", 600.0, forget),
 )
 

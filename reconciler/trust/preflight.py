@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from reconciler.settings import PROJECT
+from reconciler.shipped import PROJECT
 
 SCRIPT = PROJECT / "scripts/maas/commissioning/50-gpuaas-slice-firmware-preflight.sh"
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from reconciler.runs import contract
+from tests.deployed_machine import ALONE, NEEDS_ROOT
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def play(folder: Path, **variables: Any) -> tuple[int, dict[str, Any]]:
-    """Exit code and slice_result of one run on this machine."""
+def play(folder: Path, *, beside: str = "", **variables: Any) -> tuple[int, dict[str, Any]]:
+    """Exit code and slice_result of one run on this machine, on which only `beside` runs."""
     profile = yaml.safe_load((ROOT / "profiles" / "xe9680l-h200.yml").read_text())
     given = folder / "variables.json"
     defaults = {
@@ -29,7 +32,9 @@ def play(folder: Path, **variables: Any) -> tuple[int, dict[str, Any]]:
     }
     given.write_text(json.dumps(defaults | variables))
     done = subprocess.run(
-        [str(Path(sys.executable).parent / "ansible-playbook"), "-i", "host,", "-e", f"@{given}",
+        [*ALONE, "sh", "-c", f'{beside} exec "$@"', "sh",
+         str(Path(sys.executable).parent / "ansible-playbook"), "-i", "host,",
+         "-e", f"@{given}",
          str(ROOT / "playbooks" / "firmware.yml")],
         capture_output=True, text=True, check=False, cwd=folder,
         env={**os.environ, "ANSIBLE_COLLECTIONS_PATH": str(ROOT / "build" / "collections"),
@@ -41,6 +46,7 @@ def play(folder: Path, **variables: Any) -> tuple[int, dict[str, Any]]:
     return done.returncode, contract.check_result(json.JSONDecoder().decode(told)["slice_result"])
 
 
+@NEEDS_ROOT
 def test_settings_are_applied_and_the_job_is_followed(tmp_path: Path) -> None:
     (tmp_path / "racadm").symlink_to(ROOT / "tests" / "standin" / "racadm")
     state = tmp_path / "racadm-state.json"
@@ -51,3 +57,18 @@ def test_settings_are_applied_and_the_job_is_followed(tmp_path: Path) -> None:
     }  # fmt: skip
     checks = {one["check"]: one["status"] for one in result["evidence"]["preflight"]["checks"]}
     assert checks["bios_settings"] == "PASS" and json.loads(state.read_text())["cycles"] == 1
+
+
+@pytest.mark.covers("HOST-1")
+@NEEDS_ROOT
+def test_a_machine_with_a_guest_on_it_is_not_power_cycled(tmp_path: Path) -> None:
+    (tmp_path / "racadm").symlink_to(ROOT / "tests" / "standin" / "racadm")
+    guest = tmp_path / "qemu-system-x86_64"
+    shutil.copy(shutil.which("sleep") or "", guest)
+    allowed = {"slice_apply": True, "slice_allow_reboot": True}
+    code, result = play(tmp_path, beside=f"{guest} 600 &", **allowed)
+    assert (code, result["ok"]) == (2, False)
+    assert result["error"]["code"] == "host_in_use"
+    assert "qemu-system-x86_64" in result["error"]["found"]
+    calls = json.loads((tmp_path / "racadm-state.json").read_text())["calls"]
+    assert not [call for call in calls if call[0] == "set" or "create" in call]

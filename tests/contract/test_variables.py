@@ -69,12 +69,30 @@ OWN: dict[str, dict[str, Any]] = {
     "firmware": {"slice_apply": True, "slice_allow_reboot": True},
     "bootstrap": {"slice_allow_reboot": True},
     "prepare_runtime": {},
-    "restore_baremetal": {"slice_allow_reboot": True},
+    "restore_baremetal": {
+        "slice_allow_reboot": True,
+        "slice_written_off": [
+            {
+                "slot_id": "slot-1",
+                "fence": 9,
+                "allocation_id": ALLOCATION,
+                "reason": "no disk and no gpu any more",
+            }
+        ],
+    },
     "discover": {},
     "transition_storage": {
         "slice_devices": [DEVICE],
         "slice_apply": True,
-        "slice_expected": {DEVICE: {"serial": "LABNVME0", "eui": EUI}},
+        "slice_expected": {
+            DEVICE: {
+                "serial": "LABNVME0",
+                "eui": EUI,
+                "mounts": ["/share 0"],
+                "filesystems": ["gpt", "ext4"],
+                "signatures": ["ext4@1049656#0f", "gpt@512"],
+            }
+        },
     },
     "bind_topology": {"slice_slots": [bundle()]},
     "parity": {"slice_slots": [bundle(numa_node=-1)], "slice_intent": "slice"},
@@ -112,6 +130,16 @@ OWN: dict[str, dict[str, Any]] = {
         "slice_fence": 4,
         "slice_disks": TENANT_DISKS,
         "slice_baseline": {"accounts": {"root": "0f343b0931126a20"}},
+    },
+    "managed_key": {
+        "slice_allocation": {"id": ALLOCATION, "username": "alice"},
+        "slice_fence": 3,
+        "slice_managed_key": {
+            "instance_id": "7c9e6679-7425-40de-944b-e07fc1f90ae7",
+            "public_key": "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5",
+            "expires_at": 1767225600,
+            "state": "present",
+        },
     },
 }
 
@@ -193,19 +221,35 @@ HOSTILE: list[tuple[str, str, Any]] = [
     ("slice_profile.kernel_arguments.0", "bootstrap", "iommu=pt\ninit=/bin/sh"),
     ("slice_run.correlation_id", "discover", "{{ lookup('pipe','id') }}"),
     ("slice_devices.0", "transition_storage", "/dev/nvme0n1"),
+    (f"slice_expected.{DEVICE}.mounts.0", "transition_storage", "/{{ lookup('pipe','id') }}"),
+    (f"slice_expected.{DEVICE}.mounts.0", "transition_storage", "share0"),
+    (f"slice_expected.{DEVICE}.filesystems.0", "transition_storage", "ext4; reboot"),
+    (f"slice_expected.{DEVICE}.signatures.0", "transition_storage", "ext4@x"),
     ("slice_apply", "firmware", "yes"),
     ("slice_restore_fstab", "restore_baremetal", "yes"),
+    ("slice_written_off.0.slot_id", "restore_baremetal", "../machine"),
+    ("slice_written_off.0.allocation_id", "restore_baremetal", ""),
+    ("slice_written_off.0.reason", "restore_baremetal", "{{ lookup('pipe','id') }}"),
     ("slice_allocation.username", "release_baremetal", "../root"),
     ("slice_disks.0.slot_id", "release_baremetal", "slot-1"),
     ("slice_fence", "release_baremetal", 0),
     ("slice_certificate", "renew_certificate", "ssh-ed25519-cert-v01@openssh.com A\nssh-rsa B"),
+    (
+        "slice_managed_key.public_key",
+        "managed_key",
+        'command="id" ssh-ed25519 AAAAC3NzaC1lZDI1NTE5',
+    ),
+    ("slice_managed_key.public_key", "managed_key", "ssh-ed25519 AAAAC3Nz\nssh-rsa AAAAB3Nz"),
+    ("slice_managed_key.instance_id", "managed_key", "x\nssh-rsa AAAA"),
+    ("slice_managed_key.state", "managed_key", "purged"),
 ]
 
 
 @pytest.mark.parametrize(("field", "playbook", "value"), HOSTILE)
 def test_bad_values_are_refused_by_name(field: str, playbook: str, value: Any) -> None:
     document: Any = variables(playbook)
-    *way, last = [int(part) if part.isdigit() else part for part in field.split(".")]
+    words = field.replace(DEVICE, "DEVICE").split(".")
+    *way, last = [DEVICE if w == "DEVICE" else int(w) if w.isdigit() else w for w in words]
     place = document
     for part in way:
         place = place[part]

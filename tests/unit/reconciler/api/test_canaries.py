@@ -14,11 +14,11 @@ import sqlalchemy as sa
 from reconciler.api import contract
 from reconciler.domain.bundle import Bundle
 from reconciler.domain.states import TaskState
-from reconciler.store import discoveries, outcomes, tasks
+from reconciler.store import apps, discoveries, outcomes, tables, tasks
 from reconciler.store.engine import transaction
 from reconciler.store.tables import nodes, slots
 from tests.unit.reconciler.api.test_launches import BODY, PATH, activate, launch
-from tests.unit.reconciler.api.world import ACT, NODE, World, discovery
+from tests.unit.reconciler.api.world import ACT, KEY, NODE, World, discovery
 
 PLANTED = {
     "address": "canary-transport.invalid",
@@ -99,6 +99,8 @@ def test_a_member_is_told_nothing_of_the_host(selling: World) -> None:
     member.ask("POST", f"{PATH}/{first}/release")
     activate(selling, second)
     assert member.look(second)["connection"]["host"] == "gate.example"
+    deploy(selling, member, second)
+    assert [row["id"] for row in member.ask("GET", "projects")["items"]] == ["demo"]
     member.ask("POST", f"{PATH}/{second}/release")
     member.look(second)
     member.ask("GET", f"admin/nodes/{NODE}/resource-slots")
@@ -108,6 +110,27 @@ def test_a_member_is_told_nothing_of_the_host(selling: World) -> None:
         found = [canary for canary in planted if canary in body + str(answer.headers).lower()]
         assert not found, (str(answer.request.url), answer.status_code, found, body)
     assert used(member.answers) == permitted()
+
+
+def deploy(world: World, member: Watch, allocation_id: str) -> None:
+    """An application on it, whose controller and whose operations say what no tenant is told."""
+    at = "projects/demo/app-instances"
+    body = {"slug": "slurm-reference", "name": "s", "managed_key": KEY}
+    body["controller_allocation_id"] = allocation_id
+    made = member.ask("POST", at, json=body, headers={"Idempotency-Key": "app"})
+    planted = {"phase": "up", "host": PLANTED["address"], "bmc": BMC, "gpu": ERROR["expected"]}
+    with transaction(world.engine) as conn:
+        (row,) = apps.members(conn, made["id"])
+        apps.reported(conn, row["id"], planted, ACT, ready=False)
+        failure = sa.update(tables.app_operations).values(failure=ERROR)
+        conn.execute(failure)
+    own = f"{at}/{made['id']}"
+    for path in (at, own, f"{own}/members", f"{own}/member-operations"):
+        member.ask("GET", path)
+    headers = {"Idempotency-Key": "ssh"}
+    member.ask("POST", f"{own}/bootstrap-ssh/reconcile", headers=headers)
+    member.ask("POST", f"{own}/stop")
+    assert member.ask("GET", f"{own}/members")["items"][0]["adapter_detail"]["phase"] == "up"
 
 
 def used(answers: list[httpx.Response]) -> set[str]:

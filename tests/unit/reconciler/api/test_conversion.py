@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from reconciler.domain.states import SlotState
+from reconciler.domain.states import SlotState, TaskKind
+from reconciler.runs import contract
 from reconciler.runs.collect import Outcome
-from reconciler.store import allocations, nodes, outcomes, recovery
+from reconciler.store import allocations, discoveries, nodes, outcomes, recovery, slots, tasks
 from reconciler.store.engine import transaction
 from reconciler.tasks.registry import HANDLERS
 from reconciler.tasks.settle import settle
@@ -66,6 +67,40 @@ def test_asking_again_goes_on_with_the_conversion(selling: World) -> None:
     assert mode(selling) == "converting_to_baremetal"
     other = admin.post(PATH, json={"to": "slice"})
     assert (other.status_code, other.json()["code"]) == (409, "transition_refused")
+
+
+def test_a_dead_slot_goes_to_the_host_with_the_conversion(selling: World) -> None:
+    """Its last tenant never gave its lease back: nothing there can be wiped any more."""
+    key = launch(selling).json()["id"]
+    why = ACT.because("{{ lookup('pipe', 'id') }}: given up")
+    with transaction(selling.engine) as conn:
+        outcomes.provision_started(conn, key, ACT)
+        error = {"code": "readiness_failed", "found": "no lease"}
+        outcomes.provision_failed(conn, key, ACT, step="slice_ready", error=error)
+        (slot,) = recovery.held_slots(conn, key)
+        document = discovery()
+        alive = [one for one in document["nvme"] if one["identity"] != slot["nvme_identity"]]
+        discoveries.record(conn, NODE, {**document, "nvme": alive}, ACT)
+        dead = slots.withdraw(conn, slot["id"], why)
+        (kept,) = slots.of_node(conn, NODE)
+        # One that was free is withdrawn as well: the host holds nothing of it.
+        slots.withdraw(conn, slots.disable(conn, kept["id"], ACT)["id"], ACT)
+    selling.client("admin").post(PATH, json={"to": "baremetal"})
+    with transaction(selling.engine) as conn:
+        (task,) = tasks.every(conn, kind=TaskKind.NODE_CONVERT)
+        work = open_work(conn, selling.settings, task)
+        given = HANDLERS["node.convert"].variables(work)
+    run = dict.fromkeys(("id", "task_id", "kind", "node_id", "correlation_id"), "1")
+    whole = {"slice_run": run, "slice_profile": work.profile, **given}
+    contract.check_vars("restore_baremetal", whole)
+    assert given["slice_written_off"] == [
+        {
+            "slot_id": dead["id"],
+            "fence": dead["fence"],
+            "allocation_id": key,
+            "reason": "no disk any more",
+        }
+    ]
 
 
 def test_a_canceled_conversion_is_asked_for_again(selling: World) -> None:

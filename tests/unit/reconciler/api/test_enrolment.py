@@ -81,6 +81,17 @@ def test_a_pinned_ca_goes_into_the_userdata(
     assert (tmp_path / "ca.pem").read_text() in issued["userdata"]
 
 
+@pytest.mark.parametrize("listen", ["127.0.0.1:8080", "0.0.0.0:8080", "[::]:8080"])
+def test_no_userdata_with_an_address_that_only_this_machine_has(new: World, listen: str) -> None:
+    new.settings = new.settings.model_copy(update={"public_url": "", "listen": listen})
+    refused = new.client("admin").post(f"admin/nodes/{NODE}/enrollment-token")
+    assert (refused.status_code, refused.json()["code"]) == (409, "public_url_missing")
+    said = {"public_url": f"http://{listen}"}
+    new.settings = new.settings.model_copy(update=said)
+    meant = new.client("admin").post(f"admin/nodes/{NODE}/enrollment-token")
+    assert f"http://{listen}" in meant.json()["userdata"], "said outright, it is meant"
+
+
 def test_a_token_is_good_once(new: World) -> None:
     sent = body(new)
     with ThreadPoolExecutor(4) as pool:

@@ -18,6 +18,7 @@ from reconciler.store.migrations import migrate
 from tests.postgresql import running
 from tests.unit.reconciler.api.conformity import Client
 from tests.unit.reconciler.api.test_launches import launch
+from tests.unit.reconciler.api.test_security import app_instance
 from tests.unit.reconciler.api.world import NODE, World
 
 # Of every operation as every role. More find more; these take seconds.
@@ -51,6 +52,7 @@ def known_in(selling: World) -> dict[str, str]:
         "allocation_id": made["id"],
         "slot_id": admin.get(f"admin/nodes/{NODE}/resource-slots").json()["items"][0]["id"],
         "task_id": admin.get("admin/tasks").json()["items"][0]["id"],
+        "app_instance_id": app_instance(selling),
     }
 
 

@@ -32,6 +32,20 @@ def test_add_show_change(new: World) -> None:
 
 
 @pytest.mark.covers("HOST-7")
+@pytest.mark.covers("CTRL-1")
+def test_a_change_of_nothing_is_none(new: World) -> None:
+    """Its ETag stays good for whoever decided on it."""
+    admin = new.client("admin")
+    before = admin.get(f"admin/nodes/{NODE}").json()
+    for body in ({}, {"pool": before["pool"], "port": before["port"]}):
+        answer = admin.patch(f"admin/nodes/{NODE}", json=body)
+        assert (answer.status_code, answer.json()["generation"]) == (200, before["generation"])
+    answer = admin.patch(f"admin/nodes/{NODE}", json={"pool": "p2", "port": before["port"]})
+    assert answer.json()["generation"] == before["generation"] + 1
+    (told,) = admin.get("admin/audit", params={"action": "admin.node.changed"}).json()["items"]
+    assert set(told["detail"]) == {"pool"}
+
+
 def test_a_nodes_own_place_on_the_fabric(new: World) -> None:
     admin = new.client("admin")
     own = {"fabric_interface": "ibp65s0", "fabric_address": "10.20.0.7/16"}

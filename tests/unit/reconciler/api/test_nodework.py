@@ -16,6 +16,11 @@ from tests.unit.reconciler.api.world import IMAGE, NODE, World
 
 DISK = "/dev/disk/by-id/nvme-eui.5e0000000000a000"
 IDENTITY = {"serial": "LABNVME0", "eui": "5e0000000000a000"}
+APPROVAL = IDENTITY | {
+    "mounts": ["/share 0"],
+    "filesystems": ["gpt", "ext4"],
+    "signatures": ["ext4@1049656#0f"],
+}
 
 
 @pytest.mark.covers("CTRL-8")
@@ -39,6 +44,12 @@ IDENTITY = {"serial": "LABNVME0", "eui": "5e0000000000a000"}
             {"devices": [DISK], "apply": True, "expected": {DISK: IDENTITY}},
             "node.storage_transition",
             {"devices": [DISK], "apply": True, "expected": {DISK: IDENTITY}},
+        ),
+        (
+            "storage-transition",
+            {"devices": [DISK], "apply": True, "expected": {DISK: APPROVAL}},
+            "node.storage_transition",
+            {"devices": [DISK], "apply": True, "expected": {DISK: APPROVAL}},
         ),
     ],
 )

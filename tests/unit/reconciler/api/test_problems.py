@@ -51,6 +51,24 @@ def test_a_bad_request_names_fields_but_not_values(new: World) -> None:
     assert "canary-4711" not in answer.text
 
 
+@pytest.mark.covers("CTRL-1")
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        (b'{"name": ', 422),
+        (b'{"name": "canary-\xff"}', 400),
+        (b"[" * 100_000, 400),
+        (b'{"name": ' + b"9" * 5000 + b"}", 400),
+    ],
+    ids=["cut", "no utf-8", "deep", "long number"],
+)
+def test_a_body_that_is_no_json_is_called_that(new: World, content: bytes, status: int) -> None:
+    headers = {"Content-Type": "application/json"}
+    answer = new.client("admin").post("admin/projects", content=content, headers=headers)
+    assert (answer.status_code, answer.json()["code"]) == (status, "request_invalid")
+    assert "JSON" in answer.json()["detail"] and "canary" not in answer.text
+
+
 def test_unknown_routes_and_verbs(new: World) -> None:
     admin = new.client("admin")
     assert admin.get("nothing").json()["code"] == "route_not_found"

@@ -11,11 +11,11 @@ import sqlalchemy as sa
 
 from reconciler.api import contract
 from reconciler.domain.states import Role
-from reconciler.store import tokens
+from reconciler.store import apps, tokens
 from reconciler.store.engine import transaction
 from reconciler.store.tables import api_tokens
 from tests.unit.reconciler.api.refusals import kept
-from tests.unit.reconciler.api.test_launches import launch
+from tests.unit.reconciler.api.test_launches import activate, launch
 from tests.unit.reconciler.api.world import ACT, NODE, World
 
 pytestmark = pytest.mark.covers("CTRL-10")
@@ -47,12 +47,24 @@ def names(selling: World) -> dict[str, str]:
         "node_id": NODE,
         "project_id": "demo",
         "allocation_id": made["id"],
+        "app_instance_id": app_instance(selling),
         "slot_id": admin.get(f"admin/nodes/{NODE}/resource-slots").json()["items"][0]["id"],
         "task_id": admin.get("admin/tasks").json()["items"][0]["id"],
         "token_id": admin.get("admin/tokens").json()["items"][0]["id"],
         "action": "disable",
         "correlation_id": made["id"],
     }
+
+
+def app_instance(world: World) -> str:
+    """Over an allocation of its own, which the project can use."""
+    mine = launch(world, "for-an-app").json()["id"]
+    activate(world, mine)
+    with transaction(world.engine) as conn:
+        wish = apps.NewApp(
+            project_id="demo", slug="slurm-reference", name="s", managed_key="k", controller_id=mine
+        )
+        return str(apps.create(conn, wish, ACT)["id"])
 
 
 @pytest.fixture
@@ -84,7 +96,9 @@ def test_the_contract_names_who_may_use_what() -> None:
     assert {one[2]["operationId"] for one in operations() if not roles(one[2])} == OPEN
     assert len(CLOSED) > 45
     for _, path, operation in CLOSED:
-        members = {"project-member"} if "{project_id}" in path else set()
+        # Of a project's own, and which projects the caller has.
+        shared = "{project_id}" in path or path == "/api/v1/projects"
+        members = {"project-member"} if shared else set()
         wanted = {"platform-admin"} | members
         assert roles(operation) == wanted, path
 
@@ -133,23 +147,25 @@ def test_the_right_role_opens_what_there_is_to_read(selling: World, names: dict[
 def test_other_projects_are_not_there(selling: World, names: dict[str, str]) -> None:
     before, stranger = kept(selling), selling.client("stranger")
     missing = names | {"project_id": "none"}
-    unknown = names | {"project_id": "other", "allocation_id": "none"}
+    unknown = names | {"project_id": "other", "allocation_id": "none", "app_instance_id": "none"}
     mine = names | {"project_id": "other"}
     bodies = {"allocations_create": {"username": "x", "ssh_keys": [], "hostname": "x"}}
+    keyed = {"Idempotency-Key": "k"}
     shared = [one for one in CLOSED if "{project_id}" in one[1]]
     assert len(shared) >= 4
     for verb, path, operation in shared:
-        send = partial(stranger.request, verb, json=bodies.get(operation["operationId"]))
+        given = bodies.get(operation["operationId"])
+        send = partial(stranger.request, verb, json=given, headers=keyed)
 
         assert ask(send, path, names) == ask(send, path, missing) == (404, "project_not_found"), (
             verb,
             path,
         )
-        if "{allocation_id}" in path:
-            # Another project's allocation in the own project: as if it did not exist.
-            assert (
-                ask(send, path, mine) == ask(send, path, unknown) == (404, "allocation_not_found")
-            ), (verb, path)
+        for name in ("allocation", "app_instance"):
+            if f"{{{name}_id}}" in path:
+                # Another project's in the own project: as if it did not exist.
+                answer = (404, f"{name}_not_found")
+                assert ask(send, path, mine) == ask(send, path, unknown) == answer, (verb, path)
     assert kept(selling) == before
     assert selling.client("admin").get("projects/none/allocations").status_code == 404
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,65 @@ def test_tasks_and_audit(selling: World, gpuaas: Gpuaas, launched: dict[str, Any
     gpuaas("tasks", "watch", task["id"])
     assert (gpuaas.status, "error: canceled" in gpuaas.err) == (1, True)
     assert "admin.task.canceled" in gpuaas("audit", "--subject", task["id"])
+
+
+@pytest.mark.covers("CTRL-7")
+def test_one_allocation(
+    selling: World, gpuaas: Gpuaas, launched: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = launched["id"]
+    assert NODE in gpuaas.at(selling)("allocation", "show", key)
+    mine = gpuaas.at(selling, "member")("allocation", "show", key, "--project", "demo")
+    assert (key in mine, NODE in mine) == (True, False)
+    for state, count in (("requested", 1), ("active", 0)):
+        words = ("allocations", "--state", state, "--output", "json")
+        assert len(json.loads(gpuaas.at(selling)(*words))) == count
+        assert len(json.loads(gpuaas(*words, "--project", "demo"))) == count
+    gpuaas("allocation", "force-release", key, "--reason", "gone", "--yes")
+    assert (gpuaas.status, "error: " in gpuaas.err) == (1, True), "its host answers"
+    monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
+    gpuaas("allocation", "force-release", key, "--reason", "gone")
+    assert (gpuaas.status, "Go on?" in gpuaas.err) == (1, True)
+
+
+def test_a_launch_says_where_and_from_what(
+    selling: World, gpuaas: Gpuaas, launched: dict[str, Any], tmp_path: Path
+) -> None:
+    words = ("launch", "--project", "demo", "--image", "base", "--key", str(tmp_path / "key.pub"))
+    gpuaas.at(selling, "member")(*words, "--pool", "elsewhere", "--no-wait", "--output", "json")
+    assert json.loads(gpuaas.err)["explanation"]["reasons"]["other_pool"]
+    gpuaas(*words, "--image-version", "9", "--no-wait", "--output", "json")
+    assert json.loads(gpuaas.err)["code"] == "image_not_found"
+    gpuaas(*words, "--image-version", "2", "--pool", "default", "--no-wait")
+    assert gpuaas.status == 0, gpuaas.err
+
+
+def test_a_project_by_its_name(
+    selling: World, gpuaas: Gpuaas, launched: dict[str, Any], tmp_path: Path
+) -> None:
+    made = gpuaas.at(selling)("projects", "add", "team-a", "--output", "json")
+    key = json.loads(made)["id"]
+    assert key != "team-a"
+    words = ("launch", "--image", "base", "--key", str(tmp_path / "key.pub"), "--no-wait")
+    gpuaas(*words, "--project", "team-a", "--output", "json")
+    assert gpuaas.status == 0, gpuaas.err
+    assert json.loads(gpuaas.out)["project_id"] == key
+    assert len(json.loads(gpuaas("allocations", "--project", "team-a", "--output", "json"))) == 1
+    gpuaas("usage", "--project", "team-a")
+    assert gpuaas.status == 0, gpuaas.err
+    gpuaas("allocations", "--project", "nobody")
+    assert (gpuaas.status, "project_not_found" in gpuaas.err) == (1, True)
+    # A name that is another's id means that other.
+    gpuaas("projects", "add", "other-name", "--id", "team-b")
+    gpuaas("projects", "add", "team-b", "--id", "p-9")
+    gpuaas(*words, "--project", "team-b", "--output", "json")
+    assert "no_capacity" in gpuaas.err or json.loads(gpuaas.out)["project_id"] == "team-b"
+
+
+@pytest.mark.covers("CTRL-10")
+def test_a_members_projects(new: World, gpuaas: Gpuaas) -> None:
+    found = json.loads(gpuaas.at(new, "member")("projects", "list", "--output", "json"))
+    assert [row["name"] for row in found] == ["demo"]
 
 
 def test_projects(new: World, gpuaas: Gpuaas) -> None:

@@ -14,11 +14,16 @@ import pytest
 from reconciler.benchmark import document
 from reconciler.cli import benchmark
 from reconciler.cli.main import hoist
+from tests.unit.reconciler.api.test_launches import activate, launch
+from tests.unit.reconciler.api.world import NODE, World
 from tests.unit.reconciler.benchmark.conftest import made, tree
 from tests.unit.reconciler.benchmark.test_compare import BARE, SLICE, vm
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
 SCRIPT = Path(__file__).resolve().parents[4] / "scripts" / "ops" / "gpuaas_benchmark_capture.sh"
+
+
+TINY = dataclasses.replace(benchmark._QUICK, cpu_steps=10_000, memory_bytes=1 << 20)
 
 
 @pytest.fixture
@@ -66,8 +71,7 @@ def test_the_script_with_the_flags_of_the_seed(tmp_path: Path) -> None:
 
 
 def test_capture_here(gpuaas: Gpuaas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    quick = dataclasses.replace(benchmark._QUICK, cpu_steps=10_000, memory_bytes=1 << 20)
-    monkeypatch.setattr(benchmark, "_QUICK", quick)
+    monkeypatch.setattr(benchmark, "_QUICK", TINY)
     output = tmp_path / "a.json"
     words = ("host", "benchmark", "capture", "--label", "a", "--tuning", "network", "--quick")
     gpuaas(*words, "--output", str(output))
@@ -141,6 +145,121 @@ def test_gate(gpuaas: Gpuaas, saved: Any) -> None:
     assert gpuaas.status == 1
     gpuaas("host", "benchmark", "gate", off, good, "--without", "sound")
     assert "probe_unknown" in gpuaas.err
+    gpuaas("host", "benchmark", "gate", off, good, "--vcpus", "24", "--vcpus", "12")
+    assert (gpuaas.status, "no capture with tuning network" in gpuaas.out) == (1, True)
+
+
+def test_the_matrix_from_the_machine_to_the_verdict(
+    gpuaas: Gpuaas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real captures over numbers of CPUs and tuning, which is only a label and is found out."""
+    monkeypatch.setattr(benchmark, "_QUICK", TINY)
+    usable = os.sched_getaffinity(0)
+    counts = sorted({1, len(usable)})
+    files = []
+    try:
+        for count in counts:
+            os.sched_setaffinity(0, set(sorted(usable)[:count]))
+            for tuning in ("off", "network"):
+                files.append(str(tmp_path / f"{tuning}-{count}.json"))
+                words = ["--label", f"{tuning}-{count}", "--tuning", tuning, "--kind", "host"]
+                words += ["--vcpus", str(count), "--quick", "--output", files[-1]]
+                gpuaas("host", "benchmark", "capture", *words)
+                assert gpuaas.status == 0, gpuaas.err
+    finally:
+        os.sched_setaffinity(0, usable)
+    words = [word for count in counts for word in ("--vcpus", str(count))]
+    words += [word for probe in ("disk", "rdma", "gpu", "vllm") for word in ("--without", probe)]
+    gpuaas("host", "benchmark", "gate", *files, *words, "--output", "json")
+    (found,) = json.loads(gpuaas.out)
+    assert [(cell["kind"], cell["vcpus"]) for cell in found["cells"]] == [
+        ("host", count) for count in counts
+    ]
+    for cell in found["cells"]:
+        assert cell["verdict"] in ("worse", "incomplete")
+        assert any("no setting of the machine differs" in why for why in cell["open"])
+    assert (gpuaas.status, found["passes"]) == (1, False)
+
+
+def _ssh(folder: Path, body: str) -> Path:
+    """A stand-in for ssh; the words of its last call come to the file beside it."""
+    ssh = folder / "ssh"
+    ssh.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >"{folder}/words"\n{body}\n')
+    ssh.chmod(0o755)
+    return folder / "words"
+
+
+def test_through_another_machine(
+    gpuaas: Gpuaas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = _ssh(tmp_path, "exit 255")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("GPUAAS_STATE_DIR", str(tmp_path / "state"))
+    words = ["host", "benchmark", "capture", "--label", "a", "--output", str(tmp_path / "a.json")]
+    gpuaas(*words, "--via", "ubuntu@j22u15")
+    assert "host_missing" in gpuaas.err
+    gpuaas(*words, "--via", "a b", "--host", "10.100.0.10")
+    assert "via_invalid" in gpuaas.err
+    words += ["--host", "10.100.0.10", "--user", "gpuuser", "--via", "ubuntu@j22u15:2222"]
+    gpuaas(*words)
+    assert (gpuaas.status, "target_unreachable" in gpuaas.err) == (1, True)
+    (carrier,) = (line for line in said.read_text().splitlines() if "ProxyCommand=" in line)
+    assert "-p 2222 -l ubuntu -W '[%h]:%p' -- j22u15" in carrier
+    assert "StrictHostKeyChecking=yes" in carrier and "HostKeyAlias" not in carrier
+    # With the node's id it is the host that has to show its certificate, not the guest.
+    gpuaas(*words, "--node-id", "node-1")
+    lines = said.read_text().splitlines()
+    (carrier,) = (line for line in lines if "ProxyCommand=" in line)
+    assert "HostKeyAlias=node-1" in carrier
+    assert "HostKeyAlias=node-1" not in lines
+
+
+def test_the_machine_of_an_allocation(
+    selling: World, gpuaas: Gpuaas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything about the way is the reconciler's to know; the key is what the console showed."""
+    monkeypatch.setattr(benchmark, "_QUICK", TINY)
+    key = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAILw6MHUfBS0BkklFB8Qsked8rLaWhYoJ7HQ8JG+KpgdX"
+    (tmp_path / "console").write_text(
+        "-----BEGIN SSH HOST KEY KEYS-----\r\n"
+        f"{key} root@slice\r\n-----END SSH HOST KEY KEYS-----\r\n"
+    )
+    said = _ssh(
+        tmp_path,
+        'for last; do :; done\ncase "$last" in\n'
+        f'  *head*) cp "{tmp_path}/words" "{tmp_path}/asked"; exec cat "{tmp_path}/console" ;;\n'
+        "esac\n"
+        'for word; do case "$word" in UserKnownHostsFile=*) file=${word#*\\"} ;; esac; done\n'
+        f'cp "${{file%\\"}}" "{tmp_path}/trusted"\n'
+        'exec sh -c "$last"',
+    )
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("GPUAAS_STATE_DIR", str(tmp_path / "state"))
+    output = tmp_path / "a.json"
+    launched = launch(selling).json()["id"]
+    words = ["host", "benchmark", "capture", "--label", "vm", "--kind", "vm", "--quick"]
+    words += ["--output", str(output), "--allocation", launched]
+    gpuaas.at(selling)(*words)
+    assert (gpuaas.status, "no_slice_vm" in gpuaas.err) == (1, True), "it is not there yet"
+    activate(selling, launched)
+    gpuaas(*words, "--host", "192.0.2.1")
+    assert (gpuaas.status, "way_ambiguous" in gpuaas.err) == (1, True)
+    gpuaas(*words)
+    assert gpuaas.status == 0, gpuaas.err
+    assert document.load(output)["label"] == "vm"
+    domain = f"gpuaas-slice-{launched.replace('-', '')}"
+    shown = selling.client("admin").get(f"admin/allocations/{launched}").json()
+    asked = (tmp_path / "asked").read_text()
+    assert f"/var/log/libvirt/qemu/{domain}-console.log" in asked
+    assert f"HostKeyAlias={NODE}" in asked and "192.0.2.7" in asked
+    lines = said.read_text().splitlines()
+    assert {"StrictHostKeyChecking=yes", f"HostKeyAlias={domain}"} <= set(lines)
+    assert (tmp_path / "trusted").read_text() == f"{domain} {key}\n"
+    address, program = lines[-2:]
+    assert (address, program) == (shown["claims"][0]["private_ip"], "python3 -I -B -")
+    assert lines[lines.index("-l") + 1] == shown["username"]
+    (carrier,) = (line for line in lines if "ProxyCommand=" in line)
+    assert f"HostKeyAlias={NODE}" in carrier and carrier.endswith("-- 192.0.2.7")
 
 
 def test_a_captures_output_is_its_own() -> None:

@@ -36,6 +36,7 @@ def sound(selling: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch) -> Wo
         processes.beat(conn, "p1", ["api", "worker", "loops"], host="h", pid=1, version="1")
         leader.campaign(conn, leader.LOOPS, "p1", 3600)
     monkeypatch.setenv("GPUAAS_STATE_DIR", str(folder))
+    monkeypatch.setenv("GPUAAS_PUBLIC_URL", "https://gpuaas.example")
     monkeypatch.setattr(folders, "_LITTLE_GIB", 0)
     monkeypatch.setattr(folders, "_LEAST_GIB", 0)
     return selling
@@ -139,6 +140,8 @@ def test_a_fault_is_named(
         ("GPUAAS_COLLECTIONS_PATH", "{empty}", "collection", "any playbook"),
         ("GPUAAS_PROFILES_DIR", "{empty}", "profiles", "none in"),
         ("GPUAAS_DATABASE_URL", "postgresql+psycopg://u:canary-pw@/x?host={empty}", "database", ""),
+        ("GPUAAS_DATABASE_URL", "postgres://u:canary-pw@/x?host={empty}", "database", ""),
+        ("GPUAAS_DATABASE_URL", "mysql://u:canary-pw@h/x", "settings", "GPUAAS_DATABASE_URL"),
         ("GPUAAS_LOG_FORMAT", "canary-xml", "settings", "GPUAAS_LOG_FORMAT"),
         ("GPUAAS_LISTN", "127.0.0.1:1", "settings", "no setting"),
         ("GPUAAS_LISTEN", "8080", "listen", "8080"),
@@ -163,6 +166,24 @@ def test_a_wrong_setting_is_named(
     assert list(said) == [check]
     assert found in said[check]["found"]
     assert "canary" not in gpuaas.out
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:8080", "0.0.0.0:80", "[::]:8080", "localhost:80"])
+def test_an_api_that_no_host_reaches_is_named(
+    sound: World, doctor: Doctor, monkeypatch: pytest.MonkeyPatch, listen: str
+) -> None:
+    monkeypatch.delenv("GPUAAS_PUBLIC_URL")
+    monkeypatch.setenv("GPUAAS_LISTEN", listen)
+    assert {name: one["status"] for name, one in doctor().items()} == {"public_url": "warn"}
+    monkeypatch.setenv("GPUAAS_LISTEN", "192.0.2.1:8080")
+    assert doctor() == {}
+
+
+def test_what_only_commands_read_is_no_misspelt_setting(
+    sound: World, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUAAS_OIDC_CLIENT_ID", "gpuaas-cli")
+    assert doctor() == {}
 
 
 def test_the_file_of_settings_is_looked_at(

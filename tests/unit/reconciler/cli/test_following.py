@@ -40,9 +40,10 @@ def test_out_of_use_and_back(selling: World, gpuaas: Gpuaas) -> None:
         run("nodes", verb, NODE, "--reason", "a new disk", "--output", "json")
         found = json.loads(gpuaas.out)
         assert (found["state"], found["state_reason"]) == (state, "a new disk")
-    lines = run("nodes", "timeline", NODE, "--limit", "8").splitlines()
-    assert "draining -> maintenance (maintain by admin:admin): a new disk" in " ".join(lines)
-    assert "ready" in lines[-1] or "resume" in lines[-1]
+    told = run("nodes", "timeline", NODE, "--limit", "20")
+    assert "draining -> maintenance (maintain by admin:admin): a new disk" in told
+    assert "maintenance -> ready (resume by admin:admin): a new disk" in told
+    assert told.index("available -> disabled") < told.rindex("disabled -> available")
     run("nodes", "retire", NODE, "--reason", "sold", "--yes")
     assert "transition_refused" in gpuaas.err
 

@@ -33,6 +33,13 @@ DISK = {
     "size_bytes": 4 << 30,
     "mounts": ["/share0"],
     "filesystems": {"nvme0n1p1": "ext4"},
+    "approval": {
+        "serial": "LABNVME0",
+        "eui": "5e0000000000a000",
+        "mounts": ["/share0"],
+        "filesystems": ["ext4"],
+        "signatures": ["ext4@1049656#0f"],
+    },
 }
 
 # Answers with the next report of a list; what they say is the test's.
@@ -262,7 +269,8 @@ def test_applying_carries_the_identities_that_the_plan_showed(
     assert (gpuaas.status, "manifest: /var/log/m.json" in gpuaas.err) == (0, True)
     act = played.works[1].variables
     assert act["slice_apply"] is True
-    assert act["slice_expected"] == {DEVICE: {"serial": "LABNVME0", "eui": "5e0000000000a000"}}
+    assert "mounted on /share0  carries ext4" in gpuaas.err
+    assert act["slice_expected"] == {DEVICE: DISK["approval"]}
 
 
 @pytest.mark.covers("HOST-9")
@@ -295,7 +303,19 @@ def test_an_approval_from_a_file_is_what_counts(
     played.evidence = [{"devices": [DISK]}, {"devices": [], "manifest": ""}]
     words = ["--profile", "lab", "--apply", "--devices", DEVICE, "--approved", str(file), "--yes"]
     gpuaas("host", "transition", *words)
-    assert played.works[1].variables["slice_expected"] == approved
+    assert [work.variables["slice_expected"] for work in played.works] == [approved, approved]
+
+
+@pytest.mark.covers("HOST-9")
+def test_a_plan_that_was_saved_is_an_approval(
+    gpuaas: Gpuaas, played: Played, tmp_path: Path
+) -> None:
+    played.evidence = [{"devices": [DISK]}, {"devices": [DISK]}, {"devices": [], "manifest": ""}]
+    words = ["host", "transition", "--profile", "lab", "--devices", DEVICE]
+    file = tmp_path / "approved.json"
+    file.write_text(gpuaas(*words, "--output", "json"))
+    gpuaas(*words, "--apply", "--yes", "--approved", str(file))
+    assert played.works[2].variables["slice_expected"] == {DEVICE: DISK["approval"]}
 
 
 def test_ssh_trusts_no_unknown_key_and_passes_words_as_words(tmp_path: Path) -> None:

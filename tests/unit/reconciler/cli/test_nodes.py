@@ -124,8 +124,9 @@ def test_a_transition_names_the_identities(prepared: World, gpuaas: Gpuaas) -> N
     gpuaas.at(prepared)(*words)
     assert json.loads(gpuaas.out)["parameters"]["apply"] is False
     gpuaas(*words, "--apply", "--yes")
-    expected = {disk: {"serial": "LABNVME0", "eui": "5e0000000000a000"}}
-    assert json.loads(gpuaas.out)["parameters"]["expected"] == expected
+    (approved,) = json.loads(gpuaas.out)["parameters"]["expected"].values()
+    assert (approved["serial"], approved["eui"]) == ("LABNVME0", "5e0000000000a000")
+    assert set(approved) == {"serial", "eui", "mounts", "filesystems"}
     gpuaas("nodes", "transition", NODE, "--device", "/dev/nvme9n1", "--apply", "--yes")
     assert "disk_not_found" in gpuaas.err
 

@@ -38,11 +38,21 @@ def test_recovery_policy(selling: World, gpuaas: Gpuaas) -> None:
     assert (found["enabled"], found["per_hour"]) == (False, 9), "limits stay"
 
 
+def test_the_switch_of_the_site_is_shown(selling: World, gpuaas: Gpuaas) -> None:
+    for switch, enabled in (("show", True), ("off", False), ("show", False)):
+        gpuaas.at(selling)("scheduling", switch, "--output", "json")
+        assert json.loads(gpuaas.out) == {"enabled": enabled}
+    assert json.loads(gpuaas("scheduling", "--output", "json")) == {"enabled": False}
+
+
 @pytest.mark.covers("CTRL-14")
 def test_usage(selling: World, gpuaas: Gpuaas) -> None:
     allocation_id = launch(selling).json()["id"]
     activate(selling, allocation_id)
     assert allocation_id in gpuaas.at(selling)("usage", "--from", "2020-01-01T00:00:00Z")
+    assert allocation_id in gpuaas("usage", "--from", "2020-01-01")
+    assert allocation_id not in gpuaas("usage", "--from", "2020-01-01", "--to", "2020-01-02")
+    assert gpuaas.status == 0, gpuaas.err
     (row,) = csv.DictReader(io.StringIO(gpuaas("usage", "--project", "demo", "--csv")))
     assert (row["allocation_id"], row["node_id"]) == (allocation_id, NODE)
     mine = gpuaas.at(selling, "member")("usage", "--member", "--project", "demo", "--csv")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,8 @@ import uvicorn
 
 from reconciler.cli import worker
 from reconciler.service import logs, process
+from reconciler.store import leader, processes
+from reconciler.store.engine import reading
 from tests.unit.reconciler.api.world import World
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
@@ -34,8 +37,9 @@ def story(new: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         def stop(self) -> None:
             told.append("stop")
 
-    def run(own: uvicorn.Server) -> None:
-        told.append(f"serve {own.config.host} {own.config.port} {own.config.access_log}")
+    def run(own: uvicorn.Server, sockets: list[socket.socket]) -> None:
+        places = " ".join(one.getsockname()[0] for one in sockets)
+        told.append(f"serve {places} {own.config.access_log}")
         told.append(f"ready {new.client().get('http://test/readyz').status_code}")
         # As uvicorn does at its end when a signal made it stop.
         signal.raise_signal(signal.SIGTERM)
@@ -44,7 +48,7 @@ def story(new: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(uvicorn.Server, "run", run)
     monkeypatch.setattr(logs, "configure", lambda _settings: None)
     monkeypatch.setenv("GPUAAS_STATE_DIR", str(new.settings.state_dir))
-    monkeypatch.setenv("GPUAAS_LISTEN", "127.0.0.1:8099")
+    monkeypatch.setenv("GPUAAS_LISTEN", "127.0.0.1:0")
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield told
     for number, handler in kept.items():
@@ -54,17 +58,38 @@ def story(new: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def test_worker_and_api(new: World, gpuaas: Gpuaas, story: list[str]) -> None:
     gpuaas("serve")
     folder = new.settings.state_dir.name
-    told = [f"worker of {folder}", "start", "serve 127.0.0.1 8099 False", "ready 200", "stop"]
+    told = [f"worker of {folder}", "start", "serve 127.0.0.1 False", "ready 200", "stop"]
     assert (gpuaas.status, story) == (0, told)
     assert not {"worker", "pulse", "loops"} & {thread.name for thread in threading.enumerate()}
 
 
 def test_api_alone(gpuaas: Gpuaas, story: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     gpuaas("serve", "--api-only")
-    assert story == ["serve 127.0.0.1 8099 False", "ready 200"]
+    assert story == ["serve 127.0.0.1 False", "ready 200"]
     monkeypatch.setenv("GPUAAS_LISTEN", "8099")
     gpuaas("serve", "--api-only")
     assert (gpuaas.status, "listen_invalid" in gpuaas.err) == (1, True)
+
+
+@pytest.mark.parametrize("words", [("serve",), ("serve", "--api-only")])
+def test_nothing_begins_where_the_port_is_taken(
+    new: World,
+    gpuaas: Gpuaas,
+    story: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+) -> None:
+    """A second service would lead, and its worker take tasks, until it found that out."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        monkeypatch.setenv("GPUAAS_LISTEN", f"127.0.0.1:{other.getsockname()[1]}")
+        gpuaas(*words)
+    assert (gpuaas.status, "listen_unavailable" in gpuaas.err, story) == (1, True, [])
+    with reading(new.engine) as conn:
+        assert leader.read(conn, leader.LOOPS) is None
+        assert processes.roles(conn) == {}
+    monkeypatch.setenv("GPUAAS_LISTEN", "no.such.name.invalid:80")
+    gpuaas(*words)
+    assert (gpuaas.status, "listen_unavailable" in gpuaas.err, story) == (1, True, [])
 
 
 @pytest.mark.covers("CTRL-10")

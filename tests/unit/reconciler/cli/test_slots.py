@@ -39,6 +39,22 @@ def test_approve_a_file(prepared: World, gpuaas: Gpuaas, tmp_path: Path) -> None
     assert gpuaas.status == 2
 
 
+def test_what_keeps_a_gate_closed(prepared: World, gpuaas: Gpuaas) -> None:
+    gpuaas.at(prepared)("slots", "approve", NODE, "--from-candidates", "1", *REASON)
+    gpuaas("slots", "show", NODE, "1", "--output", "json")
+    codes = [one["code"] for one in json.loads(gpuaas.out)["gate"]]
+    gpuaas("slots", "show", NODE, "1")
+    assert gpuaas.status == 0, gpuaas.err
+    assert codes and all(code in gpuaas.out for code in codes)
+    assert f"gate closed by {len(codes)}" in gpuaas.err
+
+
+def test_an_open_gate(selling: World, gpuaas: Gpuaas) -> None:
+    gpuaas.at(selling)("slots", "show", NODE, "1")
+    assert "gate open" in gpuaas.err
+    assert "available" in gpuaas.out, "its record and its history"
+
+
 def test_switch_by_index(selling: World, gpuaas: Gpuaas) -> None:
     gpuaas.at(selling)("slots", "disable", NODE, "3", "--reason", "fan")
     assert "disabled" in gpuaas.out

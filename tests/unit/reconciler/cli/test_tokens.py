@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import stat
 
 import pytest
@@ -39,6 +40,34 @@ def test_tokens_belong_to_somebody(
     assert (gpuaas.status, "token_owner_invalid" in gpuaas.err) == (1, True)
     gpuaas("token", "create", "--role", "node", "--name", "m", "--node", "none")
     assert (gpuaas.status, "node_not_found" in gpuaas.err) == (1, True)
+
+
+@pytest.mark.covers("CTRL-10")
+def test_a_leaked_token_is_found_and_revoked(
+    new: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = json.loads(gpuaas.at(new)("token", "list", "--output", "json"))
+    (leaked,) = [row["id"] for row in found if row["name"] == "member"]
+    gpuaas("token", "revoke", leaked)
+    assert gpuaas.status == 0, gpuaas.err
+    gpuaas.at(new, "member")("projects", "list")
+    assert (gpuaas.status, "unauthenticated" in gpuaas.err) == (1, True)
+    gpuaas.at(new)("token", "revoke", "none")
+    assert (gpuaas.status, "token_not_found" in gpuaas.err) == (1, True)
+
+
+def test_a_members_token_by_the_projects_name(
+    new: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = json.loads(gpuaas.at(new)("projects", "add", "team-a", "--output", "json"))["id"]
+    monkeypatch.setenv("GPUAAS_STATE_DIR", str(new.settings.state_dir))
+    words = ("token", "create", "--role", "project-member", "--name", "m", "--project")
+    gpuaas(*words, "team-a")
+    with reading(new.engine) as conn:
+        member = tokens.authenticate(conn, gpuaas.out.strip())
+    assert member is not None and member["project_id"] == key
+    gpuaas(*words, "nobody")
+    assert (gpuaas.status, "project_not_found" in gpuaas.err) == (1, True)
 
 
 def test_migrate(new: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -21,10 +22,12 @@ from reconciler.runs import collect
 from reconciler.runs.errors import LauncherAway
 from reconciler.runs.launch import Site, launch
 from reconciler.runs.spec import NodeAccess, RunSpec
+from reconciler.runs.ssh import SshAccess
 from reconciler.settings import PROJECT, Settings
 from reconciler.store import allocations, invariants, tables, tasks
 from reconciler.store.engine import reading, transaction
 from reconciler.tasks import worker
+from reconciler.trust.ca import open_trust
 from tests.unit.reconciler.api.test_launches import BODY, PATH
 from tests.unit.reconciler.api.world import World
 
@@ -104,8 +107,6 @@ def test_its_task_waits_and_says_why(
     made = selling.client("member").post(PATH, json=BODY, headers={"Idempotency-Key": "k"}).json()
     task = selling.lease()
     settings = Settings(state_dir=tmp_path / "full", public_url=selling.settings.public_url)
-    site = Site(settings.state_dir, settings.collections_path, None)
-    monkeypatch.setattr(worker, "_site", lambda *_: site)
 
     def launch_on_a_full_disk(given: Site, wanted: RunSpec) -> Path:
         with full(10):
@@ -122,4 +123,44 @@ def test_its_task_waits_and_says_why(
         assert allocations.get(conn, made["id"])["state"] == "provisioning"
         assert invariants.check(conn) == []
     shown = selling.client("admin").get(f"admin/tasks/{task['id']}").json()["waits_for"]
+    assert shown["code"] == "run_folder_unwritable"
     assert "File too large" in shown["detail"]
+
+
+@pytest.mark.covers("CTRL-8", "CTRL-9", "I12")
+@pytest.mark.parametrize("known", [False, True], ids=["no keys yet", "keys"])
+def test_so_does_one_for_which_no_identity_can_be_made(
+    selling: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    """Our list of revoked keys is written anew before each run, before there is a folder of it."""
+    made = selling.client("member").post(PATH, json=BODY, headers={"Idempotency-Key": "k"}).json()
+    settings = Settings(state_dir=tmp_path / "full", public_url=selling.settings.public_url)
+    if known:
+        open_trust(settings.state_dir)
+    access = worker._access
+
+    def on_a_full_disk(*given: Any) -> SshAccess:
+        with full(10):
+            return access(*given)
+
+    monkeypatch.setattr(worker, "_access", on_a_full_disk)
+    stopping = threading.Event()
+    stopping.set()
+    task = selling.lease()
+    worker.attend(selling.engine, settings, task, stopping)
+    with transaction(selling.engine) as conn:
+        waits = tasks.get(conn, task["id"])
+        assert (waits["state"], waits["run_id"]) == (TaskState.WAITING, "")
+        assert allocations.get(conn, made["id"])["state"] == "provisioning"
+    shown = selling.client("admin").get(f"admin/tasks/{task['id']}").json()["waits_for"]
+    assert shown["code"] == "controller_unready"
+    assert ("File too large" if known else "keygen_failed") in shown["detail"]
+    with transaction(selling.engine) as conn:
+        conn.execute(sa.update(tables.tasks).values(not_before=None))
+    monkeypatch.setattr(worker, "_access", access)
+    again = selling.lease()
+    assert again["error"] == {}
+    begun: list[RunSpec] = []
+    monkeypatch.setattr(worker, "launch", lambda _site, wanted: begun.append(wanted))
+    worker.attend(selling.engine, settings, again, stopping)
+    assert [spec.run_id for spec in begun] == [f"{task['id']}-1-1"]

@@ -1,0 +1,47 @@
+"""`gpuaas allocation`: one of them, by its id; what tenants type every day is in allocations.py."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from reconciler.cli import session, show
+from reconciler.cli.allocations import Allocation
+from reconciler.cli.projects import known
+
+app = typer.Typer(no_args_is_help=True, help="One allocation: look, and end what never answers.")
+
+
+@app.command("show")
+def show_allocation(
+    context: typer.Context,
+    allocation: Allocation,
+    project: Annotated[
+        str,
+        typer.Option(
+            envvar="GPUAAS_PROJECT", callback=known, help="As its members see it; without: all."
+        ),
+    ] = "",
+) -> None:
+    """One allocation; an admin also sees its claims, tasks, and all that happened to it."""
+    here = session.of(context)
+    where = f"/projects/{project}/allocations" if project else "/admin/allocations"
+    show.record(here, here.client.get(f"{where}/{allocation}"))
+
+
+@app.command("force-release")
+def force_release(
+    context: typer.Context,
+    allocation: Allocation,
+    reason: Annotated[str, typer.Option(help="Kept in history and audit.")],
+    yes: Annotated[bool, typer.Option(help="Do not ask.")] = False,
+) -> None:
+    """End use and billing although the host never answers; its slots stay blocked."""
+    here = session.of(context)
+    if not yes:
+        typer.confirm(
+            f"{allocation} is over for its tenant, whatever runs. Go on?", abort=True, err=True
+        )
+    path = f"/admin/allocations/{allocation}/force-release"
+    show.record(here, here.client.post(path, {"reason": reason}))

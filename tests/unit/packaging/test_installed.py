@@ -1,0 +1,199 @@
+"""The service as it is installed: a wheel in an environment of its own, and no checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[3]
+OURS = Path(sys.executable).parent
+pytestmark = pytest.mark.slow
+
+READS = """
+import json, reconciler
+from reconciler.benchmark.document import SCHEMA
+from reconciler.runs import contract
+from reconciler.settings import Settings, hardware_profile
+from reconciler.trust import preflight
+settings = Settings()
+for name in (*contract.PLAYBOOKS, "result"):
+    contract.schema(name)
+profile = hardware_profile(settings.profiles_dir, "xe9680l-h200")
+print(json.dumps({
+    "package": reconciler.__file__,
+    "benchmark": json.loads(SCHEMA.read_text())["type"],
+    "script": preflight.document(profile)["script"][:2],
+    "state": str(Settings.model_fields["state_dir"].default),
+    "collections": str(Settings.model_fields["collections_path"].default),
+}))
+"""
+
+
+@dataclass
+class Installed:
+    """`gpuaas` of the environment, with the file of settings that an operator copies."""
+
+    folder: Path
+    port: int
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"PATH": "/usr/bin:/bin", "GPUAAS_CONFIG_FILE": str(self.folder / "gpuaas.env")}
+
+    def argv(self, *words: str) -> list[str]:
+        return [str(self.folder / "opt" / "bin" / words[0]), *words[1:]]
+
+    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.argv(*words),
+            env=self.environment,
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    folder = tmp_path_factory.mktemp("installed")
+    _quietly(OURS / "uv", "build", "--wheel", "--out-dir", folder, ROOT)
+    (wheel,) = folder.glob("*.whl")
+    _quietly(OURS / "python", "-m", "venv", "--without-pip", folder / "opt")
+    python = folder / "opt" / "bin" / "python"
+    _quietly(OURS / "uv", "pip", "install", "--no-deps", "--offline", "--python", python, wheel)
+    (packages,) = (folder / "opt" / "lib").glob("python*/site-packages")
+    # The dependencies are ours; what stands in a .pth file there, our checkout, does not count.
+    (there,) = [entry for entry in sys.path if entry.endswith("site-packages")]
+    (packages / "dependencies.pth").write_text(f"{there}\n")
+    (python.parent / "ansible-playbook").symlink_to(OURS / "ansible-playbook")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    text = (ROOT / "packaging" / "gpuaas.env").read_text()
+    for name, value in {
+        "GPUAAS_STATE_DIR": folder / "state",
+        "GPUAAS_COLLECTIONS_PATH": ROOT / "build" / "collections",
+        "GPUAAS_LISTEN": f"127.0.0.1:{port}",
+        "GPUAAS_PUBLIC_URL": f"https://gpuaas.example:{port}",
+    }.items():
+        lines = [f"{name}={value}" if f"{name}=" in line else line for line in text.splitlines()]
+        text = "\n".join(lines) + "\n"
+    (folder / "gpuaas.env").write_text(text)
+    (folder / "gpuaas.env").chmod(0o640)
+    return Installed(folder, port)
+
+
+@pytest.fixture(scope="module")
+def serving(installed: Installed) -> Iterator[Installed]:
+    with (
+        (installed.folder / "serve.log").open("wb") as log,
+        subprocess.Popen(
+            installed.argv("gpuaas", "serve"),
+            env=installed.environment,
+            cwd=installed.folder,
+            stdout=log,
+            stderr=log,
+        ) as process,
+    ):
+        try:
+            _until_ready(installed, process)
+            yield installed
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(30)
+
+
+def test_what_it_reads_comes_with_it(installed: Installed) -> None:
+    answer = installed.run("python", "-c", READS)
+    assert answer.returncode == 0, answer.stderr
+    found = json.loads(answer.stdout)
+    place = installed.folder / "opt"
+    assert found.pop("package").startswith(str(place))
+    assert found == {
+        "benchmark": "object",
+        "script": "#!",
+        "state": "/var/lib/gpuaas",
+        "collections": str(place / "share" / "collections"),
+    }
+
+
+def test_service_and_commands_mean_one_site(serving: Installed) -> None:
+    """Nothing but the file of settings says which: as the service's user types it."""
+    made = serving.run("gpuaas", "token", "create", "--role", "platform-admin", "--name", "me")
+    assert made.returncode == 0, made.stderr
+    headers = {"Authorization": f"Bearer {made.stdout.strip()}"}
+    with httpx.Client(base_url=f"http://127.0.0.1:{serving.port}", headers=headers) as http:
+        body = {"id": "n1", "address": "192.0.2.7", "profile": "xe9680l-h200"}
+        assert http.post("/api/v1/admin/nodes", json=body).status_code == 201
+        # An answer to an enrolment begins with a token; only its userdata is asked for here.
+        assert http.post("/api/v1/admin/nodes/n1/enrollment-token").status_code == 201
+    assert serving.run("gpuaas", "check").returncode == 0
+    backup = serving.folder / "backup.tar.gz"
+    assert serving.run("gpuaas", "backup", str(backup)).returncode == 0
+    assert backup.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_doctor_finds_it_whole(serving: Installed) -> None:
+    found = _doctor(serving)
+    named = {one["check"] for one in found}
+    assert {"collection", "profiles", "ansible-playbook", "processes", "ssh_ca"} <= named
+    # How much room there is says nothing of the installation.
+    wrong = [one for one in found if one["status"] != "ok" and one["check"] != "disk_space"]
+    assert [one for one in wrong if one["check"] != "tokens"] == []
+
+
+def test_the_units_leave_settings_to_the_file() -> None:
+    """A unit with a folder of its own is another site than the one that the commands see."""
+    for unit in (ROOT / "packaging" / "systemd").glob("*.service"):
+        assert "GPUAAS_" not in unit.read_text().replace("/etc/gpuaas/gpuaas.env", "")
+    text = (ROOT / "packaging" / "gpuaas.env").read_text()
+    assert "\nGPUAAS_STATE_DIR=/var/lib/gpuaas\n" in text
+
+
+def test_every_profile_is_in_the_wheel(installed: Installed) -> None:
+    (carried,) = (installed.folder / "opt").glob("lib/python*/site-packages/reconciler/_shipped")
+    for kind in ("profiles", "contracts", "contracts/runs"):
+        ours = {file.name: file.read_bytes() for file in (ROOT / kind).iterdir() if file.is_file()}
+        theirs = {f.name: f.read_bytes() for f in (carried / kind).iterdir() if f.is_file()}
+        assert ours == theirs
+    assert yaml.safe_load((carried / "contracts" / "openapi.yaml").read_text())["paths"]
+
+
+def _doctor(here: Installed) -> list[dict[str, Any]]:
+    answer = here.run("gpuaas", "doctor", "--output", "json")
+    found: list[dict[str, Any]] = json.loads(answer.stdout)["findings"]
+    return found
+
+
+def _until_ready(here: Installed, process: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + 90
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            if httpx.get(f"http://127.0.0.1:{here.port}/readyz", timeout=30).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.2)
+    raise AssertionError((here.folder / "serve.log").read_text())
+
+
+def _quietly(*words: str | Path) -> None:
+    argv = [str(word) for word in words]
+    done = subprocess.run(
+        argv, capture_output=True, text=True, check=False, timeout=180, env=dict(os.environ)
+    )
+    assert done.returncode == 0, done.stderr

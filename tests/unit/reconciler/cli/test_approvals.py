@@ -1,0 +1,47 @@
+"""What a discovery saw is approved as far as it is a plain share, and the rest by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from reconciler.cli import approvals
+
+pytestmark = pytest.mark.covers("HOST-9")
+
+SEEN: dict[str, Any] = {
+    "serial": "LABNVME0",
+    "eui": "",
+    "nguid": "0f" * 16,
+    "mounts": ["/share0"],
+    "filesystems": {"nvme0n1": "gpt", "nvme0n1p1": "ext4", "nvme0n1p2": "raw_data"},
+}
+
+
+def test_bytes_of_no_known_kind_are_approved_by_name_only() -> None:
+    approved = approvals.seen(SEEN, [])
+    assert approved["filesystems"] == ["ext4", "gpt"]
+    assert (approved["mounts"], approved["eui"]) == (["/share0"], "0f" * 16)
+    assert approvals.seen(SEEN, ["raw_data"])["filesystems"] == ["ext4", "gpt", "raw_data"]
+
+
+def test_who_is_asked_reads_what_is_lost() -> None:
+    said = approvals.line("/dev/x", approvals.seen(SEEN, []))
+    assert said.endswith("mounted on /share0  carries ext4, gpt")
+    assert approvals.line("/dev/x", {"serial": "A", "eui": "b"}).endswith(
+        "mounted on nowhere  carries nothing"
+    )
+
+
+@pytest.mark.parametrize(
+    ("found", "approved"),
+    [
+        ({"/dev/x": {"serial": "A"}}, {"/dev/x": {"serial": "A"}}),
+        ([{"nvme_device": "/dev/x", "approval": {"serial": "A"}}], {"/dev/x": {"serial": "A"}}),
+        ([{"nvme_device": "/dev/x"}, "y"], {}),
+        ("x", {}),
+    ],
+)
+def test_a_file_holds_approvals_or_the_plan(found: Any, approved: dict[str, Any]) -> None:
+    assert approvals.by_path(found) == approved
