@@ -11,6 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MACHINE = ROOT / "tests" / "data" / "deployed_machine"
+# Processes too: a virtual machine that runs here is not one of the deployed machine's.
+ALONE = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
 
 
@@ -21,7 +23,7 @@ def play(
     scratch.mkdir()
     inside = [str(MACHINE / "enter.sh"), str(scratch), str(MACHINE / "program")]
     done = subprocess.run(
-        ["unshare", "--mount", "--net", *inside, "sh", "-c", story, "sh", *words],
+        [*ALONE, "--net", *inside, "sh", "-c", story, "sh", *words],
         env=dict(environment),
         cwd=ROOT,
         capture_output=True,

@@ -81,7 +81,7 @@ def transition(stage: Stage) -> Evidence:
     for device in dry["devices"]:
         plan = ", ".join(f"{step['name']} {step['subject']}" for step in device["steps"])
         stage.console.print(f"      [dim]dry run: {plan}[/]", highlight=False)
-    expected = {name: {key: disks[name][key] for key in ("serial", "eui")} for name in devices}
+    expected = {device["nvme_device"]: device["approval"] for device in dry["devices"]}
     done = stage.task(path, {"devices": devices, "apply": True, "expected": expected})
     return {
         "dry_run": [{key: d[key] for key in ("nvme_device", "steps")} for d in dry["devices"]],

@@ -5,6 +5,7 @@ The live part is _bridge; together they are the module ovs_nat. The way back is 
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
 import time
@@ -15,6 +16,7 @@ from typing import Any
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _before,
     _boot,
+    _boot_units,
     _bridge,
     _change,
     _command,
@@ -75,20 +77,7 @@ class State:
 
 
 def unit(params: Params) -> _boot.Unit:
-    return _boot.Unit(
-        name="gpuaas-slice-network-baseline",
-        description="Network baseline of this slice host: bridge, forwarding, NAT",
-        module="_bridge",
-        settings_path=_network_files.SETTINGS,
-        settings=_network_files.settings(params),
-        order=(
-            "After=network.target openvswitch-switch.service rshim.service",
-            "Wants=openvswitch-switch.service",
-            "Before=dnsmasq.service",
-        ),
-        # dnsmasq waits for this unit at boot; without --no-block the two would wait for each other.
-        after="/usr/bin/systemctl --no-block restart dnsmasq.service",
-    )
+    return dataclasses.replace(_boot_units.NETWORK, settings=_network_files.settings(params))
 
 
 def observe(params: Params) -> State:

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _host
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 FOLDER = f"{_host.STATE_DIRECTORY}/before"
 REMEMBER, FORGET = "remember_before", "forget_before"
@@ -26,19 +25,12 @@ def file_of(subject: str) -> str:
 
 def recalled(subject: str) -> dict[str, Any] | None:
     """What was remembered of the subject; None when nothing ever was."""
-    text = _host.read(file_of(subject))
-    if text is None:
-        return None
-    try:
-        return dict(json.loads(text))
-    except (ValueError, TypeError) as broken:
-        raise Refusal(
-            "before_unreadable",
-            expected=f"a JSON object in {file_of(subject)}",
-            found=str(broken),
-            remedy="write down there by hand what the host was before, or remove the file: "
-            "the way back then takes the host for a freshly deployed one",
-        ) from broken
+    return _host.document(
+        file_of(subject),
+        code="before_unreadable",
+        remedy="write down there by hand what the host was before, or remove the file: "
+        "the way back then takes the host for a freshly deployed one",
+    )
 
 
 def remembering(

@@ -107,10 +107,14 @@ class Job:
 
 @dataclass(frozen=True)
 class State:
-    """attributes: every setting of the groups that were read, by `Group.Name`."""
+    """attributes: every setting of the groups that were read, by `Group.Name`.
+
+    in_use: why the machine must not be power-cycled, where whoever reads can see that.
+    """
 
     attributes: Mapping[str, Attribute]
     jobs: tuple[Job, ...] = ()
+    in_use: tuple[Refusal, ...] = ()
 
     def open_jobs(self) -> list[Job]:
         return [job for job in self.jobs if job.phase is Phase.OPEN]
@@ -278,7 +282,9 @@ def _stuck(state: State, running: list[Job]) -> list[Refusal]:
 def _not_now(wish: Wish, state: State, differing: Mapping[str, Attribute]) -> list[Refusal]:
     if not differing:
         return []
-    found = [queued(state.open_jobs())] if state.open_jobs() else []
+    # Without leave for the power cycle, that is the word; with it, who is on the machine.
+    found = [*state.in_use] if wish.power_cycle else []
+    found += [queued(state.open_jobs())] if state.open_jobs() else []
     bad = _last_failure(state)
     if bad is not None and bad.id not in wish.acknowledged:
         found.append(failed([bad]))

@@ -13,7 +13,7 @@ import fcntl
 import os
 import struct
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TypeVar
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import _disk, _usage
@@ -36,19 +36,23 @@ _QEMU_LOCKS = (100, 200)
 _PATIENCE_S = 15.0  # How long udev or a scan may hold the disk before that counts as use.
 
 
-def refusals(disk: Disk, used: Usage) -> list[Refusal]:
-    """Why the disk must not be written to: `os_disk` or `disk_in_use`, nothing when it is free."""
+def refusals(disk: Disk, used: Usage, exclude: Iterable[str] = ()) -> list[Refusal]:
+    """Why the disk must not be written to: `excluded_model`, `os_disk` or `disk_in_use`; [] for a
+    free data disk. exclude: models beyond the known boot cards.
+    """
+    excluded = _disk.excluded(disk, exclude)
     found = used.findings()
     codes = [code for code, _why in found]
     if not found:
-        return []
+        return excluded
     return [
+        *excluded,
         Refusal(
             "os_disk" if "os_disk" in codes else "disk_in_use",
             expected=f"{disk.by_id or disk.kernel_name} ({disk.identity}) not in use by anything",
             found="; ".join(f"{code}: {text}" for code, text in found),
             remedy="stop what uses it, or choose another disk; nothing is taken away by force",
-        )
+        ),
     ]
 
 
@@ -90,7 +94,7 @@ def _refuse_use(disk: Disk) -> None:
         if not blockers:
             return
         lasting = {code for code, _why in used.findings()} - {"held_open"}
-        if lasting or time.monotonic() > until:
+        if lasting or _disk.excluded(disk) or time.monotonic() > until:
             raise blockers[0]
         time.sleep(0.2)
 
@@ -134,7 +138,10 @@ def _patiently(act: Callable[[], Result]) -> Result:
 
 def _busy(disk: Disk, who: str) -> Refusal:
     """What uses the disk, as far as it can be seen; otherwise who refused."""
-    found = refusals(disk, _usage.claims(disk))
+    try:
+        found = refusals(disk, _usage.usage(disk))
+    except OSError:
+        found = refusals(disk, _usage.claims(disk))
     if found:
         return found[0]
     return Refusal(

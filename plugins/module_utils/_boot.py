@@ -8,75 +8,31 @@ what runs at boot and what a playbook runs is the same observe, plan, apply and 
 from __future__ import annotations
 
 import ast
+import contextlib
+import functools
 import importlib.util
 import json
 import shutil
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _command, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _boot_files,
+    _change,
+    _command,
+    _host,
+    _written,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
-LIBRARY = "/usr/local/lib/gpuaas"
-PACKAGE = "ansible_collections.gpuaas.slice.plugins.module_utils"
+LIBRARY, PACKAGE = _boot_files.LIBRARY, _boot_files.PACKAGE
 SLICE_MODE = "/etc/gpuaas/slice-mode.json"
 STEPS = ("install_service", "start_service", "remove_service")
 
-_UNITS = "/etc/systemd/system"
-_PROGRAMS = "/usr/local/sbin"
-
-_SCRIPT = """\
-#!/usr/bin/python3 -I
-# Written by the gpuaas.slice collection; changed by its playbooks only.
-import sys
-
-sys.dont_write_bytecode = True
-sys.path.insert(0, "{library}")
-
-from {package} import {module}
-
-sys.exit({module}.boot("{settings}"))
-"""
-
-_UNIT = """\
-# Written by the gpuaas.slice collection; changed by its playbooks only.
-[Unit]
-Description={description}
-{order}
-
-[Service]
-Type=oneshot
-RemainAfterExit=yes
-ExecStart={program}
-{after}TimeoutStartSec=180
-
-[Install]
-WantedBy=multi-user.target
-"""
-
-
-@dataclass(frozen=True)
-class Unit:
-    """A concern that is brought back at boot.
-
-    module: the file of module_utils with `boot`. settings: what `boot` is given, kept as JSON in
-    `settings_path`. order: lines of the [Unit] section. after: ExecStartPost or "".
-    """
-
-    name: str
-    description: str
-    module: str
-    settings_path: str
-    settings: Mapping[str, Any]
-    order: tuple[str, ...] = ()
-    after: str = ""
-
-    @property
-    def service(self) -> str:
-        return f"{self.name}.service"
+Unit = _boot_files.Unit
 
 
 @dataclass(frozen=True)
@@ -90,7 +46,9 @@ class Service:
 
 @dataclass(frozen=True)
 class Installed:
-    """What of a unit is on the host. differing: files that are not what they should be."""
+    """What of a unit is on the host. differing: files that are not what they should be, among them
+    those that change the unit from beside it.
+    """
 
     differing: tuple[str, ...]
     present: tuple[str, ...]
@@ -98,9 +56,11 @@ class Installed:
 
 
 def observe(unit: Unit) -> Installed:
-    wanted = _files(unit)
+    differing = [path for path, wanted in _files(unit).items() if not _is(path, wanted)]
+    if _boot_files.recorded().get(unit.name) != _digests(unit):
+        differing.append(_boot_files.RECORD)
     return Installed(
-        differing=tuple(p for p, (text, _mode) in wanted.items() if not _is(p, text)),
+        differing=(*differing, *_boot_files.additions(unit)),
         present=tuple(p for p in _own(unit) if _host.path(p).exists()),
         service=services([unit.service])[unit.service],
     )
@@ -127,8 +87,7 @@ def plan_removal(unit: Unit, found: Installed) -> list[_change.Step]:
 def apply(unit: Unit, step: _change.Step) -> None:
     """Do one of STEPS."""
     if step.name == "install_service":
-        for absolute, (text, mode) in _files(unit).items():
-            _host.write(absolute, text, mode)
+        install(unit)
         _command.run(["systemctl", "daemon-reload"])
         _command.run(["systemctl", "enable", unit.service])
     elif step.name == "start_service":
@@ -138,10 +97,22 @@ def apply(unit: Unit, step: _change.Step) -> None:
         _command.run(["systemctl", "disable", "--now", unit.service], ok=(0, 1, 5))
         for absolute in _own(unit):
             _host.remove(absolute)
+        _remove_folders(unit)
+        _boot_files.forget(unit)
         # The last unit takes the library with it.
-        if not list(_host.path(_UNITS).glob("gpuaas-*.service")):
+        if not list(_host.path(_boot_files.UNITS).glob("gpuaas-*.service")):
             shutil.rmtree(_host.path(LIBRARY), ignore_errors=True)
         _command.run(["systemctl", "daemon-reload"])
+
+
+def install(unit: Unit) -> None:
+    """Write the unit's files, and what they are; nothing else stays that changes the unit."""
+    for absolute, (text, mode) in _files(unit).items():
+        _host.write(absolute, text, mode)
+    for absolute in _boot_files.additions(unit):
+        _host.remove(absolute)
+    _remove_folders(unit)
+    _boot_files.remember(unit, _digests(unit))
 
 
 def services(names: Iterable[str]) -> dict[str, Service]:
@@ -209,6 +180,7 @@ def boot(
         sleep(2)
 
 
+@functools.cache
 def sources(module: str) -> dict[str, str]:
     """`module` and every file of module_utils that it imports, near or far: name to source text."""
     found: dict[str, str] = {}
@@ -244,36 +216,36 @@ def _imported(source: str) -> list[str]:
 
 def _own(unit: Unit) -> tuple[str, ...]:
     """The files of this unit alone; the library is shared with the other units."""
-    return (
-        f"{_UNITS}/{unit.service}",
-        f"{_PROGRAMS}/{unit.name}",
-        unit.settings_path,
-    )
+    return (unit.path, unit.program, unit.settings_path, *_boot_files.additions(unit))
+
+
+def _remove_folders(unit: Unit) -> None:
+    """Those beside the unit. One that is not empty holds what systemd does not read; it stays."""
+    for absolute in _boot_files.folders(unit):
+        with contextlib.suppress(OSError):
+            _host.path(absolute).rmdir()
 
 
 def _files(unit: Unit) -> dict[str, tuple[str, int]]:
-    service, program, settings = _own(unit)
+    library = {path: (text, 0o644) for path, text in _library(unit).items()}
+    settings = json.dumps(unit.settings, indent=2, sort_keys=True) + "\n"
+    return {**library, unit.settings_path: (settings, 0o644), **_boot_files.frame(unit)}
+
+
+def _library(unit: Unit) -> dict[str, str]:
     folder = f"{LIBRARY}/{PACKAGE.replace('.', '/')}"
-    library = {f"{folder}/{n}.py": (text, 0o644) for n, text in sources(unit.module).items()}
-    script = _SCRIPT.format(
-        library=LIBRARY, package=PACKAGE, module=unit.module, settings=unit.settings_path
-    )
-    definition = _UNIT.format(
-        description=unit.description,
-        order="\n".join(unit.order),
-        program=program,
-        after=f"ExecStartPost={unit.after}\n" if unit.after else "",
-    )
-    return {
-        **library,
-        settings: (json.dumps(unit.settings, indent=2, sort_keys=True) + "\n", 0o644),
-        program: (script, 0o755),
-        service: (definition, 0o644),
-    }
+    return {f"{folder}/{name}.py": text for name, text in sources(unit.module).items()}
 
 
-def _is(absolute: str, text: str) -> bool:
-    return _host.read(absolute) == text.strip()
+def _digests(unit: Unit) -> dict[str, str]:
+    return {path: _written.digest(text.encode()) for path, text in _library(unit).items()}
+
+
+def _is(absolute: str, wanted: tuple[str, int]) -> bool:
+    text, mode = wanted
+    return _written.digest_of(absolute) == _written.digest(text.encode()) and not (
+        stat.S_IMODE(_host.path(absolute).stat().st_mode) ^ mode
+    )
 
 
 def _pairs(block: str) -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ come from one plan, so they cannot disagree.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -86,7 +86,8 @@ class Subject:
     apply returns evidence (a JSON object) for its step or None. facts turns the last observed state
     into return values of the module. exclusive is a lock on this host, held from the first look to
     the last, for plans that two runs must not make from the same look. Check mode takes none: it
-    leaves nothing behind, and its plan is a forecast.
+    leaves nothing behind, and its plan is a forecast. recover puts back what the done steps took
+    when a later one is refused, and returns the refusal with what was put back and what was not.
     """
 
     observe: Callable[[Params], Any]
@@ -95,6 +96,9 @@ class Subject:
     facts: Callable[[Params, Any], dict[str, Any]] = lambda _params, _state: {}
     exclusive: Callable[[Params], AbstractContextManager[object]] = lambda _params: (
         contextlib.nullcontext()
+    )
+    recover: Callable[[Params, Sequence[Step], Step, Refusal], Refusal] = (
+        lambda _params, _done, _failed, refusal: refusal
     )
 
 
@@ -115,15 +119,18 @@ def _drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
         return outcome
 
     outcome.changed = False
+    done: list[Step] = []
     for step in outcome.plan.steps:
         try:
             evidence = subject.apply(params, step)
         except Refusal as refusal:
             # The step may have acted before it failed, so the host counts as changed.
             outcome.changed = True
-            outcome.failure, outcome.failed_step = refusal, step.name
+            outcome.failure = subject.recover(params, done, step, refusal)
+            outcome.failed_step = step.name
             return outcome
         outcome.changed = True
+        done.append(step)
         outcome.done.append(step.name)
         if evidence is not None:
             outcome.evidence[step.name] = evidence

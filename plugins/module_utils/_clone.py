@@ -98,9 +98,11 @@ def copy(image_path: str, index: _image.Index, descriptor: int, progress: Progre
 
 def finished(slot_id: str) -> dict[str, object] | None:
     """The record of the last complete clone onto a slot's disk."""
-    text = _host.read(f"{DIRECTORY}/{slot_id}.json")
-    found = json.loads(text) if text else None
-    return found if isinstance(found, dict) else None
+    return _host.document(
+        f"{DIRECTORY}/{slot_id}.json",
+        code="clone_record_unreadable",
+        remedy="a tenant's disk may be behind it: remove the file only when the slot is wiped",
+    )
 
 
 def record(slot_id: str, document: dict[str, object]) -> None:

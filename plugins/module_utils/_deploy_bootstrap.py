@@ -2,7 +2,8 @@
 
 The same subjects in the same order as the playbook bootstrap, one line each on standard output. A
 step that fails ends it: later ones build on earlier ones. A reboot comes last and only when it is
-needed and allowed; the boot services then bring back what a reboot takes.
+needed and allowed; the boot services then bring back what a reboot takes. Nothing begins on a
+machine that a tenant has as a whole, and nothing is rebooted under anybody.
 
 Exit codes: 0 done, 1 a step failed, 2 wrong settings, 3 done as far as possible without a reboot.
 """
@@ -24,12 +25,14 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _fabric,
     _gpu_services,
     _grub,
+    _idle,
     _ipoib,
     _libvirt_host,
     _packages,
     _parity,
     _resolution,
     _slice_mode,
+    _tenancy,
     _tuning,
     _tuning_profiles,
 )
@@ -41,7 +44,8 @@ DEFAULT_PROFILE = "xe9680l-h200"
 SETTINGS = """\
 settings, from the environment:
   GPUAAS_SLICE_PROFILE             hardware profile (xe9680l-h200)
-  GPUAAS_SLICE_REBOOT_IF_REQUIRED  1 reboots when that is needed; 0 (default) only says so
+  GPUAAS_SLICE_REBOOT_IF_REQUIRED  1 reboots when that is needed and nobody would be cut off;
+                                   0 (default) only says so
   GPUAAS_SLICE_FABRIC_INTERFACE    the site's values of this machine where the profile has none:
   GPUAAS_SLICE_FABRIC_ADDRESS      interface, address with prefix length and
   GPUAAS_SLICE_FABRIC_ROUTE        subnet of the InfiniBand fabric
@@ -98,7 +102,9 @@ def _run(words: Sequence[str], environment: Mapping[str, str], about: str, only:
     if os.geteuid() != 0 and not check:
         _say("settings", "FAIL", "must be run as root")
         return WRONG_CALL
-    failed = False
+    failed = not _free()
+    if failed and not check:
+        return FAILED
     for part in parts(profile):
         if only not in ("", part.name):
             continue
@@ -144,6 +150,17 @@ def _kernel(profile: Mapping[str, Any], *, in_effect: bool = False) -> dict[str,
     }
 
 
+def _free() -> bool:
+    """Look for a tenant of the whole machine: first, since packages restart services already."""
+    try:
+        for taken in _tenancy.refusals():
+            raise taken
+    except Refusal as refusal:
+        _say("tenants", "FAIL", str(refusal))
+        return False
+    return True
+
+
 def _done(part: Part, *, check: bool) -> bool:
     """Drive one part and say how it ended."""
     try:
@@ -170,6 +187,9 @@ def _reboot(profile: Mapping[str, Any], *, may_reboot: bool) -> int:
         allow = "GPUAAS_SLICE_REBOOT_IF_REQUIRED=1 allows it"
         _say("reboot", "WARN", f"{'; '.join(reasons)}; {allow}")
         return REBOOT_NEEDED
+    for somebody in _idle.refusals():
+        _say("reboot", "FAIL", str(somebody))
+        return FAILED
     _say("reboot", "CHANGED", "; ".join(reasons))
     try:
         # As a job of its own: cloud-init, which may have called us, gets to its end first.

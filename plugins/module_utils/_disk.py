@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusa
 BY_ID = "/dev/disk/by-id/nvme-eui."
 # nvme0n1, not the partition nvme0n1p1 and not nvme0c1n1, one path to a namespace with several.
 WHOLE = re.compile(r"nvme\d+n\d+")
+# Boot RAID cards that show themselves as NVMe: the operating system's, mounted or not.
+BOOT_CARDS = ("DELLBOSS",)
 _PATH_MEMBER = re.compile(r"nvme\d+c\d+n\d+")
 
 
@@ -125,6 +127,36 @@ def require(disk: Disk, *, identifier: str = "", serial: str = "", size: int = 0
         raise mismatch(named, serial, disk.serial, "serial")
     if size and size != disk.size_bytes:
         raise mismatch(named, str(size), str(disk.size_bytes), "size")
+
+
+def require_stable(path: str) -> None:
+    """Refuse a name that leads to another disk after the next boot."""
+    if not path.startswith(BY_ID):
+        raise Refusal(
+            "kernel_name_not_allowed",
+            expected=f"a path that starts with {BY_ID}",
+            found=path,
+            remedy="kernel names move between boots; name the disk by its identity",
+        )
+
+
+def excluded(disk: Disk, models: Iterable[str] = ()) -> list[Refusal]:
+    """Why a disk of this model is never a slot's: it is a boot card, or the profile's word.
+
+    models: parts of model names beyond those that are a boot card anywhere.
+    """
+    model = re.sub(r"[\s_-]", "", disk.model).upper()
+    card = any(known in model for known in BOOT_CARDS)
+    if not card and not any(named and named in disk.model for named in models):
+        return []
+    return [
+        Refusal(
+            "excluded_model",
+            expected=f"a data disk as {disk.by_id or disk.kernel_name} ({disk.identity})",
+            found=f"model {disk.model!r}, {'a boot card' if card else 'excluded by the profile'}",
+            remedy="choose another disk; the operating system lives on disks of this model",
+        )
+    ]
 
 
 def mismatch(named: str, wanted: str, found: str, what: str) -> Refusal:

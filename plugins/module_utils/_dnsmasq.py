@@ -82,13 +82,13 @@ def reservations() -> list[Reservation]:
     if not folder.is_dir():
         return []
     files = (file for file in sorted(folder.iterdir()) if not file.name.startswith("."))
-    return [parse(file.name, _host.read(f"{DIRECTORY}/{file.name}") or "") for file in files]
+    return [parse(file.name, _host.kept(f"{DIRECTORY}/{file.name}") or "") for file in files]
 
 
 def leases() -> list[Lease]:
     """What the lease file holds now; IPv6 and broken lines are passed over."""
     found = []
-    for line in (_host.read(LEASES) or "").splitlines():
+    for line in (_host.kept(LEASES) or "").splitlines():
         fields = line.split()
         if len(fields) >= 4 and fields[0].isdigit() and fields[2].count(".") == 3:
             found.append(Lease(int(fields[0]), fields[1].lower(), fields[2], fields[3]))
@@ -156,7 +156,7 @@ def _forget_while_stopped(lease: Lease) -> None:
     try:
         kept = [
             line
-            for line in (_host.read(LEASES) or "").splitlines()
+            for line in (_host.kept(LEASES) or "").splitlines()
             if line.split()[2:3] != [lease.ip]
         ]
         owner = _host.path(LEASES)

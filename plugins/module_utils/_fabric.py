@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils import _boot, _change, _sriov
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _boot,
+    _boot_units,
+    _change,
+    _sriov,
+)
 
 
 @dataclass(frozen=True)
@@ -42,11 +48,9 @@ SUBJECT = _change.Subject(observe, plan, apply, facts)
 
 
 def _unit(params: _change.Params) -> _boot.Unit:
-    return _boot.Unit(
-        name="gpuaas-slice-fabric",
-        description="Virtual functions of the fabric cards of this slice host",
-        module="_sriov",
-        settings_path=_sriov.SETTINGS,
-        settings={key: params[key] for key in ("pfs", "pf_ids", "count", "macs")},
-        order=("After=systemd-modules-load.service", "Before=gpuaas-slice-vfio.service"),
-    )
+    return dataclasses.replace(_boot_units.FABRIC, settings=settings(params))
+
+
+def settings(params: _change.Params) -> dict[str, Any]:
+    """What the boot service is told."""
+    return {key: params[key] for key in ("pfs", "pf_ids", "count", "macs")}

@@ -20,15 +20,25 @@ _TAGS = {
 
 
 def lines_of(names: Collection[str], points: Collection[str]) -> list[str]:
-    """Lines in force that mount one of the devices `names`, or something on one of `points`."""
+    """Lines in force that mount one of the devices `names`, a file below one of `points`, or on one
+    of them what is not there.
+
+    A line for a device that is there and is none of these belongs to that one: what is mounted over
+    its point now does not make it ours.
+    """
     return [
         line
         for line in (_host.read(FILE) or "").splitlines()
         if (fields := line.split())
         and not line.lstrip().startswith("#")
         and (
-            _device_name(fields[0]) in names
-            or (len(fields) > 1 and _usage.unescape(fields[1]) in points)
+            (name := _device_name(fields[0])) in names
+            or _usage.unescape(fields[0]).startswith(tuple(f"{point}/" for point in points))
+            or (
+                len(fields) > 1
+                and _usage.unescape(fields[1]) in points
+                and not (name and _host.path(f"/sys/class/block/{name}").exists())
+            )
         )
     ]
 

@@ -10,7 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils import _before, _change, _command
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _before,
+    _change,
+    _command,
+    _tenancy,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 RECORD = "gpu-services"
@@ -86,7 +91,10 @@ def facts(_params: Params, state: State) -> dict[str, Any]:
     }
 
 
-SUBJECT = _change.Subject(observe, plan, apply, facts)
+SUBJECT = _tenancy.guarded(
+    _change.Subject(observe, plan, apply, facts),
+    lambda params, found: bool(found.steps) or not _restored(params),
+)
 
 
 def _to_quiesce(state: State) -> list[_change.Step]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _boot_menu,
     _change,
     _command,
     _host,
@@ -27,9 +28,14 @@ SOFT_DEPENDENCIES = "/etc/modprobe.d/gpuaas-vfio.conf"
 INITRAMFS_MODULES = "/etc/initramfs-tools/modules"
 INITRAMFS_RECORD = f"{_host.STATE_DIRECTORY}/initramfs.json"
 GRUB_PENDING = f"{_host.STATE_DIRECTORY}/grub-update-pending"
+_INITRAMFS_INPUTS = (SOFT_DEPENDENCIES, INITRAMFS_MODULES)
+# In place of the digest, from the change of an input until the build.
+DUE = "a build is due"
 MODULES = ("vfio", "vfio_iommu_type1", "vfio_pci")
 
 _BEGIN, _END = "# gpuaas.slice: begin", "# gpuaas.slice: end"
+# Our part of INITRAMFS_MODULES; the rest is the site's.
+BLOCK = "\n".join([_BEGIN, *MODULES, _END, ""])
 _HOST_DRIVERS = ("nvidia", "nvidia_drm", "nouveau")
 _ARGUMENT = re.compile(r"[A-Za-z0-9_.,:=@+/-]+")
 # GRUB's menu entries of Linux; memory tests also use the word `linux`.
@@ -43,7 +49,9 @@ class State:
     """arguments: the asked ones, fitted to this machine's IOMMU. given: by other GRUB files.
 
     files: content of our files, None when absent. entries: arguments of GRUB's menu entries.
+    stray: of those, what nothing on this host gives but a menu made before, or our own file.
     initramfs: digest of the inputs of the last build. built_in_boot: the boot that built it.
+    rebuilt: whether an image is younger than that, so somebody else has built it.
     """
 
     arguments: tuple[str, ...]
@@ -51,9 +59,11 @@ class State:
     running: tuple[str, ...]
     files: Mapping[str, str | None]
     entries: tuple[tuple[str, ...], ...]
+    stray: tuple[str, ...]
     grub_pending: bool
     initramfs: str
     built_in_boot: str
+    rebuilt: bool
     boot_id: str
     modules: tuple[str, ...]
     kvm: bool
@@ -86,17 +96,20 @@ def lacking(arguments: Iterable[str], there: Iterable[str]) -> list[str]:
 
 def observe(params: Params) -> State:
     record = _record()
+    arguments = (*fitted(params["arguments"]), *_hugepages.arguments(_huge(params)))
+    menu = _text(_boot_menu.MENU) or ""
+    entries = tuple(tuple(found.split()) for found in _ENTRY.findall(menu))
     return State(
-        arguments=(*fitted(params["arguments"]), *_hugepages.arguments(_huge(params))),
-        given=tuple(_given()),
+        arguments=arguments,
+        given=tuple(_given(_others())),
         running=tuple(running()),
         files={p: _text(p) for p in (DROP_IN, MODULES_LOAD, SOFT_DEPENDENCIES, INITRAMFS_MODULES)},
-        entries=tuple(
-            tuple(found.split()) for found in _ENTRY.findall(_text("/boot/grub/grub.cfg") or "")
-        ),
+        entries=entries,
+        stray=tuple(_stray(arguments, entries)),
         grub_pending=_host.path(GRUB_PENDING).exists(),
         initramfs=record.get("inputs", ""),
         built_in_boot=record.get("boot_id", ""),
+        rebuilt=_rebuilt(),
         boot_id=_host.identity()["boot_id"],
         modules=tuple(_loaded()),
         kvm=_host.path("/dev/kvm").exists(),
@@ -114,9 +127,9 @@ def plan(params: Params, state: State) -> _change.Plan:
     if _grub_is_stale(params, state, steps):
         steps.append(_change.Step("update_grub", "boot menu", "old arguments", "new arguments"))
     present = params["state"] == "present"
-    inputs = _inputs(files)
-    if state.initramfs != (inputs if present else "") and (present or state.initramfs):
-        steps.append(_change.Step("update_initramfs", "initramfs", state.initramfs, inputs))
+    if _initramfs_is_stale(params, state, steps):
+        after = inputs(files)
+        steps.append(_change.Step("update_initramfs", "initramfs", state.initramfs, after))
     absent_modules = [m for m in MODULES if m not in state.modules]
     if present and absent_modules:
         steps.append(_change.Step("load_modules", "modules", list(state.modules), list(MODULES)))
@@ -133,6 +146,9 @@ def apply(params: Params, step: _change.Step) -> None:
         if step.subject == DROP_IN:
             # Survives a crash before update-grub: the drop-in alone would then look done.
             _host.write(GRUB_PENDING, "")
+        if step.subject in _INITRAMFS_INPUTS and _rebuilt():
+            # The same before update-initramfs.
+            _remember_build(DUE, _record().get("boot_id", ""))
         if step.after is None:
             _host.remove(step.subject)
         else:
@@ -143,8 +159,7 @@ def apply(params: Params, step: _change.Step) -> None:
     elif step.name == "update_initramfs":
         _command.run(["update-initramfs", "-u", "-k", "all"], timeout=900)
         kept = step.after if params["state"] == "present" else ""
-        record = {"inputs": kept, "boot_id": _host.identity()["boot_id"]}
-        _host.write(INITRAMFS_RECORD, json.dumps(record) + "\n")
+        _remember_build(kept, _host.identity()["boot_id"])
     elif step.name == "load_modules":
         _command.run(["modprobe", "--all", *MODULES])
 
@@ -164,7 +179,7 @@ def facts(params: Params, state: State) -> dict[str, Any]:
 def reboot_reasons(params: Params, state: State) -> list[str]:
     """Why what is configured does not hold yet; [] when this boot has it all."""
     reasons = []
-    ours = [a for a in state.running if _paired(a) or a.startswith("default_hugepagesz=")]
+    ours = [a for a in state.running if _sets_pages(a)]
     if params["state"] == "present":
         reasons += [f"not booted with {a}" for a in lacking(state.arguments, state.running)]
     else:
@@ -207,8 +222,18 @@ def _grub_is_stale(params: Params, state: State, steps: list[_change.Step]) -> b
     if state.grub_pending or any(step.subject == DROP_IN for step in steps):
         return True
     if params["state"] == "absent":
-        return False
+        return bool(state.stray)
     return not state.entries or any(lacking(state.arguments, e) for e in state.entries)
+
+
+def _initramfs_is_stale(params: Params, state: State, steps: list[_change.Step]) -> bool:
+    """Whether an image must be built: of other inputs than ours, or maybe with somebody's edit."""
+    if params["state"] == "absent":
+        return bool(state.initramfs)
+    if state.initramfs != inputs(wanted(params, state)):
+        return True
+    # Where nobody has built since us, the images never had the edit: no reboot for a mere repair.
+    return state.rebuilt and any(step.subject in _INITRAMFS_INPUTS for step in steps)
 
 
 def _unsafe(arguments: Iterable[str]) -> list[Refusal]:
@@ -259,14 +284,36 @@ def _not_in_effect(params: Params, state: State) -> list[Refusal]:
     return found
 
 
-def _given() -> list[str]:
-    """Arguments that the other GRUB files give, in the order in which GRUB reads them."""
+def all_given() -> list[str]:
+    """Arguments that the next `update-grub` would put into the menu, our own file among them."""
+    return _given(_defaults())
+
+
+def _defaults() -> list[str]:
+    """GRUB's files of settings, in the order in which it reads them."""
     folder = _host.path("/etc/default/grub.d")
     names = sorted(file.name for file in folder.glob("*.cfg")) if folder.is_dir() else []
-    paths = ["/etc/default/grub", *(f"/etc/default/grub.d/{name}" for name in names)]
+    return ["/etc/default/grub", *(f"/etc/default/grub.d/{name}" for name in names)]
+
+
+def _others() -> list[str]:
+    return [path for path in _defaults() if path != DROP_IN]
+
+
+def _stray(arguments: Iterable[str], entries: Iterable[Iterable[str]]) -> list[str]:
+    """Ours in the menu, and no file that `update-grub` makes it from has the word."""
+    found = dict.fromkeys(word for entry in entries for word in entry)
+    mine = [word for word in found if word in arguments or _sets_pages(word)]
+    folder = _host.path("/etc/grub.d")
+    scripts = [f"/etc/grub.d/{one.name}" for one in folder.iterdir()] if folder.is_dir() else []
+    texts = [_host.read(path) or "" for path in (*_others(), *scripts)] if mine else []
+    return [word for word in mine if not any(word in text for text in texts)]
+
+
+def _given(paths: Iterable[str]) -> list[str]:
     found: list[str] = []
     for path in paths:
-        text = "" if path == DROP_IN else _host.read(path) or ""
+        text = _host.read(path) or ""
         for value in re.findall(r"^\s*GRUB_CMDLINE_LINUX=(.*)$", text, re.MULTILINE):
             words = _words(value)
             # A plain assignment forgets what earlier files gave.
@@ -303,9 +350,7 @@ def _is_amd() -> bool:
 
 
 def _with_block(text: str | None) -> str:
-    kept = _without_block(text)
-    block = "\n".join([_BEGIN, *MODULES, _END])
-    return f"{kept}{block}\n"
+    return _without_block(text) + BLOCK
 
 
 def has_block(text: str | None) -> bool:
@@ -314,12 +359,30 @@ def has_block(text: str | None) -> bool:
 
 
 def _without_block(text: str | None) -> str:
-    return re.sub(rf"^{_BEGIN}\n(?:.*\n)*?{_END}\n", "", text or "", flags=re.MULTILINE)
+    block = rf"^{_BEGIN}\n(?:.*\n)*?{_END}\n"
+    # A mark whose other half somebody deleted would meet the next block's.
+    half = rf"^(?:{_BEGIN}|{_END})\n"
+    return re.sub(f"{block}|{half}", "", text or "", flags=re.MULTILINE)
 
 
-def _inputs(files: Mapping[str, str | None]) -> str:
-    relevant = [files[p] or "" for p in (SOFT_DEPENDENCIES, INITRAMFS_MODULES)]
+def inputs(files: Mapping[str, str | None]) -> str:
+    """What of our files an initramfs holds, as a digest."""
+    relevant = [files[p] or "" for p in _INITRAMFS_INPUTS]
     return hashlib.sha256("\0".join(relevant).encode()).hexdigest()
+
+
+def _rebuilt() -> bool:
+    """A kernel's own package builds too, with whatever the files say by then."""
+    record, folder = _host.path(INITRAMFS_RECORD), _host.path("/boot")
+    if not (record.exists() and folder.is_dir()):
+        return True
+    built = record.stat().st_mtime
+    return any(image.stat().st_mtime > built for image in folder.glob("initrd.img-*"))
+
+
+def _remember_build(of: str, boot_id: str) -> None:
+    record = {"inputs": of, "boot_id": boot_id}
+    _host.write(INITRAMFS_RECORD, json.dumps(record) + "\n")
 
 
 def _record() -> dict[str, str]:
@@ -331,15 +394,18 @@ def _record() -> dict[str, str]:
 
 
 def _text(absolute: str) -> str | None:
-    # Not _host.read: our files are compared byte by byte.
-    try:
-        return _host.path(absolute).read_text(errors="replace")
-    except OSError:
+    # As it is: our files are compared byte by byte. One that cannot be read is not written over.
+    if _host.kept(absolute) is None:
         return None
+    return _host.path(absolute).read_text(errors="replace")
 
 
 def _paired(argument: str) -> bool:
     return argument.startswith(("hugepages=", "hugepagesz="))
+
+
+def _sets_pages(argument: str) -> bool:
+    return _paired(argument) or argument.startswith("default_hugepagesz=")
 
 
 def _huge(params: Params) -> _hugepages.Asked | None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import tempfile
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 # Tests point this at a recorded tree; on a host it is the real root.
 ROOT = Path("/")
@@ -22,11 +26,57 @@ def path(absolute: str) -> Path:
 
 
 def read(absolute: str) -> str | None:
-    """The stripped text of a small file, or None when it is not there or not readable."""
+    """The stripped text of a small file, or None when it is not there or not readable.
+
+    Where something is decided by a file's absence: `kept` or `document`.
+    """
     try:
         return path(absolute).read_text(errors="replace").strip()
     except OSError:
         return None
+
+
+def kept(absolute: str) -> str | None:
+    """The stripped text of a file that is decided by; None only when it is not there.
+
+    Unreadable is not absent: an I/O error or a folder in its place is a Refusal.
+    """
+    try:
+        return path(absolute).read_text(errors="replace").strip()
+    except FileNotFoundError:
+        return None
+    except OSError as broken:
+        raise Refusal(
+            "file_unreadable",
+            expected=f"a readable file {absolute}, or none",
+            found=_why(broken),
+            remedy="repair what keeps it from being read, then run again; nothing was changed",
+        ) from broken
+
+
+def document(absolute: str, *, code: str, remedy: str) -> dict[str, Any] | None:
+    """A JSON object that the host keeps; None only when the file is not there.
+
+    Whatever else there is in its place is a Refusal with this code: it is never an empty record.
+    """
+    try:
+        found = json.loads(path(absolute).read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found
+        broken: Exception = TypeError(f"a {type(found).__name__}")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as problem:
+        broken = problem
+    raise Refusal(
+        code, expected=f"a JSON object in {absolute}", found=_why(broken), remedy=remedy
+    ) from broken
+
+
+def _why(problem: Exception) -> str:
+    """Without the path of an OSError, which is said already."""
+    said = problem.strerror if isinstance(problem, OSError) else None
+    return said or str(problem) or type(problem).__name__
 
 
 def write(absolute: str, text: str, mode: int = 0o644) -> None:
@@ -79,7 +129,7 @@ def _sync_directory(directory: Path) -> None:
 
 def now() -> str:
     """The time in UTC, ISO 8601 with microseconds."""
-    return datetime.now(UTC).isoformat()
+    return datetime.now(timezone.utc).isoformat()
 
 
 def identity() -> dict[str, str]:

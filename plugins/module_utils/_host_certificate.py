@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
@@ -53,7 +53,7 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
 
 def apply(params: _change.Params, _step: _change.Step) -> None:
     """Sshd takes the new file or keeps the old one: there must be a way in at every moment."""
-    before = _host.read(FILE)
+    before = _host.kept(FILE)
     _host.write(FILE, params["certificate"].strip() + "\n")
     try:
         _command.run(["sshd", "-t"])
@@ -128,7 +128,7 @@ def _dated(text: str) -> tuple[_parity_certificate.Certificate, datetime]:
     """The certificate and when it ends; ValueError when it is none of a host, or never ends."""
     certificate = _parity_certificate.parse(text)
     try:
-        return certificate, datetime.fromtimestamp(certificate.valid_before, UTC)
+        return certificate, datetime.fromtimestamp(certificate.valid_before, timezone.utc)
     except (ValueError, OverflowError, OSError) as beyond:
         # `ssh-keygen -V always:forever` writes the highest number there is.
         raise ValueError(f"an end at {certificate.valid_before}, which is no date") from beyond

@@ -55,7 +55,7 @@ class State:
 
 
 def observe(params: Params) -> State:
-    written, before = _host.read(FILE), _before.recalled(RECORD)
+    written, before = _host.kept(FILE), _before.recalled(RECORD)
     # What is unsafe is not even shown to netplan.
     if params.get("state") == "absent" or _unsafe(params):
         return State(written, before)

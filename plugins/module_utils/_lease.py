@@ -20,6 +20,7 @@ DIRECTORY = f"{_host.STATE_DIRECTORY}/ledger"
 
 # The entry of the whole machine, beside those of slots and of a whole-machine tenant's disks.
 MACHINE = "machine"
+_REPAIR = "keep the file as evidence, disable the slot and repair it from the last proof"
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Entry:
     fence: highest number seen; 0 before the first claim. allocation_id: holder of the lease or "".
     disk: identity of the slot's disk. dirty: a tenant's or unknown bytes may be on it.
     dirty_at, clean_at: ISO times; proof: the last wipe proof, as nvme_wipe returned it, and
-    clean_fence the fence it was taken under, -1 before the first.
+    clean_fence the fence it was taken under, -1 before the first. written_off: when and why its
+    last lease was given up, and whose that was.
     """
 
     slot_id: str
@@ -41,28 +43,42 @@ class Entry:
     clean_at: str = ""
     proof: dict[str, object] | None = None
     clean_fence: int = -1
+    written_off: dict[str, object] | None = None
+
+
+_FRESH = Entry("")
 
 
 def load(slot_id: str) -> Entry:
     """The slot's entry; a fresh one when the host has never seen the slot."""
-    text = _host.read(_file(slot_id))
-    if text is None:
+    file = _file(slot_id)
+    kept = _host.document(file, code="ledger_unreadable", remedy=_REPAIR)
+    if kept is None:
         return Entry(slot_id)
     try:
-        return Entry(**json.loads(text))
-    except (ValueError, TypeError) as broken:
-        raise Refusal(
-            "ledger_unreadable",
-            expected=f"a ledger entry in {_file(slot_id)}",
-            found=str(broken),
-            remedy="keep the file as evidence, disable the slot and repair it from the last proof",
-        ) from broken
+        entry = Entry(**kept)
+    except TypeError as broken:
+        raise _unreadable(file, str(broken)) from broken
+    if entry.slot_id != slot_id:
+        raise _unreadable(file, f"the entry of {entry.slot_id!r}")
+    for key in ("fence", "allocation_id", "disk", "dirty"):
+        value = getattr(entry, key)
+        if type(value) is not type(getattr(_FRESH, key)):
+            raise _unreadable(file, f"{key} {value!r}")
+    return entry
 
 
 def entries() -> list[Entry]:
     """Every slot that this host has seen, by slot id."""
-    folder = _host.path(DIRECTORY)
-    return [load(file.stem) for file in sorted(folder.glob("*.json"))] if folder.is_dir() else []
+    try:
+        names = sorted(file.name for file in _host.path(DIRECTORY).iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as broken:
+        raise _unreadable(DIRECTORY, broken.strerror or str(broken)) from broken
+    stems = [name.removesuffix(".json") for name in names if name.endswith(".json")]
+    # What is being written has a name that begins with a dot.
+    return [load(stem) for stem in stems if not stem.startswith(".")]
 
 
 def check(slot_id: str, fence: int) -> Entry:
@@ -87,11 +103,14 @@ def check_each(slots: Iterable[Mapping[str, Any]]) -> None:
 def machine_taken(allocation_id: str) -> list[Refusal]:
     """Why nothing of this machine can be leased by an allocation: another one has all of it.
 
-    Its fence is the node's and says nothing beside a slot's. Dirty counts without a holder too: a
-    tenant who is root can take the name out of the ledger.
+    "" is nobody's name, so every holder is another. Its fence is the node's and says nothing beside
+    a slot's. Dirty counts without a holder too: a tenant who is root can take the name out of the
+    ledger.
     """
     machine = load(MACHINE)
-    if machine.allocation_id == allocation_id or not (machine.allocation_id or machine.dirty):
+    # Whoever asks for no allocation has none, also where the ledger names none.
+    own = allocation_id != "" and machine.allocation_id == allocation_id
+    if own or not (machine.allocation_id or machine.dirty):
         return []
     since = f", the tenant's since {machine.dirty_at}" if machine.dirty else ""
     return [
@@ -158,6 +177,33 @@ def release(slot_id: str, *, fence: int) -> Entry:
         return _save(replace(check(slot_id, fence), fence=fence, allocation_id=""))
 
 
+def give_up(slot_id: str, *, fence: int, allocation_id: str, reason: str) -> Entry:
+    """Take the lease from an allocation that can never give it back, and keep whose it was.
+
+    A mark for a wipe stays: should the disk come back, it is one that was not wiped.
+    """
+    with locked():
+        entry = check(slot_id, fence)
+        if entry.allocation_id != allocation_id:
+            raise not_its_holder(entry, allocation_id)
+        told: dict[str, object] = {
+            "at": _host.now(),
+            "allocation_id": allocation_id,
+            "reason": reason,
+        }
+        return _save(replace(entry, fence=fence, allocation_id="", written_off=told))
+
+
+def not_its_holder(entry: Entry, allocation_id: str) -> Refusal:
+    """Why a slot is not given up in the name of an allocation that has not got it."""
+    return Refusal(
+        "slot_leased",
+        expected=f"slot {entry.slot_id} free or leased by {allocation_id}",
+        found=f"leased by {entry.allocation_id or 'nobody'}",
+        remedy="verify the absence of that allocation and release it first",
+    )
+
+
 def mark_dirty(slot_id: str, *, fence: int, disk: str) -> Entry:
     """Say, durably, that bytes are about to be written. Before the first byte, never after."""
     with locked():
@@ -189,6 +235,12 @@ def _file(slot_id: str) -> str:
             remedy="pass the id that the reconciler shows",
         )
     return f"{DIRECTORY}/{slot_id}.json"
+
+
+def _unreadable(file: str, found: str) -> Refusal:
+    return Refusal(
+        "ledger_unreadable", expected=f"a ledger entry in {file}", found=found, remedy=_REPAIR
+    )
 
 
 def _save(entry: Entry) -> Entry:

@@ -6,18 +6,20 @@ One rendering serves both. Apart from `_baseline`, whose other needs take second
 from __future__ import annotations
 
 import ipaddress
-import json
 from collections.abc import Mapping
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils import _host
+from ansible_collections.gpuaas.slice.plugins.module_utils import _boot_units, _host
 
 DNSMASQ = "/etc/dnsmasq.d/gpuaas-slice.conf"
 RESERVATIONS = f"{_host.STATE_DIRECTORY}/dnsmasq/hosts.d"
 LEASES = "/var/lib/misc/dnsmasq.leases"
 SYSCTL = "/etc/sysctl.d/60-gpuaas-slice.conf"
 # What the service goes by at boot.
-SETTINGS = "/etc/gpuaas/network-baseline.json"
+SETTINGS = _boot_units.NETWORK.settings_path
+
+# What Debian's service leaves out of the folder.
+_IGNORED = (".dpkg-dist", ".dpkg-old", ".dpkg-new")
 
 FORWARDING = "net.ipv4.ip_forward = 1\n"
 
@@ -39,8 +41,8 @@ def dnsmasq(network: Network) -> str:
             "# Written by the gpuaas.slice collection; changed by its playbooks only.",
             f"interface={network['bridge']}",
             "except-interface=lo",
-            # The bridge may come later than dnsmasq, and the host has resolvers of its own.
-            "bind-dynamic",
+            # The host has resolvers of its own.
+            _binding(),
             "domain-needed",
             "bogus-priv",
             # static: only reserved hosts get an address, so a flood of requests takes none.
@@ -56,32 +58,16 @@ def dnsmasq(network: Network) -> str:
     )
 
 
-def unlike(path: str, text: str) -> list[str]:
-    """Why a file is not what bootstrap writes; [] when it is."""
-    found = _host.read(path)
-    if found is None:
-        return [f"{path} is missing"]
-    if found == text.strip():
-        return []
-    wanted, there = text.split("\n"), found.split("\n")
-    # One line says which edit it was, and lets nobody read a whole foreign file in a report.
-    first = next((row for row in there if row not in wanted), "")
-    lost = next((row for row in wanted if row not in there), "")
-    shown = f"has {first!r}" if first else f"lacks {lost!r}" if lost else "has its lines otherwise"
-    return [f"{path} is not what bootstrap writes: {shown}"]
-
-
-def unlike_settings(network: Network) -> list[str]:
-    """The same for the boot service's settings, which are data: their layout does not matter."""
-    wanted = settings(network)
-    try:
-        there = json.loads(_host.read(SETTINGS) or "null")
-    except ValueError:
-        there = None
-    if there is None:
-        return [f"{SETTINGS} is missing or unreadable"]
-    if there == wanted:
-        return []
-    kept = there if isinstance(there, dict) else {}
-    differing = [key for key in sorted({*wanted, *kept}) if kept.get(key) != wanted.get(key)]
-    return [f"{SETTINGS} has another {', '.join(differing)} than the profile"]
+def _binding() -> str:
+    """How dnsmasq takes addresses: so that the bridge may come later than it, unless another file
+    has decided. Ubuntu's libvirt puts a link there that says `bind-interfaces`, and again at each
+    of its upgrades; with both words dnsmasq does not start, and `--test` does not notice.
+    """
+    folder = _host.path("/etc/dnsmasq.d")
+    names = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
+    others = [f"/etc/dnsmasq.d/{name}" for name in names if not name.endswith(_IGNORED)]
+    for path in ("/etc/dnsmasq.conf", *others):
+        lines = (_host.read(path) or "").splitlines() if path != DNSMASQ else ()
+        if "bind-interfaces" in (line.split("#")[0].strip() for line in lines):
+            return "bind-interfaces"
+    return "bind-dynamic"

@@ -40,9 +40,11 @@ def failed(detail: str) -> Verdict:
     return Verdict(FAIL, detail)
 
 
-def verdict(problems: Sequence[str], fine: str) -> Verdict:
-    """FAIL with every problem named, or PASS with `fine`."""
-    return failed("; ".join(problems)) if problems else passed(fine)
+def verdict(problems: Sequence[str], fine: str, doubts: Sequence[str] = ()) -> Verdict:
+    """FAIL with every problem named, WARN when there are only doubts, or PASS with `fine`."""
+    if problems or doubts:
+        return Verdict(FAIL if problems else WARN, "; ".join([*problems, *doubts]))
+    return passed(fine)
 
 
 @dataclass(frozen=True)

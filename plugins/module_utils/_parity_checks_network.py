@@ -6,12 +6,14 @@ import ipaddress
 import re
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _boot_units,
     _command,
     _host,
     _ipoib,
     _network_files,
     _parity_probe,
     _topology_network,
+    _written,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._parity import (
     Verdict,
@@ -21,12 +23,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils._parity import (
     warned,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._parity_facts import (
-    BASELINE,
-    FABRIC,
-    FABRIC_SETTINGS,
     OLD_BASELINE,
     Facts,
-    kept,
 )
 
 # What bootstrap writes; named again, since the code that writes it takes seconds to load on a host.
@@ -52,10 +50,11 @@ def fabric_vfs(facts: Facts) -> Verdict:
             problems.append(f"{address} is not there")
         elif not facts.devices[address].physfn:
             problems.append(f"{address} is no virtual function")
-    problems += facts.not_at_boot(FABRIC)
-    told = kept(FABRIC_SETTINGS)
-    if (told.get("pf_ids"), told.get("count")) != (list(fabric["pf_ids"]), fabric["vfs_per_pf"]):
-        problems.append(f"{FABRIC_SETTINGS} has other cards or numbers than the profile")
+    problems += facts.not_at_boot(_boot_units.FABRIC)
+    # As bootstrap's role gives them: all cards of these kinds, with identities of their own.
+    cards = {"pfs": [], "pf_ids": list(fabric["pf_ids"]), "macs": {}}
+    wanted = {**cards, "count": fabric["vfs_per_pf"]}
+    problems += _written.unlike_settings(_boot_units.FABRIC.settings_path, wanted)
     made = sum(device.sriov_numvfs for device in physical)
     return verdict(problems, f"{made} functions on {len(physical)} cards")
 
@@ -74,7 +73,7 @@ def ipoib_netplan(facts: Facts) -> Verdict:
     # A machine may have been told its interface otherwise than by a profile.
     if wanted and fabric.get("interface") and text.startswith(_ipoib.MARKER):
         own = {key: str(fabric.get(key) or "") for key in ("interface", "route")}
-        problems = _network_files.unlike(IPOIB, _ipoib.text({**own, "address": wanted}))
+        problems = _written.unlike(IPOIB, _ipoib.text({**own, "address": wanted}))
         return verdict(problems, f"{IPOIB} {wanted}")
     return passed(f"{IPOIB} {wanted}".strip())
 
@@ -135,7 +134,7 @@ def dnsmasq_config(facts: Facts) -> Verdict:
     parse, nothing is stale, no address is reserved twice.
     """
     problems = [f"stale {name}" for name in _topology_network.stale_reservations()]
-    problems += _network_files.unlike(_network_files.DNSMASQ, _network_files.dnsmasq(facts.network))
+    problems += _written.unlike(_network_files.DNSMASQ, _network_files.dnsmasq(facts.network))
     problems += _duplicates()
     # Debian's service adds the folder on its command line, so the test must name it too.
     folder = "--conf-dir=/etc/dnsmasq.d,.dpkg-dist,.dpkg-old,.dpkg-new"
@@ -156,7 +155,7 @@ def nat(facts: Facts) -> Verdict:
 def ip_forwarding(_facts: Facts) -> Verdict:
     """Now, and by the settings of the next boot."""
     problems = [] if _topology_network.forwarding() else ["net.ipv4.ip_forward is not 1"]
-    problems += _network_files.unlike(_network_files.SYSCTL, _network_files.FORWARDING)
+    problems += _written.unlike(_network_files.SYSCTL, _network_files.FORWARDING)
     return verdict(problems, "net.ipv4.ip_forward is 1")
 
 
@@ -180,13 +179,15 @@ def guest_egress(facts: Facts) -> Verdict:
 
 def network_service(facts: Facts) -> Verdict:
     """It ran, it will run at the next boot, and what it goes by then is this profile's network."""
-    unit = facts.unit(BASELINE)
-    problems = facts.not_at_boot(BASELINE)
+    name = _boot_units.NETWORK.service
+    unit = facts.unit(name)
+    problems = facts.not_at_boot(_boot_units.NETWORK)
     if unit.load != "loaded":
         return verdict(problems, "")
     if (unit.active, unit.result) != ("active", "success"):
-        problems.append(f"{BASELINE} is {unit.active}/{unit.sub} ({unit.result})")
-    problems += _network_files.unlike_settings(facts.network)
+        problems.append(f"{name} is {unit.active}/{unit.sub} ({unit.result})")
+    settings = _network_files.settings(facts.network)
+    problems += _written.unlike_settings(_network_files.SETTINGS, settings)
     return verdict(problems, f"{unit.active}/{unit.sub}")
 
 

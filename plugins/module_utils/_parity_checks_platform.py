@@ -11,8 +11,10 @@ import time
 from urllib.parse import urlsplit
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _boot_units,
     _grub,
     _host,
+    _parity_boot,
     _parity_certificate,
     _pci,
     _resolution,
@@ -27,8 +29,6 @@ from ansible_collections.gpuaas.slice.plugins.module_utils._parity import (
     warned,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._parity_facts import (
-    BINDING,
-    BINDING_SETTINGS,
     Facts,
     kept,
 )
@@ -118,9 +118,12 @@ def kvm(_facts: object) -> Verdict:
 
 
 def kernel_cmdline(facts: Facts) -> Verdict:
+    """Now, and by the boot menu at the next boot."""
     arguments = facts.kernel.arguments
     problems = [f"{word} is not in /proc/cmdline" for word, there in arguments.items() if not there]
-    return verdict(problems, " ".join(arguments))
+    problems += _parity_boot.menu_problems(facts.boot)
+    doubts = _parity_boot.settings_doubts(facts.boot_params, facts.boot)
+    return verdict(problems, " ".join(arguments), doubts)
 
 
 def iommu_groups(facts: Facts) -> Verdict:
@@ -139,12 +142,9 @@ def iommu_groups(facts: Facts) -> Verdict:
 
 
 def vfio_modules(facts: Facts) -> Verdict:
-    """Loaded now, and loaded again after the next boot."""
+    """Loaded now, and loaded again, before the drivers of GPUs, at the next boot."""
     problems = [f"{name} is not loaded" for name in facts.kernel.missing_modules]
-    listed = (_host.read(_grub.MODULES_LOAD) or "").replace("-", "_").split()
-    problems += [
-        f"{name} is not in {_grub.MODULES_LOAD}" for name in _grub.MODULES if name not in listed
-    ]
+    problems += _parity_boot.module_problems(facts.boot_params, facts.boot)
     return verdict(problems, " ".join(_grub.MODULES))
 
 
@@ -165,14 +165,27 @@ def vfio_binding(facts: Facts) -> Verdict:
             problems.append(f"{address} is on {device.driver or 'no driver'}")
         elif not _pci.answers(address):
             problems.append(f"{address} does not answer")
-    problems += facts.not_at_boot(BINDING)
-    recorded = kept(BINDING_SETTINGS).get("devices") or {}
+    problems += facts.not_at_boot(_boot_units.BINDING)
+    path = _boot_units.BINDING.settings_path
+    recorded = kept(path).get("devices") or {}
     problems += [
-        f"{address} is not in {BINDING_SETTINGS}"
-        for address in facts.passthrough
-        if address not in recorded
+        f"{address} is not in {path}" for address in facts.passthrough if address not in recorded
     ]
-    return verdict(problems, f"{len(facts.passthrough)} devices on {_pci.VFIO}")
+    problems += [
+        f"{address} is {recorded[address]} in {path}, and {facts.devices[address].id} on the host"
+        for address in facts.passthrough
+        if address in recorded
+        and address in facts.devices
+        and recorded[address] != facts.devices[address].id
+    ]
+    # A card's other functions go with it. What is no longer approved may wait for the next binding.
+    cards = {_card(address) for address in facts.passthrough}
+    doubts = [
+        f"{address} of {path} is of no approved slot, and would be bound at boot"
+        for address in sorted(recorded)
+        if _card(address) not in cards
+    ]
+    return verdict(problems, f"{len(facts.passthrough)} devices on {_pci.VFIO}", doubts)
 
 
 def gpu_services_quiesced(facts: Facts) -> Verdict:
@@ -206,6 +219,11 @@ def api_topology(facts: Facts) -> Verdict:
     if blockers:
         return failed(f"candidate_summary.blockers: {blockers}")
     return passed("completed with no candidate_summary.blockers")
+
+
+def _card(address: str) -> str:
+    """All functions of a card have it in common."""
+    return address.rpartition(".")[0]
 
 
 def _first_boot() -> str:

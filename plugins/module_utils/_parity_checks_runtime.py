@@ -109,13 +109,12 @@ def hugepages(facts: Facts) -> Verdict:
 
 
 def tuning(facts: Facts) -> Verdict:
-    """The tuned profiles are in force in the running kernel and for a login."""
+    """The tuned profiles are in force in the running kernel and for a login, and will be."""
     found = _tuning.problems(facts.profile)
-    if not found:
-        return passed("not_requested")
     # Pages have a check of their own.
     found.pop(_hugepages.PROFILE, None)
     problems = [f"{name}: {problem}" for name, left in found.items() for problem in left]
+    problems += _tuning.edited(facts.profile)
     return verdict(problems, ", ".join(found) or "not_requested")
 
 

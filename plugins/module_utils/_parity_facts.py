@@ -10,7 +10,10 @@ from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _block,
+    _boot_files,
+    _boot_units,
     _command,
+    _grub,
     _host,
     _parity_probe,
     _pci,
@@ -19,11 +22,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
-BASELINE = "gpuaas-slice-network-baseline.service"
 OLD_BASELINE = "gpuaas-slice-host-net-baseline.service"
-FABRIC, BINDING = "gpuaas-slice-fabric.service", "gpuaas-slice-vfio.service"
-# What these two go by at boot; named again, since their writers take long to load on a host.
-FABRIC_SETTINGS, BINDING_SETTINGS = "/etc/gpuaas/fabric.json", "/etc/gpuaas/vfio-binding.json"
 
 
 def kept(path: str) -> dict[str, Any]:
@@ -82,8 +81,17 @@ class Facts:
         return _topology_network.routes()
 
     @cached_property
+    def boot_params(self) -> dict[str, Any]:
+        return _topology_host.boot_params(self.profile, self.asked.intent)
+
+    @cached_property
+    def boot(self) -> _grub.State:
+        """What of the boot is configured, and what is in force."""
+        return _grub.observe(self.boot_params)
+
+    @cached_property
     def kernel(self) -> _topology_host.Kernel:
-        return _topology_host.kernel(self.profile, self.asked.intent)
+        return _topology_host.kernel(self.boot_params, self.boot)
 
     @cached_property
     def devices(self) -> dict[str, _pci.Device]:
@@ -140,18 +148,21 @@ class Facts:
     def unit(self, name: str) -> Unit:
         return self._units.get(name, _ABSENT)
 
-    def not_at_boot(self, name: str) -> list[str]:
-        """Why the next boot would not start a unit; [] when it would."""
-        unit = self.unit(name)
+    def not_at_boot(self, service: _boot_files.Unit) -> list[str]:
+        """Why the next boot would not run a service of ours as it was installed; [] if it would."""
+        name, unit = service.service, self.unit(service.service)
         if unit.load != "loaded":
             return [f"{name} is {unit.load or 'unknown'}"]
-        if unit.file == "enabled":
-            return []
-        return [f"{name} is {unit.file or 'not enabled'}: it would not start at boot"]
+        problems = _boot_files.edited(service)
+        if unit.file != "enabled":
+            why = f"{name} is {unit.file or 'not enabled'}: it would not start at boot"
+            problems.insert(0, why)
+        return problems
 
     @cached_property
     def _units(self) -> dict[str, Unit]:
-        names = [BASELINE, OLD_BASELINE, FABRIC, BINDING]
+        names = [_boot_units.NETWORK.service, OLD_BASELINE]
+        names += [_boot_units.FABRIC.service, _boot_units.BINDING.service]
         names += self.profile.get("gpu_services", [])
         keys = "Id,LoadState,ActiveState,SubState,UnitFileState,Result"
         out = _command.run(["systemctl", "show", f"--property={keys}", "--", *names]).out

@@ -85,9 +85,11 @@ def memory_promised_mib(node: int | None, *, hugepages: bool, except_for: str) -
 
 def recorded(allocation_id: str) -> dict[str, Any] | None:
     """What this allocation was given before."""
-    text = _host.read(_file(allocation_id))
-    found = json.loads(text) if text else None
-    return found if isinstance(found, dict) else None
+    return _host.document(
+        _file(allocation_id),
+        code="host_plan_unreadable",
+        remedy="its CPUs and memory count as taken: remove the file once its machine is gone",
+    )
 
 
 def taken(except_for: str) -> set[int]:

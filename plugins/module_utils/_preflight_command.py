@@ -31,7 +31,8 @@ DONE, FAILED, WRONG_CALL = 0, 1, 2
 
 SETTINGS = """\
 settings, from the environment (a MAAS script's or a site wrapper's):
-  GPUAAS_SLICE_APPLY_BIOS          1 changes the BIOS and power-cycles; 0 (default) only reads
+  GPUAAS_SLICE_APPLY_BIOS          1 changes the BIOS and power-cycles, unless a virtual machine
+                                   runs or anything is leased here; 0 (default) only reads
   GPUAAS_SLICE_BIOS_ATTRIBUTES     wanted settings instead of the three default ones,
                                    GROUP.NAME=VALUE separated by commas
   GPUAAS_SLICE_BIOS_DEADLINE       seconds for job and power cycle (3600)

@@ -77,9 +77,11 @@ def standing(identity: str) -> dict[str, Any] | None:
 
 def recorded(identity: str) -> dict[str, Any] | None:
     """The record of the disk's transition: `proof`, and `manifest` once that is written."""
-    text = _host.read(f"{DIRECTORY}/{identity}.json")
-    found = json.loads(text) if text else None
-    return found if isinstance(found, dict) else None
+    return _host.document(
+        f"{DIRECTORY}/{identity}.json",
+        code="proof_unreadable",
+        remedy="remove the file; the disk then counts as one without a proof",
+    )
 
 
 def record(identity: str, proof: Mapping[str, Any], *, manifest: str = "") -> None:

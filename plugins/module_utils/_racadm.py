@@ -18,6 +18,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _change,
     _command,
     _host,
+    _idle,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
@@ -111,7 +112,8 @@ def observe(params: _change.Params) -> _bios.State:
     # The queue first: a job that ends between the two looks is then still seen as open, and is
     # followed. The other way round its old values would look like work for another power cycle.
     jobs = racadm.queue()
-    return _bios.State(attributes=racadm.settings(groups), jobs=jobs)
+    attributes = racadm.settings(groups)
+    return _bios.State(attributes, jobs, tuple(_idle.refusals()))
 
 
 def plan(params: _change.Params, state: _bios.State) -> _change.Plan:
@@ -221,6 +223,8 @@ def _of(params: _change.Params) -> Racadm:
 def _commit(racadm: Racadm, params: _change.Params) -> list[str]:
     """Make the job for what is staged now: a setting that did not take is not power-cycled for."""
     state = observe(params)
+    for somebody in state.in_use:
+        raise somebody
     missing = _bios.unstaged(wish(params), state)
     if missing:
         raise Refusal(

@@ -52,7 +52,7 @@ def main(words: Sequence[str], environment: Mapping[str, str]) -> int:
         return REFUSED
     if client.opened:
         say.aside("warning: the BMC did not confirm the logout; its session ends by itself")
-    say.outcome(outcome, applied=options.apply)
+    say.outcome(outcome, applied=options.apply, power_cycle=options.power_cycle)
     return DONE if outcome.failure is None else REFUSED
 
 
@@ -63,7 +63,7 @@ class _Lines:
     def __init__(self, secret: str) -> None:
         self._secret = secret
 
-    def outcome(self, outcome: _change.Outcome, *, applied: bool) -> None:
+    def outcome(self, outcome: _change.Outcome, *, applied: bool, power_cycle: bool) -> None:
         for one in outcome.facts["attributes"]:
             self._line(
                 "GPUAAS_SLICE_BIOS",
@@ -79,6 +79,8 @@ class _Lines:
                 changes = {step.subject: step.after["pending"]}
             for name, value in changes.items():
                 self._print(f"GPUAAS_SLICE_BIOS_PLAN {quoted(name)}={quoted(value)}")
+        if outcome.plan.steps:
+            self._line("GPUAAS_SLICE_BIOS_RESTART", **_restart(power_cycle=power_cycle))
         for job in outcome.facts["jobs"]:
             if _bios.Job(**job).phase is _bios.Phase.OPEN:
                 self.job(_bios.Job(**job))
@@ -117,6 +119,12 @@ class _Lines:
         return text.replace(self._secret, "(hidden)")
 
 
+def _restart(*, power_cycle: bool) -> dict[str, str]:
+    """The plan's word on the restart: the BMC cannot say who is on the machine."""
+    when = "with_this_call" if power_cycle else "by_whoever_resets_next"
+    return {"when": when, "ends": "whatever runs on the machine, unasked"}
+
+
 def _status(outcome: _change.Outcome, *, applied: bool) -> str:
     if outcome.facts["settled"]:
         return "settled"
@@ -135,7 +143,9 @@ def _options(words: Sequence[str], environment: Mapping[str, str]) -> argparse.N
     )
     add = parser.add_argument
     add("--apply", action="store_true", help="stage the changes; their job waits for a reset")
-    add("--power-cycle", action="store_true", help="with --apply: reset now and follow the job")
+    add("--power-cycle", action="store_true",
+        help="with --apply: reset now, which ends whatever runs on the machine (drain the node "
+        "first: a BMC does not see it), and follow the job")  # fmt: skip
     add("--no-wait", action="store_true", help="with --power-cycle: do not follow the job")
     add("--attr", action="append", default=[], metavar="NAME=VALUE", type=_attribute,
         help="a setting of this BIOS, instead of the usual three; may be repeated")  # fmt: skip

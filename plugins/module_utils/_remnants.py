@@ -14,6 +14,9 @@ from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _before,
+    _boot_files,
+    _boot_menu,
+    _boot_units,
     _disk,
     _fstab,
     _grub,
@@ -29,19 +32,11 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils._parity_facts import (
-    BASELINE,
-    BINDING,
-    BINDING_SETTINGS,
-    FABRIC,
-    FABRIC_SETTINGS,
     OLD_BASELINE,
     Facts,
 )
 
 SLICE_MODE = "/etc/gpuaas/slice-mode.json"
-LIBRARY = "/usr/local/lib/gpuaas"
-
-_UNITS, _PROGRAMS = "/etc/systemd/system", "/usr/local/sbin"
 _DOMAIN = "gpuaas-slice-"
 _MARKER = "# Written by the gpuaas.slice collection"
 # What systemd says of the load state of a unit that it does not know.
@@ -164,24 +159,30 @@ def _binding(facts: Facts) -> Iterator[Item]:
         on = _pci.VFIO in (device.driver, device.driver_override)
         found = f"is on {_pci.VFIO}" if on else f"driver {device.driver or 'none'}"
         yield Item("vfio_binding", device.address, f"not on {_pci.VFIO}", found, ok=not on)
-    record = json.loads(_host.read(BINDING_SETTINGS) or "{}").get("devices", {})
+    path = _boot_units.BINDING.settings_path
+    record = json.loads(_host.kept(path) or "{}").get("devices", {})
     bound = [f"{address} would be bound at boot" for address in sorted(record)]
-    yield _none("vfio_binding", BINDING_SETTINGS, bound)
-    yield from _service(facts, "vfio_binding", BINDING)
+    there = [] if bound or _file(path) == "absent" else ["is there, without a device"]
+    yield _none("vfio_binding", path, bound + there)
+    yield from _service(facts, "vfio_binding", _boot_units.BINDING.service)
 
 
-def _kernel(_facts: Facts) -> Iterator[Item]:
+def _kernel(facts: Facts) -> Iterator[Item]:
     """The next boot has no arguments of ours; this boot's are the matter of reboot_required."""
     yield _gone("kernel_cmdline", _grub.DROP_IN)
+    stray = [f"{word}, which no file of the host asks for" for word in facts.boot.stray]
+    yield _none("kernel_cmdline", _boot_menu.MENU, stray, "no argument of ours")
 
 
-def _modules(_facts: Facts) -> Iterator[Item]:
+def _modules(facts: Facts) -> Iterator[Item]:
     """Nothing of ours keeps GPUs from the host's own drivers at the next boot."""
     yield _gone("vfio_modules", _grub.MODULES_LOAD)
     yield _gone("vfio_modules", _grub.SOFT_DEPENDENCIES)
-    block = _grub.has_block(_host.read(_grub.INITRAMFS_MODULES))
+    block = _grub.has_block(_host.kept(_grub.INITRAMFS_MODULES))
     found = ["a block of ours"] if block else []
     yield _none("vfio_modules", _grub.INITRAMFS_MODULES, found, "no block of ours")
+    built = ["built with modules of ours"] if facts.boot.initramfs else []
+    yield _none("vfio_modules", "initramfs", built, "built without modules of ours")
 
 
 def _functions(facts: Facts) -> Iterator[Item]:
@@ -190,14 +191,14 @@ def _functions(facts: Facts) -> Iterator[Item]:
             count = device.sriov_numvfs
             found = [f"{count} virtual functions"] if count else []
             yield _none("fabric_vfs", device.address, found, "no virtual functions")
-    yield _gone("fabric_vfs", FABRIC_SETTINGS)
-    yield from _service(facts, "fabric_vfs", FABRIC)
+    yield _gone("fabric_vfs", _boot_units.FABRIC.settings_path)
+    yield from _service(facts, "fabric_vfs", _boot_units.FABRIC.service)
 
 
 def _ipoib(_facts: Facts) -> Iterator[Item]:
     """The site may have a file of its own under this name."""
     path = _parity_checks_network.IPOIB
-    ours = (_host.read(path) or "").startswith(_MARKER)
+    ours = (_host.kept(path) or "").startswith(_MARKER)
     yield _none("ipoib_netplan", path, ["a file of ours"] if ours else [], "no file of ours")
     yield _given_back("ipoib_netplan", "ipoib")
 
@@ -233,7 +234,7 @@ def _forwarding(_facts: Facts) -> Iterator[Item]:
 def _baseline(facts: Facts) -> Iterator[Item]:
     yield _gone("network_service", _network_files.SETTINGS)
     yield _given_back("network_service", "network")
-    yield from _service(facts, "network_service", BASELINE)
+    yield from _service(facts, "network_service", _boot_units.NETWORK.service)
 
 
 def _old_baseline(facts: Facts) -> Iterator[Item]:
@@ -250,7 +251,7 @@ def _tmfifo(facts: Facts) -> Iterator[Item]:
 
 def _tuned(_facts: Facts) -> Iterator[Item]:
     for path in _tuning.FILES:
-        ours = (_host.read(path) or "").startswith(_MARKER)
+        ours = (_host.kept(path) or "").startswith(_MARKER)
         yield _none("tuning", path, ["a file of ours"] if ours else [], "no file of ours")
     yield _given_back("tuning", "tuning")
 
@@ -272,13 +273,16 @@ def _libvirt_service(_facts: Facts) -> Iterator[Item]:
 def _files(_facts: Facts) -> Iterator[Item]:
     """Any unit, link of `enable` or program under our names, whatever wrote it."""
     patterns = {
-        _UNITS: ("gpuaas-slice-*", "*.wants/gpuaas-slice-*"),
-        _PROGRAMS: ("gpuaas-slice-*",),
+        _boot_files.UNITS: ("gpuaas-slice-*", "*.wants/gpuaas-slice-*"),
+        # What `systemctl set-property` adds.
+        f"{_boot_files.UNITS}.control": ("gpuaas-slice-*",),
+        _boot_files.PROGRAMS: ("gpuaas-slice-*",),
     }
     for folder, names in patterns.items():
         found = [str(file.name) for name in names for file in _host.path(folder).glob(name)]
         yield _none("boot_services", f"{folder}/gpuaas-slice-*", sorted(found))
-    yield _gone("boot_services", LIBRARY)
+    yield _gone("boot_services", _boot_files.LIBRARY)
+    yield _gone("boot_services", _boot_files.RECORD)
 
 
 def _reboot(facts: Facts) -> Iterator[Item]:

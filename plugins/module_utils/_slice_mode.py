@@ -6,18 +6,23 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils import _boot, _change, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _boot,
+    _change,
+    _host,
+    _tenancy,
+)
 
 Params = Mapping[str, Any]
 
 
 def observe(_params: Params) -> str | None:
-    return _host.read(_boot.SLICE_MODE)
+    return _host.kept(_boot.SLICE_MODE)
 
 
 def plan(params: Params, state: str | None) -> _change.Plan:
     wanted = None
-    if params.get("state", "present") == "present":
+    if _present(params):
         wanted = json.dumps({"mode": "slice", "profile": params["profile"]})
     if state == wanted:
         return _change.Plan()
@@ -33,4 +38,11 @@ def apply(_params: Params, step: _change.Step) -> dict[str, Any] | None:
     return None
 
 
-SUBJECT = _change.Subject(observe, plan, apply)
+def _present(params: Params) -> bool:
+    return bool(params.get("state", "present") == "present")
+
+
+# The word can always be taken back: with it, a tenant of the whole machine is not even released.
+SUBJECT = _tenancy.guarded(
+    _change.Subject(observe, plan, apply), lambda params, _plan: _present(params)
+)

@@ -75,7 +75,7 @@ class Traces:
 def users() -> list[User]:
     """Every account of passwd, in order; lines that are none are left out."""
     found = []
-    for line in (_host.read("/etc/passwd") or "").splitlines():
+    for line in (_host.kept("/etc/passwd") or "").splitlines():
         fields = line.split(":")
         if len(fields) == 7 and fields[2].isdigit() and fields[3].isdigit():
             uid, gid = int(fields[2]), int(fields[3])

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _grub,
     _host,
     _pci,
     _topology_candidates,
@@ -26,7 +27,8 @@ def discover(profile: Mapping[str, Any]) -> dict[str, Any]:
     """Look at the host once. profile: the hardware profile, which says what counts as what."""
     identity = _host.identity()
     devices = _pci.devices()
-    kernel = _topology_host.kernel(profile)
+    params = _topology_host.boot_params(profile)
+    kernel = _topology_host.kernel(params, _grub.observe(params))
     document: dict[str, Any] = {
         "schema": SCHEMA,
         "profile": str(profile["name"]),

@@ -23,9 +23,6 @@ from ansible_collections.gpuaas.slice.plugins.module_utils._topology_candidates 
     blocker,
 )
 
-# A member that is not assembled has no holder; what is written on it still says what it is.
-_MEMBERS = {"LVM2_member": "lvm_member", "linux_raid_member": "md_member"}
-
 
 def disks(exclude_models: Sequence[str]) -> list[dict[str, Any]]:
     """Every whole NVMe namespace, by identity; those that cannot say who they are come first."""
@@ -108,7 +105,7 @@ def use_blockers(usage: _block.Usage) -> list[Blocker]:
         ("md_member", usage.md),
         ("lvm_member", usage.lvm),
         ("dm_member", usage.dm),
-        ("holder_present", [*usage.holders, *usage.openers]),
+        ("holder_present", [*usage.btrfs, *usage.zfs, *usage.holders, *usage.openers]),
         ("qemu_in_use", [f"process {pid}" for pid in usage.qemu_pids]),
     ):
         if subjects:
@@ -116,7 +113,9 @@ def use_blockers(usage: _block.Usage) -> list[Blocker]:
     written: dict[str, list[str]] = {}
     for name, kind in usage.filesystems.items():
         code = "partitions_present" if kind in _signature.TABLES else "unexpected_filesystem"
-        written.setdefault(_MEMBERS.get(kind, code), []).append(f"{kind} on {name}")
+        # A member that is not assembled has no holder; what is written on it says what it is.
+        found_as = _signature.MEMBERS.get(kind, code)
+        written.setdefault(found_as, []).append(f"{kind} on {name}")
     if usage.children and "partitions_present" not in written:
         written["partitions_present"] = usage.children
     seen = {one["code"] for one in found}
@@ -130,7 +129,7 @@ def _identity_blockers(disk: _block.Disk, copies: int, exclude: Sequence[str]) -
         found.append(blocker("by_id_missing", f"no /dev/disk/by-id link for {disk.identity}"))
     if copies > 1:
         found.append(blocker("duplicate_identity", f"{copies} disks say {disk.identity}"))
-    found += [blocker("excluded_model", disk.model) for model in exclude if model in disk.model]
+    found += [blocker("excluded_model", disk.model) for _why in _disk.excluded(disk, exclude)]
     return found
 
 

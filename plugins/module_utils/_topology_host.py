@@ -34,17 +34,19 @@ def mode() -> str:
         return ""
 
 
-def kernel(profile: Mapping[str, Any], intent: str = "slice") -> Kernel:
-    """How the kernel was started, against what the profile asks for."""
-    state = "present" if intent == "slice" else "absent"
-    params = {
+def boot_params(profile: Mapping[str, Any], intent: str = "slice") -> dict[str, Any]:
+    """What the profile asks of the boot, as the module kernel_arguments is asked."""
+    return {
         "arguments": profile["kernel_arguments"],
         "tuning": profile.get("tuning") or [],
         "hugepages_1g": profile.get("hugepages_1g"),
-        "state": state,
+        "state": "present" if intent == "slice" else "absent",
         "in_effect": False,
     }
-    found = _grub.observe(params)
+
+
+def kernel(params: Mapping[str, Any], found: _grub.State) -> Kernel:
+    """How the kernel was started, against what is asked for."""
     lacking = set(_grub.lacking(found.arguments, found.running))
     return Kernel(
         arguments={word: word not in lacking for word in found.arguments},

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _approval,
     _block,
     _change,
     _claims,
+    _content,
     _disk,
     _fstab,
     _host,
+    _mounting,
     _proof,
-    _signature,
+    _usage,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
-
-# Members of bigger things are dissolved with their own tools first, whatever was approved.
-_MEMBERS = {"linux_raid_member": "md_member", "LVM2_member": "lvm_member"}
 
 
 @dataclass(frozen=True)
 class Device:
-    """One requested path. disk is None when it could not be identified; refusal then says why."""
+    """One requested path. disk is None when it could not be identified; refusal then says why.
+
+    obstacles: what would come to light only when the disk is claimed, after it was unmounted.
+    """
 
     path: str
     disk: _block.Disk | None
@@ -36,6 +41,9 @@ class Device:
     proof: Mapping[str, Any] | None = None
     manifest: str = ""
     refusal: Refusal | None = None
+    mounts: tuple[_usage.Mount, ...] = ()
+    signatures: tuple[str, ...] = ()
+    obstacles: tuple[Refusal, ...] = ()
 
     @property
     def identity(self) -> str:
@@ -53,6 +61,8 @@ def observe(path: str) -> Device:
         return Device(path, None, _block.Usage(), refusal=refusal)
     used = _block.usage(disk)
     manifest = str((_proof.recorded(disk.identity) or {}).get("manifest", ""))
+    table, names = _usage.mounts(), [disk.kernel_name, *used.children]
+    mounts = _usage.mounted(names, table)
     return Device(
         path=path,
         disk=disk,
@@ -61,7 +71,33 @@ def observe(path: str) -> Device:
         slots=tuple(_claims.in_use(disk.identity)),
         proof=_proof.standing(disk.identity),
         manifest=manifest if manifest and _host.read(manifest) is not None else "",
+        mounts=tuple(mounts),
+        signatures=tuple(_content.described(disk)) if used.filesystems else (),
+        obstacles=(*_mounting.covered(mounts, table), *_claimed(disk, used, mounts)),
     )
+
+
+def _claimed(
+    disk: _block.Disk, used: _block.Usage, mounts: Sequence[_usage.Mount]
+) -> Iterator[Refusal]:
+    """What the kernel lets nobody claim though nothing is seen to use it, mounts aside."""
+    if [code for code, _why in used.findings() if code != "mounted"]:
+        return
+    names = [disk.kernel_name, *used.children]
+    free = [name for name in names if not _usage.mounted([name], mounts)]
+    # While a partition is mounted the whole disk cannot be claimed, which says nothing.
+    for name in (one for one in free if one != disk.kernel_name or not mounts):
+        try:
+            os.close(os.open(_disk.node(name), os.O_RDONLY | os.O_EXCL | os.O_CLOEXEC))
+        except OSError as refused:
+            if refused.errno == errno.EBUSY:
+                yield Refusal(
+                    "held",
+                    expected=f"{disk.identity} free but for its mounts",
+                    found=f"{name} is claimed in the kernel by something that shows nowhere",
+                    remedy="look for a pool or volume with this disk (`zpool status`, "
+                    "`btrfs filesystem show`) and take the disk out of it; nothing was changed",
+                )
 
 
 def stamp() -> str:
@@ -70,7 +106,11 @@ def stamp() -> str:
 
 
 def blockers(
-    device: Device, expected: Mapping[str, Any] | None, *, apply: bool
+    device: Device,
+    expected: Mapping[str, Any] | None,
+    *,
+    apply: bool,
+    exclude_models: Collection[str] = (),
 ) -> Iterator[Refusal]:
     """Why the device must not be taken; `expected` is its approval."""
     if device.disk is None or device.refusal is not None:
@@ -83,21 +123,22 @@ def blockers(
             found=device.path,
             remedy=f"kernel names move between boots; this disk is {device.disk.by_id}",
         )
-    yield from _identity_blockers(device.disk, device.path, expected, apply=apply)
-    yield from _use_blockers(device, tuple((expected or {}).get("filesystems", ())))
+    yield from _disk.excluded(device.disk, exclude_models)
+    yield from _approval.identity(device.disk, device.path, expected, apply=apply)
+    yield from _use_blockers(device, expected or {}, apply=apply)
 
 
 def steps(device: Device) -> list[_change.Step]:
     """What would be done to the device itself, in order; fstab and manifest are shared by all."""
     if device.disk is None:
         return []
-    found = [
-        _change.Step("unmount", point, before=device.identity)
-        # The last mount is the uppermost.
-        for point in reversed(device.used.mounts)
-    ]
+    found = _mounting.steps(device.mounts, device.identity)
     if device.needs_erase():
-        before = {"partitions": device.used.children, "filesystems": device.used.filesystems}
+        before = {
+            "partitions": device.used.children,
+            "filesystems": device.used.filesystems,
+            "signatures": list(device.signatures),
+        }
         found.append(
             _change.Step("erase_disk", device.path, before=before, destroys=device.identity)
         )
@@ -109,7 +150,11 @@ def fstab_step(devices: Sequence[Device], moment: str) -> list[_change.Step]:
     lines = sorted({line for device in devices for line in device.fstab})
     if not lines:
         return []
-    after = {"backup": _fstab.BACKUP + moment, "marker": _fstab.MARKER}
+    after = {
+        "backup": _fstab.BACKUP + moment,
+        "marker": _fstab.MARKER,
+        "of": {device.identity: list(device.fstab) for device in devices if device.fstab},
+    }
     return [_change.Step("disable_fstab", _fstab.FILE, before=lines, after=after)]
 
 
@@ -154,6 +199,8 @@ def document_of(device: Device) -> dict[str, Any]:
         "mounts": device.used.mounts,
         "partitions": device.used.children,
         "filesystems": device.used.filesystems,
+        "signatures": list(device.signatures),
+        "approval": _approval.of(disk, device.used, device.signatures) if disk else {},
         "fstab": list(device.fstab),
         "steps": [step.document() for step in steps(device)],
         "proof": dict(device.proof) if device.proof and not device.needs_erase() else None,
@@ -161,38 +208,18 @@ def document_of(device: Device) -> dict[str, Any]:
     }
 
 
-def _identity_blockers(
-    disk: _block.Disk, path: str, expected: Mapping[str, Any] | None, *, apply: bool
+def _use_blockers(
+    device: Device, approved: _approval.Approval, *, apply: bool
 ) -> Iterator[Refusal]:
-    approved = expected or {}
-    serial, identifier = str(approved.get("serial") or ""), str(approved.get("eui") or "")
-    if apply and not (serial and identifier):
-        yield Refusal(
-            "approval_missing",
-            expected=f"serial and eui of {path} in `expected`",
-            found="none" if expected is None else f"serial {serial!r}, eui {identifier!r}",
-            remedy="make a dry run, let it be approved, and pass what it showed",
-        )
-    try:
-        _disk.require(disk, identifier=identifier, serial=serial)
-    except Refusal as refusal:
-        yield refusal
-
-
-def _use_blockers(device: Device, approved: Sequence[str]) -> Iterator[Refusal]:
     named = f"{device.path} ({device.identity})"
     for code, found in device.used.findings():
         if code != "mounted":
             remedy = "choose another disk, or take it out of that use first; nothing is forced"
             yield Refusal(code, expected=f"{named} free", found=found, remedy=remedy)
-    for name, kind in sorted(device.used.filesystems.items()):
-        if kind not in (*_signature.TABLES, *_signature.PLAIN, *approved) or kind in _MEMBERS:
-            yield Refusal(
-                _MEMBERS.get(kind, "unexpected_filesystem"),
-                expected=f"on {named} nothing, or {', '.join((*_signature.PLAIN, *approved))}",
-                found=f"{kind} on {name}",
-                remedy="find out whose data it is; dissolve an array or volume group with its own "
-                "tools, name any other type under `filesystems` in the approval",
-            )
+    yield from device.obstacles
+    strange = list(_approval.unusual(named, device.used, approved))
+    yield from strange
+    if apply and not strange:
+        yield from _approval.exceeded(named, device.used, device.signatures, approved)
     if device.slots and device.disk:
         yield _claims.belongs(device.disk, f"leased or not wiped in {', '.join(device.slots)}")

@@ -17,6 +17,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _command,
     _host,
     _hugepages,
+    _written,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils._tuning_profiles import (
@@ -50,7 +51,7 @@ def observe(_params: Params) -> State:
     before = _before.recalled(RECORD)
     keys = {key for one in DEFINITIONS.values() for key in one.sysctl} | set(before or {})
     return State(
-        files={path: _host.read(path) for path in FILES},
+        files={path: _host.kept(path) for path in FILES},
         values={key: value(key) for key in sorted(keys)},
         before=before,
     )
@@ -114,6 +115,13 @@ def problems(profile: Mapping[str, Any]) -> dict[str, list[str]]:
     """
     names = profile.get("tuning") or []
     return {name: _problems(name, profile) for name in names}
+
+
+def edited(profile: Mapping[str, Any]) -> list[str]:
+    """Why the next boot would not find the files that the hardware profile asks for as written."""
+    chosen = [DEFINITIONS[name] for name in profile.get("tuning") or [] if name in DEFINITIONS]
+    texts = _texts(chosen).items()
+    return [problem for path, text in texts if text for problem in _written.unlike(path, text)]
 
 
 def value(key: str) -> str:

@@ -6,6 +6,7 @@ the disk, its partitions and what is stacked on them.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
@@ -13,12 +14,26 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ansible_collections.gpuaas.slice.plugins.module_utils import _disk, _host, _signature
+from ansible_collections.gpuaas.slice.plugins.module_utils import _content, _disk, _host
 
-# A disk that carries one of these is the host's own, whatever else is on it.
-SYSTEM_MOUNTS = frozenset(
-    {"/", "/boot", "/boot/efi", "/efi", "/usr", "/etc", "/var", "/var/log", "/var/lib", "/home"}
-    | {"/opt", "/root"}
+partitions = _content.partitions
+extents = _content.extents
+signatures = _content.signatures
+marks = _content.marks
+
+# A disk that carries one of these, or anything below them, is the host's own, whatever else is on
+# it: /var holds our ledger, libvirt's images and whatever other services keep.
+_SYSTEM_TREES = (
+    *("/bin", "/boot", "/dev", "/efi", "/etc", "/lib", "/lib64", "/opt", "/proc", "/root", "/run"),
+    *("/sbin", "/sys", "/usr", "/var"),
+)
+_SYSTEM_POINTS = frozenset({"/", *(f"/{name}" for name in ("home", "srv", "tmp")), *_SYSTEM_TREES})
+# What a machine boots and runs from.
+BOOT_POINTS = frozenset({"/", "/boot", "/boot/efi", "/boot/firmware", "/efi"})
+# Ours and libvirt's, wherever a link leads from here.
+_OWN_STATE = (
+    *(_host.STATE_DIRECTORY, "/etc/gpuaas", "/var/log/gpuaas"),
+    *("/etc/libvirt", "/var/lib/libvirt"),
 )
 # udev opens a disk for a moment after every writer closed it.
 _PASSING = ("systemd-udevd", "(udev-worker)", "udevd")
@@ -30,23 +45,30 @@ class Mount:
     devt: str
     source: str
     type: str
+    root: str = "/"
+    options: str = ""
 
 
 @dataclass(frozen=True)
 class Usage:
     """What makes a disk unfit for destruction, by kind; all empty for a raw, unused disk.
 
-    children: its partitions; they are no use by themselves. filesystems: type of signature by
-    kernel name. openers: `pid:name` of programs other than QEMU that hold it open.
+    system: what of the operating system is mounted from it. children: its partitions; they are no
+    use by themselves. swap: kernel names, or paths of swap files. btrfs: other devices of a mounted
+    volume. zfs: imported pools. filesystems: type of signature by kernel name. openers: `pid:name`
+    of programs other than QEMU that hold it open.
     """
 
     os_disk: bool = False
+    system: list[str] = field(default_factory=list)
     mounts: list[str] = field(default_factory=list)
     children: list[str] = field(default_factory=list)
     swap: list[str] = field(default_factory=list)
     md: list[str] = field(default_factory=list)
     dm: list[str] = field(default_factory=list)
     lvm: list[str] = field(default_factory=list)
+    btrfs: list[str] = field(default_factory=list)
+    zfs: list[str] = field(default_factory=list)
     holders: list[str] = field(default_factory=list)
     filesystems: dict[str, str] = field(default_factory=dict)
     qemu_pids: list[int] = field(default_factory=list)
@@ -54,13 +76,16 @@ class Usage:
 
     def findings(self) -> list[tuple[str, str]]:
         """Every use as (refusal code, what was found); the gravest first."""
+        system = ["operating system", *(f"mounted on {point}" for point in self.system)]
         kinds: tuple[tuple[str, str, Collection[object]], ...] = (
-            ("os_disk", "a disk of the", ["operating system"] if self.os_disk else ()),
+            ("os_disk", "a disk of the", system if self.os_disk else ()),
             ("qemu_holds_disk", "open in QEMU, process", self.qemu_pids),
             ("swap_in_use", "swap on", self.swap),
             ("md_member", "md array", self.md),
             ("lvm_member", "logical volume", self.lvm),
             ("dm_holder", "device-mapper device", self.dm),
+            ("btrfs_member", "part of a mounted btrfs volume, with", self.btrfs),
+            ("zfs_pool", "in an imported ZFS pool (`zpool export` it):", self.zfs),
             ("held", "holder", self.holders),
             ("mounted", "mounted on", self.mounts),
             ("held_open", "held open by", self.openers),
@@ -86,10 +111,11 @@ def usage(disk: _disk.Disk) -> Usage:
 def usages(disks: Sequence[_disk.Disk]) -> dict[str, Usage]:
     """The use of several disks by kernel name, with one look at mounts, swap and processes."""
     found = _claims(disks)
-    return {
-        disk.kernel_name: replace(found[disk.kernel_name], filesystems=signatures(disk))
-        for disk in disks
-    }
+    for disk in disks:
+        kinds = signatures(disk)
+        used = replace(found[disk.kernel_name], filesystems=kinds)
+        found[disk.kernel_name] = _pooled(disk, used) if "zfs_member" in kinds.values() else used
+    return found
 
 
 def claims(disk: _disk.Disk) -> Usage:
@@ -105,9 +131,9 @@ def written(filesystems: Mapping[str, str]) -> list[str]:
 def _claims(disks: Sequence[_disk.Disk]) -> dict[str, Usage]:
     family = {disk.kernel_name: [disk.kernel_name, *partitions(disk)] for disk in disks}
     numbers = {name: _number(name) for names in family.values() for name in names}
-    table, swaps = mounts(), _swaps()
+    table, swaps, volumes = mounts(), _swaps(), _volumes()
     held = openers({number for number in numbers.values() if number})
-    system = _system_devices(table)
+    system = system_devices(table, volumes)
     found = {}
     for disk in disks:
         names = family[disk.kernel_name]
@@ -115,14 +141,18 @@ def _claims(disks: Sequence[_disk.Disk]) -> dict[str, Usage]:
         stacked = {name: holders(name) for name in names}
         above = [holder for name in names for holder in stacked[name]]
         processes = [opener for number in own for opener in held.get(number, [])]
+        spanned = {one for volume in volumes if volume & set(names) for one in volume}
+        points = [one.point for one in mounted({*names, *spanned}, table)]
         found[disk.kernel_name] = Usage(
-            os_disk=bool(system & set(names)),
-            mounts=[m.point for m in table if m.devt in own or node_name(m.source) in names],
+            os_disk=bool(set(system) & set(names)),
+            system=sorted({point for name in names for point in system.get(name, ())}),
+            mounts=points,
             children=names[1:],
-            swap=[name for name in swaps if name in names],
+            swap=[name for name in swaps if name in {*names, *above} or _on(name, points)],
             md=[name for name in above if name.startswith("md")],
             dm=[name for name in above if name.startswith("dm-") and not _is_lvm(name)],
             lvm=[name for name in above if name.startswith("dm-") and _is_lvm(name)],
+            btrfs=sorted(spanned - set(names)),
             holders=[name for name in above if not name.startswith(("md", "dm-"))],
             qemu_pids=sorted({one.pid for one in processes if one.name.startswith("qemu")}),
             openers=sorted(
@@ -136,43 +166,37 @@ def _claims(disks: Sequence[_disk.Disk]) -> dict[str, Usage]:
     return found
 
 
-def partitions(disk: _disk.Disk) -> list[str]:
-    """Kernel names of the disk's partitions, as the kernel sees them now."""
-    folder = _host.path(f"/sys/class/block/{disk.kernel_name}")
-    return sorted(entry.parent.name for entry in folder.glob("*/partition"))
+def is_system(point: str) -> bool:
+    """Whether what is mounted on `point` is the host's own."""
+    trees = tuple(f"{tree}/" for tree in _SYSTEM_TREES)
+    return point in _SYSTEM_POINTS or point.startswith(trees)
 
 
-def extents(disk: _disk.Disk) -> dict[str, tuple[int, int]]:
-    """Start and length in bytes of the disk and of each partition, by kernel name."""
-    found = {disk.kernel_name: (0, disk.size_bytes)}
-    for name in partitions(disk):
-        start = int(_host.read(f"/sys/class/block/{name}/start") or 0) * 512
-        found[name] = (start, int(_host.read(f"/sys/class/block/{name}/size") or 0) * 512)
+def system_devices(
+    table: Sequence[Mount],
+    volumes: Sequence[set[str]],
+    points: Collection[str] | None = None,
+) -> dict[str, set[str]]:
+    """Kernel names of everything below the host's own mounts, and what is mounted from each.
+
+    points: count just these mounts; without them every one that is the host's, and every one that
+    our own state or libvirt's lies on.
+    """
+    own = _own_devices() if points is None else set()
+    found: dict[str, set[str]] = {}
+    for mount in table:
+        counts = is_system(mount.point) if points is None else mount.point in points
+        if counts or mount.devt in own:
+            for name in _below(_disk.name_of(mount.devt) or node_name(mount.source), volumes):
+                found.setdefault(name, set()).add(mount.point)
     return found
 
 
-def signatures(disk: _disk.Disk, descriptor: int | None = None) -> dict[str, str]:
-    """Type of what is written on the disk and on each partition, read past the page cache."""
-    return {name: found[0].type for name, found in marks(disk, descriptor).items()}
-
-
-def marks(disk: _disk.Disk, descriptor: int | None = None) -> dict[str, list[_signature.Signature]]:
-    """Every signature of the disk and of each partition that has one, the telling one first.
-
-    descriptor: the disk as it is held for direct I/O; without one its path is opened.
-    """
-    if descriptor is None:
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT
-        opened = os.open(_disk.node(disk.kernel_name), flags)
-        try:
-            return marks(disk, opened)
-        finally:
-            os.close(opened)
-    found = {
-        name: _signature.found(descriptor, start, length)
-        for name, (start, length) in extents(disk).items()
-    }
-    return {name: signs for name, signs in found.items() if signs}
+def carries(disk: _disk.Disk, points: Collection[str]) -> list[str]:
+    """Which of `points` are mounted from the disk, whatever lies in between."""
+    found = system_devices(mounts(), _volumes(), points)
+    names = [disk.kernel_name, *partitions(disk)]
+    return sorted({point for name in names for point in found.get(name, ())})
 
 
 def mounts() -> list[Mount]:
@@ -180,10 +204,21 @@ def mounts() -> list[Mount]:
     found = []
     for line in (_host.read("/proc/self/mountinfo") or "").splitlines():
         fields, _sep, rest = line.partition(" - ")
-        _id, _parent, devt, _root, point, *_options = fields.split(" ")
-        kind, source, *_options = rest.split(" ")
-        found.append(Mount(unescape(point), devt, unescape(source), kind))
+        _id, _parent, devt, root, point, options, *_tags = fields.split(" ")
+        kind, source, *_super = rest.split(" ")
+        found.append(Mount(unescape(point), devt, unescape(source), kind, unescape(root), options))
     return found
+
+
+def mounted(names: Collection[str], table: Sequence[Mount]) -> list[Mount]:
+    """The mounts from the devices `names`, by number or by the source that they name."""
+    numbers = {number for name in names if (number := _number(name))}
+    return [one for one in table if one.devt in numbers or node_name(one.source) in names]
+
+
+def uppermost(table: Sequence[Mount], point: str) -> Mount | None:
+    """The mount that a path to `point` reaches, and that `umount` would take."""
+    return next((mount for mount in reversed(table) if mount.point == point), None)
 
 
 def holders(name: str) -> list[str]:
@@ -243,24 +278,65 @@ def _open_devices(process: Path, wanted: dict[int, str]) -> set[str]:
     return found
 
 
-def _system_devices(table: Sequence[Mount]) -> set[str]:
-    """Kernel names of everything below the host's own mounts."""
-    found: set[str] = set()
-    for mount in table:
-        if mount.point in SYSTEM_MOUNTS:
-            found |= _below(_disk.name_of(mount.devt) or node_name(mount.source))
+def _below(name: str, volumes: Sequence[set[str]]) -> set[str]:
+    """The device, what it is stacked on, and what shares a volume with one of these."""
+    if not name:
+        return set()
+    found = {name, *(one for volume in volumes if name in volume for one in volume)}
+    for one in [deeper for peer in found for deeper in _slaves(peer)]:
+        found |= _below(one, volumes)
     return found
 
 
-def _below(name: str) -> set[str]:
+def _slaves(name: str) -> list[str]:
     folder = _host.path(f"/sys/class/block/{name}/slaves")
-    lower = [entry.name for entry in folder.iterdir()] if name and folder.is_dir() else []
-    return {name, *(deeper for one in lower for deeper in _below(one))} if name else set()
+    return [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+
+
+def _volumes() -> list[set[str]]:
+    """Devices of each mounted btrfs volume: a mount names one of them, and none has a holder."""
+    folder = _host.path("/sys/fs/btrfs")
+    found = [{device.name for device in place.iterdir()} for place in folder.glob("*/devices")]
+    return [volume for volume in found if volume]
+
+
+def _pooled(disk: _disk.Disk, used: Usage) -> Usage:
+    """With the imported ZFS pools that the disk is in: neither mounts nor holders show them."""
+    folder = _host.path("/proc/spl/kstat/zfs")
+    imported = (
+        {place.name for place in folder.iterdir() if place.is_dir()} if folder.is_dir() else set()
+    )
+    told = set(_content.pools(disk))
+    mine = sorted(imported if "?" in told else imported & told)
+    points = sorted(
+        mount.point
+        for mount in mounts()
+        if mount.type == "zfs" and is_system(mount.point) and mount.source.split("/")[0] in mine
+    )
+    return replace(
+        used, zfs=mine, os_disk=used.os_disk or bool(points), system=[*used.system, *points]
+    )
+
+
+def _own_devices() -> set[str]:
+    """Device numbers of the filesystems that our own state and libvirt's lie on."""
+    found = set()
+    for place in _OWN_STATE:
+        with contextlib.suppress(OSError):
+            number = _host.path(place).stat().st_dev
+            found.add(f"{os.major(number)}:{os.minor(number)}")
+    return found
+
+
+def _on(path: str, points: Collection[str]) -> bool:
+    """Whether a file lies on one of the mounts."""
+    return path.startswith(tuple(f"{point}/" for point in points))
 
 
 def _swaps() -> list[str]:
     lines = (_host.read("/proc/swaps") or "").splitlines()[1:]
-    return [node_name(unescape(line.split()[0])) for line in lines if line.strip()]
+    paths = [unescape(line.split()[0]) for line in lines if line.strip()]
+    return [node_name(path) or path for path in paths]
 
 
 def _number(name: str) -> str:

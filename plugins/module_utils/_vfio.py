@@ -18,6 +18,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _command,
     _host,
     _pci,
+    _tenancy,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
@@ -43,20 +44,31 @@ class State:
 
 def recorded() -> dict[str, str]:
     """Address to `vendor:device` of what is bound at every boot."""
-    try:
-        kept = json.loads(_host.read(SETTINGS) or "{}").get("devices", {})
-        return {str(address): str(id_) for address, id_ in kept.items()}
-    except (ValueError, AttributeError) as broken:
+    again = "run bind_topology again with all approved slots of the node"
+    kept = _host.document(SETTINGS, code="binding_record_unreadable", remedy=again) or {}
+    devices = kept.get("devices", {})
+    if not isinstance(devices, dict):
         raise Refusal(
             "binding_record_unreadable",
             expected=f"JSON with devices in {SETTINGS}",
-            found=str(broken),
-            remedy="run bind_topology again with all approved slots of the node",
-        ) from broken
+            found=f"devices {devices!r}"[:200],
+            remedy=again,
+        )
+    return {str(address): str(id_) for address, id_ in devices.items()}
+
+
+def _known(params: Params) -> dict[str, str]:
+    """What is recorded. A record that somebody broke is written anew by who says what it holds."""
+    try:
+        return recorded()
+    except Refusal:
+        if params.get("addresses") and params.get("state", "bound") == "bound":
+            return {}
+        raise
 
 
 def observe(params: Params) -> State:
-    kept = recorded()
+    kept = _known(params)
     asked = sorted({*params.get("addresses", []), *params.get("devices", {}), *kept})
     there = [address for address in asked if _pci.present(address)]
     found = {member.address: member for address in there for member in _pci.group(address)}
@@ -157,7 +169,10 @@ def facts(params: Params, state: State) -> dict[str, Any]:
     }
 
 
-LIVE = _change.Subject(observe, plan, apply, facts)
+# A boot of an earlier slice host takes nothing from the tenant of the whole machine.
+LIVE = _tenancy.guarded(
+    _change.Subject(observe, plan, apply, facts), lambda _params, found: bool(found.steps)
+)
 
 
 def boot(settings_path: str) -> int:

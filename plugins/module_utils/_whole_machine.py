@@ -7,7 +7,6 @@ then on a tenant may be there, and no later run of the same provision may wipe a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -49,12 +48,12 @@ def slice_mode() -> list[Refusal]:
 
     A file that cannot be read says that somebody meant this to be a slice host.
     """
-    text = _host.read(_boot.SLICE_MODE)
-    if text is None:
-        return []
     try:
-        mode = str(json.loads(text).get("mode", ""))
-    except (ValueError, AttributeError):
+        found = _host.document(_boot.SLICE_MODE, code="mode_unreadable", remedy="convert the node")
+        if found is None:
+            return []
+        mode = str(found.get("mode", ""))
+    except Refusal:
         mode = "unreadable"
     if mode == "baremetal":
         return []
@@ -117,6 +116,23 @@ def unfit(disks: Iterable[Disk], allocation_id: str) -> list[Refusal]:
         # An interrupted wipe of this allocation: what is on the disk came after it was taken.
         if not left and not (own.dirty and own.allocation_id == allocation_id):
             found += [*_written(there, used), *_unproven(there)]
+    return found
+
+
+def remade(disks: Iterable[Disk]) -> list[Refusal]:
+    """What was made of clean disks, or is done with them, since they were looked at and wiped."""
+    found = []
+    for disk in disks:
+        # Marked by an earlier run that was about to give the machine away.
+        if _lease.load(slot_of(disk)).dirty:
+            continue
+        try:
+            there = _block.of_slot(disk)
+        except Refusal as refusal:
+            found.append(refusal)
+            continue
+        used = _block.usage(there)
+        found += [*_block.refusals(there, used), *_written(there, used)]
     return found
 
 

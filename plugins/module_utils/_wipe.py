@@ -87,7 +87,8 @@ def clear_signatures(descriptor: int, disk: Disk) -> list[int]:
     be read back later. An interrupted erase then leaves no table or filesystem to be found.
     """
     marks: list[int] = []
-    extents = sorted(_usage.extents(disk).values(), reverse=True)  # the disk itself comes last
+    # The disk itself comes last.
+    extents = sorted(_usage.extents(disk, descriptor).values(), reverse=True)
     for start, length in extents:
         marks += [mark.offset for mark in _signature.found(descriptor, start, length)]
     for start, length in extents:

@@ -18,7 +18,8 @@ description:
     still be as its last wipe proof says. A disk without a standing proof, or with a partition or a
     signature on it, is refused and left as it is. The exception is one that this allocation's own
     interrupted wipe left dirty.
-  - V(given) says, durably and before the tenant has an account, that the disks are the tenant's.
+  - V(given) says, durably and before the tenant has an account, that the disks are the tenant's. It
+    is refused when something was made of one of them since it was wiped.
   - V(ending) shuts out every run with an older fence and marks every disk dirty. The tenant was
     root, so nothing that the ledger said of them before counts.
   - V(released) gives the machine back; refused while one of its disks is dirty, unless that one
@@ -131,6 +132,8 @@ def observe(params: _change.Params) -> State:
         problems += _whole_machine.unfit(params["disks"], allocation)
     if wanted == "given" and state.holder() != allocation:
         problems.append(_not_held(allocation, state.holder()))
+    elif wanted == "given" and not state.given_to(allocation):
+        problems += _whole_machine.remade(params["disks"])
     if wanted == "released":
         spared = {MACHINE, *map(_whole_machine.slot_of, dead)}
         problems += [

@@ -218,7 +218,7 @@ def facts(params: _change.Params, state: State) -> dict[str, Any]:
 def _open(left: _tenant_account.Traces) -> list[str]:
     """Accounts of the tenant's uid that have not expired."""
     expired = set()
-    for line in (_host.read("/etc/shadow") or "").splitlines():
+    for line in (_host.kept("/etc/shadow") or "").splitlines():
         fields = line.split(":")
         if len(fields) == 9 and fields[7] == "1":
             expired.add(fields[0])

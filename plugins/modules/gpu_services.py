@@ -15,7 +15,8 @@ description:
   - The first run, also where all are quiet, writes what each service was to
     C(/var/lib/gpuaas/before/gpu-services.json). With O(state=restored) exactly that comes back and
     the record goes; a service that was quiet before stays quiet.
-  - Refuses with C(service_not_restored), C(before_unreadable).
+  - Refuses with C(machine_leased) while a tenant has the whole machine; with
+    C(service_not_restored), C(before_unreadable).
 options:
   services:
     description: Names of units. With O(state=restored) the record names them.

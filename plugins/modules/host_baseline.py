@@ -94,8 +94,12 @@ class State:
 
 
 def observe(params: _change.Params) -> State:
-    text = _host.read(_file(params["allocation_id"]))
-    kept: Sections | None = json.loads(text) if text else None
+    kept: Sections | None = _host.document(
+        _file(params["allocation_id"]),
+        code="baseline_unreadable",
+        remedy="a look now would take the tenant's changes for what was before: keep the file as "
+        "evidence, look at the host by hand, and remove it before the machine is released",
+    )
     return State(kept, _host_baseline.take() if params["state"] == "compared" else {})
 
 

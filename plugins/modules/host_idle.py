@@ -1,18 +1,28 @@
 #!/usr/bin/python
 # Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
-"""Whether this host may be restarted: no virtual machine runs on it."""
+"""Whether this host may be restarted, or made a slice host: nobody would be cut off."""
 
 from __future__ import annotations
 
 DOCUMENTATION = r"""
 module: host_idle
-short_description: Refuse to go on while virtual machines run on a host
+short_description: Refuse to go on while somebody has a host
 version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
-  - Reads only. Refuses with C(host_in_use) while a machine runs under QEMU, also one that libvirt
-    has lost or that is nobody's slice. To be asked right before a restart.
-options: {}
+  - Reads only. To be asked right before what would cut somebody off.
+  - Before a restart refuses with C(host_in_use) while a machine runs under QEMU, also one that
+    libvirt has lost or that is nobody's slice, and while the host's ledger has a lease of a slot
+    or of the whole machine.
+  - Before a bootstrap, which repairs a slice host under its machines, refuses with
+    C(machine_leased) while a tenant has the whole machine.
+  - A ledger that cannot be read (C(ledger_unreadable)) says nothing of nobody.
+options:
+  before:
+    description: What is about to be done.
+    type: str
+    choices: [restart, bootstrap]
+    default: restart
 attributes:
   check_mode:
     description: Only reads.
@@ -25,6 +35,10 @@ attributes:
 EXAMPLES = r"""
 - name: Go on only when nobody would be cut off
   gpuaas.slice.host_idle:
+
+- name: Leave a machine alone that a tenant has as a whole
+  gpuaas.slice.host_idle:
+    before: bootstrap
 """
 
 RETURN = r"""
@@ -37,31 +51,24 @@ idle:
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _libvirt
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _idle, _tenancy
 
-# Not qemu-img or qemu-nbd, which have no guest.
-_MACHINES = ("qemu-system", "qemu-kvm")
+_LOOKS = {"restart": _idle.refusals, "bootstrap": _tenancy.refusals}
 
 
-def look(_params: _change.Params) -> dict[str, Any]:
-    running = {
-        pid: program
-        for pid, program in _libvirt.processes("").items()
-        if program.startswith(_MACHINES)
-    }
-    if running:
-        raise Refusal(
-            "host_in_use",
-            expected="a host on which no virtual machine runs",
-            found=", ".join(f"{program} {pid}" for pid, program in sorted(running.items())),
-            remedy="drain the node and release what is on it, then ask again",
-        )
+def look(params: _change.Params) -> dict[str, Any]:
+    for refusal in _LOOKS[params["before"]]():
+        raise refusal
     return {"idle": True}
 
 
 def main() -> None:
-    module = AnsibleModule(argument_spec={}, supports_check_mode=True)
+    module = AnsibleModule(
+        argument_spec={
+            "before": {"type": "str", "choices": [*_LOOKS], "default": "restart"},
+        },
+        supports_check_mode=True,
+    )
     _change.inform(module, look)
 
 

@@ -21,7 +21,8 @@ description:
     since.
   - Refuses with C(image_not_cached), C(image_digest_mismatch), C(disk_too_small), C(stale_fence),
     C(lease_not_held), C(not_clean), C(unexpected_filesystem), C(changed_since_plan), C(os_disk),
-    C(disk_in_use), C(identity_mismatch).
+    C(disk_in_use), C(identity_mismatch), C(excluded_model), C(bundle_incomplete),
+    C(kernel_name_not_allowed).
 options:
   image_path:
     description: The image in the cache, as M(gpuaas.slice.image_cache) returned it.
@@ -43,6 +44,11 @@ options:
     description: Allocation that must hold the slot's lease on this host.
     type: str
     default: ""
+  exclude_models:
+    description: Parts of model names that no image goes onto, beyond those known as boot cards.
+    type: list
+    elements: str
+    default: []
   progress_path:
     description: File that is given C(done) and C(total) in bytes about once a second.
     type: path
@@ -91,10 +97,12 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _change,
     _claims,
     _clone,
+    _disk,
     _host,
     _image,
     _lease,
     _proof,
+    _slots,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
@@ -115,8 +123,12 @@ class State:
     index: _image.Index | None
 
 
+_NEEDED = ("slot_id", "fence", "nvme_device", "nvme_serial", "nvme_eui")
+
+
 def observe(params: _change.Params) -> State:
-    slot = params["slot"]
+    (slot,) = _slots.checked([params["slot"]], needed=_NEEDED)
+    _disk.require_stable(str(slot["nvme_device"]))
     entry = _lease.check(str(slot["slot_id"]), int(slot["fence"]))
     disk = _block.of_slot(slot)
     complete = _complete(params, disk, entry)
@@ -127,12 +139,16 @@ def observe(params: _change.Params) -> State:
         disk=disk,
         entry=entry,
         proven=_proof.standing(disk.identity) is not None,
-        uses=() if complete else (*others, *_block.refusals(disk, used)),
+        uses=() if complete else (*others, *_block.refusals(disk, used, _excluded(params))),
         written=tuple(_block.written(used.filesystems)),
         complete=complete,
         stamp=_image.stamp_of(params["image_path"]),
         index=_image.verified(params["image_path"]),
     )
+
+
+def _excluded(params: _change.Params) -> list[str]:
+    return list(params.get("exclude_models") or [])
 
 
 def _complete(params: _change.Params, disk: _block.Disk, entry: _lease.Entry) -> Mapping[str, Any]:
@@ -244,6 +260,7 @@ def main() -> None:
             "size_bytes": {"type": "int", "required": True},
             "slot": {"type": "dict", "required": True},
             "allocation_id": {"type": "str", "default": ""},
+            "exclude_models": {"type": "list", "elements": "str", "default": []},
             "progress_path": {"type": "path", "default": ""},
         },
         supports_check_mode=True,

@@ -21,6 +21,7 @@ description:
     they go (C(hugepages=0:256,1:256)). Refuses with C(hugepages_unsupported), and with
     C(hugepages_leave_no_reserve) when a node would not keep the host's reserve.
   - Does not reboot; says whether a reboot is needed.
+  - Refuses with C(machine_leased) while a tenant has the whole machine.
 options:
   arguments:
     description: Kernel arguments, in order.
@@ -108,7 +109,12 @@ identity:
 """
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _grub
+from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _grub, _tenancy
+
+SUBJECT = _tenancy.guarded(
+    _change.Subject(_grub.observe, _grub.plan, _grub.apply, _grub.facts),
+    lambda params, plan: bool(plan.steps) or params["state"] == "present",
+)
 
 
 def main() -> None:
@@ -125,7 +131,7 @@ def main() -> None:
         },
         supports_check_mode=True,
     )
-    _change.run(module, _change.Subject(_grub.observe, _grub.plan, _grub.apply, _grub.facts))
+    _change.run(module, SUBJECT)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,19 @@ description:
     back, and writes a manifest.
   - Identity, and what is written on the disk, are read when it is planned and again on the
     descriptor at the moment of destruction. A disk that carries anything else by then is refused.
+  - Nothing is taken that the approval does not name. A mount, filesystem or signature that came
+    after it is refused with C(changed_since_approval).
+  - A disk with anything of the operating system, of libvirt or of our own state on it is never
+    taken, and neither is a boot card (Dell BOSS).
+  - When a disk is refused after it was unmounted, its mounts and its lines of C(/etc/fstab) are put
+    back; what could not be put back is named.
   - A raw, unmounted disk whose proof still stands is left alone.
   - Refuses with C(device_not_found), C(not_a_whole_disk), C(multipath_member), C(duplicate_device),
     C(kernel_name_not_allowed), C(approval_missing), C(identity_mismatch), C(os_disk),
     C(swap_in_use), C(md_member), C(lvm_member), C(dm_holder), C(held), C(held_open),
-    C(qemu_holds_disk), C(unexpected_filesystem), C(disk_belongs_to_slot), C(changed_since_plan),
-    C(wipe_not_verified).
+    C(btrfs_member), C(zfs_pool), C(mount_covered), C(excluded_model), C(qemu_holds_disk),
+    C(unexpected_filesystem), C(disk_belongs_to_slot), C(changed_since_approval),
+    C(changed_since_plan), C(wipe_not_verified).
 options:
   devices:
     description: Disks, as C(/dev/disk/by-id/nvme-eui.*). A dry run also takes kernel names.
@@ -36,9 +43,18 @@ options:
     description:
       - The approval, by path of O(devices), with C(serial) and C(eui) of each. Needed with
         O(apply).
-      - C(filesystems) may name types beyond ext2, ext3, ext4, xfs and vfat that may be destroyed.
+      - C(mounts) names what may be unmounted, C(filesystems) the types that may be destroyed, a
+        type as often as it is there, and C(signatures) each of them by place. A dry run returns
+        such an approval for each disk.
+      - A dry run refuses types beyond ext2, ext3, ext4, xfs and vfat until C(filesystems) names
+        them. C(raw_data) stands for bytes of no known kind, a database on the bare disk for one.
     type: dict
     default: {}
+  exclude_models:
+    description: Parts of model names that are never taken, beyond those known as boot cards.
+    type: list
+    elements: str
+    default: []
   methods:
     description: Erase methods in order of preference.
     type: list
@@ -62,13 +78,17 @@ EXAMPLES = r"""
     devices: [/dev/disk/by-id/nvme-eui.5e0000000000a000]
     apply: true
     expected:
-      /dev/disk/by-id/nvme-eui.5e0000000000a000: {serial: LABNVME0, eui: 5e0000000000a000}
+      /dev/disk/by-id/nvme-eui.5e0000000000a000:
+        serial: LABNVME0
+        eui: 5e0000000000a000
+        mounts: [/share0]
+        filesystems: [ext4, gpt]
 """
 
 RETURN = r"""
 devices:
-  description: Each disk with its identity, what is on it, the steps still open, and its proof when
-    none is.
+  description: Each disk with its identity, what is on it, the steps still open, its proof when
+    none is, and the approval that would cover it.
   returned: always
   type: list
   elements: dict
@@ -78,6 +98,12 @@ devices:
       serial: LABNVME0
       mounts: [/share0]
       filesystems: {nvme1n1: gpt, nvme1n1p1: ext4}
+      approval:
+        serial: LABNVME0
+        eui: 5e0000000000a000
+        mounts: [/share0]
+        filesystems: [ext4, gpt]
+        signatures: [ext4@1049656#3f1f2f7a2a0b4f6c8d1e5b7a9c0d2e4f]
       steps:
         - {name: unmount, subject: /share0}
         - {name: erase_disk, subject: /dev/disk/by-id/nvme-eui.5e0000000000a000}
@@ -94,6 +120,7 @@ applied:
   sample: true
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,8 +129,10 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _block,
     _change,
     _command,
+    _content,
     _disk,
     _fstab,
+    _mounting,
     _proof,
     _transition,
     _wipe,
@@ -129,7 +158,12 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
     blockers = [
         refusal
         for device in state.devices
-        for refusal in _transition.blockers(device, expected.get(device.path), apply=apply_it)
+        for refusal in _transition.blockers(
+            device,
+            expected.get(device.path),
+            apply=apply_it,
+            exclude_models=params.get("exclude_models", ()),
+        )
     ]
     blockers += _duplicates(state)
     return _change.Plan(
@@ -167,7 +201,7 @@ def _duplicates(state: State) -> list[Refusal]:
 
 def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
     if step.name == "unmount":
-        _command.run(["umount", "--", step.subject])
+        _mounting.unmount(step)
         return None
     if step.name == "disable_fstab":
         _fstab.disable(step.before, backup=step.after["backup"])
@@ -185,9 +219,63 @@ def _erase(params: _change.Params, step: _change.Step) -> dict[str, Any]:
     _disk.require(disk, identifier=str(approved["eui"]), serial=str(approved["serial"]))
     seen = _block.written(step.before["filesystems"])
     with _block.exclusive(disk, seen=seen) as descriptor:
+        _refuse_change(disk, descriptor, step.before["signatures"])
         proof = _wipe.erase(descriptor, disk, params["methods"])
         _proof.record(disk.identity, proof)
     return proof
+
+
+def _refuse_change(disk: _block.Disk, descriptor: int, seen: Sequence[str]) -> None:
+    """The same types at the same places may be other filesystems by now."""
+    more = sorted(set(_content.described(disk, descriptor)) - set(seen))
+    if more:
+        raise Refusal(
+            "changed_since_plan",
+            expected=f"on {disk.identity} what the plan saw",
+            found=", ".join(more),
+            remedy="find out who uses the disk; make a new plan and have it approved",
+        )
+
+
+def recover(
+    _params: _change.Params, done: Sequence[_change.Step], failed: _change.Step, refusal: Refusal
+) -> Refusal:
+    """Mount and put into force again what belongs to disks that are as they were."""
+    gone = [step.destroys for step in done if step.destroys]
+    # Every other refusal of an erase comes before its first byte.
+    if failed.destroys and refusal.code == "wipe_not_verified":
+        gone.append(failed.destroys)
+    spare = {identity for identity in gone if identity}
+    back, left = _put_lines_back(done, spare)
+    mounted, unmounted = _mounting.again(done, spare=spare)
+    told = [
+        f"{word}: {', '.join(found)}"
+        for word, found in (("put back", back + mounted), ("left undone", left + unmounted))
+        if found
+    ]
+    if not told:
+        return refusal
+    found = "; ".join([refusal.found, *told])
+    return Refusal(refusal.code, expected=refusal.expected, found=found, remedy=refusal.remedy)
+
+
+def _put_lines_back(done: Sequence[_change.Step], spare: set[str]) -> tuple[list[str], list[str]]:
+    lines = [
+        line
+        for step in done
+        if step.name == "disable_fstab"
+        for identity, own in step.after["of"].items()
+        if identity not in spare
+        for line in own
+    ]
+    if not lines:
+        return [], []
+    try:
+        _fstab.enable(lines)
+        _command.run(["systemctl", "daemon-reload"])
+    except (OSError, Refusal) as problem:
+        return [], [f"{len(lines)} lines of {_fstab.FILE} ({problem})"]
+    return [f"{len(lines)} lines of {_fstab.FILE}"], []
 
 
 def facts(params: _change.Params, state: State) -> dict[str, Any]:
@@ -204,6 +292,7 @@ def main() -> None:
             "devices": {"type": "list", "elements": "str", "required": True},
             "apply": {"type": "bool", "default": False},
             "expected": {"type": "dict", "default": {}},
+            "exclude_models": {"type": "list", "elements": "str", "default": []},
             "methods": {
                 "type": "list",
                 "elements": "str",
@@ -214,7 +303,7 @@ def main() -> None:
         },
         supports_check_mode=True,
     )
-    _change.run(module, _change.Subject(observe, plan, apply, facts))
+    _change.run(module, _change.Subject(observe, plan, apply, facts, recover=recover))
 
 
 if __name__ == "__main__":

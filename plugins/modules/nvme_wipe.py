@@ -21,7 +21,8 @@ description:
   - A disk that is clean by the ledger, has a standing proof and carries no signature is left alone
     and its proof is returned.
   - Refuses with C(stale_fence), C(disk_belongs_to_slot), C(os_disk), C(disk_in_use),
-    C(identity_mismatch), C(device_not_found), C(changed_since_plan), C(wipe_not_verified).
+    C(identity_mismatch), C(device_not_found), C(changed_since_plan), C(unexpected_filesystem),
+    C(excluded_model), C(wipe_not_verified).
 options:
   slots:
     description: Slot bundles, each with its C(fence).
@@ -40,6 +41,18 @@ options:
         the uses that came through a lease; after anything else only a new wipe is believed.
     type: bool
     default: false
+  raw:
+    description:
+      - Refuse with C(unexpected_filesystem) a disk that is not marked dirty and carries a
+        signature, instead of wiping it. For disks on which there was nothing when they were taken,
+        a moment ago. What is there now was made since, and nobody approved its end.
+    type: bool
+    default: false
+  exclude_models:
+    description: Parts of model names that are never wiped, beyond those known as boot cards.
+    type: list
+    elements: str
+    default: []
 extends_documentation_fragment: [gpuaas.slice.change]
 """
 
@@ -79,7 +92,7 @@ proofs:
       digest: sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,25 +133,37 @@ _NEEDED = ("slot_id", "fence", "nvme_device", "nvme_serial", "nvme_eui")
 
 def observe(params: _change.Params) -> list[SlotState]:
     slots = _slots.checked(params["slots"], needed=_NEEDED)
-    return [_look(slot, renew=params["renew"]) for slot in slots]
+    return [_look(slot, params) for slot in slots]
 
 
-def _look(slot: Mapping[str, Any], *, renew: bool) -> SlotState:
+def _look(slot: Mapping[str, Any], params: _change.Params) -> SlotState:
+    renew, raw = params["renew"], params.get("raw", False)
     slot_id = str(slot["slot_id"])
     try:
         entry = _lease.check(slot_id, int(slot["fence"]))
         disk = _block.of_slot(slot)
     except Refusal as refusal:
         return SlotState(slot_id, refusals=(refusal,))
-    used = _block.usage(disk)
+    used, exclude = _block.usage(disk), params.get("exclude_models") or ()
+    written = _block.written(used.filesystems)
+    made = [_unexpected(disk, written)] if raw and written and not entry.dirty else []
     return SlotState(
         slot_id=slot_id,
         identity=disk.identity,
         dirty=entry.dirty,
         overdue=renew and entry.clean_fence < int(slot["fence"]),
-        written=tuple(_block.written(used.filesystems)),
+        written=tuple(written),
         proof=_proof.standing(disk.identity),
-        refusals=(*_claims.refusals(disk, slot_id), *_block.refusals(disk, used)),
+        refusals=(*_claims.refusals(disk, slot_id), *_block.refusals(disk, used, exclude), *made),
+    )
+
+
+def _unexpected(disk: _block.Disk, written: Sequence[str]) -> Refusal:
+    return Refusal(
+        "unexpected_filesystem",
+        expected=f"nothing on {disk.identity}, as when it was taken",
+        found=", ".join(written),
+        remedy="find out who made it; discover the node again, which leaves the disk out",
     )
 
 
@@ -193,6 +218,8 @@ def main() -> None:
                 "default": list(_wipe.METHODS),
             },
             "renew": {"type": "bool", "default": False},
+            "raw": {"type": "bool", "default": False},
+            "exclude_models": {"type": "list", "elements": "str", "default": []},
         },
         supports_check_mode=True,
     )

@@ -24,6 +24,8 @@ description:
   - Refuses with C(racadm_garbled), C(command_timeout), C(attribute_invalid),
     C(attribute_unknown), C(attribute_read_only), C(power_cycle_not_allowed), C(job_in_queue),
     C(foreign_pending_values), C(staging_failed), C(bios_job_failed), C(bios_job_timeout).
+  - Refuses a power cycle with C(host_in_use) while a virtual machine runs on the host, or a slot or
+    the whole machine is leased; with C(ledger_unreadable) when nobody knows.
 options:
   power_cycle:
     description: Whether the machine may be power-cycled. Without it nothing is staged either.

@@ -61,6 +61,8 @@ options:
     description:
       - Whether the machine is reset for its changes. Without it they wait for whoever resets it
         next.
+      - The reset ends whatever runs on the machine. A BMC does not see that, so nothing refuses it
+        here; ask M(gpuaas.slice.host_idle) on the machine first.
     type: bool
     default: false
   wait:

@@ -12,6 +12,8 @@ author: The gpuaas.slice authors (@gpuaas)
 description:
   - Keeps C(/etc/gpuaas/slice-mode.json). Without it no device is bound to vfio-pci, now or at a
     boot, and with it no tenant of the whole machine is let in.
+  - Refuses with C(machine_leased) while such a tenant has the machine, and with C(file_unreadable).
+    With O(state=absent) the word goes even then; a tenant is not released as long as it is there.
 options:
   profile:
     description: Name of the hardware profile. Required with O(state=present).

@@ -13,6 +13,10 @@ description:
   - Runs every parity check in one call and returns one outcome each, with what to do about it.
   - Checks behave as a guest would where they can. C(guest_egress) makes a network namespace on the
     slice bridge, reaches the profile's C(network.egress_probe) through NAT, and removes it again.
+  - Files that bootstrap and the binding write whole are compared with what they would write now,
+    and what the boot services run with what they were given, so that an edit is found before the
+    next boot. A boot menu that lacks an argument is a failure; one that only the next
+    C(update-grub) would spoil is a warning.
   - A check that cannot look has failed. A check passes as C(not_applicable) only when the profile
     names it.
   - The module succeeds also when checks fail; the caller judges C(parity.failures).

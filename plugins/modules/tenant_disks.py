@@ -10,12 +10,16 @@ short_description: Take the disks of a bare-metal tenant out of use
 version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
-  - Unmounts what is mounted from the disks and from what is stacked on them, turns swap off, stops
-    arrays and mapped devices, and takes the lines out of fstab that name them. Then
-    M(gpuaas.slice.nvme_wipe) can claim them.
-  - Nothing is taken away by force. A mount that a process still uses stays, and is refused.
+  - Takes the lines out of fstab that name the disks, after a backup, turns swap off, unmounts what
+    is mounted from the disks and from what is stacked on them, and stops arrays and mapped devices.
+    Then M(gpuaas.slice.nvme_wipe) can claim them.
+  - Nothing is taken away by force. A mount that a process still uses stays, and is refused; as
+    fstab no longer has it, it is gone after a restart of the machine.
+  - A disk that the tenant was given is the tenant's wherever it was mounted since, C(/usr) and
+    C(/var/lib) included, unless the running system's root is on it. Any other disk is refused when
+    the machine boots from it.
   - Refuses with C(node_in_slice_mode), C(stale_fence), C(os_disk), C(identity_mismatch),
-    C(device_not_found), C(disk_misnamed).
+    C(device_not_found), C(disk_misnamed), C(mount_covered), C(mount_busy), C(zfs_pool).
 options:
   fence:
     description: The fence of the node's claim.
@@ -56,6 +60,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _fstab,
     _host,
     _lease,
+    _mounting,
     _transition,
     _usage,
     _whole_machine,
@@ -65,16 +70,19 @@ from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusa
 
 @dataclass(frozen=True)
 class Use:
-    """How one disk is used. stack: devices on it, the uppermost first. points: last mount first."""
+    """How one disk is used. stack: devices on it, the uppermost first. devices: it and all that."""
 
     used: _block.Usage
     stack: tuple[str, ...]
-    points: tuple[str, ...]
+    devices: frozenset[str]
 
 
 @dataclass(frozen=True)
 class State:
+    """mounts: of all the disks with their owners, the last one last."""
+
     uses: Mapping[str, Use]
+    mounts: tuple[tuple[_usage.Mount, str], ...]
     fstab: tuple[str, ...]
     moment: str
     problems: tuple[Refusal, ...]
@@ -84,7 +92,6 @@ def observe(params: _change.Params) -> State:
     entries = _whole_machine.entries(params["disks"])
     problems = [*_whole_machine.slice_mode(), *_whole_machine.stale(params["fence"], entries)]
     uses: dict[str, Use] = {}
-    names: set[str] = set()
     for disk in params["disks"]:
         try:
             there = _block.of_slot(disk)
@@ -93,12 +100,20 @@ def observe(params: _change.Params) -> State:
             continue
         use = _use(there)
         uses[_whole_machine.slot_of(disk)] = use
-        names |= {there.kernel_name, *use.used.children, *use.stack}
-        if use.used.os_disk:
-            problems += _block.refusals(there, use.used)
-    points = [point for use in uses.values() for point in use.points]
-    lines = _fstab.lines_of(names, points) if uses else []
-    return State(uses, tuple(lines), _transition.stamp(), tuple(problems))
+        problems += [*_system(there, disk), *_pools(there, use.used)]
+    owners = {name: slot_id for slot_id, use in uses.items() for name in use.devices}
+    mounts = _mounts(owners)
+    lines = _fstab.lines_of(owners, [mount.point for mount, _of in mounts]) if uses else []
+    return State(uses, tuple(mounts), tuple(lines), _transition.stamp(), tuple(problems))
+
+
+def _mounts(owners: Mapping[str, str]) -> list[tuple[_usage.Mount, str]]:
+    """In the order in which they were mounted: one disk's may lie inside another's."""
+    table = _usage.mounts()
+    mine: dict[_usage.Mount, str] = {}
+    for name, slot_id in owners.items():
+        mine |= dict.fromkeys(_usage.mounted([name], table), slot_id)
+    return [(mount, mine[mount]) for mount in table if mount in mine]
 
 
 def _use(disk: _block.Disk) -> Use:
@@ -106,29 +121,68 @@ def _use(disk: _block.Disk) -> Use:
     stack: list[str] = []
     for name in (disk.kernel_name, *used.children):
         stack += [holder for holder in _usage.holders(name) if holder not in stack]
-    below = {disk.kernel_name, *used.children, *stack}
-    numbers = {_host.read(f"/sys/class/block/{name}/dev") for name in below}
-    mine = [m for m in _usage.mounts() if m.devt in numbers or _usage.node_name(m.source) in below]
-    return Use(used, tuple(reversed(stack)), tuple(m.point for m in reversed(mine)))
+    devices = frozenset({disk.kernel_name, *used.children, *stack, *used.btrfs})
+    return Use(used, tuple(reversed(stack)), devices)
+
+
+def _system(there: _block.Disk, disk: Mapping[str, Any]) -> list[Refusal]:
+    """By what the disk is and not by where the tenant mounts it, which fstab repeats at every boot.
+
+    The ledger has it dirty when it was given away, and it was no disk of the system then.
+    """
+    entry = _lease.load(_whole_machine.slot_of(disk))
+    given = entry.dirty and entry.disk == there.identity
+    carried = _usage.carries(there, {"/"} if given else _usage.BOOT_POINTS)
+    if not carried:
+        return []
+    return [
+        Refusal(
+            "os_disk",
+            expected=f"{there.by_id or there.kernel_name} ({there.identity}) without the system",
+            found=f"mounted from it: {', '.join(carried)}",
+            remedy="the machine runs from this disk: have it deployed anew, then clean it",
+        )
+    ]
+
+
+def _pools(there: _block.Disk, used: _block.Usage) -> list[Refusal]:
+    """A pool spans disks that are not all the tenant's to lose: only its owner takes it apart."""
+    return [
+        Refusal(
+            "zfs_pool",
+            expected=f"{there.by_id or there.kernel_name} ({there.identity}) in no imported pool",
+            found=f"ZFS pool {name}",
+            remedy=f"on the machine: `zpool export {name}`; when it is busy, take its import out "
+            "of the boot and restart the machine; then clean up again",
+        )
+        for name in used.zfs
+    ]
 
 
 def plan(_params: _change.Params, state: State) -> _change.Plan:
     steps = []
-    for slot_id, use in state.uses.items():
-        steps += [_change.Step("unmount", point, slot_id, None) for point in use.points]
-        steps += [_change.Step("swap_off", f"/dev/{name}", slot_id) for name in use.used.swap]
-        steps += [_change.Step("stop_device", f"/dev/{name}", slot_id) for name in use.stack]
+    # First: what stays busy now is then free after a restart.
     if state.fstab:
         after = {"backup": _fstab.BACKUP + state.moment}
         steps.append(_change.Step("remove_fstab", _fstab.FILE, list(state.fstab), after))
+    swaps = {name: slot_id for slot_id, use in state.uses.items() for name in use.used.swap}
+    steps += [_change.Step("swap_off", _path(name), of) for name, of in swaps.items()]
+    for mount, slot_id in reversed(state.mounts):
+        steps += _mounting.steps([mount], slot_id)
+    stacks = {name: slot_id for slot_id, use in state.uses.items() for name in use.stack}
+    steps += [_change.Step("stop_device", f"/dev/{name}", of) for name, of in stacks.items()]
     return _change.Plan(tuple(steps), state.problems)
+
+
+def _path(swap: str) -> str:
+    return swap if swap.startswith("/") else f"/dev/{swap}"
 
 
 def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
     _lease.check(_whole_machine.MACHINE, params["fence"])
     match step.name:
         case "unmount":
-            _command.run(["umount", "--", step.subject])
+            _unmount(step)
         case "swap_off":
             _command.run(["swapoff", "--", step.subject], timeout=600)
         case "stop_device":
@@ -137,6 +191,21 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
             _remove_lines(step.before, backup=step.after["backup"])
             _command.run(["systemctl", "daemon-reload"])
     return None
+
+
+def _unmount(step: _change.Step) -> None:
+    try:
+        _mounting.unmount(step)
+    except Refusal as refusal:
+        if refusal.code != "command_failed":
+            raise
+        raise Refusal(
+            "mount_busy",
+            expected=f"{step.subject} used by no process",
+            found=refusal.found,
+            remedy="end what uses it, or restart the machine: fstab no longer mounts it; then "
+            "clean up again; nothing is taken away by force",
+        ) from refusal
 
 
 def _remove_lines(lines: list[str], *, backup: str) -> None:

@@ -18,8 +18,8 @@ description:
     C(gpuaas-slice-vfio.service) binds them again at boot, before libvirt, and refuses an address
     that then holds another device.
   - Acts only on a host in slice mode (C(/etc/gpuaas/slice-mode.json)).
-  - Refuses with C(not_slice_mode), C(device_missing), C(wrong_class), C(group_not_viable) and
-    C(device_busy); nothing is forced.
+  - Refuses with C(machine_leased) while a tenant has the whole machine, with C(not_slice_mode),
+    C(device_missing), C(wrong_class), C(group_not_viable) and C(device_busy); nothing is forced.
 options:
   addresses:
     description: Approved PCI addresses. With O(state=unbound), none means every recorded one.
@@ -71,11 +71,18 @@ bound:
     - {address: "0000:43:00.0", id: "10de:2335", driver: vfio-pci, iommu_group: 37, answers: true}
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import _boot, _change, _vfio
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _boot,
+    _boot_units,
+    _change,
+    _tenancy,
+    _vfio,
+)
 
 
 @dataclass(frozen=True)
@@ -89,17 +96,7 @@ def _unit(params: _change.Params, live: _vfio.State) -> _boot.Unit:
     bind, release = _vfio.wanted(params, live), _vfio.to_release(params, live)
     kept = {a: id_ for a, id_ in live.recorded.items() if a not in release}
     kept.update({a: live.devices[a].id for a in bind if a in live.devices})
-    return _boot.Unit(
-        name="gpuaas-slice-vfio",
-        description="Bind the approved PCI functions of this slice host to vfio-pci",
-        module="_vfio",
-        settings_path=_vfio.SETTINGS,
-        settings={"devices": kept},
-        order=(
-            "After=systemd-modules-load.service gpuaas-slice-fabric.service",
-            "Before=libvirtd.service",
-        ),
-    )
+    return dataclasses.replace(_boot_units.BINDING, settings={"devices": kept})
 
 
 def observe(params: _change.Params) -> State:
@@ -128,6 +125,12 @@ def facts(params: _change.Params, state: State) -> dict[str, Any]:
     return _vfio.facts(params, state.live)
 
 
+SUBJECT = _tenancy.guarded(
+    _change.Subject(observe, plan, apply, facts),
+    lambda params, found: bool(found.steps or params["addresses"]),
+)
+
+
 def main() -> None:
     strings = {"type": "list", "elements": "str", "default": []}
     module = AnsibleModule(
@@ -140,7 +143,7 @@ def main() -> None:
         },
         supports_check_mode=True,
     )
-    _change.run(module, _change.Subject(observe, plan, apply, facts))
+    _change.run(module, SUBJECT)
 
 
 if __name__ == "__main__":

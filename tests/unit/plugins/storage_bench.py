@@ -33,6 +33,7 @@ class Namespace:
     serial: str = "LABNVME0"
     eui: str = "5e0000000000a000"
     nguid: str = ""
+    model: str = "QEMU NVMe Ctrl"
     oacs: int = 0x2
     fna: int = 0x0
     active: tuple[int, ...] = (1,)
@@ -49,7 +50,7 @@ class Namespace:
             data[120:128] = bytes.fromhex(self.eui or "00" * 8)
         elif structure == 1:
             data[4:24] = self.serial.encode().ljust(20)
-            data[24:64] = b"QEMU NVMe Ctrl".ljust(40)
+            data[24:64] = self.model.encode().ljust(40)
             struct.pack_into("<H", data, 256, self.oacs)
             data[524] = self.fna
         else:

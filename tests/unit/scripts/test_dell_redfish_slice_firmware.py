@@ -47,6 +47,8 @@ def test_a_dry_run_prints_the_plan_and_changes_nothing(bmc: standin.Bmc) -> None
         "GPUAAS_SLICE_BIOS_PLAN ProcVirtualization=Enabled",
         "GPUAAS_SLICE_BIOS_PLAN LogicalProc=Enabled",
         "GPUAAS_SLICE_BIOS_PLAN SriovGlobalEnable=Enabled",
+        "GPUAAS_SLICE_BIOS_RESTART when=by_whoever_resets_next "
+        r"ends=whatever\ runs\ on\ the\ machine,\ unasked",
         f"{HOW}changes_needed",
     ]
     assert bmc.record()["patches"] == []
@@ -59,7 +61,9 @@ def test_apply_stages_then_a_power_cycle_settles(bmc: standin.Bmc) -> None:
     assert bmc.record()["resets"] == []
     done = run(bmc, "--apply", "--power-cycle", "--interval=0.05")
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, f"{HOW}settled")
+    assert "GPUAAS_SLICE_BIOS_RESTART when=with_this_call ends=whatever" in done.stdout
     assert "status=Completed percent=100" in done.stdout
+    assert "GPUAAS_SLICE_BIOS_RESTART" not in run(bmc, "--apply").stdout
 
 
 def test_attr_replaces_the_usual_three(bmc: standin.Bmc) -> None:

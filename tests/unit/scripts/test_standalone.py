@@ -2,12 +2,71 @@
 
 from __future__ import annotations
 
+import ast
+import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from scripts import standalone
+
+# What Ubuntu 22.04 has, in which MAAS commissions.
+OLDEST = (3, 10)
+# Of the standard library what came later and is easily reached for; an empty set is all of it.
+LATER: dict[str, set[str]] = {
+    "asyncio": {"Barrier", "Runner", "TaskGroup", "timeout"},
+    "contextlib": {"chdir"},
+    "datetime": {"UTC"},
+    "enum": {"EnumCheck", "ReprEnum", "StrEnum", "member", "nonmember", "verify"},
+    "hashlib": {"file_digest"},
+    "itertools": {"batched"},
+    "logging": {"getLevelNamesMapping"},
+    "math": {"cbrt", "exp2", "sumprod"},
+    "operator": {"call"},
+    "re": {"NOFLAG"},
+    "tomllib": set(),
+    "typing": {
+        "LiteralString", "Never", "NotRequired", "Required", "Self", "TypeVarTuple", "Unpack",
+        "assert_never", "assert_type", "dataclass_transform", "override", "reveal_type",
+    },
+}  # fmt: skip
+
+
+def sources(one: standalone.Script) -> dict[str, str]:
+    names = standalone.closure(one.entry.partition(":")[0])
+    return {name: standalone._source(name) for name in names}
+
+
+def later(text: str) -> Iterator[str]:
+    """Names that a source takes from a newer standard library."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if LATER.get(a.name) == set())
+        elif isinstance(node, ast.ImportFrom) and node.module in LATER:
+            names = LATER[node.module]
+            yield from (a.name for a in node.names if a.name in names or not names)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            newer = LATER.get(node.value.id, set())
+            yield from (f"{node.value.id}.{name}" for name in newer & {node.attr})
+
+
+@pytest.fixture
+def oldest(tmp_path: Path) -> Path:
+    """A folder that has the oldest Python under the name of the usual one, and nothing else."""
+    place = shutil.which("python3.10")
+    if place is None:
+        pytest.skip("needs a Python 3.10")
+    # A version manager's stand-in needs the whole PATH, or has no such version after all.
+    ask = [place, "-c", "import sys; print(sys.executable)"]
+    found = subprocess.run(ask, text=True, capture_output=True, check=False)
+    if found.returncode != 0:
+        pytest.skip("needs a Python 3.10")
+    folder = tmp_path / "oldest"
+    folder.mkdir()
+    (folder / "python3").symlink_to(found.stdout.strip())
+    return folder
 
 
 @pytest.fixture
@@ -32,6 +91,41 @@ def test_a_script_is_current(one: standalone.Script) -> None:
     file = standalone.ROOT / one.path
     assert file.read_text() == standalone.build(one)
     assert file.stat().st_mode & 0o111 == 0o111
+
+
+@pytest.mark.covers("HOST-1", "HOST-4")
+@pytest.mark.parametrize("one", standalone.SCRIPTS, ids=lambda one: one.path)
+def test_a_script_needs_no_newer_python_than_commissioning_has(one: standalone.Script) -> None:
+    texts = sources(one)
+    for name, text in texts.items():
+        ast.parse(text, filename=name, feature_version=OLDEST)
+    assert {name: found for name, text in texts.items() if (found := list(later(text)))} == {}
+
+
+def test_what_is_newer_is_found() -> None:
+    newer = "import tomllib, datetime\nfrom enum import StrEnum\nnow = datetime.UTC\n"
+    assert list(later(newer)) == ["tomllib", "StrEnum", "datetime.UTC"]
+
+
+@pytest.mark.covers("HOST-1", "HOST-4")
+@pytest.mark.parametrize("one", standalone.SCRIPTS, ids=lambda one: one.path)
+def test_a_script_runs_with_the_python_of_commissioning(
+    one: standalone.Script, oldest: Path
+) -> None:
+    """Every source is loaded, which runs what a first use of it would, and the program answers."""
+    body = standalone.build(one).partition(f"3<<'{standalone._END}'\n")[2]
+    program = body.partition(f"\n{standalone._END}\n")[0].rpartition("\nfrom ")[0]
+    load = "import importlib\nfor name in SOURCES: importlib.import_module(PACKAGE + '.' + name)\n"
+    loaded = subprocess.run(
+        [str(oldest / "python3"), "-B", "-I", "-"], input=f"{program}\n{load}", text=True,
+        capture_output=True, check=False,
+    )  # fmt: skip
+    assert (loaded.returncode, loaded.stderr) == (0, "")
+    helped = subprocess.run(
+        ["/bin/sh", str(standalone.ROOT / one.path), "--help"], text=True, capture_output=True,
+        check=False, env={"PATH": str(oldest)},
+    )  # fmt: skip
+    assert (helped.returncode, helped.stderr) == (0, "") and "GPUAAS_SLICE_" in helped.stdout
 
 
 def test_a_stale_script_is_named(tmp_path: Path) -> None:

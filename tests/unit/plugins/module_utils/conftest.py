@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import os
 import struct
@@ -11,7 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import _parity_facts
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _boot,
+    _grub,
+    _parity_facts,
+    _topology_host,
+)
 
 UNITS = (
     "systemctl",
@@ -137,6 +143,22 @@ class ParityHost:
     def facts(self, *slots: dict[str, Any], **profile: Any) -> _parity_facts.Facts:
         asked = _parity_facts.Asked(profile=PROFILE | profile, slots=slots)
         return _parity_facts.Facts(asked)
+
+    def installed(self, unit: _boot.Unit, **settings: Any) -> None:
+        """A boot service as bootstrap or the binding installs it."""
+        _boot.install(dataclasses.replace(unit, settings=settings or unit.settings))
+
+    def boots(self) -> None:
+        """The boot as bootstrap configures it: files, a menu of them, an initramfs of them."""
+        params = _topology_host.boot_params(PROFILE)
+        wanted = _grub.wanted(params, _grub.observe(params))
+        for path, text in wanted.items():
+            if text is not None:
+                self.machine.file(path, text)
+        menu = "menuentry 'Linux' {\n\tlinux /boot/vmlinuz root=x intel_iommu=on iommu=pt\n}\n"
+        self.machine.file("/boot/grub/grub.cfg", menu)
+        record = json.dumps({"inputs": _grub.inputs(wanted), "boot_id": "an earlier one"})
+        self.machine.file(_grub.INITRAMFS_RECORD, record)
 
     def enrolled(self, *, before: int, key: bytes = b"k" * 32, **more: Any) -> None:
         public = base64.b64encode(self._string(b"ssh-ed25519") + self._string(b"k" * 32)).decode()

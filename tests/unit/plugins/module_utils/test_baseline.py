@@ -117,6 +117,21 @@ def test_dnsmasq_serves_reservations_on_the_bridge_only() -> None:
     assert "dhcp-hostsdir=/var/lib/gpuaas/dnsmasq/hosts.d" in lines
 
 
+def test_ubuntus_libvirt_decides_how_dnsmasq_binds(systemd: Systemd) -> None:
+    """Its file comes back with every upgrade; dnsmasq does not start with both words."""
+    drive()
+    assert "bind-dynamic" in (_host.read(_baseline.DNSMASQ) or "").splitlines()
+    _host.write("/etc/dnsmasq.d/libvirt-daemon", "bind-interfaces\nexcept-interface=virbr0\n")
+    assert drive().changed
+    lines = (_host.read(_baseline.DNSMASQ) or "").splitlines()
+    assert "bind-interfaces" in lines and "bind-dynamic" not in lines
+    assert not drive().changed
+    _host.write("/etc/dnsmasq.d/libvirt-daemon", "# bind-interfaces\n")
+    _host.write("/etc/dnsmasq.d/site.conf.dpkg-old", "bind-interfaces\n")
+    drive()
+    assert "bind-dynamic" in (_host.read(_baseline.DNSMASQ) or "").splitlines()
+
+
 def test_the_service_restarts_dnsmasq_after_itself_and_never_waits_for_it() -> None:
     unit = _baseline.unit(PARAMS)
     assert unit.after == "/usr/bin/systemctl --no-block restart dnsmasq.service"

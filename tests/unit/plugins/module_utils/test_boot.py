@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import _boot, _change, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils import _boot, _boot_files, _change, _host
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 pytestmark = pytest.mark.covers("HOST-6", "HOST-7", "HOST-8")
@@ -58,6 +59,50 @@ def test_an_installed_service_plans_nothing(tree: Path, script: Any) -> None:
     assert _boot.plan(UNIT, _boot.observe(UNIT)) == []
     _host.write("/usr/local/sbin/gpuaas-test", "edited by hand\n")
     assert [s.name for s in _boot.plan(UNIT, _boot.observe(UNIT))] == ["install_service"]
+
+
+@pytest.mark.covers("HOST-10")
+def test_an_edit_of_any_of_its_files_is_undone_by_an_installation(tree: Path, script: Any) -> None:
+    script.on("systemctl", "daemon-reload").on("systemctl", "enable", UNIT.service)
+    script.on(*SHOW, UNIT.service, out=block("active", "enabled"))
+    override = f"/etc/systemd/system/{UNIT.service}.d/override.conf"
+    library = f"{_boot.LIBRARY}/{_boot.PACKAGE.replace('.', '/')}"
+    for path in (UNIT.path, UNIT.program, UNIT.settings_path, f"{library}/_vfio.py", override):
+        _boot.apply(UNIT, step("install_service"))
+        assert _boot_files.edited(UNIT) == []
+        _host.write(path, "[Service]\n")
+        assert path in _boot.observe(UNIT).differing
+        assert [s.name for s in _boot.plan(UNIT, _boot.observe(UNIT))] == ["install_service"]
+        # What the settings should be, the unit alone does not say.
+        told = "".join(_boot_files.edited(UNIT))
+        assert (path in told) == (path != UNIT.settings_path)
+    _boot.apply(UNIT, step("install_service"))
+    assert not _host.path(override).parent.exists()
+    _host.path(UNIT.program).chmod(0o644)
+    assert _boot.observe(UNIT).differing == (UNIT.program,)
+    _host.remove(_boot_files.RECORD)
+    assert _boot.observe(UNIT).differing == (UNIT.program, _boot_files.RECORD)
+
+
+@pytest.mark.covers("HOST-15")
+def test_removal_takes_what_changes_the_unit_and_its_record(tree: Path, script: Any) -> None:
+    other = dataclasses.replace(UNIT, name="gpuaas-other", settings_path="/etc/gpuaas/other.json")
+    script.on("systemctl", "daemon-reload").on("systemctl", "disable", "--now", UNIT.service)
+    script.on(*SHOW, UNIT.service, out=block("inactive", ""))
+    script.on("systemctl", "disable", "--now", other.service)
+    _boot.install(UNIT)
+    _boot.install(other)
+    for path in _boot.observe(UNIT).present:
+        _host.remove(path)
+    folder = f"/etc/systemd/system.control/{UNIT.service}.d"
+    _host.write(f"{folder}/50.conf", "[Service]\n")
+    assert [s.name for s in _boot.plan_removal(UNIT, _boot.observe(UNIT))] == ["remove_service"]
+    _boot.apply(UNIT, step("remove_service"))
+    assert not _host.path(folder).exists()
+    assert set(_boot_files.recorded()) == {other.name}
+    assert _boot_files.edited(other) == []
+    _boot.apply(other, _change.Step("remove_service", other.service))
+    assert not _host.path(_boot_files.RECORD).exists()
 
 
 @pytest.mark.covers("HOST-15")

@@ -9,7 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _deploy_bootstrap,
     _grub,
     _host,
+    _lease,
     _packages,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
@@ -32,6 +33,7 @@ pytestmark = pytest.mark.covers("HOST-4")
 ROOT = Path(__file__).resolve().parents[4]
 SCRIPT = "scripts/ops/gpuaas_slice_host_deploy_bootstrap.sh"
 REBOOT = ("systemctl", "--no-block", "reboot")
+TENANT = "23bd713b-6073-4ef7-8a51-2897e902365d"
 
 
 def profile(name: str) -> dict[str, Any]:
@@ -156,6 +158,49 @@ def test_a_needed_reboot_comes_last_and_only_when_allowed(
     script.on(*REBOOT)
     code, lines = run(capsys, GPUAAS_SLICE_REBOOT_IF_REQUIRED="1")
     assert (code, lines[-1], script.calls) == (0, "CHANGED reboot", [REBOOT])
+
+
+def _guest(tree: Path) -> None:
+    (tree / "proc/9").mkdir(parents=True)
+    (tree / "proc/9/cmdline").write_text("/usr/bin/qemu-system-x86_64\0-name\0guest=x")
+
+
+def _slot(_tree: Path) -> None:
+    _lease.hold("slot-0", fence=1, allocation_id=TENANT, disk="")
+
+
+def _broken_ledger(_tree: Path) -> None:
+    _host.write(f"{_lease.DIRECTORY}/slot-0.json", "{")
+
+
+@pytest.mark.parametrize("comes", [_guest, _slot, _broken_ledger], ids=lambda one: one.__name__)
+def test_nobody_is_rebooted(
+    machine: Machine, tree: Path, script: Any, capsys: Any, comes: Callable[[Path], None]
+) -> None:
+    comes(tree)
+    machine.reasons = ["not booted with iommu=pt"]
+    code, lines = run(capsys, GPUAAS_SLICE_REBOOT_IF_REQUIRED="1")
+    assert (code, lines[0], lines[-1], script.calls) == (1, "CHANGED one", "FAIL reboot", [])
+    # A slice host is repaired under its machines as long as that takes no reboot.
+    machine.reasons = []
+    assert run(capsys)[0] == 0
+
+
+@pytest.mark.covers("HOST-15")
+def test_a_machine_that_a_tenant_has_is_left_alone(
+    machine: Machine, script: Any, capsys: Any
+) -> None:
+    _lease.hold(_lease.MACHINE, fence=1, allocation_id=TENANT, disk="")
+    machine.reasons = ["initramfs"]
+    allowed = {"GPUAAS_SLICE_REBOOT_IF_REQUIRED": "1"}
+    assert run(capsys, **allowed) == (1, ["FAIL tenants"])
+    assert _deploy_bootstrap.network([], {"GPUAAS_SLICE_PROFILE": "lab"}) == 1
+    said = capsys.readouterr().out
+    assert "machine_leased" in said and TENANT in said and said.count("\n") == 1
+    assert (_host.read("/etc/one"), script.calls) == (None, [])
+    # A forecast names everything that stands in the way.
+    forecast = ["FAIL tenants", "PLANNED one", "PLANNED two", "PLANNED three"]
+    assert run(capsys, "--check") == (1, forecast)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,10 @@ SCRIPT = "scripts/ops/gpuaas_slice_host_deploy_bootstrap.sh"
 TWICE = """
 sh "$1"; echo "code $?"
 echo ---; sh "$1"; echo "code $?"
+cp "$(command -v sleep)" /run/machine/qemu-system-x86_64
+/run/machine/qemu-system-x86_64 600 & guest=$!
+echo ---; GPUAAS_SLICE_REBOOT_IF_REQUIRED=1 sh "$1"; echo "code $?"
+{ kill $guest; wait $guest; } 2>/dev/null
 echo ---; GPUAAS_SLICE_REBOOT_IF_REQUIRED=1 sh "$1"; echo "code $?"
 echo ---; cat /etc/gpuaas/slice-mode.json /run/machine/nat /run/machine/boot
 cat /proc/sys/net/ipv4/ip_forward; ip -4 -br address show dev ovsbr0; tail -n1 /run/machine/calls
@@ -48,7 +52,7 @@ def test_a_deployed_machine_becomes_a_slice_host_by_one_file(script: Path, tmp_p
     environment = {"PATH": os.environ["PATH"], "GPUAAS_SLICE_PROFILE": "lab"}
     done = play(TWICE, tmp_path / "scratch", str(script), environment=environment, limit_s=120)
     assert (done.returncode, done.stderr) == (0, "")
-    first, second, third, left = (part.split("\n") for part in done.stdout.split("---\n"))
+    first, second, guarded, third, left = (part.split("\n") for part in done.stdout.split("---\n"))
     assert _words(first) == [
         "PASS packages",
         "PASS gpu_services",
@@ -63,6 +67,7 @@ def test_a_deployed_machine_becomes_a_slice_host_by_one_file(script: Path, tmp_p
     parts = [word.split()[1] for word in _words(first)[:7]]
     unchanged = [f"PASS {part}" for part in parts]
     assert _words(second) == [*unchanged, "WARN reboot", "code 3"]
+    assert _words(guarded) == [*unchanged, "FAIL reboot", "code 1"]
     assert _words(third) == [*unchanged, "CHANGED reboot", "code 0"]
     assert left[:4] == [
         '{"mode": "slice", "profile": "lab"}',

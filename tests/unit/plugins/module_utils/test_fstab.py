@@ -28,6 +28,17 @@ def test_a_line_is_known_by_device_or_by_what_is_mounted_on_its_place(bench, lin
     assert _fstab.lines_of(["nvme1n1", "nvme1n1p1"], ["/mounted here"]) == [line]
 
 
+def test_a_line_of_another_disk_is_not_ours_because_we_are_mounted_over_it(bench) -> None:
+    bench.disk("nvme2n1", minor=7)
+    bench.partition("nvme2n1", 1 << 20, 20 << 20, minor=8)
+    bench.link("nvme2n1p1", "abc", "by-uuid")
+    _host.write("/etc/fstab", "UUID=abc /home ext4\nUUID=gone /home ext4\n/home/swap none swap\n")
+    assert _fstab.lines_of(["nvme1n1", "nvme1n1p1"], ["/home"]) == [
+        "UUID=gone /home ext4",
+        "/home/swap none swap",
+    ]
+
+
 def test_only_the_named_lines_are_put_out_of_force(tree: Path) -> None:
     _host.write("/etc/fstab", "a / ext4\nb /share ext4\n")
     _fstab.disable(["b /share ext4"], backup="/etc/fstab.backup")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,100 @@ def test_configures_then_needs_a_reboot_then_nothing(machine: Machine) -> None:
     proved = drive(in_effect=True)
     assert proved.failure is None and proved.plan.steps == ()
     assert not proved.facts["reboot_required"]
+
+
+@pytest.mark.covers("HOST-10")
+@pytest.mark.parametrize("path", [_grub.SOFT_DEPENDENCIES, _grub.INITRAMFS_MODULES])
+def test_an_edit_that_no_image_has_is_undone_without_a_build(machine: Machine, path: str) -> None:
+    drive()
+    machine.reboot()
+    machine.calls.clear()
+    text = _host.path(path).read_text()
+    machine.write(path.lstrip("/"), text.replace("vfio", "vfi0"))
+    repaired = drive()
+    assert (repaired.failure, repaired.done) == (None, ["write_file"])
+    assert _host.path(path).read_text() == text
+    assert (machine.calls, repaired.facts["reboot_required"]) == ([], False)
+
+
+@pytest.mark.parametrize("mark", ["begin", "end"])
+def test_half_a_block_is_mended_in_one_run(machine: Machine, mark: str) -> None:
+    drive()
+    file = _host.path(_grub.INITRAMFS_MODULES)
+    text = file.read_text().replace(f"# gpuaas.slice: {mark}\n", "")
+    file.write_text(f"{text}site_driver\n")
+    assert drive().failure is None
+    assert file.read_text().endswith(f"site_driver\n{_grub.BLOCK}")
+    assert drive().plan.steps == ()
+
+
+@pytest.mark.covers("HOST-10", "HOST-15")
+@pytest.mark.parametrize("state", ["present", "absent"])
+def test_an_edit_that_an_image_may_have_is_built_away(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    drive()
+    machine.reboot()
+    machine.write(_grub.SOFT_DEPENDENCIES.lstrip("/"), "# nothing\n")
+    # A kernel's package has built one since.
+    machine.write("boot/initrd.img-6.1", "x")
+    later = _host.path(_grub.INITRAMFS_RECORD).stat().st_mtime + 60
+    os.utime(machine.tree / "boot/initrd.img-6.1", (later, later))
+    run = machine.run
+
+    def dies(argv: list[str], **more: Any) -> _command.Result:
+        if argv[0] == "update-initramfs":
+            raise KeyboardInterrupt
+        return run(argv, **more)
+
+    # It also survives a crash between the file and the build.
+    monkeypatch.setattr(_command, "run", dies)
+    with pytest.raises(KeyboardInterrupt):
+        drive(state=state)
+    monkeypatch.setattr(_command, "run", run)
+    repaired = drive(state=state)
+    assert (repaired.failure, repaired.done) == (None, ["update_initramfs"])
+    assert "initramfs built since the boot" in repaired.facts["reboot_reasons"]
+    assert drive(state=state).plan.steps == ()
+
+
+@pytest.mark.covers("HOST-10")
+@pytest.mark.parametrize("lost", ["menu", "drop-in", "both"])
+def test_a_boot_menu_that_somebody_made_is_made_anew(machine: Machine, lost: str) -> None:
+    drive()
+    machine.reboot()
+    machine.calls.clear()
+    drop_in = _host.path(_grub.DROP_IN)
+    text = drop_in.read_text()
+    if lost != "menu":
+        drop_in.write_text("# nothing\n")
+    if lost != "drop-in":
+        machine.write("boot/grub/grub.cfg", "\tlinux\t/boot/vmlinuz-6.1 root=UUID=x ro quiet\n")
+    repaired = drive()
+    assert (repaired.failure, machine.calls) == (None, ["update-grub"])
+    assert not repaired.facts["reboot_required"]
+    assert "intel_iommu=on iommu=pt" in (_host.read("/boot/grub/grub.cfg") or "")
+    assert drop_in.read_text() == text
+    assert drive().plan.steps == ()
+
+
+@pytest.mark.covers("HOST-15")
+def test_a_menu_that_still_has_ours_is_made_anew_on_the_way_back(machine: Machine) -> None:
+    drive()
+    _host.remove(_grub.DROP_IN)
+    machine.calls.clear()
+    restored = drive(state="absent")
+    assert (restored.failure, machine.calls[0]) == (None, "update-grub")
+    assert "iommu" not in (_host.read("/boot/grub/grub.cfg") or "")
+    assert drive(state="absent").plan.steps == ()
+
+
+@pytest.mark.covers("HOST-15")
+@pytest.mark.parametrize("path", ["etc/default/grub", "etc/grub.d/40_custom"])
+def test_a_menu_with_the_sites_own_argument_is_left(machine: Machine, path: str) -> None:
+    machine.write("boot/grub/grub.cfg", "\tlinux\t/boot/vmlinuz-6.1 root=UUID=x iommu=pt\n")
+    machine.write(path, 'GRUB_CMDLINE_LINUX_DEFAULT="iommu=pt"\n')
+    assert drive(state="absent").plan.steps == ()
 
 
 def test_site_lines_of_the_initramfs_stay(machine: Machine) -> None:

@@ -9,6 +9,7 @@ import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _baseline,
     _boot,
+    _boot_units,
     _bridge,
     _change,
     _host,
@@ -16,8 +17,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _network_files,
     _parity,
     _parity_checks_network,
-    _parity_facts,
     _parity_probe,
+    _written,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
@@ -32,13 +33,13 @@ NETWORK: dict[str, Any] = {
     "tmfifo": False,
 }
 UP = "loaded/active/enabled/success"
-FABRIC_SETTINGS = '{"count": 1, "macs": {}, "pf_ids": ["8086:10c9"], "pfs": []}'
+FABRIC_SETTINGS: dict[str, Any] = {"count": 1, "macs": {}, "pf_ids": ["8086:10c9"], "pfs": []}
 
 
 @pytest.fixture
 def bootstrapped(machine: Any) -> Any:
     """A host with the files of the network baseline, written by what bootstrap writes them with."""
-    _host.write(_network_files.SETTINGS, json.dumps(_network_files.settings(NETWORK)))
+    _boot.install(_baseline.unit(NETWORK))
     _host.write(_network_files.SYSCTL, _network_files.FORWARDING)
     _host.write(_network_files.DNSMASQ, _network_files.dnsmasq(NETWORK))
     return machine
@@ -86,7 +87,7 @@ def test_the_older_service_is_at_most_a_warning(parity: Any, script: Any) -> Non
 
 def test_functions_must_be_there_and_be_functions(parity: Any, machine: Any) -> None:
     parity.units(fabric=UP)
-    machine.file(_parity_facts.FABRIC_SETTINGS, FABRIC_SETTINGS)
+    parity.installed(_boot_units.FABRIC, **FABRIC_SETTINGS)
     assert _parity_checks_network.fabric_vfs(parity.facts()).status == "FAIL"
     machine.pci("0000:25:00.0", "8086:10c9", sriov_numvfs="0", sriov_totalvfs="7")
     assert (
@@ -106,20 +107,23 @@ def test_functions_must_be_there_and_be_functions(parity: Any, machine: Any) -> 
 @pytest.mark.parametrize(
     ("unit", "settings", "problem"),
     [
-        (UP, FABRIC_SETTINGS, ""),
-        (UP, '{"pf_ids": ["8086:10c9"], "count": 0}', "other cards or numbers"),
-        (UP, '{"pf_ids": [], "count": 1}', "other cards or numbers"),
-        (UP, "no json", "other cards or numbers"),
-        ("loaded/active/disabled/success", FABRIC_SETTINGS, "would not start at boot"),
-        ("not-found/inactive//", FABRIC_SETTINGS, "is not-found"),
+        (UP, {}, ""),
+        (UP, {"count": 0}, "has another count than the profile"),
+        (UP, {"pf_ids": []}, "has another pf_ids than the profile"),
+        (UP, {"macs": {"0000:25:00.0/0": "02:00:00:00:00:01"}}, "has another macs than"),
+        (UP, None, "is missing or unreadable"),
+        ("loaded/active/disabled/success", {}, "would not start at boot"),
+        ("not-found/inactive//", {}, "is not-found"),
     ],
 )
 def test_functions_must_come_back_at_the_next_boot(
-    parity: Any, machine: Any, unit: str, settings: str, problem: str
+    parity: Any, machine: Any, unit: str, settings: dict[str, Any] | None, problem: str
 ) -> None:
     machine.pci("0000:25:00.0", "8086:10c9", sriov_numvfs="1", sriov_totalvfs="7")
     parity.units(fabric=unit)
-    machine.file(_parity_facts.FABRIC_SETTINGS, settings)
+    parity.installed(_boot_units.FABRIC, **{**FABRIC_SETTINGS, **(settings or {})})
+    if settings is None:
+        machine.file(_boot_units.FABRIC.settings_path, "no json")
     found = _parity_checks_network.fabric_vfs(parity.facts())
     assert (found.status == "FAIL", problem in found.detail) == (bool(problem), True)
 
@@ -174,7 +178,6 @@ def test_a_linux_bridge_of_the_right_name_is_not_enough(
 
 def test_what_bootstrap_writes_is_what_is_looked_for() -> None:
     checks = _parity_checks_network
-    assert _baseline.unit(NETWORK).service == _parity_facts.BASELINE
     assert (checks.TMFIFO, checks.TMFIFO_ADDRESS, checks.TMFIFO_PEER) == (
         _bridge.TMFIFO,
         _bridge.TMFIFO_ADDRESS,
@@ -318,5 +321,5 @@ def test_an_edited_but_valid_configuration_is_noticed_and_what_bootstrap_does_re
 def test_another_profiles_network_is_not_this_ones(parity: Any, bootstrapped: Any) -> None:
     network = parity.profile["network"] | {"address": "10.9.0.1/24", "subnet": "10.9.0.0/24"}
     facts = parity.facts(network=network)
-    problems = _network_files.unlike(_network_files.DNSMASQ, _network_files.dnsmasq(facts.network))
+    problems = _written.unlike(_network_files.DNSMASQ, _network_files.dnsmasq(facts.network))
     assert problems and "10.100.0.0" in problems[0]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _boot_units,
     _parity,
     _parity_checks_platform,
     _parity_facts,
@@ -165,17 +165,15 @@ def test_beside_the_firmware_stands_what_the_first_boot_found(parity: Any, machi
 
 def test_kernel_arguments_and_modules(parity: Any, machine: Any) -> None:
     machine.file("/proc/cmdline", "quiet iommu=pt")
-    assert _parity_checks_platform.kernel_cmdline(parity.facts()).detail == (
-        "intel_iommu=on is not in /proc/cmdline"
-    )
+    found = _parity_checks_platform.kernel_cmdline(parity.facts())
+    assert found.status == "FAIL"
+    assert found.detail.startswith("intel_iommu=on is not in /proc/cmdline; ")
     assert _parity_checks_platform.reboot_required(parity.facts()).status == "FAIL"
     for name in ("vfio", "vfio_iommu_type1", "vfio_pci"):
         machine.folder(f"/sys/module/{name}")
-    assert (
-        "is not in /etc/modules-load.d"
-        in _parity_checks_platform.vfio_modules(parity.facts()).detail
-    )
-    machine.file("/etc/modules-load.d/gpuaas-vfio.conf", "vfio\nvfio_iommu_type1\nvfio-pci\n")
+    found = _parity_checks_platform.vfio_modules(parity.facts())
+    assert "/etc/modules-load.d/gpuaas-vfio.conf is missing" in found.detail
+    parity.boots()
     assert _parity_checks_platform.vfio_modules(parity.facts()).status == "PASS"
     machine.file("/proc/cmdline", "intel_iommu=on iommu=pt")
     assert _parity_checks_platform.kernel_cmdline(parity.facts()).status == "PASS"
@@ -183,19 +181,21 @@ def test_kernel_arguments_and_modules(parity: Any, machine: Any) -> None:
 
 def record(parity: Any, machine: Any, *addresses: str) -> None:
     """What the binding's service goes by at boot."""
-    devices = dict.fromkeys(addresses, "1234:11e8")
-    machine.file(_parity_facts.BINDING_SETTINGS, json.dumps({"devices": devices}))
+    ids = {"0000:25:10.0": "8086:10ca"}
+    devices = {address: ids.get(address, "1234:11e8") for address in addresses}
+    parity.installed(_boot_units.BINDING, devices=devices)
     parity.units(binding="loaded/active/enabled/success")
 
 
 def test_binding_means_bound_and_answering(parity: Any, machine: Any) -> None:
     assert _parity_checks_platform.vfio_binding(parity.facts()).status == "WARN"
-    record(parity, machine, "0000:23:00.0", "0000:25:10.0", "0000:99:00.0")
+    record(parity, machine, "0000:23:00.0", "0000:25:10.0")
     machine.file("/etc/gpuaas/slice-mode.json", '{"mode": "slice"}')
     machine.pci("0000:23:00.0", "1234:11e8", group=1, driver="vfio-pci", config="\x34\x12")
     machine.pci("0000:25:10.0", "8086:10ca", group=2, driver="igbvf")
     found = _parity_checks_platform.vfio_binding(parity.facts(parity.slot))
     assert found.detail == "0000:25:10.0 is on igbvf"
+    record(parity, machine, "0000:23:00.0", "0000:99:00.0")
     silent = parity.slot | {"fabric_vf_pci_address": "0000:99:00.0"}
     (machine.root / "sys/bus/pci/devices/0000:23:00.0/config").write_bytes(b"\xff\xff")
     found = _parity_checks_platform.vfio_binding(parity.facts(silent))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _block,
+    _host,
     _lease,
     _parity,
     _parity_checks_runtime,
@@ -113,14 +114,24 @@ def test_tuning_only_when_asked(parity: Any, machine: Any, script: Any) -> None:
     script.on(*_tuning._LOGIN, out="unlimited\nunlimited\n")
     for key, text in _tuning_profiles.DEFINITIONS["network-buffers"].sysctl.items():
         machine.file(f"/proc/sys/{key.replace('.', '/')}", text.replace(" ", "\t"))
+    params = {"profiles": asked["tuning"]}
+    for step in _tuning.plan(params, _tuning.observe(params)).steps:
+        _tuning.apply(params, step)
     found = _parity_checks_runtime.tuning(parity.facts(**asked))
     assert found == _parity.passed("network-buffers")
     machine.file("/proc/sys/net/core/rmem_max", "212992\n")
     found = _parity_checks_runtime.tuning(parity.facts(**asked))
     assert found.detail == "network-buffers: net.core.rmem_max is 212992, not 268435456"
-    # A file that says so is no effect.
-    machine.file("/etc/sysctl.d/60-gpuaas-slice-tuning.conf", "net.core.rmem_max = 268435456\n")
-    assert _parity_checks_runtime.tuning(parity.facts(**asked)).status == "FAIL"
+    # A file that says so is no effect, and an effect without the file ends with this boot.
+    machine.file("/proc/sys/net/core/rmem_max", "268435456\n")
+    assert _parity_checks_runtime.tuning(parity.facts(**asked)).status == "PASS"
+    for path in _tuning.FILES:
+        kept = _host.read(path)
+        machine.file(path, f"{kept}\n# edited\n")
+        found = _parity_checks_runtime.tuning(parity.facts(**asked))
+        assert (found.status, path in found.detail) == ("FAIL", kept is not None)
+        machine.file(path, f"{kept}\n") if kept else _host.remove(path)
+        assert _parity_checks_runtime.tuning(parity.facts(**asked)).status == "PASS"
 
 
 @pytest.mark.covers("HOST-5")

@@ -15,6 +15,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _bios,
     _block,
     _command,
+    _lease,
     _openpgp,
     _preflight,
     _preflight_command,
@@ -145,6 +146,20 @@ def test_told_to_apply_it_changes_the_bios_and_follows_the_job(
     again = run(racadm, tree, GPUAAS_SLICE_APPLY_BIOS="1")
     assert "GPUAAS_SLICE_BIOS_APPLY status=PASS changed=no" in again.stdout
     assert state(racadm)["cycles"] == 1
+
+
+def test_a_machine_with_somebody_on_it_is_not_power_cycled(
+    machine: Any, tree: Path, racadm: Path
+) -> None:
+    record(machine)
+    _lease.hold(_lease.MACHINE, fence=1, allocation_id="23bd713b", disk="")
+    done = run(racadm, tree, GPUAAS_SLICE_APPLY_BIOS="1")
+    assert done.returncode == 1
+    (said,) = (row for row in done.stdout.splitlines() if "GPUAAS_SLICE_BIOS_APPLY" in row)
+    found = fields(said)
+    assert (found["status"], found["code"]) == ("FAIL", "host_in_use")
+    assert "23bd713b" in found["found"] and found["remedy"]
+    assert not [call for call in state(racadm)["calls"] if call[0] == "set" or "create" in call]
 
 
 def test_a_failed_job_fails_the_script_and_is_said(machine: Any, tree: Path, racadm: Path) -> None:

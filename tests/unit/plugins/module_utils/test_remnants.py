@@ -11,6 +11,9 @@ import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _before,
     _boot,
+    _boot_files,
+    _boot_menu,
+    _boot_units,
     _bridge,
     _grub,
     _host,
@@ -40,6 +43,7 @@ def host(parity: Any, machine: Any, script: Any) -> Any:
     machine.file("/etc/initramfs-tools/modules", "# site\nnvme\n")
     machine.file("/etc/netplan/60-ipoib.yaml", "network: {version: 2}\n")
     machine.file("/proc/cmdline", "root=/dev/vda1 iommu=pt")
+    machine.file("/etc/default/grub", 'GRUB_CMDLINE_LINUX_DEFAULT="iommu=pt"\n')
     machine.file("/boot/grub/grub.cfg", "\tlinux /boot/vmlinuz root=/dev/vda1 iommu=pt\n")
     parity.shown(("eth0", "192.0.2.5/24"), ("tmfifo_net0", "192.168.7.1/30"))
     script.on(*NAT, out="-A POSTROUTING -s 192.168.122.0/24 -j MASQUERADE")
@@ -79,6 +83,15 @@ FILES = [
     ("vfio_modules", "/etc/modules-load.d/gpuaas-vfio.conf", "vfio"),
     ("vfio_modules", "/etc/modprobe.d/gpuaas-vfio.conf", "x"),
     ("vfio_modules", "/etc/initramfs-tools/modules", "# gpuaas.slice: begin\n# gpuaas.slice: end"),
+    ("kernel_cmdline", _boot_menu.MENU, "\tlinux /boot/vmlinuz intel_iommu=on iommu=pt\n"),
+    ("kernel_cmdline", _boot_menu.MENU, "\tlinux /boot/vmlinuz iommu=pt hugepagesz=1G\n"),
+    ("vfio_modules", _grub.INITRAMFS_RECORD, '{"inputs": "x", "boot_id": "y"}'),
+    ("vfio_binding", "/etc/gpuaas/vfio-binding.json", '{"devices": {}}'),
+    ("boot_services", _boot_files.RECORD, "{}"),
+    ("boot_services", f"{UNITS}/gpuaas-slice-vfio.service.d/override.conf", "[Service]\n"),
+    ("boot_services", f"{UNITS}.control/gpuaas-slice-vfio.service.d/50.conf", "[Service]\n"),
+    ("tuning", _tuning.MODPROBE, f"{_tuning.MARKER}\n"),
+    ("tuning", _tuning.LIMITS, f"{_tuning.MARKER}\n"),
     ("ipoib_netplan", "/etc/netplan/60-ipoib.yaml", f"{_tuning.MARKER}\n"),
     ("tuning", _tuning.SYSCTL, f"{_tuning.MARKER}\n"),
     ("boot_services", f"{UNITS}/gpuaas-slice-anything.service", "x"),
@@ -225,7 +238,6 @@ def test_what_stays_on_purpose_is_said(host: Any, machine: Any) -> None:
 
 def test_the_names_are_the_writers(tree: Path) -> None:
     assert _remnants.SLICE_MODE == _boot.SLICE_MODE
-    assert _remnants.LIBRARY == _boot.LIBRARY
-    assert _parity_facts.BINDING_SETTINGS == _vfio.SETTINGS
-    assert _parity_facts.FABRIC_SETTINGS == _sriov.SETTINGS
+    assert _boot_units.BINDING.settings_path == _vfio.SETTINGS
+    assert _boot_units.FABRIC.settings_path == _sriov.SETTINGS
     assert _grub.DROP_IN in [path for _check, path, _text in FILES]

@@ -95,6 +95,15 @@ def test_qemu_and_other_programs_that_have_it_open(bench, monkeypatch) -> None:
     assert "qemu_holds_disk" in refusal.found
 
 
+def test_swap_on_a_volume_of_the_disk_and_in_a_file_on_it(bench) -> None:
+    bench.disk()
+    bench.hold("nvme1n1", "dm-0", uuid="LVM-x")
+    bench.swap("/dev/dm-0")
+    bench.mount("259:1", "/share", "/dev/nvme1n1")
+    bench.swap("/share/swapfile")
+    assert _block.usage(_block.resolve("nvme1n1")).swap == ["dm-0", "/share/swapfile"]
+
+
 def test_filesystems_are_read_from_disk_and_partitions(bench) -> None:
     bench.disk()
     bench.partition("nvme1n1", MIB, 32 * MIB, minor=2)

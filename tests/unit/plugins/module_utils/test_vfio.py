@@ -214,3 +214,13 @@ def test_a_broken_record_is_named(pci: Any) -> None:
     with pytest.raises(_change.Refusal) as broken:
         drive()
     assert broken.value.code == "binding_record_unreadable"
+    with pytest.raises(_change.Refusal):
+        drive(state="unbound")
+
+
+@pytest.mark.covers("HOST-10")
+def test_a_broken_record_is_no_bar_to_who_says_what_it_holds(pci: Any) -> None:
+    pci.add(GPU, group=7, driver="nouveau")
+    _host.write(_vfio.SETTINGS, "not json")
+    assert drive(GPU).failure is None
+    assert pci.driver(GPU) == "vfio-pci"

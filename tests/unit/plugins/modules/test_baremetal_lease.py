@@ -64,8 +64,9 @@ def code(state: str = "held", **more: Any) -> str:
     return outcome.failure.code
 
 
-def wipe(fence: int) -> _change.Outcome:
-    params = {"slots": [{**DISK, "fence": fence}], "methods": ["user_data_erase"], "renew": False}
+def wipe(fence: int, *, raw: bool = False) -> _change.Outcome:
+    slots = [{**DISK, "fence": fence}]
+    params = {"slots": slots, "methods": ["user_data_erase"], "renew": False, "raw": raw}
     return _change.drive(WIPE, params, check_mode=False)
 
 
@@ -198,6 +199,28 @@ def test_a_disk_with_a_partition_is_not_the_tenants(host) -> None:
     assert outcome.failure.found == "partition nvme1n1p1, xfs on nvme1n1p1"
 
 
+@pytest.mark.covers("CTRL-15", "I7")
+@pytest.mark.parametrize("when", ["before the wipe", "after the wipe"])
+def test_what_was_made_since_the_lease_is_neither_wiped_nor_given_away(host, when: str) -> None:
+    assert lease().failure is None
+    if when == "after the wipe":
+        assert wipe(1, raw=True).failure is None
+    host.write("nvme1n1", 0, b"XFSB")
+    assert code("given") == "unexpected_filesystem"
+    refused = wipe(1, raw=True)
+    assert refused.failure is not None and refused.failure.code == "unexpected_filesystem"
+    assert host.read("nvme1n1", 0, 4) == b"XFSB"
+    # Nothing was done, so the machine can be given back.
+    assert lease("released").failure is None
+
+
+@pytest.mark.covers("CTRL-15", "I7")
+def test_a_disk_that_somebody_uses_since_the_lease_is_not_given_away(host) -> None:
+    lease()
+    host.mount("259:1", "/data", "/dev/nvme1n1")
+    assert code("given") == "disk_in_use"
+
+
 def test_what_is_on_the_disk_of_an_interrupted_wipe_is_wiped_and_not_asked(host) -> None:
     assert lease().failure is None
     _lease.mark_dirty(SLOT, fence=1, disk=IDENTITY)
@@ -236,7 +259,7 @@ def test_another_disk_is_not_the_tenants(host, change: dict[str, Any], expected:
 
 
 def test_a_disk_in_use_is_not_the_tenants(host) -> None:
-    host.mount("259:1", "/srv", "/dev/nvme1n1")
+    host.mount("259:1", "/mnt/data", "/dev/nvme1n1")
     assert code() == "disk_in_use"
     host.mount("259:1", "/boot", "/dev/nvme1n1")
     assert code() == "os_disk"

@@ -1,12 +1,18 @@
-"""A host with a machine on it is not to be restarted, whoever started the machine."""
+"""A host with anybody on it is not to be restarted, whoever put the tenant there."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils import _host, _lease
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.modules import host_idle as module
+
+pytestmark = pytest.mark.covers("HOST-1", "HOST-4")
+
+TENANT, OTHER = "23bd713b", "9c0e1b52"
+RESTART, BOOTSTRAP = {"before": "restart"}, {"before": "bootstrap"}
 
 
 def process(tree: Path, pid: int, *arguments: str) -> None:
@@ -15,12 +21,48 @@ def process(tree: Path, pid: int, *arguments: str) -> None:
     (folder / "cmdline").write_text("\0".join(arguments))
 
 
-@pytest.mark.covers("HOST-1", "CTRL-12")
+def refusal(params: dict[str, str]) -> Refusal:
+    with pytest.raises(Refusal) as caught:
+        module.look(params)
+    return caught.value
+
+
+@pytest.mark.covers("CTRL-12")
 def test_machines_are_found_without_libvirt(tree: Path) -> None:
     process(tree, 7, "/usr/bin/qemu-img", "convert", "a", "b")
     process(tree, 8, "/bin/sh", "-c", "qemu-system-x86_64")
-    assert module.look({}) == {"idle": True}
+    assert module.look(RESTART) == {"idle": True}
     process(tree, 9, "/usr/bin/qemu-system-x86_64", "-name", "guest=stranger")
-    with pytest.raises(Refusal, match="host_in_use") as caught:
-        module.look({})
-    assert caught.value.found == "qemu-system-x86_64 9"
+    found = refusal(RESTART)
+    assert (found.code, found.found) == ("host_in_use", "qemu-system-x86_64 9")
+    # A bootstrap repairs a slice host under its machines, as long as it does not restart it.
+    assert module.look(BOOTSTRAP) == {"idle": True}
+
+
+def test_a_tenant_of_the_whole_machine_has_no_qemu(tree: Path) -> None:
+    _lease.hold(_lease.MACHINE, fence=1, allocation_id=TENANT, disk="")
+    found = refusal(RESTART)
+    assert (found.code, found.found) == ("host_in_use", f"the whole machine leased by {TENANT}")
+    assert refusal(BOOTSTRAP).code == "machine_leased"
+    _lease.mark_dirty(_lease.MACHINE, fence=1, disk="")
+    _lease.release(_lease.MACHINE, fence=1)
+    for params in (RESTART, BOOTSTRAP):
+        assert "an unnamed allocation" in refusal(params).found
+
+
+@pytest.mark.covers("I15")
+def test_a_leased_slot_whose_guest_is_off_is_somebodys(tree: Path) -> None:
+    for slot, holder in (("slot-0", TENANT), ("slot-1", OTHER), ("slot-2", TENANT)):
+        _lease.hold(slot, fence=1, allocation_id=holder, disk="")
+    _lease.release("slot-2", fence=1)
+    process(tree, 9, "/usr/bin/qemu-system-x86_64")
+    found = f"qemu-system-x86_64 9, slot-0 leased by {TENANT}, slot-1 leased by {OTHER}"
+    assert refusal(RESTART).found == found
+    assert module.look(BOOTSTRAP) == {"idle": True}
+
+
+@pytest.mark.covers("I13")
+def test_a_ledger_that_cannot_be_read_says_nothing_of_nobody(tree: Path) -> None:
+    _host.write(f"{_lease.DIRECTORY}/machine.json", "{")
+    for params in (RESTART, BOOTSTRAP):
+        assert refusal(params).code == "ledger_unreadable"

@@ -94,6 +94,40 @@ def test_check_mode_writes_nothing(ready) -> None:
     assert not any(ready.read("nvme1n1", 0, MIB)) and not _lease.load("slot-0").dirty
 
 
+@pytest.mark.covers("I7", "HOST-9")
+@pytest.mark.parametrize(
+    ("left_out", "code"),
+    [
+        ({"nvme_eui": ""}, "bundle_incomplete"),
+        ({"nvme_serial": ""}, "bundle_incomplete"),
+        ({"nvme_device": "/dev/nvme1n1"}, "kernel_name_not_allowed"),
+    ],
+)
+def test_a_disk_is_not_written_to_by_its_place_alone(
+    ready, left_out: dict[str, str], code: str
+) -> None:
+    with pytest.raises(image_clone.Refusal) as caught:
+        clone(slot={**SLOT, **left_out})
+    assert caught.value.code == code
+    assert not any(ready.read("nvme1n1", 0, MIB))
+
+
+@pytest.mark.covers("HOST-9")
+def test_bytes_of_no_known_kind_on_a_proven_disk_are_somebodys(ready) -> None:
+    ready.write("nvme1n1", 24 * MIB, b"rows of a database")
+    assert codes(clone()) == ["unexpected_filesystem"]
+    assert not _lease.load("slot-0").dirty
+
+
+@pytest.mark.covers("HOST-9")
+def test_no_image_goes_onto_a_boot_card(ready) -> None:
+    (namespace,) = ready.namespaces.values()
+    namespace.model = "DELLBOSS VD"
+    assert codes(clone()) == ["excluded_model"]
+    namespace.model = "Other Card"
+    assert codes(clone(exclude_models=["Other"])) == ["excluded_model"]
+
+
 def test_an_image_whose_digest_differs_reaches_no_disk(ready) -> None:
     assert codes(clone(digest="sha256:" + "0" * 64)) == ["image_digest_mismatch"]
     assert codes(clone(size_bytes=1)) == ["image_digest_mismatch"]
@@ -144,6 +178,7 @@ def test_a_stale_fence_is_refused(ready) -> None:
 
 def test_a_wipe_after_the_clone_makes_it_due_again(ready) -> None:
     clone()
+    ready.write("nvme1n1", 0, bytes(48 * MIB))
     proof = {"disk": DISK, "verified": True, "finished_at": _host.now()}
     _lease.mark_clean("slot-0", fence=1, disk=DISK, proof=proof)
     assert clone(check_mode=True).changed

@@ -22,7 +22,11 @@ BY_ID = f"/dev/disk/by-id/nvme-eui.{EUI}"
 SHARE = "UUID=abc /share\\0400 ext4 defaults,nofail 0 2"
 FSTAB = f"# hosts\nUUID=root / ext4 defaults 0 1\n{SHARE}\n"
 SUBJECT = _change.Subject(
-    nvme_transition.observe, nvme_transition.plan, nvme_transition.apply, nvme_transition.facts
+    nvme_transition.observe,
+    nvme_transition.plan,
+    nvme_transition.apply,
+    nvme_transition.facts,
+    recover=nvme_transition.recover,
 )
 
 
@@ -40,6 +44,12 @@ def drive(devices: list[str], *, check_mode: bool = False, **other: Any) -> _cha
 def take(**approved: Any) -> _change.Outcome:
     expected = {BY_ID: {"serial": "LABNVME0", "eui": EUI} | approved}
     return drive([BY_ID], apply=True, expected=expected)
+
+
+def approval(**more: Any) -> dict[str, Any]:
+    """What a dry run shows now, as somebody would approve it."""
+    (device,) = drive([BY_ID]).facts["devices"]
+    return {**device["approval"], **more}
 
 
 def codes(outcome: _change.Outcome) -> list[str]:
@@ -89,15 +99,15 @@ def test_a_dry_run_shows_the_steps_and_changes_nothing(shared, script) -> None:
 
 
 def test_check_mode_plans_what_apply_would_do(shared, script) -> None:
-    expected = {BY_ID: {"serial": "LABNVME0", "eui": EUI}}
-    outcome = drive([BY_ID], apply=True, expected=expected, check_mode=True)
+    outcome = drive([BY_ID], apply=True, expected={BY_ID: approval()}, check_mode=True)
     names = [step.name for step in outcome.plan.steps]
     assert names == ["unmount", "disable_fstab", "erase_disk", "write_manifest"]
     assert outcome.changed and script.calls == []
 
 
 def test_an_approved_disk_is_taken_once(shared) -> None:
-    outcome = take()
+    approved = approval()
+    outcome = take(**approved)
     assert outcome.failure is None, outcome.failure
     assert not any(shared.read("nvme1n1", 0, 48 * MIB))
 
@@ -114,7 +124,7 @@ def test_an_approved_disk_is_taken_once(shared) -> None:
     assert device["mounts"] == ["/share 0"] and device["proof"]["verified"]
     assert manifest["fstab_backup"] == f"/etc/{backup.name}"
 
-    again = take()
+    again = take(**approved)
     assert (again.failure, again.changed) == (None, False)
     assert again.facts["devices"][0]["proof"] == device["proof"]
     assert again.facts["manifest"] == path
@@ -222,7 +232,7 @@ def test_a_filesystem_made_after_the_plan_was_never_approved(bench) -> None:
     params = {
         "devices": [BY_ID],
         "apply": True,
-        "expected": {BY_ID: {"serial": "LABNVME0", "eui": EUI}},
+        "expected": {BY_ID: approval()},
         "methods": ["zero_fill"],
         "manifest_directory": "/var/log/gpuaas",
     }

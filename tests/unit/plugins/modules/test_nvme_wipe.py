@@ -24,7 +24,12 @@ def slot(number: int) -> dict[str, Any]:
 
 
 def wipe(
-    *, fence: int = 3, check_mode: bool = False, renew: bool = False, **slot: Any
+    *,
+    fence: int = 3,
+    check_mode: bool = False,
+    renew: bool = False,
+    raw: bool = False,
+    **slot: Any,
 ) -> _change.Outcome:
     bundle = {
         "slot_id": "slot-0",
@@ -34,7 +39,7 @@ def wipe(
         "nvme_serial": "LABNVME0",
     } | slot
     methods = ["user_data_erase", "zero_fill"]
-    params = {"slots": [bundle], "methods": methods, "renew": renew}
+    params = {"slots": [bundle], "methods": methods, "renew": renew, "raw": raw}
     return _change.drive(SUBJECT, params, check_mode=check_mode)
 
 
@@ -63,6 +68,31 @@ def test_a_dirty_disk_is_wiped_once(bench) -> None:
     assert (again.changed, again.facts["proofs"]["slot-0"]) == (False, proof)
 
 
+@pytest.mark.covers("I7", "HOST-9")
+@pytest.mark.parametrize("dirty", [True, False])
+def test_a_tenants_bytes_are_of_no_known_kind_and_go_all_the_same(bench, dirty: bool) -> None:
+    bench.disk()
+    wipe()
+    bench.write("nvme1n1", 24 * MIB, b"rows of a tenant's database")
+    if dirty:
+        _lease.mark_dirty("slot-0", fence=3, disk=DISK)
+    outcome = wipe(renew=True)
+    assert outcome.failure is None, outcome.failure
+    assert outcome.plan.steps[0].before["written"] == ["raw_data on nvme1n1"]
+    assert bench.read("nvme1n1", 24 * MIB, 4) == bytes(4)
+
+
+@pytest.mark.covers("I7", "HOST-9")
+def test_a_boot_card_is_not_wiped_whatever_the_ledger_says(bench) -> None:
+    namespace = bench.disk(model="DELLBOSS VD")
+    _lease.mark_dirty("slot-0", fence=3, disk=DISK)
+    assert code() == "excluded_model"
+    namespace.model = "Some Other Card"
+    params = {"slots": [{**slot(0), "fence": 3}], "methods": ["zero_fill"], "renew": False}
+    outcome = _change.drive(SUBJECT, params | {"exclude_models": ["Other"]}, check_mode=False)
+    assert outcome.failure is not None and outcome.failure.code == "excluded_model"
+
+
 def test_a_disk_without_a_proof_is_wiped(bench) -> None:
     bench.disk()
     assert wipe().changed
@@ -76,6 +106,24 @@ def test_a_clean_disk_on_which_something_was_written_by_hand_is_wiped_again(benc
     outcome = wipe()
     assert outcome.plan.steps[0].before["written"] == ["gpt on nvme1n1"]
     assert outcome.failure is None and not wipe().changed
+
+
+def test_what_was_made_on_a_raw_disk_since_it_was_taken_is_not_wiped(bench) -> None:
+    bench.disk()
+    wipe()
+    assert (wipe(raw=True).failure, wipe(raw=True).changed) == (None, False)
+    bench.write("nvme1n1", 512, b"EFI PART")
+    for check_mode in (True, False):
+        refused = wipe(raw=True, check_mode=check_mode)
+        assert refused.failure is not None
+        assert (refused.failure.code, refused.changed) == ("unexpected_filesystem", False)
+        assert refused.failure.found == "gpt on nvme1n1"
+    assert bench.read("nvme1n1", 512, 8) == b"EFI PART"
+    assert not _lease.load("slot-0").dirty
+    # An interrupted wipe of its own: what is there came after the disk was taken.
+    _lease.mark_dirty("slot-0", fence=3, disk=DISK)
+    assert wipe(raw=True).failure is None
+    assert bench.read("nvme1n1", 512, 8) == bytes(8)
 
 
 def test_the_proof_of_the_transition_serves_the_first_release(bench) -> None:

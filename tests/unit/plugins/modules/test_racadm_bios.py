@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _change,
     _command,
     _errors,
+    _host,
+    _lease,
     _racadm,
 )
 
@@ -65,8 +68,8 @@ class Idrac:
 
 
 @pytest.fixture
-def idrac(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Idrac:
-    """A machine with everything off, its `racadm` on the PATH of the one gate."""
+def idrac(tmp_path: Path, tree: Path, monkeypatch: pytest.MonkeyPatch) -> Idrac:
+    """A machine with everything off, its `racadm` on the PATH of the one gate, nobody on it."""
     (tmp_path / "racadm").symlink_to(STANDIN)
     monkeypatch.setattr(_command, "_PATH", f"{tmp_path}:{_command._PATH}")
     return Idrac(tmp_path)
@@ -144,6 +147,69 @@ def test_the_queue_is_read_before_the_settings(idrac: Idrac) -> None:
     assert idrac.state()["calls"] == [
         ["jobqueue", "view"], ["get", "BIOS.ProcSettings"], ["get", "BIOS.IntegratedDevices"],
     ]  # fmt: skip
+
+
+TENANT = "23bd713b-6073-4ef7-8a51-2897e902365d"
+
+
+def a_guest(tree: Path) -> str:
+    (tree / "proc/9").mkdir(parents=True)
+    (tree / "proc/9/cmdline").write_text("/usr/bin/qemu-system-x86_64\0-name\0guest=x")
+    return "qemu-system-x86_64 9"
+
+
+def a_slot(_tree: Path) -> str:
+    _lease.hold("slot-0", fence=1, allocation_id=TENANT, disk="")
+    return f"slot-0 leased by {TENANT}"
+
+
+def a_machine(_tree: Path) -> str:
+    _lease.hold(_lease.MACHINE, fence=1, allocation_id=TENANT, disk="")
+    return f"the whole machine leased by {TENANT}"
+
+
+@pytest.mark.parametrize("comes", [a_guest, a_slot, a_machine], ids=lambda one: one.__name__)
+def test_nobody_is_power_cycled(idrac: Idrac, tree: Path, comes: Callable[[Path], str]) -> None:
+    found = comes(tree)
+    for check in (True, False):
+        failure = idrac.drive(check=check).failure
+        assert failure is not None
+        assert (failure.code, failure.found) == ("host_in_use", found)
+    # A look says so as well, once it is about a power cycle.
+    told = idrac.drive(state="planned").facts["refusals"]
+    assert [one["code"] for one in told] == ["host_in_use"]
+    assert idrac.refused(power_cycle=False) == "power_cycle_not_allowed"
+    assert not idrac.called("set") and not idrac.called("jobqueue", "create")
+
+
+def test_who_comes_while_it_stages_is_not_power_cycled(
+    idrac: Idrac, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged = _racadm.Racadm.stage
+
+    def stage(self: _racadm.Racadm, name: str, value: str) -> None:
+        staged(self, name, value)
+        if not _lease.entries():
+            a_slot(tree)
+
+    monkeypatch.setattr(_racadm.Racadm, "stage", stage)
+    outcome = idrac.drive()
+    assert outcome.failure is not None and outcome.failure.code == "host_in_use"
+    assert outcome.failed_step == "commit_job" and not idrac.called("jobqueue", "create")
+
+
+def test_settings_that_are_right_disturb_nobody(idrac: Idrac, tree: Path) -> None:
+    assert idrac.drive().failure is None
+    a_guest(tree)
+    again = idrac.drive()
+    assert (again.failure, again.changed) == (None, False)
+
+
+@pytest.mark.covers("I13")
+def test_a_ledger_that_cannot_be_read_allows_no_power_cycle(idrac: Idrac) -> None:
+    _host.write(f"{_lease.DIRECTORY}/slot-0.json", "{")
+    assert idrac.refused() == "ledger_unreadable"
+    assert not idrac.called("set")
 
 
 def test_other_jobs_in_the_queue_stop_it(idrac: Idrac) -> None:

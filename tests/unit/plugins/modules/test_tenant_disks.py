@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _command, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _change,
+    _command,
+    _host,
+    _lease,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.modules import tenant_disks as module
 
 pytestmark = pytest.mark.covers("CTRL-15")
@@ -34,7 +40,7 @@ def host(bench, monkeypatch: pytest.MonkeyPatch):
         if argv[0] == "umount":
             bench.unmount(argv[-1])
         elif argv[0] == "swapoff":
-            bench.swaps = []
+            bench.swaps = [line for line in bench.swaps if line.split(" ")[0] != argv[-1]]
             bench._tables()
         elif argv[0] in ("mdadm", "dmsetup"):
             name = {"data-vol": "dm-0"}.get(argv[-1], argv[-1].rpartition("/")[2])
@@ -63,8 +69,8 @@ def test_mounts_swap_and_fstab(host) -> None:
     done = free()
     assert done.failure is None, done.failure
     assert host.calls == [
-        "umount -- /home/alice/data", "umount -- /data", "swapoff -- /dev/nvme1n1",
-        "systemctl daemon-reload",
+        "systemctl daemon-reload", "swapoff -- /dev/nvme1n1",
+        "umount -- /home/alice/data", "umount -- /data",
     ]  # fmt: skip
     # To the byte: the baseline is compared next.
     assert _host.path("/etc/fstab").read_text() == before
@@ -84,6 +90,92 @@ def test_a_volume_on_an_array_comes_apart_from_the_top(host) -> None:
         "dmsetup remove -- data-vol",
         "mdadm --stop /dev/md127",
     ]
+
+
+@pytest.mark.covers("CTRL-15", "I11")
+@pytest.mark.parametrize(
+    "point", ["/home", "/opt", "/var/lib", "/var/log", "/usr", "/root", "/boot"]
+)
+def test_a_tenants_disk_stays_the_tenants_wherever_it_is_mounted(host, point: str) -> None:
+    """The tenant's fstab mounts it there at every boot; the machine must come back all the same."""
+    _lease.mark_dirty(f"disk-{EUI}", fence=1, disk=f"eui.{EUI}")
+    host.mount("259:2", point, "/dev/nvme1n1p1")
+    before = "UUID=1 / ext4 defaults 0 1\n"
+    _host.write("/etc/fstab", f"{before}/dev/nvme1n1p1 {point} ext4 defaults 0 2\n")
+    done = free()
+    assert done.failure is None, done.failure
+    assert host.calls == ["systemctl daemon-reload", f"umount -- {point}"]
+    assert _host.path("/etc/fstab").read_text() == before
+
+
+@pytest.mark.covers("I8")
+def test_a_mount_that_is_busy_is_out_of_fstab_so_that_a_restart_frees_it(
+    host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _lease.mark_dirty(f"disk-{EUI}", fence=1, disk=f"eui.{EUI}")
+    host.mount("259:2", "/usr", "/dev/nvme1n1p1")
+    _host.write("/etc/fstab", "/dev/nvme1n1p1 /usr ext4 defaults 0 2\n")
+
+    def busy(argv: Any, **_named: Any) -> Any:
+        if argv[0] == "umount":
+            assert argv == ["umount", "--", "/usr"], "nothing is taken away by force"
+            raise Refusal("command_failed", expected="", found="exit 32: busy", remedy="")
+        return _command.Result(0, "", "")
+
+    monkeypatch.setattr(_command, "run", busy)
+    outcome = free()
+    assert outcome.failure is not None and outcome.failure.code == "mount_busy"
+    assert "restart the machine" in outcome.failure.remedy
+    assert not _host.read("/etc/fstab")
+
+
+def test_a_disk_that_the_running_system_is_on_is_refused_given_or_not(host) -> None:
+    _lease.mark_dirty(f"disk-{EUI}", fence=1, disk=f"eui.{EUI}")
+    host.mount("259:2", "/", "/dev/nvme1n1p1")
+    outcome = free()
+    assert outcome.failure is not None and outcome.failure.code == "os_disk"
+    assert host.calls == []
+
+
+def test_swap_on_a_volume_and_in_a_file_is_switched_off_before_they_go(host) -> None:
+    host.hold("nvme1n1p1", "dm-0", uuid="LVM-x")
+    (host.root / "sys/class/block/dm-0/dm/name").write_text("data-vol\n")
+    host.swap("/dev/dm-0")
+    host.mount("259:1", "/data", "/dev/nvme1n1")
+    host.swap("/data/swapfile")
+    _host.write("/etc/fstab", "/data/swapfile none swap sw 0 0\n")
+    done = free()
+    assert done.failure is None, done.failure
+    assert host.calls == [
+        "systemctl daemon-reload",
+        "swapoff -- /dev/dm-0",
+        "swapoff -- /data/swapfile",
+        "umount -- /data",
+        "dmsetup remove -- data-vol",
+    ]
+    assert not _host.read("/etc/fstab")
+
+
+def test_a_zfs_pool_is_named_with_what_to_do(host) -> None:
+    label = b"\0\0\0\x04name\0\0\0\x09\0\0\0\x01\0\0\0\x04tank"
+    host.write("nvme1n1", 16 * 1024 + 64, label)
+    host.write("nvme1n1", 130 * 1024, b"\x0c\xb1\xba\x00\0\0\0\0")
+    assert free().failure is None, "a pool that nobody has imported holds nothing"
+    (host.root / "proc/spl/kstat/zfs/tank").mkdir(parents=True)
+    (host.root / "proc/spl/kstat/zfs/other").mkdir()
+    outcome = free()
+    assert outcome.failure is not None and outcome.failure.code == "zfs_pool"
+    assert outcome.failure.found == "ZFS pool tank"
+    assert "zpool export tank" in outcome.failure.remedy
+
+
+def test_what_is_mounted_over_the_disk_is_not_taken_in_its_place(host) -> None:
+    host.mount("259:2", "/data", "/dev/nvme1n1p1")
+    host.mount("0:77", "/data", "server:/export", "nfs")
+    outcome = free()
+    assert outcome.failure is not None and outcome.failure.code == "mount_covered"
+    assert outcome.failure.found == "nfs server:/export"
+    assert host.calls == []
 
 
 def test_the_system_disk_is_refused(host) -> None:

@@ -1,0 +1,161 @@
+"""What a boot service consists of on disk: unit, program, settings, and the code that it runs.
+
+Apart from `_boot`, which installs and removes them, since parity needs only this: whether what the
+next boot runs is what was installed. Unit and program are compared with what the present code
+writes. The code itself is compared with digests that were recorded as it was written (RECORD):
+nearly every release changes a line of it, and an upgrade of the control machine alone must not
+close the gate of every host.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils import _host, _written
+
+LIBRARY = "/usr/local/lib/gpuaas"
+PACKAGE = "ansible_collections.gpuaas.slice.plugins.module_utils"
+UNITS = "/etc/systemd/system"
+PROGRAMS = "/usr/local/sbin"
+# By service, path and digest of the code that it runs. Read and written by root alone.
+RECORD = f"{_host.STATE_DIRECTORY}/boot-code.json"
+
+# Where systemd keeps what `systemctl edit` and `systemctl set-property` add to a unit for good.
+_ADDITIONS = (UNITS, "/etc/systemd/system.control")
+
+_SCRIPT = """\
+#!/usr/bin/python3 -I
+# Written by the gpuaas.slice collection; changed by its playbooks only.
+import sys
+
+sys.dont_write_bytecode = True
+sys.path.insert(0, "{library}")
+
+from {package} import {module}
+
+sys.exit({module}.boot("{settings}"))
+"""
+
+_UNIT = """\
+# Written by the gpuaas.slice collection; changed by its playbooks only.
+[Unit]
+Description={description}
+{order}
+
+[Service]
+Type=oneshot
+RemainAfterExit=yes
+ExecStart={program}
+{after}TimeoutStartSec=180
+
+[Install]
+WantedBy=multi-user.target
+"""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A concern that is brought back at boot.
+
+    module: the file of module_utils with `boot`. settings: what `boot` is given, kept as JSON in
+    `settings_path`. order: lines of the [Unit] section. after: ExecStartPost or "".
+    """
+
+    name: str
+    description: str
+    module: str
+    settings_path: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    order: tuple[str, ...] = ()
+    after: str = ""
+
+    @property
+    def service(self) -> str:
+        return f"{self.name}.service"
+
+    @property
+    def path(self) -> str:
+        return f"{UNITS}/{self.service}"
+
+    @property
+    def program(self) -> str:
+        return f"{PROGRAMS}/{self.name}"
+
+
+def frame(unit: Unit) -> dict[str, tuple[str, int]]:
+    """Unit and program: text and mode by path."""
+    program = _SCRIPT.format(
+        library=LIBRARY, package=PACKAGE, module=unit.module, settings=unit.settings_path
+    )
+    definition = _UNIT.format(
+        description=unit.description,
+        order="\n".join(unit.order),
+        program=unit.program,
+        after=f"ExecStartPost={unit.after}\n" if unit.after else "",
+    )
+    return {unit.program: (program, 0o755), unit.path: (definition, 0o644)}
+
+
+def folders(unit: Unit) -> list[str]:
+    """Where files lie that change the unit from beside it, and stay over a boot."""
+    return [f"{where}/{unit.service}.d" for where in _ADDITIONS]
+
+
+def additions(unit: Unit) -> list[str]:
+    return [
+        f"{folder}/{file.name}"
+        for folder in folders(unit)
+        if _host.path(folder).is_dir()
+        for file in sorted(_host.path(folder).iterdir())
+        if not file.is_dir()
+    ]
+
+
+def edited(unit: Unit) -> list[str]:
+    """Why the next boot would not run what was installed; [] when it would."""
+    problems = [
+        problem
+        for path, (text, mode) in frame(unit).items()
+        for problem in _written.unlike(path, text, mode)
+    ]
+    problems += [f"{path} changes {unit.service}" for path in additions(unit)]
+    digests = recorded().get(unit.name, {})
+    if not digests:
+        problems.append(f"{RECORD} does not say what code {unit.service} was given")
+    changed = [path for path, was in sorted(digests.items()) if _written.digest_of(path) != was]
+    if changed:
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        problems.append(f"{changed[0]}{more} is not the code that {unit.service} was given")
+    return problems
+
+
+def recorded() -> dict[str, dict[str, str]]:
+    """What RECORD holds; one that cannot be read knows nothing, and an installation writes it."""
+    try:
+        kept = json.loads(_host.read(RECORD) or "{}")
+        return {str(name): dict(digests) for name, digests in kept.items()}
+    except (ValueError, TypeError, AttributeError):
+        return {}
+
+
+def remember(unit: Unit, digests: Mapping[str, str]) -> None:
+    """That the unit was given this code. Services share files: what was written last holds."""
+    known = {
+        name: {path: digests.get(path, was) for path, was in held.items()}
+        for name, held in recorded().items()
+    }
+    _store({**known, unit.name: dict(digests)})
+
+
+def forget(unit: Unit) -> None:
+    _store({name: held for name, held in recorded().items() if name != unit.name})
+
+
+def _store(known: Mapping[str, Mapping[str, str]]) -> None:
+    if known:
+        _host.write(RECORD, json.dumps(known, indent=2, sort_keys=True) + "\n", 0o600)
+    else:
+        _host.remove(RECORD)

@@ -1,0 +1,39 @@
+"""The boot services that a slice host has, without their settings, which depend on the host.
+
+Paths of settings are said again here: the code that is run at boot does not know of its unit.
+"""
+
+from __future__ import annotations
+
+from ansible_collections.gpuaas.slice.plugins.module_utils._boot_files import Unit
+
+NETWORK = Unit(
+    name="gpuaas-slice-network-baseline",
+    description="Network baseline of this slice host: bridge, forwarding, NAT",
+    module="_bridge",
+    settings_path="/etc/gpuaas/network-baseline.json",
+    order=(
+        "After=network.target openvswitch-switch.service rshim.service",
+        "Wants=openvswitch-switch.service",
+        "Before=dnsmasq.service",
+    ),
+    # dnsmasq waits for this unit at boot; without --no-block the two would wait for each other.
+    after="/usr/bin/systemctl --no-block restart dnsmasq.service",
+)
+FABRIC = Unit(
+    name="gpuaas-slice-fabric",
+    description="Virtual functions of the fabric cards of this slice host",
+    module="_sriov",
+    settings_path="/etc/gpuaas/fabric.json",
+    order=("After=systemd-modules-load.service", "Before=gpuaas-slice-vfio.service"),
+)
+BINDING = Unit(
+    name="gpuaas-slice-vfio",
+    description="Bind the approved PCI functions of this slice host to vfio-pci",
+    module="_vfio",
+    settings_path="/etc/gpuaas/vfio-binding.json",
+    order=(
+        "After=systemd-modules-load.service gpuaas-slice-fabric.service",
+        "Before=libvirtd.service",
+    ),
+)

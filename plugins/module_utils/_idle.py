@@ -1,0 +1,45 @@
+"""Who would be cut off if this machine were restarted now: asked right before every restart."""
+
+from __future__ import annotations
+
+from ansible_collections.gpuaas.slice.plugins.module_utils import _lease, _libvirt, _tenancy
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+
+# Not qemu-img or qemu-nbd, which have no guest.
+_MACHINES = ("qemu-system", "qemu-kvm")
+
+
+def refusals() -> list[Refusal]:
+    """Why the machine must not be restarted; [] when it is nobody's.
+
+    A leased slot counts without a running machine: it is between two steps of its provision, or its
+    guest has shut itself down and comes back.
+    """
+    try:
+        found = [*_running(), *_leased()]
+    except Refusal as unreadable:
+        return [unreadable]
+    if not found:
+        return []
+    return [
+        Refusal(
+            "host_in_use",
+            expected="a host on which no virtual machine runs and of which nothing is leased",
+            found=", ".join(found),
+            remedy="drain the node and release what is on it, then ask again",
+        )
+    ]
+
+
+def _running() -> list[str]:
+    """Machines under QEMU, also ones that libvirt has lost or that are nobody's slice."""
+    programs = sorted(_libvirt.processes("").items())
+    return [f"{program} {pid}" for pid, program in programs if program.startswith(_MACHINES)]
+
+
+def _leased() -> list[str]:
+    slots = [entry for entry in _lease.entries() if entry.slot_id != _lease.MACHINE]
+    return [
+        *(f"the whole machine {taken.found}" for taken in _tenancy.refusals()),
+        *(f"{slot.slot_id} leased by {slot.allocation_id}" for slot in slots if slot.allocation_id),
+    ]

@@ -1,0 +1,196 @@
+#!/usr/bin/python
+# Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
+"""Give up the leases of slots whose devices have died."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: slice_writeoff
+short_description: Give up the leases of slots whose devices have died
+version_added: "0.1.0"
+author: The gpuaas.slice authors (@gpuaas)
+description:
+  - A slot whose disk has died cannot be wiped, so its last allocation never gives its lease back,
+    and the host stays a slice host for ever. The reconciler withdraws such a slot; this module
+    retires its entry in the host's ledger.
+  - Only entries that name the given allocation are touched. Their fence goes up to the given one,
+    and who had them and why they were given up is kept with them.
+  - A mark for a wipe stays. The disk counts as one that was not wiped, should it come back.
+  - Refuses with C(stale_fence), C(slot_leased) while another allocation has the slot, and
+    C(domain_present) while anything of the allocation's VM is there.
+options:
+  slots:
+    description: The slots that were written off.
+    type: list
+    elements: dict
+    required: true
+    suboptions:
+      slot_id:
+        description: The slot.
+        type: str
+        required: true
+      fence:
+        description: Its fence since it was written off.
+        type: int
+        required: true
+      allocation_id:
+        description: The last allocation that had it, a UUID with dashes.
+        type: str
+        required: true
+      reason:
+        description: What speaks for it, such as C(no disk any more).
+        type: str
+        required: true
+extends_documentation_fragment: [gpuaas.slice.change]
+"""
+
+EXAMPLES = r"""
+- name: Give up the lease of a slot whose disk has died
+  gpuaas.slice.slice_writeoff:
+    slots:
+      - slot_id: slot-0
+        fence: 9
+        allocation_id: 23bd713b-6073-4ef7-8a51-2897e902365d
+        reason: no disk any more
+"""
+
+RETURN = r"""
+written_off:
+  description: The ids of those of the slots whose entry says that it was given up.
+  returned: always
+  type: list
+  elements: str
+  sample: [slot-0]
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _change,
+    _host,
+    _lease,
+    _libvirt,
+    _placement,
+    _slice_names,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+
+# Read rather than asked for: libvirt may be gone from the host when a conversion is repeated.
+_DOMAINS = ("/etc/libvirt/qemu", "/run/libvirt/qemu")
+
+
+@dataclass(frozen=True)
+class State:
+    """held: the slots that each allocation has, given or not. plans: what was promised to it.
+
+    machines: the domains that are there, for allocations that have one.
+    """
+
+    entries: dict[str, _lease.Entry]
+    held: dict[str, list[str]]
+    plans: dict[str, Any]
+    machines: dict[str, str]
+
+
+def observe(params: _change.Params) -> State:
+    named = sorted({str(slot["allocation_id"]) for slot in params["slots"]})
+    names = {one: _slice_names.domain_name(one) for one in named}
+    return State(
+        entries={slot["slot_id"]: _lease.load(slot["slot_id"]) for slot in params["slots"]},
+        held={
+            one: [e.slot_id for e in _lease.entries() if e.allocation_id == one] for one in named
+        },
+        plans={one: _placement.recorded(one) for one in named},
+        machines={one: name for one, name in names.items() if _there(name)},
+    )
+
+
+def _there(name: str) -> bool:
+    files = [_host.path(f"{folder}/{name}.xml") for folder in _DOMAINS]
+    return any(file.exists() for file in files) or bool(_libvirt.processes(name))
+
+
+def plan(params: _change.Params, state: State) -> _change.Plan:
+    steps: list[_change.Step] = []
+    blockers: list[Refusal] = []
+    for slot in params["slots"]:
+        entry, allocation = state.entries[slot["slot_id"]], slot["allocation_id"]
+        if not entry.allocation_id:
+            continue
+        blockers += _refusals(slot, entry, state)
+        after = {"allocation_id": "", "fence": slot["fence"], "reason": slot["reason"]}
+        before = {"allocation_id": allocation, "fence": entry.fence}
+        steps.append(_change.Step("give_up_lease", entry.slot_id, before, after))
+    gone = {step.subject for step in steps}
+    for allocation, promised in state.plans.items():
+        if promised is not None and not set(state.held[allocation]) - gone:
+            steps.append(_change.Step("forget_plan", allocation, promised, None))
+            if allocation in state.machines:
+                blockers.append(_present(allocation, state))
+    return _change.Plan(tuple(steps), tuple(blockers))
+
+
+def _refusals(slot: dict[str, Any], entry: _lease.Entry, state: State) -> list[Refusal]:
+    found = []
+    if slot["fence"] < entry.fence:
+        try:
+            _lease.check(entry.slot_id, slot["fence"])
+        except Refusal as refusal:
+            found.append(refusal)
+    if entry.allocation_id != slot["allocation_id"]:
+        found.append(_lease.not_its_holder(entry, slot["allocation_id"]))
+    elif entry.allocation_id in state.machines:
+        found.append(_present(entry.allocation_id, state))
+    return found
+
+
+def _present(allocation: str, state: State) -> Refusal:
+    return Refusal(
+        "domain_present",
+        expected=f"no domain or QEMU of allocation {allocation}",
+        found=state.machines[allocation],
+        remedy="remove the VM first (slice_vm with state=absent)",
+    )
+
+
+def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
+    if step.name == "forget_plan":
+        _placement.forget(step.subject)
+        return None
+    (slot,) = (slot for slot in params["slots"] if slot["slot_id"] == step.subject)
+    _lease.give_up(
+        step.subject,
+        fence=slot["fence"],
+        allocation_id=slot["allocation_id"],
+        reason=slot["reason"],
+    )
+    return None
+
+
+def facts(_params: _change.Params, state: State) -> dict[str, Any]:
+    given_up = [entry.slot_id for entry in state.entries.values() if entry.written_off]
+    return {"written_off": sorted(given_up)}
+
+
+# A plan that is made meanwhile would count on what is being given up, or be forgotten with it.
+SUBJECT = _change.Subject(
+    observe, plan, apply, facts, exclusive=lambda _params: _placement.locked()
+)
+
+
+def main() -> None:
+    text, number = {"type": "str", "required": True}, {"type": "int", "required": True}
+    options = {"slot_id": text, "fence": number, "allocation_id": text, "reason": text}
+    module = AnsibleModule(
+        argument_spec={
+            "slots": {"type": "list", "elements": "dict", "required": True, "options": options},
+        },
+        supports_check_mode=True,
+    )
+    _change.run(module, SUBJECT)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Where something is decided by a file, one that cannot be read is not one that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _boot,
+    _clone,
+    _dnsmasq,
+    _grub,
+    _host,
+    _host_certificate,
+    _ipoib,
+    _parity_facts,
+    _placement,
+    _proof,
+    _remnants,
+    _slice_mode,
+    _tenant_account,
+    _tuning,
+    _vfio,
+    _whole_machine,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.modules import baremetal_tenant, host_baseline
+
+ALLOCATION = "23bd713b-6073-4ef7-8a51-2897e902365d"
+RECORDED = {"allocation_id": ALLOCATION, "state": "recorded"}
+KERNEL = {"arguments": ["iommu=pt"], "state": "present", "in_effect": False}
+ASKED = _parity_facts.Asked(profile={"network": {}}, slots=())
+TENANT = _tenant_account.Traces(accounts=("alice",))
+
+
+def baseline() -> object:
+    return host_baseline.observe(RECORDED)
+
+
+def certificate() -> object:
+    # What was there before is what sshd gets back when it does not take the new one.
+    return _host_certificate.apply({"certificate": "x"}, None)
+
+
+CASES: dict[str, tuple[str, Callable[[], object], str]] = {
+    "a complete clone, which a second run would write over": (
+        f"{_clone.DIRECTORY}/slot-0.json", lambda: _clone.finished("slot-0"),
+        "clone_record_unreadable",
+    ),
+    "the CPUs and memory that an allocation has": (
+        f"{_placement.DIRECTORY}/{ALLOCATION}.json", lambda: _placement.recorded(ALLOCATION),
+        "host_plan_unreadable",
+    ),
+    "the proof of a disk": (
+        f"{_proof.DIRECTORY}/eui.1.json", lambda: _proof.recorded("eui.1"), "proof_unreadable",
+    ),
+    "the first look at a machine": (
+        host_baseline._file(ALLOCATION), baseline, "baseline_unreadable",
+    ),
+    "the devices that a boot binds": (
+        _vfio.SETTINGS, _vfio.recorded, "binding_record_unreadable",
+    ),
+    "the word that a host is for slices": (
+        _boot.SLICE_MODE, lambda: _slice_mode.observe({}), "file_unreadable",
+    ),
+    "accounts": ("/etc/passwd", _tenant_account.users, "file_unreadable"),
+    "accounts that ended": (
+        "/etc/shadow", lambda: baremetal_tenant._open(TENANT), "file_unreadable",
+    ),
+    "leases": (_dnsmasq.LEASES, _dnsmasq.leases, "file_unreadable"),
+    "a reservation": (
+        f"{_dnsmasq.DIRECTORY}/gpuaas-slice-x", _dnsmasq.reservations, "file_unreadable",
+    ),
+    "the site's own address of the fabric": (
+        _ipoib.FILE, lambda: _ipoib.observe({"state": "absent"}), "file_unreadable",
+    ),
+    "the site's own modules of the initramfs": (
+        _grub.INITRAMFS_MODULES, lambda: _grub.observe(KERNEL), "file_unreadable",
+    ),
+    "what slice mode left of the fabric": (
+        _ipoib.FILE, lambda: list(_remnants._ipoib(_parity_facts.Facts(ASKED))), "file_unreadable",
+    ),
+    "the site's own tuning": (_tuning.FILES[0], lambda: _tuning.observe({}), "file_unreadable"),
+    "the certificate that sshd has": (_host_certificate.FILE, certificate, "file_unreadable"),
+}  # fmt: skip
+
+
+def refusal(ask: Callable[[], object]) -> str:
+    with pytest.raises(Refusal) as caught:
+        ask()
+    return caught.value.code
+
+
+@pytest.mark.covers("I13")
+@pytest.mark.parametrize("name", CASES)
+def test_unreadable_is_not_absent(tree: Path, script: Any, name: str) -> None:
+    file, ask, code = CASES[name]
+    place = tree / file.lstrip("/")
+    place.mkdir(parents=True)
+    assert refusal(ask) == code
+    place.rmdir()
+    place.symlink_to(place.name)
+    assert refusal(ask) == code
+    assert script.calls == []
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name][2] != "file_unreadable"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null"])
+def test_what_is_no_record_is_not_an_empty_one(tree: Path, name: str, text: str) -> None:
+    file, ask, code = CASES[name]
+    _host.write(file, text)
+    assert refusal(ask) == code
+
+
+@pytest.mark.covers("CTRL-15")
+def test_a_host_whose_mode_cannot_be_read_takes_no_tenant_of_the_whole(tree: Path) -> None:
+    (tree / _boot.SLICE_MODE.lstrip("/")).mkdir(parents=True)
+    (found,) = _whole_machine.slice_mode()
+    assert (found.code, found.found) == ("node_in_slice_mode", "mode unreadable")
+
+
+def test_one_broken_plan_does_not_hide_whose_it_is(tree: Path) -> None:
+    _host.write(f"{_placement.DIRECTORY}/{ALLOCATION}.json", "{")
+    with pytest.raises(Refusal, match=ALLOCATION):
+        _placement.taken("")
