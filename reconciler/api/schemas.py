@@ -40,7 +40,7 @@ _RECORDS: dict[str, Schema] = {
     ),
     "HostCertificate": record(tables.node_certificates, "A certificate of the host's SSH key."),
     "Slot": record(tables.slots, "What may be sold of a node: one bundle of its devices."),
-    "ListedSlot": record(tables.slots, last_proof=nullable(ref("Proof"))),
+    "ListedSlot": record(tables.slots, slot_id=_TEXT, last_proof=nullable(ref("Proof"))),
     "SlotDetail": record(
         tables.slots,
         gate=array(ref("Blocker")),

@@ -65,7 +65,8 @@ class Approval(Body):
 def list_slots(node_id: Id, context: Admin, part: Paging) -> Record:
     """The node's approved slots, each with its last proof."""
     page = part.page(slots.ORDER)
-    return part.told(slots.ORDER, context.read(lambda conn: slots.of_node(conn, node_id, page)))
+    rows = context.read(lambda conn: slots.of_node(conn, node_id, page))
+    return part.told(slots.ORDER, rows, _listed)
 
 
 @router.post("", status_code=201)
@@ -85,9 +86,14 @@ def approve(node_id: Id, body: Approval, context: Admin) -> JSONResponse:
                 raise
         mine = {wanted.slot_index for wanted in body.slots}
         rows = slots.of_node(conn, node_id)
-        return views.items(row for row in rows if row["slot_index"] in mine)
+        return {"items": [_listed(row) for row in rows if row["slot_index"] in mine]}
 
     return context.write(work, body=body, status=201)
+
+
+def _listed(slot: Record) -> Record:
+    """With its id under the name that the recovery runbook reads it by."""
+    return {**views.record(slot), "slot_id": slot["id"]}
 
 
 @router.get("/{slot_id}")

@@ -111,7 +111,9 @@ def test_the_commands_work_as_written(selling: World, base_url: str, tmp_path: P
     assert slot["health_state"] == "failed"
     assert slot["health_detail"]["allocation_id"] == stuck
     assert slot["health_detail"]["reason"] == "none"
+    # "Record: node_id, slot_id, slot_index, allocation_id, health_detail.reason."
     assert (slot["node_id"], isinstance(slot["slot_index"], int)) == (NODE, True)
+    assert slot["slot_id"] == slot["id"]
     # 2. Check the allocation state.
     assert operator.types(ALLOCATION)["state"] == "failed"
     # 4. Runtime state not yet verified absent: failed, and the slot stays blocked.
