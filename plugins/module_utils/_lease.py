@@ -46,7 +46,7 @@ class Entry:
     written_off: dict[str, object] | None = None
 
 
-_FRESH = Entry("")
+_KINDS: dict[str, type] = {"fence": int, "allocation_id": str, "disk": str, "dirty": bool}
 
 
 def load(slot_id: str) -> Entry:
@@ -61,9 +61,10 @@ def load(slot_id: str) -> Entry:
         raise _unreadable(file, str(broken)) from broken
     if entry.slot_id != slot_id:
         raise _unreadable(file, f"the entry of {entry.slot_id!r}")
-    for key in ("fence", "allocation_id", "disk", "dirty"):
+    for key, kind in _KINDS.items():
         value = getattr(entry, key)
-        if type(value) is not type(getattr(_FRESH, key)):
+        # A flag is a number too, as Python sees it.
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise _unreadable(file, f"{key} {value!r}")
     return entry
 

@@ -2869,7 +2869,7 @@ def _impossible(params: Params, state: State) -> list[Refusal]:
     return found
 '''
 
-# sha256 8fc3dfc0f072b87fa2cb22c74351a78956bc349ae9c1ce2dbf93a3ea4e1f7982
+# sha256 808eb41eb0c8d47077c199d49c387521ebaca8cc7a44198284e6e9a45995deda
 SOURCES["_lease"] = r'''"""The host's own ledger: per slot the highest fence seen, its holder, whether its disk is dirty.
 
 One JSON file per slot under /var/lib/gpuaas/ledger, replaced atomically and synced, so that it
@@ -2918,7 +2918,7 @@ class Entry:
     written_off: dict[str, object] | None = None
 
 
-_FRESH = Entry("")
+_KINDS: dict[str, type] = {"fence": int, "allocation_id": str, "disk": str, "dirty": bool}
 
 
 def load(slot_id: str) -> Entry:
@@ -2933,9 +2933,10 @@ def load(slot_id: str) -> Entry:
         raise _unreadable(file, str(broken)) from broken
     if entry.slot_id != slot_id:
         raise _unreadable(file, f"the entry of {entry.slot_id!r}")
-    for key in ("fence", "allocation_id", "disk", "dirty"):
+    for key, kind in _KINDS.items():
         value = getattr(entry, key)
-        if type(value) is not type(getattr(_FRESH, key)):
+        # A flag is a number too, as Python sees it.
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise _unreadable(file, f"{key} {value!r}")
     return entry
 
