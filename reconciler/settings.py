@@ -6,6 +6,7 @@ The same names may stand in a file, one `NAME=value` per line; the environment g
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -301,6 +302,25 @@ def hardware_profile(folder: Path, name: str) -> dict[str, Any]:
             found=name,
             remedy=f"choose one of these, or add {name}.yml to {folder}",
         )
-    document: dict[str, Any] = yaml.safe_load((folder / f"{name}.yml").read_text())
+    document: Any = yaml.safe_load((folder / f"{name}.yml").read_text())
+    if not isinstance(document, dict):
+        raise Problem(
+            "profile_unknown",
+            422,
+            expected=f"a mapping in {name}.yml",
+            found=type(document).__name__,
+            remedy="write the profile's entries into it, or remove the file",
+        )
     hardware.check(document, name)
     return document
+
+
+@lru_cache(maxsize=8)
+def profile_skus(folder: Path, _changed_ns: int) -> dict[str, str]:
+    """What slices are sold as, by the name of the hardware profile; "" where it names none."""
+    found = {}
+    for file in sorted(folder.glob("*.yml")):
+        # Whoever works with a broken one is told so; it does not keep anybody else from launching.
+        with contextlib.suppress(Problem, yaml.YAMLError, OSError):
+            found[file.stem] = str(hardware_profile(folder, file.stem).get("sku") or "")
+    return found

@@ -43,7 +43,7 @@ _ALLOCATIONS = """
     absence_unproven allocation_active allocation_baremetal allocation_not_baremetal
     allocation_not_releasable allocation_released allocation_releasing attempts_exhausted
     claim_live digest_invalid gpu_count_invalid image_exists image_file_invalid no_capacity
-    scheduling_off shape_not_schedulable sku_not_here stale_lease
+    scheduling_off shape_not_schedulable sku_unknown stale_lease
 """
 _APPS = """
     allocation_in_app allocation_not_active app_instance_ended app_instance_exists

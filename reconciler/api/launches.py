@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from fastapi import APIRouter
@@ -28,7 +28,7 @@ from reconciler.api.security import Member
 from reconciler.domain.errors import Problem, not_found
 from reconciler.domain.states import AllocationState, CapacityShape, Role
 from reconciler.planning.explain import public
-from reconciler.settings import Settings, hardware_profile
+from reconciler.settings import Settings, profile_skus
 from reconciler.store import allocations
 
 router = APIRouter(prefix="/projects/{project_id}/allocations", tags=["allocations"])
@@ -101,7 +101,7 @@ def create(project_id: Id, body: NewAllocation, context: Member) -> JSONResponse
             image=body.image or "",
             gpu_count=body.gpu_count or 0,
             parameters=body.parameters.model_dump(exclude_none=True),
-            skus=partial(_sold_as, context.settings, body.capacity_shape),
+            catalogue=_catalogue(context.settings, body.capacity_shape),
             **body.model_dump(mode="json", include=_AS_GIVEN),
         )
         return tell(allocations.allocate(conn, launch, act))
@@ -149,11 +149,12 @@ def release(
     return context.write(work, body=body)
 
 
-def _sold_as(settings: Settings, shape: CapacityShape, profile: str) -> str:
-    """The SKU of a slice of such a machine; a whole one goes by the name of its hardware."""
-    if shape is CapacityShape.BAREMETAL:
-        return profile
-    return str(hardware_profile(settings.profiles_dir, profile)["sku"])
+def _catalogue(settings: Settings, shape: CapacityShape) -> Mapping[str, str]:
+    """What is sold, by hardware profile: slices under the profile's SKU, whole machines under the
+    name of their hardware.
+    """
+    skus = profile_skus(settings.profiles_dir, settings.profiles_dir.stat().st_mtime_ns)
+    return skus if shape is CapacityShape.GPU_SLICE else {name: name for name in skus}
 
 
 def _of(conn: Connection, project_id: str, allocation_id: str) -> views.Record:

@@ -155,6 +155,8 @@ def transition(
         _refuse_unseen(paths)
     reach, kind = Reach(host, user, port, ssh_key, ssh_config), "node.storage_transition"
     given = _approved(approved) if approved else {}
+    if apply and approved:
+        _refuse_unnamed(approved, [path for path in paths if not given.get(path)])
     asked = {"slice_devices": paths, "slice_apply": False, "slice_expected": given}
     plan = handwork.work("transition_storage", kind, profile, **asked)
     disks = handwork.play(plan, reach)["devices"]
@@ -166,7 +168,8 @@ def transition(
         show.rows(here, disks, *columns)
         show.line("a plan; nothing was changed. To act: --apply with the paths of nvme_device")
         return
-    expected = given or {disk["nvme_device"]: disk["approval"] for disk in disks}
+    # What the plan shows is an approval only where a person reads it and says yes.
+    expected = given if approved else {disk["nvme_device"]: disk["approval"] for disk in disks}
     if not yes:
         for path, disk in expected.items():
             show.line(approvals.line(path, disk))
@@ -255,6 +258,17 @@ def _refuse_unseen(paths: list[str]) -> None:
         remedy="run it without --apply, have what it shows approved, and pass that with --approved;"
         " or leave --yes out and answer",
     )
+
+
+def _refuse_unnamed(file: Path, paths: list[str]) -> None:
+    if paths:
+        raise Problem(
+            "approval_missing",
+            422,
+            expected=f"{file} with an approval of every disk, by the path given with --devices",
+            found=f"none of {', '.join(paths)}",
+            remedy="save what a plan shows with --output json, have it approved, and pass that",
+        )
 
 
 def _approved(file: Path) -> dict[str, Any]:

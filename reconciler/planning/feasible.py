@@ -51,6 +51,8 @@ def _refusal(node: NodeView, want: Want) -> str:
     ):
         if wanted and wanted != found:
             return reason
+    if want.profiles and node.profile not in want.profiles:
+        return "other_sku"
     return node.refusal
 
 

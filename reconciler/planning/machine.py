@@ -18,17 +18,19 @@ class MachineView:
     id: str
     region: str = ""
     pool: str = ""
+    profile: str = ""
     refusal: str = ""
     sliced: bool = False
 
 
 @dataclass(frozen=True)
 class MachineWant:
-    """What is asked for; empty text means: any."""
+    """What is asked for; empty means: any. profiles: the hardware that will do."""
 
     region: str = ""
     pool: str = ""
     node_id: str = ""
+    profiles: tuple[str, ...] = ()
 
 
 def choose(machines: Iterable[MachineView], want: MachineWant) -> str | NoFit:
@@ -51,6 +53,8 @@ def _reason(machine: MachineView, want: MachineWant) -> str:
     ):
         if wanted and wanted != found:
             return reason
+    if want.profiles and machine.profile not in want.profiles:
+        return "other_sku"
     return machine.refusal
 
 

@@ -42,6 +42,7 @@ class NodeView:
     id: str
     region: str = ""
     pool: str = ""
+    profile: str = ""
     refusal: str = ""
     slots: tuple[SlotView, ...] = ()
     nvlink_sets: NvlinkSets = frozenset()
@@ -66,6 +67,7 @@ class Snapshot:
                     id=node.id,
                     region=node.region,
                     pool=node.pool,
+                    profile=node.profile,
                     refusal=node.refusal,
                     slots=tuple(slot for slot in node.slots if slot.id not in slot_ids),
                     nvlink_sets=node.nvlink_sets,
@@ -77,9 +79,10 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Want:
-    """What is asked for; empty text means: any."""
+    """What is asked for; empty means: any. profiles: the hardware that will do."""
 
     gpus: int
     region: str = ""
     pool: str = ""
     node_id: str = ""
+    profiles: tuple[str, ...] = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -64,8 +64,8 @@ _OF_NODE = ("id", "boot_id", "profile", "region", "pool")
 class Launch:
     """A tenant's request, checked for its form by the API.
 
-    A slice names its image by id, or by name, maybe with a version. skus: what is sold of a machine
-    with a hardware profile, by the profile's name; what is asked for cannot be another one's.
+    A slice names its image by id, or by name, maybe with a version. catalogue: what a machine is
+    sold as, by the name of its hardware profile; a SKU that is asked for is one of these.
     """
 
     project_id: str
@@ -83,7 +83,23 @@ class Launch:
     runtime_profile: str = ""
     node_id: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    skus: Callable[[str], str] = str
+    catalogue: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def profiles(self) -> tuple[str, ...]:
+        """The hardware that is sold as the SKU that is asked for; () when any will do."""
+        if not (self.sku and self.catalogue):
+            return ()
+        found = tuple(name for name, sold in self.catalogue.items() if sold == self.sku)
+        if not found:
+            raise Problem(
+                "sku_unknown",
+                422,
+                expected=", ".join(sorted({sold for sold in self.catalogue.values() if sold})),
+                found=self.sku,
+                remedy="ask for one of these, or for none in particular",
+            )
+        return found
 
 
 def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Record:
@@ -91,7 +107,9 @@ def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Record:
     if launch.capacity_shape == CapacityShape.BAREMETAL:
         return _whole_machine(conn, launch, act)
     _check(launch)
-    want = Want(launch.gpu_count, launch.region, launch.pool, launch.node_id)
+    want = Want(
+        launch.gpu_count, launch.region, launch.pool, launch.node_id, profiles=launch.profiles
+    )
     try:
         node_id, chosen = placement.reserve(conn, want)
     except Problem:
@@ -120,7 +138,7 @@ def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Record:
 def _whole_machine(conn: sa.Connection, launch: Launch, act: Act) -> Record:
     """The same for a machine as a whole, with every disk that was taken over and nothing uses."""
     projects.get(conn, launch.project_id)
-    want = MachineWant(launch.region, launch.pool, launch.node_id)
+    want = MachineWant(launch.region, launch.pool, launch.node_id, profiles=launch.profiles)
     node, discovery = machines.reserve(conn, want)
     document = discovery["document"]
     allocation = _record(conn, launch, act, node, gpu_count=gpus(document))
@@ -149,7 +167,7 @@ def _record(
             "node_id": node["id"],
             "capacity_shape": launch.capacity_shape,
             # Where it is and what it is, which bills are made of: not what was written on it.
-            "sku": _sku(launch, node),
+            "sku": launch.catalogue.get(node["profile"], launch.sku),
             "region": node["region"],
             "pool": node["pool"],
             "gpu_count": gpu_count,
@@ -264,19 +282,6 @@ def _check(launch: Launch) -> None:
             found=str(launch.gpu_count),
             remedy="ask for one GPU or more",
         )
-
-
-def _sku(launch: Launch, node: Mapping[str, Any]) -> str:
-    sold = launch.skus(node["profile"]) if node["profile"] else launch.sku
-    if launch.sku not in ("", sold):
-        raise Problem(
-            "sku_not_here",
-            409,
-            expected=f"{sold}, which is what the machine that was found is sold as",
-            found=launch.sku,
-            remedy="name no SKU, or a region or pool whose machines are sold as this one",
-        )
-    return sold
 
 
 def _require_image(conn: sa.Connection, launch: Launch) -> None:

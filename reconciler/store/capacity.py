@@ -50,8 +50,10 @@ def likely(
     """
     wanted = {"region": want.region, "pool": want.pool, "id": want.node_id}
     given = {name: value for name, value in wanted.items() if value}
-    query = _likely(sliced, tuple(given), bool(beside))
+    query = _likely(sliced, tuple(given), bool(want.profiles), bool(beside))
     values: dict[str, Any] = {f"wanted_{name}": value for name, value in given.items()}
+    if want.profiles:
+        values["profiles"] = sorted(want.profiles)
     if beside:
         values["beside"] = sorted(beside)
     return _read(conn, query, values | {"gpus": want.gpus, "most": limit})
@@ -69,7 +71,7 @@ def _read(
 @cache
 def _picture() -> sa.Select[Any]:
     """A row for each slot, with its node's columns; what can be judged there is judged there."""
-    host = ("region", "pool", "mode", "state", "health_state", "reboot_required")
+    host = ("region", "pool", "profile", "mode", "state", "health_state", "reboot_required")
     own = ("id", "node_id", "slot_index", "status", "numa_node", "fabric_vf_pci_address")
     exclusive = slots.c.sharing_mechanism == SharingMechanism.EXCLUSIVE_DEVICE
     return (
@@ -95,10 +97,11 @@ def _complete() -> sa.ColumnElement[bool]:
 
 
 @cache
-def _likely(sliced: bool, wanted: tuple[str, ...], beside: bool) -> sa.Select[Any]:
+def _likely(sliced: bool, wanted: tuple[str, ...], profiles: bool, beside: bool) -> sa.Select[Any]:
     counted = _counted(sliced)
     host = nodes.alias("host")
     gpus = sa.bindparam("gpus", type_=sa.Integer)
+    some = [host.c.profile.in_(sa.bindparam("profiles", expanding=True))] if profiles else []
     fit = sa.and_(
         host.c.mode == NodeMode.SLICE,
         host.c.state == NodeState.READY,
@@ -106,6 +109,7 @@ def _likely(sliced: bool, wanted: tuple[str, ...], beside: bool) -> sa.Select[An
         host.c.reboot_required.is_(False),
         host.c.slice_scheduling.is_(True),
         *(host.c[name] == sa.bindparam(f"wanted_{name}") for name in wanted),
+        *some,
     )
     counts: sa.CTE | sa.Subquery
     if sliced:
@@ -173,6 +177,7 @@ def _node(found: list[Row]) -> NodeView:
         id=node["node_id"],
         region=node["region"],
         pool=node["pool"],
+        profile=node["profile"],
         refusal=_refusal(node) or ("" if node["site"] else "site_off"),
         slots=tuple(map(_slot, found)),
         nvlink_sets=_nvlink_sets(found),

@@ -59,6 +59,7 @@ def _views(conn: sa.Connection, without: frozenset[str]) -> Iterator[MachineView
                 id=node["id"],
                 region=node["region"],
                 pool=node["pool"],
+                profile=node["profile"],
                 refusal=_refusal(conn, node),
                 sliced=node["id"] in sliced,
             )

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from reconciler.domain.states import TaskState
+from reconciler.settings import profile_skus
 from reconciler.store import outcomes, tasks
 from reconciler.store.engine import transaction
 from tests.unit.reconciler.api.refusals import refused
 from tests.unit.reconciler.api.world import ACT, KEY, NODE, World, bundle
 
 PATH = "projects/demo/allocations"
+PROFILES = Path(__file__).resolve().parents[4] / "profiles"
 BODY = {
     "capacity_shape": "gpu_slice",
     "gpu_count": 1,
@@ -161,3 +164,25 @@ def test_other_tenants_are_not_there(selling: World) -> None:
 )
 def test_bad_wishes(selling: World, wrong: dict[str, Any], code: str) -> None:
     assert refused(selling, lambda: launch(selling, **wrong))["code"] == code
+
+
+@pytest.mark.covers("CTRL-14")
+def test_only_what_is_sold_can_be_named(selling: World) -> None:
+    found = refused(selling, lambda: launch(selling, sku="free-of-charge"))
+    assert (found["status"], found["code"]) == (422, "sku_unknown")
+    assert "lab-edu-slice" in found["expected"] and "/" not in found["expected"]
+    assert launch(selling, key="other").status_code == 201
+
+
+def test_a_profile_that_is_broken_or_sells_nothing_is_in_nobodys_way(tmp_path: Path) -> None:
+    lab = (PROFILES / "lab.yml").read_text()
+    (tmp_path / "good.yml").write_text(lab)
+    (tmp_path / "unsold.yml").write_text(lab.replace("sku: lab-edu-slice", ""))
+    (tmp_path / "broken.yml").write_text("vm: {")
+    (tmp_path / "empty.yml").write_text("")
+    found = profile_skus(tmp_path, 1)
+    assert {name: sku for name, sku in found.items() if name in ("good", "unsold")} == {
+        "good": "lab-edu-slice",
+        "unsold": "",
+    }
+    assert "broken" not in found

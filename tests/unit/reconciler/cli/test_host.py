@@ -307,6 +307,22 @@ def test_an_approval_from_a_file_is_what_counts(
 
 
 @pytest.mark.covers("HOST-9")
+@pytest.mark.parametrize(
+    "kept", [{}, [], None, [{"nvme_device": DEVICE}], {DEVICE: {}}, {"/dev/other": {"serial": "A"}}]
+)
+def test_a_file_that_approves_nothing_approves_nothing(
+    gpuaas: Gpuaas, played: Played, tmp_path: Path, kept: Any
+) -> None:
+    """Such as a plan that an older version saved: what the host shows now must not stand in."""
+    file = tmp_path / "approved.json"
+    file.write_text(json.dumps(kept))
+    words = ["--profile", "lab", "--apply", "--devices", DEVICE, "--approved", str(file), "--yes"]
+    gpuaas("host", "transition", *words)
+    assert (gpuaas.status, played.works) == (1, [])
+    assert "approval_missing" in gpuaas.err
+
+
+@pytest.mark.covers("HOST-9")
 def test_a_plan_that_was_saved_is_an_approval(
     gpuaas: Gpuaas, played: Played, tmp_path: Path
 ) -> None:

@@ -323,16 +323,14 @@ def test_where_and_what_it_is_comes_from_the_machine_not_from_the_request(sold: 
     """Bills are made of these words: a tenant cannot write a cheaper one."""
     with transaction(sold.engine) as conn:
         nodes.change(conn, "n1", ADMIN, region="eu", pool="h200", profile="xe9680l-h200")
-        skus = {"xe9680l-h200": "h200-sxm-slice"}
-        asked = sold.launch(1, skus=skus.__getitem__)
+        catalogue = {"xe9680l-h200": "h200-sxm-slice", "lab": "lab-edu-slice"}
+        asked = sold.launch(1, catalogue=catalogue)
         made = allocations.allocate(conn, asked, ADMIN)
         told = (made["region"], made["pool"], made["sku"])
         assert told == ("eu", "h200", "h200-sxm-slice")
-        other = replace(asked, sku="free-of-charge")
-        with pytest.raises(Problem) as caught, conn.begin_nested():
-            allocations.allocate(conn, other, ADMIN)
-        assert (caught.value.code, caught.value.found) == ("sku_not_here", "free-of-charge")
-        assert allocations.allocate(conn, replace(other, sku=made["sku"]), ADMIN)["sku"]
+        for sku, refusal in (("free-of-charge", "sku_unknown"), ("lab-edu-slice", "no_capacity")):
+            assert code(allocations.allocate, conn, replace(asked, sku=sku), ADMIN) == refusal
+        assert allocations.allocate(conn, replace(asked, sku=made["sku"]), ADMIN)["sku"]
 
 
 @pytest.mark.covers("CTRL-5")
