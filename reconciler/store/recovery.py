@@ -183,13 +183,16 @@ def blocked(conn: sa.Connection, node_id: str | None = None) -> list[Record]:
 
 
 def expire(conn: sa.Connection, overdue: Overdue, act: Act) -> bool:
-    """Do what passing a deadline means; False when it is only a warning, or over meanwhile."""
+    """Do what passing a deadline means; False when it is only a warning, or not so any more."""
     where = ENTITIES[overdue.entity]
     holder = last_holder(conn, overdue.id) if overdue.entity == "slot" else ""
     if holder:
         order.hold_allocation(conn, holder)
     record = rows.get(conn, where.table, overdue.id, overdue.entity, lock=True)
     if not overdue.event or record[where.state] != overdue.state:
+        return False
+    if record[where.deadline] != overdue.deadline_at:
+        # Put off meanwhile: a run has begun.
         return False
     error = deadline_error(overdue)
     own = act.because(f"deadline passed in {overdue.state}", {"deadline": error})

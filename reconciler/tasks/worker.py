@@ -22,7 +22,7 @@ from reconciler.domain.act import Act
 from reconciler.domain.errors import Problem
 from reconciler.domain.proof import NOTHING_DONE
 from reconciler.domain.states import TaskState
-from reconciler.runs import collect
+from reconciler.runs import collect, legible
 from reconciler.runs.awx.access import AwxAccess
 from reconciler.runs.collect import Phase
 from reconciler.runs.errors import LauncherAway, RunError
@@ -227,6 +227,7 @@ def attend(engine: Engine, settings: Settings, task: Record, stopping: threading
                 else:
                     _refuse(engine, task, handler, settings, refusal)
                 return
+    retrying(engine, lambda conn: allowance.follow(conn, tasks.get(conn, task["id"])))
     since = task["progress_offset"]
     while True:
         state = collect.observe(directory)
@@ -275,7 +276,6 @@ def prepare(
         handler.start(work)
         directory = run_directory(settings.state_dir, run_id)
         deadline_s = handler.deadline_s(work, own)
-        allowance.allow(conn, task, deadline_s)
         tasks.started(
             conn,
             task["id"],
@@ -319,10 +319,11 @@ def _end_unwanted(engine: Engine, task: Record, directory: Path) -> None:
 
 def _wait_for_launcher(engine: Engine, task: Record, away: LauncherAway) -> None:
     """Nothing was started: the same work is tried again later, with a run of its own."""
-    act = Act(f"task:{task['id']}", str(away), task["correlation_id"] or "")
+    act = Act(f"task:{task['id']}", legible.clean(str(away)), task["correlation_id"] or "")
+    error = {name: legible.clean(word) for name, word in away.told().items()}
     with transaction(engine) as conn:
         lease = (task["id"], task["lease_token"])
-        tasks.wait_for_host(conn, *lease, act.reason, act=act, error=away.told())
+        tasks.wait_for_host(conn, *lease, act.reason, act=act, error=error)
 
 
 def _named(settings: Settings, failure: Exception) -> LauncherAway:

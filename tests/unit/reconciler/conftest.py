@@ -18,6 +18,7 @@ from reconciler.store import (
     allocations,
     discoveries,
     images,
+    lifecycle,
     nodes,
     outcomes,
     projects,
@@ -27,6 +28,7 @@ from reconciler.store import (
     tasks,
 )
 from reconciler.store.engine import open_engine, transaction
+from reconciler.store.lifecycle import ENTITIES, Overdue
 from reconciler.store.migrations import migrate
 from reconciler.store.rows import Record
 
@@ -208,6 +210,13 @@ class Site:
             }
             for claim in allocations.claims(conn, allocation_id)
         }
+
+    def late(self, conn: sa.Connection, entity: str, key: str) -> Overdue:
+        """A record whose deadline passes now, as whoever looks for such finds it."""
+        table = ENTITIES[entity].table
+        conn.execute(sa.update(table).where(table.c.id == key).values(deadline_at=1.0))
+        (found,) = (one for one in lifecycle.overdue(conn) if (one.entity, one.id) == (entity, key))
+        return found
 
     def statuses(self, conn: sa.Connection, node_id: str = "n1") -> list[str]:
         """The states of the node's slots, by index."""

@@ -17,7 +17,6 @@ from reconciler.store import (
     baremetal,
     claims,
     discoveries,
-    lifecycle,
     nodes,
     proofs,
     recovery,
@@ -344,7 +343,7 @@ def test_a_provision_that_passes_its_deadline_leaves_an_unknown_machine(
     with transaction(machines.engine) as conn:
         allocation = machines.launch(conn)
         machines.begin(conn, allocation)
-        late = lifecycle.Overdue("allocation", allocation["id"], "provisioning", 1.0, "fail")
+        late = machines.site.late(conn, "allocation", allocation["id"])
         assert recovery.expire(conn, late, machines.act)
         assert machines.reasons(conn) == {"m1": "not_clean"}
 

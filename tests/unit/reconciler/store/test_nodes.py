@@ -96,7 +96,7 @@ def test_a_node_that_never_answers_again_is_retired_and_its_devices_are_free(sol
         assert code(nodes.retire, conn, "n1", sold.act) == "node_in_use"
         recovery.force_release(conn, first, sold.act)
         assert code(nodes.retire, conn, "n1", sold.act) == "node_in_use", "one is being built"
-        late = lifecycle.Overdue("allocation", second, "requested", 1.0, "fail")
+        late = sold.late(conn, "allocation", second)
         assert recovery.expire(conn, late, sold.act)
         waiting = tasks.enqueue(conn, look("n1"), sold.act)
         held = {slot["id"]: slot for slot in slots.of_node(conn, "n1")}

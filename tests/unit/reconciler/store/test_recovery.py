@@ -228,7 +228,8 @@ def test_deadlines_of_slots_block(sold: Any) -> None:
         allocation_id = sold.failed(conn)
         slot_id = recovery.blocked(conn)[0]["id"]
         slots.repair(conn, slot_id, sold.act)
-        late = lifecycle.Overdue("slot", slot_id, "cleanup", 1.0, "block")
+        late = sold.late(conn, "slot", slot_id)
+        assert (late.state, late.event) == ("cleanup", "block")
         assert recovery.expire(conn, late, sold.act)
         row = history.of(conn, "slot", slot_id)[-1]
         assert row["target"] == "cleanup_blocked"
@@ -243,7 +244,7 @@ def test_deadline_of_a_release_blocks_its_slots(sold: Any) -> None:
         allocation_id = sold.active(conn)
         allocations.release(conn, allocation_id, sold.act)
         slot_id = allocations.claims(conn, allocation_id)[0]["slot_id"]
-        late = lifecycle.Overdue("slot", slot_id, "releasing", 1.0, "block")
+        late = sold.late(conn, "slot", slot_id)
         assert recovery.expire(conn, late, sold.act)
         assert not recovery.expire(conn, late, sold.act)
         assert recovery.blocked(conn)[0]["step"] == "deadline"

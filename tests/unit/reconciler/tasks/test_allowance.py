@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
 from reconciler.domain.states import SlotState, TaskKind
 from reconciler.domain.transitions import DEADLINES
 from reconciler.runs.spec import LONGEST_S, RunSpec
 from reconciler.settings import Settings, hardware_profile
-from reconciler.store import allocations, clock, nodes, slots, tasks
+from reconciler.store import allocations, allowance, clock, nodes, recovery, slots, tasks
 from reconciler.store.engine import reading, transaction
+from reconciler.store.lifecycle import Overdue
+from reconciler.store.rows import Record
 from reconciler.tasks import worker
 from reconciler.tasks.handler import Work
 from reconciler.tasks.registry import HANDLERS
@@ -54,10 +57,28 @@ def test_a_slot_waits_for_a_run_that_may_take_longer_than_its_state(
     spec: RunSpec = worker.prepare(
         sold.engine, settings, HANDLERS[TaskKind.SLICE_VM_RELEASE], task, "run-1"
     )
-    with reading(sold.engine) as conn:
+    with transaction(sold.engine) as conn:
+        before = {one["id"]: one["deadline_at"] for one in _held(conn, allocation_id)}
+        # Nothing has begun: what cannot be launched is given up as if it had not been tried.
+        limit = DEADLINES["slot", SlotState.RELEASING].seconds
         now = clock.read(conn)
-        own = allocations.get(conn, allocation_id)
-        held = [*own["claims"], *slots.of_node(conn, "n1")]
-    assert spec.deadline_s > DEADLINES["slot", SlotState.RELEASING].seconds
-    assert len(held) == 4
-    assert all(one["deadline_at"] - now > spec.deadline_s for one in [own, *held])
+        assert all(at - now <= limit for at in before.values())
+        late = Overdue("slot", claim_slot(conn, allocation_id), SlotState.RELEASING, 1.0, "block")
+        allowance.follow(conn, tasks.get(conn, task["id"]))
+        found = _held(conn, allocation_id)
+        assert spec.deadline_s > limit
+        assert len(found) == 5
+        assert all(one["deadline_at"] - now > spec.deadline_s for one in found)
+        allowance.follow(conn, tasks.get(conn, task["id"]))
+        assert _held(conn, allocation_id) == found
+        # Who saw the old deadline pass does not act on the new one.
+        assert not recovery.expire(conn, late, ADMIN)
+
+
+def claim_slot(conn: sa.Connection, allocation_id: str) -> str:
+    return str(allocations.claims(conn, allocation_id)[0]["slot_id"])
+
+
+def _held(conn: sa.Connection, allocation_id: str) -> list[Record]:
+    own = allocations.get(conn, allocation_id)
+    return [own, *own["claims"], *slots.of_node(conn, "n1")]
