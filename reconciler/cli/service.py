@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from reconciler.cli import show
+from reconciler.cli import failures, show
 
 
 def mount(app: typer.Typer) -> None:
@@ -25,20 +25,23 @@ def serve(
     # The database, the web server and Ansible's runner: seconds that no other command should pay.
     from reconciler.cli.server import serve as run
 
-    run(api_only=api_only)
+    with failures.logged():
+        run(api_only=api_only)
 
 
 def worker() -> None:
     """Run tasks without an API; as many of these as the site wants, on one machine or several."""
     from reconciler.cli.worker import work
 
-    work()
+    with failures.logged():
+        work()
 
 
 def migrate() -> None:
     """Bring the database to this version's schema."""
     from reconciler.cli.database import opened
 
-    engine, revision = opened()
+    with failures.logged():
+        engine, revision = opened()
     engine.dispose()
     show.line(f"database at {revision}")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -20,6 +22,8 @@ log = logging.getLogger("gpuaas")
 
 # What is asked there is short; nothing waits for somebody who holds a connection open.
 GRACE_S = 2
+# No interface has the address, or the kernel not its family.
+_ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 @contextmanager
@@ -65,19 +69,41 @@ def api(settings: Settings) -> Iterator[list[socket.socket]]:
         raise _unavailable((host, port), "GPUAAS_LISTEN", failure) from failure
     places = dict.fromkeys(place[4][:2] for place in found)
     with ExitStack() as taken:
-        yield [
-            taken.enter_context(closing(_taken((str(name), int(number)), "GPUAAS_LISTEN")))
-            for name, number in places
-        ]
+        yield [taken.enter_context(closing(one)) for one in _each(places)]
+
+
+def _each(places: Iterable[tuple[Any, ...]]) -> Iterator[socket.socket]:
+    """A socket for each that this machine has: a name may have one of a family that is off here."""
+    absent: list[tuple[Address, OSError]] = []
+    found = False
+    for name, number in places:
+        address = (str(name), int(number))
+        try:
+            one = _bound(address)
+        except OSError as failure:
+            if failure.errno not in _ABSENT:
+                raise _unavailable(address, "GPUAAS_LISTEN", failure) from failure
+            absent.append((address, failure))
+            continue
+        found = True
+        yield one
+    for address, why in absent:
+        if not found:
+            raise _unavailable(address, "GPUAAS_LISTEN", why) from why
+        log.warning("not listening on %s: %s", addresses.told(address), why.strerror)
 
 
 def _taken(address: Address, setting: str) -> socket.socket:
     """The socket, taken before anything else starts: a service without it would look well."""
-    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     try:
-        return socket.create_server(address, family=family)
+        return _bound(address)
     except OSError as failure:
         raise _unavailable(address, setting, failure) from failure
+
+
+def _bound(address: Address) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    return socket.create_server(address, family=family)
 
 
 def _unavailable(address: Address, setting: str, failure: OSError) -> Problem:

@@ -30,7 +30,6 @@ from reconciler.store.tables import (
 
 INSTANCES = Order(app_instances, ("created_at", "id"), descending=True)
 MEMBERS = Order(app_members, ("created_at", "id"))
-_ENDED = (AppStatus.FAILED, AppStatus.STOPPED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +127,8 @@ def reconcile(conn: sa.Connection, project_id: str, id: str, act: Act) -> list[R
         allocation = rows.get(conn, allocations, member["allocation_id"], "allocation")
         if allocation["state"] != AllocationState.ACTIVE:
             appwork.left(conn, instance, member, act)
+            if member["role"] == MemberRole.CONTROLLER:
+                break  # The instance has failed with it: no key of its is wanted anywhere.
             continue
         if member["status"] == MemberStatus.FAILED:
             advance(conn, "app_member", member["id"], "reconcile", act)
@@ -145,7 +146,7 @@ def stop(conn: sa.Connection, project_id: str, id: str, act: Act) -> Record:
     for member in _present(conn, id):
         appwork.leave(conn, member)
         appwork.withdraw(conn, member, act)
-    apptending.remove_keys(conn, act, instance_id=id)
+    apptending.remove_keys(conn, act, app_members.c.instance_id == id)
     return stopped
 
 
@@ -262,7 +263,7 @@ def _present(conn: sa.Connection, instance_id: str) -> list[Record]:
 
 def _living(conn: sa.Connection, project_id: str, id: str) -> Record:
     instance = get(conn, project_id, id, lock=True)
-    if instance["status"] in _ENDED:
+    if instance["status"] in appwork.ENDED:
         raise Problem(
             "app_instance_ended",
             409,

@@ -42,6 +42,8 @@ from reconciler.store.tables import (
 KEY_S = 86_400
 OPERATIONS = Order(app_operations, ("created_at", "id"))
 OPEN = (OperationStatus.ACCEPTED, OperationStatus.RUNNING)
+# Instances that want no key any more.
+ENDED = (AppStatus.FAILED, AppStatus.STOPPED)
 _GUEST = {
     "code": "guest_unreachable_by_design",
     "expected": "a member whose accounts the reconciler can change",
@@ -104,8 +106,8 @@ def begun(conn: sa.Connection, operation_id: str, act: Act) -> str:
         return f"operation {operation['status']}"
     if allocation["state"] != AllocationState.ACTIVE:
         return f"allocation {allocation['state']}: its account goes with all its keys"
-    if not removes and instance["status"] == AppStatus.STOPPED:
-        return "its app instance stopped"
+    if not removes and instance["status"] in ENDED:
+        return f"its app instance {instance['status']}"
     if operation["status"] == OperationStatus.ACCEPTED:
         advance(conn, "app_operation", operation_id, "begin", act, held=operation)
     return ""
@@ -159,7 +161,7 @@ def withdraw(conn: sa.Connection, member: Record, act: Act) -> None:
         error = {
             "code": "canceled",
             "expected": "an app instance that wants it",
-            "found": "one that was stopped",
+            "found": "one that has ended",
             "remedy": "nothing to do: no run was started",
         }
         _fail(conn, operation, act, error)

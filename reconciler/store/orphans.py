@@ -11,11 +11,10 @@ import sqlalchemy as sa
 from reconciler.domain.act import Act, require_reason
 from reconciler.domain.errors import Problem
 from reconciler.domain.states import AllocationState, SlotState
-from reconciler.store import audit, cleanup, history, outcomes, rows, writeoff
+from reconciler.store import audit, cleanup, history, order, outcomes, rows, writeoff
 from reconciler.store.claims import last_holder
 from reconciler.store.rows import Record
 from reconciler.store.tables import allocations
-from reconciler.store.tables import slots as slot_table
 
 STEP = "remove_orphan"
 _ENDED = (AllocationState.RELEASED, AllocationState.FAILED)
@@ -28,7 +27,10 @@ def remove(conn: sa.Connection, slot_id: str, allocation_id: str, act: Act) -> R
     allocation, `allocation_active` when the machine is that of one which has not ended.
     """
     require_reason(act, writeoff.WHY)
-    slot = rows.get(conn, slot_table, slot_id, "slot", lock=True)
+    known = rows.first(conn, sa.select(allocations).where(allocations.c.id == allocation_id))
+    if known is not None:
+        known = order.hold_allocation(conn, allocation_id)
+    slot = order.hold_slot(conn, slot_id)
     if slot["status"] not in (SlotState.DISABLED, SlotState.CLEANUP_BLOCKED) or slot["retired_at"]:
         raise Problem(
             "slot_in_use",
@@ -37,8 +39,6 @@ def remove(conn: sa.Connection, slot_id: str, allocation_id: str, act: Act) -> R
             found=str(slot["status"]),
             remedy="disable it first; what a known tenant has is released",
         )
-    query = sa.select(allocations).where(allocations.c.id == allocation_id)
-    known = rows.first(conn, query.with_for_update())
     if known is not None and known["state"] not in _ENDED:
         raise Problem(
             "allocation_active",

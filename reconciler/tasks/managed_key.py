@@ -6,7 +6,6 @@ Whole machines only: in a slice the reconciler has no identity (`store.appwork` 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,14 +15,14 @@ from reconciler.domain.act import Act
 from reconciler.domain.errors import Problem
 from reconciler.settings import Settings
 from reconciler.store import apptending, appwork
-from reconciler.store.engine import retrying
+from reconciler.store.apptending import Look
+from reconciler.store.engine import reading, retrying
 from reconciler.store.leader import Deposed
 from reconciler.tasks.handler import Failure, Handler, Work
 
 log = logging.getLogger("gpuaas.apps")
 
 ACT = Act("reconciler", "looked at every so often")
-Look = Callable[[Connection, Act], int]
 _LOOKS: dict[str, Look] = {
     "members whose allocation has ended left": apptending.let_go,
     "operations whose task had ended were closed": apptending.close,
@@ -35,20 +34,23 @@ _LOOKS: dict[str, Look] = {
 def tend(engine: Engine, _settings: Settings) -> None:
     """The loop: what follows for applications from what happened to their allocations and keys."""
     for what, look in _LOOKS.items():
-        try:
-            count = retrying(engine, partial(_look, look))
-        except Deposed:
-            raise
-        except Exception:
-            # One that cannot be looked after must not keep all others waiting.
-            log.exception("apps: not looked whether %s", what)
-        else:
-            if count:
-                log.info("apps: %d %s", count, what)
+        with reading(engine) as conn:
+            found = look.due(conn)
+        count = 0
+        for id in found:
+            try:
+                count += retrying(engine, partial(_follow, look, id))
+            except Deposed:
+                raise
+            except Exception:
+                # One that cannot be looked after must not keep all others waiting.
+                log.exception("apps: %s of %s is left as it is", id, look.id.table.name)
+        if count:
+            log.info("apps: %d %s", count, what)
 
 
-def _look(look: Look, conn: Connection) -> int:
-    return look(conn, ACT)
+def _follow(look: Look, id: str, conn: Connection) -> int:
+    return look(conn, ACT, look.id == id)
 
 
 def variables(work: Work) -> dict[str, Any]:

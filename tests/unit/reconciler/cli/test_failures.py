@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import sqlite3
+import subprocess
+from contextlib import closing
 from pathlib import Path
 
+import psycopg
 import pytest
 import sqlalchemy as sa
 from sqlalchemy import exc
@@ -16,6 +21,7 @@ from reconciler.settings import Settings
 from reconciler.store import migrations
 from reconciler.store.engine import open_engine, transaction
 from reconciler.trust.errors import TrustError
+from tests.postgresql import running
 from tests.unit.reconciler.api.world import World
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
@@ -91,7 +97,11 @@ def test_postgresql_by_any_of_its_names(url: str) -> None:
 
 @pytest.mark.parametrize("command", [("serve",), ("worker",), ("migrate",), ("check",)])
 def test_a_database_that_is_away(
-    gpuaas: Gpuaas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+    gpuaas: Gpuaas,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    command: tuple[str, ...],
 ) -> None:
     monkeypatch.setenv("GPUAAS_STATE_DIR", str(tmp_path))
     monkeypatch.setenv("GPUAAS_LISTEN", "127.0.0.1:0")
@@ -101,7 +111,8 @@ def test_a_database_that_is_away(
     # A service logs as well; the refusal is what it ends with.
     told = json.loads(gpuaas.err[gpuaas.err.index("{\n") :])
     assert told["code"] == "database_unavailable"
-    assert SECRET not in gpuaas.err
+    assert SECRET not in gpuaas.err + caplog.text
+    assert ("connection" in caplog.text) == (command != ("check",))
 
 
 @pytest.mark.parametrize("command", ["serve", "worker", "migrate"])
@@ -128,6 +139,89 @@ def test_a_defect_stays_one() -> None:
     assert failures.told(refused).document()["code"] == "key_invalid"  # type: ignore[union-attr]
     unreadable = failures.told(PermissionError(13, "Permission denied", "/etc/x"))
     assert unreadable is not None and unreadable.found == "/etc/x: Permission denied"
+
+
+def asked(url: str, *statements: str) -> failures.Problem | None:
+    """How the refusal of one of these statements is told."""
+    engine = open_engine(url)
+    try:
+        with transaction(engine) as conn:
+            for statement in statements:
+                conn.execute(sa.text(statement), {"value": SECRET} if ":value" in statement else {})
+    except exc.DBAPIError as failure:
+        return failures.told(failure)
+    finally:
+        engine.dispose()
+    raise AssertionError("not refused")
+
+
+def test_of_a_database_only_what_keeps_it_away_is_no_defect(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'x.db'}"
+    table = "CREATE TABLE t (a INT)"
+    assert asked(url, table, "INSERT INTO t (b) VALUES (:value)") is None, "no such column"
+    assert asked(url, table, "ALTER TABLE t ADD COLUMN a INT") is None, "duplicate column"
+    away = asked(f"sqlite:///{tmp_path / 'none' / 'x.db'}", "SELECT 1")
+    assert away is not None and away.found == "unable to open database file"
+    reads = asked(url, table, "PRAGMA query_only = ON", "INSERT INTO t VALUES (1)")
+    assert reads is not None and reads.code == "database_unavailable"
+    with closing(sqlite3.connect(tmp_path / "x.db")) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        locked = sa.create_engine(f"{url}?timeout=0")
+        with pytest.raises(exc.OperationalError) as caught, locked.connect() as conn:
+            conn.exec_driver_sql("BEGIN IMMEDIATE")
+        locked.dispose()
+    held = failures.told(caught.value)
+    assert held is not None and held.found == "database is locked"
+
+
+@pytest.mark.postgres
+def test_of_a_server_too() -> None:
+    with running(fsync=False) as found:
+        _of_a_server(found.url)
+
+
+def _of_a_server(server: str) -> None:
+    assert asked(server, "SELECT no_such_column") is None
+    assert asked(server, "SET LOCAL statement_timeout = 1", "SELECT pg_sleep(9)") is None
+    ended = asked(server, "SELECT pg_terminate_backend(pg_backend_pid())")
+    assert ended is not None and ended.code == "database_unavailable"
+    reads = asked(server, "SET TRANSACTION READ ONLY", "CREATE TABLE t (a INT)")
+    assert reads is not None and reads.code == "database_unavailable"
+    unknown = sa.make_url(server).set(database="no_such_database")
+    none = asked(unknown.render_as_string(hide_password=False), "SELECT 1")
+    assert none is not None and none.code == "database_unavailable"
+
+
+def test_of_files_only_those_that_let_nobody_in() -> None:
+    for number in (errno.ENOENT, errno.EEXIST, errno.ENOSPC):
+        assert failures.told(OSError(number, os.strerror(number), "/etc/x")) is None
+    for number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        told = failures.told(OSError(number, os.strerror(number), "/etc/x"))
+        assert told is not None and told.code == "file_unusable"
+
+
+def test_a_program_that_is_not_installed(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as program:
+        subprocess.run(["no-such-program"], check=True)
+    told = failures.told(program.value)
+    assert told is not None
+    assert (told.code, told.expected) == ("program_missing", "no-such-program on this machine")
+    with pytest.raises(FileNotFoundError) as folder:
+        subprocess.run(["true"], check=True, cwd=tmp_path / "none")
+    assert failures.told(folder.value) is None
+
+
+def test_the_log_keeps_where_it_came_from(caplog: pytest.LogCaptureFixture) -> None:
+    away = exc.OperationalError("SELECT :a", {"a": SECRET}, psycopg.OperationalError("away"))
+    with pytest.raises(exc.OperationalError), failures.logged():
+        raise away
+    (line,) = caplog.records
+    assert line.exc_info is not None and line.exc_info[1] is away
+    assert "SELECT :a" in caplog.text and SECRET not in caplog.text
+    caplog.clear()
+    with pytest.raises(TrustError), failures.logged():
+        raise TrustError("key_invalid", expected="a", found="b", remedy="c")
+    assert caplog.records == []
 
 
 @pytest.mark.covers("CTRL-2")

@@ -92,6 +92,34 @@ def test_nothing_begins_where_the_port_is_taken(
     assert (gpuaas.status, "listen_unavailable" in gpuaas.err, story) == (1, True, [])
 
 
+@pytest.mark.parametrize(
+    ("places", "served"),
+    [
+        (["192.0.2.1", "127.0.0.1"], True),
+        (["127.0.0.1", "192.0.2.1"], True),
+        (["192.0.2.1"], False),
+    ],
+)
+def test_of_a_name_those_addresses_are_served_that_this_machine_has(
+    gpuaas: Gpuaas,
+    story: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    places: list[str],
+    served: bool,
+) -> None:
+    """As of `localhost` with ::1 where IPv6 is off; 192.0.2.1 is an example, and nobody's."""
+
+    def named(*_name: object, **_kinds: object) -> list[tuple[Any, ...]]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (place, 0)) for place in places]
+
+    monkeypatch.setattr(socket, "getaddrinfo", named)
+    gpuaas("serve", "--api-only")
+    if served:
+        assert (gpuaas.status, story) == (0, ["serve 127.0.0.1 False", "ready 200"])
+    else:
+        assert (gpuaas.status, "listen_unavailable" in gpuaas.err, story) == (1, True, [])
+
+
 @pytest.mark.covers("CTRL-10")
 def test_operators_are_served_on_loopback_or_not_at_all(
     gpuaas: Gpuaas, story: list[str], monkeypatch: pytest.MonkeyPatch

@@ -70,6 +70,23 @@ def test_what_a_database_does_not_take_is_no_result(change: dict[str, object], f
     str(caught.value).encode()
 
 
+@pytest.mark.covers("CTRL-9")
+@pytest.mark.parametrize("levels", [90, 101, 900])
+def test_a_document_without_end_is_no_result(levels: int) -> None:
+    nested: object = 1
+    for number in range(levels):
+        nested = {"a": nested} if number % 2 else [nested]
+    result = {"schema": 1, "playbook": "cache_image", "ok": True, "step": "", "error": {}}
+    result["evidence"] = {"told": nested}
+    if levels < 100:
+        assert contract.check_result(result) is result
+        return
+    with pytest.raises(ContractError) as caught:
+        contract.check_result(result)
+    assert caught.value.code == "outcome_unreadable"
+    assert caught.value.field.startswith("evidence.told.")
+
+
 def test_a_trailing_newline_does_not_slip_through_a_pattern() -> None:
     with pytest.raises(ContractError):
         contract.check_result(

@@ -253,6 +253,37 @@ def test_a_member_goes_with_its_allocation_and_an_instance_with_its_controller(m
         assert apptending.remove_keys(conn, ADMIN) == 0, "accounts went with their keys"
 
 
+def test_an_instance_that_failed_lets_its_workers_go_and_takes_its_keys_away(made: Apps) -> None:
+    with transaction(made.engine) as conn:
+        id = made.create(conn)
+        made.work(conn)
+        allocations.release(conn, made.first, ADMIN)
+        assert apptending.let_go(conn, ADMIN) == 1
+        assert made.seen(conn, id)[0] == "failed"
+        assert apptending.let_go(conn, ADMIN) == 1, "of an instance that has failed"
+        assert apptending.renew_keys(conn, ADMIN) == 0
+        assert apptending.remove_keys(conn, ADMIN) == 1
+        assert apptending.let_go(conn, ADMIN) == 0
+        (removal,) = made.work(conn)
+        assert removal["allocation_id"] == made.second
+        assert removal["parameters"]["managed_key"]["state"] == "absent"
+        assert apps.members(conn, id)[1]["key_expires_at"] is None
+        again = made.create(conn, name="again", controller_id=made.second, worker_ids=[])
+        assert made.seen(conn, again)[0] == "deploying"
+
+
+def test_no_key_is_asked_for_once_the_controller_is_gone(made: Apps) -> None:
+    with transaction(made.engine) as conn:
+        id = made.create(conn)
+        made.work(conn, limit=1)
+        (begun,) = tasks.lease(conn, "worker", kinds=[KIND])
+        allocations.release(conn, made.first, ADMIN)
+        assert apps.reconcile(conn, "p1", id, ADMIN) == []
+        why = appwork.begun(conn, begun["parameters"]["operation_id"], ADMIN)
+        assert why == "its app instance failed"
+        tasks.finish(conn, begun["id"], begun["lease_token"], TaskState.CANCELED, ADMIN)
+
+
 def test_a_run_for_an_allocation_that_ended_is_not_begun(made: Apps) -> None:
     with transaction(made.engine) as conn:
         made.create(conn, worker_ids=[])

@@ -20,6 +20,8 @@ from reconciler.store import (
     gates,
     guard,
     nodes,
+    order,
+    orphans,
     outcomes,
     placement,
     proofs,
@@ -248,3 +250,25 @@ def test_nothing_is_launched_on_a_node_that_goes_out_of_use_meanwhile(
         nodes.resume(conn, "n1", ADMIN)
         gates.open_gate(conn, "n1", ADMIN)
         assert sold.statuses(conn) == ["available", "available"]
+
+
+@pytest.mark.covers("CTRL-7", "I16")
+def test_who_removes_a_known_machine_waits_for_its_allocation_and_holds_no_slot(
+    sold: Site, beside: Beside
+) -> None:
+    """Who holds the allocation may want the slot next."""
+    with transaction(sold.engine) as conn:
+        key = sold.failed(conn)
+        (slot,) = recovery.blocked(conn)
+    with transaction(sold.engine) as conn:
+        order.hold_allocation(conn, key)
+        removed = beside(
+            lambda: retrying(
+                sold.engine, lambda other: orphans.remove(other, slot["id"], key, sold.act)
+            )
+        )
+        with pytest.raises(TimeoutError):
+            removed.result(A_WHILE_S)
+        query = sa.select(tables.slots.c.id).where(tables.slots.c.id == slot["id"])
+        assert conn.execute(query.with_for_update(nowait=True)).scalar_one() == slot["id"]
+    assert removed.result(SOON_S)["subject_id"] == key

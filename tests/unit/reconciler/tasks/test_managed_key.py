@@ -14,7 +14,7 @@ from reconciler.domain.states import TaskKind
 from reconciler.runs import contract
 from reconciler.service.loops import LOOPS
 from reconciler.settings import Settings
-from reconciler.store import allocations, apps, appwork, clock, tables, tasks
+from reconciler.store import allocations, apps, appwork, clock, leader, tables, tasks
 from reconciler.store.engine import transaction
 from reconciler.tasks import managed_key, worker
 from tests.unit.reconciler.conftest import ADMIN, Site
@@ -191,21 +191,44 @@ def test_the_leader_renews_a_key_before_it_ends(
     assert found["requested_by"] == "reconciler"
 
 
-def test_one_look_that_fails_keeps_no_other_waiting(
+def test_one_member_that_cannot_be_looked_after_keeps_no_other_waiting(
     machines: Machines,
     instance: tuple[str, str],
     settings: Settings,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def broken(_conn: sa.Connection, _act: object) -> int:
-        raise ValueError("planted")
+    machines.machine("m2", 2, profile="lab")
+    with transaction(machines.engine) as conn:
+        key = machines.active(conn, node_id="m2")
+        wish = apps.NewApp(
+            project_id="p1", slug="slurm-reference", name="t", managed_key=KEY, controller_id=key
+        )
+        # It comes first in the order in which they are looked at.
+        broken, well = sorted([instance[0], str(apps.create(conn, wish, ADMIN)["id"])])
+        for one in (instance[1], key):
+            allocations.release(conn, one, ADMIN)
+    left = appwork.left
 
-    looks = {"first": broken, **managed_key._LOOKS}
-    monkeypatch.setattr(managed_key, "_LOOKS", looks)
+    def planted(conn: sa.Connection, found: Any, *given: Any) -> None:
+        left(conn, found, *given)
+        if found["id"] == broken:
+            raise ValueError("planted")
+
+    monkeypatch.setattr(appwork, "left", planted)
+    managed_key.tend(machines.engine, settings)
+    assert member(machines.engine, broken)["left_at"] is None
+    assert member(machines.engine, well)["status"] == "failed"
+
+
+def test_a_leader_that_was_deposed_looks_after_nobody(
+    machines: Machines, instance: tuple[str, str], settings: Settings
+) -> None:
+    lease = leader.Lease(leader.LOOPS, "another", 1, 5.0)
     with transaction(machines.engine) as conn:
         allocations.release(conn, instance[1], ADMIN)
-    managed_key.tend(machines.engine, settings)
-    assert member(machines.engine, instance[0])["status"] == "failed"
+    with pytest.raises(leader.Deposed):
+        managed_key.tend(leader.led_by(machines.engine, lease), settings)
+    assert member(machines.engine, instance[0])["left_at"] is None
 
 
 def test_an_unreadable_answer_is_a_failure(
