@@ -27,6 +27,34 @@ def of(disk: _block.Disk, used: _block.Usage, signatures: Sequence[str]) -> dict
     }
 
 
+def resumed(
+    approved: Approval, begun: Approval | None, used: _block.Usage, signatures: Sequence[str]
+) -> Approval:
+    """The approval, wider by what an erase that had begun was approved for and what it leaves.
+
+    As it is, once there is anything else on the disk: then it is in somebody's use since.
+    """
+    if begun is None or _made_since(begun, used, signatures):
+        return approved
+    left = Counter(kind for kind in used.filesystems.values() if kind == _signature.RAW)
+    kinds: Counter[str] = Counter(approved.get("filesystems") or ())
+    kinds |= Counter(begun.get("filesystems") or ())
+    known = approved.get("signatures")
+    if known is not None:
+        raw = [sign for sign in signatures if sign.startswith(f"{_signature.RAW}@")]
+        known = [*known, *(begun.get("signatures") or ()), *raw]
+    return {**approved, "filesystems": sorted((kinds | left).elements()), "signatures": known}
+
+
+def _made_since(begun: Approval, used: _block.Usage, signatures: Sequence[str]) -> bool:
+    before = begun.get("signatures")
+    if before is not None:
+        new = set(signatures) - set(before)
+        return any(not sign.startswith(f"{_signature.RAW}@") for sign in new)
+    kinds = Counter(used.filesystems.values()) - Counter(begun.get("filesystems") or ())
+    return bool(set(kinds) - {_signature.RAW})
+
+
 def identity(
     disk: _block.Disk, path: str, approved: Approval | None, *, apply: bool
 ) -> Iterator[Refusal]:

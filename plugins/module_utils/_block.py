@@ -14,6 +14,7 @@ import os
 import struct
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
 from typing import TypeVar
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import _disk, _usage
@@ -27,13 +28,29 @@ disks = _disk.disks
 resolve = _disk.resolve
 of_slot = _disk.of_slot
 pci_addresses = _disk.pci_addresses
-usage = _usage.usage
 usages = _usage.usages
 written = _usage.written
 
 # QEMU keeps shared locks on bytes from 100 and from 200 of an image that it has open.
 _QEMU_LOCKS = (100, 200)
 _PATIENCE_S = 15.0  # How long udev or a scan may hold the disk before that counts as use.
+
+
+def usage(disk: Disk, *, dirty: bool = False) -> Usage:
+    """The use of one disk; a Refusal `device_unreadable` when it cannot be read.
+
+    dirty: by the ledger a tenant's bytes are on it. They are told where they can be read and
+    decide nothing: neither a bad sector nor a label with the name of a pool keeps them from going.
+    """
+    if dirty:
+        used = _usage.claims(disk)
+        with contextlib.suppress(OSError):
+            used = replace(used, filesystems=_usage.signatures(disk))
+        return used
+    try:
+        return _usage.usage(disk)
+    except OSError as broken:
+        raise _unreadable(disk, broken) from broken
 
 
 def refusals(disk: Disk, used: Usage, exclude: Iterable[str] = ()) -> list[Refusal]:
@@ -100,7 +117,10 @@ def _refuse_use(disk: Disk) -> None:
 
 
 def _refuse_change(descriptor: int, disk: Disk, seen: Collection[str]) -> None:
-    there = written(_usage.signatures(disk, descriptor))
+    try:
+        there = written(_usage.signatures(disk, descriptor))
+    except OSError as broken:
+        raise _unreadable(disk, broken) from broken
     if sorted(seen) != sorted(there):
         raise Refusal(
             "changed_since_plan",
@@ -134,6 +154,16 @@ def _patiently(act: Callable[[], Result]) -> Result:
             if refused.errno not in (errno.EBUSY, errno.EAGAIN) or time.monotonic() > until:
                 raise
         time.sleep(0.2)
+
+
+def _unreadable(disk: Disk, broken: OSError) -> Refusal:
+    return Refusal(
+        "device_unreadable",
+        expected=f"to read what is on {disk.by_id or disk.kernel_name} ({disk.identity})",
+        found=str(broken),
+        remedy="read the kernel log; replace the disk, or have it formatted when nothing on it is "
+        "needed, and run again; nothing was changed",
+    )
 
 
 def _busy(disk: Disk, who: str) -> Refusal:

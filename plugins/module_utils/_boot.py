@@ -16,7 +16,7 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
@@ -47,12 +47,13 @@ class Service:
 @dataclass(frozen=True)
 class Installed:
     """What of a unit is on the host. differing: files that are not what they should be, among them
-    those that change the unit from beside it.
+    those that change the unit from beside it. traces: what an interrupted removal left of it.
     """
 
     differing: tuple[str, ...]
     present: tuple[str, ...]
     service: Service
+    traces: tuple[str, ...] = ()
 
 
 def observe(unit: Unit) -> Installed:
@@ -63,6 +64,7 @@ def observe(unit: Unit) -> Installed:
         differing=(*differing, *_boot_files.additions(unit)),
         present=tuple(p for p in _own(unit) if _host.path(p).exists()),
         service=services([unit.service])[unit.service],
+        traces=tuple(_traces(unit)),
     )
 
 
@@ -79,9 +81,8 @@ def plan(unit: Unit, found: Installed) -> list[_change.Step]:
 
 
 def plan_removal(unit: Unit, found: Installed) -> list[_change.Step]:
-    if not found.present:
-        return []
-    return [_change.Step("remove_service", unit.service, list(found.present), [])]
+    there = [*found.present, *found.traces]
+    return [_change.Step("remove_service", unit.service, there, [])] if there else []
 
 
 def apply(unit: Unit, step: _change.Step) -> None:
@@ -100,7 +101,7 @@ def apply(unit: Unit, step: _change.Step) -> None:
         _remove_folders(unit)
         _boot_files.forget(unit)
         # The last unit takes the library with it.
-        if not list(_host.path(_boot_files.UNITS).glob("gpuaas-*.service")):
+        if not _units_left():
             shutil.rmtree(_host.path(LIBRARY), ignore_errors=True)
         _command.run(["systemctl", "daemon-reload"])
 
@@ -217,6 +218,20 @@ def _imported(source: str) -> list[str]:
 def _own(unit: Unit) -> tuple[str, ...]:
     """The files of this unit alone; the library is shared with the other units."""
     return (unit.path, unit.program, unit.settings_path, *_boot_files.additions(unit))
+
+
+def _traces(unit: Unit) -> Iterator[str]:
+    """The unit's share of what units have in common; the library is the last one's to take."""
+    known = _boot_files.recorded()
+    # A record that says nothing is nobody's, and goes with any of them.
+    if unit.name in known or (not known and _host.path(_boot_files.RECORD).exists()):
+        yield _boot_files.RECORD
+    if not _units_left() and _host.path(LIBRARY).exists():
+        yield LIBRARY
+
+
+def _units_left() -> bool:
+    return any(_host.path(_boot_files.UNITS).glob("gpuaas-*.service"))
 
 
 def _remove_folders(unit: Unit) -> None:

@@ -7,6 +7,7 @@ come from one plan, so they cannot disagree.
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -123,7 +124,8 @@ def _drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
     for step in outcome.plan.steps:
         try:
             evidence = subject.apply(params, step)
-        except Refusal as refusal:
+        except (Refusal, OSError, ValueError) as problem:
+            refusal = problem if isinstance(problem, Refusal) else _unforeseen(step, problem)
             # The step may have acted before it failed, so the host counts as changed.
             outcome.changed = True
             outcome.failure = subject.recover(params, done, step, refusal)
@@ -136,6 +138,19 @@ def _drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
             outcome.evidence[step.name] = evidence
     _verify(subject, params, outcome)
     return outcome
+
+
+def _unforeseen(step: Step, problem: Exception) -> Refusal:
+    """What the system said to a step that did not expect it: what is done must be put back too."""
+    frames = traceback.extract_tb(problem.__traceback__)
+    own = [frame for frame in frames if "/plugins/" in frame.filename] or frames
+    where = f"{own[-1].filename.rpartition('/')[2]}:{own[-1].lineno}"
+    return Refusal(
+        "system_error",
+        expected=f"{step.name} of {step.subject} to be done",
+        found=f"{type(problem).__name__}: {problem} ({where})",
+        remedy="repair what the system names, then run again",
+    )
 
 
 def _verify(subject: Subject, params: Params, outcome: Outcome) -> None:

@@ -37,15 +37,21 @@ def extents(disk: _disk.Disk, descriptor: int) -> Extents:
 
     Partitions that are in the disk's own table only are named as the kernel would name them.
     """
-    found = {disk.kernel_name: (0, disk.size_bytes)}
-    for name in partitions(disk):
-        start = int(_host.read(f"/sys/class/block/{name}/start") or 0) * 512
-        found[name] = (start, int(_host.read(f"/sys/class/block/{name}/size") or 0) * 512)
+    found = known_extents(disk)
     listed = _partitions.table(descriptor, disk.size_bytes, _block_size(disk))
     for number, place in listed.items():
         if place not in found.values():
             name = f"{disk.kernel_name}p{number}"
             found[f"{name}@{place[0]}" if name in found else name] = place
+    return found
+
+
+def known_extents(disk: _disk.Disk) -> Extents:
+    """The same without the disk's own table: as the kernel knows them now."""
+    found = {disk.kernel_name: (0, disk.size_bytes)}
+    for name in partitions(disk):
+        start = int(_host.read(f"/sys/class/block/{name}/start") or 0) * 512
+        found[name] = (start, int(_host.read(f"/sys/class/block/{name}/size") or 0) * 512)
     return found
 
 
@@ -97,20 +103,18 @@ def described(disk: _disk.Disk, descriptor: int | None = None) -> list[str]:
     return sorted({_signature.describe(descriptor, mark) for mark in found})
 
 
-def pools(disk: _disk.Disk) -> list[str]:
-    """ZFS pools by the labels on the disk and its partitions; "?" for a label without a name."""
+def pools(disk: _disk.Disk) -> dict[str, str]:
+    """ZFS pools by the labels on the disk and its partitions, by the kernel name of what has one.
+
+    "?" for a label without a name.
+    """
     descriptor = os.open(_disk.node(disk.kernel_name), os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
     try:
-        places = extents(disk, descriptor)
-        return sorted(
-            {
-                _signature.pool(descriptor, start) or "?"
-                for start, length in places.values()
-                if any(
-                    one.type == "zfs_member" for one in _signature.found(descriptor, start, length)
-                )
-            }
-        )
+        return {
+            name: _signature.pool(descriptor, start) or "?"
+            for name, (start, length) in extents(disk, descriptor).items()
+            if any(one.type == "zfs_member" for one in _signature.found(descriptor, start, length))
+        }
     finally:
         os.close(descriptor)
 

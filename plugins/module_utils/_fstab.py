@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Collection, Iterable
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import _host, _usage
@@ -27,8 +28,8 @@ def lines_of(names: Collection[str], points: Collection[str]) -> list[str]:
     its point now does not make it ours.
     """
     return [
-        line
-        for line in (_host.read(FILE) or "").splitlines()
+        shown(line)
+        for line in text().split("\n")
         if (fields := line.split())
         and not line.lstrip().startswith("#")
         and (
@@ -43,27 +44,57 @@ def lines_of(names: Collection[str], points: Collection[str]) -> list[str]:
     ]
 
 
+def text() -> str:
+    """The file as it is, "" when there is none; whatever bytes it has can be written back.
+
+    Split at "\\n" alone, which is where lines end for those who mount by it.
+    """
+    try:
+        return _host.path(FILE).read_bytes().decode(errors="surrogateescape")
+    except FileNotFoundError:
+        return ""
+
+
+def shown(line: str) -> str:
+    """A line as plans and results name it, where not every byte may stand."""
+    told = line.encode(errors="surrogateescape").decode(errors="backslashreplace")
+    return told.replace("\0", "\\x00")
+
+
 def disable(lines: Iterable[str], *, backup: str) -> None:
     """Comment the lines out after a copy of the file is safe in `backup`."""
-    text = _host.path(FILE).read_text()
-    _host.write(backup, text)
-    out_of_force = set(lines)
-    kept = [f"# {MARKER} {line}" if line in out_of_force else line for line in text.splitlines()]
-    _host.write(FILE, "\n".join(kept) + "\n")
+    was, out_of_force = text(), set(lines)
+    _host.write(backup, was)
+    kept = [
+        f"# {MARKER} {line}" if shown(line) in out_of_force else line for line in was.split("\n")
+    ]
+    _host.write(FILE, "\n".join(kept))
+
+
+def remove(lines: Iterable[str], *, backup: str) -> None:
+    """Take the lines out; without them the file is what it was before they came, to the byte."""
+    was, unwanted = text(), set(lines)
+    _host.write(backup, was, mode=0o600)
+    rows = io.StringIO(was, newline="\n")
+    _host.write(FILE, "".join(row for row in rows if shown(row.removesuffix("\n")) not in unwanted))
 
 
 def disabled() -> list[str]:
     """Lines that `disable` put out of force, as they were."""
     prefix = f"# {MARKER} "
-    rows = (_host.read(FILE) or "").splitlines()
-    return [row.removeprefix(prefix) for row in rows if row.startswith(prefix)]
+    return [shown(row.removeprefix(prefix)) for row in text().split("\n") if row.startswith(prefix)]
 
 
 def enable(lines: Iterable[str]) -> None:
     """Put lines back into force that `disable` commented out."""
-    back = {f"# {MARKER} {line}": line for line in lines}
-    text = _host.path(FILE).read_text()
-    _host.write(FILE, "\n".join(back.get(row, row) for row in text.splitlines()) + "\n")
+    prefix, back = f"# {MARKER} ", set(lines)
+    rows = [
+        row.removeprefix(prefix)
+        if row.startswith(prefix) and shown(row.removeprefix(prefix)) in back
+        else row
+        for row in text().split("\n")
+    ]
+    _host.write(FILE, "\n".join(rows))
 
 
 def device_there(line: str) -> bool:
@@ -77,6 +108,14 @@ def device_there(line: str) -> bool:
 
 
 def _device_name(spec: str) -> str:
+    """The kernel name of what the line mounts; "" for what is no device or can be no path."""
+    try:
+        return _resolved(spec)
+    except (OSError, ValueError):
+        return ""
+
+
+def _resolved(spec: str) -> str:
     tag, equals, value = spec.partition("=")
     if equals and tag in _TAGS:
         label = _encoded(_usage.unescape(value.strip('"')))
@@ -87,7 +126,8 @@ def _device_name(spec: str) -> str:
 def _encoded(label: str) -> str:
     """A label as udev writes it into the name of a link."""
     kept = "#+-.:=@_"
-    return "".join(
-        c if c.isalnum() or c in kept else "".join(f"\\x{byte:02x}" for byte in c.encode())
-        for c in label
-    )
+    return "".join(c if c.isalnum() or c in kept else _bytes_of(c) for c in label)
+
+
+def _bytes_of(character: str) -> str:
+    return "".join(f"\\x{byte:02x}" for byte in character.encode(errors="surrogateescape"))

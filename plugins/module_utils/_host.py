@@ -86,7 +86,8 @@ def write(absolute: str, text: str, mode: int = 0o644) -> None:
     descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         os.fchmod(descriptor, mode)
-        with os.fdopen(descriptor, "w") as handle:
+        # What was read with surrogateescape goes back as it was.
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="surrogateescape") as handle:
             handle.write(text)
             handle.flush()
             os.fsync(handle.fileno())

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from ansible_collections.gpuaas.slice.plugins.module_utils import _lease, _libvirt, _tenancy
+import itertools
+
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _host,
+    _lease,
+    _libvirt,
+    _tenancy,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 # Not qemu-img or qemu-nbd, which have no guest.
@@ -34,7 +41,22 @@ def refusals() -> list[Refusal]:
 def _running() -> list[str]:
     """Machines under QEMU, also ones that libvirt has lost or that are nobody's slice."""
     programs = sorted(_libvirt.processes("").items())
-    return [f"{program} {pid}" for pid, program in programs if program.startswith(_MACHINES)]
+    return [
+        f"{program} {pid}"
+        for pid, program in programs
+        if program.startswith(_MACHINES) and not _probe(pid)
+    ]
+
+
+def _probe(pid: int) -> bool:
+    """Whether this QEMU is only asked by libvirt what it can do: it has no machine at all."""
+    arguments = (_host.read(f"/proc/{pid}/cmdline") or "").split("\0")
+    given = [
+        value.split(",")[0].removeprefix("type=")
+        for option, value in itertools.pairwise(arguments)
+        if option in ("-machine", "--machine", "-M")
+    ]
+    return bool(given) and set(given) == {"none"}
 
 
 def _leased() -> list[str]:

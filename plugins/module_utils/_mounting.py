@@ -65,8 +65,9 @@ def again(done: Sequence[_change.Step], *, spare: Collection[str]) -> tuple[list
         try:
             _mount(step.subject, step.before)
             back.append(step.subject)
-        except Refusal as refusal:
-            left.append(f"{step.subject} ({refusal.found})")
+        except (OSError, Refusal) as problem:
+            why = problem.found if isinstance(problem, Refusal) else str(problem)
+            left.append(f"{step.subject} ({why})")
     return back, left
 
 

@@ -6,7 +6,7 @@ The reconciler does not ask for that; a person with a shell, AWX or cloud-init m
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _lease
@@ -48,4 +48,4 @@ def guarded(
     def facts(params: Params, state: State) -> dict[str, Any]:
         return subject.facts(params, state.found)
 
-    return _change.Subject(observe, plan, subject.apply, facts, subject.exclusive)
+    return replace(subject, observe=observe, plan=plan, facts=facts)

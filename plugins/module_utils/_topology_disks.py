@@ -18,6 +18,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _signature,
     _topology_pci,
 )
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils._topology_candidates import (
     Blocker,
     blocker,
@@ -47,7 +48,7 @@ def _usages(known: Sequence[_block.Disk]) -> dict[str, _block.Usage]:
     except OSError:
         found = {}
         for disk in known:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, Refusal):
                 found[disk.kernel_name] = _block.usage(disk)
         return found
 

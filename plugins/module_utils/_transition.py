@@ -12,6 +12,7 @@ from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _approval,
+    _begun,
     _block,
     _change,
     _claims,
@@ -31,6 +32,7 @@ class Device:
     """One requested path. disk is None when it could not be identified; refusal then says why.
 
     obstacles: what would come to light only when the disk is claimed, after it was unmounted.
+    begun: what was approved for an erase that broke off.
     """
 
     path: str
@@ -44,13 +46,15 @@ class Device:
     mounts: tuple[_usage.Mount, ...] = ()
     signatures: tuple[str, ...] = ()
     obstacles: tuple[Refusal, ...] = ()
+    begun: Mapping[str, Any] | None = None
 
     @property
     def identity(self) -> str:
         return self.disk.identity if self.disk else ""
 
     def needs_erase(self) -> bool:
-        return bool(self.used.children or self.used.filesystems) or self.proof is None
+        there = self.used.children or self.used.filesystems
+        return bool(there) or self.proof is None or self.begun is not None
 
 
 def observe(path: str) -> Device:
@@ -74,6 +78,7 @@ def observe(path: str) -> Device:
         mounts=tuple(mounts),
         signatures=tuple(_content.described(disk)) if used.filesystems else (),
         obstacles=(*_mounting.covered(mounts, table), *_claimed(disk, used, mounts)),
+        begun=_begun.of(disk),
     )
 
 
@@ -212,6 +217,7 @@ def _use_blockers(
     device: Device, approved: _approval.Approval, *, apply: bool
 ) -> Iterator[Refusal]:
     named = f"{device.path} ({device.identity})"
+    approved = _approval.resumed(approved, device.begun, device.used, device.signatures)
     for code, found in device.used.findings():
         if code != "mounted":
             remedy = "choose another disk, or take it out of that use first; nothing is forced"

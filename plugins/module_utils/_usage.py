@@ -7,6 +7,7 @@ the disk, its partitions and what is stacked on them.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import stat
@@ -18,6 +19,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import _content, _dis
 
 partitions = _content.partitions
 extents = _content.extents
+known_extents = _content.known_extents
 signatures = _content.signatures
 marks = _content.marks
 
@@ -200,12 +202,18 @@ def carries(disk: _disk.Disk, points: Collection[str]) -> list[str]:
 
 
 def mounts() -> list[Mount]:
-    """The host's mounts; the last one mounted last."""
+    """The host's mounts; the last one mounted last.
+
+    A row of another form is passed over: whoever may mount could otherwise keep every disk of the
+    host from being looked at. What it hides is still claimed in the kernel.
+    """
     found = []
-    for line in (_host.read("/proc/self/mountinfo") or "").splitlines():
+    for line in _rows("/proc/self/mountinfo"):
         fields, _sep, rest = line.partition(" - ")
-        _id, _parent, devt, root, point, options, *_tags = fields.split(" ")
-        kind, source, *_super = rest.split(" ")
+        first, last = fields.split(" "), rest.split(" ")
+        if len(first) < 6 or len(last) < 2:
+            continue
+        (devt, root, point, options), (kind, source) = first[2:6], last[:2]
         found.append(Mount(unescape(point), devt, unescape(source), kind, unescape(root), options))
     return found
 
@@ -296,17 +304,26 @@ def _slaves(name: str) -> list[str]:
 def _volumes() -> list[set[str]]:
     """Devices of each mounted btrfs volume: a mount names one of them, and none has a holder."""
     folder = _host.path("/sys/fs/btrfs")
-    found = [{device.name for device in place.iterdir()} for place in folder.glob("*/devices")]
+    found = []
+    for place in folder.glob("*/devices"):
+        with contextlib.suppress(FileNotFoundError):  # Unmounted since it was listed.
+            found.append({device.name for device in place.iterdir()})
     return [volume for volume in found if volume]
 
 
 def _pooled(disk: _disk.Disk, used: Usage) -> Usage:
-    """With the imported ZFS pools that the disk is in: neither mounts nor holders show them."""
+    """With the imported ZFS pools that the disk is in: neither mounts nor holders show them.
+
+    Anybody who ever had the disk may have written the label, with any name in it. It counts where
+    the kernel lets nobody claim what carries it: ZFS claims every device of an imported pool.
+    """
     folder = _host.path("/proc/spl/kstat/zfs")
     imported = (
         {place.name for place in folder.iterdir() if place.is_dir()} if folder.is_dir() else set()
     )
-    told = set(_content.pools(disk))
+    if not imported:
+        return used
+    told = {pool for name, pool in _content.pools(disk).items() if is_claimed(name)}
     mine = sorted(imported if "?" in told else imported & told)
     points = sorted(
         mount.point
@@ -316,6 +333,15 @@ def _pooled(disk: _disk.Disk, used: Usage) -> Usage:
     return replace(
         used, zfs=mine, os_disk=used.os_disk or bool(points), system=[*used.system, *points]
     )
+
+
+def is_claimed(name: str) -> bool:
+    """Whether something in the kernel, or an exclusive descriptor, holds the device."""
+    try:
+        os.close(os.open(_disk.node(name), os.O_RDONLY | os.O_EXCL | os.O_CLOEXEC))
+    except OSError as refused:
+        return refused.errno == errno.EBUSY
+    return False
 
 
 def _own_devices() -> set[str]:
@@ -334,9 +360,17 @@ def _on(path: str, points: Collection[str]) -> bool:
 
 
 def _swaps() -> list[str]:
-    lines = (_host.read("/proc/swaps") or "").splitlines()[1:]
-    paths = [unescape(line.split()[0]) for line in lines if line.strip()]
+    paths = [unescape(re.split("[ \t]", line)[0]) for line in _rows("/proc/swaps")[1:]]
     return [node_name(path) or path for path in paths]
+
+
+def _rows(absolute: str) -> list[str]:
+    """Rows of a table of the kernel's, which escapes newlines in names and no other line ends."""
+    try:
+        text = _host.path(absolute).read_bytes().decode(errors="replace")
+    except OSError:
+        return []
+    return [row for row in text.split("\n") if row]
 
 
 def _number(name: str) -> str:

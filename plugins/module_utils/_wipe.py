@@ -6,6 +6,8 @@ one that reports success and leaves bytes is recorded as a failed attempt and th
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +20,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _signature,
     _usage,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils._device import MIB
+from ansible_collections.gpuaas.slice.plugins.module_utils._device import ALIGN, MIB
 from ansible_collections.gpuaas.slice.plugins.module_utils._disk import Disk
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
@@ -43,16 +45,16 @@ def erase(descriptor: int, disk: Disk, methods: Sequence[str]) -> dict[str, Any]
         if not said.supports(method):
             attempts.append({"method": method, "outcome": "not supported by the controller"})
             continue
+        chosen = _proof.samples(disk.size_bytes, marks, os.urandom(16))
         try:
             status = _run(descriptor, disk, said, method)
+            left = _proof.residue(descriptor, chosen) if status["status"] == 0 else []
         except OSError as failed:
             attempts.append({"method": method, "outcome": f"failed: {failed}"})
             continue
         if status["status"] != 0:
             attempts.append({"method": method, "outcome": f"refused: {status}"})
             continue
-        chosen = _proof.samples(disk.size_bytes, marks, os.urandom(16))
-        left = _proof.residue(descriptor, chosen)
         if left:
             shown = ", ".join(map(str, left[:4]))
             attempts.append({"method": method, "outcome": f"bytes left at {shown}"})
@@ -84,21 +86,47 @@ def clear_signatures(descriptor: int, disk: Disk) -> list[int]:
     """Overwrite both ends of the disk and of each partition, and forget the partitions.
 
     Returns the offsets of the signatures that were there and of the ends that were overwritten, to
-    be read back later. An interrupted erase then leaves no table or filesystem to be found.
+    be read back later. An interrupted erase then leaves no table or filesystem to be found. A place
+    that can be neither read nor written is passed over: the erase may cure it, and without zeros at
+    the end there is no proof.
     """
     marks: list[int] = []
-    # The disk itself comes last.
-    extents = sorted(_usage.extents(disk, descriptor).values(), reverse=True)
+    # The disk itself comes last: its table tells where the partitions are.
+    extents = sorted(_extents(descriptor, disk), reverse=True)
     for start, length in extents:
-        marks += [mark.offset for mark in _signature.found(descriptor, start, length)]
+        with contextlib.suppress(OSError):
+            marks += [mark.offset for mark in _signature.found(descriptor, start, length)]
     for start, length in extents:
-        span = min(MIB, length)
-        for at in sorted({start, start + length - span}):
-            _device.write_zeros(descriptor, at, span)
+        first, end = _outwards(start, length, disk.size_bytes)
+        span = min(MIB, end - first)
+        for at in sorted({first, end - span}):
             marks.append(at)
-    os.fsync(descriptor)
-    _device.reread_partitions(descriptor)
+            with contextlib.suppress(OSError):
+                _device.write_zeros(descriptor, at, span)
+    with contextlib.suppress(OSError):
+        os.fsync(descriptor)
+    try:
+        _device.reread_partitions(descriptor)
+    except OSError as refused:
+        if refused.errno != errno.EIO:
+            raise
     return sorted(set(marks))
+
+
+def _extents(descriptor: int, disk: Disk) -> list[tuple[int, int]]:
+    """The disk and its partitions; of an unreadable table those that the kernel knows."""
+    try:
+        return list(_usage.extents(disk, descriptor).values())
+    except OSError:
+        return list(_usage.known_extents(disk).values())
+
+
+def _outwards(start: int, length: int, size: int) -> tuple[int, int]:
+    """First byte and end, in blocks that direct I/O can write.
+
+    A guest that counts in sectors of 512 bytes ends its partitions between the disk's of 4096.
+    """
+    return start - start % ALIGN, min(-(-(start + length) // ALIGN) * ALIGN, size)
 
 
 def _run(descriptor: int, disk: Disk, said: _nvme.Identity, method: str) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def plan(_params: _change.Params, state: list[str]) -> _change.Plan:
 
 def apply(_params: _change.Params, step: _change.Step) -> dict[str, Any]:
     backup = f"{_fstab.BACKUP}{re.sub('[^0-9]', '', _host.now())[:14]}"
-    _host.write(backup, _host.path(_fstab.FILE).read_text())
+    _host.write(backup, _fstab.text())
     _fstab.enable(step.after)
     return {"backup": backup}
 

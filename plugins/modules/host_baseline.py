@@ -16,7 +16,7 @@ description:
   - V(recorded) keeps the first look for an allocation on the host and returns it again, so that a
     repeated provision never takes the tenant's own changes for the state before.
   - V(compared) compares with O(baseline), which the caller kept. A tenant with root could change
-    whatever the host keeps, which is forgotten then.
+    whatever the host keeps, which is forgotten then; that it was no record any more is drift.
 options:
   allocation_id:
     description: The allocation, a UUID with dashes.
@@ -68,8 +68,10 @@ compared:
 """
 
 import json
+import os
 import re
-from dataclasses import dataclass
+import shutil
+from dataclasses import dataclass, field
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
@@ -87,33 +89,54 @@ _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 @dataclass(frozen=True)
 class State:
-    """kept: the first look, as the host remembers it. now: with O(state=compared) only."""
+    """kept: the first look, as the host remembers it. now, there, broken: with O(state=compared).
 
-    kept: Sections | None
-    now: Sections
+    there: whether anything is in the place of the host's record. broken: it is no record.
+    """
+
+    kept: Sections | None = None
+    now: Sections = field(default_factory=dict)
+    there: bool = False
+    broken: bool = False
 
 
 def observe(params: _change.Params) -> State:
-    kept: Sections | None = _host.document(
-        _file(params["allocation_id"]),
+    file = _file(params["allocation_id"])
+    if params["state"] == "recorded":
+        return State(kept=_kept(file))
+    # Whatever the tenant made of the record, nothing is compared with it.
+    try:
+        _kept(file)
+        broken = False
+    except (Refusal, RecursionError):
+        broken = True
+    there = os.path.lexists(_host.path(file))
+    return State(now=_host_baseline.take(), there=there, broken=there and broken)
+
+
+def _kept(file: str) -> Sections | None:
+    return _host.document(
+        file,
         code="baseline_unreadable",
         remedy="a look now would take the tenant's changes for what was before: keep the file as "
         "evidence, look at the host by hand, and remove it before the machine is released",
     )
-    return State(kept, _host_baseline.take() if params["state"] == "compared" else {})
 
 
 def plan(params: _change.Params, state: State) -> _change.Plan:
     file = _file(params["allocation_id"])
     if params["state"] == "recorded" and state.kept is None:
         return _change.Plan((_change.Step("record_baseline", file),))
-    if params["state"] == "compared" and state.kept is not None:
+    if params["state"] == "compared" and state.there:
         return _change.Plan((_change.Step("forget_baseline", file),))
     return _change.Plan()
 
 
 def apply(_params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
     if step.name == "forget_baseline":
+        there = _host.path(step.subject)
+        if there.is_dir() and not there.is_symlink():
+            shutil.rmtree(there)
         _host.remove(step.subject)
         return None
     text = json.dumps(_host_baseline.take(), sort_keys=True)
@@ -127,6 +150,27 @@ def facts(params: _change.Params, state: State) -> dict[str, Any]:
     before = params["baseline"] or {}
     found = _host_baseline.differences(before, state.now) if before else []
     return {"drift": found, "compared": bool(before)}
+
+
+def subject() -> _change.Subject:
+    """For one run: what was in the place of the record is told when it is gone, too."""
+    broken: list[str] = []
+
+    def look(params: _change.Params) -> State:
+        state = observe(params)
+        if state.broken:
+            broken.append(_file(params["allocation_id"]))
+        return state
+
+    def tell(params: _change.Params, state: State) -> dict[str, Any]:
+        found = facts(params, state)
+        rows = [
+            {"section": "baseline", "name": file, "change": "changed", "access": False}
+            for file in broken
+        ]
+        return {**found, "drift": [*rows, *found["drift"]]} if rows else found
+
+    return _change.Subject(look, plan, apply, tell)
 
 
 def _file(allocation_id: str) -> str:
@@ -149,7 +193,7 @@ def main() -> None:
         },
         supports_check_mode=True,
     )
-    _change.run(module, _change.Subject(observe, plan, apply, facts))
+    _change.run(module, subject())
 
 
 if __name__ == "__main__":

@@ -22,13 +22,15 @@ description:
     taken, and neither is a boot card (Dell BOSS).
   - When a disk is refused after it was unmounted, its mounts and its lines of C(/etc/fstab) are put
     back; what could not be put back is named.
+  - An erase that broke off is begun again under the approval that it had, or under one that names
+    the same disk, unless something else was made of the disk since.
   - A raw, unmounted disk whose proof still stands is left alone.
   - Refuses with C(device_not_found), C(not_a_whole_disk), C(multipath_member), C(duplicate_device),
     C(kernel_name_not_allowed), C(approval_missing), C(identity_mismatch), C(os_disk),
     C(swap_in_use), C(md_member), C(lvm_member), C(dm_holder), C(held), C(held_open),
     C(btrfs_member), C(zfs_pool), C(mount_covered), C(excluded_model), C(qemu_holds_disk),
     C(unexpected_filesystem), C(disk_belongs_to_slot), C(changed_since_approval),
-    C(changed_since_plan), C(wipe_not_verified).
+    C(changed_since_plan), C(wipe_not_verified), C(erase_record_unreadable).
 options:
   devices:
     description: Disks, as C(/dev/disk/by-id/nvme-eui.*). A dry run also takes kernel names.
@@ -120,12 +122,15 @@ applied:
   sample: true
 """
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _approval,
+    _begun,
     _block,
     _change,
     _command,
@@ -220,8 +225,12 @@ def _erase(params: _change.Params, step: _change.Step) -> dict[str, Any]:
     seen = _block.written(step.before["filesystems"])
     with _block.exclusive(disk, seen=seen) as descriptor:
         _refuse_change(disk, descriptor, step.before["signatures"])
+        _begun.record(disk, _approval.resumed(approved, _begun.of(disk), _block.Usage(), ()))
         proof = _wipe.erase(descriptor, disk, params["methods"])
         _proof.record(disk.identity, proof)
+    # A record that stays is void beside a younger proof.
+    with contextlib.suppress(OSError):
+        _begun.forget(disk)
     return proof
 
 
@@ -242,8 +251,7 @@ def recover(
 ) -> Refusal:
     """Mount and put into force again what belongs to disks that are as they were."""
     gone = [step.destroys for step in done if step.destroys]
-    # Every other refusal of an erase comes before its first byte.
-    if failed.destroys and refusal.code == "wipe_not_verified":
+    if failed.destroys and (refusal.code == "wipe_not_verified" or _begun.noted(failed.destroys)):
         gone.append(failed.destroys)
     spare = {identity for identity in gone if identity}
     back, left = _put_lines_back(done, spare)

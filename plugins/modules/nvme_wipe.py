@@ -22,7 +22,7 @@ description:
     and its proof is returned.
   - Refuses with C(stale_fence), C(disk_belongs_to_slot), C(os_disk), C(disk_in_use),
     C(identity_mismatch), C(device_not_found), C(changed_since_plan), C(unexpected_filesystem),
-    C(excluded_model), C(wipe_not_verified).
+    C(excluded_model), C(device_unreadable), C(wipe_not_verified).
 options:
   slots:
     description: Slot bundles, each with its C(fence).
@@ -49,7 +49,9 @@ options:
     type: bool
     default: false
   exclude_models:
-    description: Parts of model names that are never wiped, beyond those known as boot cards.
+    description:
+      - Parts of model names that are never wiped, beyond those known as boot cards. A disk that is
+        marked dirty was taken before, and is refused for a boot card only.
     type: list
     elements: str
     default: []
@@ -142,9 +144,11 @@ def _look(slot: Mapping[str, Any], params: _change.Params) -> SlotState:
     try:
         entry = _lease.check(slot_id, int(slot["fence"]))
         disk = _block.of_slot(slot)
+        used = _block.usage(disk, dirty=entry.dirty)
     except Refusal as refusal:
         return SlotState(slot_id, refusals=(refusal,))
-    used, exclude = _block.usage(disk), params.get("exclude_models") or ()
+    # The profile's list is about taking disks: a model added to it later must not keep a tenant's.
+    exclude = () if entry.dirty else params.get("exclude_models") or ()
     written = _block.written(used.filesystems)
     made = [_unexpected(disk, written)] if raw and written and not entry.dirty else []
     return SlotState(

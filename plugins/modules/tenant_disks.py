@@ -188,7 +188,7 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
         case "stop_device":
             _stop(step.subject.rpartition("/")[2])
         case "remove_fstab":
-            _remove_lines(step.before, backup=step.after["backup"])
+            _fstab.remove(step.before, backup=step.after["backup"])
             _command.run(["systemctl", "daemon-reload"])
     return None
 
@@ -206,14 +206,6 @@ def _unmount(step: _change.Step) -> None:
             remedy="end what uses it, or restart the machine: fstab no longer mounts it; then "
             "clean up again; nothing is taken away by force",
         ) from refusal
-
-
-def _remove_lines(lines: list[str], *, backup: str) -> None:
-    """Without the tenant's lines the file is what it was before, to the byte."""
-    text = _host.path(_fstab.FILE).read_text()
-    _host.write(backup, text, mode=0o600)
-    kept = [line for line in text.splitlines(keepends=True) if line.rstrip("\n") not in lines]
-    _host.write(_fstab.FILE, "".join(kept))
 
 
 def _stop(name: str) -> None:

@@ -323,7 +323,7 @@ def apply(step: _change.Step) -> None:
         _host.remove(step.subject)
 '''
 
-# sha256 08b24c126b714ece4b8b8e0afc7abed6b47ee7dcef2d128b79bfd6c22a889bd8
+# sha256 738522fcdef4e844fe5a49a8e415354d602142d7cb9b59a0bf5a7d5690b03be0
 SOURCES["_boot"] = r'''"""What survives a reboot: a oneshot service per concern that runs the collection's code at boot.
 
 The host needs no Ansible for it: the sources that the concern imports are copied below LIBRARY
@@ -342,7 +342,7 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
@@ -373,12 +373,13 @@ class Service:
 @dataclass(frozen=True)
 class Installed:
     """What of a unit is on the host. differing: files that are not what they should be, among them
-    those that change the unit from beside it.
+    those that change the unit from beside it. traces: what an interrupted removal left of it.
     """
 
     differing: tuple[str, ...]
     present: tuple[str, ...]
     service: Service
+    traces: tuple[str, ...] = ()
 
 
 def observe(unit: Unit) -> Installed:
@@ -389,6 +390,7 @@ def observe(unit: Unit) -> Installed:
         differing=(*differing, *_boot_files.additions(unit)),
         present=tuple(p for p in _own(unit) if _host.path(p).exists()),
         service=services([unit.service])[unit.service],
+        traces=tuple(_traces(unit)),
     )
 
 
@@ -405,9 +407,8 @@ def plan(unit: Unit, found: Installed) -> list[_change.Step]:
 
 
 def plan_removal(unit: Unit, found: Installed) -> list[_change.Step]:
-    if not found.present:
-        return []
-    return [_change.Step("remove_service", unit.service, list(found.present), [])]
+    there = [*found.present, *found.traces]
+    return [_change.Step("remove_service", unit.service, there, [])] if there else []
 
 
 def apply(unit: Unit, step: _change.Step) -> None:
@@ -426,7 +427,7 @@ def apply(unit: Unit, step: _change.Step) -> None:
         _remove_folders(unit)
         _boot_files.forget(unit)
         # The last unit takes the library with it.
-        if not list(_host.path(_boot_files.UNITS).glob("gpuaas-*.service")):
+        if not _units_left():
             shutil.rmtree(_host.path(LIBRARY), ignore_errors=True)
         _command.run(["systemctl", "daemon-reload"])
 
@@ -543,6 +544,20 @@ def _imported(source: str) -> list[str]:
 def _own(unit: Unit) -> tuple[str, ...]:
     """The files of this unit alone; the library is shared with the other units."""
     return (unit.path, unit.program, unit.settings_path, *_boot_files.additions(unit))
+
+
+def _traces(unit: Unit) -> Iterator[str]:
+    """The unit's share of what units have in common; the library is the last one's to take."""
+    known = _boot_files.recorded()
+    # A record that says nothing is nobody's, and goes with any of them.
+    if unit.name in known or (not known and _host.path(_boot_files.RECORD).exists()):
+        yield _boot_files.RECORD
+    if not _units_left() and _host.path(LIBRARY).exists():
+        yield LIBRARY
+
+
+def _units_left() -> bool:
+    return any(_host.path(_boot_files.UNITS).glob("gpuaas-*.service"))
 
 
 def _remove_folders(unit: Unit) -> None:
@@ -1138,7 +1153,7 @@ def _lines(argv: list[str]) -> list[str]:
     return [line for line in _command.run(argv).out.splitlines() if line.strip()]
 '''
 
-# sha256 f3277382740347dac49539a49f079cd52ed29b1b4ee22fc5832c92636af4f044
+# sha256 e9323c2061a795feb6ed480f3a9045e94fff0d5ef6c366a9f183ea00752e6bb3
 SOURCES["_change"] = r'''"""The driver of every module: observe, plan, apply, verify for those that change something.
 
 `check_mode` is looked at here and nowhere else in the collection. *changed*, *diff* and the actions
@@ -1148,6 +1163,7 @@ come from one plan, so they cannot disagree.
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -1264,7 +1280,8 @@ def _drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
     for step in outcome.plan.steps:
         try:
             evidence = subject.apply(params, step)
-        except Refusal as refusal:
+        except (Refusal, OSError, ValueError) as problem:
+            refusal = problem if isinstance(problem, Refusal) else _unforeseen(step, problem)
             # The step may have acted before it failed, so the host counts as changed.
             outcome.changed = True
             outcome.failure = subject.recover(params, done, step, refusal)
@@ -1277,6 +1294,19 @@ def _drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
             outcome.evidence[step.name] = evidence
     _verify(subject, params, outcome)
     return outcome
+
+
+def _unforeseen(step: Step, problem: Exception) -> Refusal:
+    """What the system said to a step that did not expect it: what is done must be put back too."""
+    frames = traceback.extract_tb(problem.__traceback__)
+    own = [frame for frame in frames if "/plugins/" in frame.filename] or frames
+    where = f"{own[-1].filename.rpartition('/')[2]}:{own[-1].lineno}"
+    return Refusal(
+        "system_error",
+        expected=f"{step.name} of {step.subject} to be done",
+        found=f"{type(problem).__name__}: {problem} ({where})",
+        remedy="repair what the system names, then run again",
+    )
 
 
 def _verify(subject: Subject, params: Params, outcome: Outcome) -> None:
@@ -2335,7 +2365,7 @@ def _count(absolute: str) -> int:
     return sum(1 for _entry in folder.iterdir()) if folder.is_dir() else 0
 '''
 
-# sha256 9a992bc8e732066c919afd759691a10074f36d3247a94837f97904cb28ecbb2f
+# sha256 0be3b8e79cb9a74fc24f2db84613f4a61da5bd394234ab938c956be36515e2ac
 SOURCES["_host"] = r'''"""The host's file tree: one root for every path, one way to write a file."""
 
 from __future__ import annotations
@@ -2424,7 +2454,8 @@ def write(absolute: str, text: str, mode: int = 0o644) -> None:
     descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         os.fchmod(descriptor, mode)
-        with os.fdopen(descriptor, "w") as handle:
+        # What was read with surrogateescape goes back as it was.
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="surrogateescape") as handle:
             handle.write(text)
             handle.flush()
             os.fsync(handle.fileno())
@@ -2592,12 +2623,19 @@ def _memory() -> dict[int, int]:
     return found
 '''
 
-# sha256 e5772bbe58d3ba7b1aa1ed04bde0709931a2a402f44d3a574c996022b15f474b
+# sha256 3bcacaae7783744b072c75491629fc99e4a4f3db74dcaf6eb7d70d757b54aa8e
 SOURCES["_idle"] = r'''"""Who would be cut off if this machine were restarted now: asked right before every restart."""
 
 from __future__ import annotations
 
-from ansible_collections.gpuaas.slice.plugins.module_utils import _lease, _libvirt, _tenancy
+import itertools
+
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _host,
+    _lease,
+    _libvirt,
+    _tenancy,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 # Not qemu-img or qemu-nbd, which have no guest.
@@ -2629,7 +2667,22 @@ def refusals() -> list[Refusal]:
 def _running() -> list[str]:
     """Machines under QEMU, also ones that libvirt has lost or that are nobody's slice."""
     programs = sorted(_libvirt.processes("").items())
-    return [f"{program} {pid}" for pid, program in programs if program.startswith(_MACHINES)]
+    return [
+        f"{program} {pid}"
+        for pid, program in programs
+        if program.startswith(_MACHINES) and not _probe(pid)
+    ]
+
+
+def _probe(pid: int) -> bool:
+    """Whether this QEMU is only asked by libvirt what it can do: it has no machine at all."""
+    arguments = (_host.read(f"/proc/{pid}/cmdline") or "").split("\0")
+    given = [
+        value.split(",")[0].removeprefix("type=")
+        for option, value in itertools.pairwise(arguments)
+        if option in ("-machine", "--machine", "-M")
+    ]
+    return bool(given) and set(given) == {"none"}
 
 
 def _leased() -> list[str]:
@@ -4424,7 +4477,7 @@ def _identities(name: str) -> list[str]:
     ]
 '''
 
-# sha256 5377bc158040f556d68708c09fd4b765807333e330509f122d7f2bd64f3d3d79
+# sha256 8f12476c6d8103100d23335b57c101d27884688c2eb3bb08f327d21f9c34a9f3
 SOURCES["_tenancy"] = r'''"""A machine that one tenant has as a whole: no module makes a slice host of it meanwhile.
 
 The reconciler does not ask for that; a person with a shell, AWX or cloud-init may.
@@ -4433,7 +4486,7 @@ The reconciler does not ask for that; a person with a shell, AWX or cloud-init m
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _lease
@@ -4475,7 +4528,7 @@ def guarded(
     def facts(params: Params, state: State) -> dict[str, Any]:
         return subject.facts(params, state.found)
 
-    return _change.Subject(observe, plan, subject.apply, facts, subject.exclusive)
+    return replace(subject, observe=observe, plan=plan, facts=facts)
 '''
 
 # sha256 fb3c5bbc89e9ec0a1efb9d087615b6bfe4e97913f300fa562d6b352c73865bfb

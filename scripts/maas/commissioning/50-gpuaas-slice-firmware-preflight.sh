@@ -740,7 +740,7 @@ def _shown(job_id: str, job: _bios.Job | None) -> str:
     return job_id if job is None else f"{job_id} is {job.status} ({job.percent}%)"
 '''
 
-# sha256 770751bcce1b14e86ecf69628ac022807cf1fedebb6f23e9349b864f05873541
+# sha256 f6c0141979c06958a9c88594131fe793ab2d8d16e14802e3209ab9292c7c09e9
 SOURCES["_block"] = r'''"""The disk as other modules see it, and the one way to get hold of it for destruction.
 
 `exclusive` is invariant I7: one descriptor, opened O_EXCL, on which identity and use are checked
@@ -757,6 +757,7 @@ import os
 import struct
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
 from typing import TypeVar
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import _disk, _usage
@@ -770,13 +771,29 @@ disks = _disk.disks
 resolve = _disk.resolve
 of_slot = _disk.of_slot
 pci_addresses = _disk.pci_addresses
-usage = _usage.usage
 usages = _usage.usages
 written = _usage.written
 
 # QEMU keeps shared locks on bytes from 100 and from 200 of an image that it has open.
 _QEMU_LOCKS = (100, 200)
 _PATIENCE_S = 15.0  # How long udev or a scan may hold the disk before that counts as use.
+
+
+def usage(disk: Disk, *, dirty: bool = False) -> Usage:
+    """The use of one disk; a Refusal `device_unreadable` when it cannot be read.
+
+    dirty: by the ledger a tenant's bytes are on it. They are told where they can be read and
+    decide nothing: neither a bad sector nor a label with the name of a pool keeps them from going.
+    """
+    if dirty:
+        used = _usage.claims(disk)
+        with contextlib.suppress(OSError):
+            used = replace(used, filesystems=_usage.signatures(disk))
+        return used
+    try:
+        return _usage.usage(disk)
+    except OSError as broken:
+        raise _unreadable(disk, broken) from broken
 
 
 def refusals(disk: Disk, used: Usage, exclude: Iterable[str] = ()) -> list[Refusal]:
@@ -843,7 +860,10 @@ def _refuse_use(disk: Disk) -> None:
 
 
 def _refuse_change(descriptor: int, disk: Disk, seen: Collection[str]) -> None:
-    there = written(_usage.signatures(disk, descriptor))
+    try:
+        there = written(_usage.signatures(disk, descriptor))
+    except OSError as broken:
+        raise _unreadable(disk, broken) from broken
     if sorted(seen) != sorted(there):
         raise Refusal(
             "changed_since_plan",
@@ -877,6 +897,16 @@ def _patiently(act: Callable[[], Result]) -> Result:
             if refused.errno not in (errno.EBUSY, errno.EAGAIN) or time.monotonic() > until:
                 raise
         time.sleep(0.2)
+
+
+def _unreadable(disk: Disk, broken: OSError) -> Refusal:
+    return Refusal(
+        "device_unreadable",
+        expected=f"to read what is on {disk.by_id or disk.kernel_name} ({disk.identity})",
+        found=str(broken),
+        remedy="read the kernel log; replace the disk, or have it formatted when nothing on it is "
+        "needed, and run again; nothing was changed",
+    )
 
 
 def _busy(disk: Disk, who: str) -> Refusal:
@@ -1223,7 +1253,7 @@ BINDING = Unit(
 )
 '''
 
-# sha256 f3277382740347dac49539a49f079cd52ed29b1b4ee22fc5832c92636af4f044
+# sha256 e9323c2061a795feb6ed480f3a9045e94fff0d5ef6c366a9f183ea00752e6bb3
 SOURCES["_change"] = r'''"""The driver of every module: observe, plan, apply, verify for those that change something.
 
 `check_mode` is looked at here and nowhere else in the collection. *changed*, *diff* and the actions
@@ -1233,6 +1263,7 @@ come from one plan, so they cannot disagree.
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -1349,7 +1380,8 @@ def _drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
     for step in outcome.plan.steps:
         try:
             evidence = subject.apply(params, step)
-        except Refusal as refusal:
+        except (Refusal, OSError, ValueError) as problem:
+            refusal = problem if isinstance(problem, Refusal) else _unforeseen(step, problem)
             # The step may have acted before it failed, so the host counts as changed.
             outcome.changed = True
             outcome.failure = subject.recover(params, done, step, refusal)
@@ -1362,6 +1394,19 @@ def _drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
             outcome.evidence[step.name] = evidence
     _verify(subject, params, outcome)
     return outcome
+
+
+def _unforeseen(step: Step, problem: Exception) -> Refusal:
+    """What the system said to a step that did not expect it: what is done must be put back too."""
+    frames = traceback.extract_tb(problem.__traceback__)
+    own = [frame for frame in frames if "/plugins/" in frame.filename] or frames
+    where = f"{own[-1].filename.rpartition('/')[2]}:{own[-1].lineno}"
+    return Refusal(
+        "system_error",
+        expected=f"{step.name} of {step.subject} to be done",
+        found=f"{type(problem).__name__}: {problem} ({where})",
+        remedy="repair what the system names, then run again",
+    )
 
 
 def _verify(subject: Subject, params: Params, outcome: Outcome) -> None:
@@ -1497,7 +1542,7 @@ def run(
     return Result(done.returncode, done.stdout, done.stderr)
 '''
 
-# sha256 b9d29479cc86f087f1ff944bb6d276c42dcdd4ebd9f943d092aee7306c0e67ec
+# sha256 2e0eeb095e5862d5a2267d5cdb65c34cc038030c7fc0c74a94d454170ecbcdc8
 SOURCES["_content"] = r'''"""What is written on a disk: signatures on it and on its partitions, and bytes of no known kind.
 
 A disk counts as blank only when it was looked at: zeros at both ends and wherever else is sampled.
@@ -1537,15 +1582,21 @@ def extents(disk: _disk.Disk, descriptor: int) -> Extents:
 
     Partitions that are in the disk's own table only are named as the kernel would name them.
     """
-    found = {disk.kernel_name: (0, disk.size_bytes)}
-    for name in partitions(disk):
-        start = int(_host.read(f"/sys/class/block/{name}/start") or 0) * 512
-        found[name] = (start, int(_host.read(f"/sys/class/block/{name}/size") or 0) * 512)
+    found = known_extents(disk)
     listed = _partitions.table(descriptor, disk.size_bytes, _block_size(disk))
     for number, place in listed.items():
         if place not in found.values():
             name = f"{disk.kernel_name}p{number}"
             found[f"{name}@{place[0]}" if name in found else name] = place
+    return found
+
+
+def known_extents(disk: _disk.Disk) -> Extents:
+    """The same without the disk's own table: as the kernel knows them now."""
+    found = {disk.kernel_name: (0, disk.size_bytes)}
+    for name in partitions(disk):
+        start = int(_host.read(f"/sys/class/block/{name}/start") or 0) * 512
+        found[name] = (start, int(_host.read(f"/sys/class/block/{name}/size") or 0) * 512)
     return found
 
 
@@ -1597,20 +1648,18 @@ def described(disk: _disk.Disk, descriptor: int | None = None) -> list[str]:
     return sorted({_signature.describe(descriptor, mark) for mark in found})
 
 
-def pools(disk: _disk.Disk) -> list[str]:
-    """ZFS pools by the labels on the disk and its partitions; "?" for a label without a name."""
+def pools(disk: _disk.Disk) -> dict[str, str]:
+    """ZFS pools by the labels on the disk and its partitions, by the kernel name of what has one.
+
+    "?" for a label without a name.
+    """
     descriptor = os.open(_disk.node(disk.kernel_name), os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
     try:
-        places = extents(disk, descriptor)
-        return sorted(
-            {
-                _signature.pool(descriptor, start) or "?"
-                for start, length in places.values()
-                if any(
-                    one.type == "zfs_member" for one in _signature.found(descriptor, start, length)
-                )
-            }
-        )
+        return {
+            name: _signature.pool(descriptor, start) or "?"
+            for name, (start, length) in extents(disk, descriptor).items()
+            if any(one.type == "zfs_member" for one in _signature.found(descriptor, start, length))
+        }
     finally:
         os.close(descriptor)
 
@@ -1671,7 +1720,7 @@ def _samples(start: int, length: int) -> Iterator[tuple[int, int]]:
         yield start + offset, min(_SPOT, length - offset)
 '''
 
-# sha256 3dcafe42766688747655f3d517cec13454d263c32c3da61dd4c422a77618eba9
+# sha256 1b2b4350e90fad2ee3d105668213cda4e1922da8a234e17ddf138416fa5135c9
 SOURCES["_device"] = r'''"""One open block device: its size, its ioctls, and I/O that the page cache cannot falsify.
 
 Every buffer is page aligned and every offset a multiple of 4096, so a descriptor opened with
@@ -1799,6 +1848,8 @@ def drain(descriptor: int, view: memoryview, offset: int) -> None:
 
 def read(descriptor: int, offset: int, length: int) -> bytes:
     """Bytes of any range, read through an aligned buffer."""
+    if length <= 0:
+        return b""  # A partition that went away while it was looked up has no bytes.
     start = offset - offset % ALIGN
     span = -(-(offset + length - start) // ALIGN) * ALIGN
     buffer = mmap.mmap(-1, span)
@@ -2678,7 +2729,7 @@ def _count(absolute: str) -> int:
     return sum(1 for _entry in folder.iterdir()) if folder.is_dir() else 0
 '''
 
-# sha256 9a992bc8e732066c919afd759691a10074f36d3247a94837f97904cb28ecbb2f
+# sha256 0be3b8e79cb9a74fc24f2db84613f4a61da5bd394234ab938c956be36515e2ac
 SOURCES["_host"] = r'''"""The host's file tree: one root for every path, one way to write a file."""
 
 from __future__ import annotations
@@ -2767,7 +2818,8 @@ def write(absolute: str, text: str, mode: int = 0o644) -> None:
     descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         os.fchmod(descriptor, mode)
-        with os.fdopen(descriptor, "w") as handle:
+        # What was read with surrogateescape goes back as it was.
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="surrogateescape") as handle:
             handle.write(text)
             handle.flush()
             os.fsync(handle.fileno())
@@ -2935,12 +2987,19 @@ def _memory() -> dict[int, int]:
     return found
 '''
 
-# sha256 e5772bbe58d3ba7b1aa1ed04bde0709931a2a402f44d3a574c996022b15f474b
+# sha256 3bcacaae7783744b072c75491629fc99e4a4f3db74dcaf6eb7d70d757b54aa8e
 SOURCES["_idle"] = r'''"""Who would be cut off if this machine were restarted now: asked right before every restart."""
 
 from __future__ import annotations
 
-from ansible_collections.gpuaas.slice.plugins.module_utils import _lease, _libvirt, _tenancy
+import itertools
+
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _host,
+    _lease,
+    _libvirt,
+    _tenancy,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 # Not qemu-img or qemu-nbd, which have no guest.
@@ -2972,7 +3031,22 @@ def refusals() -> list[Refusal]:
 def _running() -> list[str]:
     """Machines under QEMU, also ones that libvirt has lost or that are nobody's slice."""
     programs = sorted(_libvirt.processes("").items())
-    return [f"{program} {pid}" for pid, program in programs if program.startswith(_MACHINES)]
+    return [
+        f"{program} {pid}"
+        for pid, program in programs
+        if program.startswith(_MACHINES) and not _probe(pid)
+    ]
+
+
+def _probe(pid: int) -> bool:
+    """Whether this QEMU is only asked by libvirt what it can do: it has no machine at all."""
+    arguments = (_host.read(f"/proc/{pid}/cmdline") or "").split("\0")
+    given = [
+        value.split(",")[0].removeprefix("type=")
+        for option, value in itertools.pairwise(arguments)
+        if option in ("-machine", "--machine", "-M")
+    ]
+    return bool(given) and set(given) == {"none"}
 
 
 def _leased() -> list[str]:
@@ -6148,7 +6222,7 @@ def _down(value: int, step: int) -> int:
     return value - value % step
 '''
 
-# sha256 5377bc158040f556d68708c09fd4b765807333e330509f122d7f2bd64f3d3d79
+# sha256 8f12476c6d8103100d23335b57c101d27884688c2eb3bb08f327d21f9c34a9f3
 SOURCES["_tenancy"] = r'''"""A machine that one tenant has as a whole: no module makes a slice host of it meanwhile.
 
 The reconciler does not ask for that; a person with a shell, AWX or cloud-init may.
@@ -6157,7 +6231,7 @@ The reconciler does not ask for that; a person with a shell, AWX or cloud-init m
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _lease
@@ -6199,7 +6273,7 @@ def guarded(
     def facts(params: Params, state: State) -> dict[str, Any]:
         return subject.facts(params, state.found)
 
-    return _change.Subject(observe, plan, subject.apply, facts, subject.exclusive)
+    return replace(subject, observe=observe, plan=plan, facts=facts)
 '''
 
 # sha256 fb3c5bbc89e9ec0a1efb9d087615b6bfe4e97913f300fa562d6b352c73865bfb
@@ -6346,7 +6420,7 @@ def _candidate(
     }
 '''
 
-# sha256 553f108ec91c4e274602d014e79ab1ae8072ce86bd50f54122febc9af2a9f2d1
+# sha256 024082bd75829d17a5a758282d8844aa8593f572a3d2fda385198e5c3d449f11
 SOURCES["_topology_disks"] = r'''"""NVMe disks of this host as discovery shows them, with everything that speaks against each.
 
 Kernel names and mounts are told, but identity is what counts: names move between boots.
@@ -6367,6 +6441,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _signature,
     _topology_pci,
 )
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils._topology_candidates import (
     Blocker,
     blocker,
@@ -6396,7 +6471,7 @@ def _usages(known: Sequence[_block.Disk]) -> dict[str, _block.Usage]:
     except OSError:
         found = {}
         for disk in known:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, Refusal):
                 found[disk.kernel_name] = _block.usage(disk)
         return found
 
@@ -7259,7 +7334,7 @@ DEFINITIONS: Mapping[str, Definition] = {
 PROFILES = tuple(DEFINITIONS)
 '''
 
-# sha256 085d95a0445bff3d03a79fd791d8218c18834a3eac03dc5c5e17f6a2d285eb50
+# sha256 bda3be3eafcb8546824a40a29ef7ca870a976fe610c43889130edd42c96908ab
 SOURCES["_usage"] = r'''"""Who uses a disk: mounts, swap, holders, open files, and what is written on it.
 
 Asking whether the *disk* is mounted says no while its partition is mounted, so every look goes over
@@ -7269,6 +7344,7 @@ the disk, its partitions and what is stacked on them.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import stat
@@ -7280,6 +7356,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import _content, _dis
 
 partitions = _content.partitions
 extents = _content.extents
+known_extents = _content.known_extents
 signatures = _content.signatures
 marks = _content.marks
 
@@ -7462,12 +7539,18 @@ def carries(disk: _disk.Disk, points: Collection[str]) -> list[str]:
 
 
 def mounts() -> list[Mount]:
-    """The host's mounts; the last one mounted last."""
+    """The host's mounts; the last one mounted last.
+
+    A row of another form is passed over: whoever may mount could otherwise keep every disk of the
+    host from being looked at. What it hides is still claimed in the kernel.
+    """
     found = []
-    for line in (_host.read("/proc/self/mountinfo") or "").splitlines():
+    for line in _rows("/proc/self/mountinfo"):
         fields, _sep, rest = line.partition(" - ")
-        _id, _parent, devt, root, point, options, *_tags = fields.split(" ")
-        kind, source, *_super = rest.split(" ")
+        first, last = fields.split(" "), rest.split(" ")
+        if len(first) < 6 or len(last) < 2:
+            continue
+        (devt, root, point, options), (kind, source) = first[2:6], last[:2]
         found.append(Mount(unescape(point), devt, unescape(source), kind, unescape(root), options))
     return found
 
@@ -7558,17 +7641,26 @@ def _slaves(name: str) -> list[str]:
 def _volumes() -> list[set[str]]:
     """Devices of each mounted btrfs volume: a mount names one of them, and none has a holder."""
     folder = _host.path("/sys/fs/btrfs")
-    found = [{device.name for device in place.iterdir()} for place in folder.glob("*/devices")]
+    found = []
+    for place in folder.glob("*/devices"):
+        with contextlib.suppress(FileNotFoundError):  # Unmounted since it was listed.
+            found.append({device.name for device in place.iterdir()})
     return [volume for volume in found if volume]
 
 
 def _pooled(disk: _disk.Disk, used: Usage) -> Usage:
-    """With the imported ZFS pools that the disk is in: neither mounts nor holders show them."""
+    """With the imported ZFS pools that the disk is in: neither mounts nor holders show them.
+
+    Anybody who ever had the disk may have written the label, with any name in it. It counts where
+    the kernel lets nobody claim what carries it: ZFS claims every device of an imported pool.
+    """
     folder = _host.path("/proc/spl/kstat/zfs")
     imported = (
         {place.name for place in folder.iterdir() if place.is_dir()} if folder.is_dir() else set()
     )
-    told = set(_content.pools(disk))
+    if not imported:
+        return used
+    told = {pool for name, pool in _content.pools(disk).items() if is_claimed(name)}
     mine = sorted(imported if "?" in told else imported & told)
     points = sorted(
         mount.point
@@ -7578,6 +7670,15 @@ def _pooled(disk: _disk.Disk, used: Usage) -> Usage:
     return replace(
         used, zfs=mine, os_disk=used.os_disk or bool(points), system=[*used.system, *points]
     )
+
+
+def is_claimed(name: str) -> bool:
+    """Whether something in the kernel, or an exclusive descriptor, holds the device."""
+    try:
+        os.close(os.open(_disk.node(name), os.O_RDONLY | os.O_EXCL | os.O_CLOEXEC))
+    except OSError as refused:
+        return refused.errno == errno.EBUSY
+    return False
 
 
 def _own_devices() -> set[str]:
@@ -7596,9 +7697,17 @@ def _on(path: str, points: Collection[str]) -> bool:
 
 
 def _swaps() -> list[str]:
-    lines = (_host.read("/proc/swaps") or "").splitlines()[1:]
-    paths = [unescape(line.split()[0]) for line in lines if line.strip()]
+    paths = [unescape(re.split("[ \t]", line)[0]) for line in _rows("/proc/swaps")[1:]]
     return [node_name(path) or path for path in paths]
+
+
+def _rows(absolute: str) -> list[str]:
+    """Rows of a table of the kernel's, which escapes newlines in names and no other line ends."""
+    try:
+        text = _host.path(absolute).read_bytes().decode(errors="replace")
+    except OSError:
+        return []
+    return [row for row in text.split("\n") if row]
 
 
 def _number(name: str) -> str:

@@ -67,6 +67,8 @@ cat > /run/machine-written-off <<'end'
 {"slice_written_off": [{"slot_id": "slot-0", "fence": 4, "reason": "no disk any more",
  "allocation_id": "23bd713b-6073-4ef7-8a51-2897e902365d"}]}
 end
+echo ---; restore "$@" --check -e @/run/machine-written-off
+everything | diff /run/machine-between -
 echo ---; restore "$@" -e @/run/machine-written-off
 # A boot: what was built since the last one is what runs now.
 sed -i 's/"boot_id": "[^"]*"/"boot_id": "earlier"/' /var/lib/gpuaas/initramfs.json
@@ -116,8 +118,8 @@ def test_a_slice_host_becomes_what_it_was(files: tuple[str, str], tmp_path: Path
     }
     done = play(STORY, tmp_path / "scratch", *files, environment=environment, limit_s=240)
     assert done.stderr == ""
-    quiet, dirty, forecast, early, real, again, difference, forth, between = done.stdout.split(
-        "---\n"
+    quiet, dirty, forecast, given, early, real, again, difference, forth, between = (
+        done.stdout.split("---\n")
     )
     assert "gpu.service" not in quiet and "idle.service" not in quiet
 
@@ -130,6 +132,10 @@ def test_a_slice_host_becomes_what_it_was(files: tuple[str, str], tmp_path: Path
     assert int(_changed(forecast)) == int(
         _changed(early)
     )  # the GPU services come after the boot; it does not know of the lease
+
+    # A forecast gives up no lease, and goes on as if it had.
+    assert given.rstrip().endswith("}") and results(given)["ok"]
+    assert results(given)["evidence"]["written_off"] == []
 
     # Everything that needs no boot is done; the GPU services wait for the boot.
     first = results(early)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import _device, _disk, _nvme
+from ansible_collections.gpuaas.slice.plugins.module_utils import _device, _disk, _nvme, _usage
 
 MIB = 1 << 20
 
@@ -68,6 +68,8 @@ class Bench:
         for folder in ("dev/disk/by-id", "sys/block", "sys/class/block", "sys/dev/block", "proc"):
             (root / folder).mkdir(parents=True)
         self.swaps: list[str] = []
+        # Kernel names of what ZFS or another part of the kernel has claimed.
+        self.claimed: set[str] = set()
         self.mount("8:1", "/", "/dev/sda1")
 
     def disk(
@@ -211,6 +213,7 @@ def bench(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
 
     monkeypatch.setattr(_device, "call", made.call)
     monkeypatch.setattr(_device, "number", number)
+    monkeypatch.setattr(_usage, "is_claimed", lambda name: name in made.claimed)
     return made
 
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import _block, _device, _wipe
+from ansible_collections.gpuaas.slice.plugins.module_utils import _block, _device, _usage, _wipe
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 pytestmark = pytest.mark.covers("HOST-9")
@@ -177,3 +177,47 @@ def test_what_is_on_the_disk_must_be_what_the_plan_saw(loop) -> None:
         pass
     with _block.exclusive(disk):
         pass
+
+
+def _guests_table(start: int, last: int) -> tuple[bytes, bytes]:
+    """A GPT in sectors of 512 bytes: its header, and the one entry that it lists at byte 1024."""
+    header = bytearray(92)
+    header[:8] = b"EFI PART"
+    struct.pack_into("<QII", header, 72, 2, 128, 128)
+    return bytes(header), struct.pack("<16s16sQQ", b"t" * 16, b"u" * 16, start, last)
+
+
+@pytest.mark.covers("I7")
+def test_a_guests_partitions_on_a_disk_with_sectors_of_4096_bytes(loop) -> None:
+    loop.run("losetup", "--sector-size", "4096", str(loop.device))
+    disk = _block.resolve(loop.name)
+    header, entry = _guests_table(70001, 80000)
+    with Path(loop.device).open("r+b") as handle:
+        handle.seek(512)
+        handle.write(header)
+        handle.seek(1024)
+        handle.write(entry)
+        handle.seek(70001 * 512)
+        handle.write(b"XFSB")
+    with _block.exclusive(disk) as descriptor:
+        assert (70001 * 512, 10000 * 512) in _usage.extents(disk, descriptor).values()
+        marks = _wipe.clear_signatures(descriptor, disk)
+        assert 70001 * 512 in marks and all(mark % 512 == 0 for mark in marks)
+        for at in (0, 70001 * 512 - 512, 80001 * 512 - MIB, 63 * MIB):
+            assert not any(_device.read(descriptor, at, MIB))
+        with pytest.raises(OSError, match="Invalid argument"):
+            _device.write_zeros(descriptor, 70001 * 512, MIB)  # The disk means it.
+
+
+@pytest.mark.covers("I7")
+def test_what_the_kernel_has_claimed(loop, tmp_path: Path) -> None:
+    loop.run("mke2fs", "-q", "-t", "ext2", f"{loop.device}p1")
+    assert not _usage.is_claimed(loop.name) and not _usage.is_claimed("nvme99n1")
+    point = tmp_path / "share"
+    point.mkdir()
+    loop.run("mount", f"{loop.device}p1", str(point))
+    try:
+        assert _usage.is_claimed(loop.name)
+    finally:
+        loop.run("umount", str(point))
+    assert not _usage.is_claimed(loop.name)

@@ -200,3 +200,33 @@ def test_boot_fails_at_once_on_any_other_refusal(
 def test_boot_gives_up_in_the_end(tree: Path) -> None:
     subject = Late("device_missing").subject()
     assert _boot.boot(subject, "/x.json", wait_for=("device_missing",), patience=-1) == 1
+
+
+@pytest.mark.covers("HOST-15")
+@pytest.mark.parametrize("lost", ["forget", "rmtree"])
+def test_a_removal_that_broke_off_is_ended(
+    tree: Path, script: Any, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    script.on("systemctl", "daemon-reload").on("systemctl", "disable", "--now", UNIT.service)
+    script.on(*SHOW, UNIT.service, out=block("inactive", ""))
+    _boot.install(UNIT)
+
+    def breaks(*_what: Any, **_how: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(_boot_files if lost == "forget" else _boot.shutil, lost, breaks)
+        _boot.apply(UNIT, step("remove_service"))
+    assert _boot.observe(UNIT).present == ()
+    assert [s.name for s in _boot.plan_removal(UNIT, _boot.observe(UNIT))] == ["remove_service"]
+    _boot.apply(UNIT, step("remove_service"))
+    assert _boot.plan_removal(UNIT, _boot.observe(UNIT)) == []
+    assert not _host.path(_boot_files.RECORD).exists() and not _host.path(_boot.LIBRARY).exists()
+
+
+@pytest.mark.covers("HOST-15")
+def test_what_another_unit_needs_is_no_trace(tree: Path, script: Any) -> None:
+    other = dataclasses.replace(UNIT, name="gpuaas-other", settings_path="/etc/gpuaas/other.json")
+    script.on(*SHOW, UNIT.service, out=block("inactive", ""))
+    _boot.install(other)
+    assert _boot.plan_removal(UNIT, _boot.observe(UNIT)) == []

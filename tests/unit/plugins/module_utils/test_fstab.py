@@ -45,3 +45,30 @@ def test_only_the_named_lines_are_put_out_of_force(tree: Path) -> None:
     assert _host.read("/etc/fstab") == "a / ext4\n# gpuaas-slice-storage-disabled b /share ext4"
     assert _host.read("/etc/fstab.backup") == "a / ext4\nb /share ext4"
     assert _fstab.lines_of([], ["/share"]) == []
+
+
+ODD = b"# caf\xe9\nUUID=r / ext4\x0b\r\n/dev/nvme1n1p1 /d\xe9 ext4\n/dev/nvme1n1p1 /data ext4 0 2 "
+
+
+def test_every_byte_of_the_file_stays_and_every_line_is_found(bench) -> None:
+    bench.disk()
+    file = _host.path("/etc/fstab")
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(ODD)
+    lines = _fstab.lines_of(["nvme1n1p1"], [])
+    assert lines == ["/dev/nvme1n1p1 /d\\xe9 ext4", "/dev/nvme1n1p1 /data ext4 0 2 "]
+    _fstab.disable(lines, backup="/etc/backup")
+    assert _host.path("/etc/backup").read_bytes() == ODD
+    assert _fstab.lines_of(["nvme1n1p1"], []) == [] and _fstab.disabled() == lines
+    _fstab.enable(lines)
+    assert file.read_bytes() == ODD
+    _fstab.remove(lines, backup="/etc/backup")
+    assert file.read_bytes() == ODD[: ODD.index(b"/dev")]
+
+
+@pytest.mark.parametrize("odd", [b"LABEL=\xe9", b"/dev/a\0b", b"UUID=" + b"x" * 5000])
+def test_a_line_that_names_nothing_stops_nobody(bench, odd: bytes) -> None:
+    _host.write("/etc/fstab", "")
+    _host.path("/etc/fstab").write_bytes(odd + b" /data ext4\n")
+    (line,) = _fstab.lines_of(["nvme1n1"], ["/data"])
+    assert line.endswith(" /data ext4") and line.isprintable()

@@ -14,6 +14,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _host,
     _lease,
     _slice_mode,
+    _tenancy,
     _vfio,
 )
 from ansible_collections.gpuaas.slice.plugins.modules import kernel_arguments, vfio_bind
@@ -121,3 +122,19 @@ def test_a_mark_without_a_name_counts(tree: Path, tenant: None) -> None:
 
 def test_without_a_tenant_nothing_is_in_the_way(tree: Path) -> None:
     assert _change.drive(_slice_mode.SUBJECT, {"profile": "lab"}, check_mode=False).done
+
+
+def test_what_puts_back_what_was_done_is_kept(tree: Path) -> None:
+    """A guard changes what is looked at and refused, and nothing else of its subject."""
+
+    def fails(_params: _change.Params, _step: _change.Step) -> None:
+        raise _host.Refusal("no", expected="", found="", remedy="")
+
+    def recover(_params: Any, _done: Any, _failed: Any, refusal: _host.Refusal) -> _host.Refusal:
+        return _host.Refusal("put_back", expected="", found="", remedy=refusal.code)
+
+    plan = _change.Plan((_change.Step("do_it", "this"),))
+    subject = _change.Subject(lambda _p: None, lambda _p, _s: plan, fails, recover=recover)
+    guarded = _tenancy.guarded(subject, lambda _params, _plan: True)
+    failure = _change.drive(guarded, {}, check_mode=False).failure
+    assert failure is not None and (failure.code, failure.remedy) == ("put_back", "no")

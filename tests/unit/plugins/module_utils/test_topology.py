@@ -15,6 +15,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _topology_disks,
     _topology_host,
     _topology_pci,
+    _usage,
 )
 
 pytestmark = pytest.mark.covers("HOST-11")
@@ -265,7 +266,7 @@ def test_one_unreadable_disk_does_not_hide_the_others(
 
     monkeypatch.setattr(_block, "disks", lambda: [disk(0), disk(1)])
     monkeypatch.setattr(_block, "usages", usages)
-    monkeypatch.setattr(_block, "usage", usage)
+    monkeypatch.setattr(_usage, "usage", usage)
     found = _topology_disks.disks([])
     assert codes(found[0]["blockers"]) == ["device_unreadable"]
     assert found[1]["blockers"] == []

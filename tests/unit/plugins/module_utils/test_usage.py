@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils import _block, _usage
@@ -111,3 +112,58 @@ def test_filesystems_are_read_from_disk_and_partitions(bench) -> None:
     bench.write("nvme1n1", MIB, b"XFSB")
     used = _block.usage(_block.resolve("nvme1n1"))
     assert used.filesystems == {"nvme1n1": "gpt", "nvme1n1p1": "xfs"}
+
+
+@pytest.mark.parametrize("odd", ["\r", "\x0b", "\x0c", "\x1c", "\x85", "\u2028"])
+def test_names_with_other_line_ends_hide_no_mount_and_break_no_look(bench, odd: str) -> None:
+    bench.disk()
+    bench.partition("nvme1n1", MIB, 32 * MIB, minor=2)
+    bench.mount("259:2", f"/a{odd}b", "/dev/nvme1n1p1")
+    bench.swap(f"/a{odd}b/swap{odd}file")
+    used = _block.usage(_block.resolve("nvme1n1"))
+    assert used.mounts == [f"/a{odd}b"]
+    assert used.swap == [f"/a{odd}b/swap{odd}file"]
+
+
+@pytest.mark.parametrize("row", ["x", "36 35 259:1 / /x rw", "36 35 - ext4 /dev/x", " - "])
+def test_a_row_of_another_form_hides_no_other_mount(bench, row: str) -> None:
+    bench.disk()
+    bench.mounts.append(row)
+    bench.mount("259:1", "/share", "/dev/nvme1n1")
+    assert _block.usage(_block.resolve("nvme1n1")).mounts == ["/share"]
+
+
+def test_a_btrfs_volume_that_is_unmounted_while_it_is_looked_at(bench, monkeypatch) -> None:
+    bench.disk()
+    (bench.root / "sys/fs/btrfs/u/devices").mkdir(parents=True)
+    real = Path.iterdir
+
+    def iterdir(self: Path) -> Any:
+        if self.name == "devices":
+            raise FileNotFoundError(self)
+        return real(self)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    assert _block.usage(_block.resolve("nvme1n1")) == _block.Usage()
+
+
+def test_a_partition_that_goes_away_while_it_is_looked_at(bench) -> None:
+    bench.disk()
+    bench.partition("nvme1n1", MIB, 0, minor=2)
+    assert _block.usage(_block.resolve("nvme1n1")).filesystems == {}
+
+
+@pytest.mark.parametrize("claimed", [True, False])
+@pytest.mark.parametrize("name", ["tank", ""])
+def test_a_pools_name_counts_where_the_kernel_has_claimed_what_carries_it(
+    bench, claimed: bool, name: str
+) -> None:
+    bench.disk()
+    label = b"\0\0\0\x04name\0\0\0\x09\0\0\0\x01\0\0\0\x04tank"
+    if name:
+        bench.write("nvme1n1", 16 * 1024, label)
+    bench.write("nvme1n1", 130 * 1024, b"\x0c\xb1\xba\x00\0\0\0\0")
+    (bench.root / "proc/spl/kstat/zfs/tank").mkdir(parents=True)
+    bench.mount("0:50", "/var/log", "tank/log", "zfs")
+    bench.claimed = {"nvme1n1"} if claimed else set()
+    assert codes(_block.resolve("nvme1n1")) == (["os_disk", "zfs_pool"] if claimed else [])

@@ -137,3 +137,26 @@ def test_without_a_baseline_nothing_is_claimed(host: Any) -> None:
 def test_an_id_is_no_path(host: Any, wrong: str) -> None:
     with pytest.raises(_change.Refusal, match="allocation_id_invalid"):
         drive(allocation_id=wrong)
+
+
+@pytest.mark.parametrize("made", ["[]", "not json", "[" * 100_000, None])
+def test_what_a_tenant_made_of_the_record_stops_no_release(
+    host: Any, tree: Path, made: str | None
+) -> None:
+    before = drive().facts["baseline"]
+    (kept,) = tree.glob("var/lib/gpuaas/baseline/*.json")
+    kept.unlink()
+    if made is None:
+        (kept / "inside").mkdir(parents=True)
+    else:
+        kept.write_text(made)
+    params = {"allocation_id": ALLOCATION, "state": "compared", "baseline": before}
+    outcome = _change.drive(module.subject(), params, check_mode=False)
+    assert outcome.failure is None, outcome.failure
+    assert outcome.done == ["forget_baseline"] and not kept.exists()
+    (told,) = outcome.facts["drift"]
+    assert (told["section"], told["change"], told["access"]) == ("baseline", "changed", False)
+    # A provision does not take the tenant's record for the first look.
+    kept.write_text("[]")
+    with pytest.raises(_change.Refusal, match="baseline_unreadable"):
+        drive()

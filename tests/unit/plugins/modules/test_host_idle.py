@@ -66,3 +66,11 @@ def test_a_ledger_that_cannot_be_read_says_nothing_of_nobody(tree: Path) -> None
     _host.write(f"{_lease.DIRECTORY}/machine.json", "{")
     for params in (RESTART, BOOTSTRAP):
         assert refusal(params).code == "ledger_unreadable"
+
+
+def test_what_libvirt_asks_a_qemu_is_no_machine(tree: Path) -> None:
+    probe = ["/usr/bin/qemu-system-x86_64", "-S", "-no-user-config", "-nodefaults", "-nographic"]
+    process(tree, 7, *probe, "-machine", "none,accel=kvm:tcg", "-qmp", "unix:/x", "-daemonize")
+    assert module.look(RESTART) == {"idle": True}
+    process(tree, 8, "/usr/bin/qemu-system-x86_64", "-machine", "q35", "-name", "none")
+    assert refusal(RESTART).found == "qemu-system-x86_64 8"

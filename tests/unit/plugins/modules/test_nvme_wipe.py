@@ -1,9 +1,16 @@
 from __future__ import annotations
 
+import errno
+import os
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _lease, _proof
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _change,
+    _device,
+    _lease,
+    _proof,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.modules import nvme_wipe
 
@@ -49,6 +56,36 @@ def code(*, fence: int = 3, **slot: Any) -> str:
     return outcome.failure.code
 
 
+@pytest.fixture
+def bad(bench, monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Places on the disk that cannot be read until the next format, nor written to."""
+    places: set[int] = set()
+    read, write, call = os.preadv, os.pwritev, _device.call
+
+    def touched(buffers: Any, offset: int) -> None:
+        if any(offset <= place < offset + len(buffers[0]) for place in places):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def preadv(descriptor: int, buffers: Any, offset: int) -> int:
+        touched(buffers, offset)
+        return read(descriptor, buffers, offset)
+
+    def pwritev(descriptor: int, buffers: Any, offset: int) -> int:
+        touched(buffers, offset)
+        return write(descriptor, buffers, offset)
+
+    def ioctl(descriptor: int, request: int, buffer: bytearray) -> int:
+        found = call(descriptor, request, buffer)
+        if bench.of(descriptor).formats:
+            places.clear()
+        return int(found)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    monkeypatch.setattr(_device, "call", ioctl)
+    return places
+
+
 def test_a_dirty_disk_is_wiped_once(bench) -> None:
     bench.disk()
     bench.write("nvme1n1", 20 * MIB, b"tenant")
@@ -84,13 +121,59 @@ def test_a_tenants_bytes_are_of_no_known_kind_and_go_all_the_same(bench, dirty: 
 
 @pytest.mark.covers("I7", "HOST-9")
 def test_a_boot_card_is_not_wiped_whatever_the_ledger_says(bench) -> None:
-    namespace = bench.disk(model="DELLBOSS VD")
+    bench.disk(model="DELLBOSS VD")
     _lease.mark_dirty("slot-0", fence=3, disk=DISK)
     assert code() == "excluded_model"
-    namespace.model = "Some Other Card"
+
+
+@pytest.mark.covers("I7", "HOST-9")
+@pytest.mark.parametrize("dirty", [True, False])
+def test_a_model_that_was_excluded_after_the_disk_was_taken_can_be_released(
+    bench, dirty: bool
+) -> None:
+    bench.disk(model="Some Other Card")
+    if dirty:
+        _lease.mark_dirty("slot-0", fence=3, disk=DISK)
     params = {"slots": [{**slot(0), "fence": 3}], "methods": ["zero_fill"], "renew": False}
     outcome = _change.drive(SUBJECT, params | {"exclude_models": ["Other"]}, check_mode=False)
-    assert outcome.failure is not None and outcome.failure.code == "excluded_model"
+    assert (outcome.failure and outcome.failure.code) == (None if dirty else "excluded_model")
+
+
+@pytest.mark.covers("I7", "HOST-9")
+def test_what_a_tenant_wrote_does_not_decide_whether_it_goes(bench) -> None:
+    """A label with the name of the pool that the host runs from, and one without a name."""
+    bench.disk()
+    (bench.root / "proc/spl/kstat/zfs/rpool").mkdir(parents=True)
+    bench.mount("0:50", "/var/log", "rpool/log", "zfs")
+    for claimed in (set(), {"nvme1n1"}):
+        bench.claimed = claimed
+        bench.write("nvme1n1", 130 * 1024, b"\x0c\xb1\xba\x00\0\0\0\0")
+        _lease.mark_dirty("slot-0", fence=3, disk=DISK)
+        outcome = wipe()
+        # Once clean again, the disk is looked at as anybody's.
+        assert outcome.failure is None, outcome.failure
+        assert not any(bench.read("nvme1n1", 130 * 1024, 8))
+
+
+@pytest.mark.covers("I7", "HOST-9")
+def test_a_bad_sector_keeps_no_dirty_disk_from_the_erase_that_cures_it(bench, bad) -> None:
+    bench.disk()
+    bench.write("nvme1n1", 20 * MIB, b"tenant")
+    bad.add(0)
+    refused = wipe()
+    assert refused.failure is not None and refused.failure.code == "device_unreadable"
+    assert bench.read("nvme1n1", 20 * MIB, 6) == b"tenant"
+    _lease.mark_dirty("slot-0", fence=3, disk=DISK)
+    outcome = _change.drive(
+        SUBJECT,
+        {"slots": [{**slot(0), "fence": 3}], "methods": ["discard", "user_data_erase"]}
+        | {"renew": False},
+        check_mode=False,
+    )
+    assert outcome.failure is None, outcome.failure
+    (proof,) = outcome.facts["proofs"].values()
+    assert proof["method"] == "user_data_erase"
+    assert "Input/output error" in proof["attempts"][0]["outcome"]
 
 
 def test_a_disk_without_a_proof_is_wiped(bench) -> None:

@@ -163,6 +163,8 @@ def test_a_zfs_pool_is_named_with_what_to_do(host) -> None:
     assert free().failure is None, "a pool that nobody has imported holds nothing"
     (host.root / "proc/spl/kstat/zfs/tank").mkdir(parents=True)
     (host.root / "proc/spl/kstat/zfs/other").mkdir()
+    assert free().failure is None, "the tenant wrote the name of another's pool"
+    host.claimed.add("nvme1n1")
     outcome = free()
     assert outcome.failure is not None and outcome.failure.code == "zfs_pool"
     assert outcome.failure.found == "ZFS pool tank"
@@ -190,3 +192,13 @@ def test_a_disk_of_another_identity_is_refused(host) -> None:
     outcome = free(disks=[{**DISK, "nvme_serial": "OTHER"}])
     assert outcome.failure is not None and outcome.failure.code == "identity_mismatch"
     assert host.calls == []
+
+
+def test_no_byte_in_fstab_keeps_a_machine_from_being_released(host) -> None:
+    host.mount("259:2", "/data", "/dev/nvme1n1p1")
+    before = b"# caf\xe9\nUUID=1 / ext4 defaults 0 1\n"
+    _host.write("/etc/fstab", "")
+    _host.path("/etc/fstab").write_bytes(before + b"/dev/nvme1n1p1 /data ext4 defaults 0 2 ")
+    done = free()
+    assert done.failure is None, done.failure
+    assert _host.path("/etc/fstab").read_bytes() == before

@@ -257,6 +257,7 @@ def test_an_imported_pool_is_named(bench) -> None:
     bench.write("nvme1n1", 16 * 1024, label)
     bench.write("nvme1n1", 130 * 1024, b"\x0c\xb1\xba\x00\0\0\0\0")
     (bench.root / "proc/spl/kstat/zfs/rpool").mkdir(parents=True)
+    bench.claimed.add("nvme1n1")
     found = {one.code: one.found for one in drive().plan.blockers}
     assert "zpool export" in found["zfs_pool"] and "rpool" in found["zfs_pool"]
     bench.mount("0:50", "/var/log", "rpool/log", "zfs")

@@ -1,0 +1,189 @@
+"""A take-over that breaks off: it can be begun again, and nothing comes back that is half gone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _begun,
+    _block,
+    _change,
+    _command,
+    _device,
+    _fstab,
+    _host,
+    _proof,
+    _usage,
+)
+from ansible_collections.gpuaas.slice.plugins.modules import nvme_transition as module
+
+pytestmark = pytest.mark.covers("HOST-9", "I7")
+
+MIB = 1 << 20
+EUI = "5e0000000000a000"
+BY_ID = f"/dev/disk/by-id/nvme-eui.{EUI}"
+IDENTITY = {"serial": "LABNVME0", "eui": EUI}
+RECORD = f"{_begun.DIRECTORY}/eui.{EUI}.json"
+SUBJECT = _change.Subject(
+    module.observe, module.plan, module.apply, module.facts, recover=module.recover
+)
+
+
+class PowerLoss(BaseException):
+    """Nothing of the run gets to act on it."""
+
+
+def drive(**other: Any) -> _change.Outcome:
+    params = {
+        "devices": [BY_ID],
+        "apply": False,
+        "expected": {},
+        "methods": ["zero_fill"],
+        "manifest_directory": "/var/log/gpuaas",
+    } | other
+    return _change.drive(SUBJECT, params, check_mode=False)
+
+
+def take(approved: dict[str, Any]) -> _change.Outcome:
+    return drive(apply=True, expected={BY_ID: approved})
+
+
+def approval() -> dict[str, Any]:
+    (device,) = drive().facts["devices"]
+    return dict(device["approval"])
+
+
+def code(outcome: _change.Outcome) -> str:
+    return outcome.failure.code if outcome.failure else ""
+
+
+@pytest.fixture
+def share(bench, monkeypatch: pytest.MonkeyPatch):
+    """A mounted share with something in it, and the programs that mount."""
+    bench.disk()
+    bench.partition("nvme1n1", MIB, 20 * MIB, minor=2)
+    bench.write("nvme1n1", 512, b"EFI PART")
+    bench.write("nvme1n1", MIB, b"XFSB")
+    bench.write("nvme1n1", 6 * MIB, b"a file. " * (MIB // 8))
+    bench.mount("259:2", "/share", "/dev/nvme1n1p1")
+    _host.write(
+        "/etc/fstab", "UUID=r / ext4 defaults 0 1\n/dev/nvme1n1p1 /share xfs defaults 0 2\n"
+    )
+
+    def run(argv: Any, **_how: Any) -> Any:
+        if argv[0] == "umount":
+            bench.unmount(argv[-1])
+        elif argv[0] == "mount":
+            bench.mount("259:2", argv[-1], argv[-2])
+        return _command.Result(0, "", "")
+
+    monkeypatch.setattr(_command, "run", run)
+    return bench
+
+
+@pytest.fixture
+def broken(share, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The power fails after both ends were cleared; the approval of what was there."""
+    approved = approval()
+    with monkeypatch.context() as patch:
+
+        def fails(*_what: Any) -> str:
+            raise PowerLoss
+
+        patch.setattr(_device, "zero", fails)
+        with pytest.raises(PowerLoss):
+            take(approved)
+    # The kernel finds no table at the next boot.
+    (share.root / "sys/class/block/nvme1n1p1/partition").unlink()
+    assert _block.usage(_block.resolve("nvme1n1")).filesystems == {"nvme1n1": "raw_data"}
+    return approved
+
+
+def test_an_erase_that_broke_off_is_begun_again_under_its_approval(share, broken) -> None:
+    assert _host.path(RECORD).stat().st_mode & 0o777 == 0o600
+    assert code(drive()) == "", "a dry run shows it, to be approved anew"
+    assert code(take({})) == "approval_missing"
+    outcome = take(broken)
+    assert outcome.failure is None, outcome.failure
+    assert not any(share.read("nvme1n1", 0, 48 * MIB))
+    assert _proof.standing(f"eui.{EUI}") is not None
+    assert not _host.path(RECORD).exists()
+    share.write("nvme1n1", 6 * MIB, b"rows of a database")
+    assert code(take(broken)) == "unexpected_filesystem"
+
+
+def test_an_identity_is_approval_enough_for_what_it_left(share, broken) -> None:
+    share.write("nvme1n1", 512, b"EFI PART")
+    (device,) = drive().facts["devices"]
+    assert device["steps"] and device["proof"] is None
+    assert take(IDENTITY).failure is None
+
+
+def test_what_was_made_since_is_somebodys(share, broken) -> None:
+    share.write("nvme1n1", 0, b"XFSB")
+    share.write("nvme1n1", 32, b"another uuid")
+    assert code(take(broken)) == "changed_since_approval"
+    share.write("nvme1n1", 0, bytes(48))
+    share.write("nvme1n1", 512, b"EFI PART")
+    share.write("nvme1n1", 512 + 56, b"another table")
+    assert code(take(broken)) == "unexpected_filesystem"
+    assert code(take(approval())) == "", "a person may name it"
+
+
+def test_another_disk_in_its_place_gains_nothing(share, broken) -> None:
+    (namespace,) = share.namespaces.values()
+    namespace.serial = "OTHER"
+    assert code(take({**broken, "serial": "OTHER"})) == "unexpected_filesystem"
+
+
+def test_a_record_that_outlived_the_erase_says_nothing(share, broken) -> None:
+    kept = _host.path(RECORD).read_text()
+    assert take(broken).failure is None
+    _host.write(RECORD, kept, 0o600)
+    assert take(broken).changed is False
+    share.write("nvme1n1", 6 * MIB, b"rows of a database")
+    assert code(take(broken)) == "unexpected_filesystem"
+
+
+def test_a_blank_look_is_no_end_of_an_erase(share, broken) -> None:
+    """An old proof, and the file that is left lies where nobody looks."""
+    proof = {"disk": f"eui.{EUI}", "verified": True, "finished_at": "2020-01-01T00:00:00+00:00"}
+    _proof.record(f"eui.{EUI}", proof)
+    share.write("nvme1n1", 6 * MIB, bytes(MIB))
+    outcome = take(broken)
+    assert outcome.failure is None and "erase_disk" in outcome.done
+
+
+@pytest.mark.parametrize("problem", [OSError(5, "Input/output error"), ValueError("no")])
+def test_what_the_system_says_before_the_first_byte_puts_everything_back(
+    share, monkeypatch: pytest.MonkeyPatch, problem: Exception
+) -> None:
+    approved, fstab = approval(), _host.path("/etc/fstab").read_bytes()
+
+    def fails(*_what: Any, **_how: Any) -> Any:
+        raise problem
+
+    monkeypatch.setattr(_block, "exclusive", fails)
+    outcome = take(approved)
+    assert outcome.failure is not None and outcome.failed_step == "erase_disk"
+    assert outcome.failure.code == "system_error"
+    assert outcome.failure.expected.startswith("erase_disk of")
+    assert str(problem) in outcome.failure.found and "put back" in outcome.failure.found
+    assert _host.path("/etc/fstab").read_bytes() == fstab
+    assert [mount.point for mount in _usage.mounts()] == ["/", "/share"]
+
+
+def test_what_the_system_says_after_it_puts_nothing_back(
+    share, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    approved = approval()
+
+    def fails(*_what: Any) -> bool:
+        raise OSError(16, "Device or resource busy")
+
+    monkeypatch.setattr(_device, "reread_partitions", fails)
+    outcome = take(approved)
+    assert code(outcome) == "system_error" and outcome.changed
+    assert _fstab.disabled() == ["/dev/nvme1n1p1 /share xfs defaults 0 2"]
+    assert [mount.point for mount in _usage.mounts()] == ["/"]
