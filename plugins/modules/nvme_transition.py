@@ -294,6 +294,9 @@ def facts(params: _change.Params, state: State) -> dict[str, Any]:
     }
 
 
+SUBJECT = _change.Subject(observe, plan, apply, facts, recover=recover)
+
+
 def main() -> None:
     module = AnsibleModule(
         argument_spec={
@@ -311,7 +314,7 @@ def main() -> None:
         },
         supports_check_mode=True,
     )
-    _change.run(module, _change.Subject(observe, plan, apply, facts, recover=recover))
+    _change.run(module, SUBJECT)
 
 
 if __name__ == "__main__":

@@ -98,8 +98,21 @@ async def member(
     return _context(request, who)
 
 
+async def holder(
+    who: Annotated[
+        Caller,
+        Security(caller, scopes=[Role.PROJECT_MEMBER.value, Role.PLATFORM_ADMIN.value]),
+    ],
+) -> Caller:
+    """Whoever has projects: those of a member's token, all for an admin."""
+    if who.role == Role.NODE:
+        raise _wrong_role(who, Role.PROJECT_MEMBER, Role.PLATFORM_ADMIN)
+    return who
+
+
 Admin = Annotated[Context, Depends(admin)]
 Member = Annotated[Context, Depends(member)]
+Holder = Annotated[Caller, Depends(holder)]
 
 
 def _context(request: Request, who: Caller) -> Context:
@@ -144,11 +157,12 @@ def _provider(settings: Settings) -> oidc.Provider:
     )
 
 
-def _wrong_role(who: Caller, wanted: Role) -> Problem:
+def _wrong_role(who: Caller, *wanted: Role) -> Problem:
+    these = "that role" if len(wanted) == 1 else "one of these roles"
     return Problem(
         "role_required",
         403,
-        expected=f"a token of the role {wanted}",
+        expected=f"a token of the role {' or '.join(wanted)}",
         found=f"a token of the role {who.role}",
-        remedy="use a token of that role",
+        remedy=f"use a token of {these}",
     )

@@ -56,7 +56,7 @@ def launch(
         "region": region,
         "pool": pool,
         "image_version": image_version,
-        "ssh_keys": [_key(file) for file in key],
+        "ssh_keys": [public_key(file) for file in key],
     }
     if shape == "gpu_slice":
         body["gpu_count"] = gpus
@@ -143,7 +143,8 @@ def _stuck(allocation: dict[str, Any], states: set[str]) -> Problem:
     )
 
 
-def _key(file: Path) -> str:
+def public_key(file: Path) -> str:
+    """What is in it; Problem `file_invalid`."""
     try:
         return file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

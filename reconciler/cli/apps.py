@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from reconciler.cli import session, show
-from reconciler.cli.allocations import Project
-from reconciler.domain.errors import Problem
+from reconciler.cli.allocations import Project, public_key
 
 app = typer.Typer(no_args_is_help=True, help="Applications on the allocations of a project.")
 Instance = Annotated[str, typer.Argument(help="The instance's id.")]
@@ -33,7 +32,7 @@ def create(
     body = {
         "slug": slug,
         "name": name,
-        "managed_key": _key(key),
+        "managed_key": public_key(key),
         "controller_allocation_id": controller,
         "worker_allocation_ids": worker or [],
     }
@@ -100,16 +99,3 @@ def _at(project: str, *instance: str) -> str:
 def _operations(here: session.Session, found: list[show.Record]) -> None:
     columns = ("id", "kind", "status", "failure_code", "member_id", "task_id", "finished_at")
     show.rows(here, found, *columns)
-
-
-def _key(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise Problem(
-            "file_invalid",
-            422,
-            expected="a file with a public SSH key",
-            found=f"{file}: {error}",
-            remedy="give the .pub file",
-        ) from error

@@ -42,7 +42,7 @@ def host(conn: sa.Connection, node_id: str) -> Host:
         parity=_sighting(sightings.latest_parity(conn, node_id)),
         exclusive_ended_at=exclusive_ended_at(conn, node_id),
         restored_at=float(settings.read(conn, settings.RESTORED, 0.0)),
-        bundles=_bundles(conn, node_id),
+        bundles=approved(conn, node_id),
     )
 
 
@@ -73,16 +73,18 @@ def judge(
             exclusive_ended_at=seen.exclusive_ended_at,
             restored_at=seen.restored_at,
             wipe_policy=proofs.policy(slot),
-            others=_beside(seen.bundles, slot["id"]),
+            others=tuple(one for key, one in seen.bundles.items() if key != slot["id"]),
             drift=_drift(slot),
             failures=trials.failures(conn, slot),
         )
     )
 
 
-def others(conn: sa.Connection, node_id: str, beside: str = "") -> tuple[Bundle, ...]:
-    """The bundles of the node's approved slots but one."""
-    return _beside(_bundles(conn, node_id), beside)
+def approved(conn: sa.Connection, node_id: str) -> dict[str, Bundle]:
+    """The bundles of the node's approved slots, by the slot's id."""
+    query = sa.select(slots).where(slots.c.node_id == node_id, slots.c.retired_at.is_(None))
+    found = rows.every(conn, query.order_by(slots.c.slot_index))
+    return {slot["id"]: Bundle.of(slot) for slot in found}
 
 
 def make_available(conn: sa.Connection, slot_id: str, act: Act) -> Record:
@@ -183,16 +185,6 @@ def give_back(conn: sa.Connection, slot: Record, proof: Record, act: Act) -> Rec
     evidence["blockers"] = [row.document() for row in found]
     parked = act.because(f"{act.reason}; disabled: {why}", evidence)
     return advance(conn, "slot", slot["id"], "park", parked, columns=columns)
-
-
-def _bundles(conn: sa.Connection, node_id: str) -> dict[str, Bundle]:
-    query = sa.select(slots).where(slots.c.node_id == node_id, slots.c.retired_at.is_(None))
-    found = rows.every(conn, query.order_by(slots.c.slot_index))
-    return {slot["id"]: Bundle.of(slot) for slot in found}
-
-
-def _beside(bundles: Mapping[str, Bundle], slot_id: str) -> tuple[Bundle, ...]:
-    return tuple(bundle for key, bundle in bundles.items() if key != slot_id)
 
 
 def _drift(slot: Record) -> str:

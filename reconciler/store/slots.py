@@ -27,7 +27,7 @@ from reconciler.store import (
     writeoff,
 )
 from reconciler.store.contact import close_gate
-from reconciler.store.gates import gate, make_available, open_gate, others
+from reconciler.store.gates import approved, gate, make_available, open_gate
 from reconciler.store.lifecycle import advance
 from reconciler.store.paging import Order, Page, part
 from reconciler.store.recovery import repair
@@ -69,7 +69,7 @@ def approve(
             remedy="convert the node first",
         )
     discovery = _fresh_discovery(conn, node)
-    approval.refuse(bundle, discovery["document"], others(conn, node_id))
+    approval.refuse(bundle, discovery["document"], tuple(approved(conn, node_id).values()))
     columns = {**bundle.document(), "nvme_identity": bundle.identity}
     _refuse_duplicates(conn, node_id, columns)
     metadata = {

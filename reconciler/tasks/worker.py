@@ -227,7 +227,8 @@ def attend(engine: Engine, settings: Settings, task: Record, stopping: threading
                 else:
                     _refuse(engine, task, handler, settings, refusal)
                 return
-    retrying(engine, lambda conn: allowance.follow(conn, tasks.get(conn, task["id"])))
+    if task["allocation_id"] or task["fences"]:
+        retrying(engine, lambda conn: allowance.follow(conn, tasks.get(conn, task["id"])))
     since = task["progress_offset"]
     while True:
         state = collect.observe(directory)

@@ -1542,7 +1542,7 @@ def run(
     return Result(done.returncode, done.stdout, done.stderr)
 '''
 
-# sha256 2e0eeb095e5862d5a2267d5cdb65c34cc038030c7fc0c74a94d454170ecbcdc8
+# sha256 e0de2828a5a32caac6961329cc26d0b1b72a4c08e554847c276e0b869af54677
 SOURCES["_content"] = r'''"""What is written on a disk: signatures on it and on its partitions, and bytes of no known kind.
 
 A disk counts as blank only when it was looked at: zeros at both ends and wherever else is sampled.
@@ -1550,6 +1550,7 @@ A disk counts as blank only when it was looked at: zeros at both ends and wherev
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -1611,12 +1612,8 @@ def marks(disk: _disk.Disk, descriptor: int | None = None) -> Marks:
     descriptor: the disk as it is held for direct I/O; without one its path is opened.
     """
     if descriptor is None:
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT
-        opened = os.open(_disk.node(disk.kernel_name), flags)
-        try:
+        with _opened(disk) as opened:
             return marks(disk, opened)
-        finally:
-            os.close(opened)
     places = extents(disk, descriptor)
     found = {
         name: _signature.found(descriptor, start, length)
@@ -1638,12 +1635,8 @@ def described(disk: _disk.Disk, descriptor: int | None = None) -> list[str]:
     A filesystem that was made anew at the same place has another identifier.
     """
     if descriptor is None:
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT
-        opened = os.open(_disk.node(disk.kernel_name), flags)
-        try:
+        with _opened(disk) as opened:
             return described(disk, opened)
-        finally:
-            os.close(opened)
     found = [mark for signs in marks(disk, descriptor).values() for mark in signs]
     return sorted({_signature.describe(descriptor, mark) for mark in found})
 
@@ -1653,13 +1646,20 @@ def pools(disk: _disk.Disk) -> dict[str, str]:
 
     "?" for a label without a name.
     """
-    descriptor = os.open(_disk.node(disk.kernel_name), os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-    try:
+    with _opened(disk) as descriptor:
         return {
             name: _signature.pool(descriptor, start) or "?"
             for name, (start, length) in extents(disk, descriptor).items()
             if any(one.type == "zfs_member" for one in _signature.found(descriptor, start, length))
         }
+
+
+@contextlib.contextmanager
+def _opened(disk: _disk.Disk) -> Iterator[int]:
+    """For reading only, past the page cache."""
+    descriptor = os.open(_disk.node(disk.kernel_name), os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+    try:
+        yield descriptor
     finally:
         os.close(descriptor)
 

@@ -29,12 +29,9 @@ EUI = "5e0000000000a000"
 BY_ID = f"/dev/disk/by-id/nvme-eui.{EUI}"
 IDENTITY = {"serial": "LABNVME0", "eui": EUI}
 SHARE = "/dev/nvme1n1p1 /share ext4 defaults,nofail 0 2"
-SUBJECT = _change.Subject(
-    module.observe, module.plan, module.apply, module.facts, recover=module.recover
-)
 
 
-def drive(subject: _change.Subject = SUBJECT, **other: Any) -> _change.Outcome:
+def drive(subject: _change.Subject = module.SUBJECT, **other: Any) -> _change.Outcome:
     params = {
         "devices": [BY_ID],
         "apply": False,

@@ -25,9 +25,6 @@ EUI = "5e0000000000a000"
 BY_ID = f"/dev/disk/by-id/nvme-eui.{EUI}"
 IDENTITY = {"serial": "LABNVME0", "eui": EUI}
 RECORD = f"{_begun.DIRECTORY}/eui.{EUI}.json"
-SUBJECT = _change.Subject(
-    module.observe, module.plan, module.apply, module.facts, recover=module.recover
-)
 
 
 class PowerLoss(BaseException):
@@ -42,7 +39,7 @@ def drive(**other: Any) -> _change.Outcome:
         "methods": ["zero_fill"],
         "manifest_directory": "/var/log/gpuaas",
     } | other
-    return _change.drive(SUBJECT, params, check_mode=False)
+    return _change.drive(module.SUBJECT, params, check_mode=False)
 
 
 def take(approved: dict[str, Any]) -> _change.Outcome:
