@@ -42,15 +42,15 @@ def usage(disk: Disk, *, dirty: bool = False) -> Usage:
     dirty: by the ledger a tenant's bytes are on it. They are told where they can be read and
     decide nothing: neither a bad sector nor a label with the name of a pool keeps them from going.
     """
-    if dirty:
-        used = _usage.claims(disk)
-        with contextlib.suppress(OSError):
-            used = replace(used, filesystems=_usage.signatures(disk))
-        return used
     try:
-        return _usage.usage(disk)
+        if not dirty:
+            return _usage.usage(disk)
+        used = _usage.claims(disk)
     except OSError as broken:
         raise _unreadable(disk, broken) from broken
+    with contextlib.suppress(OSError):
+        used = replace(used, filesystems=_usage.signatures(disk))
+    return used
 
 
 def refusals(disk: Disk, used: Usage, exclude: Iterable[str] = ()) -> list[Refusal]:

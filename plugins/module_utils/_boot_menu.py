@@ -42,11 +42,11 @@ class Menu:
 
 def next_boot() -> Entry | None:
     """The entry that the next boot takes by itself; None without a menu."""
-    text = _host.read(MENU)
+    text = _host.kept(MENU)
     if not text:
         return None
     menu = parse(text)
-    return chosen(menu, _environment(_host.read(ENVIRONMENT) or ""))
+    return chosen(menu, _environment(_host.kept(ENVIRONMENT) or ""))
 
 
 def parse(text: str) -> Menu:

@@ -6,6 +6,7 @@ A disk counts as blank only when it was looked at: zeros at both ends and wherev
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -29,8 +30,22 @@ _SPOT = 64 * 1024
 
 def partitions(disk: _disk.Disk) -> list[str]:
     """Kernel names of the disk's partitions, as the kernel sees them now."""
-    folder = _host.path(f"/sys/class/block/{disk.kernel_name}")
-    return sorted(entry.parent.name for entry in folder.glob("*/partition"))
+    folder = f"/sys/class/block/{disk.kernel_name}"
+    return [one for one in _host.listed(folder) if _host.path(f"{folder}/{one}/partition").exists()]
+
+
+def attribute(name: str, what: str) -> str | None:
+    """What sysfs says of a block device; None only when it does not say it, or no longer.
+
+    Raises OSError: a number, place or size that cannot be read would hide what is there.
+    """
+    try:
+        return _host.path(f"/sys/class/block/{name}/{what}").read_text().strip()
+    except OSError as broken:
+        # ENODEV: the device went away while the file was open.
+        if broken.errno in (errno.ENOENT, errno.ENODEV):
+            return None
+        raise
 
 
 def extents(disk: _disk.Disk, descriptor: int) -> Extents:
@@ -51,14 +66,15 @@ def known_extents(disk: _disk.Disk) -> Extents:
     """The same without the disk's own table: as the kernel knows them now."""
     found = {disk.kernel_name: (0, disk.size_bytes)}
     for name in partitions(disk):
-        start = int(_host.read(f"/sys/class/block/{name}/start") or 0) * 512
-        found[name] = (start, int(_host.read(f"/sys/class/block/{name}/size") or 0) * 512)
+        start, size = attribute(name, "start"), attribute(name, "size")
+        # One that is gone by now covers nothing: what lies there is looked at as the disk's.
+        if start and size:
+            found[name] = (int(start) * 512, int(size) * 512)
     return found
 
 
 def _block_size(disk: _disk.Disk) -> int:
-    text = _host.read(f"/sys/class/block/{disk.kernel_name}/queue/logical_block_size")
-    return int(text or 512)
+    return int(attribute(disk.kernel_name, "queue/logical_block_size") or 512)
 
 
 def marks(disk: _disk.Disk, descriptor: int | None = None) -> Marks:
@@ -81,7 +97,14 @@ def marks(disk: _disk.Disk, descriptor: int | None = None) -> Marks:
 
 def signatures(disk: _disk.Disk, descriptor: int | None = None) -> dict[str, str]:
     """Type of what is written on the disk and on each partition, read past the page cache."""
-    return {name: found[0].type for name, found in marks(disk, descriptor).items()}
+    return _types(marks(disk, descriptor))
+
+
+def both(disk: _disk.Disk) -> tuple[dict[str, str], list[str]]:
+    """`signatures` and `described` of one look: between two the disk may become another."""
+    with _opened(disk) as descriptor:
+        found = marks(disk, descriptor)
+        return _types(found), _named(descriptor, found)
 
 
 def described(disk: _disk.Disk, descriptor: int | None = None) -> list[str]:
@@ -92,8 +115,16 @@ def described(disk: _disk.Disk, descriptor: int | None = None) -> list[str]:
     if descriptor is None:
         with _opened(disk) as opened:
             return described(disk, opened)
-    found = [mark for signs in marks(disk, descriptor).values() for mark in signs]
-    return sorted({_signature.describe(descriptor, mark) for mark in found})
+    return _named(descriptor, marks(disk, descriptor))
+
+
+def _types(found: Marks) -> dict[str, str]:
+    return {name: signs[0].type for name, signs in found.items()}
+
+
+def _named(descriptor: int, found: Marks) -> list[str]:
+    every = [mark for signs in found.values() for mark in signs]
+    return sorted({_signature.describe(descriptor, mark) for mark in every})
 
 
 def pools(disk: _disk.Disk) -> dict[str, str]:

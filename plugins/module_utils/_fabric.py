@@ -1,56 +1,159 @@
-"""Virtual functions of the fabric cards, now and at every boot."""
+"""Virtual functions of the fabric cards, now and at every boot; on the way back, what was before.
+
+What a card had is remembered before its first change. Of a card that a service of ours served
+already, without a record (earlier versions kept none), it is unknown: it goes back to plain use.
+One that neither a record nor a service of ours knows is the site's, and is left alone.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _before,
     _boot,
     _boot_units,
     _change,
+    _host,
+    _pci,
     _sriov,
 )
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+
+RECORD = _sriov.RECORD
 
 
 @dataclass(frozen=True)
 class State:
+    """before: what was remembered by card, None when nothing ever was. served: the cards whose
+    functions the installed service makes, so that what they are is not what they were.
+    """
+
     live: _sriov.State
     installed: _boot.Installed
+    before: Mapping[str, Any] | None
+    served: frozenset[str]
 
 
 def observe(params: _change.Params) -> State:
-    return State(_sriov.observe(params), _boot.observe(_unit(params)))
+    before, installed = _recalled(), _boot.observe(_unit(params))
+    asked = params
+    if not params["count"]:
+        # The profile may have forgotten a card since.
+        known = [address for address in before or {} if address not in params["pfs"]]
+        asked = {**params, "pfs": [*params["pfs"], *known]}
+    live = _sriov.observe(asked)
+    return State(live, installed, before, _served(live, installed))
 
 
 def plan(params: _change.Params, state: State) -> _change.Plan:
-    live = _sriov.plan(params, state.live)
     if params["count"]:
+        live = _sriov.plan(params, state.live)
         service = _boot.plan(_unit(params), state.installed)
-    else:
-        service = _boot.plan_removal(_unit(params), state.installed)
-    return _change.Plan((*live.steps, *service), live.blockers)
+        return _change.Plan((*_remembering(state), *live.steps, *service), live.blockers)
+    live = _sriov.plan({**params, "before": state.before}, _to_give_back(state))
+    service = _boot.plan_removal(_unit(params), state.installed)
+    forget = _before.forgetting(RECORD, state.before)
+    return _change.Plan((*live.steps, *service, *forget), live.blockers)
 
 
 def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
-    if step.name not in _boot.STEPS:
+    if step.name in ("remove_service", _before.FORGET):
+        _prove_given_back(params)
+    if step.name in _before.STEPS:
+        _before.apply(step)
+    elif step.name in _boot.STEPS:
+        _boot.apply(_unit(params), step)
+    else:
         return _sriov.apply(params, step)
-    _boot.apply(_unit(params), step)
     return None
 
 
 def facts(params: _change.Params, state: State) -> dict[str, Any]:
-    return _sriov.facts(params, state.live)
+    before = dict(state.before or {})
+    unremembered = sorted(state.served - before.keys())
+    return {**_sriov.facts(params, state.live), "before": before, "unremembered": unremembered}
 
 
 SUBJECT = _change.Subject(observe, plan, apply, facts)
+
+
+def settings(params: _change.Params) -> dict[str, Any]:
+    """What the boot service is told."""
+    return {key: params[key] for key in ("pfs", "pf_ids", "count", "macs")}
 
 
 def _unit(params: _change.Params) -> _boot.Unit:
     return dataclasses.replace(_boot_units.FABRIC, settings=settings(params))
 
 
-def settings(params: _change.Params) -> dict[str, Any]:
-    """What the boot service is told."""
-    return {key: params[key] for key in ("pfs", "pf_ids", "count", "macs")}
+def _remembering(state: State) -> list[_change.Step]:
+    # Also when nothing else is to do: a later repair would take drift for what was before.
+    was = {
+        card.address: {"count": card.count, "autoprobe": card.autoprobe}
+        for card in state.live.cards
+        if card.address not in state.served
+    }
+    return _before.remembering(RECORD, state.before, was) if was else []
+
+
+def _to_give_back(state: State) -> _sriov.State:
+    known = {*(state.before or {}), *state.served}
+    cards = tuple(card for card in state.live.cards if card.address in known)
+    return dataclasses.replace(state.live, cards=cards)
+
+
+def _prove_given_back(params: _change.Params) -> None:
+    """Afterwards nothing on the host says what a card is to be."""
+    state = observe(params)
+    wish = {**params, "before": state.before}
+    cards = _to_give_back(state).cards
+    left = [card for card in cards if not card.is_as(_sriov.wish(wish, card.address))]
+    if left:
+        now = [f"{card.address}: {card.count}, autoprobe {card.autoprobe:d}" for card in left]
+        raise Refusal(
+            "vfs_not_restored",
+            expected="the fabric cards with the virtual functions that they had before slice mode",
+            found="; ".join(now),
+            remedy="see who else makes virtual functions on this host, then run again",
+        )
+
+
+def _served(live: _sriov.State, installed: _boot.Installed) -> frozenset[str]:
+    every = frozenset(card.address for card in live.cards)
+    if not installed.present:
+        return frozenset()
+    try:
+        told = json.loads(_host.kept(_boot_units.FABRIC.settings_path) or "")
+        pfs, ids = list(told["pfs"]), list(told["pf_ids"])
+    except (ValueError, LookupError, TypeError):
+        # Edited or gone: any card may be one of them.
+        return every
+    return frozenset(a for a in every if a in pfs or _pci.read(a).id in ids)
+
+
+def _recalled() -> dict[str, Any] | None:
+    """The record, which a person may have written."""
+    before = _before.recalled(RECORD)
+    for address, was in (before or {}).items():
+        if not (_pci.is_address(address) and _is_card(was)):
+            raise Refusal(
+                "before_unreadable",
+                expected=f'cards like "0000:25:00.0": {{"count": 2, "autoprobe": true}} '
+                f"in {_before.file_of(RECORD)}",
+                found=json.dumps({address: was}),
+                remedy="write down there by hand what the card was before",
+            )
+    return before
+
+
+def _is_card(was: object) -> bool:
+    if not isinstance(was, Mapping):
+        return False
+    count, autoprobe = was.get("count"), was.get("autoprobe")
+    counted = isinstance(count, int) and not isinstance(count, bool) and count >= 0
+    return counted and isinstance(autoprobe, bool)

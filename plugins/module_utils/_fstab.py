@@ -34,10 +34,10 @@ def lines_of(names: Collection[str], points: Collection[str]) -> list[str]:
         and not line.lstrip().startswith("#")
         and (
             (name := _device_name(fields[0])) in names
-            or _usage.unescape(fields[0]).startswith(tuple(f"{point}/" for point in points))
+            or _as_mounted(fields[0]).startswith(tuple(f"{point}/" for point in points))
             or (
                 len(fields) > 1
-                and _usage.unescape(fields[1]) in points
+                and _as_mounted(fields[1]) in points
                 and not (name and _host.path(f"/sys/class/block/{name}").exists())
             )
         )
@@ -47,12 +47,10 @@ def lines_of(names: Collection[str], points: Collection[str]) -> list[str]:
 def text() -> str:
     """The file as it is, "" when there is none; whatever bytes it has can be written back.
 
-    Split at "\\n" alone, which is where lines end for those who mount by it.
+    Split at "\\n" alone, which is where lines end for those who mount by it. One that cannot be
+    read is a Refusal.
     """
-    try:
-        return _host.path(FILE).read_bytes().decode(errors="surrogateescape")
-    except FileNotFoundError:
-        return ""
+    return (_host.content(FILE) or b"").decode(errors="surrogateescape")
 
 
 def shown(line: str) -> str:
@@ -105,6 +103,11 @@ def device_there(line: str) -> bool:
         return True  # A network or virtual file system.
     name = _device_name(source)
     return bool(name) and _host.path(f"/sys/class/block/{name}").exists()
+
+
+def _as_mounted(path: str) -> str:
+    """As rows of the mount table name it, whatever bytes it has."""
+    return _usage.unescape(path).encode(errors="surrogateescape").decode(errors="replace")
 
 
 def _device_name(spec: str) -> str:

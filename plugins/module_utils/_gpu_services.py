@@ -80,6 +80,9 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
     elif step.name == "start_service":
         _command.run(["systemctl", "start", "--", step.subject], timeout=120)
     else:
+        # What was enabled until the next boot is not disabled without the word, and stays beside
+        # what was enabled for good.
+        _command.run(["systemctl", "disable", "--runtime", "--", step.subject])
         _command.run(["systemctl", "disable", "--now", "--", step.subject], timeout=120)
     return None
 

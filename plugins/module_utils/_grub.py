@@ -5,6 +5,7 @@ Configured and in effect are two things: between them lie update-grub, update-in
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import re
@@ -32,6 +33,9 @@ _INITRAMFS_INPUTS = (SOFT_DEPENDENCIES, INITRAMFS_MODULES)
 # In place of the digest, from the change of an input until the build.
 DUE = "a build is due"
 MODULES = ("vfio", "vfio_iommu_type1", "vfio_pci")
+
+# With these the kernel makes no IOMMU group, whatever else it is given.
+_SWITCHED_OFF = ("intel_iommu=off", "amd_iommu=off", "iommu=off")
 
 _BEGIN, _END = "# gpuaas.slice: begin", "# gpuaas.slice: end"
 # Our part of INITRAMFS_MODULES; the rest is the site's.
@@ -71,13 +75,14 @@ class State:
 
 
 def fitted(arguments: Iterable[str]) -> list[str]:
-    """`arguments` for the IOMMU that this machine has.
+    """`arguments` for the IOMMU that this machine has: without those for the other maker's.
 
-    On AMD the kernel turns the IOMMU on by itself and knows no `amd_iommu=on`, so the argument for
-    Intel is dropped. The firmware's table decides, not the maker of the CPU: a virtual machine may
-    have an Intel IOMMU under an AMD CPU.
+    On AMD the kernel turns the IOMMU on by itself, so nothing takes the place of Intel's. The
+    firmware's table decides, not the maker of the CPU: a virtual machine may have an Intel IOMMU
+    under an AMD CPU.
     """
-    return [a for a in arguments if not (a.startswith("intel_iommu=") and _is_amd())]
+    other = "intel_iommu=" if _is_amd() else "amd_iommu="
+    return [a for a in arguments if not a.startswith(other)]
 
 
 def running() -> list[str]:
@@ -152,7 +157,7 @@ def apply(params: Params, step: _change.Step) -> None:
         if step.after is None:
             _host.remove(step.subject)
         else:
-            _host.write(step.subject, step.after)
+            _host.write(step.subject, _written(params, step))
     elif step.name == "update_grub":
         _command.run(["update-grub"], timeout=300)
         _host.remove(GRUB_PENDING)
@@ -165,15 +170,30 @@ def apply(params: Params, step: _change.Step) -> None:
 
 
 def facts(params: Params, state: State) -> dict[str, Any]:
+    """Check mode asks what a run would come to, so the reasons are those after the plan."""
+    reasons = reboot_reasons(params, _after(params, state))
     return {
         "arguments": list(state.arguments),
         "running": list(state.running),
-        "reboot_required": bool(reboot_reasons(params, state)),
-        "reboot_reasons": reboot_reasons(params, state),
+        "reboot_required": bool(reasons),
+        "reboot_reasons": reasons,
         "kvm": state.kvm,
         "iommu_groups": state.iommu_groups,
         "identity": _host.identity(),
     }
+
+
+def _after(params: Params, state: State) -> State:
+    """`state` as the plan leaves it, as far as a reboot depends on it."""
+    found = plan(params, state)
+    names = {step.name for step in found.steps if not found.blockers}
+    if "update_grub" in names:
+        kept = [word for entry in state.entries for word in entry if word not in state.stray]
+        ours = state.arguments if params["state"] == "present" else ()
+        state = dataclasses.replace(state, entries=((*kept, *ours),))
+    if "update_initramfs" in names:
+        state = dataclasses.replace(state, built_in_boot=state.boot_id)
+    return state
 
 
 def reboot_reasons(params: Params, state: State) -> list[str]:
@@ -273,12 +293,14 @@ def _not_in_effect(params: Params, state: State) -> list[Refusal]:
             )
         )
     if not state.iommu_groups:
+        switched_off = [word for word in _SWITCHED_OFF if word in state.running]
         found.append(
             Refusal(
                 "iommu_missing",
                 expected="IOMMU groups in /sys/kernel/iommu_groups",
-                found="none",
-                remedy="enable VT-d or AMD-Vi in the firmware and boot with the kernel arguments",
+                found=", ".join(["none", *(f"booted with {word}" for word in switched_off)]),
+                remedy="enable VT-d or AMD-Vi in the firmware and boot with the kernel arguments,"
+                " without those that switch it off",
             )
         )
     return found
@@ -359,8 +381,8 @@ def has_block(text: str | None) -> bool:
 
 
 def _without_block(text: str | None) -> str:
-    block = rf"^{_BEGIN}\n(?:.*\n)*?{_END}\n"
-    # A mark whose other half somebody deleted would meet the next block's.
+    # A mark whose other half somebody deleted must not meet the next block's.
+    block = rf"^{_BEGIN}\n(?:(?!{_BEGIN}\n).*\n)*?{_END}\n"
     half = rf"^(?:{_BEGIN}|{_END})\n"
     return re.sub(f"{block}|{half}", "", text or "", flags=re.MULTILINE)
 
@@ -383,6 +405,15 @@ def _rebuilt() -> bool:
 def _remember_build(of: str, boot_id: str) -> None:
     record = {"inputs": of, "boot_id": boot_id}
     _host.write(INITRAMFS_RECORD, json.dumps(record) + "\n")
+
+
+def _written(params: Params, step: _change.Step) -> str:
+    """What the step writes: of a file that is the site's too, its own bytes stay as they are."""
+    file = _host.path(step.subject)
+    if step.subject != INITRAMFS_MODULES or not file.exists():
+        return str(step.after)
+    text = file.read_bytes().decode("utf-8", "surrogateescape")
+    return _with_block(text) if params["state"] == "present" else _without_block(text)
 
 
 def _record() -> dict[str, str]:

@@ -46,12 +46,27 @@ def kept(absolute: str) -> str | None:
     except FileNotFoundError:
         return None
     except OSError as broken:
-        raise Refusal(
-            "file_unreadable",
-            expected=f"a readable file {absolute}, or none",
-            found=_why(broken),
-            remedy="repair what keeps it from being read, then run again; nothing was changed",
-        ) from broken
+        raise unreadable(absolute, broken) from broken
+
+
+def content(absolute: str) -> bytes | None:
+    """The same, with every byte as it is: a name in a table may be in no known encoding."""
+    try:
+        return path(absolute).read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as broken:
+        raise unreadable(absolute, broken) from broken
+
+
+def listed(absolute: str) -> list[str]:
+    """Names in a folder, sorted; [] only when it is not there."""
+    try:
+        return sorted(entry.name for entry in path(absolute).iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as broken:
+        raise unreadable(absolute, broken) from broken
 
 
 def document(absolute: str, *, code: str, remedy: str) -> dict[str, Any] | None:
@@ -69,12 +84,25 @@ def document(absolute: str, *, code: str, remedy: str) -> dict[str, Any] | None:
     except (OSError, ValueError) as problem:
         broken = problem
     raise Refusal(
-        code, expected=f"a JSON object in {absolute}", found=_why(broken), remedy=remedy
+        code,
+        expected=f"a JSON object in {absolute}",
+        found=f"{absolute}: {_why(broken)}",
+        remedy=remedy,
     ) from broken
 
 
+def unreadable(absolute: str, broken: OSError) -> Refusal:
+    """Why nothing is decided by a file or folder that cannot be read."""
+    return Refusal(
+        "file_unreadable",
+        expected=f"a readable {absolute}, or none",
+        found=f"{absolute}: {_why(broken)}",
+        remedy="repair what keeps it from being read, then run again; nothing was changed",
+    )
+
+
 def _why(problem: Exception) -> str:
-    """Without the path of an OSError, which is said already."""
+    """Without the path of an OSError, which is the one under our root."""
     said = problem.strerror if isinstance(problem, OSError) else None
     return said or str(problem) or type(problem).__name__
 

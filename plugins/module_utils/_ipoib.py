@@ -5,12 +5,9 @@ from __future__ import annotations
 import ipaddress
 import json
 import re
-import shutil
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
@@ -18,6 +15,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _change,
     _command,
     _host,
+    _netplan,
     _topology_network,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
@@ -26,8 +24,6 @@ FILE = "/etc/netplan/60-ipoib.yaml"
 RECORD = "ipoib"
 MARKER = "# Written by the gpuaas.slice collection; changed by its playbooks only."
 
-# Where netplan looks; later folders go before earlier ones, file by file.
-_FOLDERS = ("/lib/netplan", "/etc/netplan", "/run/netplan")
 _INTERFACE = re.compile(r"[a-z][a-z0-9]{0,14}")
 # networkd configures a link after `netplan apply` has ended.
 _SETTLES_S = 30.0
@@ -60,7 +56,7 @@ def observe(params: Params) -> State:
     if params.get("state") == "absent" or _unsafe(params):
         return State(written, before)
     wanted = text(params)
-    refused = _refused(wanted) if written != wanted.strip() else ""
+    refused = _netplan.judge(FILE, wanted).refused if written != wanted.strip() else ""
     interface = _topology_network.interfaces().get(params["interface"])
     return State(written, before, refused, _missing(params, interface), interface is not None)
 
@@ -134,24 +130,6 @@ def _missing(params: Params, found: _topology_network.Interface | None) -> tuple
     if route and route not in _topology_network.routes(params["interface"]):
         lacking.append(f"route {route}")
     return tuple(lacking)
-
-
-def _refused(wanted: str) -> str:
-    """What netplan would say of the site's files and this one together, without touching them."""
-    with tempfile.TemporaryDirectory(prefix="gpuaas-netplan-") as root:
-        for folder in _FOLDERS:
-            for file in sorted(_host.path(folder).glob("*.yaml")):
-                target = Path(root, folder.lstrip("/"), file.name)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(file, target)
-                target.chmod(0o600)
-        candidate = Path(root, FILE.lstrip("/"))
-        candidate.parent.mkdir(parents=True, exist_ok=True)
-        candidate.write_text(wanted)
-        candidate.chmod(0o600)
-        tried = _command.run(["netplan", "generate", "--root-dir", root], ok=range(256))
-        said = (tried.err.strip() or tried.out.strip() or "no output").replace(root, "")
-    return said[-2000:] if tried.rc else ""
 
 
 SUBJECT = _change.Subject(observe, plan, apply)

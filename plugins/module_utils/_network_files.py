@@ -21,6 +21,10 @@ SETTINGS = _boot_units.NETWORK.settings_path
 # What Debian's service leaves out of the folder.
 _IGNORED = (".dpkg-dist", ".dpkg-old", ".dpkg-new")
 
+# Parity's guest, which asks for a lease that it never takes. Locally administered, outside every
+# profile's MAC prefix.
+PROBE_MAC = "02:67:73:70:72:62"
+
 FORWARDING = "net.ipv4.ip_forward = 1\n"
 
 Network = Mapping[str, Any]
@@ -30,6 +34,11 @@ def settings(network: Network) -> dict[str, Any]:
     """What of a profile's network the boot service is told."""
     named = {key: network[key] for key in ("bridge", "address", "subnet")}
     return {**named, "tmfifo": bool(network.get("tmfifo"))}
+
+
+def probe_address(subnet: str) -> str:
+    """The subnet's last usable address: slots are numbered from its beginning."""
+    return str(ipaddress.IPv4Network(subnet).broadcast_address - 1)
 
 
 def dnsmasq(network: Network) -> str:
@@ -49,6 +58,7 @@ def dnsmasq(network: Network) -> str:
             f"dhcp-range={subnet.network_address},static,{subnet.netmask},12h",
             "dhcp-ignore=tag:!known",
             "dhcp-authoritative",
+            f"dhcp-host={PROBE_MAC},id:*,{probe_address(network['subnet'])}",
             f"dhcp-option=option:router,{own}",
             f"dhcp-option=option:dns-server,{own}",
             f"dhcp-hostsdir={RESERVATIONS}",
@@ -67,7 +77,9 @@ def _binding() -> str:
     names = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
     others = [f"/etc/dnsmasq.d/{name}" for name in names if not name.endswith(_IGNORED)]
     for path in ("/etc/dnsmasq.conf", *others):
-        lines = (_host.read(path) or "").splitlines() if path != DNSMASQ else ()
+        # dnsmasq passes over folders too.
+        told = "" if path == DNSMASQ or _host.path(path).is_dir() else _host.kept(path)
+        lines = (told or "").splitlines()
         if "bind-interfaces" in (line.split("#")[0].strip() for line in lines):
             return "bind-interfaces"
     return "bind-dynamic"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ipaddress
-import re
+from collections.abc import Sequence
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _boot_units,
     _command,
     _host,
     _ipoib,
+    _netplan,
     _network_files,
     _parity_probe,
+    _sriov,
     _topology_network,
     _written,
 )
@@ -33,8 +35,8 @@ IPOIB = _ipoib.FILE
 
 
 def fabric_vfs(facts: Facts) -> Verdict:
-    """Each physical function has its virtual functions, now and after the next boot, and the
-    approved ones are among them.
+    """Each physical function has its virtual functions, under the identities that slice mode gives
+    them, now and after the next boot, and the approved ones are among them.
     """
     fabric = facts.profile["fabric"]
     physical = [device for device in facts.devices.values() if device.id in fabric["pf_ids"]]
@@ -53,6 +55,8 @@ def fabric_vfs(facts: Facts) -> Verdict:
     problems += facts.not_at_boot(_boot_units.FABRIC)
     # As bootstrap's role gives them: all cards of these kinds, with identities of their own.
     cards = {"pfs": [], "pf_ids": list(fabric["pf_ids"]), "macs": {}}
+    for device in physical:
+        problems += _sriov.card_at(device.address).misnamed(cards)
     wanted = {**cards, "count": fabric["vfs_per_pf"]}
     problems += _written.unlike_settings(_boot_units.FABRIC.settings_path, wanted)
     made = sum(device.sriov_numvfs for device in physical)
@@ -60,42 +64,48 @@ def fabric_vfs(facts: Facts) -> Verdict:
 
 
 def ipoib_netplan(facts: Facts) -> Verdict:
-    """The next boot gives the host its site address: a file alone may be another site's.
+    """The next boot gives the host its site address, as netplan itself reads all of its files.
 
     One of ours is as bootstrap writes it; what else the site's own file says is the site's.
     """
-    fabric, text = facts.profile["fabric"], _host.read(IPOIB)
+    fabric, text = facts.profile["fabric"], _host.kept(IPOIB)
     wanted = str(fabric.get("site_address") or "")
     if not text:
         return failed(f"{IPOIB} is missing")
-    if wanted and not re.search(rf"(?<![0-9.]){re.escape(wanted)}(?![0-9])", text):
-        return failed(f"{IPOIB} does not give {wanted}")
+    problems = []
     # A machine may have been told its interface otherwise than by a profile.
     if wanted and fabric.get("interface") and text.startswith(_ipoib.MARKER):
         own = {key: str(fabric.get(key) or "") for key in ("interface", "route")}
-        problems = _written.unlike(IPOIB, _ipoib.text({**own, "address": wanted}))
-        return verdict(problems, f"{IPOIB} {wanted}")
-    return passed(f"{IPOIB} {wanted}".strip())
+        problems += _written.unlike(IPOIB, _ipoib.text({**own, "address": wanted}))
+    judged = _netplan.judge()
+    if judged.refused:
+        problems.append(f"netplan refuses the host's files: {' '.join(judged.refused.split())}")
+    elif wanted:
+        problems += _not_given(facts, judged.links, wanted)
+    return verdict(problems, f"{IPOIB} {wanted}".strip())
 
 
 def fabric_address(facts: Facts) -> Verdict:
     wanted = str(facts.profile["fabric"].get("site_address") or "")
-    found = {
-        name: interface.addresses
-        for name, interface in facts.interfaces.items()
-        if name.startswith("ibp")
-    }
-    for name, addresses in found.items():
-        if any(wanted in (address, address.partition("/")[0]) for address in addresses):
-            return passed(f"{name} has {wanted}")
-    return failed(f"no ibp* interface has {wanted or 'a site address (none is set for this host)'}")
+    for name in _owners(facts, wanted):
+        return passed(f"{name} has {wanted}")
+    named = facts.profile["fabric"].get("interface") or "ibp*"
+    return failed(f"no interface {named} has {wanted or 'a site address (none is set)'}")
 
 
 def fabric_route(facts: Facts) -> Verdict:
-    wanted = str(facts.profile["fabric"].get("route") or "")
+    """By the interface that owns the address: by any other it leads to no fabric, or to another."""
+    fabric = facts.profile["fabric"]
+    wanted, address = str(fabric.get("route") or ""), str(fabric.get("site_address") or "")
     if not wanted:
         return failed("the profile names no fabric route")
-    return passed(wanted) if wanted in facts.routes else failed(f"no route to {wanted}")
+    ways = _owners(facts, address) if address else _fabric_interfaces(facts)
+    for name in ways:
+        if wanted in _topology_network.routes(name):
+            return passed(f"{wanted} by {name}")
+    if ways:
+        return failed(f"no route to {wanted} by {', '.join(ways)}")
+    return failed(f"no interface has {address or 'an address'} for a route to {wanted}")
 
 
 def ovs_bridge(facts: Facts) -> Verdict:
@@ -117,16 +127,17 @@ def ovs_bridge(facts: Facts) -> Verdict:
 
 
 def dnsmasq(facts: Facts) -> Verdict:
-    """A guest on the bridge gets an answer, and the same process listens for DHCP."""
+    """A guest on the bridge gets a name answered and an address offered."""
     pid, bridge = _topology_network.dnsmasq_pid(), facts.network["bridge"]
     if not pid:
         return failed("dnsmasq does not run")
     problems = []
     if not facts.guest.named:
         problems.append(f"process {pid} runs, but does not answer a guest on {bridge}")
-    if not _topology_network.listens(pid, 67):
-        problems.append(f"process {pid} does not listen for DHCP")
-    return verdict(problems, f"process {pid} answers a guest on {bridge} and listens for DHCP")
+    wanted, offered = _network_files.probe_address(facts.network["subnet"]), facts.guest.offered
+    if offered != wanted:
+        problems.append(f"a guest on {bridge} is offered {offered or 'no address'}, not {wanted}")
+    return verdict(problems, f"process {pid} answers a guest on {bridge} and offers it an address")
 
 
 def dnsmasq_config(facts: Facts) -> Verdict:
@@ -209,6 +220,41 @@ def tmfifo(facts: Facts) -> Verdict:
 def rshim_peer(_facts: Facts) -> Verdict:
     took = _parity_probe.echo(TMFIFO_PEER)
     return failed(f"{TMFIFO_PEER} is silent") if took is None else passed(f"{took:.1f} ms")
+
+
+def _fabric_interfaces(facts: Facts) -> list[str]:
+    """Those that may own the site address: the profile's, or each ibp* where it names none."""
+    named = str(facts.profile["fabric"].get("interface") or "")
+    return [named] if named else [name for name in facts.interfaces if name.startswith("ibp")]
+
+
+def _owners(facts: Facts, address: str) -> list[str]:
+    """Of these, the ones that have the site address now."""
+    return [
+        name
+        for name in _fabric_interfaces(facts)
+        if name in facts.interfaces and _is_among(address, facts.interfaces[name].addresses)
+    ]
+
+
+def _is_among(wanted: str, addresses: Sequence[str]) -> bool:
+    """A profile may leave out the prefix length."""
+    return any(wanted in (address, address.partition("/")[0]) for address in addresses)
+
+
+def _not_given(facts: Facts, links: Sequence[_netplan.Link], wanted: str) -> list[str]:
+    """Why the next boot would not give the address to the interface that is to own it."""
+    giving = [link for link in links if _is_among(wanted, link.addresses)]
+    if not giving:
+        return [f"{IPOIB} does not give {wanted}"]
+    owner = str(facts.profile["fabric"].get("interface") or "")
+    for link in giving:
+        known = (name for name in link.names if name.startswith("ibp"))
+        names = [owner] if owner else [*_fabric_interfaces(facts), *known]
+        if any(link.is_of(name) for name in names):
+            return []
+    given = ", ".join(name for link in giving for name in (*link.names, *link.macs)) or "others"
+    return [f"{IPOIB} gives {wanted} to {given}, not to {owner or 'an interface ibp*'}"]
 
 
 def _duplicates() -> list[str]:

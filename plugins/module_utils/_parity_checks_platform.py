@@ -21,6 +21,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _topology_host,
     _topology_pci,
 )
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils._parity import (
     Verdict,
     failed,
@@ -46,7 +47,7 @@ def node_agent(facts: Facts) -> Verdict:
     """The management path: enrolled, certificate valid, for this key, and offered by sshd."""
     if not facts.enrolment:
         return failed(f"not enrolled: {ENROLMENT} is missing")
-    text = _host.read(CERTIFICATE)
+    text = _host.kept(CERTIFICATE)
     if text is None:
         return failed(f"no host certificate in {CERTIFICATE}")
     certificate = _parity_certificate.parse(text)
@@ -167,7 +168,10 @@ def vfio_binding(facts: Facts) -> Verdict:
             problems.append(f"{address} does not answer")
     problems += facts.not_at_boot(_boot_units.BINDING)
     path = _boot_units.BINDING.settings_path
-    recorded = kept(path).get("devices") or {}
+    try:
+        recorded = kept(path).get("devices") or {}
+    except Refusal as refusal:
+        return failed("; ".join([*problems, f"{refusal.code}: {refusal.found}"]))
     problems += [
         f"{address} is not in {path}" for address in facts.passthrough if address not in recorded
     ]

@@ -16,6 +16,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _lease,
     _tuning,
 )
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils._parity import (
     Verdict,
     failed,
@@ -75,8 +76,11 @@ def nvme_ownership(facts: Facts) -> Verdict:
         disk = by_path.get(slot["nvme_device"])
         if disk is None:
             problems.append(f"{slot['nvme_device']} is not there")
-        else:
-            problems += _disk_problems(slot, disk, facts.usages[disk.kernel_name])
+            continue
+        try:
+            problems += _disk_problems(slot, disk, facts.usage(disk))
+        except Refusal as refusal:
+            problems.append(f"{disk.identity}: {refusal.code}: {refusal.found}")
     return verdict(problems, f"{len(facts.slots)} approved disks of {len(facts.disks)}")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,12 +25,9 @@ OLD_BASELINE = "gpuaas-slice-host-net-baseline.service"
 
 
 def kept(path: str) -> dict[str, Any]:
-    """What a boot service goes by; {} when that cannot be read."""
-    try:
-        found = json.loads(_host.read(path) or "{}")
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+    """What a boot service goes by; {} only when it is not there."""
+    again = "run the playbook that installs the service again"
+    return _host.document(path, code="settings_unreadable", remedy=again) or {}
 
 
 @dataclass(frozen=True)
@@ -77,10 +73,6 @@ class Facts:
         return _topology_network.nat_rules()
 
     @cached_property
-    def routes(self) -> list[str]:
-        return _topology_network.routes()
-
-    @cached_property
     def boot_params(self) -> dict[str, Any]:
         return _topology_host.boot_params(self.profile, self.asked.intent)
 
@@ -101,14 +93,22 @@ class Facts:
     def disks(self) -> list[_block.Disk]:
         return _block.disks()
 
+    def usage(self, disk: _block.Disk) -> _block.Usage:
+        """The use of one of `disks`; a Refusal of its own when it cannot be read."""
+        return self._usages.get(disk.kernel_name) or _block.usage(disk)
+
     @cached_property
-    def usages(self) -> dict[str, _block.Usage]:
-        return _block.usages(self.disks)
+    def _usages(self) -> dict[str, _block.Usage]:
+        """By one look at the host; {} when a disk cannot be read: each is then asked by itself."""
+        try:
+            return _block.usages(self.disks)
+        except OSError:
+            return {}
 
     @cached_property
     def enrolment(self) -> dict[str, str]:
         """The words of /etc/gpuaas/enrolment.env; {} when the host is not enrolled."""
-        rows = (_host.read("/etc/gpuaas/enrolment.env") or "").splitlines()
+        rows = (_host.kept("/etc/gpuaas/enrolment.env") or "").splitlines()
         pairs = (row.partition("=") for row in rows if "=" in row and not row.startswith("#"))
         return {key.strip(): value.strip().strip("'\"") for key, _sep, value in pairs}
 
@@ -138,6 +138,14 @@ class Facts:
             return _parity_probe.look(probe)
         except Refusal as refusal:
             return refusal
+        except OSError as broken:
+            # Kept as an answer: what the host refuses once is not tried again for each check.
+            return Refusal(
+                "probe_failed",
+                expected=f"a stand-in for a guest on {probe.bridge}",
+                found=str(broken),
+                remedy="repair what the system names, then run parity again",
+            )
 
     @cached_property
     def passthrough(self) -> list[str]:

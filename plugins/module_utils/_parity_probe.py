@@ -1,9 +1,9 @@
 """A stand-in for a guest: a namespace on the slice bridge that uses the network as a guest would.
 
-It has a test address of the subnet, asks the host's dnsmasq a question, and reaches an address
-outside, while the host watches under which address its packets leave: an answer alone is no proof
-of NAT, since a gateway may well know the way back. Nothing of it stays on the host, also when a
-step of it fails.
+It has a test address of the subnet, asks the host's dnsmasq for a lease and a name, and reaches an
+address outside, while the host watches under which address its packets leave: an answer alone is
+no proof of NAT, since a gateway may well know the way back. Nothing of it stays on the host, also
+when a step of it fails.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ansible_collections.gpuaas.slice.plugins.module_utils import _command, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _command,
+    _dhcp_probe,
+    _host,
+    _network_files,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 NAMESPACE = PORT = "gsparity"
-# Locally administered, outside every profile's MAC prefix.
-MAC = "02:67:73:70:72:62"
+MAC = _network_files.PROBE_MAC
 
 _CLONE_NEWNET = 0x40000000
 _EVERY_PROTOCOL, _IPV4 = 0x0003, 0x0800
@@ -44,20 +48,21 @@ class Probe:
 
     @property
     def address(self) -> str:
-        """The subnet's last usable address: slots are numbered from its beginning."""
-        network = ipaddress.ip_network(self.subnet)
-        return str(network.broadcast_address - 1)
+        """What dnsmasq has for it."""
+        return _network_files.probe_address(self.subnet)
 
 
 @dataclass(frozen=True)
 class Finding:
     """What the guest saw. egress_ms: None when the target is silent. named: dnsmasq answered.
 
-    sources: the addresses under which its packets to the target left the host.
+    offered: the address that dnsmasq offers it, "" when none. sources: the addresses under which
+    its packets to the target left the host.
     """
 
     egress_ms: float | None
     named: bool
+    offered: str
     sources: tuple[str, ...] = ()
 
 
@@ -67,10 +72,14 @@ def look(probe: Probe) -> Finding:
         with _inside(NAMESPACE):
             names = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
             outside = _egress_socket(probe.target)
-        with names, outside, _watch(probe.target) as leaving:
-            answered = name_server_answers(names, probe.bridge_address)
-            took = reach(outside, probe.target)
-            return Finding(egress_ms=took, named=answered, sources=_sources(leaving))
+            lease = _dhcp_probe.open_socket(PORT)
+        with names, outside, lease, _watch(probe.target) as leaving:
+            return Finding(
+                named=name_server_answers(names, probe.bridge_address),
+                offered=_dhcp_probe.offered(lease, MAC, tries=_TRIES, wait_s=_WAIT_S),
+                egress_ms=reach(outside, probe.target),
+                sources=_sources(leaving),
+            )
 
 
 def echo(target: str) -> float | None:
@@ -102,11 +111,7 @@ def reach(handle: socket.socket, target: str) -> float | None:
 
 
 def name_server_answers(handle: socket.socket, server: str) -> bool:
-    """Whether dnsmasq answers a guest.
-
-    It is asked for its own version, which needs nothing from outside. It cannot be asked for a
-    lease: it rightly ignores a MAC that has no reservation.
-    """
+    """Whether dnsmasq tells a guest its own version, which needs nothing from outside."""
     handle.settimeout(_WAIT_S)
     transaction = os.urandom(2)
     for _try in range(_TRIES):
@@ -199,7 +204,7 @@ def _alone() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _guest(probe: Probe) -> Iterator[None]:
-    if _host.path(f"/run/netns/{NAMESPACE}").exists():
+    if NAMESPACE in _host.listed("/run/netns"):
         _remove()
     try:
         # One transaction: a port that a killed run left goes as the new one comes.
@@ -225,7 +230,7 @@ def _guest(probe: Probe) -> Iterator[None]:
 def _remove() -> None:
     """Idempotent. The port goes first: without it nothing of the namespace reaches the bridge."""
     _command.run(["ovs-vsctl", "--timeout=10", "--if-exists", "del-port", PORT])
-    if _host.path(f"/run/netns/{NAMESPACE}").exists():
+    if NAMESPACE in _host.listed("/run/netns"):
         _command.run(["ip", "netns", "delete", NAMESPACE])
 
 

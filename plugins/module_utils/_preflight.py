@@ -169,8 +169,13 @@ def iommu(facts: Facts) -> Verdict:
     tables = [path.rpartition("/")[2] for path in _IOMMU_TABLES if _host.path(path).exists()]
     if not tables:
         return failed("no IOMMU group, and the firmware shows no IOMMU (no DMAR or IVRS table)")
-    asked = "asks for it" if "intel_iommu=on" in _grub.running() else "does not ask for it"
-    return warned(f"no IOMMU group; the firmware shows {', '.join(tables)}, the kernel {asked}")
+    told = f"no IOMMU group; the firmware shows {', '.join(tables)}, the kernel"
+    off = [word for word in _grub.running() if word.endswith("iommu=off")]
+    if off:
+        return warned(f"{told} is told {off[0]}")
+    # AMD's is used without a word.
+    asked = "IVRS" in tables or "intel_iommu=on" in _grub.running()
+    return warned(f"{told} {'asks' if asked else 'does not ask'} for it")
 
 
 def gpus(facts: Facts) -> Verdict:

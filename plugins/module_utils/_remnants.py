@@ -26,6 +26,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _network_files,
     _parity_checks_network,
     _pci,
+    _sriov,
     _topology_host,
     _topology_network,
     _tuning,
@@ -186,13 +187,35 @@ def _modules(facts: Facts) -> Iterator[Item]:
 
 
 def _functions(facts: Facts) -> Iterator[Item]:
+    """The site's own virtual functions stay."""
+    settings, unit = _boot_units.FABRIC.settings_path, facts.unit(_boot_units.FABRIC.service)
+    kept = _file(settings) != "absent" or unit.load not in _ABSENT
+    kept = kept or _before.recalled(_sriov.RECORD) is not None
     for device in facts.devices.values():
         if device.id in facts.profile["fabric"]["pf_ids"] and not device.physfn:
-            count = device.sriov_numvfs
-            found = [f"{count} virtual functions"] if count else []
-            yield _none("fabric_vfs", device.address, found, "no virtual functions")
-    yield _gone("fabric_vfs", _boot_units.FABRIC.settings_path)
+            found, ok = _made(device, not_given_back=kept)
+            expected = "no virtual functions of ours"
+            yield Item("fabric_vfs", device.address, expected, found, ok=ok)
+    yield _given_back("fabric_vfs", _sriov.RECORD)
+    yield _gone("fabric_vfs", settings)
     yield from _service(facts, "fabric_vfs", _boot_units.FABRIC.service)
+
+
+def _made(device: _pci.Device, *, not_given_back: bool) -> tuple[str, bool]:
+    """A card's virtual functions, and whether they are the site's: by their identities, since the
+    record of what was before is gone when they are.
+    """
+    count = device.sriov_numvfs
+    if not count:
+        return "no virtual functions", True
+    if not_given_back:
+        return f"{count} virtual functions, not given back", False
+    card = _sriov.card_at(device.address)
+    if not card.identities:
+        return f"{count} virtual functions, which nothing can name", False
+    if card.ours({}):
+        return f"{count} virtual functions with identities of ours", False
+    return f"{count} virtual functions of the site's own", True
 
 
 def _ipoib(_facts: Facts) -> Iterator[Item]:

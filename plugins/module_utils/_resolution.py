@@ -23,7 +23,11 @@ TEMPLATE = "/etc/cloud/templates/hosts.debian.tmpl"
 PATIENCE_S = 3.0
 
 _BEGIN, _END = "# gpuaas.slice: begin", "# gpuaas.slice: end"
-_BLOCK = re.compile(rf"^{_BEGIN}\n(?:.*\n)*?{_END}\n", re.MULTILINE)
+# A mark whose other half somebody deleted goes too, and takes no line of the site with it.
+_BLOCK = re.compile(
+    rf"^{_BEGIN}\n(?:(?!{_BEGIN}\n).*\n)*?{_END}(?:\n|\Z)|^(?:{_BEGIN}|{_END})(?:\n|\Z)",
+    re.MULTILINE,
+)
 _NAME = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
 
 Params = Mapping[str, Any]
@@ -46,7 +50,7 @@ def plan(params: Params, state: State) -> _change.Plan:
     names: Mapping[str, str] = params["names"]
     blockers = (*_unsafe(names), *_taken(names, state))
     steps = [
-        _change.Step("write_block", path, _own(text), _block(names))
+        _change.Step("write_block", path, _shown(_own(text)), _block(names))
         for path, text in state.files.items()
         if _own(text) != _block(names)
     ]
@@ -100,8 +104,7 @@ def _block(names: Mapping[str, str]) -> str:
 
 
 def _own(text: str) -> str:
-    found = _BLOCK.search(text)
-    return found.group() if found else ""
+    return "".join(found.group() for found in _BLOCK.finditer(text))
 
 
 def _without(text: str) -> str:
@@ -136,7 +139,7 @@ def _taken(names: Mapping[str, str], state: State) -> list[Refusal]:
                 Refusal(
                     "api_name_taken",
                     expected=f"{name} in {path} for {names[name]} or not at all",
-                    found=row.strip(),
+                    found=_shown(row.strip()),
                     remedy="remove that line, or leave the name out of slice_api_names",
                 )
                 for name in words[1:]
@@ -146,7 +149,13 @@ def _taken(names: Mapping[str, str], state: State) -> list[Refusal]:
 
 
 def _text(absolute: str) -> str:
-    try:
-        return _host.path(absolute).read_text(errors="replace")
-    except OSError:
+    # As it is, so that the site's lines are written back as they were. One that cannot be read is
+    # not written over.
+    if _host.kept(absolute) is None:
         return ""
+    return _host.path(absolute).read_bytes().decode("utf-8", "surrogateescape")
+
+
+def _shown(text: str) -> str:
+    """Bytes that are no text, as text: a result must not hold them."""
+    return text.encode(errors="replace").decode()

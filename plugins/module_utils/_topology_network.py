@@ -92,16 +92,6 @@ def dnsmasq_pid() -> int:
     return int(pid) if alive else 0
 
 
-def listens(pid: int, port: int) -> bool:
-    """Whether the process holds a UDP socket on `port`."""
-    rows = [row.split() for row in (_host.read("/proc/net/udp") or "").splitlines()[1:]]
-    inodes = {row[9] for row in rows if len(row) > 9 and row[1].endswith(f":{port:04X}")}
-    folder = _host.path(f"/proc/{pid}/fd")
-    if not inodes or not folder.is_dir():
-        return False
-    return any(str(entry.readlink())[8:-1] in inodes for entry in folder.iterdir())
-
-
 def routes(interface: str = "") -> list[str]:
     """Destinations of the main IPv4 routing table, as networks; of one interface if it is named."""
     rows = [row.split() for row in (_host.read("/proc/net/route") or "").splitlines()[1:]]
@@ -121,7 +111,8 @@ def gateway() -> str:
 
 def observe(profile: Mapping[str, Any]) -> dict[str, Any]:
     """The `slice_network` part of the discovery document."""
-    network, route = profile["network"], str(profile["fabric"].get("route") or "")
+    network, fabric = profile["network"], profile["fabric"]
+    route, interface = str(fabric.get("route") or ""), str(fabric.get("interface") or "")
     found = interfaces()
     bridge = found.get(network["bridge"])
     rules = _rules_if_any()
@@ -141,7 +132,7 @@ def observe(profile: Mapping[str, Any]) -> dict[str, Any]:
         "fabric_route": {
             # A site that forgot to name it must not look like hardware without a fabric.
             "required": "fabric_route" not in profile.get("not_applicable", ()),
-            "present": bool(route) and route in routes(),
+            "present": bool(route) and route in routes(interface),
             "route": route,
         },
         "tmfifo": {

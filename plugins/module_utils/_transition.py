@@ -16,7 +16,6 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _block,
     _change,
     _claims,
-    _content,
     _disk,
     _fstab,
     _host,
@@ -64,7 +63,7 @@ def observe(path: str) -> Device:
     except Refusal as refusal:
         return Device(path, None, _block.Usage(), refusal=refusal)
     used = _block.usage(disk)
-    manifest = str((_proof.recorded(disk.identity) or {}).get("manifest", ""))
+    manifest = _manifest(disk)
     table, names = _usage.mounts(), [disk.kernel_name, *used.children]
     mounts = _usage.mounted(names, table)
     return Device(
@@ -74,12 +73,21 @@ def observe(path: str) -> Device:
         fstab=tuple(_fstab.lines_of([disk.kernel_name, *used.children], used.mounts)),
         slots=tuple(_claims.in_use(disk.identity)),
         proof=_proof.standing(disk.identity),
-        manifest=manifest if manifest and _host.read(manifest) is not None else "",
+        manifest=manifest,
         mounts=tuple(mounts),
-        signatures=tuple(_content.described(disk)) if used.filesystems else (),
+        signatures=tuple(used.signatures),
         obstacles=(*_mounting.covered(mounts, table), *_claimed(disk, used, mounts)),
         begun=_begun.of(disk),
     )
+
+
+def _manifest(disk: _block.Disk) -> str:
+    """The path of the disk's manifest, "" without one: a second would lose what the first says."""
+    path = str((_proof.recorded(disk.identity) or {}).get("manifest", ""))
+    again = "repair the file, or move it away: a new one is written then; nothing was changed"
+    if not path or _host.document(path, code="manifest_unreadable", remedy=again) is None:
+        return ""
+    return path
 
 
 def _claimed(

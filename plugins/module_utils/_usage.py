@@ -6,7 +6,6 @@ the disk, its partitions and what is stacked on them.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
@@ -57,8 +56,8 @@ class Usage:
 
     system: what of the operating system is mounted from it. children: its partitions; they are no
     use by themselves. swap: kernel names, or paths of swap files. btrfs: other devices of a mounted
-    volume. zfs: imported pools. filesystems: type of signature by kernel name. openers: `pid:name`
-    of programs other than QEMU that hold it open.
+    volume. zfs: imported pools. filesystems: type of signature by kernel name. signatures: each of
+    them as an approval names it. openers: `pid:name` of programs other than QEMU that hold it open.
     """
 
     os_disk: bool = False
@@ -73,6 +72,7 @@ class Usage:
     zfs: list[str] = field(default_factory=list)
     holders: list[str] = field(default_factory=list)
     filesystems: dict[str, str] = field(default_factory=dict)
+    signatures: list[str] = field(default_factory=list)
     qemu_pids: list[int] = field(default_factory=list)
     openers: list[str] = field(default_factory=list)
 
@@ -114,8 +114,8 @@ def usages(disks: Sequence[_disk.Disk]) -> dict[str, Usage]:
     """The use of several disks by kernel name, with one look at mounts, swap and processes."""
     found = _claims(disks)
     for disk in disks:
-        kinds = signatures(disk)
-        used = replace(found[disk.kernel_name], filesystems=kinds)
+        kinds, named = _content.both(disk)
+        used = replace(found[disk.kernel_name], filesystems=kinds, signatures=named)
         found[disk.kernel_name] = _pooled(disk, used) if "zfs_member" in kinds.values() else used
     return found
 
@@ -231,8 +231,7 @@ def uppermost(table: Sequence[Mount], point: str) -> Mount | None:
 
 def holders(name: str) -> list[str]:
     """What is stacked on a device: kernel names, the layers above them included."""
-    folder = _host.path(f"/sys/class/block/{name}/holders")
-    direct = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    direct = _host.listed(f"/sys/class/block/{name}/holders")
     return [*direct, *(upper for one in direct for upper in holders(one))]
 
 
@@ -297,18 +296,14 @@ def _below(name: str, volumes: Sequence[set[str]]) -> set[str]:
 
 
 def _slaves(name: str) -> list[str]:
-    folder = _host.path(f"/sys/class/block/{name}/slaves")
-    return [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    return _host.listed(f"/sys/class/block/{name}/slaves")
 
 
 def _volumes() -> list[set[str]]:
     """Devices of each mounted btrfs volume: a mount names one of them, and none has a holder."""
-    folder = _host.path("/sys/fs/btrfs")
-    found = []
-    for place in folder.glob("*/devices"):
-        with contextlib.suppress(FileNotFoundError):  # Unmounted since it was listed.
-            found.append({device.name for device in place.iterdir()})
-    return [volume for volume in found if volume]
+    places = [f"/sys/fs/btrfs/{name}/devices" for name in _host.listed("/sys/fs/btrfs")]
+    # What is no volume, or was unmounted since it was listed, has no devices.
+    return [found for place in places if (found := set(_host.listed(place)))]
 
 
 def _pooled(disk: _disk.Disk, used: Usage) -> Usage:
@@ -317,10 +312,8 @@ def _pooled(disk: _disk.Disk, used: Usage) -> Usage:
     Anybody who ever had the disk may have written the label, with any name in it. It counts where
     the kernel lets nobody claim what carries it: ZFS claims every device of an imported pool.
     """
-    folder = _host.path("/proc/spl/kstat/zfs")
-    imported = (
-        {place.name for place in folder.iterdir() if place.is_dir()} if folder.is_dir() else set()
-    )
+    folder = "/proc/spl/kstat/zfs"
+    imported = {name for name in _host.listed(folder) if _host.path(f"{folder}/{name}").is_dir()}
     if not imported:
         return used
     told = {pool for name, pool in _content.pools(disk).items() if is_claimed(name)}
@@ -336,10 +329,15 @@ def _pooled(disk: _disk.Disk, used: Usage) -> Usage:
 
 
 def is_claimed(name: str) -> bool:
-    """Whether something in the kernel, or an exclusive descriptor, holds the device."""
+    """Whether something in the kernel, or an exclusive descriptor, holds the device.
+
+    One that is not there is held by nothing; any other answer than yes or no is an OSError.
+    """
     try:
         os.close(os.open(_disk.node(name), os.O_RDONLY | os.O_EXCL | os.O_CLOEXEC))
     except OSError as refused:
+        if refused.errno not in (errno.EBUSY, errno.ENOENT, errno.ENXIO):
+            raise
         return refused.errno == errno.EBUSY
     return False
 
@@ -348,9 +346,13 @@ def _own_devices() -> set[str]:
     """Device numbers of the filesystems that our own state and libvirt's lie on."""
     found = set()
     for place in _OWN_STATE:
-        with contextlib.suppress(OSError):
+        try:
             number = _host.path(place).stat().st_dev
-            found.add(f"{os.major(number)}:{os.minor(number)}")
+        except FileNotFoundError:
+            continue
+        except OSError as broken:
+            raise _host.unreadable(place, broken) from broken
+        found.add(f"{os.major(number)}:{os.minor(number)}")
     return found
 
 
@@ -365,16 +367,16 @@ def _swaps() -> list[str]:
 
 
 def _rows(absolute: str) -> list[str]:
-    """Rows of a table of the kernel's, which escapes newlines in names and no other line ends."""
-    try:
-        text = _host.path(absolute).read_bytes().decode(errors="replace")
-    except OSError:
-        return []
+    """Rows of a table of the kernel's, which escapes newlines in names and no other line ends.
+
+    One that cannot be read is a Refusal: nothing would look mounted.
+    """
+    text = (_host.content(absolute) or b"").decode(errors="replace")
     return [row for row in text.split("\n") if row]
 
 
 def _number(name: str) -> str:
-    return _host.read(f"/sys/class/block/{name}/dev") or ""
+    return _content.attribute(name, "dev") or ""
 
 
 def _is_lvm(name: str) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import _host
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 
 def unlike(path: str, text: str | None, mode: int | None = None) -> list[str]:
@@ -21,7 +22,10 @@ def unlike(path: str, text: str | None, mode: int | None = None) -> list[str]:
 
     mode: what its mode must be, where a wrong one has consequences: a program that may not be run.
     """
-    found = _host.read(path)
+    try:
+        found = _host.kept(path)
+    except Refusal as unreadable:
+        return [f"{unreadable.code}: {unreadable.found}"]
     if text is None:
         return [] if found is None else [f"{path} is there, and bootstrap writes none"]
     if found is None:

@@ -13,8 +13,8 @@ description:
   - Keeps a block of C(/etc/hosts) with the names of the control plane's API and their addresses,
     for a site whose DNS does not know them. Where cloud-init manages C(/etc/hosts), its template
     gets the block too, or the next boot would take it away.
-  - Lines outside the block are never changed. Refuses with C(api_name_invalid), and with
-    C(api_name_taken) when such a line gives a name another address.
+  - Lines outside the block are never changed. Refuses with C(api_name_invalid), with
+    C(api_name_taken) when such a line gives a name another address, and with C(file_unreadable).
   - Whether the names lead to a host that answers is the parity check C(name_resolution).
 options:
   names:

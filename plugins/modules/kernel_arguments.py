@@ -15,8 +15,8 @@ description:
   - Loads the VFIO modules, at boot too, and puts them into the initramfs before the drivers that
     would take a GPU.
   - C(update-initramfs) runs only when its inputs changed.
-  - Where the machine has an AMD IOMMU, C(intel_iommu=) is left out; the kernel turns that IOMMU on
-    by itself.
+  - Where the machine has an AMD IOMMU, C(intel_iommu=) is left out, since the kernel turns that
+    IOMMU on by itself; elsewhere C(amd_iommu=) is.
   - With the tuned profile V(hugepages-1g) it adds pages of 1 GiB, as even over the NUMA nodes as
     they go (C(hugepages=0:256,1:256)). Refuses with C(hugepages_unsupported), and with
     C(hugepages_leave_no_reserve) when a node would not keep the host's reserve.
@@ -86,7 +86,8 @@ running:
   type: list
   elements: str
 reboot_required:
-  description: Whether something configured holds only after a reboot.
+  description: Whether something configured holds only after a reboot. In check mode, whether it
+    would.
   returned: always
   type: bool
 reboot_reasons:

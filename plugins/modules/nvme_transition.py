@@ -30,7 +30,8 @@ description:
     C(swap_in_use), C(md_member), C(lvm_member), C(dm_holder), C(held), C(held_open),
     C(btrfs_member), C(zfs_pool), C(mount_covered), C(excluded_model), C(qemu_holds_disk),
     C(unexpected_filesystem), C(disk_belongs_to_slot), C(changed_since_approval),
-    C(changed_since_plan), C(wipe_not_verified), C(erase_record_unreadable).
+    C(changed_since_plan), C(wipe_not_verified), C(erase_record_unreadable), C(manifest_unreadable),
+    C(proof_unreadable), C(device_unreadable), C(file_unreadable).
 options:
   devices:
     description: Disks, as C(/dev/disk/by-id/nvme-eui.*). A dry run also takes kernel names.

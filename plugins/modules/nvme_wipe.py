@@ -22,7 +22,7 @@ description:
     and its proof is returned.
   - Refuses with C(stale_fence), C(disk_belongs_to_slot), C(os_disk), C(disk_in_use),
     C(identity_mismatch), C(device_not_found), C(changed_since_plan), C(unexpected_filesystem),
-    C(excluded_model), C(device_unreadable), C(wipe_not_verified).
+    C(excluded_model), C(device_unreadable), C(file_unreadable), C(wipe_not_verified).
 options:
   slots:
     description: Slot bundles, each with its C(fence).

@@ -65,7 +65,8 @@ readiness:
   description:
     - What was seen last. C(lease_state) is C(none), C(offered) (the MAC answers at the address
       but has no lease), C(bound) or C(mismatch) (the MAC has another address).
-    - C(console_tail) has the last lines of the guest's console when the gate failed.
+    - When the gate failed, C(console_tail) has the last lines of the guest's console and
+      C(domain_state) says in libvirt's words what became of it (C(paused) after a disk error).
   returned: unless the parameters are refused
   type: dict
   sample:
@@ -169,6 +170,8 @@ def watch(params: _change.Params, once: bool) -> tuple[dict[str, Any], Refusal |
     readiness = wait(params, once=once)
     refusal = verdict(params, readiness)
     if refusal is not None:
+        name = _slice_names.domain_name(params["allocation_id"])
+        readiness["domain_state"] = _libvirt.domains().get(name, "absent")
         readiness["console_tail"] = console_tail(params["allocation_id"])
     return {"readiness": readiness}, refusal
 

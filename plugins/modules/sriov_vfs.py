@@ -14,7 +14,15 @@ description:
     GUID on InfiniBand) that is derived from the card's own address, before anything is bound.
   - Switches off automatic probing, so that no driver of the host takes a virtual function.
   - C(gpuaas-slice-fabric.service) does the same at boot.
-  - Refuses with C(device_missing), C(interface_missing), C(too_many_functions), C(vf_in_use).
+  - A site may have virtual functions of its own. How many a card had, and whether drivers were
+    probed, is remembered in C(/var/lib/gpuaas/before/fabric.json) by the first run, which is a
+    change also where nothing else is to do. With O(count=0) each card gets exactly that back.
+  - A card that is served already and of which nothing is remembered (RV(unremembered); earlier
+    versions kept no record) gets no virtual functions back; its step in C(plan) then says
+    C(remembered=false). A card that was never changed is left alone.
+  - The site's own identities of virtual functions are not remembered; its functions are made anew.
+  - Refuses with C(device_missing), C(interface_missing), C(too_many_functions), C(vf_in_use),
+    C(vfs_not_restored), C(before_unreadable).
   - InfiniBand GUIDs have not yet been set on hardware by this module.
 options:
   pfs:
@@ -28,7 +36,7 @@ options:
     elements: str
     default: []
   count:
-    description: Virtual functions per card. With 0 the cards go back to plain use.
+    description: Virtual functions per card. With 0 the cards go back to what they were.
     type: int
     required: true
   macs:
@@ -53,6 +61,17 @@ vfs:
   elements: dict
   sample:
     - {pf: "0000:25:00.0", index: 0, address: "0000:25:10.0", identity: "02:1d:77:0e:5b:90"}
+before:
+  description: What is remembered of each card from before its first change.
+  returned: always
+  type: dict
+  sample: {"0000:25:00.0": {count: 2, autoprobe: true}}
+unremembered:
+  description: Cards that are served and of which nothing is remembered.
+  returned: always
+  type: list
+  elements: str
+  sample: []
 """
 
 from ansible.module_utils.basic import AnsibleModule

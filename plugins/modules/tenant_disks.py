@@ -19,7 +19,8 @@ description:
     C(/var/lib) included, unless the running system's root is on it. Any other disk is refused when
     the machine boots from it.
   - Refuses with C(node_in_slice_mode), C(stale_fence), C(os_disk), C(identity_mismatch),
-    C(device_not_found), C(disk_misnamed), C(mount_covered), C(mount_busy), C(zfs_pool).
+    C(device_not_found), C(disk_misnamed), C(mount_covered), C(mount_busy), C(zfs_pool),
+    C(file_unreadable), and with C(device_unreadable) for a disk that the tenant was not given.
 options:
   fence:
     description: The fence of the node's claim.
@@ -95,12 +96,13 @@ def observe(params: _change.Params) -> State:
     for disk in params["disks"]:
         try:
             there = _block.of_slot(disk)
+            given = _given(there, entries[_whole_machine.slot_of(disk)])
+            use = _use(there, given=given)
         except Refusal as refusal:
             problems.append(refusal)
             continue
-        use = _use(there)
         uses[_whole_machine.slot_of(disk)] = use
-        problems += [*_system(there, disk), *_pools(there, use.used)]
+        problems += [*_system(there, given=given), *_pools(there, use.used)]
     owners = {name: slot_id for slot_id, use in uses.items() for name in use.devices}
     mounts = _mounts(owners)
     lines = _fstab.lines_of(owners, [mount.point for mount, _of in mounts]) if uses else []
@@ -116,8 +118,13 @@ def _mounts(owners: Mapping[str, str]) -> list[tuple[_usage.Mount, str]]:
     return [(mount, mine[mount]) for mount in table if mount in mine]
 
 
-def _use(disk: _block.Disk) -> Use:
-    used = _block.usage(disk)
+def _given(there: _block.Disk, entry: _lease.Entry) -> bool:
+    """Whether the tenant got this disk: the ledger has it dirty when it was given away."""
+    return entry.dirty and entry.disk == there.identity
+
+
+def _use(disk: _block.Disk, *, given: bool) -> Use:
+    used = _used(disk, given=given)
     stack: list[str] = []
     for name in (disk.kernel_name, *used.children):
         stack += [holder for holder in _usage.holders(name) if holder not in stack]
@@ -125,13 +132,24 @@ def _use(disk: _block.Disk) -> Use:
     return Use(used, tuple(reversed(stack)), devices)
 
 
-def _system(there: _block.Disk, disk: Mapping[str, Any]) -> list[Refusal]:
+def _used(disk: _block.Disk, *, given: bool) -> _block.Usage:
+    """A sector that cannot be read keeps no tenant's disk from its wipe, which may cure it.
+
+    Where it can be read all is read, so that a pool is named before the wipe cannot claim its disk.
+    """
+    try:
+        return _block.usage(disk)
+    except Refusal as refusal:
+        if not given or refusal.code != "device_unreadable":
+            raise
+        return _block.usage(disk, dirty=True)
+
+
+def _system(there: _block.Disk, *, given: bool) -> list[Refusal]:
     """By what the disk is and not by where the tenant mounts it, which fstab repeats at every boot.
 
-    The ledger has it dirty when it was given away, and it was no disk of the system then.
+    A disk that was given away was no disk of the system then.
     """
-    entry = _lease.load(_whole_machine.slot_of(disk))
-    given = entry.dirty and entry.disk == there.identity
     carried = _usage.carries(there, {"/"} if given else _usage.BOOT_POINTS)
     if not carried:
         return []

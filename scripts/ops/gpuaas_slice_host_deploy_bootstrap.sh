@@ -773,7 +773,7 @@ def _store(known: Mapping[str, Mapping[str, str]]) -> None:
         _host.remove(RECORD)
 '''
 
-# sha256 896cf5ea34316e733e0eadf64382720ea7d9646410afbbaa7c582f7dc481e26e
+# sha256 6b46ad4aeac22e1f4b04670ab0cae04b63b5f9657e2376fd13b7e5e89617091a
 SOURCES["_boot_menu"] = r'''"""GRUB's menu as it lies on disk: which entry the next boot takes, and with which arguments.
 
 Read, never made anew: `update-grub` takes seconds and writes. Forms are those that grub-mkconfig of
@@ -818,11 +818,11 @@ class Menu:
 
 def next_boot() -> Entry | None:
     """The entry that the next boot takes by itself; None without a menu."""
-    text = _host.read(MENU)
+    text = _host.kept(MENU)
     if not text:
         return None
     menu = parse(text)
-    return chosen(menu, _environment(_host.read(ENVIRONMENT) or ""))
+    return chosen(menu, _environment(_host.kept(ENVIRONMENT) or ""))
 
 
 def parse(text: str) -> Menu:
@@ -1730,66 +1730,169 @@ class Refusal(Exception):
         }
 '''
 
-# sha256 eb8c516742c1ff9bddb264433cc35e3d41ef0ffd03cfe2d10dcdbc829f663c68
-SOURCES["_fabric"] = r'''"""Virtual functions of the fabric cards, now and at every boot."""
+# sha256 981a41cb7909a1f97ffa41a392c960e794cfac1c6239a418aa96d00671ce2201
+SOURCES["_fabric"] = r'''"""Virtual functions of the fabric cards, now and at every boot; on the way back, what was before.
+
+What a card had is remembered before its first change. Of a card that a service of ours served
+already, without a record (earlier versions kept none), it is unknown: it goes back to plain use.
+One that neither a record nor a service of ours knows is the site's, and is left alone.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _before,
     _boot,
     _boot_units,
     _change,
+    _host,
+    _pci,
     _sriov,
 )
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+
+RECORD = _sriov.RECORD
 
 
 @dataclass(frozen=True)
 class State:
+    """before: what was remembered by card, None when nothing ever was. served: the cards whose
+    functions the installed service makes, so that what they are is not what they were.
+    """
+
     live: _sriov.State
     installed: _boot.Installed
+    before: Mapping[str, Any] | None
+    served: frozenset[str]
 
 
 def observe(params: _change.Params) -> State:
-    return State(_sriov.observe(params), _boot.observe(_unit(params)))
+    before, installed = _recalled(), _boot.observe(_unit(params))
+    asked = params
+    if not params["count"]:
+        # The profile may have forgotten a card since.
+        known = [address for address in before or {} if address not in params["pfs"]]
+        asked = {**params, "pfs": [*params["pfs"], *known]}
+    live = _sriov.observe(asked)
+    return State(live, installed, before, _served(live, installed))
 
 
 def plan(params: _change.Params, state: State) -> _change.Plan:
-    live = _sriov.plan(params, state.live)
     if params["count"]:
+        live = _sriov.plan(params, state.live)
         service = _boot.plan(_unit(params), state.installed)
-    else:
-        service = _boot.plan_removal(_unit(params), state.installed)
-    return _change.Plan((*live.steps, *service), live.blockers)
+        return _change.Plan((*_remembering(state), *live.steps, *service), live.blockers)
+    live = _sriov.plan({**params, "before": state.before}, _to_give_back(state))
+    service = _boot.plan_removal(_unit(params), state.installed)
+    forget = _before.forgetting(RECORD, state.before)
+    return _change.Plan((*live.steps, *service, *forget), live.blockers)
 
 
 def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
-    if step.name not in _boot.STEPS:
+    if step.name in ("remove_service", _before.FORGET):
+        _prove_given_back(params)
+    if step.name in _before.STEPS:
+        _before.apply(step)
+    elif step.name in _boot.STEPS:
+        _boot.apply(_unit(params), step)
+    else:
         return _sriov.apply(params, step)
-    _boot.apply(_unit(params), step)
     return None
 
 
 def facts(params: _change.Params, state: State) -> dict[str, Any]:
-    return _sriov.facts(params, state.live)
+    before = dict(state.before or {})
+    unremembered = sorted(state.served - before.keys())
+    return {**_sriov.facts(params, state.live), "before": before, "unremembered": unremembered}
 
 
 SUBJECT = _change.Subject(observe, plan, apply, facts)
+
+
+def settings(params: _change.Params) -> dict[str, Any]:
+    """What the boot service is told."""
+    return {key: params[key] for key in ("pfs", "pf_ids", "count", "macs")}
 
 
 def _unit(params: _change.Params) -> _boot.Unit:
     return dataclasses.replace(_boot_units.FABRIC, settings=settings(params))
 
 
-def settings(params: _change.Params) -> dict[str, Any]:
-    """What the boot service is told."""
-    return {key: params[key] for key in ("pfs", "pf_ids", "count", "macs")}
+def _remembering(state: State) -> list[_change.Step]:
+    # Also when nothing else is to do: a later repair would take drift for what was before.
+    was = {
+        card.address: {"count": card.count, "autoprobe": card.autoprobe}
+        for card in state.live.cards
+        if card.address not in state.served
+    }
+    return _before.remembering(RECORD, state.before, was) if was else []
+
+
+def _to_give_back(state: State) -> _sriov.State:
+    known = {*(state.before or {}), *state.served}
+    cards = tuple(card for card in state.live.cards if card.address in known)
+    return dataclasses.replace(state.live, cards=cards)
+
+
+def _prove_given_back(params: _change.Params) -> None:
+    """Afterwards nothing on the host says what a card is to be."""
+    state = observe(params)
+    wish = {**params, "before": state.before}
+    cards = _to_give_back(state).cards
+    left = [card for card in cards if not card.is_as(_sriov.wish(wish, card.address))]
+    if left:
+        now = [f"{card.address}: {card.count}, autoprobe {card.autoprobe:d}" for card in left]
+        raise Refusal(
+            "vfs_not_restored",
+            expected="the fabric cards with the virtual functions that they had before slice mode",
+            found="; ".join(now),
+            remedy="see who else makes virtual functions on this host, then run again",
+        )
+
+
+def _served(live: _sriov.State, installed: _boot.Installed) -> frozenset[str]:
+    every = frozenset(card.address for card in live.cards)
+    if not installed.present:
+        return frozenset()
+    try:
+        told = json.loads(_host.kept(_boot_units.FABRIC.settings_path) or "")
+        pfs, ids = list(told["pfs"]), list(told["pf_ids"])
+    except (ValueError, LookupError, TypeError):
+        # Edited or gone: any card may be one of them.
+        return every
+    return frozenset(a for a in every if a in pfs or _pci.read(a).id in ids)
+
+
+def _recalled() -> dict[str, Any] | None:
+    """The record, which a person may have written."""
+    before = _before.recalled(RECORD)
+    for address, was in (before or {}).items():
+        if not (_pci.is_address(address) and _is_card(was)):
+            raise Refusal(
+                "before_unreadable",
+                expected=f'cards like "0000:25:00.0": {{"count": 2, "autoprobe": true}} '
+                f"in {_before.file_of(RECORD)}",
+                found=json.dumps({address: was}),
+                remedy="write down there by hand what the card was before",
+            )
+    return before
+
+
+def _is_card(was: object) -> bool:
+    if not isinstance(was, Mapping):
+        return False
+    count, autoprobe = was.get("count"), was.get("autoprobe")
+    counted = isinstance(count, int) and not isinstance(count, bool) and count >= 0
+    return counted and isinstance(autoprobe, bool)
 '''
 
-# sha256 4f8bcb8959faa9d765598878b13db28603f585612e292b9a14dc38de6d9885e8
+# sha256 23726a2ab8f4089daccd8c86a16a76e91f39f343262fd7ecd5a53f48b0db351f
 SOURCES["_gpu_services"] = r'''"""Services that hold a host's GPUs (persistence, fabric manager, DCGM): quiet, so slices get them.
 
 A service that is not there is quiet already. What each was is remembered before it is stopped, and
@@ -1872,6 +1975,9 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
     elif step.name == "start_service":
         _command.run(["systemctl", "start", "--", step.subject], timeout=120)
     else:
+        # What was enabled until the next boot is not disabled without the word, and stays beside
+        # what was enabled for good.
+        _command.run(["systemctl", "disable", "--runtime", "--", step.subject])
         _command.run(["systemctl", "disable", "--now", "--", step.subject], timeout=120)
     return None
 
@@ -1945,7 +2051,7 @@ def _service(block: str) -> Service:
     return Service(values.get("ActiveState", ""), values.get("UnitFileState", ""))
 '''
 
-# sha256 c1c6375d2376859bfa82b081329f69850a3e692408ef186a9ffc5e986adf6f27
+# sha256 a724b3fab5c3a179c9c431247274c03b9c9b0d7bf67070896dbe3e0ef568b75c
 SOURCES["_grub"] = r'''"""Kernel arguments and early modules of a slice host: what is configured, and what this boot has.
 
 Configured and in effect are two things: between them lie update-grub, update-initramfs, a reboot.
@@ -1953,6 +2059,7 @@ Configured and in effect are two things: between them lie update-grub, update-in
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import re
@@ -1980,6 +2087,9 @@ _INITRAMFS_INPUTS = (SOFT_DEPENDENCIES, INITRAMFS_MODULES)
 # In place of the digest, from the change of an input until the build.
 DUE = "a build is due"
 MODULES = ("vfio", "vfio_iommu_type1", "vfio_pci")
+
+# With these the kernel makes no IOMMU group, whatever else it is given.
+_SWITCHED_OFF = ("intel_iommu=off", "amd_iommu=off", "iommu=off")
 
 _BEGIN, _END = "# gpuaas.slice: begin", "# gpuaas.slice: end"
 # Our part of INITRAMFS_MODULES; the rest is the site's.
@@ -2019,13 +2129,14 @@ class State:
 
 
 def fitted(arguments: Iterable[str]) -> list[str]:
-    """`arguments` for the IOMMU that this machine has.
+    """`arguments` for the IOMMU that this machine has: without those for the other maker's.
 
-    On AMD the kernel turns the IOMMU on by itself and knows no `amd_iommu=on`, so the argument for
-    Intel is dropped. The firmware's table decides, not the maker of the CPU: a virtual machine may
-    have an Intel IOMMU under an AMD CPU.
+    On AMD the kernel turns the IOMMU on by itself, so nothing takes the place of Intel's. The
+    firmware's table decides, not the maker of the CPU: a virtual machine may have an Intel IOMMU
+    under an AMD CPU.
     """
-    return [a for a in arguments if not (a.startswith("intel_iommu=") and _is_amd())]
+    other = "intel_iommu=" if _is_amd() else "amd_iommu="
+    return [a for a in arguments if not a.startswith(other)]
 
 
 def running() -> list[str]:
@@ -2100,7 +2211,7 @@ def apply(params: Params, step: _change.Step) -> None:
         if step.after is None:
             _host.remove(step.subject)
         else:
-            _host.write(step.subject, step.after)
+            _host.write(step.subject, _written(params, step))
     elif step.name == "update_grub":
         _command.run(["update-grub"], timeout=300)
         _host.remove(GRUB_PENDING)
@@ -2113,15 +2224,30 @@ def apply(params: Params, step: _change.Step) -> None:
 
 
 def facts(params: Params, state: State) -> dict[str, Any]:
+    """Check mode asks what a run would come to, so the reasons are those after the plan."""
+    reasons = reboot_reasons(params, _after(params, state))
     return {
         "arguments": list(state.arguments),
         "running": list(state.running),
-        "reboot_required": bool(reboot_reasons(params, state)),
-        "reboot_reasons": reboot_reasons(params, state),
+        "reboot_required": bool(reasons),
+        "reboot_reasons": reasons,
         "kvm": state.kvm,
         "iommu_groups": state.iommu_groups,
         "identity": _host.identity(),
     }
+
+
+def _after(params: Params, state: State) -> State:
+    """`state` as the plan leaves it, as far as a reboot depends on it."""
+    found = plan(params, state)
+    names = {step.name for step in found.steps if not found.blockers}
+    if "update_grub" in names:
+        kept = [word for entry in state.entries for word in entry if word not in state.stray]
+        ours = state.arguments if params["state"] == "present" else ()
+        state = dataclasses.replace(state, entries=((*kept, *ours),))
+    if "update_initramfs" in names:
+        state = dataclasses.replace(state, built_in_boot=state.boot_id)
+    return state
 
 
 def reboot_reasons(params: Params, state: State) -> list[str]:
@@ -2221,12 +2347,14 @@ def _not_in_effect(params: Params, state: State) -> list[Refusal]:
             )
         )
     if not state.iommu_groups:
+        switched_off = [word for word in _SWITCHED_OFF if word in state.running]
         found.append(
             Refusal(
                 "iommu_missing",
                 expected="IOMMU groups in /sys/kernel/iommu_groups",
-                found="none",
-                remedy="enable VT-d or AMD-Vi in the firmware and boot with the kernel arguments",
+                found=", ".join(["none", *(f"booted with {word}" for word in switched_off)]),
+                remedy="enable VT-d or AMD-Vi in the firmware and boot with the kernel arguments,"
+                " without those that switch it off",
             )
         )
     return found
@@ -2307,8 +2435,8 @@ def has_block(text: str | None) -> bool:
 
 
 def _without_block(text: str | None) -> str:
-    block = rf"^{_BEGIN}\n(?:.*\n)*?{_END}\n"
-    # A mark whose other half somebody deleted would meet the next block's.
+    # A mark whose other half somebody deleted must not meet the next block's.
+    block = rf"^{_BEGIN}\n(?:(?!{_BEGIN}\n).*\n)*?{_END}\n"
     half = rf"^(?:{_BEGIN}|{_END})\n"
     return re.sub(f"{block}|{half}", "", text or "", flags=re.MULTILINE)
 
@@ -2331,6 +2459,15 @@ def _rebuilt() -> bool:
 def _remember_build(of: str, boot_id: str) -> None:
     record = {"inputs": of, "boot_id": boot_id}
     _host.write(INITRAMFS_RECORD, json.dumps(record) + "\n")
+
+
+def _written(params: Params, step: _change.Step) -> str:
+    """What the step writes: of a file that is the site's too, its own bytes stay as they are."""
+    file = _host.path(step.subject)
+    if step.subject != INITRAMFS_MODULES or not file.exists():
+        return str(step.after)
+    text = file.read_bytes().decode("utf-8", "surrogateescape")
+    return _with_block(text) if params["state"] == "present" else _without_block(text)
 
 
 def _record() -> dict[str, str]:
@@ -2365,7 +2502,7 @@ def _count(absolute: str) -> int:
     return sum(1 for _entry in folder.iterdir()) if folder.is_dir() else 0
 '''
 
-# sha256 0be3b8e79cb9a74fc24f2db84613f4a61da5bd394234ab938c956be36515e2ac
+# sha256 fc0c5173404d459a56f0409685b79f3091fba6c82ac0b037059594908b911dff
 SOURCES["_host"] = r'''"""The host's file tree: one root for every path, one way to write a file."""
 
 from __future__ import annotations
@@ -2414,12 +2551,27 @@ def kept(absolute: str) -> str | None:
     except FileNotFoundError:
         return None
     except OSError as broken:
-        raise Refusal(
-            "file_unreadable",
-            expected=f"a readable file {absolute}, or none",
-            found=_why(broken),
-            remedy="repair what keeps it from being read, then run again; nothing was changed",
-        ) from broken
+        raise unreadable(absolute, broken) from broken
+
+
+def content(absolute: str) -> bytes | None:
+    """The same, with every byte as it is: a name in a table may be in no known encoding."""
+    try:
+        return path(absolute).read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as broken:
+        raise unreadable(absolute, broken) from broken
+
+
+def listed(absolute: str) -> list[str]:
+    """Names in a folder, sorted; [] only when it is not there."""
+    try:
+        return sorted(entry.name for entry in path(absolute).iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as broken:
+        raise unreadable(absolute, broken) from broken
 
 
 def document(absolute: str, *, code: str, remedy: str) -> dict[str, Any] | None:
@@ -2437,12 +2589,25 @@ def document(absolute: str, *, code: str, remedy: str) -> dict[str, Any] | None:
     except (OSError, ValueError) as problem:
         broken = problem
     raise Refusal(
-        code, expected=f"a JSON object in {absolute}", found=_why(broken), remedy=remedy
+        code,
+        expected=f"a JSON object in {absolute}",
+        found=f"{absolute}: {_why(broken)}",
+        remedy=remedy,
     ) from broken
 
 
+def unreadable(absolute: str, broken: OSError) -> Refusal:
+    """Why nothing is decided by a file or folder that cannot be read."""
+    return Refusal(
+        "file_unreadable",
+        expected=f"a readable {absolute}, or none",
+        found=f"{absolute}: {_why(broken)}",
+        remedy="repair what keeps it from being read, then run again; nothing was changed",
+    )
+
+
 def _why(problem: Exception) -> str:
-    """Without the path of an OSError, which is said already."""
+    """Without the path of an OSError, which is the one under our root."""
     said = problem.strerror if isinstance(problem, OSError) else None
     return said or str(problem) or type(problem).__name__
 
@@ -2693,7 +2858,7 @@ def _leased() -> list[str]:
     ]
 '''
 
-# sha256 7793e81e47f270fa703d72b1c98b51ee9cdccbe7484401bd87a8aa7aa6327170
+# sha256 bd93919167936740dcb4eaa1265785acf66788cbea77799b7baaeeaab37a1741
 SOURCES["_ipoib"] = r'''"""The host's own address on the InfiniBand fabric, kept by netplan. Not yet run on hardware."""
 
 from __future__ import annotations
@@ -2701,12 +2866,9 @@ from __future__ import annotations
 import ipaddress
 import json
 import re
-import shutil
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
@@ -2714,6 +2876,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _change,
     _command,
     _host,
+    _netplan,
     _topology_network,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
@@ -2722,8 +2885,6 @@ FILE = "/etc/netplan/60-ipoib.yaml"
 RECORD = "ipoib"
 MARKER = "# Written by the gpuaas.slice collection; changed by its playbooks only."
 
-# Where netplan looks; later folders go before earlier ones, file by file.
-_FOLDERS = ("/lib/netplan", "/etc/netplan", "/run/netplan")
 _INTERFACE = re.compile(r"[a-z][a-z0-9]{0,14}")
 # networkd configures a link after `netplan apply` has ended.
 _SETTLES_S = 30.0
@@ -2756,7 +2917,7 @@ def observe(params: Params) -> State:
     if params.get("state") == "absent" or _unsafe(params):
         return State(written, before)
     wanted = text(params)
-    refused = _refused(wanted) if written != wanted.strip() else ""
+    refused = _netplan.judge(FILE, wanted).refused if written != wanted.strip() else ""
     interface = _topology_network.interfaces().get(params["interface"])
     return State(written, before, refused, _missing(params, interface), interface is not None)
 
@@ -2830,24 +2991,6 @@ def _missing(params: Params, found: _topology_network.Interface | None) -> tuple
     if route and route not in _topology_network.routes(params["interface"]):
         lacking.append(f"route {route}")
     return tuple(lacking)
-
-
-def _refused(wanted: str) -> str:
-    """What netplan would say of the site's files and this one together, without touching them."""
-    with tempfile.TemporaryDirectory(prefix="gpuaas-netplan-") as root:
-        for folder in _FOLDERS:
-            for file in sorted(_host.path(folder).glob("*.yaml")):
-                target = Path(root, folder.lstrip("/"), file.name)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(file, target)
-                target.chmod(0o600)
-        candidate = Path(root, FILE.lstrip("/"))
-        candidate.parent.mkdir(parents=True, exist_ok=True)
-        candidate.write_text(wanted)
-        candidate.chmod(0o600)
-        tried = _command.run(["netplan", "generate", "--root-dir", root], ok=range(256))
-        said = (tried.err.strip() or tried.out.strip() or "no output").replace(root, "")
-    return said[-2000:] if tried.rc else ""
 
 
 SUBJECT = _change.Subject(observe, plan, apply)
@@ -3461,7 +3604,116 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
 SUBJECT = _change.Subject(observe, plan, apply)
 '''
 
-# sha256 0a5689c6d37820081c644ac85542e664fa8182c8b5a34d2571e9214f4e6f4fcd
+# sha256 0353d0ebec9d20de3f64e38efea4f799f13ec875f32b11393a88a989f3d5db2a
+SOURCES["_netplan"] = r'''"""What netplan makes of the host's files: whether it takes them, and which link gets which address.
+
+It is asked, on a copy of the files. What a text in YAML means is read from what its generator makes
+of it, for networkd and NetworkManager: hosts need not have a YAML parser for our Python.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ansible_collections.gpuaas.slice.plugins.module_utils import _command, _host
+
+# Where netplan looks; a file of a later folder hides one of the same name in an earlier one.
+_FOLDERS = ("/lib/netplan", "/etc/netplan", "/run/netplan")
+_GENERATED = (
+    "run/systemd/network/*.network",
+    "run/NetworkManager/system-connections/*.nmconnection",
+)
+_NAMES = {("Match", "Name"), ("connection", "interface-name"), ("match", "interface-name")}
+_MACS = {
+    ("Match", "MACAddress"),
+    ("Match", "PermanentMACAddress"),
+    ("ethernet", "mac-address"),
+    ("infiniband", "mac-address"),
+}
+_NUMBERED = re.compile(r"address[0-9]+")
+
+
+@dataclass(frozen=True)
+class Link:
+    """names: patterns of the names that its interface may have. macs: or what it is known by."""
+
+    names: tuple[str, ...]
+    macs: tuple[str, ...]
+    addresses: tuple[str, ...]
+
+    def is_of(self, interface: str) -> bool:
+        if self.names:
+            return any(fnmatch.fnmatchcase(interface, name) for name in self.names)
+        mac = _host.read(f"/sys/class/net/{interface}/address") or ""
+        return mac.lower() in self.macs if self.macs else True
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """refused: what netplan says against the files, "" for nothing."""
+
+    refused: str
+    links: tuple[Link, ...]
+
+
+def judge(path: str = "", text: str = "") -> Judgement:
+    """All of the host's files together; with `text` in place of the one at `path`, if given."""
+    with tempfile.TemporaryDirectory(prefix="gpuaas-netplan-") as root:
+        for folder in _FOLDERS:
+            for file in sorted(_host.path(folder).glob("*.yaml")):
+                content = _host.content(f"{folder}/{file.name}")
+                if content is not None:
+                    _place(root, f"{folder}/{file.name}", content)
+        if path:
+            _place(root, path, text.encode())
+        tried = _command.run(["netplan", "generate", "--root-dir", root], ok=range(256))
+        if tried.rc:
+            said = (tried.err.strip() or tried.out.strip() or "no output").replace(root, "")
+            return Judgement(said[-2000:], ())
+        made = [file for pattern in _GENERATED for file in sorted(Path(root).glob(pattern))]
+        return Judgement("", tuple(_link(file.read_text(errors="replace")) for file in made))
+
+
+def _place(root: str, path: str, content: bytes) -> None:
+    target = Path(root, path.lstrip("/"))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(content)
+    # netplan warns about files that others can read.
+    target.chmod(0o600)
+
+
+def _link(text: str) -> Link:
+    names, macs, addresses = [], [], []
+    for section, key, value in _settings(text):
+        if (section, key) in _NAMES:
+            # networkd parts patterns by spaces, NetworkManager by semicolons.
+            names += value.replace(";", " ").split()
+        elif (section, key) in _MACS:
+            macs += value.lower().split()
+        elif (section, key) in (("Network", "Address"), ("Address", "Address")):
+            addresses.append(value)
+        elif section in ("ipv4", "ipv6") and _NUMBERED.fullmatch(key):
+            # A gateway may follow.
+            addresses.append(value.partition(",")[0])
+    return Link(tuple(names), tuple(macs), tuple(addresses))
+
+
+def _settings(text: str) -> Iterator[tuple[str, str, str]]:
+    section = ""
+    for row in text.splitlines():
+        key, found, value = row.partition("=")
+        if row.startswith("["):
+            section = row.strip("[] ")
+        elif found and not row.startswith("#"):
+            yield section, key.strip(), value.strip()
+'''
+
+# sha256 1582d7d790728b66f3f6d20ecdb1cd6df2f0d5c0310d8fba39a58466c6c1f9f1
 SOURCES["_network_files"] = r'''"""The files of the network baseline: what bootstrap writes, and what parity finds edited.
 
 One rendering serves both. Apart from `_baseline`, whose other needs take seconds to load on a host.
@@ -3485,6 +3737,10 @@ SETTINGS = _boot_units.NETWORK.settings_path
 # What Debian's service leaves out of the folder.
 _IGNORED = (".dpkg-dist", ".dpkg-old", ".dpkg-new")
 
+# Parity's guest, which asks for a lease that it never takes. Locally administered, outside every
+# profile's MAC prefix.
+PROBE_MAC = "02:67:73:70:72:62"
+
 FORWARDING = "net.ipv4.ip_forward = 1\n"
 
 Network = Mapping[str, Any]
@@ -3494,6 +3750,11 @@ def settings(network: Network) -> dict[str, Any]:
     """What of a profile's network the boot service is told."""
     named = {key: network[key] for key in ("bridge", "address", "subnet")}
     return {**named, "tmfifo": bool(network.get("tmfifo"))}
+
+
+def probe_address(subnet: str) -> str:
+    """The subnet's last usable address: slots are numbered from its beginning."""
+    return str(ipaddress.IPv4Network(subnet).broadcast_address - 1)
 
 
 def dnsmasq(network: Network) -> str:
@@ -3513,6 +3774,7 @@ def dnsmasq(network: Network) -> str:
             f"dhcp-range={subnet.network_address},static,{subnet.netmask},12h",
             "dhcp-ignore=tag:!known",
             "dhcp-authoritative",
+            f"dhcp-host={PROBE_MAC},id:*,{probe_address(network['subnet'])}",
             f"dhcp-option=option:router,{own}",
             f"dhcp-option=option:dns-server,{own}",
             f"dhcp-hostsdir={RESERVATIONS}",
@@ -3531,7 +3793,9 @@ def _binding() -> str:
     names = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
     others = [f"/etc/dnsmasq.d/{name}" for name in names if not name.endswith(_IGNORED)]
     for path in ("/etc/dnsmasq.conf", *others):
-        lines = (_host.read(path) or "").splitlines() if path != DNSMASQ else ()
+        # dnsmasq passes over folders too.
+        told = "" if path == DNSMASQ or _host.path(path).is_dir() else _host.kept(path)
+        lines = (told or "").splitlines()
         if "bind-interfaces" in (line.split("#")[0].strip() for line in lines):
             return "bind-interfaces"
     return "bind-dynamic"
@@ -4033,7 +4297,7 @@ def _override(folder: str) -> str:
     return "" if text == "(null)" else text
 '''
 
-# sha256 9d6a13a2dca7a78532ce32bb695c8e902edebb9c1c10dd6389608d44ebeba3ce
+# sha256 7a137aef834cf6c4dd2019fb50ba10a3ed6ce85e7488bc762278bce7df8a8b73
 SOURCES["_resolution"] = r'''"""The control plane's names on a host: a managed block of /etc/hosts, and whether they lead there.
 
 For a site whose DNS does not know them. Enrolment needs the name once; everything after it too.
@@ -4059,7 +4323,11 @@ TEMPLATE = "/etc/cloud/templates/hosts.debian.tmpl"
 PATIENCE_S = 3.0
 
 _BEGIN, _END = "# gpuaas.slice: begin", "# gpuaas.slice: end"
-_BLOCK = re.compile(rf"^{_BEGIN}\n(?:.*\n)*?{_END}\n", re.MULTILINE)
+# A mark whose other half somebody deleted goes too, and takes no line of the site with it.
+_BLOCK = re.compile(
+    rf"^{_BEGIN}\n(?:(?!{_BEGIN}\n).*\n)*?{_END}(?:\n|\Z)|^(?:{_BEGIN}|{_END})(?:\n|\Z)",
+    re.MULTILINE,
+)
 _NAME = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
 
 Params = Mapping[str, Any]
@@ -4082,7 +4350,7 @@ def plan(params: Params, state: State) -> _change.Plan:
     names: Mapping[str, str] = params["names"]
     blockers = (*_unsafe(names), *_taken(names, state))
     steps = [
-        _change.Step("write_block", path, _own(text), _block(names))
+        _change.Step("write_block", path, _shown(_own(text)), _block(names))
         for path, text in state.files.items()
         if _own(text) != _block(names)
     ]
@@ -4136,8 +4404,7 @@ def _block(names: Mapping[str, str]) -> str:
 
 
 def _own(text: str) -> str:
-    found = _BLOCK.search(text)
-    return found.group() if found else ""
+    return "".join(found.group() for found in _BLOCK.finditer(text))
 
 
 def _without(text: str) -> str:
@@ -4172,7 +4439,7 @@ def _taken(names: Mapping[str, str], state: State) -> list[Refusal]:
                 Refusal(
                     "api_name_taken",
                     expected=f"{name} in {path} for {names[name]} or not at all",
-                    found=row.strip(),
+                    found=_shown(row.strip()),
                     remedy="remove that line, or leave the name out of slice_api_names",
                 )
                 for name in words[1:]
@@ -4182,10 +4449,16 @@ def _taken(names: Mapping[str, str], state: State) -> list[Refusal]:
 
 
 def _text(absolute: str) -> str:
-    try:
-        return _host.path(absolute).read_text(errors="replace")
-    except OSError:
+    # As it is, so that the site's lines are written back as they were. One that cannot be read is
+    # not written over.
+    if _host.kept(absolute) is None:
         return ""
+    return _host.path(absolute).read_bytes().decode("utf-8", "surrogateescape")
+
+
+def _shown(text: str) -> str:
+    """Bytes that are no text, as text: a result must not hold them."""
+    return text.encode(errors="replace").decode()
 '''
 
 # sha256 3bd0a06b57badf8e1ed3bf3b51be80bb01ba422d6136007bc706d22d920ab92e
@@ -4239,11 +4512,14 @@ SUBJECT = _tenancy.guarded(
 )
 '''
 
-# sha256 1c0c32bb6efe00a69ede68ec333e0abffbca56b184c8655b784028aa7a48f7d5
+# sha256 7325cfe8085870d637eef1361b35eac134cb32f8b10c40ed28e0500e6765696b
 SOURCES["_sriov"] = r'''"""Virtual functions of the fabric cards: how many, and who they are before a guest gets them.
 
 A card is found by its PCI address; its interface name changes between boots. Automatic probing is
 off for virtual functions, so that no driver of the host takes one on its way to a guest.
+
+A site may have virtual functions of its own on them: what is remembered of a card is what it gets
+on the way back, where count is 0.
 """
 
 from __future__ import annotations
@@ -4255,6 +4531,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _before,
     _boot,
     _change,
     _command,
@@ -4264,15 +4541,19 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 SETTINGS = "/etc/gpuaas/fabric.json"
+RECORD = "fabric"
 _INFINIBAND = "32"  # ARPHRD_INFINIBAND in /sys/class/net/*/type
 _UP = 0x1  # IFF_UP
+_AND = " and "
 
 Params = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Card:
-    """A physical function as found. identities: MAC or GUID per virtual function, by index."""
+    """A physical function as found. identities: MAC or GUID per virtual function, by index; where
+    its two GUIDs differ, both.
+    """
 
     address: str
     interface: str
@@ -4286,18 +4567,39 @@ class Card:
     identities: tuple[str, ...]
     used: tuple[str, ...]
 
-    def wanted(self, params: Params) -> list[str]:
+    def wanted(self, params: Params, count: int) -> list[str]:
         """The identity of every function: given, or derived from the card's own unique one."""
         given = params.get("macs") or {}
         return [
             str(given.get(f"{self.address}/{index}") or self._derived(index)).lower()
-            for index in range(params["count"])
+            for index in range(count)
         ]
+
+    def ours(self, params: Params) -> bool:
+        """Whether a function has the identity that slice mode gives it."""
+        names = self.wanted(params, len(self.identities))
+        return any(n in have.split(_AND) for have, n in zip(self.identities, names, strict=True))
+
+    def misnamed(self, params: Params) -> list[str]:
+        """The functions that have not the identity which slice mode gives them."""
+        have = [*self.identities, *[""] * (len(self.functions) - len(self.identities))]
+        names = self.wanted(params, len(have))
+        return [
+            f"function {index} of {self.address} is {is_ or 'nobody'}, not {name}"
+            for index, (is_, name) in enumerate(zip(have, names, strict=True))
+            if is_ != name
+        ]
+
+    def is_as(self, then: Mapping[str, Any]) -> bool:
+        return (self.count, self.autoprobe) == (then["count"], then["autoprobe"])
 
     def _derived(self, index: int) -> str:
         # 02 says locally administered: it cannot meet an address that a vendor gave out.
         octets = 8 if self.kind == "infiniband" else 6
-        digest = hashlib.sha256(f"{self.hardware_address}/{index}".encode()).digest()
+        # Of IPoIB's 20 octets only the last 8 are the card's: what comes before changes whenever
+        # the driver or the subnet manager starts.
+        own = ":".join(self.hardware_address.split(":")[-8:])
+        digest = hashlib.sha256(f"{own}/{index}".encode()).digest()
         return ":".join(f"{byte:02x}" for byte in b"\x02" + digest[: octets - 1])
 
 
@@ -4315,7 +4617,16 @@ def observe(params: Params) -> State:
     if ids and not found and not asked:
         missing.append(f"any card of {', '.join(ids)}")
     there = sorted({*found, *(address for address in asked if address not in missing)})
-    return State(tuple(_card(address) for address in there), tuple(missing))
+    return State(tuple(card_at(address) for address in there), tuple(missing))
+
+
+def wish(params: Params, address: str) -> dict[str, Any]:
+    """What a card is to have. On the way back that is what is remembered of it, else plain use."""
+    if params["count"]:
+        return {"count": params["count"], "autoprobe": False}
+    was = (params.get("before") or {}).get(address)
+    plain = {"count": 0, "autoprobe": True}
+    return {**(plain if was is None else was), "remembered": was is not None}
 
 
 def plan(params: Params, state: State) -> _change.Plan:
@@ -4341,19 +4652,22 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
     address = step.subject.partition(" ")[0]
     folder = f"{_pci.DEVICES}/{address}"
     if step.name == "make_functions":
-        _pci.store(f"{folder}/sriov_drivers_autoprobe", "0" if params["count"] else "1")
-        # The kernel changes the number only from or to zero.
-        if _pci.read(address).sriov_numvfs not in (0, params["count"]):
+        count = step.after["count"]
+        _pci.store(f"{folder}/sriov_drivers_autoprobe", "1" if step.after["autoprobe"] else "0")
+        # The kernel changes the number only from or to zero. On the way back none of ours stays,
+        # with our identity and without a driver, where the site had as many.
+        stays = (0, count) if params["count"] else (0,)
+        if _pci.read(address).sriov_numvfs not in stays:
             _pci.store(f"{folder}/sriov_numvfs", "0")
-        if _pci.read(address).sriov_numvfs != params["count"]:
-            _pci.store(f"{folder}/sriov_numvfs", str(params["count"]))
+        if _pci.read(address).sriov_numvfs != count:
+            _pci.store(f"{folder}/sriov_numvfs", str(count))
         return {"functions": _pci.functions(address)}
-    card = _card(address)
+    card = card_at(address)
     if step.name == "raise_card":
         _command.run(["ip", "link", "set", "dev", card.interface, "up"])
         return None
     words = ["node_guid", "port_guid"] if card.kind == "infiniband" else ["mac"]
-    for index, identity in enumerate(card.wanted(params)):
+    for index, identity in enumerate(card.wanted(params, params["count"])):
         for word in words:
             argv = ["ip", "link", "set", "dev", card.interface, "vf", str(index), word, identity]
             _command.run(argv)
@@ -4380,17 +4694,20 @@ def boot(settings_path: str) -> int:
 
 
 def _blockers(card: Card, params: Params) -> list[Refusal]:
-    found = []
-    if params["count"] > card.total:
+    found, then = [], wish(params, card.address)
+    made = _made(card, params)
+    if then["count"] > card.total:
+        # What is remembered is a file that a person may correct, as the profile is.
+        where = "vfs_per_pf in the profile" if params["count"] else _before.file_of(RECORD)
         found.append(
             Refusal(
                 "too_many_functions",
                 expected=f"at most {card.total} virtual functions on {card.address}",
-                found=str(params["count"]),
-                remedy="lower vfs_per_pf in the profile, or raise the limit in the card's firmware",
+                found=str(then["count"]),
+                remedy=f"lower the number ({where}), or raise the limit in the card's firmware",
             )
         )
-    if params["count"] and not card.interface:
+    if then["count"] and not card.interface and (params["count"] or made):
         found.append(
             Refusal(
                 "interface_missing",
@@ -4399,8 +4716,11 @@ def _blockers(card: Card, params: Params) -> list[Refusal]:
                 remedy="load the card's driver on the host and look at the kernel log",
             )
         )
-    recreated = card.count not in (0, params["count"])
-    if card.used and (recreated or _renamed(card, params)):
+    if params["count"]:
+        recreated = card.count not in (0, params["count"]) or _renamed(card, params)
+    else:
+        recreated = card.count > 0 and made
+    if card.used and recreated:
         found.append(
             Refusal(
                 "vf_in_use",
@@ -4414,24 +4734,29 @@ def _blockers(card: Card, params: Params) -> list[Refusal]:
 
 def _steps(card: Card, params: Params) -> list[_change.Step]:
     steps = []
-    now = {"count": card.count, "autoprobe": card.autoprobe}
-    then = {"count": params["count"], "autoprobe": params["count"] == 0}
-    if now != then:
+    if _made(card, params):
+        now, then = {"count": card.count, "autoprobe": card.autoprobe}, wish(params, card.address)
         steps.append(_change.Step("make_functions", f"{card.address} functions", now, then))
     if params["count"] and not card.up:
         steps.append(_change.Step("raise_card", f"{card.address} link", "down", "up"))
-    if _renamed(card, params):
-        before, after = list(card.identities), card.wanted(params)
+    if params["count"] and _renamed(card, params):
+        before, after = list(card.identities), card.wanted(params, params["count"])
         steps.append(_change.Step("name_functions", f"{card.address} identities", before, after))
     return steps
 
 
+def _made(card: Card, params: Params) -> bool:
+    """Whether the functions are to be made, or unmade. Ours are not the site's if as many."""
+    return not card.is_as(wish(params, card.address)) or (not params["count"] and card.ours(params))
+
+
 def _renamed(card: Card, params: Params) -> bool:
-    return list(card.identities) != card.wanted(params)
+    return list(card.identities) != card.wanted(params, params["count"])
 
 
-def _card(address: str) -> Card:
-    device = _pci.read(address)
+def card_at(address: str) -> Card:
+    """The card as it is now. What cannot be read is refused: it would be remembered as none."""
+    device, folder = _pci.read(address), f"{_pci.DEVICES}/{address}"
     name = next(iter(_pci.interfaces(address)), "")
     kind = "infiniband" if _link(name, "type") == _INFINIBAND else "ethernet"
     functions = _pci.functions(address)
@@ -4442,8 +4767,8 @@ def _card(address: str) -> Card:
         hardware_address=_link(name, "address"),
         up=_is_up(name),
         total=device.sriov_totalvfs,
-        count=device.sriov_numvfs,
-        autoprobe=_host.read(f"{_pci.DEVICES}/{address}/sriov_drivers_autoprobe") != "0",
+        count=int(_host.kept(f"{folder}/sriov_numvfs") or 0),
+        autoprobe=_host.kept(f"{folder}/sriov_drivers_autoprobe") != "0",
         functions=tuple(functions),
         identities=tuple(_identities(name)) if functions else (),
         used=tuple(f for f in functions if _is_used(f)),
@@ -4470,11 +4795,14 @@ def _identities(name: str) -> list[str]:
         return []
     shown = json.loads(_command.run(["ip", "-j", "link", "show", "dev", name]).out or "[]")
     functions = shown[0].get("vfinfo_list", []) if shown else []
-    # iproute2 wrote `mac` before 5.0; GUIDs stand under a key with a space.
-    return [
-        str(vf.get("node guid") or vf.get("address") or vf.get("mac") or "").lower()
-        for vf in sorted(functions, key=lambda vf: int(vf["vf"]))
-    ]
+    return [_identity(vf) for vf in sorted(functions, key=lambda vf: int(vf["vf"]))]
+
+
+def _identity(vf: Mapping[str, Any]) -> str:
+    # GUIDs stand under a key with a space. One that is right says nothing about the other.
+    guids = [str(vf[key]).lower() for key in ("node guid", "port guid") if vf.get(key)]
+    # iproute2 wrote `mac` before 5.0.
+    return _AND.join(dict.fromkeys(guids)) or str(vf.get("address") or vf.get("mac") or "").lower()
 '''
 
 # sha256 8f12476c6d8103100d23335b57c101d27884688c2eb3bb08f327d21f9c34a9f3
@@ -4675,7 +5003,7 @@ def _candidate(
     }
 '''
 
-# sha256 c68076fa6cef790d05615468be484e0d37ad5baefc526f70a8a605e6a47f581b
+# sha256 c7d98aef9179ad3c005083bc8daeca1ad057449788cee965b1fd36e6eb85cdaa
 SOURCES["_topology_network"] = r'''"""What the host's slice network is right now, with the reasons why guests would have none.
 
 False green is the worst failure here (a missing NAT rule under green services), so this reads
@@ -4770,16 +5098,6 @@ def dnsmasq_pid() -> int:
     return int(pid) if alive else 0
 
 
-def listens(pid: int, port: int) -> bool:
-    """Whether the process holds a UDP socket on `port`."""
-    rows = [row.split() for row in (_host.read("/proc/net/udp") or "").splitlines()[1:]]
-    inodes = {row[9] for row in rows if len(row) > 9 and row[1].endswith(f":{port:04X}")}
-    folder = _host.path(f"/proc/{pid}/fd")
-    if not inodes or not folder.is_dir():
-        return False
-    return any(str(entry.readlink())[8:-1] in inodes for entry in folder.iterdir())
-
-
 def routes(interface: str = "") -> list[str]:
     """Destinations of the main IPv4 routing table, as networks; of one interface if it is named."""
     rows = [row.split() for row in (_host.read("/proc/net/route") or "").splitlines()[1:]]
@@ -4799,7 +5117,8 @@ def gateway() -> str:
 
 def observe(profile: Mapping[str, Any]) -> dict[str, Any]:
     """The `slice_network` part of the discovery document."""
-    network, route = profile["network"], str(profile["fabric"].get("route") or "")
+    network, fabric = profile["network"], profile["fabric"]
+    route, interface = str(fabric.get("route") or ""), str(fabric.get("interface") or "")
     found = interfaces()
     bridge = found.get(network["bridge"])
     rules = _rules_if_any()
@@ -4819,7 +5138,7 @@ def observe(profile: Mapping[str, Any]) -> dict[str, Any]:
         "fabric_route": {
             # A site that forgot to name it must not look like hardware without a fabric.
             "required": "fabric_route" not in profile.get("not_applicable", ()),
-            "present": bool(route) and route in routes(),
+            "present": bool(route) and route in routes(interface),
             "route": route,
         },
         "tmfifo": {
@@ -5121,7 +5440,7 @@ DEFINITIONS: Mapping[str, Definition] = {
 PROFILES = tuple(DEFINITIONS)
 '''
 
-# sha256 848cef78d8a4ce1c34be2cddbec010c402a042f1348565e6432c71d4ecf454c6
+# sha256 58440ab83ffd9413b506394e8bd8bbd557ec08c00a1d986cf59f509a12f94c63
 SOURCES["_written"] = r'''"""Files that the collection writes whole: how parity tells one that somebody edited.
 
 Wanted is what the present code would write, since that is what a repair writes; nothing has to be
@@ -5138,6 +5457,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import _host
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 
 def unlike(path: str, text: str | None, mode: int | None = None) -> list[str]:
@@ -5145,7 +5465,10 @@ def unlike(path: str, text: str | None, mode: int | None = None) -> list[str]:
 
     mode: what its mode must be, where a wrong one has consequences: a program that may not be run.
     """
-    found = _host.read(path)
+    try:
+        found = _host.kept(path)
+    except Refusal as unreadable:
+        return [f"{unreadable.code}: {unreadable.found}"]
     if text is None:
         return [] if found is None else [f"{path} is there, and bootstrap writes none"]
     if found is None:

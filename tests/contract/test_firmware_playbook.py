@@ -46,6 +46,7 @@ def play(folder: Path, *, beside: str = "", **variables: Any) -> tuple[int, dict
     return done.returncode, contract.check_result(json.JSONDecoder().decode(told)["slice_result"])
 
 
+@pytest.mark.covers("HOST-1")
 @NEEDS_ROOT
 def test_settings_are_applied_and_the_job_is_followed(tmp_path: Path) -> None:
     (tmp_path / "racadm").symlink_to(ROOT / "tests" / "standin" / "racadm")

@@ -740,7 +740,7 @@ def _shown(job_id: str, job: _bios.Job | None) -> str:
     return job_id if job is None else f"{job_id} is {job.status} ({job.percent}%)"
 '''
 
-# sha256 f6c0141979c06958a9c88594131fe793ab2d8d16e14802e3209ab9292c7c09e9
+# sha256 93910d99f2c56eeccc2599e511b46654c8c880ed44259c596abc641ea66e1c8e
 SOURCES["_block"] = r'''"""The disk as other modules see it, and the one way to get hold of it for destruction.
 
 `exclusive` is invariant I7: one descriptor, opened O_EXCL, on which identity and use are checked
@@ -785,15 +785,15 @@ def usage(disk: Disk, *, dirty: bool = False) -> Usage:
     dirty: by the ledger a tenant's bytes are on it. They are told where they can be read and
     decide nothing: neither a bad sector nor a label with the name of a pool keeps them from going.
     """
-    if dirty:
-        used = _usage.claims(disk)
-        with contextlib.suppress(OSError):
-            used = replace(used, filesystems=_usage.signatures(disk))
-        return used
     try:
-        return _usage.usage(disk)
+        if not dirty:
+            return _usage.usage(disk)
+        used = _usage.claims(disk)
     except OSError as broken:
         raise _unreadable(disk, broken) from broken
+    with contextlib.suppress(OSError):
+        used = replace(used, filesystems=_usage.signatures(disk))
+    return used
 
 
 def refusals(disk: Disk, used: Usage, exclude: Iterable[str] = ()) -> list[Refusal]:
@@ -1089,7 +1089,7 @@ def _store(known: Mapping[str, Mapping[str, str]]) -> None:
         _host.remove(RECORD)
 '''
 
-# sha256 896cf5ea34316e733e0eadf64382720ea7d9646410afbbaa7c582f7dc481e26e
+# sha256 6b46ad4aeac22e1f4b04670ab0cae04b63b5f9657e2376fd13b7e5e89617091a
 SOURCES["_boot_menu"] = r'''"""GRUB's menu as it lies on disk: which entry the next boot takes, and with which arguments.
 
 Read, never made anew: `update-grub` takes seconds and writes. Forms are those that grub-mkconfig of
@@ -1134,11 +1134,11 @@ class Menu:
 
 def next_boot() -> Entry | None:
     """The entry that the next boot takes by itself; None without a menu."""
-    text = _host.read(MENU)
+    text = _host.kept(MENU)
     if not text:
         return None
     menu = parse(text)
-    return chosen(menu, _environment(_host.read(ENVIRONMENT) or ""))
+    return chosen(menu, _environment(_host.kept(ENVIRONMENT) or ""))
 
 
 def parse(text: str) -> Menu:
@@ -1542,7 +1542,7 @@ def run(
     return Result(done.returncode, done.stdout, done.stderr)
 '''
 
-# sha256 e0de2828a5a32caac6961329cc26d0b1b72a4c08e554847c276e0b869af54677
+# sha256 bb94612f8f50c6c2b8dffe09339a913f62e854eb549626bfcabfe0e39b66166a
 SOURCES["_content"] = r'''"""What is written on a disk: signatures on it and on its partitions, and bytes of no known kind.
 
 A disk counts as blank only when it was looked at: zeros at both ends and wherever else is sampled.
@@ -1551,6 +1551,7 @@ A disk counts as blank only when it was looked at: zeros at both ends and wherev
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -1574,8 +1575,22 @@ _SPOT = 64 * 1024
 
 def partitions(disk: _disk.Disk) -> list[str]:
     """Kernel names of the disk's partitions, as the kernel sees them now."""
-    folder = _host.path(f"/sys/class/block/{disk.kernel_name}")
-    return sorted(entry.parent.name for entry in folder.glob("*/partition"))
+    folder = f"/sys/class/block/{disk.kernel_name}"
+    return [one for one in _host.listed(folder) if _host.path(f"{folder}/{one}/partition").exists()]
+
+
+def attribute(name: str, what: str) -> str | None:
+    """What sysfs says of a block device; None only when it does not say it, or no longer.
+
+    Raises OSError: a number, place or size that cannot be read would hide what is there.
+    """
+    try:
+        return _host.path(f"/sys/class/block/{name}/{what}").read_text().strip()
+    except OSError as broken:
+        # ENODEV: the device went away while the file was open.
+        if broken.errno in (errno.ENOENT, errno.ENODEV):
+            return None
+        raise
 
 
 def extents(disk: _disk.Disk, descriptor: int) -> Extents:
@@ -1596,14 +1611,15 @@ def known_extents(disk: _disk.Disk) -> Extents:
     """The same without the disk's own table: as the kernel knows them now."""
     found = {disk.kernel_name: (0, disk.size_bytes)}
     for name in partitions(disk):
-        start = int(_host.read(f"/sys/class/block/{name}/start") or 0) * 512
-        found[name] = (start, int(_host.read(f"/sys/class/block/{name}/size") or 0) * 512)
+        start, size = attribute(name, "start"), attribute(name, "size")
+        # One that is gone by now covers nothing: what lies there is looked at as the disk's.
+        if start and size:
+            found[name] = (int(start) * 512, int(size) * 512)
     return found
 
 
 def _block_size(disk: _disk.Disk) -> int:
-    text = _host.read(f"/sys/class/block/{disk.kernel_name}/queue/logical_block_size")
-    return int(text or 512)
+    return int(attribute(disk.kernel_name, "queue/logical_block_size") or 512)
 
 
 def marks(disk: _disk.Disk, descriptor: int | None = None) -> Marks:
@@ -1626,7 +1642,14 @@ def marks(disk: _disk.Disk, descriptor: int | None = None) -> Marks:
 
 def signatures(disk: _disk.Disk, descriptor: int | None = None) -> dict[str, str]:
     """Type of what is written on the disk and on each partition, read past the page cache."""
-    return {name: found[0].type for name, found in marks(disk, descriptor).items()}
+    return _types(marks(disk, descriptor))
+
+
+def both(disk: _disk.Disk) -> tuple[dict[str, str], list[str]]:
+    """`signatures` and `described` of one look: between two the disk may become another."""
+    with _opened(disk) as descriptor:
+        found = marks(disk, descriptor)
+        return _types(found), _named(descriptor, found)
 
 
 def described(disk: _disk.Disk, descriptor: int | None = None) -> list[str]:
@@ -1637,8 +1660,16 @@ def described(disk: _disk.Disk, descriptor: int | None = None) -> list[str]:
     if descriptor is None:
         with _opened(disk) as opened:
             return described(disk, opened)
-    found = [mark for signs in marks(disk, descriptor).values() for mark in signs]
-    return sorted({_signature.describe(descriptor, mark) for mark in found})
+    return _named(descriptor, marks(disk, descriptor))
+
+
+def _types(found: Marks) -> dict[str, str]:
+    return {name: signs[0].type for name, signs in found.items()}
+
+
+def _named(descriptor: int, found: Marks) -> list[str]:
+    every = [mark for signs in found.values() for mark in signs]
+    return sorted({_signature.describe(descriptor, mark) for mark in every})
 
 
 def pools(disk: _disk.Disk) -> dict[str, str]:
@@ -1861,6 +1892,92 @@ def read(descriptor: int, offset: int, length: int) -> bytes:
 def _strides(start: int, length: int) -> Iterator[tuple[int, int]]:
     for offset in range(start, start + length, _STRIDE):
         yield offset, min(_STRIDE, start + length - offset)
+'''
+
+# sha256 6715529409f89ae3163a33000bf70cb7362d250092768fe8601530fd29b78be9
+SOURCES["_dhcp_probe"] = r'''"""A DHCP request that takes no lease: a DISCOVER, and whether an OFFER answers it (RFC 2131).
+
+A server can run, listen and answer questions of names while no guest gets an address from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import time
+
+SERVER = ("255.255.255.255", 67)
+CLIENT_PORT = 68
+
+_REQUEST, _REPLY = 1, 2
+_ETHERNET, _MAC_BYTES = 1, 6
+# The answer comes to everybody: a guest without an address could not be reached otherwise.
+_BROADCAST = 0x8000
+_COOKIE = b"\x63\x82\x53\x63"
+_DISCOVER = b"\x35\x01\x01"
+_OFFER = b"\x35\x01\x02"
+_END = b"\xff"
+# transaction, chaddr and options of the fixed layout of 236 bytes.
+_HEAD = struct.Struct("!BBBB4sHH4s4s4s4s16s64s128s")
+
+
+def open_socket(interface: str) -> socket.socket:
+    """A client's socket on `interface`, of the namespace that this is called in."""
+    handle = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    try:
+        handle.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
+        handle.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, interface.encode())
+        # Any address: the answer is for everybody. The interface is the limit.
+        handle.bind(("", CLIENT_PORT))
+    except OSError:
+        handle.close()
+        raise
+    return handle
+
+
+def offered(handle: socket.socket, mac: str, *, tries: int, wait_s: float) -> str:
+    """The address that a server offers this MAC; "" when none does."""
+    for _try in range(tries):
+        transaction = os.urandom(4)
+        with contextlib.suppress(OSError):
+            handle.sendto(discover(transaction, mac), SERVER)
+            if address := _await_offer(handle, transaction, wait_s):
+                return address
+    return ""
+
+
+def discover(transaction: bytes, mac: str) -> bytes:
+    """The request. Padded to what the oldest servers want, 300 bytes."""
+    none = bytes(4)
+    hardware = bytes.fromhex(mac.replace(":", ""))
+    head = _HEAD.pack(
+        *(_REQUEST, _ETHERNET, _MAC_BYTES, 0, transaction, 0, _BROADCAST),
+        *(none, none, none, none, hardware, b"", b""),
+    )
+    return (head + _COOKIE + _DISCOVER + _END).ljust(300, b"\0")
+
+
+def offer(transaction: bytes, packet: bytes) -> str:
+    """The address in an OFFER that answers `transaction`; "" for every other packet."""
+    options = packet[_HEAD.size :]
+    if len(packet) < _HEAD.size or not options.startswith(_COOKIE):
+        return ""
+    fields = _HEAD.unpack_from(packet)
+    # dnsmasq, like every known server, says first of what kind its message is.
+    if fields[0] != _REPLY or fields[4] != transaction or not options[4:].startswith(_OFFER):
+        return ""
+    return socket.inet_ntoa(fields[8])
+
+
+def _await_offer(handle: socket.socket, transaction: bytes, wait_s: float) -> str:
+    deadline = time.monotonic() + wait_s
+    while (left := deadline - time.monotonic()) > 0:
+        handle.settimeout(left)
+        if address := offer(transaction, handle.recv(2048)):
+            return address
+    return ""
 '''
 
 # sha256 5dc1b5e1ff4ec423ec187c0b70884f5fb30cf854e650d7eb2f1a721979f961f9
@@ -2309,7 +2426,7 @@ class Refusal(Exception):
         }
 '''
 
-# sha256 c1c6375d2376859bfa82b081329f69850a3e692408ef186a9ffc5e986adf6f27
+# sha256 a724b3fab5c3a179c9c431247274c03b9c9b0d7bf67070896dbe3e0ef568b75c
 SOURCES["_grub"] = r'''"""Kernel arguments and early modules of a slice host: what is configured, and what this boot has.
 
 Configured and in effect are two things: between them lie update-grub, update-initramfs, a reboot.
@@ -2317,6 +2434,7 @@ Configured and in effect are two things: between them lie update-grub, update-in
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import re
@@ -2344,6 +2462,9 @@ _INITRAMFS_INPUTS = (SOFT_DEPENDENCIES, INITRAMFS_MODULES)
 # In place of the digest, from the change of an input until the build.
 DUE = "a build is due"
 MODULES = ("vfio", "vfio_iommu_type1", "vfio_pci")
+
+# With these the kernel makes no IOMMU group, whatever else it is given.
+_SWITCHED_OFF = ("intel_iommu=off", "amd_iommu=off", "iommu=off")
 
 _BEGIN, _END = "# gpuaas.slice: begin", "# gpuaas.slice: end"
 # Our part of INITRAMFS_MODULES; the rest is the site's.
@@ -2383,13 +2504,14 @@ class State:
 
 
 def fitted(arguments: Iterable[str]) -> list[str]:
-    """`arguments` for the IOMMU that this machine has.
+    """`arguments` for the IOMMU that this machine has: without those for the other maker's.
 
-    On AMD the kernel turns the IOMMU on by itself and knows no `amd_iommu=on`, so the argument for
-    Intel is dropped. The firmware's table decides, not the maker of the CPU: a virtual machine may
-    have an Intel IOMMU under an AMD CPU.
+    On AMD the kernel turns the IOMMU on by itself, so nothing takes the place of Intel's. The
+    firmware's table decides, not the maker of the CPU: a virtual machine may have an Intel IOMMU
+    under an AMD CPU.
     """
-    return [a for a in arguments if not (a.startswith("intel_iommu=") and _is_amd())]
+    other = "intel_iommu=" if _is_amd() else "amd_iommu="
+    return [a for a in arguments if not a.startswith(other)]
 
 
 def running() -> list[str]:
@@ -2464,7 +2586,7 @@ def apply(params: Params, step: _change.Step) -> None:
         if step.after is None:
             _host.remove(step.subject)
         else:
-            _host.write(step.subject, step.after)
+            _host.write(step.subject, _written(params, step))
     elif step.name == "update_grub":
         _command.run(["update-grub"], timeout=300)
         _host.remove(GRUB_PENDING)
@@ -2477,15 +2599,30 @@ def apply(params: Params, step: _change.Step) -> None:
 
 
 def facts(params: Params, state: State) -> dict[str, Any]:
+    """Check mode asks what a run would come to, so the reasons are those after the plan."""
+    reasons = reboot_reasons(params, _after(params, state))
     return {
         "arguments": list(state.arguments),
         "running": list(state.running),
-        "reboot_required": bool(reboot_reasons(params, state)),
-        "reboot_reasons": reboot_reasons(params, state),
+        "reboot_required": bool(reasons),
+        "reboot_reasons": reasons,
         "kvm": state.kvm,
         "iommu_groups": state.iommu_groups,
         "identity": _host.identity(),
     }
+
+
+def _after(params: Params, state: State) -> State:
+    """`state` as the plan leaves it, as far as a reboot depends on it."""
+    found = plan(params, state)
+    names = {step.name for step in found.steps if not found.blockers}
+    if "update_grub" in names:
+        kept = [word for entry in state.entries for word in entry if word not in state.stray]
+        ours = state.arguments if params["state"] == "present" else ()
+        state = dataclasses.replace(state, entries=((*kept, *ours),))
+    if "update_initramfs" in names:
+        state = dataclasses.replace(state, built_in_boot=state.boot_id)
+    return state
 
 
 def reboot_reasons(params: Params, state: State) -> list[str]:
@@ -2585,12 +2722,14 @@ def _not_in_effect(params: Params, state: State) -> list[Refusal]:
             )
         )
     if not state.iommu_groups:
+        switched_off = [word for word in _SWITCHED_OFF if word in state.running]
         found.append(
             Refusal(
                 "iommu_missing",
                 expected="IOMMU groups in /sys/kernel/iommu_groups",
-                found="none",
-                remedy="enable VT-d or AMD-Vi in the firmware and boot with the kernel arguments",
+                found=", ".join(["none", *(f"booted with {word}" for word in switched_off)]),
+                remedy="enable VT-d or AMD-Vi in the firmware and boot with the kernel arguments,"
+                " without those that switch it off",
             )
         )
     return found
@@ -2671,8 +2810,8 @@ def has_block(text: str | None) -> bool:
 
 
 def _without_block(text: str | None) -> str:
-    block = rf"^{_BEGIN}\n(?:.*\n)*?{_END}\n"
-    # A mark whose other half somebody deleted would meet the next block's.
+    # A mark whose other half somebody deleted must not meet the next block's.
+    block = rf"^{_BEGIN}\n(?:(?!{_BEGIN}\n).*\n)*?{_END}\n"
     half = rf"^(?:{_BEGIN}|{_END})\n"
     return re.sub(f"{block}|{half}", "", text or "", flags=re.MULTILINE)
 
@@ -2695,6 +2834,15 @@ def _rebuilt() -> bool:
 def _remember_build(of: str, boot_id: str) -> None:
     record = {"inputs": of, "boot_id": boot_id}
     _host.write(INITRAMFS_RECORD, json.dumps(record) + "\n")
+
+
+def _written(params: Params, step: _change.Step) -> str:
+    """What the step writes: of a file that is the site's too, its own bytes stay as they are."""
+    file = _host.path(step.subject)
+    if step.subject != INITRAMFS_MODULES or not file.exists():
+        return str(step.after)
+    text = file.read_bytes().decode("utf-8", "surrogateescape")
+    return _with_block(text) if params["state"] == "present" else _without_block(text)
 
 
 def _record() -> dict[str, str]:
@@ -2729,7 +2877,7 @@ def _count(absolute: str) -> int:
     return sum(1 for _entry in folder.iterdir()) if folder.is_dir() else 0
 '''
 
-# sha256 0be3b8e79cb9a74fc24f2db84613f4a61da5bd394234ab938c956be36515e2ac
+# sha256 fc0c5173404d459a56f0409685b79f3091fba6c82ac0b037059594908b911dff
 SOURCES["_host"] = r'''"""The host's file tree: one root for every path, one way to write a file."""
 
 from __future__ import annotations
@@ -2778,12 +2926,27 @@ def kept(absolute: str) -> str | None:
     except FileNotFoundError:
         return None
     except OSError as broken:
-        raise Refusal(
-            "file_unreadable",
-            expected=f"a readable file {absolute}, or none",
-            found=_why(broken),
-            remedy="repair what keeps it from being read, then run again; nothing was changed",
-        ) from broken
+        raise unreadable(absolute, broken) from broken
+
+
+def content(absolute: str) -> bytes | None:
+    """The same, with every byte as it is: a name in a table may be in no known encoding."""
+    try:
+        return path(absolute).read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as broken:
+        raise unreadable(absolute, broken) from broken
+
+
+def listed(absolute: str) -> list[str]:
+    """Names in a folder, sorted; [] only when it is not there."""
+    try:
+        return sorted(entry.name for entry in path(absolute).iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as broken:
+        raise unreadable(absolute, broken) from broken
 
 
 def document(absolute: str, *, code: str, remedy: str) -> dict[str, Any] | None:
@@ -2801,12 +2964,25 @@ def document(absolute: str, *, code: str, remedy: str) -> dict[str, Any] | None:
     except (OSError, ValueError) as problem:
         broken = problem
     raise Refusal(
-        code, expected=f"a JSON object in {absolute}", found=_why(broken), remedy=remedy
+        code,
+        expected=f"a JSON object in {absolute}",
+        found=f"{absolute}: {_why(broken)}",
+        remedy=remedy,
     ) from broken
 
 
+def unreadable(absolute: str, broken: OSError) -> Refusal:
+    """Why nothing is decided by a file or folder that cannot be read."""
+    return Refusal(
+        "file_unreadable",
+        expected=f"a readable {absolute}, or none",
+        found=f"{absolute}: {_why(broken)}",
+        remedy="repair what keeps it from being read, then run again; nothing was changed",
+    )
+
+
 def _why(problem: Exception) -> str:
-    """Without the path of an OSError, which is said already."""
+    """Without the path of an OSError, which is the one under our root."""
     said = problem.strerror if isinstance(problem, OSError) else None
     return said or str(problem) or type(problem).__name__
 
@@ -3478,6 +3654,94 @@ def _virsh(
     return _command.run(argv, ok=ok, stdin=stdin, timeout=timeout)
 '''
 
+# sha256 1582d7d790728b66f3f6d20ecdb1cd6df2f0d5c0310d8fba39a58466c6c1f9f1
+SOURCES["_network_files"] = r'''"""The files of the network baseline: what bootstrap writes, and what parity finds edited.
+
+One rendering serves both. Apart from `_baseline`, whose other needs take seconds to load on a host.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils import _boot_units, _host
+
+DNSMASQ = "/etc/dnsmasq.d/gpuaas-slice.conf"
+RESERVATIONS = f"{_host.STATE_DIRECTORY}/dnsmasq/hosts.d"
+LEASES = "/var/lib/misc/dnsmasq.leases"
+SYSCTL = "/etc/sysctl.d/60-gpuaas-slice.conf"
+# What the service goes by at boot.
+SETTINGS = _boot_units.NETWORK.settings_path
+
+# What Debian's service leaves out of the folder.
+_IGNORED = (".dpkg-dist", ".dpkg-old", ".dpkg-new")
+
+# Parity's guest, which asks for a lease that it never takes. Locally administered, outside every
+# profile's MAC prefix.
+PROBE_MAC = "02:67:73:70:72:62"
+
+FORWARDING = "net.ipv4.ip_forward = 1\n"
+
+Network = Mapping[str, Any]
+
+
+def settings(network: Network) -> dict[str, Any]:
+    """What of a profile's network the boot service is told."""
+    named = {key: network[key] for key in ("bridge", "address", "subnet")}
+    return {**named, "tmfifo": bool(network.get("tmfifo"))}
+
+
+def probe_address(subnet: str) -> str:
+    """The subnet's last usable address: slots are numbered from its beginning."""
+    return str(ipaddress.IPv4Network(subnet).broadcast_address - 1)
+
+
+def dnsmasq(network: Network) -> str:
+    """dnsmasq's configuration: the slice subnet and nothing else of the host."""
+    subnet = ipaddress.IPv4Network(network["subnet"])
+    own = ipaddress.IPv4Interface(network["address"]).ip
+    return "\n".join(
+        [
+            "# Written by the gpuaas.slice collection; changed by its playbooks only.",
+            f"interface={network['bridge']}",
+            "except-interface=lo",
+            # The host has resolvers of its own.
+            _binding(),
+            "domain-needed",
+            "bogus-priv",
+            # static: only reserved hosts get an address, so a flood of requests takes none.
+            f"dhcp-range={subnet.network_address},static,{subnet.netmask},12h",
+            "dhcp-ignore=tag:!known",
+            "dhcp-authoritative",
+            f"dhcp-host={PROBE_MAC},id:*,{probe_address(network['subnet'])}",
+            f"dhcp-option=option:router,{own}",
+            f"dhcp-option=option:dns-server,{own}",
+            f"dhcp-hostsdir={RESERVATIONS}",
+            f"dhcp-leasefile={LEASES}",
+            "",
+        ]
+    )
+
+
+def _binding() -> str:
+    """How dnsmasq takes addresses: so that the bridge may come later than it, unless another file
+    has decided. Ubuntu's libvirt puts a link there that says `bind-interfaces`, and again at each
+    of its upgrades; with both words dnsmasq does not start, and `--test` does not notice.
+    """
+    folder = _host.path("/etc/dnsmasq.d")
+    names = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
+    others = [f"/etc/dnsmasq.d/{name}" for name in names if not name.endswith(_IGNORED)]
+    for path in ("/etc/dnsmasq.conf", *others):
+        # dnsmasq passes over folders too.
+        told = "" if path == DNSMASQ or _host.path(path).is_dir() else _host.kept(path)
+        lines = (told or "").splitlines()
+        if "bind-interfaces" in (line.split("#")[0].strip() for line in lines):
+            return "bind-interfaces"
+    return "bind-dynamic"
+'''
+
 # sha256 cf5809f6dafbbb5d7f95454f69b2895bed8166868a2f21dca4ab3d66398b8f24
 SOURCES["_nvme"] = r'''"""NVMe admin commands through the descriptor of a namespace: Identify and Format NVM.
 
@@ -3991,7 +4255,7 @@ class _Reader:
         return taken
 '''
 
-# sha256 5069dd85767e8cfde80cea20f263b0e1dc0960f4483896dd28286e24c35fb3a0
+# sha256 d36cc81b6e16fd81b9d4dff7766cfe9b0be7d9841fa2d38dcf5769fe491e9111
 SOURCES["_parity_checks_platform"] = r'''"""Parity checks of the machine: its management path, firmware, kernel, IOMMU and bindings."""
 
 from __future__ import annotations
@@ -4015,6 +4279,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _topology_host,
     _topology_pci,
 )
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils._parity import (
     Verdict,
     failed,
@@ -4040,7 +4305,7 @@ def node_agent(facts: Facts) -> Verdict:
     """The management path: enrolled, certificate valid, for this key, and offered by sshd."""
     if not facts.enrolment:
         return failed(f"not enrolled: {ENROLMENT} is missing")
-    text = _host.read(CERTIFICATE)
+    text = _host.kept(CERTIFICATE)
     if text is None:
         return failed(f"no host certificate in {CERTIFICATE}")
     certificate = _parity_certificate.parse(text)
@@ -4161,7 +4426,10 @@ def vfio_binding(facts: Facts) -> Verdict:
             problems.append(f"{address} does not answer")
     problems += facts.not_at_boot(_boot_units.BINDING)
     path = _boot_units.BINDING.settings_path
-    recorded = kept(path).get("devices") or {}
+    try:
+        recorded = kept(path).get("devices") or {}
+    except Refusal as refusal:
+        return failed("; ".join([*problems, f"{refusal.code}: {refusal.found}"]))
     problems += [
         f"{address} is not in {path}" for address in facts.passthrough if address not in recorded
     ]
@@ -4287,12 +4555,11 @@ def _iso(seconds: int) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 '''
 
-# sha256 3cf40e4e46bb6e6ebb3f2eb7e55cbe229d0534afbab4513b563d37c2f8a18a45
+# sha256 eb69dacc914d04fb2bc65e7b909668672e2f93f5afb02c7fd883f84d25e6d4a7
 SOURCES["_parity_facts"] = r'''"""What the parity checks look at, each read at most once per run however many checks need it."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -4316,12 +4583,9 @@ OLD_BASELINE = "gpuaas-slice-host-net-baseline.service"
 
 
 def kept(path: str) -> dict[str, Any]:
-    """What a boot service goes by; {} when that cannot be read."""
-    try:
-        found = json.loads(_host.read(path) or "{}")
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+    """What a boot service goes by; {} only when it is not there."""
+    again = "run the playbook that installs the service again"
+    return _host.document(path, code="settings_unreadable", remedy=again) or {}
 
 
 @dataclass(frozen=True)
@@ -4367,10 +4631,6 @@ class Facts:
         return _topology_network.nat_rules()
 
     @cached_property
-    def routes(self) -> list[str]:
-        return _topology_network.routes()
-
-    @cached_property
     def boot_params(self) -> dict[str, Any]:
         return _topology_host.boot_params(self.profile, self.asked.intent)
 
@@ -4391,14 +4651,22 @@ class Facts:
     def disks(self) -> list[_block.Disk]:
         return _block.disks()
 
+    def usage(self, disk: _block.Disk) -> _block.Usage:
+        """The use of one of `disks`; a Refusal of its own when it cannot be read."""
+        return self._usages.get(disk.kernel_name) or _block.usage(disk)
+
     @cached_property
-    def usages(self) -> dict[str, _block.Usage]:
-        return _block.usages(self.disks)
+    def _usages(self) -> dict[str, _block.Usage]:
+        """By one look at the host; {} when a disk cannot be read: each is then asked by itself."""
+        try:
+            return _block.usages(self.disks)
+        except OSError:
+            return {}
 
     @cached_property
     def enrolment(self) -> dict[str, str]:
         """The words of /etc/gpuaas/enrolment.env; {} when the host is not enrolled."""
-        rows = (_host.read("/etc/gpuaas/enrolment.env") or "").splitlines()
+        rows = (_host.kept("/etc/gpuaas/enrolment.env") or "").splitlines()
         pairs = (row.partition("=") for row in rows if "=" in row and not row.startswith("#"))
         return {key.strip(): value.strip().strip("'\"") for key, _sep, value in pairs}
 
@@ -4428,6 +4696,14 @@ class Facts:
             return _parity_probe.look(probe)
         except Refusal as refusal:
             return refusal
+        except OSError as broken:
+            # Kept as an answer: what the host refuses once is not tried again for each check.
+            return Refusal(
+                "probe_failed",
+                expected=f"a stand-in for a guest on {probe.bridge}",
+                found=str(broken),
+                remedy="repair what the system names, then run parity again",
+            )
 
     @cached_property
     def passthrough(self) -> list[str]:
@@ -4470,13 +4746,13 @@ class Facts:
         return units
 '''
 
-# sha256 77583351ec951f1d6b2c0cda91e4c78a85a39c9f49ceda08071908e01ae38467
+# sha256 82015105ae5edb2919ea1c8ecab8e57a4606724e0371f71c798fc74fb42de9b2
 SOURCES["_parity_probe"] = r'''"""A stand-in for a guest: a namespace on the slice bridge that uses the network as a guest would.
 
-It has a test address of the subnet, asks the host's dnsmasq a question, and reaches an address
-outside, while the host watches under which address its packets leave: an answer alone is no proof
-of NAT, since a gateway may well know the way back. Nothing of it stays on the host, also when a
-step of it fails.
+It has a test address of the subnet, asks the host's dnsmasq for a lease and a name, and reaches an
+address outside, while the host watches under which address its packets leave: an answer alone is
+no proof of NAT, since a gateway may well know the way back. Nothing of it stays on the host, also
+when a step of it fails.
 """
 
 from __future__ import annotations
@@ -4492,12 +4768,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ansible_collections.gpuaas.slice.plugins.module_utils import _command, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _command,
+    _dhcp_probe,
+    _host,
+    _network_files,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 NAMESPACE = PORT = "gsparity"
-# Locally administered, outside every profile's MAC prefix.
-MAC = "02:67:73:70:72:62"
+MAC = _network_files.PROBE_MAC
 
 _CLONE_NEWNET = 0x40000000
 _EVERY_PROTOCOL, _IPV4 = 0x0003, 0x0800
@@ -4517,20 +4797,21 @@ class Probe:
 
     @property
     def address(self) -> str:
-        """The subnet's last usable address: slots are numbered from its beginning."""
-        network = ipaddress.ip_network(self.subnet)
-        return str(network.broadcast_address - 1)
+        """What dnsmasq has for it."""
+        return _network_files.probe_address(self.subnet)
 
 
 @dataclass(frozen=True)
 class Finding:
     """What the guest saw. egress_ms: None when the target is silent. named: dnsmasq answered.
 
-    sources: the addresses under which its packets to the target left the host.
+    offered: the address that dnsmasq offers it, "" when none. sources: the addresses under which
+    its packets to the target left the host.
     """
 
     egress_ms: float | None
     named: bool
+    offered: str
     sources: tuple[str, ...] = ()
 
 
@@ -4540,10 +4821,14 @@ def look(probe: Probe) -> Finding:
         with _inside(NAMESPACE):
             names = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
             outside = _egress_socket(probe.target)
-        with names, outside, _watch(probe.target) as leaving:
-            answered = name_server_answers(names, probe.bridge_address)
-            took = reach(outside, probe.target)
-            return Finding(egress_ms=took, named=answered, sources=_sources(leaving))
+            lease = _dhcp_probe.open_socket(PORT)
+        with names, outside, lease, _watch(probe.target) as leaving:
+            return Finding(
+                named=name_server_answers(names, probe.bridge_address),
+                offered=_dhcp_probe.offered(lease, MAC, tries=_TRIES, wait_s=_WAIT_S),
+                egress_ms=reach(outside, probe.target),
+                sources=_sources(leaving),
+            )
 
 
 def echo(target: str) -> float | None:
@@ -4575,11 +4860,7 @@ def reach(handle: socket.socket, target: str) -> float | None:
 
 
 def name_server_answers(handle: socket.socket, server: str) -> bool:
-    """Whether dnsmasq answers a guest.
-
-    It is asked for its own version, which needs nothing from outside. It cannot be asked for a
-    lease: it rightly ignores a MAC that has no reservation.
-    """
+    """Whether dnsmasq tells a guest its own version, which needs nothing from outside."""
     handle.settimeout(_WAIT_S)
     transaction = os.urandom(2)
     for _try in range(_TRIES):
@@ -4672,7 +4953,7 @@ def _alone() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _guest(probe: Probe) -> Iterator[None]:
-    if _host.path(f"/run/netns/{NAMESPACE}").exists():
+    if NAMESPACE in _host.listed("/run/netns"):
         _remove()
     try:
         # One transaction: a port that a killed run left goes as the new one comes.
@@ -4698,7 +4979,7 @@ def _guest(probe: Probe) -> Iterator[None]:
 def _remove() -> None:
     """Idempotent. The port goes first: without it nothing of the namespace reaches the bridge."""
     _command.run(["ovs-vsctl", "--timeout=10", "--if-exists", "del-port", PORT])
-    if _host.path(f"/run/netns/{NAMESPACE}").exists():
+    if NAMESPACE in _host.listed("/run/netns"):
         _command.run(["ip", "netns", "delete", NAMESPACE])
 
 
@@ -5064,7 +5345,7 @@ def _override(folder: str) -> str:
     return "" if text == "(null)" else text
 '''
 
-# sha256 669721f7dfff87c1d81b0632a74bfd7670f8b726b2b611400086ba5f27d198f0
+# sha256 3b2df9a6f2ee32d26b32a73458f30fe594971ca40f14af1b7def475782d916eb
 SOURCES["_preflight"] = r'''"""Whether a machine's firmware lets it become a slice host: BIOS settings, what of them the running
 kernel sees, GPUs, fabric cards, and every NVMe disk with what is on it. Read-only.
 
@@ -5236,8 +5517,13 @@ def iommu(facts: Facts) -> Verdict:
     tables = [path.rpartition("/")[2] for path in _IOMMU_TABLES if _host.path(path).exists()]
     if not tables:
         return failed("no IOMMU group, and the firmware shows no IOMMU (no DMAR or IVRS table)")
-    asked = "asks for it" if "intel_iommu=on" in _grub.running() else "does not ask for it"
-    return warned(f"no IOMMU group; the firmware shows {', '.join(tables)}, the kernel {asked}")
+    told = f"no IOMMU group; the firmware shows {', '.join(tables)}, the kernel"
+    off = [word for word in _grub.running() if word.endswith("iommu=off")]
+    if off:
+        return warned(f"{told} is told {off[0]}")
+    # AMD's is used without a word.
+    asked = "IVRS" in tables or "intel_iommu=on" in _grub.running()
+    return warned(f"{told} {'asks' if asked else 'does not ask'} for it")
 
 
 def gpus(facts: Facts) -> Verdict:
@@ -5873,7 +6159,7 @@ def _follow(
     return [job.document() for job in _bios_follow.follow(watch, ids)]
 '''
 
-# sha256 9d6a13a2dca7a78532ce32bb695c8e902edebb9c1c10dd6389608d44ebeba3ce
+# sha256 7a137aef834cf6c4dd2019fb50ba10a3ed6ce85e7488bc762278bce7df8a8b73
 SOURCES["_resolution"] = r'''"""The control plane's names on a host: a managed block of /etc/hosts, and whether they lead there.
 
 For a site whose DNS does not know them. Enrolment needs the name once; everything after it too.
@@ -5899,7 +6185,11 @@ TEMPLATE = "/etc/cloud/templates/hosts.debian.tmpl"
 PATIENCE_S = 3.0
 
 _BEGIN, _END = "# gpuaas.slice: begin", "# gpuaas.slice: end"
-_BLOCK = re.compile(rf"^{_BEGIN}\n(?:.*\n)*?{_END}\n", re.MULTILINE)
+# A mark whose other half somebody deleted goes too, and takes no line of the site with it.
+_BLOCK = re.compile(
+    rf"^{_BEGIN}\n(?:(?!{_BEGIN}\n).*\n)*?{_END}(?:\n|\Z)|^(?:{_BEGIN}|{_END})(?:\n|\Z)",
+    re.MULTILINE,
+)
 _NAME = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
 
 Params = Mapping[str, Any]
@@ -5922,7 +6212,7 @@ def plan(params: Params, state: State) -> _change.Plan:
     names: Mapping[str, str] = params["names"]
     blockers = (*_unsafe(names), *_taken(names, state))
     steps = [
-        _change.Step("write_block", path, _own(text), _block(names))
+        _change.Step("write_block", path, _shown(_own(text)), _block(names))
         for path, text in state.files.items()
         if _own(text) != _block(names)
     ]
@@ -5976,8 +6266,7 @@ def _block(names: Mapping[str, str]) -> str:
 
 
 def _own(text: str) -> str:
-    found = _BLOCK.search(text)
-    return found.group() if found else ""
+    return "".join(found.group() for found in _BLOCK.finditer(text))
 
 
 def _without(text: str) -> str:
@@ -6012,7 +6301,7 @@ def _taken(names: Mapping[str, str], state: State) -> list[Refusal]:
                 Refusal(
                     "api_name_taken",
                     expected=f"{name} in {path} for {names[name]} or not at all",
-                    found=row.strip(),
+                    found=_shown(row.strip()),
                     remedy="remove that line, or leave the name out of slice_api_names",
                 )
                 for name in words[1:]
@@ -6022,10 +6311,16 @@ def _taken(names: Mapping[str, str], state: State) -> list[Refusal]:
 
 
 def _text(absolute: str) -> str:
-    try:
-        return _host.path(absolute).read_text(errors="replace")
-    except OSError:
+    # As it is, so that the site's lines are written back as they were. One that cannot be read is
+    # not written over.
+    if _host.kept(absolute) is None:
         return ""
+    return _host.path(absolute).read_bytes().decode("utf-8", "surrogateescape")
+
+
+def _shown(text: str) -> str:
+    """Bytes that are no text, as text: a result must not hold them."""
+    return text.encode(errors="replace").decode()
 '''
 
 # sha256 9ebf124c5c7832f3a1f4621cf57908445a97a9749ecef86d3d7d40e9065f763e
@@ -6746,7 +7041,7 @@ def _mib(meminfo: str | None, name: str) -> int:
     return 0
 '''
 
-# sha256 c68076fa6cef790d05615468be484e0d37ad5baefc526f70a8a605e6a47f581b
+# sha256 c7d98aef9179ad3c005083bc8daeca1ad057449788cee965b1fd36e6eb85cdaa
 SOURCES["_topology_network"] = r'''"""What the host's slice network is right now, with the reasons why guests would have none.
 
 False green is the worst failure here (a missing NAT rule under green services), so this reads
@@ -6841,16 +7136,6 @@ def dnsmasq_pid() -> int:
     return int(pid) if alive else 0
 
 
-def listens(pid: int, port: int) -> bool:
-    """Whether the process holds a UDP socket on `port`."""
-    rows = [row.split() for row in (_host.read("/proc/net/udp") or "").splitlines()[1:]]
-    inodes = {row[9] for row in rows if len(row) > 9 and row[1].endswith(f":{port:04X}")}
-    folder = _host.path(f"/proc/{pid}/fd")
-    if not inodes or not folder.is_dir():
-        return False
-    return any(str(entry.readlink())[8:-1] in inodes for entry in folder.iterdir())
-
-
 def routes(interface: str = "") -> list[str]:
     """Destinations of the main IPv4 routing table, as networks; of one interface if it is named."""
     rows = [row.split() for row in (_host.read("/proc/net/route") or "").splitlines()[1:]]
@@ -6870,7 +7155,8 @@ def gateway() -> str:
 
 def observe(profile: Mapping[str, Any]) -> dict[str, Any]:
     """The `slice_network` part of the discovery document."""
-    network, route = profile["network"], str(profile["fabric"].get("route") or "")
+    network, fabric = profile["network"], profile["fabric"]
+    route, interface = str(fabric.get("route") or ""), str(fabric.get("interface") or "")
     found = interfaces()
     bridge = found.get(network["bridge"])
     rules = _rules_if_any()
@@ -6890,7 +7176,7 @@ def observe(profile: Mapping[str, Any]) -> dict[str, Any]:
         "fabric_route": {
             # A site that forgot to name it must not look like hardware without a fabric.
             "required": "fabric_route" not in profile.get("not_applicable", ()),
-            "present": bool(route) and route in routes(),
+            "present": bool(route) and route in routes(interface),
             "route": route,
         },
         "tmfifo": {
@@ -7334,7 +7620,7 @@ DEFINITIONS: Mapping[str, Definition] = {
 PROFILES = tuple(DEFINITIONS)
 '''
 
-# sha256 bda3be3eafcb8546824a40a29ef7ca870a976fe610c43889130edd42c96908ab
+# sha256 17c96181ef608632368fce44c3340d5fb479873f78255d16549e245d91114a1a
 SOURCES["_usage"] = r'''"""Who uses a disk: mounts, swap, holders, open files, and what is written on it.
 
 Asking whether the *disk* is mounted says no while its partition is mounted, so every look goes over
@@ -7343,7 +7629,6 @@ the disk, its partitions and what is stacked on them.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
@@ -7394,8 +7679,8 @@ class Usage:
 
     system: what of the operating system is mounted from it. children: its partitions; they are no
     use by themselves. swap: kernel names, or paths of swap files. btrfs: other devices of a mounted
-    volume. zfs: imported pools. filesystems: type of signature by kernel name. openers: `pid:name`
-    of programs other than QEMU that hold it open.
+    volume. zfs: imported pools. filesystems: type of signature by kernel name. signatures: each of
+    them as an approval names it. openers: `pid:name` of programs other than QEMU that hold it open.
     """
 
     os_disk: bool = False
@@ -7410,6 +7695,7 @@ class Usage:
     zfs: list[str] = field(default_factory=list)
     holders: list[str] = field(default_factory=list)
     filesystems: dict[str, str] = field(default_factory=dict)
+    signatures: list[str] = field(default_factory=list)
     qemu_pids: list[int] = field(default_factory=list)
     openers: list[str] = field(default_factory=list)
 
@@ -7451,8 +7737,8 @@ def usages(disks: Sequence[_disk.Disk]) -> dict[str, Usage]:
     """The use of several disks by kernel name, with one look at mounts, swap and processes."""
     found = _claims(disks)
     for disk in disks:
-        kinds = signatures(disk)
-        used = replace(found[disk.kernel_name], filesystems=kinds)
+        kinds, named = _content.both(disk)
+        used = replace(found[disk.kernel_name], filesystems=kinds, signatures=named)
         found[disk.kernel_name] = _pooled(disk, used) if "zfs_member" in kinds.values() else used
     return found
 
@@ -7568,8 +7854,7 @@ def uppermost(table: Sequence[Mount], point: str) -> Mount | None:
 
 def holders(name: str) -> list[str]:
     """What is stacked on a device: kernel names, the layers above them included."""
-    folder = _host.path(f"/sys/class/block/{name}/holders")
-    direct = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    direct = _host.listed(f"/sys/class/block/{name}/holders")
     return [*direct, *(upper for one in direct for upper in holders(one))]
 
 
@@ -7634,18 +7919,14 @@ def _below(name: str, volumes: Sequence[set[str]]) -> set[str]:
 
 
 def _slaves(name: str) -> list[str]:
-    folder = _host.path(f"/sys/class/block/{name}/slaves")
-    return [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    return _host.listed(f"/sys/class/block/{name}/slaves")
 
 
 def _volumes() -> list[set[str]]:
     """Devices of each mounted btrfs volume: a mount names one of them, and none has a holder."""
-    folder = _host.path("/sys/fs/btrfs")
-    found = []
-    for place in folder.glob("*/devices"):
-        with contextlib.suppress(FileNotFoundError):  # Unmounted since it was listed.
-            found.append({device.name for device in place.iterdir()})
-    return [volume for volume in found if volume]
+    places = [f"/sys/fs/btrfs/{name}/devices" for name in _host.listed("/sys/fs/btrfs")]
+    # What is no volume, or was unmounted since it was listed, has no devices.
+    return [found for place in places if (found := set(_host.listed(place)))]
 
 
 def _pooled(disk: _disk.Disk, used: Usage) -> Usage:
@@ -7654,10 +7935,8 @@ def _pooled(disk: _disk.Disk, used: Usage) -> Usage:
     Anybody who ever had the disk may have written the label, with any name in it. It counts where
     the kernel lets nobody claim what carries it: ZFS claims every device of an imported pool.
     """
-    folder = _host.path("/proc/spl/kstat/zfs")
-    imported = (
-        {place.name for place in folder.iterdir() if place.is_dir()} if folder.is_dir() else set()
-    )
+    folder = "/proc/spl/kstat/zfs"
+    imported = {name for name in _host.listed(folder) if _host.path(f"{folder}/{name}").is_dir()}
     if not imported:
         return used
     told = {pool for name, pool in _content.pools(disk).items() if is_claimed(name)}
@@ -7673,10 +7952,15 @@ def _pooled(disk: _disk.Disk, used: Usage) -> Usage:
 
 
 def is_claimed(name: str) -> bool:
-    """Whether something in the kernel, or an exclusive descriptor, holds the device."""
+    """Whether something in the kernel, or an exclusive descriptor, holds the device.
+
+    One that is not there is held by nothing; any other answer than yes or no is an OSError.
+    """
     try:
         os.close(os.open(_disk.node(name), os.O_RDONLY | os.O_EXCL | os.O_CLOEXEC))
     except OSError as refused:
+        if refused.errno not in (errno.EBUSY, errno.ENOENT, errno.ENXIO):
+            raise
         return refused.errno == errno.EBUSY
     return False
 
@@ -7685,9 +7969,13 @@ def _own_devices() -> set[str]:
     """Device numbers of the filesystems that our own state and libvirt's lie on."""
     found = set()
     for place in _OWN_STATE:
-        with contextlib.suppress(OSError):
+        try:
             number = _host.path(place).stat().st_dev
-            found.add(f"{os.major(number)}:{os.minor(number)}")
+        except FileNotFoundError:
+            continue
+        except OSError as broken:
+            raise _host.unreadable(place, broken) from broken
+        found.add(f"{os.major(number)}:{os.minor(number)}")
     return found
 
 
@@ -7702,23 +7990,23 @@ def _swaps() -> list[str]:
 
 
 def _rows(absolute: str) -> list[str]:
-    """Rows of a table of the kernel's, which escapes newlines in names and no other line ends."""
-    try:
-        text = _host.path(absolute).read_bytes().decode(errors="replace")
-    except OSError:
-        return []
+    """Rows of a table of the kernel's, which escapes newlines in names and no other line ends.
+
+    One that cannot be read is a Refusal: nothing would look mounted.
+    """
+    text = (_host.content(absolute) or b"").decode(errors="replace")
     return [row for row in text.split("\n") if row]
 
 
 def _number(name: str) -> str:
-    return _host.read(f"/sys/class/block/{name}/dev") or ""
+    return _content.attribute(name, "dev") or ""
 
 
 def _is_lvm(name: str) -> bool:
     return (_host.read(f"/sys/class/block/{name}/dm/uuid") or "").startswith("LVM-")
 '''
 
-# sha256 848cef78d8a4ce1c34be2cddbec010c402a042f1348565e6432c71d4ecf454c6
+# sha256 58440ab83ffd9413b506394e8bd8bbd557ec08c00a1d986cf59f509a12f94c63
 SOURCES["_written"] = r'''"""Files that the collection writes whole: how parity tells one that somebody edited.
 
 Wanted is what the present code would write, since that is what a repair writes; nothing has to be
@@ -7735,6 +8023,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import _host
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 
 def unlike(path: str, text: str | None, mode: int | None = None) -> list[str]:
@@ -7742,7 +8031,10 @@ def unlike(path: str, text: str | None, mode: int | None = None) -> list[str]:
 
     mode: what its mode must be, where a wrong one has consequences: a program that may not be run.
     """
-    found = _host.read(path)
+    try:
+        found = _host.kept(path)
+    except Refusal as unreadable:
+        return [f"{unreadable.code}: {unreadable.found}"]
     if text is None:
         return [] if found is None else [f"{path} is there, and bootstrap writes none"]
     if found is None:

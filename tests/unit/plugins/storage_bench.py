@@ -185,7 +185,8 @@ def admin(namespace: Namespace, buffer: bytearray, erase: Callable[[], None]) ->
     namespace.formats.append(cdw10)
     if namespace.refuses:
         return namespace.refuses
-    if "format" not in namespace.leaves:
+    # Without a secure-erase setting a format erases nothing.
+    if cdw10 >> 9 & 7 and "format" not in namespace.leaves:
         erase()
     return 0
 

@@ -13,6 +13,8 @@ import pytest
 from tests.standin import bmc as standin
 from tests.standin import redfish
 
+pytestmark = pytest.mark.covers("HOST-3")
+
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts/ops/dell_redfish_slice_firmware.py"
 HOW = "GPUAAS_SLICE_BIOS_RESULT status="
 

@@ -135,6 +135,8 @@ class ParityHost:
 
     profile = PROFILE
     slot = SLOT
+    # What slice mode derives for the first function of the card with `identified`'s address.
+    mac = "02:a4:79:e9:da:2a"
 
     def __init__(self, machine: Machine, script: Any) -> None:
         self.machine = machine
@@ -147,6 +149,15 @@ class ParityHost:
     def installed(self, unit: _boot.Unit, **settings: Any) -> None:
         """A boot service as bootstrap or the binding installs it."""
         _boot.install(dataclasses.replace(unit, settings=settings or unit.settings))
+
+    def identified(self, *functions: dict[str, str]) -> None:
+        """The fabric card's functions as iproute2 shows them, by index."""
+        self.machine.folder("/sys/bus/pci/devices/0000:25:00.0/net/ens30")
+        self.machine.file("/sys/class/net/ens30/address", "52:54:00:00:fa:01\n")
+        listed = [{"vf": index, **shown} for index, shown in enumerate(functions)]
+        argv = ("ip", "-j", "link", "show", "dev", "ens30")
+        self.script.answers[argv] = []
+        self.script.on(*argv, out=json.dumps([{"vfinfo_list": listed}]))
 
     def boots(self) -> None:
         """The boot as bootstrap configures it: files, a menu of them, an initramfs of them."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import runpy
 import struct
 import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,36 @@ MIB = 1 << 20
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_block, "_PATIENCE_S", 0.3)
+
+
+class Watch:
+    """Every path of a block device that this process opens, by whatever function, while it looks.
+
+    An audit hook cannot be taken away again, so there is one, and `seen` says whether it looks.
+    """
+
+    seen: list[str] | None = None
+    hooked = False
+
+    @classmethod
+    def note(cls, event: str, arguments: tuple[object, ...]) -> None:
+        path = arguments[0] if event == "open" else None
+        if cls.seen is None or not isinstance(path, str | bytes):
+            return
+        if Path(os.fsdecode(path)).is_block_device():
+            cls.seen.append(os.fsdecode(path))
+
+
+@contextlib.contextmanager
+def opened_block_devices() -> Iterator[list[str]]:
+    if not Watch.hooked:
+        sys.addaudithook(Watch.note)
+        Watch.hooked = True
+    Watch.seen = seen = []
+    try:
+        yield seen
+    finally:
+        Watch.seen = None
 
 
 def refused(disk: _block.Disk) -> Refusal:
@@ -142,23 +175,15 @@ def test_a_real_block_device_is_wiped_and_its_partitions_are_gone(loop) -> None:
 
 
 @pytest.mark.covers("I7")
-def test_the_path_is_opened_once(loop, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seen", [None, "what is there"])
+def test_the_path_is_opened_once(loop, seen: str | None) -> None:
     """What is looked up later would be looked up on whatever has the name by then."""
     disk = _block.resolve(loop.name)
     loop.run("mke2fs", "-q", "-t", "ext4", f"{loop.device}p1")
-    opened: list[str] = []
-    real = os.open
-
-    def note(path: object, *how: int, **more: int) -> int:
-        opened.append(str(path))
-        return real(path, *how, **more)
-
-    monkeypatch.setattr(os, "open", note)
-    with _block.exclusive(disk, seen=[f"ext4 on {loop.name}p1"]):
-        pass
-    assert [path for path in opened if path.endswith(f"/dev/{loop.name}")] == [
-        str(_block._disk.node(loop.name))
-    ]
+    there = None if seen is None else [f"ext4 on {loop.name}p1"]
+    with opened_block_devices() as opened, _block.exclusive(disk, seen=there) as descriptor:
+        _wipe.erase(descriptor, disk, ["user_data_erase", "zero_fill"])
+    assert opened == [str(_block._disk.node(loop.name))]
 
 
 @pytest.mark.covers("I7")

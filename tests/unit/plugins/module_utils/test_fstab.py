@@ -4,7 +4,7 @@ import runpy
 from pathlib import Path
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import _fstab, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils import _fstab, _host, _usage
 
 pytestmark = pytest.mark.covers("HOST-9")
 
@@ -64,6 +64,18 @@ def test_every_byte_of_the_file_stays_and_every_line_is_found(bench) -> None:
     assert file.read_bytes() == ODD
     _fstab.remove(lines, backup="/etc/backup")
     assert file.read_bytes() == ODD[: ODD.index(b"/dev")]
+
+
+def test_a_file_on_a_mount_is_known_whatever_bytes_the_mounts_name_has(bench) -> None:
+    row = b"36 35 259:1 / /d\xe9 rw,noatime shared:1 - ext4 /dev/nvme1n1 rw\n"
+    _host.path("/proc/self/mountinfo").write_bytes(row)
+    _host.write("/etc/fstab", "")
+    _host.path("/etc/fstab").write_bytes(b"/d\xe9/swap none swap\nUUID=gone /d\xe9 ext4\n/e / ext4")
+    (mount,) = _usage.mounts()
+    assert _fstab.lines_of([], [mount.point]) == [
+        "/d\\xe9/swap none swap",
+        "UUID=gone /d\\xe9 ext4",
+    ]
 
 
 @pytest.mark.parametrize("odd", [b"LABEL=\xe9", b"/dev/a\0b", b"UUID=" + b"x" * 5000])

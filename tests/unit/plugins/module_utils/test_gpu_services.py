@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ def test_running_and_enabled_ones_are_quiesced_and_the_absent_left_alone(script:
     script.on(*SHOW, out=shown("active/enabled", "failed/enabled", "active/static", "inactive/"))
     script.on(*SHOW, out=quiet)
     for name in NAMES[:3]:
+        script.on("systemctl", "disable", "--runtime", "--", name)
         script.on("systemctl", "disable", "--now", "--", name)
     outcome = drive()
     assert outcome.done == ["remember_before", *["quiesce_service"] * 3]
@@ -56,6 +58,7 @@ def test_running_and_enabled_ones_are_quiesced_and_the_absent_left_alone(script:
 
 def test_a_service_that_stays_is_a_failure(script: Any) -> None:
     script.on(*SHOW, out=shown("active/enabled", "inactive/", "inactive/", "inactive/"))
+    script.on("systemctl", "disable", "--runtime", "--", "a.service")
     script.on("systemctl", "disable", "--now", "--", "a.service")
     failure = drive().failure
     assert failure is not None and failure.code == "verify_failed"
@@ -67,31 +70,68 @@ def test_without_names_nothing_is_asked(script: Any) -> None:
 
 
 class Systemd:
-    """Services that systemctl really changes: name to (active, file)."""
+    """Services as active/file. What starts at boot is up to the real systemctl, on the host's tree;
+    only what is active is played: no manager runs here.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **services: str) -> None:
-        self.services = {f"{name}.service": state.split("/") for name, state in services.items()}
+        self.active: dict[str, str] = {}
         self.broken = ""
+        for name, state in services.items():
+            self.put(f"{name}.service", state)
         monkeypatch.setattr(_command, "run", self.run)
+
+    def put(self, name: str, state: str) -> None:
+        """A service as its package and somebody's hands have left it."""
+        self.active[name], _, file = state.partition("/")
+        install = "" if file == "static" else "[Install]\nWantedBy=multi-user.target\n"
+        _host.write(f"/usr/lib/systemd/system/{name}", f"[Service]\nExecStart=/bin/true\n{install}")
+        for way in file.split("+"):
+            if way.startswith("enabled"):
+                self._really("enable", *(["--runtime"] if way == "enabled-runtime" else []), name)
+
+    def uninstall(self, name: str) -> None:
+        self._really("disable", name)
+        _host.remove(f"/usr/lib/systemd/system/{name}")
+        del self.active[name]
 
     def run(self, argv: list[str], **_: Any) -> _command.Result:
         verb, names = argv[1], argv[argv.index("--") + 1 :]
         if verb == "show":
-            states = ("/".join(self.services.get(name, ("inactive", ""))) for name in names)
-            return _command.Result(0, shown(*states), "")
-        for name in names:
-            state = self.services[name]
-            if verb == "disable":
-                self.services[name] = ["inactive", "static" if state[1] == "static" else "disabled"]
-            elif verb == "enable":
-                state[1] = "enabled-runtime" if "--runtime" in argv else "enabled"
-            elif name != self.broken:
-                state[0] = "active"
+            return _command.Result(0, shown(*map(self._state, names)), "")
+        (name,) = names
+        if verb == "start":
+            self.active[name] = "active" if name != self.broken else self.active[name]
+            return _command.Result(0, "", "")
+        if "--now" in argv:
+            self.active[name] = "inactive"
+        self._really(*(word for word in argv[1:] if word != "--now"))
         return _command.Result(0, "", "")
 
     @property
     def states(self) -> list[str]:
-        return ["/".join(state) for state in self.services.values()]
+        return [self._state(name) for name in self.active]
+
+    def _state(self, name: str) -> str:
+        there = _host.path(f"/usr/lib/systemd/system/{name}").exists()
+        file = self._really("is-enabled", name, ok=(0, 1)).strip() if there else ""
+        return f"{self.active.get(name, 'inactive')}/{file}"
+
+    @staticmethod
+    def _really(*words: str, ok: tuple[int, ...] = (0,)) -> str:
+        argv = ["systemctl", f"--root={_host.ROOT}", *words]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False)
+        assert done.returncode in ok, done.stderr
+        return done.stdout
+
+
+@pytest.mark.parametrize("was", ["enabled", "enabled-runtime", "enabled+enabled-runtime", "static"])
+def test_quiet_at_boot_is_what_systemctl_says(monkeypatch: pytest.MonkeyPatch, was: str) -> None:
+    systemd = Systemd(monkeypatch, a=f"active/{was}")
+    outcome = drive(services=["a.service"])
+    assert outcome.failure is None, outcome.failure
+    assert systemd.states == ["inactive/static" if was == "static" else "inactive/disabled"]
+    assert not drive(services=["a.service"]).changed
 
 
 @pytest.mark.covers("HOST-15")
@@ -117,7 +157,7 @@ def test_the_first_word_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody started one by hand on the slice host: it was quiet before, and is so again."""
     systemd = Systemd(monkeypatch, a="active/enabled", b="inactive/disabled")
     drive(services=["a.service", "b.service"])
-    systemd.services["b.service"] = ["active", "enabled"]
+    systemd.put("b.service", "active/enabled")
     drive(services=["a.service", "b.service"])
     assert json.loads(_host.read(RECORD) or "")["b.service"]["active"] is False
     drive(services=[], state="restored")
@@ -130,7 +170,7 @@ def test_drift_is_not_taken_for_what_was_before(monkeypatch: pytest.MonkeyPatch)
     systemd = Systemd(monkeypatch, a="inactive/disabled")
     assert drive(services=["a.service"]).done == ["remember_before"]
     assert not drive(services=["a.service"]).changed
-    systemd.services["a.service"] = ["active", "enabled"]
+    systemd.put("a.service", "active/enabled")
     assert drive(services=["a.service"]).done == ["quiesce_service"]
     assert drive(services=[], state="restored").done == ["forget_before"]
     assert systemd.states == ["inactive/disabled"]
@@ -151,7 +191,7 @@ def test_the_record_stays_while_a_service_does_not_start(monkeypatch: pytest.Mon
 def test_a_service_that_was_uninstalled_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
     systemd = Systemd(monkeypatch, a="active/enabled")
     drive(services=["a.service"])
-    systemd.services.clear()
+    systemd.uninstall("a.service")
     assert drive(services=[], state="restored").done == ["forget_before"]
 
 

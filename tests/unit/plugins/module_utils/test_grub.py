@@ -20,6 +20,8 @@ class Machine:
     def __init__(self, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tree, self.calls = tree, []
         self.boots = 0
+        # What the last image was built of.
+        self.built: dict[str, bytes] = {}
         self.write("etc/default/grub", 'GRUB_CMDLINE_LINUX="console=ttyS0"\n')
         self.write("etc/initramfs-tools/modules", "# site\nnvme\n")
         self.write("sys/firmware/acpi/tables/DMAR", "")
@@ -63,6 +65,9 @@ class Machine:
                 (self.tree / "sys/module" / name).mkdir(parents=True, exist_ok=True)
         else:
             assert argv == ["update-initramfs", "-u", "-k", "all"], argv
+            inputs = ("etc/modprobe.d/gpuaas-vfio.conf", "etc/initramfs-tools/modules")
+            found = {name: self.tree / name for name in inputs}
+            self.built = {name: file.read_bytes() for name, file in found.items() if file.is_file()}
         return _command.Result(0, "", "")
 
 
@@ -97,6 +102,25 @@ def test_configures_then_needs_a_reboot_then_nothing(machine: Machine) -> None:
     proved = drive(in_effect=True)
     assert proved.failure is None and proved.plan.steps == ()
     assert not proved.facts["reboot_required"]
+
+
+def test_the_initramfs_has_vfio_before_any_driver_of_a_gpu(machine: Machine) -> None:
+    """Literally: these files are read by modprobe and initramfs-tools, and by nothing of ours."""
+    drive()
+    assert _host.path("/etc/modprobe.d/gpuaas-vfio.conf").read_text().splitlines() == [
+        "softdep nvidia pre: vfio-pci",
+        "softdep nvidia_drm pre: vfio-pci",
+        "softdep nouveau pre: vfio-pci",
+    ]
+    modules = ["vfio", "vfio_iommu_type1", "vfio_pci"]
+    early = _host.path("/etc/initramfs-tools/modules").read_text().splitlines()
+    assert [row for row in early if not row.startswith("#")] == ["nvme", *modules]
+    assert _host.path("/etc/modules-load.d/gpuaas-vfio.conf").read_text().split() == modules
+    # An image is built of them after they were written.
+    assert machine.built == {
+        name: (machine.tree / name).read_bytes()
+        for name in ("etc/modprobe.d/gpuaas-vfio.conf", "etc/initramfs-tools/modules")
+    }
 
 
 @pytest.mark.covers("HOST-10")
@@ -199,6 +223,23 @@ def test_site_lines_of_the_initramfs_stay(machine: Machine) -> None:
     assert text.startswith("# site\nnvme\n") and "vfio_pci" in text
     drive(state="absent")
     assert _host.read(_grub.INITRAMFS_MODULES) == "# site\nnvme"
+
+
+def test_site_lines_of_the_initramfs_keep_every_byte(machine: Machine) -> None:
+    file, site = _host.path(_grub.INITRAMFS_MODULES), b"# B\xfcro\nnvme\n"
+    file.write_bytes(site)
+    assert drive().failure is None
+    assert file.read_bytes() == site + _grub.BLOCK.encode()
+    drive(state="absent")
+    assert file.read_bytes() == site
+
+
+def test_a_second_block_takes_no_line_of_the_site_with_it(machine: Machine) -> None:
+    file = _host.path(_grub.INITRAMFS_MODULES)
+    half = _grub.BLOCK.replace("# gpuaas.slice: end\n", "")
+    file.write_text(f"{half}site_driver\n{_grub.BLOCK}")
+    assert drive().failure is None
+    assert "site_driver" in file.read_text().splitlines()
 
 
 @pytest.mark.covers("HOST-15")

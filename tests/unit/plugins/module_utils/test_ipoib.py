@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
 pytestmark = pytest.mark.covers("HOST-7")
 
 PARAMS = {"interface": "ibp65s0", "address": "10.20.0.7/16", "route": "10.20.0.0/16"}
+# Taken before a test puts something in its place.
+REAL = _command.run
 ROUTE = "Iface\nibp65s0 0000140A 0 0001 0 0 0 0000FFFF 0 0 0\n"
 
 
@@ -167,6 +170,90 @@ def test_an_interface_that_is_not_there_is_named(fabric: Fabric) -> None:
     failure = drive().failure
     assert failure is not None and failure.code == "ipoib_interface_missing"
     assert _host.read(_ipoib.FILE) is None
+
+
+# What a site has beside it: cloud-init's file on a bond, and a VLAN on that.
+SITE = """\
+network:
+  version: 2
+  ethernets:
+    eno1: {match: {macaddress: "52:54:00:00:00:01"}, set-name: eno1}
+    eno2: {}
+  bonds:
+    bond0: {interfaces: [eno1, eno2], parameters: {mode: 802.3ad}, dhcp4: true}
+  vlans:
+    bond0.70: {id: 70, link: bond0, addresses: [10.70.0.7/24]}
+"""
+
+
+@pytest.fixture
+def netplan(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> Fabric:
+    """The real netplan judges; only what it would do to this machine is played."""
+    assert shutil.which("netplan", path=_command._PATH), (
+        "expected netplan on this machine; found none. Run scripts/setup --tests (netplan.io)"
+    )
+    played = fabric.run
+
+    def run(argv: Sequence[str], **more: Any) -> _command.Result:
+        said = played(argv, **more)
+        return REAL(argv, **more) if argv[:2] == ["netplan", "generate"] else said
+
+    monkeypatch.setattr(_command, "run", run)
+    return fabric
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        # A partition of the fabric; a virtual function with the longest name that there is.
+        {"interface": "ib0v3"},
+        {"interface": "ibp65s0f1v12345", "route": ""},
+        {"address": "10.20.0.7/31", "route": "10.0.0.0/8"},
+    ],
+)
+def test_netplan_itself_takes_every_form(netplan: Fabric, more: dict[str, str]) -> None:
+    _host.write("/etc/netplan/50-cloud-init.yaml", SITE, 0o600)
+    netplan.addresses = {more.get("interface", "ibp65s0"): []}
+    outcome = drive(check_mode=True, **more)
+    assert (outcome.failure, outcome.changed) == (None, True)
+
+
+def test_netplan_itself_makes_of_the_file_what_was_asked(netplan: Fabric, tree: Path) -> None:
+    _host.write("/etc/netplan/50-cloud-init.yaml", SITE, 0o600)
+    assert drive().failure is None
+    # It has judged a copy: the host's own folders have nothing of it.
+    assert not (tree / "run").exists()
+    REAL(["netplan", "generate", "--root-dir", str(tree)])
+    made = {file.name: file.read_text() for file in (tree / "run/systemd/network").iterdir()}
+    rows = made["10-netplan-ibp65s0.network"].split()
+    route = ["[Route]", "Destination=10.20.0.0/16", "Scope=link"]
+    assert [row for row in rows if row in ("Address=10.20.0.7/16", *route)] == [
+        "Address=10.20.0.7/16",
+        *route,
+    ]
+    assert not [row for row in rows if row.startswith(("DHCP", "Gateway"))]
+    assert "10-netplan-bond0.70.network" in made
+
+
+@pytest.mark.parametrize(
+    ("site", "said"),
+    [
+        ("network: {version: 2, ethernet: {}}\n", "unknown key 'ethernet'"),
+        ("network: {version: 2\n", "Invalid YAML"),
+        # Each is good by itself.
+        (SITE.replace("bond0:", "ibp65s0:").replace("bond0,", "ibp65s0,"), "changes device type"),
+    ],
+)
+def test_netplan_itself_refuses_what_is_broken(
+    netplan: Fabric, tree: Path, site: str, said: str
+) -> None:
+    _host.write("/etc/netplan/50-cloud-init.yaml", site, 0o600)
+    failure = drive().failure
+    assert failure is not None and failure.code == "netplan_refused"
+    assert said in failure.found and "/etc/netplan/" in failure.found
+    assert "gpuaas-netplan-" not in failure.found
+    assert _host.read(_ipoib.FILE) is None
+    assert "netplan apply" not in netplan.calls
 
 
 @pytest.mark.covers("HOST-15")

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils import _nvme
 
+pytestmark = pytest.mark.covers("HOST-9")
+
 bench = runpy.run_path(str(Path(__file__).parents[1] / "storage_bench.py"))["bench"]
 
 

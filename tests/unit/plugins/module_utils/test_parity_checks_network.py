@@ -12,6 +12,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _boot_units,
     _bridge,
     _change,
+    _command,
     _host,
     _ipoib,
     _network_files,
@@ -21,6 +22,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _written,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+
+from tests.unit.plugins.module_utils import netplan
 
 pytestmark = pytest.mark.covers("HOST-10")
 
@@ -101,7 +104,38 @@ def test_functions_must_be_there_and_be_functions(parity: Any, machine: Any) -> 
         in _parity_checks_network.fabric_vfs(parity.facts(parity.slot)).detail
     )
     machine.function("0000:25:00.0", 0, "0000:25:10.0")
+    parity.identified({"address": parity.mac})
     assert _parity_checks_network.fabric_vfs(parity.facts(parity.slot)).status == "PASS"
+
+
+GUID = "02:a4:79:e9:da:2a:a8:ac"
+OTHER = "02:00:00:00:00:00:00:01"
+
+
+@pytest.mark.parametrize(
+    ("kind", "shown", "problem"),
+    [
+        ("1", {"address": "02:a4:79:e9:da:2a"}, ""),
+        ("1", {"address": "02:00:00:00:00:01"}, "is 02:00:00:00:00:01, not 02:a4:79:e9:da:2a"),
+        ("1", {"address": "00:00:00:00:00:00"}, "is 00:00:00:00:00:00, not"),
+        ("1", {}, "is nobody, not 02:a4:79:e9:da:2a"),
+        ("32", {"node guid": GUID, "port guid": GUID}, ""),
+        ("32", {"node guid": GUID, "port guid": OTHER}, f"is {GUID} and {OTHER}, not {GUID}"),
+        ("32", {"node guid": OTHER, "port guid": GUID}, f"is {OTHER} and {GUID}, not {GUID}"),
+    ],
+)
+def test_functions_have_the_identities_that_slice_mode_gives(
+    parity: Any, machine: Any, kind: str, shown: dict[str, str], problem: str
+) -> None:
+    machine.pci("0000:25:00.0", "8086:10c9", sriov_numvfs="1", sriov_totalvfs="7")
+    machine.pci("0000:25:10.0", "8086:10ca")
+    machine.function("0000:25:00.0", 0, "0000:25:10.0")
+    machine.file("/sys/class/net/ens30/type", f"{kind}\n")
+    parity.units(fabric=UP)
+    parity.installed(_boot_units.FABRIC, **FABRIC_SETTINGS)
+    parity.identified(shown)
+    found = _parity_checks_network.fabric_vfs(parity.facts())
+    assert (found.status == "FAIL", problem in found.detail) == (bool(problem), True), found
 
 
 @pytest.mark.parametrize(
@@ -128,34 +162,104 @@ def test_functions_must_come_back_at_the_next_boot(
     assert (found.status == "FAIL", problem in found.detail) == (bool(problem), True)
 
 
-def test_fabric_address_route_and_netplan(parity: Any, machine: Any, script: Any) -> None:
+NETPLAN = """network:
+  version: 2
+  ethernets:
+    ibp65s0:
+      addresses: [10.20.0.7/16]
+"""
+
+
+@pytest.fixture
+def planned(machine: Any, script: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A host whose files netplan reads."""
+    monkeypatch.setattr(_command, "run", netplan.before(script.run))
+    return machine
+
+
+def route_by(machine: Any, link: str) -> None:
+    machine.file("/proc/net/route", f"Iface\n{link} 0000140A 0 0001 0 0 0 0000FFFF 0 0 0\n")
+
+
+def test_fabric_address_route_and_netplan(parity: Any, planned: Any) -> None:
     parity.shown(("ibp65s0", "10.20.0.7/16"), ("tmfifo_net0", "192.168.100.1/30"))
-    machine.file("/proc/net/route", "Iface\n" + "ibp 0000140A 0 0001 0 0 0 0000FFFF 0 0 0\n")
-    machine.file("/etc/netplan/60-ipoib.yaml", "addresses: [10.20.0.7/16]\n")
+    route_by(planned, "ibp65s0")
+    planned.file(_ipoib.FILE, NETPLAN)
     assert _parity_checks_network.fabric_address(parity.facts()).status == "PASS"
     assert _parity_checks_network.fabric_route(parity.facts()).status == "PASS"
     assert _parity_checks_network.ipoib_netplan(parity.facts()).status == "PASS"
     assert _parity_checks_network.tmfifo(parity.facts()).status == "PASS"
 
 
+@pytest.mark.parametrize("link", ["ibp", "ibp66s0", "eth0"])
+def test_a_route_by_another_link_than_the_addresss_is_none(
+    parity: Any, machine: Any, link: str
+) -> None:
+    parity.shown(("eth0", "192.0.2.7/24"), ("ibp66s0", "10.30.0.7/16"), ("ibp65s0", "10.20.0.7/16"))
+    route_by(machine, link)
+    found = _parity_checks_network.fabric_route(parity.facts())
+    assert found == _parity.failed("no route to 10.20.0.0/16 by ibp65s0")
+
+
+def test_the_profiles_interface_is_the_one_that_counts(parity: Any, planned: Any) -> None:
+    fabric = {**parity.profile["fabric"], "interface": "ibp66s0"}
+    parity.shown(("ibp65s0", "10.20.0.7/16"), ("ibp66s0", "10.30.0.7/16"))
+    route_by(planned, "ibp65s0")
+    planned.file(_ipoib.FILE, NETPLAN)
+    facts = parity.facts(fabric=fabric)
+    assert [
+        _parity_checks_network.fabric_address(facts),
+        _parity_checks_network.fabric_route(facts),
+        _parity_checks_network.ipoib_netplan(facts),
+    ] == [
+        _parity.failed("no interface ibp66s0 has 10.20.0.7/16"),
+        _parity.failed("no interface has 10.20.0.7/16 for a route to 10.20.0.0/16"),
+        _parity.failed(f"{_ipoib.FILE} gives 10.20.0.7/16 to ibp65s0, not to ibp66s0"),
+    ]
+
+
 @pytest.mark.parametrize(
-    "text", ["network: {}\n", "addresses: [110.20.0.7/16]\n", "addresses: [10.20.0.7/160]\n"]
+    ("old", "new", "problem"),
+    [
+        (NETPLAN, "network: {}\n", "does not give 10.20.0.7/16"),
+        (NETPLAN, "addresses: [10.20.0.7/16]\n", "unknown key 'addresses'"),
+        ("  addresses: [10.20.0.7/16]", "  # was: 10.20.0.7/16\n      {}", "does not give"),
+        ("10.20.0.7/16", "110.20.0.7/16", "does not give"),
+        ("10.20.0.7/16", "10.20.0.7/160", "invalid prefix length"),
+        ("10.20.0.7/16", "10.20.0.7", "is missing /prefixlength"),
+        ("ibp65s0", "eth0", "gives 10.20.0.7/16 to eth0, not to an interface ibp*"),
+    ],
 )
-def test_another_sites_netplan_is_no_proof(parity: Any, machine: Any, text: str) -> None:
-    machine.file("/etc/netplan/60-ipoib.yaml", text)
+def test_a_file_that_does_not_give_the_address_is_no_proof(
+    parity: Any, planned: Any, old: str, new: str, problem: str
+) -> None:
+    parity.shown()
+    assert old in NETPLAN
+    planned.file(_ipoib.FILE, NETPLAN.replace(old, new))
     found = _parity_checks_network.ipoib_netplan(parity.facts())
-    assert found.detail == "/etc/netplan/60-ipoib.yaml does not give 10.20.0.7/16"
+    assert (found.status, problem in found.detail) == ("FAIL", True), found.detail
 
 
-def test_a_netplan_of_ours_is_as_it_was_written(parity: Any, machine: Any) -> None:
+def test_another_file_that_netplan_refuses_is_no_proof(parity: Any, planned: Any) -> None:
+    """netplan takes all of its files or none."""
+    parity.shown()
+    planned.file(_ipoib.FILE, NETPLAN)
+    assert _parity_checks_network.ipoib_netplan(parity.facts()).status == "PASS"
+    planned.file("/etc/netplan/99-site.yaml", "networks: {}\n")
+    found = _parity_checks_network.ipoib_netplan(parity.facts())
+    assert found.status == "FAIL"
+    assert "/etc/netplan/99-site.yaml:1:1: Error" in found.detail
+
+
+def test_a_netplan_of_ours_is_as_it_was_written(parity: Any, planned: Any) -> None:
     fabric = {**parity.profile["fabric"], "interface": "ibp65s0"}
     facts = parity.facts(fabric=fabric)
     own = {"interface": "ibp65s0", "address": "10.20.0.7/16", "route": "10.20.0.0/16"}
-    machine.file(_ipoib.FILE, _ipoib.text(own))
+    planned.file(_ipoib.FILE, _ipoib.text(own))
     assert _parity_checks_network.ipoib_netplan(facts).status == "PASS"
-    machine.file(_ipoib.FILE, f"{_ipoib.text(own)}      gateway4: 10.20.0.1\n")
+    planned.file(_ipoib.FILE, f"{_ipoib.text(own)}      mtu: 2044\n")
     found = _parity_checks_network.ipoib_netplan(facts)
-    assert (found.status, "gateway4" in found.detail) == ("FAIL", True)
+    assert (found.status, "mtu: 2044" in found.detail) == ("FAIL", True)
 
 
 def test_fabric_missing(parity: Any, machine: Any, script: Any) -> None:
@@ -213,10 +317,10 @@ def guest(monkeypatch: pytest.MonkeyPatch, finding: _parity_probe.Finding | Refu
 def test_a_guest_without_egress_fails_whatever_services_say(
     parity: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    guest(monkeypatch, _parity_probe.Finding(None, True))
+    guest(monkeypatch, _parity_probe.Finding(None, True, ""))
     found = _parity_checks_network.guest_egress(parity.facts())
     assert (found.status, "10.0.2.2" in found.detail) == ("FAIL", True)
-    guest(monkeypatch, _parity_probe.Finding(4.2, True, ("10.0.2.15",)))
+    guest(monkeypatch, _parity_probe.Finding(4.2, True, "", ("10.0.2.15",)))
     found = _parity_checks_network.guest_egress(parity.facts())
     assert found == _parity.passed("10.0.2.2 answered a guest in 4.2 ms, seen as 10.0.2.15")
 
@@ -225,10 +329,10 @@ def test_an_answer_without_translation_is_no_pass(
     parity: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seen on the lab host: its gateway answers guests even when the NAT rule is gone."""
-    guest(monkeypatch, _parity_probe.Finding(4.2, True, ("10.100.0.254",)))
+    guest(monkeypatch, _parity_probe.Finding(4.2, True, "", ("10.100.0.254",)))
     found = _parity_checks_network.guest_egress(parity.facts())
     assert found == _parity.failed("a guest's packets leave untranslated, as 10.100.0.254")
-    guest(monkeypatch, _parity_probe.Finding(4.2, True))
+    guest(monkeypatch, _parity_probe.Finding(4.2, True, ""))
     assert _parity_checks_network.guest_egress(parity.facts()).status == "FAIL"
 
 
@@ -243,15 +347,16 @@ def test_dnsmasq_must_answer_a_guest(
     assert _parity_checks_network.dnsmasq(parity.facts()).detail == "dnsmasq does not run"
     machine.file("/run/dnsmasq/dnsmasq.pid", "7")
     machine.file("/proc/7/comm", "dnsmasq")
-    guest(monkeypatch, _parity_probe.Finding(1, False))
-    assert _parity_checks_network.dnsmasq(parity.facts()).status == "FAIL"
-    guest(monkeypatch, _parity_probe.Finding(1, True))
-    found = _parity_checks_network.dnsmasq(parity.facts())
-    assert found.detail == "process 7 does not listen for DHCP"
-    row = "0: 00000000:0043 00000000:0000 07 0:0 0:0 0 0 0 4711 2"
-    machine.file("/proc/net/udp", f"  sl  local_address\n{row}\n")
-    assert _parity_checks_network.dnsmasq(parity.facts()).status == "FAIL"
-    (machine.folder("/proc/7/fd") / "4").symlink_to("socket:[4711]")
+    offered = "10.100.0.254"
+    for finding, why in (
+        (_parity_probe.Finding(1, False, offered), "process 7 runs, but does not answer"),
+        (_parity_probe.Finding(1, True, ""), "is offered no address, not 10.100.0.254"),
+        (_parity_probe.Finding(1, True, "192.0.2.7"), "is offered 192.0.2.7, not 10.100.0.254"),
+    ):
+        guest(monkeypatch, finding)
+        found = _parity_checks_network.dnsmasq(parity.facts())
+        assert (found.status, why in found.detail) == ("FAIL", True), found
+    guest(monkeypatch, _parity_probe.Finding(1, True, offered))
     assert _parity_checks_network.dnsmasq(parity.facts()).status == "PASS"
 
 

@@ -54,6 +54,7 @@ def host(parity: Any, machine: Any) -> Any:
     machine.pci("0000:25:00.0", "8086:10c9", driver="igb", sriov_numvfs="1", sriov_totalvfs="7")
     machine.pci("0000:25:10.0", "8086:10ca", driver="vfio-pci", config="\x86\x80")
     machine.function("0000:25:00.0", 0, "0000:25:10.0")
+    parity.identified({"address": parity.mac})
     parity.units(baseline=UP, fabric=UP, binding=UP)
     parity.boots()
     SETTINGS[_boot_units.NETWORK.name] = _network_files.settings(parity.profile["network"])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import _parity_probe
+from ansible_collections.gpuaas.slice.plugins.module_utils import _dhcp_probe, _parity_probe
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 pytestmark = pytest.mark.covers("HOST-10")
@@ -73,6 +73,8 @@ def sockets(monkeypatch: pytest.MonkeyPatch, tree: Path) -> Path:
     monkeypatch.setattr(_parity_probe, "_egress_socket", plain)
     monkeypatch.setattr(_parity_probe, "_watch", plain)
     monkeypatch.setattr(_parity_probe, "_sources", lambda _leaving: ("192.0.2.1",))
+    monkeypatch.setattr(_dhcp_probe, "open_socket", plain)
+    monkeypatch.setattr(_dhcp_probe, "offered", lambda *_a, **_k: PROBE.address)
     monkeypatch.setattr(_parity_probe, "name_server_answers", lambda *_a: True)
     monkeypatch.setattr(_parity_probe, "reach", lambda *_a: 1.5)
     return tree
@@ -80,7 +82,9 @@ def sockets(monkeypatch: pytest.MonkeyPatch, tree: Path) -> Path:
 
 def test_a_look_builds_uses_and_removes_the_guest(sockets: Path, script: Any) -> None:
     script.on(*ADD).on(*DELETE).on(*OUTSIDE).on(*INSIDE)
-    assert _parity_probe.look(PROBE) == _parity_probe.Finding(1.5, True, ("192.0.2.1",))
+    assert _parity_probe.look(PROBE) == _parity_probe.Finding(
+        1.5, True, "10.100.0.254", ("192.0.2.1",)
+    )
     assert script.calls == [ADD, OUTSIDE, INSIDE, DELETE]
 
 

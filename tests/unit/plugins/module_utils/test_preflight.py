@@ -329,3 +329,22 @@ def test_iommu_groups_are_the_proof(machine: Any, tree: Path) -> None:
     found = module(Path("/nonexistent/racadm"), not_applicable=["bios_settings"])
     details = {one["check"]: one["detail"] for one in found["checks"]}
     assert details["iommu_groups"] == "1 IOMMU groups"
+
+
+@pytest.mark.parametrize(
+    ("table", "words", "said"),
+    [
+        ("DMAR", "quiet", "the kernel does not ask for it"),
+        ("DMAR", "intel_iommu=on", "the kernel asks for it"),
+        ("IVRS", "quiet", "the kernel asks for it"),
+        ("IVRS", "amd_iommu=off", "the kernel is told amd_iommu=off"),
+    ],
+)
+def test_without_groups_the_kernels_words_count(
+    machine: Any, tree: Path, table: str, words: str, said: str
+) -> None:
+    machine.file(f"/sys/firmware/acpi/tables/{table}")
+    machine.file("/proc/cmdline", words)
+    found = module(Path("/nonexistent/racadm"), not_applicable=["bios_settings"])
+    told = {one["check"]: one for one in found["checks"]}["iommu_groups"]
+    assert (told["status"], said in told["detail"]) == ("WARN", True), told

@@ -4,9 +4,12 @@ import os
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils import _host, _lease, _proof
 from hypothesis import given
 from hypothesis import strategies as st
+
+pytestmark = pytest.mark.covers("HOST-9")
 
 MIB = 1 << 20
 DISK = "eui.5e0000000000a000"

@@ -75,6 +75,7 @@ FILES = [
     ("slice_mode", "/etc/gpuaas/slice-mode.json", "not json"),
     ("vfio_binding", "/etc/gpuaas/vfio-binding.json", '{"devices": {"0000:23:00.0": "1234:11e8"}}'),
     ("fabric_vfs", "/etc/gpuaas/fabric.json", "{}"),
+    ("fabric_vfs", "/var/lib/gpuaas/before/fabric.json", "{}"),
     ("network_service", "/etc/gpuaas/network-baseline.json", "{}"),
     ("ip_forwarding", "/etc/sysctl.d/60-gpuaas-slice.conf", "net.ipv4.ip_forward = 1"),
     ("dnsmasq", "/etc/dnsmasq.d/gpuaas-slice.conf", "x"),
@@ -144,7 +145,7 @@ def test_what_only_the_running_kernel_knows(host: Any, machine: Any, script: Any
         ("vfio_binding", "0000:23:00.0", "is on vfio-pci"),
         ("vfio_binding", "0000:25:10.0", "is on vfio-pci"),
         ("vfio_binding", "gpuaas-slice-vfio.service", "is inactive"),
-        ("fabric_vfs", "0000:25:00.0", "2 virtual functions"),
+        ("fabric_vfs", "0000:25:00.0", "2 virtual functions, not given back"),
         ("fabric_vfs", "gpuaas-slice-fabric.service", "is active"),
         ("ovs_bridge", "bridge ovsbr0", "is there"),
         ("nat", "rules for 10.100.0.0/24", _bridge.nat_rule("10.100.0.0/24")),
@@ -157,6 +158,34 @@ def test_what_only_the_running_kernel_knows(host: Any, machine: Any, script: Any
             "still booted with intel_iommu=on, still booted with hugepagesz=1G",
         ),
     ]
+
+
+def test_a_sites_own_functions_are_told_from_ours(host: Any, machine: Any, script: Any) -> None:
+    card, ip = "0000:25:00.0", ("ip", "-j", "link", "show", "dev", "ens30")
+    folder = (machine.root / "sys/bus/pci/devices" / card).resolve()
+    (folder / "sriov_numvfs").write_text("1\n")
+    machine.pci("0000:25:10.0", "8086:10ca")
+    machine.function(card, 0, "0000:25:10.0")
+    assert [one[2] for one in left(host)] == ["1 virtual functions, which nothing can name"]
+
+    machine.folder(f"/sys/devices/pci0000:00/{card}/net/ens30")
+    machine.file("/sys/class/net/ens30/address", "52:54:00:00:fa:01\n")
+
+    def named(identity: str) -> None:
+        script.answers.pop(ip, None)
+        script.on(*ip, out=json.dumps([{"vfinfo_list": [{"vf": 0, "address": identity}]}]))
+
+    named("0e:11:22:33:44:55")
+    assert left(host) == []
+    shown = {one["found"] for one in look(host)["compared"] if one["name"] == card}
+    assert shown == {"1 virtual functions of the site's own"}
+    (name,) = _sriov.card_at(card).wanted({}, 1)
+    named(name)
+    ours = ("fabric_vfs", card, "1 virtual functions with identities of ours")
+    assert left(host) == [ours]
+    named("0e:11:22:33:44:55")
+    machine.file(_before.file_of(_sriov.RECORD), "{}")
+    assert [one[1] for one in left(host)] == [card, "fabric as before"]
 
 
 def test_slices_are_told_from_slice_mode(bench: Any, host: Any, machine: Any) -> None:

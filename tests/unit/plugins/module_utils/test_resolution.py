@@ -106,3 +106,33 @@ def test_no_way_there_is_said_in_the_seeds_words(
 def test_names_are_asked_of_the_host_itself() -> None:
     assert "127.0.0.1" in _resolution.addresses("localhost")
     assert _resolution.addresses("no-such-name.invalid") == []
+
+
+@pytest.mark.parametrize("lost", ["begin", "end"])
+def test_half_a_block_takes_no_line_of_the_site_with_it(tree: Path, lost: str) -> None:
+    hosts = _host.path(_resolution.HOSTS)
+    _host.write(_resolution.HOSTS, "127.0.0.1 localhost\n")
+    drive()
+    block = hosts.read_text().partition("localhost\n")[2]
+    half = hosts.read_text().replace(f"# gpuaas.slice: {lost}\n", "")
+    hosts.write_text(f"{half}192.0.2.7 site\n")
+    assert drive().failure is None
+    rows = "127.0.0.1 localhost\n192.0.2.20\tapi.gpuaas.example\n192.0.2.7 site\n"
+    assert hosts.read_text() == rows + block
+    assert not drive().changed
+
+
+def test_lines_of_the_site_keep_every_byte(tree: Path) -> None:
+    site = b"127.0.0.1 localhost # B\xfcro\r\n"
+    _host.write(_resolution.HOSTS, "")
+    _host.path(_resolution.HOSTS).write_bytes(site)
+    assert drive().done == ["write_block"]
+    assert _host.path(_resolution.HOSTS).read_bytes().startswith(site)
+    drive({})
+    assert _host.path(_resolution.HOSTS).read_bytes() == site
+
+
+def test_a_table_of_names_that_cannot_be_read_is_not_written_over(tree: Path) -> None:
+    _host.path(_resolution.HOSTS).mkdir(parents=True)
+    with pytest.raises(_change.Refusal, match="file_unreadable"):
+        drive()

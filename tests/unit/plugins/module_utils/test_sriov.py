@@ -28,6 +28,13 @@ class Card:
         self.pci, self.calls = pci, []
         self.identities: dict[int, dict[str, str]] = {}
         monkeypatch.setattr(_command, "run", self.run)
+        self._make = pci._functions
+        monkeypatch.setattr(pci, "_functions", self.make)
+
+    def make(self, address: str, count: int) -> None:
+        """What a function was told goes with it."""
+        self.identities.clear()
+        self._make(address, count)
 
     def run(self, argv: list[str], **_: Any) -> _command.Result:
         self.calls.append(argv)
@@ -97,6 +104,27 @@ def test_infiniband_functions_get_guids(card: Card, pci: Any) -> None:
     outcome = drive(1)
     assert outcome.failure is None
     assert card.identities[0] == dict.fromkeys(["node guid", "port guid"], GUID)
+
+
+@pytest.mark.parametrize("wrong", ["node guid", "port guid"])
+def test_one_guid_that_is_right_says_nothing_about_the_other(
+    card: Card, pci: Any, wrong: str
+) -> None:
+    pci.interface("ens30", kind="32")
+    drive(1)
+    card.identities[0][wrong] = "02:00:00:00:00:00:00:01"
+    assert _sriov.card_at(PF).ours({}), "it must not stay on the way back"
+    assert drive(1).done == ["name_functions"]
+    assert card.identities[0] == dict.fromkeys(["node guid", "port guid"], GUID)
+
+
+def test_what_ipoib_puts_before_the_cards_guid_names_nobody(card: Card, pci: Any) -> None:
+    """The queue pair and the subnet's prefix are others after the driver has started again."""
+    link, names = pci.interface("ens30", kind="32"), set()
+    for before in ("80:00:10:29:fe:80:00:00:00:00:00:00", "80:00:0a:28:fe:c0:00:00:00:00:00:01"):
+        (link / "address").write_text(f"{before}:0c:42:a1:03:00:7e:54:10\n")
+        names.update(_sriov.card_at(PF).wanted({}, 1))
+    assert len(names) == 1
 
 
 def test_a_function_bound_for_a_slice_survives_every_wish(card: Card, pci: Any) -> None:

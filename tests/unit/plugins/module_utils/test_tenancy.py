@@ -78,6 +78,7 @@ def test_quiet_services_are_no_leave_to_go_on(tenant: None, script: Any) -> None
 
 def test_services_are_not_given_back_under_a_tenant(tree: Path, script: Any) -> None:
     script.on(*SHOW, out=LOUD).on(*SHOW, out=QUIET)
+    script.on("systemctl", "disable", "--runtime", "--", SERVICE)
     script.on("systemctl", "disable", "--now", "--", SERVICE)
     quiesced = _change.drive(_gpu_services.SUBJECT, {"services": [SERVICE]}, check_mode=False)
     assert quiesced.failure is None and SERVICE in quiesced.facts["before"]

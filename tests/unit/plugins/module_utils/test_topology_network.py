@@ -104,6 +104,18 @@ def test_a_profile_without_a_route_needs_to_say_that_there_is_no_fabric(
     assert found["fabric_route"] == {"required": True, "present": False, "route": ""}
 
 
+@pytest.mark.covers("HOST-7")
+@pytest.mark.parametrize(("link", "present"), [("ibp65s0", True), ("ibp", False), ("eth0", False)])
+def test_the_fabric_route_is_one_by_the_profiles_interface(
+    machine: Any, script: Any, link: str, present: bool
+) -> None:
+    script.on(*SHOW, out="[]").on(*NAT)
+    machine.file("/proc/net/route", f"Iface\n{link} 0000140A 0 0001 0 0 0 0000FFFF 0 0 0\n")
+    fabric = {"route": "10.20.0.0/16", "interface": "ibp65s0"}
+    found = _topology_network.observe(PROFILE | {"fabric": fabric})
+    assert found["fabric_route"]["present"] is present
+
+
 def test_routes_of_one_interface(machine: Any) -> None:
     machine.file("/proc/net/route", ROUTES)
     assert _topology_network.routes("ovsbr0") == ["10.100.0.0/24"]

@@ -9,12 +9,20 @@ from typing import Any
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _boot,
+    _boot_menu,
+    _boot_units,
+    _change,
     _clone,
     _dnsmasq,
+    _fstab,
     _grub,
     _host,
     _host_certificate,
     _ipoib,
+    _mounting,
+    _network_files,
+    _parity_checks_network,
+    _parity_checks_platform,
     _parity_facts,
     _placement,
     _proof,
@@ -22,8 +30,10 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _slice_mode,
     _tenant_account,
     _tuning,
+    _usage,
     _vfio,
     _whole_machine,
+    _written,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.modules import baremetal_tenant, host_baseline
@@ -42,6 +52,25 @@ def baseline() -> object:
 def certificate() -> object:
     # What was there before is what sshd gets back when it does not take the new one.
     return _host_certificate.apply({"certificate": "x"}, None)
+
+
+def unmount() -> None:
+    _mounting.unmount(_change.Step("unmount", "/share", before={"devt": "259:1"}))
+
+
+def boot_entry() -> object:
+    _host.write(_boot_menu.MENU, "menuentry 'Linux' {\n\tlinux /boot/vmlinuz\n}\n")
+    return _boot_menu.next_boot()
+
+
+def agent() -> object:
+    _host.write(_parity_checks_platform.ENROLMENT, "GPUAAS_API_URL=https://api\n")
+    return _parity_checks_platform.node_agent(_parity_facts.Facts(ASKED))
+
+
+def ipoib() -> object:
+    asked = _parity_facts.Asked(profile={"network": {}, "fabric": {}})
+    return _parity_checks_network.ipoib_netplan(_parity_facts.Facts(asked))
 
 
 CASES: dict[str, tuple[str, Callable[[], object], str]] = {
@@ -84,6 +113,21 @@ CASES: dict[str, tuple[str, Callable[[], object], str]] = {
     ),
     "the site's own tuning": (_tuning.FILES[0], lambda: _tuning.observe({}), "file_unreadable"),
     "the certificate that sshd has": (_host_certificate.FILE, certificate, "file_unreadable"),
+    "mounts": ("/proc/self/mountinfo", _usage.mounts, "file_unreadable"),
+    "a mount that is to go": ("/proc/self/mountinfo", unmount, "file_unreadable"),
+    "swap": ("/proc/swaps", _usage._swaps, "file_unreadable"),
+    "what the next boot mounts": (_fstab.FILE, _fstab.text, "file_unreadable"),
+    "the entry that the next boot takes": (_boot_menu.ENVIRONMENT, boot_entry, "file_unreadable"),
+    "what a boot service goes by": (
+        _boot_units.BINDING.settings_path,
+        lambda: _parity_facts.kept(_boot_units.BINDING.settings_path), "settings_unreadable",
+    ),
+    "the enrolment": (
+        _parity_checks_platform.ENROLMENT, lambda: _parity_facts.Facts(ASKED).enrolment,
+        "file_unreadable",
+    ),
+    "the host's certificate": (_parity_checks_platform.CERTIFICATE, agent, "file_unreadable"),
+    "the address of the fabric": (_ipoib.FILE, ipoib, "file_unreadable"),
 }  # fmt: skip
 
 
@@ -125,3 +169,41 @@ def test_one_broken_plan_does_not_hide_whose_it_is(tree: Path) -> None:
     _host.write(f"{_placement.DIRECTORY}/{ALLOCATION}.json", "{")
     with pytest.raises(Refusal, match=ALLOCATION):
         _placement.taken("")
+
+
+@pytest.mark.covers("HOST-10")
+def test_a_file_that_must_not_be_there_and_cannot_be_read_is_no_pass(tree: Path) -> None:
+    file = "/etc/modprobe.d/x.conf"
+    assert _written.unlike(file, None) == []
+    _host.path(file).mkdir(parents=True)
+    assert _written.unlike(file, None) == [f"file_unreadable: {file}: Is a directory"]
+
+
+def test_the_word_of_another_file_decides_for_dnsmasq_unless_that_is_a_folder(tree: Path) -> None:
+    network = {"bridge": "br0", "address": "10.0.0.1/24", "subnet": "10.0.0.0/24"}
+    _host.path("/etc/dnsmasq.d/folder").mkdir(parents=True)
+    assert "bind-dynamic" in _network_files.dnsmasq(network)
+    _host.path("/etc/dnsmasq.d/libvirt").symlink_to("libvirt")
+    assert refusal(lambda: _network_files.dnsmasq(network)) == "file_unreadable"
+
+
+@pytest.mark.covers("HOST-9")
+def test_where_our_own_state_lies_is_known_or_nothing_is_judged(tree: Path) -> None:
+    assert _usage._own_devices() == set()
+    _host.path("/var/lib/libvirt").parent.mkdir(parents=True)
+    _host.path("/var/lib/libvirt").symlink_to("libvirt")
+    assert refusal(_usage._own_devices) == "file_unreadable"
+
+
+@pytest.mark.covers("HOST-10")
+def test_a_guest_that_the_system_keeps_from_being_played_is_one_answer_for_all_checks(
+    tree: Path,
+) -> None:
+    lock = _host.path("/run/gpuaas-parity.lock")
+    lock.mkdir(parents=True)
+    network = {"bridge": "br0", "address": "10.0.0.1/24", "subnet": "10.0.0.0/24"}
+    profile = {"network": {**network, "egress_probe": "192.0.2.1"}}
+    facts = _parity_facts.Facts(_parity_facts.Asked(profile=profile))
+    assert refusal(lambda: facts.guest) == "probe_failed"
+    lock.rmdir()
+    assert "Is a directory" in facts.guest_problem

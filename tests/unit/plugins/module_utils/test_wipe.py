@@ -13,6 +13,7 @@ bench = runpy.run_path(str(Path(__file__).parents[1] / "storage_bench.py"))["ben
 MIB = 1 << 20
 SIZE = 48 * MIB
 CANARY = b"tenant-canary"
+CAN_CRYPTO_ERASE = 0x4
 
 
 def wipe(methods: list[str]) -> dict[str, object]:
@@ -31,14 +32,22 @@ def is_clean(bench) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("method", "kind"),
-    [("user_data_erase", "purge"), ("discard", "clear"), ("zero_fill", "clear")],
+    ("method", "kind", "settings"),
+    [
+        ("crypto_erase", "purge", [2]),
+        ("user_data_erase", "purge", [1]),
+        ("discard", "clear", []),
+        ("zero_fill", "clear", []),
+    ],
 )
-def test_a_wipe_leaves_zeros_and_says_how(bench, method: str, kind: str) -> None:
-    bench.disk()
+def test_a_wipe_leaves_zeros_and_says_how(
+    bench, method: str, kind: str, settings: list[int]
+) -> None:
+    namespace = bench.disk(fna=CAN_CRYPTO_ERASE)
     soil(bench)
     proof = wipe([method])
     assert is_clean(bench)
+    assert [command >> 9 & 7 for command in namespace.formats] == settings
     assert (proof["method"], proof["class"], proof["verified"]) == (method, kind, True)
     assert (proof["disk"], proof["serial"]) == ("eui.5e0000000000a000", "LABNVME0")
     assert proof["size_bytes"] == SIZE and proof["started_at"] < proof["finished_at"]
@@ -61,13 +70,34 @@ def test_a_discard_that_leaves_bytes_is_made_good(bench) -> None:
     assert proof["controller_status"]["rewritten_bytes"] == MIB
 
 
-def test_a_format_that_leaves_bytes_is_no_proof_and_the_next_method_is_tried(bench) -> None:
-    bench.disk(leaves={"format"})
+@pytest.mark.parametrize("method", ["crypto_erase", "user_data_erase"])
+def test_an_erase_that_leaves_bytes_is_no_proof_and_the_next_method_is_tried(
+    bench, method: str
+) -> None:
+    """The controller says success; only the read-back can tell, and the proof is of what did it."""
+    bench.disk(leaves={"format"}, fna=CAN_CRYPTO_ERASE)
     soil(bench)
     bench.write("nvme1n1", 3 * MIB, CANARY)
-    proof = wipe(["user_data_erase", "zero_fill"])
-    assert proof["method"] == "zero_fill" and is_clean(bench)
-    assert "bytes left" in proof["attempts"][0]["outcome"]
+    proof = wipe([method, "zero_fill"])
+    assert is_clean(bench)
+    assert [(one["method"], one["outcome"][:10]) for one in proof["attempts"]] == [
+        (method, "bytes left")
+    ]
+    assert (proof["method"], proof["class"], proof["verified"]) == ("zero_fill", "clear", True)
+    assert (proof["disk"], proof["serial"]) == ("eui.5e0000000000a000", "LABNVME0")
+    assert proof["started_at"] < proof["finished_at"]
+    assert proof["controller_status"]["status"] == 0
+    # Both ends and what lies between: so small a disk is read as a whole.
+    assert (proof["sample_offsets"], proof["sample_bytes"]) == ([0], SIZE)
+
+
+def test_a_crypto_erase_that_leaves_bytes_alone_is_refused(bench) -> None:
+    bench.disk(leaves={"format"}, fna=CAN_CRYPTO_ERASE)
+    bench.write("nvme1n1", 3 * MIB, CANARY)
+    with pytest.raises(Refusal) as caught:
+        wipe(["crypto_erase", "user_data_erase"])
+    assert caught.value.code == "wipe_not_verified"
+    assert caught.value.found.count("bytes left") == 2
 
 
 def test_a_wipe_that_cannot_be_proven_fails(bench) -> None:

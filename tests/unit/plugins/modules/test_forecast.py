@@ -20,11 +20,15 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _dnsmasq,
     _fabric,
     _fstab,
+    _gpu_services,
+    _grub,
     _host,
     _image,
     _ipoib,
     _libvirt_host,
     _packages,
+    _resolution,
+    _slice_mode,
     _transition,
     _tuning,
     _tuning_profiles,
@@ -32,12 +36,15 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
 from ansible_collections.gpuaas.slice.plugins.modules import (
     fstab_entries,
     image_cache,
+    kernel_arguments,
     slice_reservation,
     tenant_disks,
 )
 
 from tests.unit.plugins.module_utils.test_baseline_removal import PARAMS as NETWORK
 from tests.unit.plugins.module_utils.test_baseline_removal import Host
+from tests.unit.plugins.module_utils.test_gpu_services import Systemd
+from tests.unit.plugins.module_utils.test_grub import Machine as Boot
 from tests.unit.plugins.module_utils.test_ipoib import PARAMS as ADDRESS
 from tests.unit.plugins.module_utils.test_ipoib import Fabric
 from tests.unit.plugins.module_utils.test_sriov import PF, Card
@@ -257,10 +264,101 @@ def image_absent(site: Site) -> Case:
     return subject, {**params, "state": "absent"}
 
 
+def kernel_arguments_new(site: Site) -> Case:
+    Boot(site.tree, site.patch)
+    return kernel_arguments.SUBJECT, {
+        "arguments": ["intel_iommu=on", "iommu=pt"],
+        "state": "present",
+        "in_effect": False,
+    }
+
+
+def kernel_arguments_amd(site: Site) -> Case:
+    subject, params = kernel_arguments_new(site)
+    (site.tree / "sys/firmware/acpi/tables/DMAR").rename(
+        site.tree / "sys/firmware/acpi/tables/IVRS"
+    )
+    return subject, params
+
+
+def kernel_arguments_booted(site: Site) -> Case:
+    subject, params = kernel_arguments_new(site)
+    assert _change.drive(subject, params, check_mode=False).failure is None
+    _host.write("/proc/cmdline", "root=UUID=x ro intel_iommu=on iommu=pt\n")
+    _host.write("/proc/sys/kernel/random/boot_id", "the next\n")
+    return subject, params
+
+
+def kernel_arguments_edited(site: Site) -> Case:
+    subject, params = kernel_arguments_booted(site)
+    # The initramfs is of other inputs, the menu of other files, and a module was taken out.
+    _host.write(_grub.INITRAMFS_RECORD, "{}\n")
+    _host.write("/boot/grub/grub.cfg", "\tlinux\t/boot/vmlinuz-6.1 root=UUID=x ro quiet\n")
+    (site.tree / "sys/module/vfio").rmdir()
+    return subject, params
+
+
+def kernel_arguments_absent(site: Site) -> Case:
+    subject, params = kernel_arguments_booted(site)
+    return subject, {**params, "state": "absent"}
+
+
+def gpu_services(site: Site) -> Case:
+    Systemd(site.patch, a="active/enabled", b="failed/enabled-runtime", c="inactive/disabled")
+    names = ["a.service", "b.service", "c.service", "d.service"]
+    return _gpu_services.SUBJECT, {"services": names, "state": "quiesced"}
+
+
+def gpu_services_restored(site: Site) -> Case:
+    subject, params = gpu_services(site)
+    assert _change.drive(subject, params, check_mode=False).failure is None
+    return subject, {"services": [], "state": "restored"}
+
+
+def slice_mode(_site: Site) -> Case:
+    return _slice_mode.SUBJECT, {"profile": "lab", "state": "present"}
+
+
+def slice_mode_other(site: Site) -> Case:
+    assert _change.drive(*slice_mode(site), check_mode=False).failure is None
+    return _slice_mode.SUBJECT, {"profile": "xe9680l-h200", "state": "present"}
+
+
+def slice_mode_absent(site: Site) -> Case:
+    assert _change.drive(*slice_mode(site), check_mode=False).failure is None
+    return _slice_mode.SUBJECT, {"profile": None, "state": "absent"}
+
+
+def api_names(_site: Site) -> Case:
+    _host.write(_resolution.HOSTS, "# manage_etc_hosts\n127.0.0.1 localhost\n")
+    _host.write(_resolution.TEMPLATE, "## template:jinja\n127.0.0.1 localhost")
+    return _resolution.SUBJECT, {"names": {"api.gpuaas.invalid": "192.0.2.20"}}
+
+
+def api_names_edited(site: Site) -> Case:
+    subject, params = api_names(site)
+    assert _change.drive(subject, params, check_mode=False).failure is None
+    hosts, template = _host.path(_resolution.HOSTS), _host.path(_resolution.TEMPLATE)
+    # Half a block, with a line of the site after it, and a second one.
+    end = "# gpuaas.slice: end\n"
+    hosts.write_text(hosts.read_text().replace(end, "192.0.2.7 site\n"))
+    template.write_text(template.read_text() * 2)
+    return subject, params
+
+
+def api_names_none(site: Site) -> Case:
+    subject, params = api_names(site)
+    assert _change.drive(subject, params, check_mode=False).failure is None
+    return subject, {"names": {}}
+
+
 CASES = [
     ovs_nat, ovs_nat_absent, sriov_vfs, sriov_vfs_none, host_tuning, host_tuning_off, libvirt_host,
     libvirt_host_absent, ipoib_address, slice_reservation_present, slice_reservation_absent,
     tenant_disks_used, host_packages, fstab_back, image_present, image_absent,
+    kernel_arguments_new, kernel_arguments_amd, kernel_arguments_edited, kernel_arguments_absent,
+    gpu_services, gpu_services_restored, slice_mode, slice_mode_other, slice_mode_absent, api_names,
+    api_names_edited, api_names_none,
 ]  # fmt: skip
 
 
@@ -281,6 +379,12 @@ def test_an_apply_does_what_check_mode_said(
     assert outcome.failure is None, outcome.failure
     assert said(outcome) == said(forecast)
     assert outcome.done == [step.name for step in forecast.plan.steps]
+    # What the diff shows of a file is what the file then holds.
+    for step in forecast.plan.steps:
+        if step.name == "write_file":
+            assert _host.kept(step.subject) == (step.after and step.after.strip())
+    # Whether a reboot must follow is asked of check mode too.
+    assert reboot(forecast) == reboot(outcome)
 
     again = _change.drive(subject, params, check_mode=True)
     assert (again.failure, again.changed, said(again)["plan"]) == (None, False, [])
@@ -289,6 +393,10 @@ def test_an_apply_does_what_check_mode_said(
 def said(outcome: _change.Outcome) -> dict[str, Any]:
     document = outcome.document()
     return {key: document[key] for key in ("changed", "plan", "diff")}
+
+
+def reboot(outcome: _change.Outcome) -> dict[str, Any]:
+    return {key: told for key, told in outcome.facts.items() if key.startswith("reboot_")}
 
 
 def files(tree: Path) -> dict[str, tuple[int, bytes | str]]:

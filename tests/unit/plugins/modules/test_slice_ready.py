@@ -34,6 +34,8 @@ class Guest:
         clock = itertools.count()
         monkeypatch.setattr(module.time, "monotonic", lambda: float(next(clock)))
         monkeypatch.setattr(module.time, "sleep", lambda _seconds: None)
+        monkeypatch.setattr(module._libvirt, "domains", lambda: self.domains)
+        self.domains = {_slice_names.domain_name(ONE): "paused"}
         monkeypatch.setattr(module, "speaks_ssh", lambda _ip, _port: self.ssh)
         self.ssh = False
 
@@ -117,6 +119,7 @@ def test_the_driver_says_how_long_to_look(guest: Guest, check_mode: bool, second
     assert (told.said["failed"], told.said["error"]["code"]) == (True, "readiness_failed")
     readiness = told.said["readiness"]
     assert (readiness["seconds"], readiness["console_tail"]) == (seconds, [])
+    assert readiness["domain_state"] == "paused"
 
 
 def test_a_bad_address_is_refused_before_any_look(guest: Guest) -> None:

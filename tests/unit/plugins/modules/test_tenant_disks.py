@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from typing import Any
 
 import pytest
@@ -165,10 +167,40 @@ def test_a_zfs_pool_is_named_with_what_to_do(host) -> None:
     (host.root / "proc/spl/kstat/zfs/other").mkdir()
     assert free().failure is None, "the tenant wrote the name of another's pool"
     host.claimed.add("nvme1n1")
+    _lease.mark_dirty(f"disk-{EUI}", fence=1, disk=f"eui.{EUI}")
     outcome = free()
     assert outcome.failure is not None and outcome.failure.code == "zfs_pool"
     assert outcome.failure.found == "ZFS pool tank"
     assert "zpool export tank" in outcome.failure.remedy
+
+
+@pytest.mark.covers("CTRL-15", "I7")
+def test_a_bad_sector_keeps_no_tenants_disk_from_its_wipe(
+    host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.mount("259:2", "/data", "/dev/nvme1n1p1")
+
+    def preadv(*_what: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    refused = free()
+    assert refused.failure is not None and refused.failure.code == "device_unreadable"
+    assert host.calls == [], "nobody gave it to a tenant"
+    _lease.mark_dirty(f"disk-{EUI}", fence=1, disk=f"eui.{EUI}")
+    done = free()
+    assert done.failure is None, done.failure
+    assert host.calls == ["umount -- /data"]
+
+
+def test_a_mount_table_that_cannot_be_read_stops_all(host) -> None:
+    _lease.mark_dirty(f"disk-{EUI}", fence=1, disk=f"eui.{EUI}")
+    table = host.root / "proc/self/mountinfo"
+    table.unlink()
+    table.mkdir()
+    with pytest.raises(Refusal, match="file_unreadable"):
+        free()
+    assert host.calls == []
 
 
 def test_what_is_mounted_over_the_disk_is_not_taken_in_its_place(host) -> None:

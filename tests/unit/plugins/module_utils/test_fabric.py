@@ -1,0 +1,301 @@
+"""A site's own virtual functions survive the way to slice mode and back."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _before,
+    _boot_units,
+    _change,
+    _command,
+    _fabric,
+    _host,
+    _pci,
+    _sriov,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+
+from tests.unit.plugins.module_utils.test_sriov import PF, Card
+from tests.unit.plugins.modules.test_forecast import Units, files
+
+pytestmark = pytest.mark.covers("HOST-7", "HOST-15")
+
+OTHER = "0000:26:00.0"
+RECORD = _before.file_of(_fabric.RECORD)
+AUTOPROBE = f"{_pci.DEVICES}/{PF}/sriov_drivers_autoprobe"
+
+
+class Host:
+    """A host with a fabric card: iproute2, systemctl and a kernel that makes functions."""
+
+    def __init__(self, pci: Any, patch: pytest.MonkeyPatch) -> None:
+        pci.add(PF, "8086:10c9", class_code="020000", driver="igb", totalvfs=7, interface="ens30")
+        self.pci, self.card, self.units = pci, Card(pci, patch), Units()
+        patch.setattr(_command, "run", self.run)
+
+    def run(self, argv: list[str], **more: Any) -> _command.Result:
+        if argv[0] == "systemctl":
+            return _command.Result(0, self.units.run(argv), "")
+        return self.card.run(argv, **more)
+
+    def has(self, count: int, *, autoprobe: bool = True, card: str = PF) -> None:
+        """What the site itself does."""
+        self.pci.store(f"{_pci.DEVICES}/{card}/sriov_drivers_autoprobe", f"{autoprobe:d}")
+        self.pci.store(f"{_pci.DEVICES}/{card}/sriov_numvfs", "0")
+        self.pci.store(f"{_pci.DEVICES}/{card}/sriov_numvfs", str(count))
+
+    def found(self) -> tuple[int, str | None]:
+        return _pci.read(PF).sriov_numvfs, _host.read(AUTOPROBE)
+
+
+@pytest.fixture
+def host(pci: Any, monkeypatch: pytest.MonkeyPatch) -> Host:
+    return Host(pci, monkeypatch)
+
+
+def drive(count: int, *, check: bool = False, **more: Any) -> _change.Outcome:
+    params = {"pfs": [], "pf_ids": ["8086:10c9"], "count": count, "macs": {}, **more}
+    return _change.drive(_fabric.SUBJECT, params, check_mode=check)
+
+
+def done(count: int, **more: Any) -> list[str]:
+    outcome = drive(count, **more)
+    assert outcome.failure is None, outcome.failure
+    return outcome.done
+
+
+def refused(outcome: _change.Outcome) -> Refusal:
+    assert outcome.failure is not None
+    return outcome.failure
+
+
+def earlier(count: int) -> None:
+    """What a version that kept no record has left."""
+    done(count)
+    _host.remove(RECORD)
+
+
+@pytest.mark.parametrize(("count", "autoprobe"), [(0, True), (2, True), (4, False)])
+@pytest.mark.covers("I11")
+def test_a_card_gets_back_exactly_what_it_had(host: Host, count: int, autoprobe: bool) -> None:
+    host.has(count, autoprobe=autoprobe)
+    was = host.found()
+    assert done(4)[0] == "remember_before"
+    assert host.found() == (4, "0")
+    assert drive(4).facts["before"] == {PF: {"count": count, "autoprobe": autoprobe}}
+    assert not drive(4).changed
+
+    names = set(_sriov.card_at(PF).identities)
+    assert done(0) == ["make_functions", "remove_service", "forget_before"]
+    assert host.found() == was
+    assert not names & set(_sriov.card_at(PF).identities), "none of ours stays under its name"
+    assert not _host.path(RECORD).exists()
+    assert not drive(0).changed
+    assert host.found() == was
+
+
+def test_check_mode_tells_the_way_back(host: Host) -> None:
+    host.has(2)
+    done(4)
+    before = files(host.pci.root)
+    forecast = drive(0, check=True)
+    assert files(host.pci.root) == before
+    assert forecast.plan.steps[0].after == {"count": 2, "autoprobe": True, "remembered": True}
+    outcome = drive(0)
+    assert outcome.plan == forecast.plan
+    assert outcome.done == [step.name for step in forecast.plan.steps]
+
+
+def test_the_first_word_counts(host: Host) -> None:
+    host.has(4, autoprobe=False)
+    for index, name in enumerate(_sriov.card_at(PF).wanted({}, 4)):
+        host.card.identities[index] = {"address": name}
+    host.pci.set_flags("ens30", "0x1003")
+    # Nothing to change on the card, and yet this is what was before.
+    assert done(4) == ["remember_before", "install_service", "start_service"]
+    host.has(1)
+    assert "remember_before" not in done(4)
+    done(0)
+    assert host.found() == (4, "0")
+
+
+def test_what_is_served_already_is_not_what_was_before(host: Host) -> None:
+    earlier(2)
+    host.has(1)
+    assert done(2) == ["make_functions", "name_functions"]
+    assert not _host.path(RECORD).exists()
+    assert drive(2).facts["unremembered"] == [PF]
+
+    forecast, outcome = drive(0, check=True), drive(0)
+    plain = {"count": 0, "autoprobe": True, "remembered": False}
+    assert forecast.plan.steps[0].after == outcome.plan.steps[0].after == plain
+    assert outcome.done == ["make_functions", "remove_service"]
+    assert host.found() == (0, "1")
+    assert not drive(0).changed
+
+
+@pytest.mark.parametrize("settings", ["{broken", "[]", None])
+def test_settings_that_say_nothing_do_not_make_ours_the_sites(
+    host: Host, settings: str | None
+) -> None:
+    earlier(2)
+    if settings is None:
+        _host.remove(_sriov.SETTINGS)
+    else:
+        _host.write(_sriov.SETTINGS, settings)
+    assert done(2) == ["install_service"]
+    assert not _host.path(RECORD).exists()
+
+
+def test_a_card_that_came_later_has_its_own_first_word(host: Host) -> None:
+    done(2)
+    host.pci.add(OTHER, "15b3:a2dc", totalvfs=7, interface="ens31")
+    host.has(1, card=OTHER)
+    more = {"pf_ids": ["8086:10c9", "15b3:a2dc"]}
+    first = drive(2, check=True, **more).plan.steps[0]
+    was = {"count": 1, "autoprobe": True}
+    assert (first.name, first.after[OTHER]) == ("remember_before", was)
+
+
+def test_what_nobody_of_us_made_is_left_alone(host: Host) -> None:
+    done(2)
+    done(0)
+    host.has(3)
+    assert not drive(0).changed
+    assert host.found() == (3, "1")
+
+
+def test_a_card_that_the_profile_forgot_is_given_back_too(host: Host) -> None:
+    host.has(2)
+    done(4)
+    done(0, pf_ids=[])
+    assert host.found() == (2, "1")
+
+
+def test_a_remembered_card_that_is_gone_keeps_nothing_from_going_back(host: Host) -> None:
+    done(2)
+    kept = json.loads(_host.read(RECORD) or "")
+    _host.write(RECORD, json.dumps({**kept, OTHER: {"count": 2, "autoprobe": True}}))
+    assert done(0) == ["make_functions", "remove_service", "forget_before"]
+
+
+FORTH = ("remember_before", "make_functions", "name_functions", "install_service")
+BACK = ("make_functions", "remove_service", "forget_before")
+
+
+@pytest.mark.parametrize("last", FORTH)
+@pytest.mark.covers("I11", "I12")
+def test_an_interrupted_way_forth_can_be_gone_back(host: Host, last: str) -> None:
+    host.has(2)
+    interrupted(4, last)
+    done(0)
+    gone_back(host)
+
+
+@pytest.mark.parametrize("last", BACK)
+@pytest.mark.covers("I11", "I12")
+def test_an_interrupted_way_back_goes_on(host: Host, last: str) -> None:
+    host.has(2)
+    done(4)
+    interrupted(0, last)
+    done(0)
+    gone_back(host)
+
+
+@pytest.mark.covers("I11", "I12")
+def test_an_interrupted_way_either_way_may_be_turned(host: Host) -> None:
+    host.has(2)
+    interrupted(4, "make_functions")
+    done(4)
+    interrupted(0, "make_functions")
+    done(4)
+    done(0)
+    gone_back(host)
+
+
+def interrupted(count: int, last: str) -> None:
+    """Stopped when the step is done, and before that is known."""
+
+    def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
+        evidence = _fabric.apply(params, step)
+        if step.name == last:
+            raise OSError("killed")
+        return evidence
+
+    subject = _change.Subject(_fabric.observe, _fabric.plan, apply, _fabric.facts)
+    params = {"pfs": [], "pf_ids": ["8086:10c9"], "count": count, "macs": {}}
+    assert _change.drive(subject, params, check_mode=False).failed_step == last
+
+
+def gone_back(host: Host) -> None:
+    assert host.found() == (2, "1")
+    assert not _sriov.card_at(PF).ours({})
+    assert not _host.path(RECORD).exists() and not _host.path(_sriov.SETTINGS).exists()
+
+
+def test_the_record_stays_until_the_card_is_what_it_says(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.has(2)
+    done(4)
+    make = host.pci._functions
+    monkeypatch.setattr(host.pci, "_functions", lambda address, _count: make(address, 0))
+    outcome = drive(0)
+    assert (refused(outcome).code, outcome.failed_step) == ("vfs_not_restored", "remove_service")
+    assert "0000:25:00.0: 0, autoprobe 1" in refused(outcome).found
+    assert _host.path(RECORD).exists() and _host.path(_boot_units.FABRIC.path).exists()
+    monkeypatch.setattr(host.pci, "_functions", make)
+    done(0)
+    assert host.found() == (2, "1")
+
+
+def test_what_cannot_be_given_back_says_where_it_is_remembered(host: Host) -> None:
+    done(2)
+    _host.write(RECORD, json.dumps({PF: {"count": 9, "autoprobe": True}}))
+    refusal = refused(drive(0))
+    assert (refusal.code, refusal.found) == ("too_many_functions", "9")
+    assert RECORD in refusal.remedy
+    _host.write(RECORD, json.dumps({PF: {"count": 3, "autoprobe": True}}))
+    (host.pci.folder(PF) / "net" / "ens30").rmdir()
+    assert refused(drive(0)).code == "interface_missing"
+    assert host.found() == (2, "0")
+
+
+def test_functions_in_use_are_not_taken_for_the_sites(host: Host) -> None:
+    host.has(2)
+    done(2)
+    host.pci._bind("0000:25:10.0", "vfio-pci")
+    assert refused(drive(0)).code == "vf_in_use"
+    assert host.found() == (2, "0")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {PF: 2},
+        {PF: {"count": 2}},
+        {PF: {"count": True, "autoprobe": True}},
+        {PF: {"count": -1, "autoprobe": True}},
+        {PF: {"count": 2, "autoprobe": "1"}},
+        {"../../etc": {"count": 2, "autoprobe": True}},
+    ],
+)
+def test_a_record_that_says_something_else_is_refused(host: Host, record: dict[str, Any]) -> None:
+    _host.write(RECORD, json.dumps(record))
+    for count in (2, 0):
+        with pytest.raises(Refusal, match="before_unreadable"):
+            drive(count)
+    assert host.found() == (0, "1")
+
+
+def test_what_cannot_be_read_is_not_remembered_as_none(host: Host) -> None:
+    host.has(2)
+    number = host.pci.folder(PF) / "sriov_numvfs"
+    number.unlink()
+    number.mkdir()
+    with pytest.raises(Refusal, match="file_unreadable"):
+        drive(4)
+    assert not _host.path(RECORD).exists()
