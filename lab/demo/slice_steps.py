@@ -20,6 +20,9 @@ from reconciler.trust.ca import known_hosts, open_trust, operator_identity
 USER = "tenant"
 # Less than any VM needs to boot here: the readiness gate must fail.
 HOPELESS_DEADLINE_S = 20
+HOST_SIDE = (
+    "ps -o pid,etime,time,stat,comm -C qemu-system-x86_64,dnsmasq; journalctl -u dnsmasq -n 20"
+)
 PROOF = REPOSITORY / "lab" / "guest" / "gpu_proof.py"
 
 
@@ -27,7 +30,7 @@ def provision(stage: Stage) -> Evidence:
     """One transaction claims the slot; a task brings the VM up to the readiness gate."""
     allocation = wait_for(stage, launch(stage)["id"], {"active", "failed"})
     if allocation["state"] != "active":
-        raise LabError(f"provisioning failed: {allocation['error']}")
+        raise LabError(f"provisioning failed: {why(stage, allocation)}")
     task = stage.api().get(f"/admin/tasks/{allocation['task_ids'][0]}")
     stage.known["allocation"] = allocation
     return {
@@ -145,6 +148,18 @@ def wait_for(stage: Stage, allocation_id: str, states: set[str]) -> dict[str, An
         stage.show_progress(stage.api().get(f"/admin/tasks/{allocation['task_ids'][-1]}"))
         time.sleep(1)
     raise LabError(f"allocation {allocation_id} did not reach {states} in {TASK_DEADLINE_S} s")
+
+
+def why(stage: Stage, allocation: dict[str, Any]) -> str:
+    """What an allocation that failed says of itself, with what was last seen of its guest.
+
+    And what the host says of the two that a guest waits for: its QEMU and the DHCP server.
+    """
+    task = stage.api().get(f"/admin/tasks/{allocation['task_ids'][-1]}")
+    readiness = dict((task["error"] or {}).get("evidence", {}).get("readiness", {}))
+    console = readiness.pop("console_tail", [])
+    told = [json.dumps(allocation["error"]), json.dumps(readiness), "console:", *console]
+    return "\n".join([*told, "host:", stage.on_host("sh", "-c", f"'{HOST_SIDE}'")])
 
 
 def slot_of(stage: Stage, allocation: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from reconciler.domain.states import TaskKind
 from reconciler.runs import contract
+from reconciler.tasks import registry, story
 
 FOLDER = Path(__file__).resolve().parents[2] / "playbooks"
 RESULT = contract.schema("result")
@@ -44,8 +46,23 @@ def promised(playbook: str) -> set[str]:
     return set()
 
 
+def imported(path: Path) -> list[str]:
+    """The playbooks that one consists of; [] for one with plays of its own, which is a run."""
+    plays = yaml.safe_load(path.read_text())
+    names = [str(play.get("ansible.builtin.import_playbook", "")) for play in plays]
+    return [name.removesuffix(".yml") for name in names] if all(names) else []
+
+
 def test_each_schema_has_its_playbook_and_the_reverse() -> None:
-    assert {path.stem for path in FOLDER.glob("*.yml")} == set(contract.PLAYBOOKS)
+    runs = {path.stem for path in FOLDER.glob("*.yml") if not imported(path)}
+    assert runs == set(contract.PLAYBOOKS)
+
+
+@pytest.mark.covers("HOST-15")
+def test_the_way_forth_by_hand_is_what_the_one_call_chains() -> None:
+    chain = (TaskKind.NODE_BOOTSTRAP, *story.TO_SLICE)
+    played = imported(FOLDER / "convert_to_slice.yml")
+    assert played == [registry.HANDLERS[kind].playbook for kind in chain]
 
 
 @pytest.mark.parametrize("playbook", contract.PLAYBOOKS)

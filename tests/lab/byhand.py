@@ -1,21 +1,36 @@
-"""The programs of scripts/ops on the lab host of a stage, as an operator runs them: over SSH."""
+"""Scripts and playbooks on the lab host of a stage, as an operator runs them: over SSH."""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
+import sys
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from lab.demo.stage import Stage
+from lab import state
+from lab.command import LabError
+from lab.demo.stage import INVENTORY, Stage
 from lab.paths import REPOSITORY
 
 SCRIPTS = REPOSITORY / "scripts" / "ops"
+COMMISSIONING = (
+    REPOSITORY / "scripts" / "maas" / "commissioning" / "50-gpuaas-slice-firmware-preflight.sh"
+)
 # Emulated and busy; two looks at the host with a repair in between.
 _LIMIT_S = 1200
+# An emulated host is up after some minutes, its last services a little later.
+_BOOT_S = 1000
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _HEAD, _SUMMARY = "GPUAAS_SLICE_PARITY", "GPUAAS_SLICE_PARITY_SUMMARY"
 _LINE = re.compile(rf"{_HEAD} status=(PASS|WARN|FAIL) check=[a-z_]+ detail=[!-~]([ !-~])*")
+
+_UP = ("running", "degraded")
 
 Done = subprocess.CompletedProcess[str]
 Fields = dict[str, str]
@@ -71,10 +86,104 @@ def parity(stage: Stage, *words: str) -> Report:
     lines = done.stdout.splitlines()
     assert lines, done.stderr
     assert all(_LINE.fullmatch(line) for line in lines[:-1]), done.stdout
-    found = [_fields(_HEAD, line) for line in lines[:-1]]
+    found = [fields(_HEAD, line) for line in lines[:-1]]
     checks = {one["check"]: one for one in found}
     assert len(checks) == len(found), "a check has one line"
-    return Report(done.returncode, checks, _fields(_SUMMARY, lines[-1]), done.stderr)
+    return Report(done.returncode, checks, fields(_SUMMARY, lines[-1]), done.stderr)
+
+
+def playbooks(stage: Stage, *names: str, limit_s: float = _LIMIT_S, **variables: Any) -> str:
+    """Play playbooks of the collection in one call, past the reconciler; what Ansible said.
+
+    They are told the profile and the approved slots, as the reconciler would tell them.
+    """
+    known = {"slice_profile": stage.profile(), "slice_slots": stage.bundles(), **variables}
+    file = stage.folder / "operator_variables.json"
+    file.write_text(json.dumps(known))
+    full = [f"gpuaas.slice.{name}" for name in names]
+    words = ["playbook", *full, "-i", str(INVENTORY), "-e", f"@{file}"]
+    return _ansible(stage, words, limit_s)
+
+
+def changed(said: str) -> set[str]:
+    """How many tasks changed something, as the recap has it for each host."""
+    found = set(re.findall(r"\bchanged=(\d+)", said))
+    assert found, said[-6000:]
+    return found
+
+
+def reboot(stage: Stage) -> None:
+    """The host ends in order and answers again."""
+    words = ["adhoc", "all", "-i", str(INVENTORY), "-m", "ansible.builtin.reboot"]
+    _ansible(stage, [*words, "-a", f"reboot_timeout={_BOOT_S - 100}"], _BOOT_S)
+
+
+def boot(stage: Stage) -> str:
+    """Which boot of the host this is."""
+    return stage.on_host("cat", _BOOT_ID).strip()
+
+
+def booted(stage: Stage, *, after: str = "") -> None:
+    """Wait for a boot other than `after`, to the end of its last service."""
+    end = time.monotonic() + _BOOT_S
+    while not _is_up(stage, after):
+        assert time.monotonic() < end, f"the host is not up after {_BOOT_S} s"
+        time.sleep(5)
+
+
+def _is_up(stage: Stage, after: str) -> bool:
+    asked = f"'cat {_BOOT_ID}; systemctl is-system-running || true'"
+    try:
+        now, told = stage.on_host("sh", "-c", asked, limit_s=60).split()
+    except (LabError, subprocess.TimeoutExpired, ValueError):
+        return False  # It goes down, or comes up.
+    return now != after and told in _UP
+
+
+def standalone(stage: Stage, script: Path, **settings: str) -> Done:
+    """Bring a script that stands alone onto the host and run it there, as cloud-init would."""
+    place = f"/run/{script.name}"
+    stage.on_host("sh", "-c", f"'cat > {place}'", stdin=script.read_text())
+    words = ["env", *(f"{name}={value}" for name, value in settings.items()), "sh", place]
+    return subprocess.run(
+        state.ssh_command(stage.host(), words),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_LIMIT_S,
+        check=False,
+    )
+
+
+def commissioning(stage: Stage) -> dict[str, list[Fields]]:
+    """The commissioning script on a machine without Dell's BIOS; its lines by their kind."""
+    done = standalone(
+        stage,
+        COMMISSIONING,
+        GPUAAS_SLICE_NOT_APPLICABLE="bios_settings",
+        GPUAAS_SLICE_GPU_IDS=",".join(stage.profile()["gpu"]["ids"]),
+        GPUAAS_SLICE_GPU_EXPECTED=str(stage.profile()["gpu"]["expected"]),
+        GPUAAS_SLICE_FABRIC_IDS=",".join(stage.profile()["fabric"]["pf_ids"]),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, list[Fields]] = {}
+    for line in done.stdout.splitlines():
+        head = line.partition(" ")[0]
+        found.setdefault(head.removeprefix("GPUAAS_SLICE_"), []).append(fields(head, line))
+    return found
+
+
+def _ansible(stage: Stage, words: Sequence[str], limit_s: float) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "ansible", *words],
+        env=stage.ansible_environment(),
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    return done.stdout
 
 
 def token(stage: Stage) -> list[str]:
@@ -85,7 +194,7 @@ def token(stage: Stage) -> list[str]:
     return [*words, "--node-id", stage.path().rpartition("/")[2]]
 
 
-def _fields(head: str, line: str) -> Fields:
+def fields(head: str, line: str) -> Fields:
     """The fields as a shell would split the line: a value holds whatever it holds, as one word."""
     first, *words = shlex.split(line)
     assert first == head, line

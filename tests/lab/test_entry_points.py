@@ -21,6 +21,7 @@ from lab.demo.stage import INVENTORY, Stage
 from lab.paths import REPOSITORY
 from tests.lab import byhand, captures, strangers
 from tests.lab.conftest import Chapter
+from tests.lab.proof import prove_again
 from tests.lab.strangers import Stranger
 
 BASELINE = "gpuaas-slice-network-baseline.service"
@@ -158,6 +159,96 @@ def test_a_transition_by_kernel_name_shows_who_the_disk_is_and_never_acts(stage:
     assert disk["serial"] in stage.on_host("cat", f"{mount}/README")
 
 
+@pytest.mark.covers("HOST-9")
+def test_a_disk_is_taken_by_the_plan_that_was_approved(stage: Stage, tmp_path: Path) -> None:
+    """A blank one that no slot has, with somebody's files on it: planned, approved, wiped."""
+    taken = {slot["nvme_eui"] for slot in stage.bundles()}
+    (disk,) = (
+        one
+        for one in stage.host().devices["data"]
+        if not one["shared"] and one["eui64"] not in taken
+    )
+    by_id, mount = f"/dev/disk/by-id/nvme-eui.{disk['eui64']}", "/test-share"
+    tool = "gpuaas_slice_storage_transition.sh"
+    words = [*byhand.way(stage), "--profile", "lab", "--output", "json", "--devices", by_id]
+    making = f"mkfs.ext4 -q -F {by_id} && mkdir -p {mount} && mount {by_id} {mount}"
+    stage.on_host("sh", "-c", f"'{making} && echo files > {mount}/README && udevadm settle'")
+    try:
+        planned = byhand.script(stage, tool, *words)
+        assert planned.returncode == 0, planned.stderr
+        assert stage.on_host("cat", f"{mount}/README") == "files\n"
+        approved = tmp_path / "approved.json"
+        approved.write_text(planned.stdout)
+
+        acting = [*words, "--apply", "--yes", "--approved", str(approved)]
+        done = byhand.script(stage, tool, *acting)
+        assert done.returncode == 0, done.stderr
+        told = json.loads(done.stdout)
+        (device,) = told["devices"]
+        assert (device["nvme_device"], device["serial"]) == (by_id, disk["serial"])
+        assert (device["mounts"], device["filesystems"], device["steps"]) == ([], {}, [])
+        assert device["proof"]["verified"]
+        assert mount not in stage.on_host("findmnt", "-rno", "TARGET").splitlines()
+        (kept,) = json.loads(stage.on_host("cat", told["manifest"]))["devices"]
+        assert kept["proof"]["digest"] == device["proof"]["digest"]
+        assert (kept["serial"], kept["mounts"]) == (disk["serial"], [mount])
+
+        again = byhand.script(stage, tool, *acting)
+        assert again.returncode == 0, again.stderr
+        (same,) = json.loads(again.stdout)["devices"]
+        assert same["proof"]["digest"] == device["proof"]["digest"]
+    finally:
+        stage.on_host("sh", "-c", f"'umount {mount} 2> /dev/null; rmdir {mount}'")
+
+
+@pytest.mark.covers("HOST-6")
+def test_the_runtime_is_prepared_without_a_reboot(stage: Stage) -> None:
+    rule = ["POSTROUTING", "-s", stage.profile()["network"]["subnet"], "-j", "MASQUERADE"]
+    stage.on_host("iptables", "-t", "nat", "-D", *rule)
+    boot = byhand.boot(stage)
+    words = [*byhand.way(stage), "--profile", "lab", "--output", "json"]
+    done = byhand.script(stage, "gpuaas_slice_host_runtime_prepare.sh", *words)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["network"]
+    stage.on_host("iptables", "-t", "nat", "-C", *rule)
+    assert byhand.boot(stage) == boot
+
+
+@pytest.mark.covers("HOST-1")
+def test_the_commissioning_script_sees_what_the_firmware_gives(stage: Stage) -> None:
+    """Without RACADM; on a host that was bootstrapped, so that the kernel uses the IOMMU."""
+    before = _look(stage)
+    found = byhand.commissioning(stage)
+    checks = {one["check"]: one for one in found["FIRMWARE"]}
+    assert checks["bios_settings"]["detail"] == "not_applicable"
+    assert checks["firmware_virtualization"]["detail"] in ("svm", "vmx")
+    # The last is about disks with somebody's files, and with the system.
+    assert {name: one["status"] for name, one in checks.items()} == {
+        **dict.fromkeys(checks, "PASS"),
+        "nvme": "WARN",
+    }
+    assert {"kvm", "iommu_groups", "gpu", "fabric", "sriov"} <= set(checks)
+    assert checks["iommu_groups"]["detail"].endswith(" IOMMU groups")
+
+    bound = {slot["gpu_pci_address"] for slot in stage.bundles()}
+    gpus = {one["address"]: one["driver"] for one in found["GPU"]}
+    assert len(gpus) == stage.profile()["gpu"]["expected"]
+    assert {address for address, driver in gpus.items() if driver == "vfio-pci"} == bound
+    (card,) = found["FABRIC"]
+    assert card["sriov_numvfs"] == str(stage.profile()["fabric"]["vfs_per_pf"])
+    assert int(card["sriov_totalvfs"]) >= int(card["sriov_numvfs"])
+    disks = {one["serial"]: one for one in found["NVME"]}
+    data = {one["serial"]: one for one in stage.host().devices["data"]}
+    assert set(disks) == {"LABOS", *data}
+    assert [serial for serial, one in disks.items() if one["os_disk"] == "yes"] == ["LABOS"]
+    for serial, one in data.items():
+        assert disks[serial]["by_id"] == f"/dev/disk/by-id/nvme-eui.{one['eui64']}"
+    (summary,) = found["FIRMWARE_SUMMARY"]
+    assert (summary["status"], summary["failures"]) == ("WARN", "0")
+    # Read only.
+    assert _changes(before, _look(stage)) == []
+
+
 @pytest.fixture
 def peer(stage: Stage) -> Iterator[tuple[str, str]]:
     """Address and RDMA device of the host, on which ib_write_bw waits: RoCE in software."""
@@ -259,7 +350,7 @@ def test_disks_whose_names_are_attacks_stay_names(stage: Stage, tmp_path: Path) 
 
 @pytest.mark.covers("HOST-4", "HOST-6", "HOST-8", "HOST-10")
 def test_all_drift_at_once_is_repaired_by_one_run_and_a_second_run_changes_nothing(
-    stage: Stage, tmp_path: Path
+    stage: Stage,
 ) -> None:
     first, second = stage.bundles()
     network = stage.profile()["network"]
@@ -285,21 +376,8 @@ def test_all_drift_at_once_is_repaired_by_one_run_and_a_second_run_changes_nothi
     # Parity looks at what a guest meets; a file is looked at here.
     assert stage.on_host("cat", DNSMASQ) == settings
 
-    playbooks = ["gpuaas.slice.bootstrap", "gpuaas.slice.bind_topology"]
-    done = subprocess.run(
-        [
-            *[str(BIN / "ansible-playbook"), *playbooks, "-i", str(INVENTORY)],
-            *["-e", f"@{_variables(stage, tmp_path)}"],
-        ],
-        env=stage.ansible_environment(),
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    changed = re.findall(r"\bchanged=(\d+)", done.stdout)
-    assert changed and set(changed) == {"0"}, done.stdout[-6000:]
+    said = byhand.playbooks(stage, "convert_to_slice")
+    assert byhand.changed(said) == {"0"}, said[-6000:]
     stage.on_host("sh", "-c", "'modprobe -r pci-stub || true'")
 
 
@@ -331,6 +409,24 @@ def test_the_host_is_as_these_tests_found_it(stage: Stage, found: str) -> None:
     assert _changes(found, _look(stage)) == []
     slots = stage.api().get(stage.path("/resource-slots"))["items"]
     assert {slot["status"] for slot in slots} == {"available"}
+
+
+@pytest.mark.covers("HOST-4", "HOST-6", "HOST-8", "HOST-10", "I16")
+def test_what_was_repaired_holds_over_a_reboot(stage: Stage) -> None:
+    """The last, since a boot numbers disks anew: files, devices and rules are as they were."""
+    before = _settings(_look(stage))
+    byhand.reboot(stage)
+    byhand.booted(stage)
+    assert _changes(before, _settings(_look(stage))) == []
+    prove_again(stage)
+    said = byhand.playbooks(stage, "convert_to_slice")
+    assert byhand.changed(said) == {"0"}, said[-6000:]
+
+
+def _settings(look: str) -> str:
+    """What of a look no boot may change: files, the drivers of PCI devices, rules of NAT."""
+    kept = ("etc/", "usr/local/", "var/lib/gpuaas/", "sys/bus/pci/", "-")
+    return "\n".join(line for line in look.splitlines() if line.startswith(kept))
 
 
 def _variables(stage: Stage, folder: Path) -> Path:

@@ -16,13 +16,15 @@ import pytest
 from lab.demo import host_steps, slice_steps
 from lab.demo.stage import Stage
 from reconciler.domain.errors import Problem
-from tests.lab import captures
+from tests.lab import captures, traces
 from tests.lab.conftest import Chapter
 
 
 def test_a_freshly_deployed_machine_boots(stage: Stage, story: Chapter) -> None:
     evidence = host_steps.host(stage)
     assert "intel_iommu=on" not in stage.on_host("cat", "/proc/cmdline")
+    # What the way back is held to: a look that knows nothing of slice mode.
+    story.done["deployed"] = traces.look(stage)
     story.done["host"] = evidence
 
 
@@ -116,9 +118,9 @@ def _ledger(stage: Stage, slot_id: str) -> dict[str, Any]:
     return found
 
 
-def _beginning(stage: Stage, device: str) -> str:
+def _beginning(stage: Stage, device: str, mib: int = 16) -> str:
     """A digest of the disk's first bytes, where an image or a signature would be."""
-    reader = f"dd if={device} bs=1M count=16 iflag=direct status=none | sha256sum"
+    reader = f"dd if={device} bs=1M count={mib} iflag=direct status=none | sha256sum"
     return stage.on_host("sh", "-c", f"'{reader}'").split()[0]
 
 
@@ -140,16 +142,22 @@ def test_a_disk_with_a_mounted_child_is_refused(stage: Stage, story: Chapter) ->
     assert _approve(stage) == "mounted_child"
 
 
-@pytest.mark.covers("HOST-11", "CTRL-3")
+@pytest.mark.covers("HOST-9", "HOST-11", "CTRL-3")
 def test_disks_in_other_use_are_refused(stage: Stage, story: Chapter) -> None:
-    """Swap, LVM, md and a filesystem on the two blank disks, made with the real tools."""
+    """Swap, LVM, md and a filesystem on the two blank disks, made with the real tools.
+
+    Refused by the API from what discovery saw, and by the host itself whatever was approved.
+    """
     story.needs("discover")
     disks = {disk["serial"]: disk for disk in host_steps._document(stage)["nvme"]}
     spare = {key: disks[serial]["by_id"] for key, serial in (("b", "LABNVME1"), ("d", "LABNVME3"))}
     rounds = [
         (
-            f"mkswap -q {spare['b']}; swapon {spare['b']}; pvcreate -q {spare['d']}",
-            f"swapoff {spare['b']}; pvremove -q {spare['d']}",
+            f"mkswap -q {spare['b']}; swapon {spare['b']}; pvcreate -q {spare['d']};"
+            f"vgcreate -q test {spare['d']}; lvcreate -q -y -n t -l 100%FREE test",
+            # With what LVM remembers of the group: the way back compares all of /etc.
+            f"swapoff {spare['b']}; vgremove -q -y test; pvremove -q {spare['d']};"
+            "rm -f /etc/lvm/archive/test_* /etc/lvm/backup/test",
             {"LABNVME1": "swap_in_use", "LABNVME3": "lvm_member"},
         ),
         (
@@ -160,17 +168,42 @@ def test_disks_in_other_use_are_refused(stage: Stage, story: Chapter) -> None:
         ),
     ]
     for make, undo, expected in rounds:
-        stage.on_host("sh", "-c", f"'{make}; udevadm settle'")
-        stage.task(stage.path("/slice-topology/discovery"))
-        found = {}
-        for serial in expected:
-            disk = disks[serial]
-            found[serial] = _approve(
-                stage, nvme_device=disk["by_id"], nvme_serial=serial, nvme_eui=disk["eui"]
-            )
-        blank = "".join(f"blkdiscard --zeroout {d};" for d in spare.values())
-        stage.on_host("sh", "-c", f"'{undo}; {blank} udevadm settle'")
+        try:
+            stage.on_host("sh", "-c", f"'{make}; udevadm settle'")
+            stage.task(stage.path("/slice-topology/discovery"))
+            found = {}
+            for serial in expected:
+                disk = disks[serial]
+                found[serial] = _approve(
+                    stage, nvme_device=disk["by_id"], nvme_serial=serial, nvme_eui=disk["eui"]
+                )
+            taken = _taken(stage, [disks[serial] for serial in expected])
+        finally:
+            blank = "".join(f"blkdiscard --zeroout {d};" for d in spare.values())
+            stage.on_host("sh", "-c", f"'{undo}; {blank} udevadm settle'")
         assert found == expected
+        # A plain filesystem that was approved is no obstacle: the other disk is what stops both.
+        assert set(expected.values()) - {"unexpected_filesystem"} <= taken
+
+
+def _taken(stage: Stage, disks: list[dict[str, Any]]) -> set[str]:
+    """The codes with which the host refuses to take disks whose whole content was approved.
+
+    None of them may have changed by a byte, the one that alone would have been taken included.
+    """
+    kinds = ["swap", "ext4", "LVM2_member", "linux_raid_member"]
+    expected = {
+        disk["by_id"]: {"serial": disk["serial"], "eui": disk["eui"], "filesystems": kinds}
+        for disk in disks
+    }
+    # Of swap only the header stands still.
+    before = [_beginning(stage, path, mib=1) for path in expected]
+    asked = {"devices": list(expected), "apply": True, "expected": expected}
+    refused = stage.module("nvme_transition", asked)
+    assert [_beginning(stage, path, mib=1) for path in expected] == before
+    assert refused["failed"] and not refused["changed"], refused
+    assert refused["done"] == []
+    return {blocker["code"] for blocker in refused["blockers"]}
 
 
 @pytest.mark.covers("HOST-9")
@@ -294,7 +327,7 @@ def test_provisioning_survives_a_killed_reconciler(stage: Stage, story: Chapter)
     time.sleep(5)
     stage.service.start()
     ended = slice_steps.wait_for(stage, allocation["id"], {"active", "failed"})
-    assert ended["state"] == "active", ended["error"]
+    assert ended["state"] == "active", slice_steps.why(stage, ended)
     task = stage.api().get(f"/admin/tasks/{task_id}")
     assert (task["state"], task["attempt"]) == ("succeeded", 1)
     readiness = task["result"]["readiness"]
@@ -357,6 +390,24 @@ def test_host_and_vm_are_measured_by_the_same_harness(
         assert rows[metric]["direction"] in ("better", "worse", "same", "unclear")
     missing = (rows["disk.read"]["direction"], rows["disk.read"]["note"])
     assert missing == ("missing", "unavailable: tool_missing")
+
+
+@pytest.mark.covers("I7", "HOST-9")
+def test_the_disk_of_a_running_machine_is_not_wiped(stage: Stage, story: Chapter) -> None:
+    """With the tenant's own fence, so that nothing but QEMU, which has the disk open, stands by."""
+    story.needs("login")
+    claim = stage.known["allocation"]["claims"][0]
+    slot = next(one for one in stage.bundles() if one["slot_id"] == claim["slot_id"])
+    ledger = _ledger(stage, slot["slot_id"])
+    # The partition table: behind it the guest writes.
+    before = _beginning(stage, slot["nvme_device"], mib=1)
+    refused = stage.module("nvme_wipe", {"slots": [{**slot, "fence": ledger["fence"]}]})
+    assert refused["failed"] and not refused["changed"], refused
+    assert refused["error"]["code"] == "disk_in_use"
+    assert "open in QEMU" in refused["error"]["found"]
+    assert refused["error"]["expected"] and refused["error"]["remedy"]
+    assert _beginning(stage, slot["nvme_device"], mib=1) == before
+    assert _ledger(stage, slot["slot_id"]) == ledger
 
 
 def test_release_ends_with_an_available_slot(stage: Stage, story: Chapter) -> None:

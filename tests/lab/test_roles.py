@@ -45,7 +45,8 @@ SCENARIOS = [
 LOOK = r"""
 cd /
 for place in etc/gpuaas etc/hosts etc/passwd etc/group etc/sudoers.d etc/apt etc/sysctl.d \
-  etc/modprobe.d etc/modules-load.d etc/default/grub.d etc/dnsmasq.d etc/systemd/system \
+  etc/modprobe.d etc/modules-load.d etc/initramfs-tools etc/default/grub etc/default/grub.d \
+  boot/grub/grub.cfg etc/fstab etc/netplan etc/dnsmasq.d etc/systemd/system \
   etc/security/limits.d usr/local/sbin var/lib/gpuaas/ledger var/lib/gpuaas/before \
   var/lib/gpuaas/dnsmasq/hosts.d var/lib/gpuaas/clones var/lib/gpuaas/seeds; do
   [ -e $place ] || continue
@@ -54,6 +55,15 @@ for place in etc/gpuaas etc/hosts etc/passwd etc/group etc/sudoers.d etc/apt etc
 done | sort -k 2
 ls -d var/lib/gpuaas-molecule* home/* 2> /dev/null
 for device in sys/bus/pci/devices/*; do echo $device $(readlink $device/driver); done
+grep . sys/bus/pci/drivers_autoprobe sys/bus/pci/devices/*/sriov_drivers_autoprobe \
+  sys/bus/pci/devices/*/sriov_numvfs /dev/null
+for card in sys/bus/pci/devices/*; do
+  [ -e $card/virtfn0 ] || continue
+  # Of every function its number and its MAC, which the first comma ends.
+  for port in $card/net/*; do
+    ip link show dev ${port##*/} | sed -n "s|^ *\(vf [0-9][^,]*\).*|$card \1|p"
+  done
+done
 dpkg-query -W
 iptables -t nat -S | sort
 ovs-vsctl list-ports ovsbr0
@@ -61,6 +71,8 @@ virsh -q list --all
 sysctl net.ipv4.ip_forward net.core.rmem_max net.ipv4.tcp_rmem
 stat -c %a /var/lib/libvirt
 systemctl is-active libvirtd.socket libvirtd-ro.socket libvirtd-admin.socket dnsmasq
+systemctl is-enabled libvirtd.socket libvirtd-ro.socket libvirtd-admin.socket dnsmasq
+systemctl list-unit-files --no-legend --no-pager "gpuaas*"
 true
 """
 

@@ -6,6 +6,7 @@ import pytest
 
 from lab.demo.stage import Stage
 from reconciler.domain.errors import Problem
+from tests.lab import traces
 from tests.lab.conftest import Chapter
 
 pytestmark = pytest.mark.covers("HOST-15")
@@ -32,6 +33,18 @@ def test_nothing_of_slice_mode_remains(stage: Stage, story: Chapter) -> None:
         assert trace not in left, f"{trace} in {left}"
     slots = stage.api().get(stage.path("/resource-slots"))["items"]
     assert {slot["status"] for slot in slots} == {"disabled"}
+    story.done["way_back"] = result
+
+
+def test_the_machine_is_as_it_was_deployed(stage: Stage, story: Chapter) -> None:
+    """Asked of every file, unit and device, whatever the way back believes that it wrote."""
+    story.needs("deployed", "way_back")
+    left = traces.differences(story.done["deployed"], traces.look(stage))
+    assert not left, "\n".join(left)
+    # What may differ has none of our words either.
+    menu = stage.on_host("cat", "/boot/grub/grub.cfg")
+    for word in ("intel_iommu", "iommu=pt", "vfio"):
+        assert word not in menu, word
 
 
 def test_a_second_way_back_changes_nothing(stage: Stage, story: Chapter) -> None:

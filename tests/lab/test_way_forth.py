@@ -1,13 +1,83 @@
-"""After a time as an ordinary machine the host is a slice host again, by one call (HOST-15)."""
+"""After a time as an ordinary machine the host is a slice host again, by one call (HOST-15).
+
+And by hand: the script that stands alone, the way back and the way forth as a playbook each.
+"""
 
 from __future__ import annotations
+
+import re
+import time
 
 import pytest
 
 from lab.demo.stage import Stage
+from tests.lab import byhand
 from tests.lab.conftest import Chapter
+from tests.lab.proof import prove_again
 
 pytestmark = pytest.mark.covers("HOST-15")
+
+BOOTSTRAP = byhand.SCRIPTS / "gpuaas_slice_host_deploy_bootstrap.sh"
+_STEP = "GPUAAS_SLICE_BOOTSTRAP"
+
+
+@pytest.mark.covers("HOST-1")
+def test_the_commissioning_script_takes_the_firmwares_word_for_the_iommu(
+    stage: Stage, story: Chapter
+) -> None:
+    """No kernel argument asks for it; some kernels use it all the same, and then groups count."""
+    story.needs("baremetal")
+    assert "DMAR" in stage.on_host("ls", "/sys/firmware/acpi/tables").split()
+    groups = stage.on_host("ls", "/sys/kernel/iommu_groups").split()
+    checks = {one["check"]: one for one in byhand.commissioning(stage)["FIRMWARE"]}
+    assert (checks["kvm"]["status"], checks["sriov"]["status"]) == ("PASS", "PASS")
+    told = checks["iommu_groups"]
+    if groups:
+        assert (told["status"], told["detail"]) == ("PASS", f"{len(groups)} IOMMU groups")
+    else:
+        assert told["status"] == "WARN"
+        assert "the firmware shows DMAR, the kernel does not ask for it" in told["detail"]
+
+
+@pytest.mark.covers("HOST-4")
+def test_the_standalone_script_bootstraps_with_a_reboot_of_its_own(
+    stage: Stage, story: Chapter
+) -> None:
+    """As cloud-init runs it: nothing of ours is on the machine but this one file."""
+    story.needs("baremetal")
+    before = byhand.boot(stage)
+    settings = {"GPUAAS_SLICE_PROFILE": "lab", "GPUAAS_SLICE_REBOOT_IF_REQUIRED": "1"}
+    first = byhand.standalone(stage, BOOTSTRAP, **settings)
+    # The reboot may take the connection before the exit status is through.
+    assert first.returncode in (0, 255), first.stdout + first.stderr
+    steps = _steps(first)
+    assert (steps["kernel"], steps["fabric"], steps["network"], steps["reboot"]) == (
+        *("CHANGED", "CHANGED", "CHANGED", "CHANGED"),
+    ), first.stdout
+    byhand.booted(stage, after=before)
+
+    again = byhand.standalone(stage, BOOTSTRAP, **settings)
+    assert again.returncode == 0, again.stdout + again.stderr
+    proved = _steps(again)
+    assert set(proved) == {*steps, "in_effect"} - {"reboot"}
+    assert set(proved.values()) == {"PASS"}, again.stdout
+    assert "intel_iommu=on" in stage.on_host("cat", "/proc/cmdline")
+    story.done["bootstrapped"] = True
+
+
+def test_one_playbook_leads_back(stage: Stage, story: Chapter) -> None:
+    """Past the reconciler, which took the machine for bare metal all the time."""
+    story.needs("bootstrapped")
+    said = byhand.playbooks(stage, "restore_baremetal", slice_allow_reboot=True)
+    assert byhand.changed(said) != {"0"}
+    # That nothing remains is the playbook's own last word, without which it fails.
+    assert "intel_iommu" not in stage.on_host("cat", "/proc/cmdline")
+    byhand.booted(stage)
+    end = time.monotonic() + 300
+    # While it booted it may have been asked something.
+    while stage.api().get(stage.path())["state"] != "ready":
+        assert time.monotonic() < end, "the node is not ready"
+        time.sleep(1)
 
 
 def test_it_becomes_a_slice_host_again(stage: Stage, story: Chapter) -> None:
@@ -34,3 +104,34 @@ def test_it_becomes_a_slice_host_again(stage: Stage, story: Chapter) -> None:
     assert result["failures"] == 0, [check for check in checks if check["status"] == "FAIL"]
     slots = stage.api().get(stage.path("/resource-slots"))["items"]
     assert {slot["status"] for slot in slots} == {"available"}
+    story.done["way_forth"] = True
+
+
+@pytest.mark.covers("HOST-6", "HOST-8")
+def test_one_playbook_leads_forth(stage: Stage, story: Chapter) -> None:
+    """All that the one call chains, by hand: what was lost is made, bound and proven again."""
+    story.needs("way_forth")
+    slot = stage.bundles()[0]
+    subnet, function = stage.profile()["network"]["subnet"], slot["fabric_vf_pci_address"]
+    lost = f"""set -e
+iptables -t nat -D POSTROUTING -s {subnet} -j MASQUERADE
+rm /etc/gpuaas/slice-mode.json
+cd /sys/bus/pci
+echo > devices/{function}/driver_override
+echo {function} > drivers/vfio-pci/unbind
+"""
+    stage.on_host("sh", "-s", stdin=lost)
+    said = byhand.playbooks(stage, "convert_to_slice", slice_allow_reboot=True)
+    assert byhand.changed(said) != {"0"}
+    assert re.search(r"GPUAAS_SLICE_PARITY_SUMMARY status=\w+ checks=\d+ failures=0 ", said)
+    driver = stage.on_host("readlink", f"/sys/bus/pci/devices/{function}/driver")
+    assert driver.strip().endswith("/vfio-pci")
+    prove_again(stage)
+    again = byhand.playbooks(stage, "convert_to_slice")
+    assert byhand.changed(again) == {"0"}, again[-6000:]
+
+
+def _steps(done: byhand.Done) -> dict[str, str]:
+    """How each step of the script ended."""
+    found = [byhand.fields(_STEP, line) for line in done.stdout.splitlines()]
+    return {one["step"]: one["status"] for one in found}

@@ -1,0 +1,68 @@
+"""What a machine is made of, for a comparison that knows nothing of what slice mode writes.
+
+The way back compares what it knows that it wrote. Here everything counts that is not named below.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ansible_collections.gpuaas.slice.plugins.module_utils import _tuning_profiles
+
+from lab.demo.stage import Stage
+
+# What may differ between a machine as it was deployed and the same after its time as a slice host.
+EXPECTED = {
+    r"/etc/gpuaas/enrolment\.env": "the machine stays enrolled",
+    r"/etc/ssh/gpuaas_.*": "the machine stays enrolled: whose operators it believes",
+    r"/etc/ssh/ssh_host_ed25519_key-cert\.pub": "the machine stays enrolled: its certificate",
+    r"/etc/ssh/sshd_config\.d/60-gpuaas\.conf": "the machine stays enrolled: what sshd shows",
+    r"/etc/fstab": "the disks that were taken over were wiped: their lines stay out of force",
+    r"/etc/fstab\.gpuaas-slice-storage-backup-\d+": "how fstab was before the first wipe",
+    r"/etc/(passwd|group|shadow|gshadow|subuid|subgid)-": "useradd's copies: test_roles",
+    r"/etc/\.pwd\.lock": "useradd's lock, which is empty: test_roles",
+    r"/boot/grub/grub\.cfg": "the image's own was written by hand; now update-grub wrote it",
+    r"/boot/grub/grubenv": "GRUB's record of the last boot",
+    # These programs may come to their first start after the first look.
+    r"/etc/openvswitch/.*": "Open vSwitch's database and log of changes; bridges are asked by name",
+    r"/etc/libvirt/nwfilter/.*\.xml": "libvirtd gives each a UUID at its first start",
+    r"/etc/libvirt/qemu/networks/default\.xml": "libvirtd gives it a UUID at its first start",
+    r"/etc/apparmor\.d/libvirt/libvirt-[0-9a-f-]+(\.files)?": "libvirt's, one for each UUID it ran",
+}
+_EXPECTED = re.compile("|".join(EXPECTED))
+_SYSCTL = sorted(
+    {
+        "net.ipv4.ip_forward",
+        *(key for one in _tuning_profiles.DEFINITIONS.values() for key in one.sysctl),
+    }
+)
+
+# An initramfs is another with each build; what it was built with is a matter of the files.
+LOOK = rf"""set -e
+udevadm settle --timeout=240 || true
+find /etc /usr/local /boot -xdev ! -type d ! -name 'initrd.img-*' -printf '%p\tis %M %U:%G %l\n'
+find /etc /usr/local /boot -xdev -type f ! -name 'initrd.img-*' -exec sha256sum {{}} + \
+  | sed 's/^\([^ ]*\)  \(.*\)$/\2\tholds \1/'
+systemctl list-unit-files --state=enabled,masked --plain --no-legend \
+  | while read -r unit state _preset; do printf 'unit %s\tis %s\n' "$unit" "$state"; done
+for key in {" ".join(_SYSCTL)}; do printf 'sysctl %s\tis %s\n' "$key" "$(sysctl -n "$key")"; done
+cd /sys/bus/pci/devices
+for device in *; do
+  printf 'device %s\tdriver %s, override %s, functions %s\n' "$device" \
+    "$(basename "$(readlink "$device/driver")" | sed 's/^$/none/')" \
+    "$(cat "$device/driver_override")" \
+    "$(cat "$device/sriov_numvfs" "$device/sriov_drivers_autoprobe" 2> /dev/null | tr '\n' ' ')"
+done
+"""
+
+
+def look(stage: Stage) -> set[str]:
+    """Files with their digests, enabled units, the kernel's settings and the PCI devices."""
+    return set(stage.on_host("sh", "-s", stdin=LOOK, limit_s=600).splitlines())
+
+
+def differences(before: set[str], after: set[str]) -> list[str]:
+    """What went and what came, but for EXPECTED; sorted by what it is about."""
+    found = [(row, f"- {row}") for row in before - after]
+    found += [(row, f"+ {row}") for row in after - before]
+    return [told for row, told in sorted(found) if not _EXPECTED.fullmatch(row.split("\t")[0])]
