@@ -6,6 +6,7 @@ import json
 import secrets
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,15 @@ def login(stage: Stage) -> Evidence:
     return {"gpu": proof, "canary_copies_on_disk": found, "user": in_guest(stage, "id -un").strip()}
 
 
-def release(stage: Stage) -> Evidence:
-    """Graceful shutdown, removal of every trace, wipe, proof; the slot is available again."""
+def release(stage: Stage, meanwhile: Callable[[str], object] = lambda _task_id: None) -> Evidence:
+    """Graceful shutdown, removal of every trace, wipe, proof; the slot is available again.
+
+    meanwhile: what is done as soon as the task is there.
+    """
     allocation = stage.known["allocation"]
     stage.api().post(f"/projects/{stage.known['project']}/allocations/{allocation['id']}/release")
     task_id = stage.api().get(f"/admin/allocations/{allocation['id']}")["task_ids"][-1]
+    meanwhile(task_id)
     result = stage.follow({"id": task_id})
     ended = stage.api().get(f"/admin/allocations/{allocation['id']}")
     return {

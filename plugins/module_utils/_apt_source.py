@@ -45,7 +45,7 @@ class State:
     """keys: fingerprints in our keyring. source: text of our file, None when there is none.
 
     elsewhere: other files that name the same repository. open_doors: sources and settings that take
-    packages without a signature.
+    packages without a signature; not those of our file, which is rewritten where it is not ours.
     """
 
     keys: tuple[str, ...]
@@ -66,11 +66,10 @@ class Source:
 def observe(params: _change.Params) -> State:
     keyring, uri = keyring_path(params), str(params["uri"]).rstrip("/")
     ring = _host.path(keyring)
-    entries = list(sources())
-    others = (one for one in entries if one.file != source_path(params))
+    others = [one for one in sources() if one.file != source_path(params)]
     doors = [
         f"{one.file}: {key}={value}"
-        for one in entries
+        for one in others
         for key, value in one.options
         if key.lower() in _OPEN_OPTIONS and value.lower() not in _NO
     ]
@@ -94,7 +93,9 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
     wanted = stanza(params)
     if state.source != wanted:
         step = _change.Step("write_source", source_path(params), before=state.source, after=wanted)
-        steps.append(step)
+        # A new source comes after its key. An edited one may take anything: it is put right first,
+        # whether or not the key can be had.
+        steps.insert(0 if state.source is not None else len(steps), step)
     return _change.Plan(tuple(steps), tuple(blockers))
 
 

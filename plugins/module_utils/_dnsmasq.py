@@ -15,7 +15,12 @@ import time
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from ansible_collections.gpuaas.slice.plugins.module_utils import _command, _host, _slice_names
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _command,
+    _host,
+    _network_files,
+    _slice_names,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 DIRECTORY = f"{_host.STATE_DIRECTORY}/dnsmasq/hosts.d"
@@ -105,8 +110,13 @@ def pid() -> int | None:
 
 
 def test(all_of_them: list[Reservation]) -> None:
-    """Let dnsmasq itself check the reservations together: one duplicate would stop it for all."""
-    lines = "".join(f"dhcp-host={entry.line()}\n" for entry in all_of_them)
+    """Let dnsmasq itself check the reservations together, with those that bootstrap wrote: one
+    duplicate would stop it for all.
+    """
+    written = (_host.kept(_network_files.DNSMASQ) or "").splitlines()
+    fixed = [line for line in written if line.startswith("dhcp-host=")]
+    entries = [f"dhcp-host={entry.line()}" for entry in all_of_them]
+    lines = "".join(f"{line}\n" for line in (*fixed, *entries))
     _command.run(["dnsmasq", "--test", "--conf-file=-"], stdin=lines)
 
 

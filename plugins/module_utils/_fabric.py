@@ -43,9 +43,11 @@ def observe(params: _change.Params) -> State:
     before, installed = _recalled(), _boot.observe(_unit(params))
     asked = params
     if not params["count"]:
-        # The profile may have forgotten a card since.
-        known = [address for address in before or {} if address not in params["pfs"]]
-        asked = {**params, "pfs": [*params["pfs"], *known]}
+        # The profile may have forgotten a card since, or a kind of card.
+        pfs, ids = _told() or ((), ())
+        known = [*params["pfs"], *(before or {}), *pfs]
+        kinds = [*params["pf_ids"], *ids]
+        asked = {**params, "pfs": [*dict.fromkeys(known)], "pf_ids": [*dict.fromkeys(kinds)]}
     live = _sriov.observe(asked)
     return State(live, installed, before, _served(live, installed))
 
@@ -127,13 +129,21 @@ def _served(live: _sriov.State, installed: _boot.Installed) -> frozenset[str]:
     every = frozenset(card.address for card in live.cards)
     if not installed.present:
         return frozenset()
-    try:
-        told = json.loads(_host.kept(_boot_units.FABRIC.settings_path) or "")
-        pfs, ids = list(told["pfs"]), list(told["pf_ids"])
-    except (ValueError, LookupError, TypeError):
+    told = _told()
+    if told is None:
         # Edited or gone: any card may be one of them.
         return every
+    pfs, ids = told
     return frozenset(a for a in every if a in pfs or _pci.read(a).id in ids)
+
+
+def _told() -> tuple[list[str], list[str]] | None:
+    """The addresses and kinds of cards that the installed service serves; None when unknown."""
+    try:
+        told = json.loads(_host.kept(_boot_units.FABRIC.settings_path) or "")
+        return [str(pf) for pf in told["pfs"]], [str(kind) for kind in told["pf_ids"]]
+    except (ValueError, LookupError, TypeError):
+        return None
 
 
 def _recalled() -> dict[str, Any] | None:

@@ -372,7 +372,9 @@ def _is_amd() -> bool:
 
 
 def _with_block(text: str | None) -> str:
-    return _without_block(text) + BLOCK
+    site = _without_block(text)
+    # An editor may have left the last line without its end.
+    return site + ("\n" if site and not site.endswith("\n") else "") + BLOCK
 
 
 def has_block(text: str | None) -> bool:
@@ -382,8 +384,8 @@ def has_block(text: str | None) -> bool:
 
 def _without_block(text: str | None) -> str:
     # A mark whose other half somebody deleted must not meet the next block's.
-    block = rf"^{_BEGIN}\n(?:(?!{_BEGIN}\n).*\n)*?{_END}\n"
-    half = rf"^(?:{_BEGIN}|{_END})\n"
+    block = rf"^{_BEGIN}\n(?:(?!{_BEGIN}\n).*\n)*?{_END}(?:\n|\Z)"
+    half = rf"^(?:{_BEGIN}|{_END})(?:\n|\Z)"
     return re.sub(f"{block}|{half}", "", text or "", flags=re.MULTILINE)
 
 

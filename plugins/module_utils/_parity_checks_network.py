@@ -146,7 +146,7 @@ def dnsmasq_config(facts: Facts) -> Verdict:
     """
     problems = [f"stale {name}" for name in _topology_network.stale_reservations()]
     problems += _written.unlike(_network_files.DNSMASQ, _network_files.dnsmasq(facts.network))
-    problems += _duplicates()
+    problems += _duplicates(_network_files.probe_address(facts.network["subnet"]))
     # Debian's service adds the folder on its command line, so the test must name it too.
     folder = "--conf-dir=/etc/dnsmasq.d,.dpkg-dist,.dpkg-old,.dpkg-new"
     tested = _command.run(["dnsmasq", "--test", folder], ok=range(256))
@@ -257,10 +257,12 @@ def _not_given(facts: Facts, links: Sequence[_netplan.Link], wanted: str) -> lis
     return [f"{IPOIB} gives {wanted} to {given}, not to {owner or 'an interface ibp*'}"]
 
 
-def _duplicates() -> list[str]:
-    """Addresses that two reservations name: one such pair keeps dnsmasq from starting."""
+def _duplicates(own: str) -> list[str]:
+    """Addresses that two reservations name, our guest's among them: dnsmasq does not start with
+    such a pair, or leaves the second one out.
+    """
     folder = _host.path(_network_files.RESERVATIONS)
-    seen: dict[str, str] = {}
+    seen = {own: "bootstrap's own file"}
     problems = []
     for file in sorted(folder.iterdir()) if folder.is_dir() else []:
         for word in file.read_text(errors="replace").replace("\n", ",").split(","):

@@ -59,8 +59,8 @@ def suggestions(count: int, network: Mapping[str, Any], machine_id: str) -> list
     found: list[dict[str, Any]] = []
     for index in range(count):
         number = int(network["first_host"]) + index
-        # The subnet's last address is its broadcast; the octet of the MAC ends at 255.
-        fits = number < min(subnet.num_addresses - 1, 256) and subnet[number] != own
+        # The subnet ends with parity's guest and the broadcast; the octet of the MAC ends at 255.
+        fits = number < min(subnet.num_addresses - 2, 256) and subnet[number] != own
         found.append(
             {
                 "slot_index": index,

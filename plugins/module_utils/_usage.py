@@ -256,11 +256,15 @@ def node_name(source: str) -> str:
     """The kernel name behind /dev/…, followed through links; "" for anything else."""
     if not source.startswith("/dev/"):
         return ""
-    for _level in range(8):
-        link = _host.path(source)
-        if not link.is_symlink():
-            break
-        source = os.path.normpath(Path(source).parent / link.readlink())
+    try:
+        for _level in range(8):
+            link = _host.path(source)
+            if not link.is_symlink():
+                break
+            source = os.path.normpath(Path(source).parent / link.readlink())
+    except OSError:
+        # A tenant can mount a tmpfs under any name, also one too long to be a path.
+        return ""
     return Path(source).name
 
 

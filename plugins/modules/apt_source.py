@@ -13,7 +13,7 @@ description:
   - Writes a source with C(Signed-By) and a keyring that holds one key.
   - The key is fetched and compared with O(fingerprint) before it is trusted.
   - Refuses while anything on the host lets apt take packages without a signature, such as
-    C([trusted=yes]) on any source.
+    C([trusted=yes]) on any other source. The file of O(name) itself is rewritten.
   - Refuses with C(fingerprint_invalid), C(source_invalid), C(key_fingerprint_mismatch),
     C(key_not_valid), C(unauthenticated_source), C(source_defined_elsewhere).
   - Does not update apt's lists.

@@ -17,10 +17,17 @@ description:
     repeated provision never takes the tenant's own changes for the state before.
   - V(compared) compares with O(baseline), which the caller kept. A tenant with root could change
     whatever the host keeps, which is forgotten then; that it was no record any more is drift.
+  - Refuses with C(stale_fence), C(ledger_unreadable), C(baseline_unreadable),
+    C(allocation_id_invalid).
 options:
   allocation_id:
     description: The allocation, a UUID with dashes.
     type: str
+    required: true
+  fence:
+    description: >-
+      The fence of the node's claim. A late run would leave a record behind that nobody forgets.
+    type: int
     required: true
   state:
     description: Whether to record or to compare.
@@ -39,11 +46,13 @@ EXAMPLES = r"""
 - name: Remember what the machine is like
   gpuaas.slice.host_baseline:
     allocation_id: 23bd713b-6073-4ef7-8a51-2897e902365d
+    fence: 3
   register: before
 
 - name: Name what is different
   gpuaas.slice.host_baseline:
     allocation_id: 23bd713b-6073-4ef7-8a51-2897e902365d
+    fence: 4
     state: compared
     baseline: "{{ before.baseline }}"
 """
@@ -79,6 +88,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _change,
     _host,
     _host_baseline,
+    _lease,
+    _whole_machine,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
@@ -92,18 +103,23 @@ class State:
     """kept: the first look, as the host remembers it. now, there, broken: with O(state=compared).
 
     there: whether anything is in the place of the host's record. broken: it is no record.
+    problems: why this run may do nothing here.
     """
 
     kept: Sections | None = None
     now: Sections = field(default_factory=dict)
     there: bool = False
     broken: bool = False
+    problems: tuple[Refusal, ...] = ()
 
 
 def observe(params: _change.Params) -> State:
     file = _file(params["allocation_id"])
+    machine = {_whole_machine.MACHINE: _lease.load(_whole_machine.MACHINE)}
+    problems = tuple(_whole_machine.stale(params["fence"], machine))
     if params["state"] == "recorded":
-        return State(kept=_kept(file))
+        # What became of a record that is no longer this run's is not for it to say.
+        return State(kept=None if problems else _kept(file), problems=problems)
     # Whatever the tenant made of the record, nothing is compared with it.
     try:
         _kept(file)
@@ -111,7 +127,8 @@ def observe(params: _change.Params) -> State:
     except (Refusal, RecursionError):
         broken = True
     there = os.path.lexists(_host.path(file))
-    return State(now=_host_baseline.take(), there=there, broken=there and broken)
+    now = _host_baseline.take()
+    return State(now=now, there=there, broken=there and broken, problems=problems)
 
 
 def _kept(file: str) -> Sections | None:
@@ -125,23 +142,33 @@ def _kept(file: str) -> Sections | None:
 
 def plan(params: _change.Params, state: State) -> _change.Plan:
     file = _file(params["allocation_id"])
+    steps = []
     if params["state"] == "recorded" and state.kept is None:
-        return _change.Plan((_change.Step("record_baseline", file),))
+        steps.append(_change.Step("record_baseline", file))
     if params["state"] == "compared" and state.there:
-        return _change.Plan((_change.Step("forget_baseline", file),))
-    return _change.Plan()
+        steps.append(_change.Step("forget_baseline", file))
+    return _change.Plan(tuple(steps), state.problems)
 
 
-def apply(_params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
-    if step.name == "forget_baseline":
-        there = _host.path(step.subject)
-        if there.is_dir() and not there.is_symlink():
-            shutil.rmtree(there)
-        _host.remove(step.subject)
-        return None
-    text = json.dumps(_host_baseline.take(), sort_keys=True)
-    _host.write(step.subject, text + "\n", mode=0o600)
+def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
+    recorded = step.name == "record_baseline"
+    text = json.dumps(_host_baseline.take(), sort_keys=True) + "\n" if recorded else ""
+    # The look takes its time. Whoever raises the fence holds this lock, so what an older run writes
+    # is there before that, and is forgotten by the release that follows.
+    with _lease.locked():
+        _lease.check(_whole_machine.MACHINE, params["fence"])
+        if recorded:
+            _host.write(step.subject, text, mode=0o600)
+        else:
+            _forget(step.subject)
     return None
+
+
+def _forget(file: str) -> None:
+    there = _host.path(file)
+    if there.is_dir() and not there.is_symlink():
+        shutil.rmtree(there)
+    _host.remove(file)
 
 
 def facts(params: _change.Params, state: State) -> dict[str, Any]:
@@ -188,6 +215,7 @@ def main() -> None:
     module = AnsibleModule(
         argument_spec={
             "allocation_id": {"type": "str", "required": True},
+            "fence": {"type": "int", "required": True},
             "state": {"type": "str", "choices": ["recorded", "compared"], "default": "recorded"},
             "baseline": {"type": "dict"},
         },

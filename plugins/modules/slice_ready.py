@@ -165,14 +165,21 @@ def console_tail(allocation_id: str) -> list[str]:
     return [line for line in lines if line][-_CONSOLE_LINES:]
 
 
+def domain_state(allocation_id: str) -> str:
+    """libvirt's word; one that does not answer takes no other evidence away."""
+    try:
+        return _libvirt.domains().get(_slice_names.domain_name(allocation_id), "absent")
+    except Refusal:
+        return "unknown"
+
+
 def watch(params: _change.Params, once: bool) -> tuple[dict[str, Any], Refusal | None]:
     """What was seen last, and why it does not count."""
     readiness = wait(params, once=once)
     refusal = verdict(params, readiness)
     if refusal is not None:
-        name = _slice_names.domain_name(params["allocation_id"])
-        readiness["domain_state"] = _libvirt.domains().get(name, "absent")
         readiness["console_tail"] = console_tail(params["allocation_id"])
+        readiness["domain_state"] = domain_state(params["allocation_id"])
     return {"readiness": readiness}, refusal
 
 

@@ -162,7 +162,9 @@ def _usable(text: str, bridge: str) -> bool:
     except ValueError:
         return False
     network = interface.network
-    reserved = (interface.ip, network.network_address, network.broadcast_address)
+    # The last usable one is the host's own: parity plays a guest with it.
+    ends = (network.network_address, network.broadcast_address - 1, network.broadcast_address)
+    reserved = (interface.ip, *ends)
     return address in network and address not in reserved
 
 

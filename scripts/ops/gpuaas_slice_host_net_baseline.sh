@@ -1730,7 +1730,7 @@ class Refusal(Exception):
         }
 '''
 
-# sha256 981a41cb7909a1f97ffa41a392c960e794cfac1c6239a418aa96d00671ce2201
+# sha256 55214c32d799e6b8783c291b6f07faef94e7ab138a2053f9b8018d4cba9e5e1b
 SOURCES["_fabric"] = r'''"""Virtual functions of the fabric cards, now and at every boot; on the way back, what was before.
 
 What a card had is remembered before its first change. Of a card that a service of ours served
@@ -1776,9 +1776,11 @@ def observe(params: _change.Params) -> State:
     before, installed = _recalled(), _boot.observe(_unit(params))
     asked = params
     if not params["count"]:
-        # The profile may have forgotten a card since.
-        known = [address for address in before or {} if address not in params["pfs"]]
-        asked = {**params, "pfs": [*params["pfs"], *known]}
+        # The profile may have forgotten a card since, or a kind of card.
+        pfs, ids = _told() or ((), ())
+        known = [*params["pfs"], *(before or {}), *pfs]
+        kinds = [*params["pf_ids"], *ids]
+        asked = {**params, "pfs": [*dict.fromkeys(known)], "pf_ids": [*dict.fromkeys(kinds)]}
     live = _sriov.observe(asked)
     return State(live, installed, before, _served(live, installed))
 
@@ -1860,13 +1862,21 @@ def _served(live: _sriov.State, installed: _boot.Installed) -> frozenset[str]:
     every = frozenset(card.address for card in live.cards)
     if not installed.present:
         return frozenset()
-    try:
-        told = json.loads(_host.kept(_boot_units.FABRIC.settings_path) or "")
-        pfs, ids = list(told["pfs"]), list(told["pf_ids"])
-    except (ValueError, LookupError, TypeError):
+    told = _told()
+    if told is None:
         # Edited or gone: any card may be one of them.
         return every
+    pfs, ids = told
     return frozenset(a for a in every if a in pfs or _pci.read(a).id in ids)
+
+
+def _told() -> tuple[list[str], list[str]] | None:
+    """The addresses and kinds of cards that the installed service serves; None when unknown."""
+    try:
+        told = json.loads(_host.kept(_boot_units.FABRIC.settings_path) or "")
+        return [str(pf) for pf in told["pfs"]], [str(kind) for kind in told["pf_ids"]]
+    except (ValueError, LookupError, TypeError):
+        return None
 
 
 def _recalled() -> dict[str, Any] | None:
@@ -2051,7 +2061,7 @@ def _service(block: str) -> Service:
     return Service(values.get("ActiveState", ""), values.get("UnitFileState", ""))
 '''
 
-# sha256 a724b3fab5c3a179c9c431247274c03b9c9b0d7bf67070896dbe3e0ef568b75c
+# sha256 c82f87a25e932b773bbc67cf68a4c11ee7052c4020d84baee3b103570f5a0815
 SOURCES["_grub"] = r'''"""Kernel arguments and early modules of a slice host: what is configured, and what this boot has.
 
 Configured and in effect are two things: between them lie update-grub, update-initramfs, a reboot.
@@ -2426,7 +2436,9 @@ def _is_amd() -> bool:
 
 
 def _with_block(text: str | None) -> str:
-    return _without_block(text) + BLOCK
+    site = _without_block(text)
+    # An editor may have left the last line without its end.
+    return site + ("\n" if site and not site.endswith("\n") else "") + BLOCK
 
 
 def has_block(text: str | None) -> bool:
@@ -2436,8 +2448,8 @@ def has_block(text: str | None) -> bool:
 
 def _without_block(text: str | None) -> str:
     # A mark whose other half somebody deleted must not meet the next block's.
-    block = rf"^{_BEGIN}\n(?:(?!{_BEGIN}\n).*\n)*?{_END}\n"
-    half = rf"^(?:{_BEGIN}|{_END})\n"
+    block = rf"^{_BEGIN}\n(?:(?!{_BEGIN}\n).*\n)*?{_END}(?:\n|\Z)"
+    half = rf"^(?:{_BEGIN}|{_END})(?:\n|\Z)"
     return re.sub(f"{block}|{half}", "", text or "", flags=re.MULTILINE)
 
 
@@ -4859,7 +4871,7 @@ def guarded(
     return replace(subject, observe=observe, plan=plan, facts=facts)
 '''
 
-# sha256 fb3c5bbc89e9ec0a1efb9d087615b6bfe4e97913f300fa562d6b352c73865bfb
+# sha256 1c6ddc42bc33d843aad3d3749456c36452c1009aff4cb8f227847f0060c29174
 SOURCES["_topology_candidates"] = r'''"""Which GPU goes with which disk and fabric function: pure over the discovery document's devices.
 
 The pairing looks at where devices sit, never at whether they are in use. So it stays the same when
@@ -4921,8 +4933,8 @@ def suggestions(count: int, network: Mapping[str, Any], machine_id: str) -> list
     found: list[dict[str, Any]] = []
     for index in range(count):
         number = int(network["first_host"]) + index
-        # The subnet's last address is its broadcast; the octet of the MAC ends at 255.
-        fits = number < min(subnet.num_addresses - 1, 256) and subnet[number] != own
+        # The subnet ends with parity's guest and the broadcast; the octet of the MAC ends at 255.
+        fits = number < min(subnet.num_addresses - 2, 256) and subnet[number] != own
         found.append(
             {
                 "slot_index": index,

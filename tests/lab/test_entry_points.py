@@ -171,7 +171,7 @@ def test_a_disk_is_taken_by_the_plan_that_was_approved(stage: Stage, tmp_path: P
     by_id, mount = f"/dev/disk/by-id/nvme-eui.{disk['eui64']}", "/test-share"
     tool = "gpuaas_slice_storage_transition.sh"
     words = [*byhand.way(stage), "--profile", "lab", "--output", "json", "--devices", by_id]
-    making = f"mkfs.ext4 -q -F {by_id} && mkdir -p {mount} && mount {by_id} {mount}"
+    making = f"mkfs.ext4 -q {by_id} && mkdir -p {mount} && mount {by_id} {mount}"
     stage.on_host("sh", "-c", f"'{making} && echo files > {mount}/README && udevadm settle'")
     try:
         planned = byhand.script(stage, tool, *words)

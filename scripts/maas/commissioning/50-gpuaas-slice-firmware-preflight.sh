@@ -19,7 +19,7 @@ for python in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do
     exec "$python" -B -I /dev/fd/3 "$@" 3<<'GPUAAS_STANDALONE_END'
 SOURCES = {}
 
-# sha256 683dd59ce958d84e1112057461661ad264229e13a1e94753ceb999059b4c184b
+# sha256 2a690a3c0ff40b876d2ab43e5ed01d5b138369455a759132d3b1c23b7c610b4a
 SOURCES["_apt_source"] = r'''"""One signed repository for apt, with a key that is trusted for it and for nothing else.
 
 The key is believed for its fingerprint, which comes from the operator and not from the place the
@@ -67,7 +67,7 @@ class State:
     """keys: fingerprints in our keyring. source: text of our file, None when there is none.
 
     elsewhere: other files that name the same repository. open_doors: sources and settings that take
-    packages without a signature.
+    packages without a signature; not those of our file, which is rewritten where it is not ours.
     """
 
     keys: tuple[str, ...]
@@ -88,11 +88,10 @@ class Source:
 def observe(params: _change.Params) -> State:
     keyring, uri = keyring_path(params), str(params["uri"]).rstrip("/")
     ring = _host.path(keyring)
-    entries = list(sources())
-    others = (one for one in entries if one.file != source_path(params))
+    others = [one for one in sources() if one.file != source_path(params)]
     doors = [
         f"{one.file}: {key}={value}"
-        for one in entries
+        for one in others
         for key, value in one.options
         if key.lower() in _OPEN_OPTIONS and value.lower() not in _NO
     ]
@@ -116,7 +115,9 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
     wanted = stanza(params)
     if state.source != wanted:
         step = _change.Step("write_source", source_path(params), before=state.source, after=wanted)
-        steps.append(step)
+        # A new source comes after its key. An edited one may take anything: it is put right first,
+        # whether or not the key can be had.
+        steps.insert(0 if state.source is not None else len(steps), step)
     return _change.Plan(tuple(steps), tuple(blockers))
 
 
@@ -2426,7 +2427,7 @@ class Refusal(Exception):
         }
 '''
 
-# sha256 a724b3fab5c3a179c9c431247274c03b9c9b0d7bf67070896dbe3e0ef568b75c
+# sha256 c82f87a25e932b773bbc67cf68a4c11ee7052c4020d84baee3b103570f5a0815
 SOURCES["_grub"] = r'''"""Kernel arguments and early modules of a slice host: what is configured, and what this boot has.
 
 Configured and in effect are two things: between them lie update-grub, update-initramfs, a reboot.
@@ -2801,7 +2802,9 @@ def _is_amd() -> bool:
 
 
 def _with_block(text: str | None) -> str:
-    return _without_block(text) + BLOCK
+    site = _without_block(text)
+    # An editor may have left the last line without its end.
+    return site + ("\n" if site and not site.endswith("\n") else "") + BLOCK
 
 
 def has_block(text: str | None) -> bool:
@@ -2811,8 +2814,8 @@ def has_block(text: str | None) -> bool:
 
 def _without_block(text: str | None) -> str:
     # A mark whose other half somebody deleted must not meet the next block's.
-    block = rf"^{_BEGIN}\n(?:(?!{_BEGIN}\n).*\n)*?{_END}\n"
-    half = rf"^(?:{_BEGIN}|{_END})\n"
+    block = rf"^{_BEGIN}\n(?:(?!{_BEGIN}\n).*\n)*?{_END}(?:\n|\Z)"
+    half = rf"^(?:{_BEGIN}|{_END})(?:\n|\Z)"
     return re.sub(f"{block}|{half}", "", text or "", flags=re.MULTILINE)
 
 
@@ -6571,7 +6574,7 @@ def guarded(
     return replace(subject, observe=observe, plan=plan, facts=facts)
 '''
 
-# sha256 fb3c5bbc89e9ec0a1efb9d087615b6bfe4e97913f300fa562d6b352c73865bfb
+# sha256 1c6ddc42bc33d843aad3d3749456c36452c1009aff4cb8f227847f0060c29174
 SOURCES["_topology_candidates"] = r'''"""Which GPU goes with which disk and fabric function: pure over the discovery document's devices.
 
 The pairing looks at where devices sit, never at whether they are in use. So it stays the same when
@@ -6633,8 +6636,8 @@ def suggestions(count: int, network: Mapping[str, Any], machine_id: str) -> list
     found: list[dict[str, Any]] = []
     for index in range(count):
         number = int(network["first_host"]) + index
-        # The subnet's last address is its broadcast; the octet of the MAC ends at 255.
-        fits = number < min(subnet.num_addresses - 1, 256) and subnet[number] != own
+        # The subnet ends with parity's guest and the broadcast; the octet of the MAC ends at 255.
+        fits = number < min(subnet.num_addresses - 2, 256) and subnet[number] != own
         found.append(
             {
                 "slot_index": index,
@@ -7620,7 +7623,7 @@ DEFINITIONS: Mapping[str, Definition] = {
 PROFILES = tuple(DEFINITIONS)
 '''
 
-# sha256 17c96181ef608632368fce44c3340d5fb479873f78255d16549e245d91114a1a
+# sha256 b12b06a889e0281a659abc60628aebcac56d914c9572b6fb4b3951549763ca91
 SOURCES["_usage"] = r'''"""Who uses a disk: mounts, swap, holders, open files, and what is written on it.
 
 Asking whether the *disk* is mounted says no while its partition is mounted, so every look goes over
@@ -7879,11 +7882,15 @@ def node_name(source: str) -> str:
     """The kernel name behind /dev/…, followed through links; "" for anything else."""
     if not source.startswith("/dev/"):
         return ""
-    for _level in range(8):
-        link = _host.path(source)
-        if not link.is_symlink():
-            break
-        source = os.path.normpath(Path(source).parent / link.readlink())
+    try:
+        for _level in range(8):
+            link = _host.path(source)
+            if not link.is_symlink():
+                break
+            source = os.path.normpath(Path(source).parent / link.readlink())
+    except OSError:
+        # A tenant can mount a tmpfs under any name, also one too long to be a path.
+        return ""
     return Path(source).name
 
 

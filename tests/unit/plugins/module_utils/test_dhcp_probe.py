@@ -8,7 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import _dhcp_probe, _network_files
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _dhcp_probe,
+    _dnsmasq,
+    _network_files,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 pytestmark = pytest.mark.covers("HOST-6", "HOST-10")
 
@@ -91,3 +96,14 @@ def test_only_an_offer_to_this_request_counts() -> None:
     for packet in (acknowledged, request, answer[:200], b""):
         assert _dhcp_probe.offer(b"abcd", packet) == ""
     assert _dhcp_probe.offer(b"efgh", answer) == ""
+
+
+def test_a_slot_cannot_reserve_the_address_that_is_parity_s(tree: Path) -> None:
+    """Asked of the real dnsmasq, which is silent about it while it runs."""
+    conf = tree / _network_files.DNSMASQ.lstrip("/")
+    conf.parent.mkdir(parents=True)
+    conf.write_text(_network_files.dnsmasq(NETWORK))
+    free = _dnsmasq.Reservation("a", OTHER, "10.100.0.10", "trainer")
+    _dnsmasq.test([free])
+    with pytest.raises(Refusal, match=r"10\.100\.0\.254"):
+        _dnsmasq.test([free, _dnsmasq.Reservation("b", "52:54:00:64:00:fe", "10.100.0.254", "b")])

@@ -137,6 +137,13 @@ def test_what_is_served_already_is_not_what_was_before(host: Host) -> None:
     assert not drive(0).changed
 
 
+def test_a_kind_of_card_that_the_profile_forgot_goes_back_without_a_record(host: Host) -> None:
+    earlier(2)
+    outcome = drive(0, pf_ids=[])
+    assert outcome.done == ["make_functions", "remove_service"]
+    assert host.found() == (0, "1")
+
+
 @pytest.mark.parametrize("settings", ["{broken", "[]", None])
 def test_settings_that_say_nothing_do_not_make_ours_the_sites(
     host: Host, settings: str | None

@@ -234,6 +234,23 @@ def test_site_lines_of_the_initramfs_keep_every_byte(machine: Machine) -> None:
     assert file.read_bytes() == site
 
 
+@pytest.mark.parametrize("ours", ["", _grub.BLOCK.rstrip("\n")])
+def test_a_last_line_without_its_end_is_no_part_of_ours(machine: Machine, ours: str) -> None:
+    file = _host.path(_grub.INITRAMFS_MODULES)
+    file.write_text(f"{ours}\nnvme" if ours else "nvme")
+    assert drive().failure is None
+    assert file.read_text() == f"nvme\n{_grub.BLOCK}"
+    drive(state="absent")
+    assert file.read_text() == "nvme\n"
+
+
+def test_a_block_that_lost_its_last_line_end_is_ours(machine: Machine) -> None:
+    file = _host.path(_grub.INITRAMFS_MODULES)
+    file.write_text("nvme\n" + _grub.BLOCK.rstrip("\n"))
+    drive(state="absent")
+    assert file.read_text() == "nvme\n"
+
+
 def test_a_second_block_takes_no_line_of_the_site_with_it(machine: Machine) -> None:
     file = _host.path(_grub.INITRAMFS_MODULES)
     half = _grub.BLOCK.replace("# gpuaas.slice: end\n", "")

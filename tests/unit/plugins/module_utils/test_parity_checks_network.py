@@ -376,6 +376,19 @@ def test_dnsmasq_settings(parity: Any, bootstrapped: Any, script: Any) -> None:
     )
 
 
+def test_a_slot_with_the_address_of_paritys_guest_is_named(
+    parity: Any, bootstrapped: Any, script: Any
+) -> None:
+    """dnsmasq says nothing, and offers the slot's guest nothing."""
+    bootstrapped.file("/var/lib/gpuaas/dnsmasq/hosts.d/a", "52:54:00:64:00:fe,10.100.0.254,a\n")
+    script.on(*TEST, err="dnsmasq: syntax check OK.")
+    found = _parity_checks_network.dnsmasq_config(parity.facts())
+    assert (found.status, found.detail) == (
+        "FAIL",
+        "10.100.0.254 is reserved in bootstrap's own file and a",
+    )
+
+
 def test_dnsmasq_settings_that_do_not_parse(parity: Any, machine: Any, script: Any) -> None:
     script.on(*TEST, rc=1, err="dnsmasq: bad option\n")
     found = _parity_checks_network.dnsmasq_config(parity.facts())

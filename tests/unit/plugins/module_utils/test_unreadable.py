@@ -39,7 +39,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusa
 from ansible_collections.gpuaas.slice.plugins.modules import baremetal_tenant, host_baseline
 
 ALLOCATION = "23bd713b-6073-4ef7-8a51-2897e902365d"
-RECORDED = {"allocation_id": ALLOCATION, "state": "recorded"}
+RECORDED = {"allocation_id": ALLOCATION, "fence": 1, "state": "recorded"}
 KERNEL = {"arguments": ["iommu=pt"], "state": "present", "in_effect": False}
 ASKED = _parity_facts.Asked(profile={"network": {}}, slots=())
 TENANT = _tenant_account.Traces(accounts=("alice",))

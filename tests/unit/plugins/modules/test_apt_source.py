@@ -211,6 +211,29 @@ def test_no_source_may_go_unsigned(tree: Path, vendor: Publisher, file: str, tex
     assert drive(asked).failure is None
 
 
+def test_what_opens_our_own_file_is_rewritten_and_hides_no_strangers(
+    tree: Path, vendor: Publisher, stranger: Publisher
+) -> None:
+    asked = params(tree, vendor, vendor.key())
+    drive(asked)
+    own, wanted = tree / SOURCE[1:], (tree / SOURCE[1:]).read_text()
+    opened = f"{wanted}Trusted: yes\n"
+    own.write_text(opened)
+    other = own.with_name("a.sources")
+    other.write_text("Types: deb\nURIs: http://o.example.org/\nTrusted: yes\n")
+    outcome = drive(asked)
+    assert code(outcome) == "unauthenticated_source" and own.read_text() == opened
+    assert outcome.failure and SOURCE not in outcome.failure.found
+    other.unlink()
+    assert drive(asked, check=True).document()["diff"]["before"] == {SOURCE: opened}
+    assert drive(asked).done == ["write_source"] and own.read_text() == wanted
+    # It does not stay open because there is no key to be had.
+    own.write_text(opened)
+    (tree / KEYRING[1:]).unlink()
+    assert code(drive(params(tree, vendor, stranger.key()))) == "key_fingerprint_mismatch"
+    assert own.read_text() == wanted
+
+
 def test_apts_own_settings_may_not_open_it_either(
     tree: Path, vendor: Publisher, script: Any
 ) -> None:

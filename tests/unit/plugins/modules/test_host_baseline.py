@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _host, _lease
 from ansible_collections.gpuaas.slice.plugins.modules import host_baseline as module
 
 pytestmark = pytest.mark.covers("CTRL-15")
@@ -39,8 +39,14 @@ def host(tree: Path, script: Any) -> Any:
 
 
 def drive(state: str = "recorded", **more: Any) -> _change.Outcome:
-    params = {"allocation_id": ALLOCATION, "state": state, "baseline": None, **more}
+    params = {
+        "allocation_id": ALLOCATION, "fence": 1, "state": state, "baseline": None, **more
+    }  # fmt: skip
     return _change.drive(SUBJECT, params, check_mode=False)
+
+
+def refused(outcome: _change.Outcome) -> str:
+    return outcome.failure.code if outcome.failure else ""
 
 
 def drift(before: dict[str, Any]) -> dict[str, tuple[str, bool]]:
@@ -150,7 +156,7 @@ def test_what_a_tenant_made_of_the_record_stops_no_release(
         (kept / "inside").mkdir(parents=True)
     else:
         kept.write_text(made)
-    params = {"allocation_id": ALLOCATION, "state": "compared", "baseline": before}
+    params = {"allocation_id": ALLOCATION, "fence": 1, "state": "compared", "baseline": before}
     outcome = _change.drive(module.subject(), params, check_mode=False)
     assert outcome.failure is None, outcome.failure
     assert outcome.done == ["forget_baseline"] and not kept.exists()
@@ -160,3 +166,38 @@ def test_what_a_tenant_made_of_the_record_stops_no_release(
     kept.write_text("[]")
     with pytest.raises(_change.Refusal, match="baseline_unreadable"):
         drive()
+
+
+@pytest.mark.covers("I10")
+@pytest.mark.parametrize("state", ["recorded", "compared"])
+def test_a_late_run_neither_leaves_a_record_nor_takes_one(
+    host: Any, tree: Path, state: str
+) -> None:
+    folder = tree / "var/lib/gpuaas/baseline"
+    _lease.raise_fence(_lease.MACHINE, fence=2)
+    assert refused(drive(state)) == "stale_fence"
+    assert not folder.exists()
+    drive(fence=2)
+    (kept,) = folder.iterdir()
+    assert refused(drive(state)) == "stale_fence"
+    kept.write_text("not json")
+    assert refused(drive(state)) == "stale_fence"
+    assert kept.read_text() == "not json"
+
+
+@pytest.mark.covers("I10")
+def test_a_run_that_became_late_while_it_looked_leaves_nothing(
+    host: Any, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = module._host_baseline.take
+
+    def slow() -> Any:
+        found = look()
+        _lease.raise_fence(_lease.MACHINE, fence=2)
+        return found
+
+    monkeypatch.setattr(module._host_baseline, "take", slow)
+    assert refused(drive()) == "stale_fence"
+    assert not (tree / "var/lib/gpuaas/baseline").exists()
+    drive(fence=2)
+    assert drive("compared", fence=2).done == ["forget_baseline"]

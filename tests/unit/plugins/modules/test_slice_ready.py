@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _dnsmasq, _slice_names
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.modules import slice_ready as module
 
 ONE = "23bd713b-6073-4ef7-8a51-2897e902365d"
@@ -120,6 +121,21 @@ def test_the_driver_says_how_long_to_look(guest: Guest, check_mode: bool, second
     readiness = told.said["readiness"]
     assert (readiness["seconds"], readiness["console_tail"]) == (seconds, [])
     assert readiness["domain_state"] == "paused"
+
+
+def test_a_silent_libvirt_takes_no_other_evidence_away(
+    guest: Guest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def silent() -> dict[str, str]:
+        raise Refusal("command_failed", expected="an answer", found="none", remedy="look")
+
+    monkeypatch.setattr(module._libvirt, "domains", silent)
+    guest.put(_slice_names.console_path(ONE), "Kernel panic\n")
+    told = Module(check_mode=False)
+    _change.attend(told, module.watch)
+    readiness = told.said["readiness"]
+    assert told.said["error"]["code"] == "readiness_failed"
+    assert (readiness["domain_state"], readiness["console_tail"]) == ("unknown", ["Kernel panic"])
 
 
 def test_a_bad_address_is_refused_before_any_look(guest: Guest) -> None:

@@ -106,6 +106,7 @@ Change = Callable[[Bundle], Bundle]
         ("ip_invalid", lambda b: replace(b, private_ip="10.101.0.10")),
         ("ip_invalid", lambda b: replace(b, private_ip="10.100.0.1")),
         ("ip_invalid", lambda b: replace(b, private_ip="10.100.0.255")),
+        ("ip_invalid", lambda b: replace(b, private_ip="10.100.0.254")),
         ("ip_invalid", lambda b: replace(b, private_ip="{{ ip }}")),
     ],
 )

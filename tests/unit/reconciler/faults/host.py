@@ -341,12 +341,20 @@ def baremetal_lease(host: Host, params: Document) -> Document:
     key, fence = params["allocation_id"], params["fence"]
     disks = {disk["slot_id"]: disk_of(disk) for disk in params["disks"]}
     names = (*disks, MACHINE)
-    before = {name: _lease.check(name, fence) for name in names}
-    _MACHINE_STATES[params["state"]](host, params, disks, before)
+    before = {name: _lease.load(name) for name in names}
+    late: Document = {}
+    try:
+        for name in names:
+            _lease.check(name, fence)
+    except Refusal as stale:
+        # As the driver does: a blocked plan is told together with what was seen.
+        late = {"failed": True, "msg": str(stale), "error": stale.document()}
+    else:
+        _MACHINE_STATES[params["state"]](host, params, disks, before)
     # An ending that is only looked at (check mode) says how things were.
     ending = params["state"] == "ending"
     told = before if ending else {name: _lease.load(name) for name in names}
-    return {
+    return late | {
         "given": told[MACHINE].allocation_id == key and told[MACHINE].dirty,
         "dirty": [name for name in disks if told[name].dirty],
         "slots": [{**disk, "fence": fence} for disk in params["disks"]],
@@ -435,6 +443,7 @@ def tenant_disks(host: Host, params: Document) -> Document:
 
 
 def host_baseline(host: Host, params: Document) -> Document:
+    _lease.check(MACHINE, params["fence"])
     if params.get("state", "recorded") == "recorded":
         host.baselines.add(params["allocation_id"])
         return {"baseline": {"accounts": {"root": "1"}}}

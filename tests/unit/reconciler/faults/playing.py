@@ -73,6 +73,13 @@ def steps_of(playbook: str) -> set[tuple[str, str]]:
     return set(_reachable(the_play["tasks"], ROOT / "playbooks", {}))
 
 
+def rescue_of(playbook: str) -> set[tuple[str, str]]:
+    """Those of them that only a failure leads to."""
+    (the_play,) = read(ROOT / "playbooks" / f"{playbook}.yml")
+    rescues = [step for task in the_play["tasks"] for step in task.get("rescue", ())]
+    return set(_reachable(rescues, ROOT / "playbooks", {}))
+
+
 @lru_cache
 def read(path: Path) -> Any:
     """A YAML file of the collection."""

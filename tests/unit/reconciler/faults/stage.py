@@ -33,6 +33,8 @@ from tests.unit.reconciler.faults.playing import How, Killed, Playing, Step, pla
 
 # How a step is done, by its place in the run; Stopped and Killed may come out of it.
 Decide = Callable[["Run", int, Step], How | None]
+# Of what a host has, that which is of one tenant.
+EMPTY = ("reservations", "seeds", "running", "plans", "accounts", "mounts", "baselines")
 
 
 class Stopped(Exception):
@@ -235,9 +237,17 @@ class Stage:
         self.sound(where)
         left = [entry.slot_id for entry in self.host.ledger() if entry.dirty or entry.allocation_id]
         assert left == [], f"{where}: in the ledger {left}"
-        for name in ("reservations", "seeds", "running", "plans", "accounts", "mounts"):
+        for name in EMPTY:
             assert not getattr(self.host, name), f"{where}: {name} {getattr(self.host, name)}"
         assert not any(self.host.disks.values()), f"{where}: {self.host.disks}"
+        # What stays: the cached image, and which slot had which clone, outdated by its wipe.
+        assert self.host.images <= self._catalogue(), f"{where}: images {self.host.images}"
+        wiped = {entry.slot_id for entry in self.host.ledger() if entry.disk in self.host.proofs}
+        assert wiped.issuperset(self.host.clones), f"{where}: clones {self.host.clones}"
+
+    def _catalogue(self) -> set[str]:
+        with reading(self.engine) as conn:
+            return set(conn.execute(sa.select(tables.images.c.digest)).scalars())
 
 
 def staged(
