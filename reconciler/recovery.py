@@ -18,6 +18,8 @@ from reconciler.domain.errors import Problem
 
 Record = dict[str, Any]
 OnStep = Callable[[str, Record], None]
+# Keeps what a step found, and gives it back.
+Note = Callable[[str, Record], Record]
 
 ABSENCE_DEADLINE_S = 300
 SETTLE_DEADLINE_S = 1800
@@ -32,7 +34,8 @@ def recover(client: Client, allocation_id: str, reason: str, on_step: OnStep) ->
 
     Returns the evidence of each step by name; under `not_on_sale` the slots that are clean while
     their gate is closed, each with what to do next. Raises Problem: the service's own refusals, or
-    `slots_not_recovered` when a slot did not come back.
+    `slots_not_recovered` when a slot did not come back. Its detail has the evidence until then,
+    under the same name.
     """
     evidence: Record = {}
 
@@ -41,6 +44,16 @@ def recover(client: Client, allocation_id: str, reason: str, on_step: OnStep) ->
         on_step(step, found)
         return found
 
+    try:
+        _follow(client, allocation_id, reason, note)
+    except Problem as problem:
+        # Who must decide needs what has been seen.
+        problem.detail["evidence"] = evidence
+        raise
+    return evidence
+
+
+def _follow(client: Client, allocation_id: str, reason: str, note: Note) -> None:
     allocation = client.get(f"/admin/allocations/{allocation_id}")
     note("allocation", {"state": allocation["state"], "error": allocation.get("error")})
     _refuse(allocation)
@@ -87,7 +100,6 @@ def recover(client: Client, allocation_id: str, reason: str, on_step: OnStep) ->
             found=", ".join(f"{key} {status}" for key, status in stuck.items()),
             remedy="read the slot's health_detail and the task that failed; the host needs a look",
         )
-    return evidence
 
 
 def _refuse(allocation: Record) -> None:

@@ -9,7 +9,8 @@ from fastapi.responses import JSONResponse
 from pydantic import Field
 from sqlalchemy import Connection
 
-from reconciler.api import queueing, views
+from reconciler.api import guards, queueing, views
+from reconciler.api.guards import IfMatch
 from reconciler.api.models import Filter, Id, Reasoned
 from reconciler.api.paging import Paging
 from reconciler.api.security import Admin
@@ -46,7 +47,7 @@ def list_allocations(
 
 
 @router.get("/{allocation_id}")
-def show(allocation_id: Id, context: Admin) -> Record:
+def show(allocation_id: Id, context: Admin) -> JSONResponse:
     """One allocation: shape, claims, tasks, and everything that happened to it, in order."""
 
     def read(conn: Connection) -> Record:
@@ -55,35 +56,39 @@ def show(allocation_id: Id, context: Admin) -> Record:
             "timeline": views.items(tasks.timeline(conn, allocation_id=allocation_id))["items"],
         }
 
-    return context.read(read)
+    return guards.tagged(context.read(read))
 
 
 @router.post("/{allocation_id}/force-cleanup")
-def force_cleanup(allocation_id: Id, body: ForceCleanup, context: Admin) -> JSONResponse:
+def force_cleanup(
+    allocation_id: Id, body: ForceCleanup, context: Admin, guard: IfMatch
+) -> JSONResponse:
     """Fail an allocation that is stuck; its slots come back by proof, not by word."""
     act = context.act(body.reason)
-    return context.write(
-        lambda conn: views.record(
-            recovery.force_cleanup(
-                conn,
-                allocation_id,
-                act,
-                runtime_verified_absent=body.runtime_verified_absent,
-            )
-        ),
-        body=body,
-        key_required=True,
-    )
+    absent = body.runtime_verified_absent
+
+    def work(conn: Connection) -> Record:
+        guard.check(conn, "allocation", allocation_id)
+        return views.record(
+            recovery.force_cleanup(conn, allocation_id, act, runtime_verified_absent=absent)
+        )
+
+    return context.write(work, body=body, key_required=True)
 
 
 @router.post("/{allocation_id}/force-release")
-def force_release(allocation_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResponse:
+def force_release(
+    allocation_id: Id, context: Admin, guard: IfMatch, body: Reasoned | None = None
+) -> JSONResponse:
     """End a tenant's use and billing when the host does not answer; its slots stay blocked."""
     body = body or Reasoned()
     act = context.act(body.reason)
-    return context.write(
-        lambda conn: views.record(recovery.force_release(conn, allocation_id, act)), body=body
-    )
+
+    def work(conn: Connection) -> Record:
+        guard.check(conn, "allocation", allocation_id)
+        return views.record(recovery.force_release(conn, allocation_id, act))
+
+    return context.write(work, body=body)
 
 
 @router.post("/{allocation_id}/verify-absent", status_code=202)

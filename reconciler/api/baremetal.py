@@ -10,6 +10,7 @@ from pydantic import Field
 from sqlalchemy import Connection
 
 from reconciler.api import queueing, views
+from reconciler.api.guards import IfMatch
 from reconciler.api.models import Id, Reasoned
 from reconciler.api.security import Admin
 from reconciler.store import baremetal
@@ -38,9 +39,12 @@ def clean_machine(node_id: Id, context: Admin, body: Cleaning | None = None) -> 
 
 
 @router.post("/accept-drift")
-def accept_drift(node_id: Id, body: Reasoned, context: Admin) -> JSONResponse:
+def accept_drift(node_id: Id, body: Reasoned, context: Admin, guard: IfMatch) -> JSONResponse:
     """Let the machine be given away with the differences that its last tenant left."""
     act = context.act(body.reason)
-    return context.write(
-        lambda conn: views.record(baremetal.accept_drift(conn, node_id, act)), body=body
-    )
+
+    def work(conn: Connection) -> views.Record:
+        guard.check(conn, "node", node_id)
+        return views.record(baremetal.accept_drift(conn, node_id, act))
+
+    return context.write(work, body=body)

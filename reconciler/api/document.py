@@ -61,6 +61,7 @@ _HEADERS: dict[str, Document] = {
     },
     "ETag": {
         "description": "The record's generation, for If-Match.",
+        "required": True,
         "schema": {"type": "string", "pattern": '^"[0-9]+"$'},
     },
     "IdempotencyReplayed": {
@@ -74,14 +75,14 @@ def build(app: FastAPI) -> Document:
     """The OpenAPI document; the same object every time."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        for path, verbs in document["paths"].items():
-            for verb, operation in verbs.items():
-                _complete(path, verb, operation)
-                verbs[verb] = {name: operation[name] for name in _ORDER if name in operation}
         components = document.setdefault("components", {})
         for own in _VALIDATION:
             components.get("schemas", {}).pop(own, None)
         components["schemas"] = components.get("schemas", {}) | SCHEMAS
+        for path, verbs in document["paths"].items():
+            for verb, operation in verbs.items():
+                _complete(path, verb, operation, components["schemas"])
+                verbs[verb] = {name: operation[name] for name in _ORDER if name in operation}
         components["parameters"] = _PARAMETERS
         components["headers"] = _HEADERS
         components["responses"] = {"Problem": _problem()}
@@ -89,7 +90,7 @@ def build(app: FastAPI) -> Document:
     return app.openapi_schema
 
 
-def _complete(path: str, verb: str, operation: Document) -> None:
+def _complete(path: str, verb: str, operation: Document, shapes: Document) -> None:
     parameters = operation.setdefault("parameters", [])
     _tidy(parameters)
     secured = "security" in operation
@@ -101,7 +102,10 @@ def _complete(path: str, verb: str, operation: Document) -> None:
     responses.pop("422", None)
     for status, answer in responses.items():
         if status != "204":
-            _answer(operation["operationId"], answer, replayable=secured and verb in MUTATING)
+            _answer(operation["operationId"], answer)
+            answer["headers"] = _told_beside(answer, shapes)
+            if secured and verb in MUTATING:
+                answer["headers"]["Idempotency-Replayed"] = _header("IdempotencyReplayed")
     if not path.startswith("/api/"):
         statuses = {"503"} if path != "/healthz" else set()
         statuses |= {"401", "403"} if secured else set()
@@ -136,20 +140,23 @@ def _refusals(path: str, operation: Document, parameters: list[Document]) -> set
     return found
 
 
-def _answer(operation: str, answer: Document, *, replayable: bool) -> None:
+def _answer(operation: str, answer: Document) -> None:
     name = ANSWERS.get(operation)
     told = answer.get("content", {}).get("application/json")
     if name is not None and told is not None:
         told["schema"] = ref(name)
     # A file is bytes and nothing more.
     answer.setdefault("content", {"application/octet-stream": {}})
+
+
+def _told_beside(answer: Document, shapes: Document) -> Document:
+    """The headers of an answer, by the document that it is."""
     headers = {"X-Correlation-Id": _header("CorrelationId")}
-    shape = SCHEMAS.get(name or "", {})
+    schema = answer["content"].get("application/json", {}).get("schema", {})
+    shape = shapes.get(schema.get("$ref", "").rpartition("/")[2], {})
     if "generation" in shape.get("properties", {}) and not _is_change(shape):
         headers["ETag"] = _header("ETag")
-    if replayable:
-        headers["Idempotency-Replayed"] = _header("IdempotencyReplayed")
-    answer["headers"] = headers
+    return headers
 
 
 def _is_change(shape: Schema) -> bool:

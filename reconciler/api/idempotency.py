@@ -13,7 +13,7 @@ _KEY = re.compile(r"[!-~]{1,255}")
 
 def key(headers: Mapping[str, str]) -> str:
     """The request's key, under either of its two names; "" without one."""
-    given = {headers[name] for name in HEADERS if headers.get(name)}
+    given = {headers[name] for name in HEADERS if name in headers}
     if not given:
         return ""
     if len(given) > 1:

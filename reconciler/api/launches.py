@@ -10,7 +10,8 @@ from fastapi.responses import JSONResponse
 from pydantic import Field, model_validator
 from sqlalchemy import Connection
 
-from reconciler.api import views
+from reconciler.api import guards, views
+from reconciler.api.guards import IfMatch
 from reconciler.api.memberview import MemberAllocation, MemberAllocations, tell
 from reconciler.api.models import (
     Body,
@@ -129,14 +130,19 @@ def list_allocations(
 
 
 @router.get("/{allocation_id}", response_model=MemberAllocation)
-def show(project_id: Id, allocation_id: Id, context: Member) -> MemberAllocation:
+def show(project_id: Id, allocation_id: Id, context: Member) -> JSONResponse:
     """One allocation of the project."""
-    return tell(context.read(lambda conn: _of(conn, project_id, allocation_id)))
+    found = tell(context.read(lambda conn: _of(conn, project_id, allocation_id)))
+    return guards.tagged(found.model_dump(mode="json"))
 
 
 @router.post("/{allocation_id}/release", response_model=MemberAllocation)
 def release(
-    project_id: Id, allocation_id: Id, context: Member, body: Reasoned | None = None
+    project_id: Id,
+    allocation_id: Id,
+    context: Member,
+    guard: IfMatch,
+    body: Reasoned | None = None,
 ) -> JSONResponse:
     """Give it back; its machine ends and its disks are wiped."""
     body = body or Reasoned()
@@ -144,6 +150,7 @@ def release(
 
     def work(conn: Connection) -> MemberAllocation:
         _of(conn, project_id, allocation_id)
+        guard.check(conn, "allocation", allocation_id)
         return tell(allocations.release(conn, allocation_id, act))
 
     return context.write(work, body=body)

@@ -39,6 +39,8 @@ class MemberAllocation(BaseModel):
     ssh_keys: list[str]
     image_id: str | None
     state: AllocationState
+    # Its ETag: every change raises it.
+    generation: int
     connection: Connection | None
     # The dashboard of a whole machine; a slice has none.
     telemetry_url: str

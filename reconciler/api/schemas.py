@@ -17,6 +17,10 @@ _WHOLE: Schema = {"type": "integer"}
 _FLAG: Schema = {"type": "boolean"}
 _OBJECT: Schema = {"type": "object"}
 _MAYBE_MOMENT: Schema = {"type": ["string", "null"], "format": "date-time"}
+_MAYBE_CURSOR: Schema = {
+    "type": ["string", "null"],
+    "description": "The `cursor` at which the list of all goes on behind these; null at its end.",
+}
 _WORDS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
 
 
@@ -45,7 +49,9 @@ _RECORDS: dict[str, Schema] = {
         tables.slots,
         gate=array(ref("Blocker")),
         history=array(ref("Change")),
+        history_next=_MAYBE_CURSOR,
         proofs=array(ref("Proof")),
+        proofs_next=_MAYBE_CURSOR,
     ),
     "Slots": closed({"items": array(ref("ListedSlot"))}),
     "Proof": record(tables.proofs, "Why a disk counts as clean."),
@@ -316,8 +322,9 @@ _DOCUMENTS: dict[str, Schema] = {
 _PAGES = {
     f"{name}Page": page(name)
     for name in (
-        "ListedNode", "ListedSlot", "Image", "Project", "Allocation", "Task", "ListedTask",
-        "AuditEntry", "Token", "TimelineEntry", "AppInstance", "AppMember", "AppOperation",
+        "ListedNode", "ListedSlot", "Change", "Proof", "Image", "Project", "Allocation", "Task",
+        "ListedTask", "AuditEntry", "Token", "TimelineEntry", "AppInstance", "AppMember",
+        "AppOperation",
     )
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ from sqlalchemy import Connection
 from reconciler.api import guards, views
 from reconciler.api.guards import IfMatch
 from reconciler.api.models import Body, Bytes, Id, Reason, Reasoned, Text
-from reconciler.api.paging import Paging
+from reconciler.api.paging import Paging, Part
 from reconciler.api.security import Admin
 from reconciler.domain.bundle import Bundle
 from reconciler.domain.errors import Problem, not_found
@@ -24,6 +24,8 @@ router = APIRouter(prefix="/admin/nodes/{node_id}/resource-slots", tags=["slots"
 
 Record = dict[str, Any]
 Action = Literal["disable", "enable", "withdraw"]
+# What a slot is shown with of lists that only grow. A tenant makes about five changes.
+_NEWEST = Part(20, "")
 _ACTIONS = {"disable": slots.disable, "enable": slots.enable, "withdraw": slots.withdraw}
 
 
@@ -98,17 +100,45 @@ def _listed(slot: Record) -> Record:
 
 @router.get("/{slot_id}")
 def show(node_id: Id, slot_id: Id, context: Admin) -> JSONResponse:
-    """One slot: what keeps its gate closed, its history, and every proof of its disk."""
+    """One slot: what keeps its gate closed, its newest history, the last change at the end, and the
+    newest proofs of its disk. `history_next` and `proofs_next` go on in the lists of all of them.
+    """
 
     def read(conn: Connection) -> Record:
         slot = _of(conn, node_id, slot_id)
+        changes = _changes(conn, slot_id, _NEWEST)
+        proven = _proofs(conn, slot_id, _NEWEST)
         return views.record(slot) | {
             "gate": [blocker.document() for blocker in slots.gate(conn, slot_id)],
-            "history": views.items(history.of(conn, "slot", slot_id))["items"],
-            "proofs": views.items(proofs.of_slot(conn, slot_id))["items"],
+            "history": changes["items"][::-1],
+            "history_next": changes["next"],
+            "proofs": proven["items"],
+            "proofs_next": proven["next"],
         }
 
     return guards.tagged(context.read(read))
+
+
+@router.get("/{slot_id}/history")
+def list_history(node_id: Id, slot_id: Id, context: Admin, part: Paging) -> Record:
+    """Every change of the slot's state, newest first."""
+
+    def read(conn: Connection) -> Record:
+        _of(conn, node_id, slot_id)
+        return _changes(conn, slot_id, part)
+
+    return context.read(read)
+
+
+@router.get("/{slot_id}/proofs")
+def list_proofs(node_id: Id, slot_id: Id, context: Admin, part: Paging) -> Record:
+    """Every proof of the disk as the slot's, newest first, whether or not it still counts."""
+
+    def read(conn: Connection) -> Record:
+        _of(conn, node_id, slot_id)
+        return _proofs(conn, slot_id, part)
+
+    return context.read(read)
 
 
 @router.post("/{slot_id}/repair", status_code=202)
@@ -183,6 +213,16 @@ def _from_profile(profile: Record, bundle: Bundle) -> Record:
         found["nvlink_sets"] = gpu["nvlink_sets"]
     module = gpu.get("module_ids", {}).get(bundle.gpu_pci_address)
     return found if module is None else {**found, "gpu_module_id": module}
+
+
+def _changes(conn: Connection, slot_id: str, wanted: Part) -> Record:
+    page = wanted.page(history.ORDER)
+    return wanted.told(history.ORDER, history.newest(conn, "slot", slot_id, page))
+
+
+def _proofs(conn: Connection, slot_id: str, wanted: Part) -> Record:
+    page = wanted.page(proofs.ORDER)
+    return wanted.told(proofs.ORDER, proofs.of_slot(conn, slot_id, page))
 
 
 def _of(conn: Connection, node_id: str, slot_id: str) -> Record:

@@ -9,8 +9,9 @@ from fastapi import APIRouter, Header, Query, Response
 from fastapi.responses import JSONResponse
 from sqlalchemy import Connection
 
-from reconciler.api import views
+from reconciler.api import guards, views
 from reconciler.api.eventstream import Batch, Event, EventStream
+from reconciler.api.guards import IfMatch
 from reconciler.api.models import Filter, Id, Reasoned
 from reconciler.api.paging import Paging
 from reconciler.api.security import Admin
@@ -54,7 +55,7 @@ def list_tasks(
 
 
 @router.get("/{task_id}")
-def show(task_id: Id, context: Admin) -> dict[str, Any]:
+def show(task_id: Id, context: Admin) -> JSONResponse:
     """One task with its events and the end of its run's output."""
 
     def read(conn: Connection) -> dict[str, Any]:
@@ -63,7 +64,7 @@ def show(task_id: Id, context: Admin) -> dict[str, Any]:
         return task | {"events": views.items(tasks.events(conn, task_id))["items"]}
 
     task = context.read(read)
-    return task | {"output": _output(task, OUTPUT_LIMIT)}
+    return guards.tagged(task | {"output": _output(task, OUTPUT_LIMIT)})
 
 
 @router.get("/{task_id}/output")
@@ -119,7 +120,9 @@ def events(
 
 
 @router.post("/{task_id}/cancel")
-def cancel(task_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResponse:
+def cancel(
+    task_id: Id, context: Admin, guard: IfMatch, body: Reasoned | None = None
+) -> JSONResponse:
     """Ask a running task to stop; end one that waits. What that was about counts as failed: an
     allocation ends, and what may hold something of a tenant is blocked until it is recovered.
     """
@@ -127,6 +130,7 @@ def cancel(task_id: Id, context: Admin, body: Reasoned | None = None) -> JSONRes
     act = context.act(body.reason)
 
     def work(conn: Connection) -> dict[str, Any]:
+        guard.check(conn, "task", task_id)
         task = cancel_task(conn, context.settings, task_id, act)
         audit.write(conn, act, "admin.task.canceled", "task", task_id)
         return views.record(task)

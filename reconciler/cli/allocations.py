@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from reconciler.cli import session, show
+from reconciler.cli import runbook, session, show
 from reconciler.cli.projects import known
 from reconciler.domain.errors import Problem
 
@@ -106,8 +106,10 @@ def recover(
     here = session.of(context)
     from reconciler import recovery
 
-    def told(step: str, _found: dict[str, Any]) -> None:
+    def told(step: str, found: dict[str, Any]) -> None:
         show.line(f"  {step}")
+        for line in runbook.lines(step, found):
+            show.line(f"    {line}")
 
     show.record(here, recovery.recover(here.client, allocation, reason, told))
 

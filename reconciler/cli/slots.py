@@ -41,8 +41,12 @@ def list_slots(context: typer.Context, node: Node) -> None:
 def show_slot(context: typer.Context, node: Node, slot: Slot) -> None:
     """One slot: what keeps its gate closed, its history, and every proof of its disk."""
     here = session.of(context)
-    found = here.client.get(f"{_path(node)}/{_id(here, node, slot)}")
+    path = f"{_path(node)}/{_id(here, node, slot)}"
+    found = here.client.get(path)
+    older, proven = (found.pop(name, None) for name in ("history_next", "proofs_next"))
     if here.output == "json":
+        found["history"][:0] = reversed(_rest(here, f"{path}/history", older))
+        found["proofs"] += _rest(here, f"{path}/proofs", proven)
         show.document(found)
         return
     gate, history, proofs = (found.pop(name) for name in ("gate", "history", "proofs"))
@@ -50,7 +54,8 @@ def show_slot(context: typer.Context, node: Node, slot: Slot) -> None:
     show.rows(here, gate, "code", "detail")
     show.line("gate open" if not gate else f"gate closed by {len(gate)}")
     show.rows(here, history[-SHOWN:], "at", "source", "target", "event", "actor", "reason")
-    show.line(f"{len(proofs)} proofs of its disk; --output json has all of them")
+    count = f"more than {len(proofs)}" if proven else f"{len(proofs)}"
+    show.line(f"{count} proofs of its disk; --output json has all of them")
 
 
 @app.command()
@@ -125,6 +130,10 @@ def _switch(context: typer.Context, node: str, slot: str, action: str, reason: s
     here = session.of(context)
     path = f"{_path(node)}/{_id(here, node, slot)}/{action}"
     show.rows(here, [here.client.post(path, {"reason": reason})], *COLUMNS)
+
+
+def _rest(here: session.Session, path: str, cursor: str | None) -> list[Any]:
+    return list(here.client.items(path, cursor=cursor)) if cursor else []
 
 
 def _path(node: str) -> str:

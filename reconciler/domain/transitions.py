@@ -137,6 +137,8 @@ TABLE: tuple[Transition, ...] = (
         (A.PROVISIONING, "fail", A.FAILED),
         (A.ACTIVE, "release", A.RELEASING),
         (A.RELEASING, "finish", A.RELEASED),
+        # The run failed: what it left is cleaned up, the allocation is still on its way out.
+        (A.RELEASING, "strand", A.RELEASING),
         (A.RELEASING, "fail", A.FAILED),
         # The host does not answer: use and billing end, the slots stay blocked.
         (A.ACTIVE, "force_release", A.RELEASED),

@@ -387,8 +387,9 @@ def _withdraw(conn: sa.Connection, id: str, queued: Sequence[Record], act: Act) 
         **NOTHING_DONE,
     }
     own = act.because("withdrawn before any run began", evidence)
+    # The claims first: the schema sells no slot that one still holds (I4).
+    move(conn, id, "finish", own)
     for slot in held_slots(conn, id):
         proof = proofs.record(conn, slot, ProofKind.UNTOUCHED, evidence, allocation_id=id)
         gates.give_back(conn, slot, proof, own)
-    move(conn, id, "finish", own)
     advance(conn, "allocation", id, "withdraw", own, columns={"ended_at": clock.now()})

@@ -192,6 +192,8 @@ def release_failed(
     node = rows.get(conn, nodes, allocation["node_id"], "node", lock=True)
     if fence != node["fence"] or not _owed(allocation, node):
         return False
+    # An allocation that is on its way out says so itself; it has no slots to block.
+    outcomes.release_failed(conn, allocation_id, act, step=step, error=error)
     left_behind(conn, allocation_id, act, step=step, error=error)
     return True
 
@@ -346,13 +348,17 @@ def _set_health(
     troubled = node["health_state"] in (HealthState.FAILED, HealthState.DEGRADED)
     if troubled and node["health_detail"].get("code") not in OURS:
         return
-    update = sa.update(nodes).where(nodes.c.id == node_id)
-    conn.execute(update.values(health_state=state.value, health_detail=dict(detail)))
+    _change(conn, node_id, health_state=state.value, health_detail=dict(detail))
 
 
 def _mark(conn: sa.Connection, node_id: str, allocation_id: str) -> None:
-    update = sa.update(nodes).where(nodes.c.id == node_id)
-    conn.execute(update.values(unclean_allocation_id=allocation_id))
+    _change(conn, node_id, unclean_allocation_id=allocation_id)
+
+
+def _change(conn: sa.Connection, node_id: str, **values: Any) -> None:
+    """Whoever read the node before decides on something else: drift is accepted as it was read."""
+    later = {"generation": nodes.c.generation + 1}
+    conn.execute(sa.update(nodes).where(nodes.c.id == node_id).values(**later, **values))
 
 
 def _look_again(conn: sa.Connection, node_id: str, act: Act) -> None:

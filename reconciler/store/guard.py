@@ -16,6 +16,9 @@ def require(conn: sa.Connection, entity: str, key: str, generations: Collection[
     if entity == "slot":
         # What is asked for may have to judge it.
         order.hold_slot(conn, key)
+    elif entity == "task":
+        # Its end changes what it is about, and that is locked first.
+        order.hold_task(conn, key)
     found = rows.get(conn, ENTITIES[entity].table, key, entity, lock=True)["generation"]
     if found not in generations:
         raise Problem(

@@ -9,8 +9,11 @@ import sqlalchemy as sa
 
 from reconciler.domain.act import Act
 from reconciler.store import rows
+from reconciler.store.paging import Order, Page, part
 from reconciler.store.rows import Record
 from reconciler.store.tables import history
+
+ORDER = Order(history, ("id",), descending=True)
 
 
 def write(
@@ -51,3 +54,9 @@ def of(conn: sa.Connection, entity: str, key: str) -> list[Record]:
     """Oldest first."""
     query = sa.select(history).where(history.c.entity == entity, history.c.entity_id == key)
     return rows.every(conn, query.order_by(history.c.id))
+
+
+def newest(conn: sa.Connection, entity: str, key: str, page: Page) -> list[Record]:
+    """A page of it, newest first."""
+    query = sa.select(history).where(history.c.entity == entity, history.c.entity_id == key)
+    return rows.every(conn, part(query, ORDER, page))

@@ -17,7 +17,7 @@ import sqlalchemy as sa
 
 from reconciler.store import rows
 from reconciler.store.rows import Record
-from reconciler.store.tables import allocations, nodes, slots
+from reconciler.store.tables import allocations, nodes, slots, tasks
 
 
 def hold_node(conn: sa.Connection, node_id: str) -> Record:
@@ -43,3 +43,15 @@ def hold_allocation(conn: sa.Connection, allocation_id: str) -> Record:
     allocation = rows.get(conn, allocations, allocation_id, "allocation", lock=True)
     hold_node(conn, allocation["node_id"])
     return allocation
+
+
+def hold_task(conn: sa.Connection, task_id: str) -> Record:
+    """The task, and before it the allocation or the node that it is about. Not its slots: whoever
+    locks one and goes on to its task has come past the same allocation or node.
+    """
+    task = rows.get(conn, tasks, task_id, "task")
+    if task["allocation_id"]:
+        hold_allocation(conn, task["allocation_id"])
+    else:
+        hold_node(conn, task["node_id"])
+    return rows.get(conn, tasks, task_id, "task", lock=True)

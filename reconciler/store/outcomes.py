@@ -97,8 +97,9 @@ def release_succeeded(
         return False
     order.hold_allocation(conn, allocation_id)
     own = _own(act, allocation_id, "released")
-    _clean(conn, held_slots(conn, allocation_id), proofs, absence, own)
+    # The claims first: the schema sells no slot that one still holds (I4).
     move(conn, allocation_id, "finish", own)
+    _clean(conn, held_slots(conn, allocation_id), proofs, absence, own)
     advance(conn, "allocation", allocation_id, "finish", own, columns={"ended_at": clock.now()})
     return True
 
@@ -109,12 +110,14 @@ def release_failed(
     """Something may be left: the slots wait for evidence, the allocation stays releasing."""
     if not _is(conn, allocation_id, AllocationState.RELEASING):
         return False
+    order.hold_allocation(conn, allocation_id)
     own = _own(act, allocation_id, f"release failed at {step}", {"error": dict(error)})
     for slot in held_slots(conn, allocation_id):
         if slot["status"] == SlotState.RELEASING:
             block(conn, slot, allocation_id, own, step=step, error=error)
-    update = sa.update(allocations).where(allocations.c.id == allocation_id)
-    conn.execute(update.values(error=dict(error)))
+    # A new attempt may come; the time that a release may take has begun with the first.
+    columns = {"error": dict(error), "deadline_at": allocations.c.deadline_at}
+    advance(conn, "allocation", allocation_id, "strand", own, columns=columns)
     return True
 
 

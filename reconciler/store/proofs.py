@@ -12,8 +12,11 @@ from reconciler.domain.errors import Problem
 from reconciler.domain.proof import DEFAULT_POLICY, check_proof
 from reconciler.domain.states import ProofKind, SlotState
 from reconciler.store import rows
+from reconciler.store.paging import Order, Page, part
 from reconciler.store.rows import Record
 from reconciler.store.tables import nodes, proofs, slots
+
+ORDER = Order(proofs, ("created_at", "id"), descending=True)
 
 
 def record(
@@ -199,10 +202,12 @@ def latest(conn: sa.Connection, slot_id: str) -> Record | None:
     return rows.first(conn, query.order_by(proofs.c.created_at.desc()))
 
 
-def of_slot(conn: sa.Connection, slot_id: str) -> list[Record]:
+def of_slot(conn: sa.Connection, slot_id: str, page: Page | None = None) -> list[Record]:
     """Newest first."""
-    query = sa.select(proofs).where(proofs.c.slot_id == slot_id)
-    return rows.every(conn, query.order_by(proofs.c.created_at.desc()))
+    # There is an index by disk; that a slot keeps its disk is the schema's to see to.
+    disk = sa.select(slots.c.nvme_identity).where(slots.c.id == slot_id).scalar_subquery()
+    query = sa.select(proofs).where(proofs.c.disk_identity == disk, proofs.c.slot_id == slot_id)
+    return rows.every(conn, part(query, ORDER, page))
 
 
 def of_disk(conn: sa.Connection, identity: str) -> list[Record]:

@@ -121,9 +121,10 @@ slots = sa.Table(
     one_of("sharing_mechanism", SharingMechanism),
     one_of("health_state", HealthState),
     # Available only with a proof for this very disk, made after its last claim: every claim
-    # raises disk_generation, so an older proof no longer matches, and a trigger lets nobody lower
-    # it. The schema ends there: whether the way of wiping satisfies the slot's policy is judged by
-    # domain.gate, by which every event that ends in `available` passes (store.gates).
+    # raises disk_generation, so an older proof no longer matches. Triggers let nobody lower it, put
+    # in a claim without raising it, or sell a slot under a live claim. The schema ends there:
+    # whether the way of wiping satisfies the slot's policy is judged by domain.gate, by which every
+    # event that ends in `available` passes (store.gates).
     sa.ForeignKeyConstraint(
         ["available_proof_id", "nvme_identity", "disk_generation"],
         ["wipe_proofs.id", "wipe_proofs.disk_identity", "wipe_proofs.disk_generation"],

@@ -1,7 +1,8 @@
 """An OpenID provider as a process of its own: discovery, keys, and tokens signed on request.
 
 `POST /sign` is the test's hand on it: claims, algorithm and key of the next token. `POST /set`
-says which keys are published and whether it answers at all.
+says which keys are published, whether it answers at all, and what is given to a device: tokens
+there are orders too, which it signs when the device asks.
 """
 
 from __future__ import annotations
@@ -131,8 +132,11 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(200, codes | place if "openid" in form["scope"] else {})
         elif form["device_code"] == "d-1" and form["grant_type"].endswith(":device_code"):
             answers = self.state.device
-            answer = answers.pop(0) if len(answers) > 1 else answers[0]
-            self._answer(400 if "error" in answer else 200, answer)
+            told = answers.pop(0) if len(answers) > 1 else answers[0]
+            if "error" in told:
+                self._answer(400, told)
+            else:
+                self._answer(200, {name: self.state.sign(order) for name, order in told.items()})
 
     def log_message(self, *_arguments: object) -> None:
         """Quiet."""
@@ -152,15 +156,19 @@ class Provider:
 
     url: str
 
-    def token(
-        self, *, key: str = "rsa", alg: str = "RS256", headers: Any = None, **claims: Any
-    ) -> str:
+    def token(self, **wishes: Any) -> str:
         """A token that counts, but for what is given; a claim that is None is left out."""
+        order = self.order(**wishes)
+        return str(httpx.post(f"{self.url}/sign", json=order).json()["token"])
+
+    def order(
+        self, *, key: str = "rsa", alg: str = "RS256", headers: Any = None, **claims: Any
+    ) -> dict[str, Any]:
+        """What such a token is signed by."""
         now = int(time.time())
         usual = {"iss": self.url, "aud": AUDIENCE, "sub": "u-1", "iat": now, "exp": now + 300}
         told = {name: value for name, value in (usual | claims).items() if value is not None}
-        order = {"key": key, "alg": alg, "headers": headers or {}, "claims": told}
-        return str(httpx.post(f"{self.url}/sign", json=order).json()["token"])
+        return {"key": key, "alg": alg, "headers": headers or {}, "claims": told}
 
     def set(self, **values: Any) -> None:
         """Publish other keys, stop answering, call yourself something else."""

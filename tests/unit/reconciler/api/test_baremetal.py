@@ -122,3 +122,66 @@ def test_only_admins_clean(metal: World) -> None:
 def test_a_tenants_address_is_an_address(metal: World, wrong: str) -> None:
     answer = metal.client("admin").patch(ADMIN, json={"tenant_address": wrong})
     assert answer.json()["code"] == "request_invalid"
+
+
+@pytest.mark.covers("CTRL-15", "I21")
+def test_a_release_that_failed_is_news_to_who_would_force_it(metal: World) -> None:
+    mine, admin = launch(metal).json()["id"], metal.client("admin")
+    let_in(metal, mine)
+    metal.client("member").post(f"{PATH}/{mine}/release")
+    task, at = metal.lease(), f"admin/allocations/{mine}"
+    before = admin.get(at).headers["ETag"]
+    error = {"code": "disk_in_use"}
+    with transaction(metal.engine) as conn:
+        fence = nodes.get(conn, "metal")["fence"]
+        assert baremetal.release_failed(conn, mine, ACT, fence=fence, step="wipe", error=error)
+        tasks.finish(conn, task["id"], task["lease_token"], TaskState.FAILED, ACT)
+    shown = admin.get(at).json()
+    assert (shown["state"], shown["error"]) == ("releasing", error)
+    stale = admin.post(
+        f"{at}/force-release", json={"reason": "it hangs"}, headers={"If-Match": before}
+    )
+    assert (stale.status_code, stale.json()["code"]) == (412, "precondition_failed")
+
+
+@pytest.mark.covers("CTRL-15")
+def test_drift_is_accepted_as_it_was_read(metal: World) -> None:
+    admin = metal.client("admin")
+    _leaves(metal, "ours")
+    seen = admin.get(ADMIN)
+    _leaves(metal, "a_key_for_root")
+    stale = {"json": {"reason": "it is ours"}, "headers": {"If-Match": seen.headers["ETag"]}}
+    answer = admin.post(f"{ADMIN}/accept-drift", **stale)
+    assert (answer.status_code, answer.json()["code"]) == (412, "precondition_failed")
+    now = admin.get(ADMIN)
+    assert now.json()["health_detail"]["drift"] == [{"access": True, "what": "a_key_for_root"}]
+    fresh = {**stale, "headers": {"If-Match": now.headers["ETag"]}}
+    assert admin.post(f"{ADMIN}/accept-drift", **fresh).status_code == 200
+
+
+def _leaves(world: World, what: str) -> None:
+    """A tenant comes, goes, and leaves a difference."""
+    with transaction(world.engine) as conn:
+        discoveries.record(conn, "metal", discovery(), ACT)
+    if world.client("admin").get(ADMIN).json()["health_detail"]:
+        world.client("admin").post(f"{ADMIN}/accept-drift", json={"reason": "it is ours"})
+    member, headers = world.client("member"), {"Idempotency-Key": what}
+    mine = member.post(PATH, json=BODY, headers=headers).json()["id"]
+    let_in(world, mine)
+    assert member.post(f"{PATH}/{mine}/release").status_code == 200
+    task = world.lease()
+    while task["kind"] != "baremetal.release":
+        _finished(world, task)
+        task = world.lease()
+    absence = {"absent": True, "checks": {}}
+    drift = [{"access": True, "what": what}]
+    evidence = {"absence": absence, "proofs": {}, "drift": drift, "compared": True}
+    with transaction(world.engine) as conn:
+        fence = nodes.get(conn, "metal")["fence"]
+        assert baremetal.release_succeeded(conn, mine, ACT, fence=fence, evidence=evidence)
+    _finished(world, task)
+
+
+def _finished(world: World, task: dict[str, Any]) -> None:
+    with transaction(world.engine) as conn:
+        tasks.finish(conn, task["id"], task["lease_token"], TaskState.SUCCEEDED, ACT)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 
+from reconciler.api import contract
+from reconciler.api.document import MUTATING
+from reconciler.store import outcomes
+from reconciler.store.engine import transaction
 from tests.unit.reconciler.api.refusals import refused
-from tests.unit.reconciler.api.world import NODE, World
+from tests.unit.reconciler.api.test_launches import PATH as MINE
+from tests.unit.reconciler.api.test_launches import activate, launch
+from tests.unit.reconciler.api.test_security import app_instance
+from tests.unit.reconciler.api.world import ACT, NODE, World
 
 pytestmark = pytest.mark.covers("CTRL-1")
 PATH = f"admin/nodes/{NODE}"
@@ -78,6 +87,61 @@ def test_acts_on_nodes_are_guarded(
     assert stale["code"] == "precondition_failed"
 
 
+def test_an_allocation_changes_only_as_it_was_read(selling: World) -> None:
+    member, made = selling.client("member"), launch(selling)
+    at = f"{MINE}/{made.json()['id']}"
+    requested = made.headers["ETag"]
+    assert member.get(at).headers["ETag"] == requested == f'"{made.json()["generation"]}"'
+    activate(selling, made.json()["id"])
+    active = member.get(at)
+    assert active.headers["ETag"] == f'"{active.json()["generation"]}"' != requested
+    theirs = selling.client("admin").get(f"admin/allocations/{made.json()['id']}")
+    assert theirs.headers["ETag"] == active.headers["ETag"]
+    given_back = f"{at}/release"
+    stale = refused(selling, lambda: member.post(given_back, headers={"If-Match": requested}))
+    assert (stale["status"], stale["code"]) == (412, "precondition_failed")
+    # Those of another project are not told even that.
+    denied = selling.client("stranger").post(given_back, headers={"If-Match": requested})
+    assert denied.status_code == 404
+    now = {"If-Match": active.headers["ETag"], "Idempotency-Key": "back"}
+    released = member.post(given_back, headers=now)
+    assert (released.status_code, released.json()["state"]) == (200, "releasing")
+    assert released.headers["ETag"] == member.get(at).headers["ETag"] != active.headers["ETag"]
+    assert member.post(given_back, headers=now).headers["ETag"] == released.headers["ETag"]
+
+
+@pytest.mark.parametrize(
+    ("act", "told"),
+    [
+        ("force-cleanup", (200, None)),
+        # Its host answers, which is a judgement of its own: the guard has let it pass.
+        ("force-release", (409, "node_reachable")),
+    ],
+)
+def test_what_is_forced_on_an_allocation_is_guarded(
+    selling: World, act: str, told: tuple[int, str | None]
+) -> None:
+    """That its release has failed is news as well, although its state is the same."""
+    admin, made = selling.client("admin"), launch(selling).json()["id"]
+    activate(selling, made)
+    at, body = f"admin/allocations/{made}", {"reason": "test"}
+    if act == "force-cleanup":
+        body = body | {"runtime_verified_absent": False}
+    selling.client("member").post(f"{MINE}/{made}/release")
+    seen = admin.get(at).headers["ETag"]
+    with transaction(selling.engine) as conn:
+        outcomes.release_failed(conn, made, ACT, step="test", error={"code": "failed"})
+
+    def forced(tag: str) -> Any:
+        headers = {"If-Match": tag, "Idempotency-Key": tag.strip('"')}
+        return admin.post(f"{at}/{act}", json=body, headers=headers)
+
+    stale = refused(selling, lambda: forced(seen))
+    assert (stale["status"], stale["code"]) == (412, "precondition_failed")
+    answer = forced(admin.get(at).headers["ETag"])
+    assert (answer.status_code, answer.json().get("code")) == told
+
+
 def test_of_two_at_once_one_wins(new: World) -> None:
     tag = new.client("admin").get(PATH).headers["ETag"]
 
@@ -97,3 +161,88 @@ def test_a_repetition_is_answered_although_the_record_went_on(new: World) -> Non
     assert (first.status_code, again.status_code) == (200, 200)
     assert again.headers["Idempotency-Replayed"] == "true"
     assert again.headers["ETag"] == first.headers["ETag"]
+
+
+# A body that each of them takes, were it not for the tag; {} where it needs none. One that is
+# missing here is refused for its body, not for its tag, and fails the test.
+BODIES: dict[str, dict[str, Any]] = {
+    "nodes_change": {"region": "eu"},
+    "nodes_schedule": {"enabled": False},
+    "node_work_convert": {"to": "baremetal"},
+    "bare_metal_accept_drift": {"reason": "test"},
+    "slots_remove_orphan": {
+        "allocation_id": "23bd713b-6073-4ef7-8a51-2897e902365d",
+        "reason": "test",
+    },
+    "recovery_force_cleanup": {"reason": "test", "runtime_verified_absent": True},
+    "node_state_drain": {"reason": "test"},
+    "node_state_maintain": {"reason": "test"},
+    "node_state_resume": {"reason": "test"},
+    "node_state_retire": {"reason": "test"},
+}
+
+
+def changing() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Verb, path and description of every operation of the written contract that acts."""
+    for path, verbs in contract.contract()["paths"].items():
+        yield from ((verb, path, told) for verb, told in verbs.items() if verb in MUTATING)
+
+
+def is_guarded(operation: dict[str, Any]) -> bool:
+    return any(one.get("name") == "If-Match" for one in operation["parameters"])
+
+
+def test_whatever_changes_a_record_with_a_tag_is_guarded() -> None:
+    """What answers with a record as it is now, and its new ETag, has changed that record."""
+    answers = {
+        told["operationId"]: told["responses"].get("200", {}).get("headers", {})
+        for _, _, told in changing()
+        if not is_guarded(told)
+    }
+    assert [name for name, headers in answers.items() if "ETag" in headers] == []
+
+
+def test_a_wrong_tag_is_refused_wherever_one_is_taken(selling: World) -> None:
+    """From the contract, so that no operation is forgotten. New records are at generation 0."""
+    app = app_instance(selling)
+    admin = selling.client("admin", base="/")
+    allocation = launch(selling).json()["id"]
+    (task,) = selling.client("admin").get(f"admin/allocations/{allocation}").json()["tasks"]
+    known = {
+        "node_id": NODE,
+        "slot_id": selling.client("admin").get(SLOTS).json()["items"][0]["id"],
+        "action": "disable",
+        "project_id": "demo",
+        "allocation_id": allocation,
+        "app_instance_id": app,
+        "task_id": task["id"],
+    }
+    unused = set(BODIES)
+    for verb, path, told in changing():
+        if not is_guarded(told):
+            continue
+        name, at = told["operationId"], path.format_map(known)
+        who = selling.client("member", base="/") if "/projects/" in path else admin
+        headers = {"If-Match": '"999"', "Idempotency-Key": name}
+        ask = partial(who.request, verb, at, json=BODIES.get(name, {}), headers=headers)
+        answer = refused(selling, ask)
+        assert (name, answer["status"], answer["code"]) == (name, 412, "precondition_failed")
+        unused.discard(name)
+    assert unused == set(), "these are guarded no more, or gone"
+
+
+def test_a_task_is_canceled_only_as_it_was_read(selling: World) -> None:
+    """What was queued runs by now: another decision."""
+    admin = selling.client("admin")
+    allocation = launch(selling).json()["id"]
+    (task,) = admin.get(f"admin/allocations/{allocation}").json()["tasks"]
+    at = f"admin/tasks/{task['id']}"
+    queued = admin.get(at)
+    assert queued.headers["ETag"] == f'"{queued.json()["generation"]}"'
+    selling.lease()
+    seen = {"If-Match": queued.headers["ETag"]}
+    stale = refused(selling, lambda: admin.post(f"{at}/cancel", headers=seen))
+    assert (stale["status"], stale["code"]) == (412, "precondition_failed")
+    now = {"If-Match": admin.get(at).headers["ETag"]}
+    asked = admin.post(f"{at}/cancel", headers=now)
+    assert (asked.status_code, asked.json()["cancel_requested"]) == (200, True)

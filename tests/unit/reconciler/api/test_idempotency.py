@@ -21,6 +21,8 @@ def test_both_headers_mean_the_same() -> None:
         {"Idempotency-Key": "a", "X-Idempotency-Key": "b"},
         {"Idempotency-Key": "a b"},
         {"Idempotency-Key": "a" * 256},
+        # Of a client whose variable was empty: without a word it would be done twice.
+        {"Idempotency-Key": ""},
     ],
 )
 def test_unclear_keys_are_refused(headers: dict[str, str]) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from reconciler.settings import Settings, hardware_profile
-from reconciler.store import discoveries, outcomes, slots
+from reconciler.store import discoveries, lifecycle, outcomes, proofs, slots
 from reconciler.store.engine import transaction
 from tests.unit.reconciler.api.refusals import refused
+from tests.unit.reconciler.api.test_paging import pages
 from tests.unit.reconciler.api.world import ACT, NODE, World, bundle, discovery
 
 PATH = f"admin/nodes/{NODE}/resource-slots"
@@ -195,6 +196,41 @@ def test_a_slot_is_found_only_under_its_node(selling: World) -> None:
     ):
         assert (answer.status_code, answer.json()["code"]) == (404, "slot_not_found")
     assert admin.get("admin/nodes/none/resource-slots").json()["code"] == "node_not_found"
+
+
+@pytest.mark.covers("CTRL-1")
+def test_a_slot_is_shown_with_the_newest_of_lists_that_only_grow(prepared: World) -> None:
+    slot = approve(prepared, bundle(1)).json()["items"][0]["id"]
+    admin, at = prepared.client("admin"), f"{PATH}/{slot}"
+    few = admin.get(at).json()
+    assert (few["history_next"], few["proofs_next"]) == (None, None)
+    grow(prepared, slot, proven=23, changes=24)
+    shown = admin.get(at).json()
+    assert (len(shown["history"]), len(shown["proofs"])) == (20, 20)
+    for name, newest in (("history", shown["history"][::-1]), ("proofs", shown["proofs"])):
+        ids = [row["id"] for page in pages(admin, f"{at}/{name}", limit=7) for row in page]
+        whole = admin.get(f"{at}/{name}").json()["items"]
+        assert ids == [row["id"] for row in whole]
+        assert len(ids) == len(set(ids)) == {"history": 25, "proofs": 23}[name]
+        assert whole[:20] == newest
+        older = admin.get(f"{at}/{name}", params={"cursor": shown[f"{name}_next"]}).json()
+        assert (older["items"], older["next"]) == (whole[20:], None)
+    assert shown["history"][-1]["generation"] == shown["generation"]
+    assert admin.get(f"{PATH}/none/history").json()["code"] == "slot_not_found"
+    wrong = admin.get(f"{at}/history", params={"cursor": shown["proofs_next"]})
+    assert wrong.json()["code"] == "cursor_invalid"
+
+
+def grow(world: World, slot_id: str, *, proven: int, changes: int) -> None:
+    """The past of a slot that was taken over, blocked and taken back again and again."""
+    proof = {"disk": f"eui.{bundle(1)['nvme_eui']}", "verified": True, "method": "discard"}
+    with transaction(world.engine) as conn:
+        for _ in range(proven):
+            proofs.record_transition(conn, NODE, proof, ACT)
+        for _ in range(changes // 2):
+            slot = slots.get(conn, slot_id)
+            outcomes.block(conn, slot, "", ACT, step="test", error={"code": "test"})
+            lifecycle.advance(conn, "slot", slot_id, "park", ACT)
 
 
 def _rediscover(world: World, document: dict[str, Any]) -> None:

@@ -32,17 +32,15 @@ from reconciler.store.migrations import migrate
 from reconciler.store.restored import LEAP
 from reconciler.store.settings import site_scheduling
 from reconciler.trust.ca import known_hosts, open_trust, user_ca
+from tests.postgresql import Server, running
 from tests.unit.reconciler.conftest import ADMIN, Site
-from tests.unit.reconciler.service.postgres import Postgres
 from tests.unit.reconciler.store.whole_machines import Machines
 
 
 @pytest.fixture(scope="module")
-def postgres() -> Iterator[Postgres]:
-    server = Postgres()
-    server.start()
-    yield server
-    server.remove()
+def postgres() -> Iterator[Server]:
+    with running(fsync=False) as server:
+        yield server
 
 
 def settled(folder: Path, url: str = "") -> Settings:

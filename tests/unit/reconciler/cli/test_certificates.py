@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import re
+import threading
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import sqlalchemy as sa
 
 from reconciler.settings import Settings
 from reconciler.store import clock, tables
 from reconciler.store.engine import transaction
+from reconciler.tasks import worker
 from reconciler.tasks.registry import HANDLERS
 from reconciler.tasks.work import open_work
-from reconciler.trust import keygen
+from reconciler.trust import ca, keygen
 from tests.unit.reconciler.api.world import NODE, World, discovery
 from tests.unit.reconciler.cli.conftest import Gpuaas
 from tests.unit.reconciler.cli.test_doctor import Doctor, doctor, sound
+from tests.unit.reconciler.tasks.test_attend import Runs, runs
 
 pytestmark = pytest.mark.covers("HOST-13")
-__all__ = ["doctor", "sound"]
+__all__ = ["doctor", "runs", "sound"]
 
 DAY = 86_400.0
 
@@ -29,11 +35,35 @@ def enrolled(sound: World, tmp_path: Path) -> World:
     """The host has enrolled, by the API and with a key of its own."""
     keygen.new_key(tmp_path / "host", "root@host")
     asked = sound.client("admin").post(f"admin/nodes/{NODE}/enrollment-token").json()
-    key = keygen.public_key((tmp_path / "host.pub").read_text())
-    body = discovery()["identity"] | {"host_key": key, "token": asked["token"], "node_id": NODE}
-    answer = sound.client().post(f"nodes/{NODE}/enrol", json=body | {"hostname": "lab"})
+    answer = enrol(sound, tmp_path, asked["token"])
     assert answer.status_code == 200, answer.text
     return sound
+
+
+def enrol(world: World, folder: Path, token: str) -> httpx.Response:
+    """What the script of the userdata sends, from the host that has the key in this folder."""
+    key = keygen.public_key((folder / "host.pub").read_text())
+    body = discovery()["identity"] | {"host_key": key, "token": token, "node_id": NODE}
+    return world.client().post(f"nodes/{NODE}/enrol", json=body | {"hostname": "lab"})
+
+
+def given(userdata: str) -> str:
+    """The token in the script that `gpuaas nodes userdata` prints."""
+    (token,) = re.findall(r"^token='(.+)'$", userdata, re.MULTILINE)
+    return str(token)
+
+
+def discovered(world: World, runs: Runs) -> dict[str, Any]:
+    """A task of the node, leased and attended; its run finds the host as it was."""
+    asked = world.client("admin").post(f"admin/nodes/{NODE}/slice-topology/discovery")
+    assert asked.status_code == 202, asked.text
+    task = world.lease()
+    assert task["id"] == asked.json()["id"]
+    runs.ends(evidence={"discovery": discovery()})
+    settings = world.settings.model_copy(update={"poll_s": 0.01})
+    worker.attend(world.engine, settings, task, threading.Event())
+    ended: dict[str, Any] = world.client("admin").get(f"admin/tasks/{task['id']}").json()
+    return ended
 
 
 def left(world: World, days: float) -> None:
@@ -94,8 +124,10 @@ def test_a_certificate_is_renewed_on_request(enrolled: World, gpuaas: Gpuaas) ->
     assert "certificate renewed" in reasons
 
 
-def test_two_who_ask_get_one_renewal_and_who_is_late_gets_a_way_back(enrolled: World) -> None:
-    admin = enrolled.client("admin")
+def test_two_who_ask_get_one_renewal_and_who_is_late_gets_a_way_back(
+    enrolled: World, gpuaas: Gpuaas, runs: Runs, tmp_path: Path
+) -> None:
+    admin, run = enrolled.client("admin"), gpuaas.at(enrolled)
     first, second = (admin.post(f"admin/nodes/{NODE}/certificate") for _ in range(2))
     assert (first.status_code, first.json()["kind"]) == (202, "node.enrol")
     assert first.json()["id"] == second.json()["id"]
@@ -103,5 +135,33 @@ def test_two_who_ask_get_one_renewal_and_who_is_late_gets_a_way_back(enrolled: W
     left(enrolled, -1)
     late = admin.post(f"admin/nodes/{NODE}/certificate")
     assert (late.status_code, late.json()["code"]) == (409, "host_certificate_expired")
-    # The way back that the remedy names.
-    assert admin.post(f"admin/nodes/{NODE}/enrollment-token").status_code == 201
+
+    # Nothing is begun on such a host; it is named where one looks at the node and at its work.
+    refused = discovered(enrolled, runs)
+    assert (refused["state"], refused["error"]["code"]) == ("failed", "host_certificate_expired")
+    assert f"gpuaas nodes userdata {NODE}" in refused["error"]["remedy"]
+    assert runs.launched == []
+    ended = admin.get(f"admin/nodes/{NODE}").json()["certificate_valid_until"]
+    assert datetime.fromisoformat(ended) < datetime.now(UTC)
+    assert ended in run("nodes", "show", NODE)
+
+    # The way back that the remedy names, with the token of its script; one that has ended as well
+    # is no way, and the next one is.
+    token = given(run("nodes", "userdata", NODE))
+    with transaction(enrolled.engine) as conn:
+        conn.execute(sa.update(tables.enrolment_tokens).values(expires_at=clock.now() - 1))
+    late = enrol(enrolled, tmp_path, token)
+    assert (late.status_code, late.json()["code"]) == (401, "token_invalid")
+    assert "enrollment-token" in late.json()["remedy"]
+    answer = enrol(enrolled, tmp_path, given(run("nodes", "userdata", NODE)))
+    assert answer.status_code == 200, answer.text
+    certificate = ca.read_certificate(answer.json()["certificate"])
+    assert (certificate.kind, certificate.principals) == ("host", (NODE,))
+    assert certificate.valid_before > datetime.now(UTC) + timedelta(days=89)
+    assert metrics(enrolled)['gpuaas_host_certificates{validity="expired"}'] == 0.0
+    assert ended not in run("nodes", "list")
+
+    # And the host is worked on again.
+    assert discovered(enrolled, runs)["state"] == "succeeded"
+    (spec,) = runs.launched
+    assert (spec.playbook, spec.node.node_id) == ("discover", NODE)

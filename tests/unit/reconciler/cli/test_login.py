@@ -7,16 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jwt
 import pytest
 
 from reconciler.cli import login
 from tests.unit.reconciler.api.provider import AUDIENCE, Provider, running
+from tests.unit.reconciler.api.world import NODE, World
 from tests.unit.reconciler.cli.conftest import Gpuaas
+from tests.unit.reconciler.service.service import serving, until
 
 pytestmark = pytest.mark.covers("CTRL-10")
 PENDING = {"error": "authorization_pending"}
 SLOWER = {"error": "slow_down"}
-TOKENS = {"id_token": "an-id-token", "access_token": "an-access-token"}
+ADMINS = "gpuaas-admins"
 
 
 @pytest.fixture(scope="module")
@@ -37,19 +40,48 @@ def words(provider: Provider, *more: str, client: str = AUDIENCE) -> tuple[str, 
     return ("login", "--issuer", provider.url, "--client-id", client, *more)
 
 
-@pytest.mark.parametrize(
-    ("more", "kept"), [((), "an-id-token"), (("--kind", "access"), "an-access-token")]
-)
+def both(provider: Provider, **wishes: Any) -> dict[str, Any]:
+    """What a provider gives to a device that somebody has confirmed."""
+    access = {"typ": "at+jwt"}
+    return {
+        "id_token": provider.order(**wishes),
+        "access_token": provider.order(**wishes, headers=access),
+    }
+
+
+@pytest.mark.parametrize(("more", "kept"), [((), "JWT"), (("--kind", "access"), "at+jwt")])
 def test_the_token_is_kept_once_somebody_confirms(
     provider: Provider, gpuaas: Gpuaas, file: Path, more: tuple[str, ...], kept: str
 ) -> None:
-    provider.set(device=[PENDING, SLOWER, PENDING, TOKENS])
+    provider.set(device=[PENDING, SLOWER, PENDING, both(provider)])
     gpuaas(*words(provider, *more))
     assert gpuaas.status == 0, gpuaas.err
     assert "https://id.example/device" in gpuaas.err
     assert "ABCD-EFGH" in gpuaas.err
-    assert kept not in gpuaas.out + gpuaas.err
-    assert (file.read_text().strip(), stat.S_IMODE(file.stat().st_mode)) == (kept, 0o600)
+    token = file.read_text().strip()
+    assert token not in gpuaas.out + gpuaas.err
+    assert jwt.get_unverified_header(token)["typ"] == kept
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_what_is_kept_opens_the_service(
+    new: World, provider: Provider, gpuaas: Gpuaas, file: Path
+) -> None:
+    """From the code on the screen to an answer: provider and service are processes of their own."""
+    site = {"ISSUER": provider.url, "AUDIENCE": AUDIENCE, "ADMIN_GROUP": ADMINS}
+    environment = {f"GPUAAS_OIDC_{name}": value for name, value in site.items()}
+    with serving(new.settings.state_dir, **environment) as service:
+        service.start("api")
+        until(service.alive)
+        told = []
+        # The same, but for who has signed it.
+        for key in ("rsa", "stranger"):
+            provider.set(device=[both(provider, groups=[ADMINS], key=key)])
+            gpuaas(*words(provider))
+            assert gpuaas.status == 0, gpuaas.err
+            told.append(service.gpuaas("nodes", "list", GPUAAS_TOKEN_FILE=str(file)))
+    assert (told[0].returncode, NODE in told[0].stdout) == (0, True), told[0].stderr
+    assert (told[1].returncode, "unauthenticated" in told[1].stderr) == (1, True), told[1].stderr
 
 
 @pytest.mark.parametrize(
@@ -57,8 +89,8 @@ def test_the_token_is_kept_once_somebody_confirms(
     [
         ([{"error": "access_denied"}], AUDIENCE, "access_denied"),
         ([PENDING], AUDIENCE, "nobody did"),
-        ([{"access_token": "no-id-token"}], AUDIENCE, "id_token"),
-        ([TOKENS], "another", "invalid_client"),
+        ([{}], AUDIENCE, "id_token"),
+        ([{}], "another", "invalid_client"),
     ],
 )
 def test_what_ends_without_a_token(

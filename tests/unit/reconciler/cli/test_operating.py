@@ -111,6 +111,19 @@ def stuck(world: World) -> str:
     return allocation_id
 
 
+def said(err: str) -> dict[str, list[str]]:
+    """The lines of each step, until a refusal comes."""
+    steps: dict[str, list[str]] = {}
+    for line in err.splitlines():
+        if line.startswith("    "):
+            steps[list(steps)[-1]].append(line.strip())
+        elif line.startswith("  "):
+            steps[line.strip()] = []
+        else:
+            break
+    return steps
+
+
 @pytest.mark.covers("CTRL-7")
 @pytest.mark.parametrize(
     ("looks", "steps"),
@@ -137,7 +150,7 @@ def test_recover_does_the_whole_runbook(
     assert gpuaas.status == 0, gpuaas.err
     evidence = json.loads(gpuaas.out)
     order = ["allocation", "inventory", *steps, "inventory_after", "disk_evidence_after", "audit"]
-    assert list(evidence) == order == gpuaas.err.split()
+    assert list(evidence) == order == list(said(gpuaas.err)), "one JSON, and progress beside it"
     (after,) = evidence["inventory_after"].values()
     assert (after["status"], after["health_state"], after["health_detail"]) == (
         "available",
@@ -146,6 +159,20 @@ def test_recover_does_the_whole_runbook(
     )
     (event,) = evidence["audit"]["events"]
     assert event["detail"]["runtime_verified_absent"] is looks[0]
+    # Each step said what it found as it found it, not at the end.
+    told = said(gpuaas.err)
+    assert [step for step, lines in told.items() if not lines] == []
+    (slot_id,) = evidence["inventory_after"]
+    assert "cleanup_blocked, failed" in told["inventory"][0]
+    assert told["runtime_absence"][0].startswith("absent" if looks[0] else "not absent")
+    before, after_it = (
+        evidence[name][slot_id] for name in ("disk_evidence", "disk_evidence_after")
+    )
+    assert before["id"] in told["disk_evidence"][0]
+    assert after_it["id"] in told["disk_evidence_after"][0]
+    assert before["id"] != after_it["id"]
+    assert "available, healthy" in told["inventory_after"][0]
+    assert event["reason"] in told["audit"][0]
 
 
 @pytest.mark.covers("CTRL-7", "CTRL-9")
@@ -248,9 +275,20 @@ def test_recover_stops_where_a_person_must_decide(
             outcomes.wipe_failed(conn, allocation_id, ACT, step="nvme_wipe", error=error)
 
     monkeypatch.setattr("reconciler.recovery.time.sleep", breaks)
-    gpuaas("recover", allocation_id, "--reason", "x")
+    gpuaas("recover", allocation_id, "--reason", "x", "--output", "json")
     assert (gpuaas.status, "slots_not_recovered" in gpuaas.err) == (1, True)
-    assert "cleanup_blocked" in gpuaas.err
+    assert gpuaas.out == ""
+    told = said(gpuaas.err)
+    (proven,) = told["disk_evidence"]
+    assert told["runtime_absence"] == ["absent: nothing is left on the host by 0 checks"]
+    assert "nvme_wipe, command_failed, I/O error" in told["inventory_after"][0]
+    # What a person decides on stays with the refusal.
+    refusal = json.loads(gpuaas.err[gpuaas.err.index("{") :])
+    evidence = refusal["evidence"]
+    assert list(evidence) == list(told)
+    assert evidence["runtime_absence"]["absent"] is True
+    (proof,) = evidence["disk_evidence"].values()
+    assert proof["id"] in proven
 
 
 @pytest.mark.covers("CTRL-7", "I13")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.reconciler.api.test_slots import grow
 from tests.unit.reconciler.api.world import NODE, World, bundle
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
@@ -47,6 +48,20 @@ def test_what_keeps_a_gate_closed(prepared: World, gpuaas: Gpuaas) -> None:
     assert gpuaas.status == 0, gpuaas.err
     assert codes and all(code in gpuaas.out for code in codes)
     assert f"gate closed by {len(codes)}" in gpuaas.err
+
+
+def test_a_long_past_is_told_in_short_and_whole_as_json(prepared: World, gpuaas: Gpuaas) -> None:
+    gpuaas.at(prepared)("slots", "approve", NODE, "--from-candidates", "1", *REASON)
+    gpuaas("slots", "list", NODE, "--output", "json")
+    grow(prepared, json.loads(gpuaas.out)[0]["id"], proven=23, changes=24)
+    gpuaas("slots", "show", NODE, "1")
+    assert (gpuaas.status, "more than 20 proofs" in gpuaas.err) == (0, True), gpuaas.err
+    gpuaas("slots", "show", NODE, "1", "--output", "json")
+    found = json.loads(gpuaas.out)
+    changes, proofs = ([row["id"] for row in found[name]] for name in ("history", "proofs"))
+    assert (changes, len(changes)) == (sorted(changes), 25)
+    assert len(proofs) == len(set(proofs)) == 23
+    assert not {"history_next", "proofs_next"} & set(found)
 
 
 def test_an_open_gate(selling: World, gpuaas: Gpuaas) -> None:

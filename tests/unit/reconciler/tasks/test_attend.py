@@ -11,13 +11,27 @@ import pytest
 import sqlalchemy as sa
 
 from reconciler.domain.errors import Problem
+from reconciler.domain.states import Role
 from reconciler.runs import collect, contract
 from reconciler.runs.collect import Outcome, Phase, RunState
+from reconciler.runs.events import Recorder
+from reconciler.runs.paths import RunPaths, run_directory
 from reconciler.runs.spec import RunSpec
 from reconciler.settings import Settings
-from reconciler.store import allocations, discoveries, nodes, outcomes, slots, tables, tasks
+from reconciler.store import (
+    allocations,
+    discoveries,
+    nodes,
+    outcomes,
+    slots,
+    tables,
+    tasks,
+    tokens,
+)
 from reconciler.store.engine import transaction
 from reconciler.tasks import worker
+from tests.unit.reconciler.api.test_stream import sent
+from tests.unit.reconciler.api.world import World
 from tests.unit.reconciler.conftest import ADMIN, Site
 
 READINESS = {
@@ -35,6 +49,8 @@ class Runs:
         self.launched: list[RunSpec] = []
         self.outcome: Outcome | None = None
         self.alive = False
+        # What happens while the run lives, one of them at each look; the last one as it ends.
+        self.during: list[Callable[[], None]] = []
 
     def launch(self, _site: object, spec: RunSpec) -> Path:
         self.launched.append(spec)
@@ -42,6 +58,10 @@ class Runs:
         return Path("unused")
 
     def observe(self, _directory: Path) -> RunState:
+        if self.alive and self.during:
+            self.during.pop(0)()
+            if self.during:
+                return RunState(Phase.ALIVE)
         if self.outcome is not None and self.alive:
             return RunState(Phase.FINISHED, self.outcome)
         return RunState(Phase.ALIVE if self.alive else Phase.ABSENT, None)
@@ -89,7 +109,8 @@ def test_a_reachable_vm_makes_its_allocation_active(
 ) -> None:
     allocation_id = launched(sold)
     runs.ends(evidence={"readiness": READINESS, "plan": {}, "image": {}})
-    assert attend()["state"] == "succeeded"
+    task = attend()
+    assert task["state"] == "succeeded"
     with transaction(sold.engine) as conn:
         assert allocations.get(conn, allocation_id)["state"] == "active"
         assert sorted(sold.statuses(conn)) == ["active", "available"]
@@ -99,6 +120,44 @@ def test_a_reachable_vm_makes_its_allocation_active(
     assert spec.variables["slice_vm"]["memory_mib"] == 768
     assert spec.variables["boot_id"] == sold.document(0)["identity"]["boot_id"]
     contract.check_vars("provision_slice", spec.variables)
+    # One id from the request to the host's log: what the playbooks log is in `slice_run`.
+    assert task["correlation_id"] == ADMIN.correlation_id
+    told = (spec.correlation_id, spec.variables["slice_run"]["correlation_id"])
+    assert told == (task["correlation_id"], task["correlation_id"])
+
+
+@pytest.mark.covers("CTRL-8")
+def test_what_a_run_says_is_read_while_it_lives_and_to_its_last_word(
+    sold: Site, runs: Runs, attend: Callable[[], dict[str, Any]], tmp_path: Path
+) -> None:
+    """From the runner's events to the stream that operators read."""
+    launched(sold)
+    heard: list[list[str]] = []
+
+    def lines() -> list[str]:
+        with transaction(sold.engine) as conn:
+            (task,) = tasks.every(conn)
+            return [row["document"]["task"] for row in tasks.events(conn, task["id"])]
+
+    def say(name: str) -> None:
+        (spec,) = runs.launched
+        directory = run_directory(tmp_path, spec.run_id)
+        directory.mkdir(parents=True, exist_ok=True)
+        record = Recorder(RunPaths(directory).progress)
+        record({"event": "runner_on_ok", "event_data": {"task": name, "res": {"changed": True}}})
+
+    # Told at the look after it, and the last words at the one that finds the run ended.
+    runs.during = [lambda: say("Clone the image"), lambda: heard.append(lines())]
+    runs.during.append(lambda: say("Wait until it is reachable"))
+    runs.ends(evidence={"readiness": READINESS, "plan": {}, "image": {}})
+    settings = Settings(state_dir=tmp_path, poll_s=0.01)
+    world = World(settings, sold.engine)
+    with transaction(sold.engine) as conn:
+        _, world.secrets["admin"] = tokens.issue(conn, ADMIN, role=Role.PLATFORM_ADMIN, name="a")
+    task = attend()
+    found = [row["task"] for name, _, row in sent(world, task["id"]) if name == "progress"]
+    assert heard == [["Clone the image"]]
+    assert found == ["Clone the image", "Wait until it is reachable"]
 
 
 @pytest.mark.covers("I6")

@@ -1,0 +1,124 @@
+"""`available` only with a proof newer than the last claim, whoever writes.
+
+A slot is available by a proof of its disk's present generation, which never falls (0007). So a
+claim goes in only at a generation of which there is no proof yet, and while it lives no proof of its
+disk goes in: whatever makes its slot available again was proven after it. And while the claim
+lives, nothing does.
+
+A claim on a whole machine does not say which slots are there. Its tenant is let in only once every
+disk of a slot is past its proofs, and from when it is prepared until it has ended none goes in.
+Between those two, with no tenant ever let in, an older proof counts: nothing was done by it.
+"""
+
+from __future__ import annotations
+
+from alembic import op
+
+revision = "0019"
+down_revision = "0018"
+
+CLAIMS = "allocation_resource_claims"
+SLOTS = "node_resource_slots"
+PROOFS = "wipe_proofs"
+LIVE = "('reserved', 'provisioning', 'active', 'releasing')"
+SLICE = f"NEW.kind = 'slice' AND NEW.state IN {LIVE}"
+# From when a machine is prepared for its tenant, and from when the tenant is in.
+BEGUN = "('provisioning', 'active', 'releasing')"
+ENTERED = "('active', 'releasing')"
+WHOLE = f"NEW.kind = 'node_exclusive' AND NEW.state IN {LIVE}"
+TENANT = f"NEW.kind = 'node_exclusive' AND NEW.state IN {ENTERED}"
+SOLD = "NEW.status = 'available'"
+
+TOO_LATE = "a claim needs a disk generation of which there is no proof yet"
+# A retired slot's disk may be in another slot by now.
+PROVEN = """
+NOT EXISTS (SELECT 1 FROM node_resource_slots s WHERE s.id = NEW.slot_id
+  AND s.retired_at IS NULL AND s.disk_generation = NEW.disk_generation)
+OR EXISTS (SELECT 1 FROM node_resource_slots s JOIN wipe_proofs p
+  ON p.disk_identity = s.nvme_identity AND p.disk_generation >= s.disk_generation
+  WHERE s.id = NEW.slot_id)
+"""
+# Two transactions that cannot see each other's rows yet, one with the claim and one with the
+# proof, take turns by the slot's row. The claim's lock is one that the proof's must wait for, and
+# the one that reserving the slot takes anyway.
+TURN = "PERFORM 1 FROM node_resource_slots WHERE id = NEW.slot_id FOR NO KEY UPDATE;"
+
+ON_SALE = "a claim on a whole machine needs its slots off sale"
+OFFERED = """
+EXISTS (SELECT 1 FROM node_resource_slots WHERE node_id = NEW.node_id
+  AND retired_at IS NULL AND status = 'available')
+"""
+
+NOT_PAST = "a whole machine's tenant needs its slots' disks past every proof"
+ENTERING = """
+PERFORM 1 FROM node_resource_slots WHERE node_id = NEW.node_id AND retired_at IS NULL
+  ORDER BY id FOR NO KEY UPDATE;
+"""
+STANDING = """
+EXISTS (SELECT 1 FROM node_resource_slots s JOIN wipe_proofs p
+  ON p.disk_identity = s.nvme_identity AND p.disk_generation >= s.disk_generation
+  WHERE s.node_id = NEW.node_id AND s.retired_at IS NULL)
+"""
+
+EARLY = "a disk under a live claim is not proven clean"
+PROVING = """
+PERFORM 1 FROM node_resource_slots WHERE nvme_identity = NEW.disk_identity
+  AND retired_at IS NULL FOR SHARE;
+"""
+# By the disk that the claim names, and by that of the slot it names, should they differ.
+IN_USE = """
+EXISTS (SELECT 1 FROM allocation_resource_claims WHERE nvme_identity = NEW.disk_identity
+  AND kind = 'slice' AND state IN ANY_LIVE)
+OR EXISTS (SELECT 1 FROM node_resource_slots s JOIN allocation_resource_claims c
+  ON c.slot_id = s.id AND c.kind = 'slice' AND c.state IN ANY_LIVE
+  WHERE s.nvme_identity = NEW.disk_identity AND s.retired_at IS NULL)
+OR EXISTS (SELECT 1 FROM node_resource_slots s JOIN allocation_resource_claims c
+  ON c.node_id = s.node_id AND c.kind = 'node_exclusive' AND c.state IN ANY_BEGUN
+  WHERE s.nvme_identity = NEW.disk_identity AND s.retired_at IS NULL)
+""".replace("ANY_LIVE", LIVE).replace("ANY_BEGUN", BEGUN)
+
+HELD = "a slot under a live claim is not available"
+# Each by the index that keeps such claims apart.
+CLAIMED = """
+EXISTS (SELECT 1 FROM allocation_resource_claims WHERE slot_id = NEW.id
+  AND kind = 'slice' AND state IN ANY_LIVE)
+OR EXISTS (SELECT 1 FROM allocation_resource_claims WHERE nvme_identity = NEW.nvme_identity
+  AND kind = 'slice' AND state IN ANY_LIVE)
+OR EXISTS (SELECT 1 FROM allocation_resource_claims WHERE node_id = NEW.node_id
+  AND kind = 'node_exclusive' AND state IN ANY_LIVE)
+""".replace("ANY_LIVE", LIVE)
+
+
+def upgrade() -> None:
+    """A migration that makes one of the tables anew must make its triggers again."""
+    # What has ended is no claim any more: one that comes to life again is a new one.
+    claiming = {"INSERT": "true", "UPDATE OF state": f"OLD.state NOT IN {LIVE}"}
+    entering = {"INSERT": "true", "UPDATE OF state": f"OLD.state NOT IN {ENTERED}"}
+    selling = {"INSERT": "true", "UPDATE OF status": "true"}
+    _refuse(CLAIMS, "proven", (claiming, SLICE), (TURN, PROVEN, TOO_LATE))
+    _refuse(CLAIMS, "on_sale", (claiming, WHOLE), ("", OFFERED, ON_SALE))
+    _refuse(CLAIMS, "past_proofs", (entering, TENANT), (ENTERING, STANDING, NOT_PAST))
+    _refuse(PROOFS, "unclaimed", ({"INSERT": "true"}, "true"), (PROVING, IN_USE, EARLY))
+    _refuse(SLOTS, "claimed", (selling, SOLD), ("", CLAIMED, HELD))
+
+
+def _refuse(
+    table: str, name: str, about: tuple[dict[str, str], str], rule: tuple[str, str, str]
+) -> None:
+    """A trigger per verb: a row that it is about is refused where the rule's condition holds."""
+    verbs, row = about
+    first, wrong, told = rule
+    name = f"{table}_{name}"
+    if op.get_bind().dialect.name == "postgresql":
+        # integrity_constraint_violation, as SQLite calls it too.
+        op.execute(
+            f"CREATE FUNCTION {name}() RETURNS trigger LANGUAGE plpgsql AS $$"
+            f" BEGIN {first} IF {wrong} THEN RAISE EXCEPTION '{told}' USING ERRCODE = '23000';"
+            " END IF; RETURN NEW; END $$"
+        )
+        act = f"EXECUTE FUNCTION {name}()"
+    else:
+        act = f"BEGIN SELECT RAISE(ABORT, '{told}') WHERE {wrong}; END"
+    for verb, moved in verbs.items():
+        head = f"{name}_{verb.partition(' ')[0].lower()} BEFORE {verb} ON {table}"
+        op.execute(f"CREATE TRIGGER {head} FOR EACH ROW WHEN ({moved} AND {row}) {act}")
