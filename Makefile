@@ -36,9 +36,10 @@ sanity: setup ## ansible-test sanity over the built archive of the collection
 molecule: setup ## One role's drift and repair on the lab host: make molecule SCENARIO=slice_network
 	@PATH="$(CURDIR)/.venv/bin:$$PATH" $(PYTHON) -m molecule test -s $(SCENARIO)
 
-bench: setup ## Measure against the named peers; adds to build/bench.json
+bench: ## Measure against the named peers; adds to build/bench.json (without OpenStack's: CLAIMS=--no-peer)
+	@scripts/setup --tests
 	@$(PYTHON) -m tests.bench
-	@$(PYTHON) -m tests.bench.claims
+	@$(PYTHON) -m tests.bench.claims $(CLAIMS)
 	@$(PYTHON) -m tests.bench.tasks
 	@$(PYTHON) -m tests.bench.memory
 

@@ -159,7 +159,7 @@ def _outcome(paths: RunPaths) -> Outcome | None:
 def _line(text: bytes) -> dict[str, Any]:
     try:
         document = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     # Kept with its task, so it must not be what no database takes.
     told = isinstance(document, dict) and legible.unstorable(document) is None

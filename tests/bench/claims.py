@@ -4,8 +4,11 @@ claims_store: the whole transaction of a launch (place, lock, claim, allocation,
 outbox, audit: five statements, the last of which inserts twelve rows) without HTTP, against pgbench
 inserting single rows of three columns with as many clients on the same server. claims_http_512 and
 claims_http_12800: the same through `gpuaas serve`, with the growth of the median from the small
-fleet to the large one; the peer is OpenStack Placement where its environment has been made
+fleet to the large one; the peer is OpenStack Placement, installed where it is missing
 (tests.bench.fleet.openstack).
+
+where_ms: the mean parts of a launch over HTTP that is alone on the machine, which together are
+alone_ms: the server's (tests.bench.fleet.timed), and wire, which is the rest of what a client sees.
 
 Clients are processes of their own, as pgbench's are threads in C: what is measured is not this
 program's interpreter lock. Every figure is of the same number of claims, so that both fleets are
@@ -15,11 +18,14 @@ equally used afterwards. The server writes through to the disk, as in production
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import re
 import statistics
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +35,7 @@ import sqlalchemy as sa
 from reconciler.store import allocations, images
 from reconciler.store.engine import open_engine, reading, retrying
 from tests.bench import document
-from tests.bench.fleet import openstack, records, service
+from tests.bench.fleet import openstack, records, service, timed
 from tests.postgresql import Server, running
 
 SLOTS = 8
@@ -39,30 +45,46 @@ WARM = 5
 Figures = dict[str, Any]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.claims")
-    parser.add_argument("--small", type=int, default=64, help="nodes of the small fleet")
-    parser.add_argument("--large", type=int, default=1600, help="nodes of the large fleet")
-    parser.add_argument("--claims", type=int, default=384, help="claims of each measurement")
-    parser.add_argument("--no-peer", action="store_true", help="without OpenStack Placement")
-    parser.add_argument("--output", type=Path, default=document.PATH)
-    given = parser.parse_args()
-    if given.claims + CLIENTS * WARM > given.small * SLOTS:
-        parser.error("the small fleet has not that many slots")
+def main(words: Sequence[str] | None = None) -> int:
+    given = arguments(words)
+    if not given.no_peer:
+        try:
+            openstack.install()
+        except openstack.NotInstalled as problem:
+            sys.stderr.write(f"{problem}\n")
+            return 1
     with running(fsync=True, options="-c max_connections=50") as server:
         found = measure(server, given)
     document.add(found, given.output)
     return 0
 
 
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """How large, how many, and with or without the peer."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.claims")
+    parser.add_argument("--small", type=int, default=64, help="nodes of the small fleet")
+    parser.add_argument("--large", type=int, default=1600, help="nodes of the large fleet")
+    parser.add_argument("--claims", type=int, default=384, help="claims of each measurement")
+    parser.add_argument("--profile", type=int, default=64, help="launches of the profile")
+    parser.add_argument("--pgbench-s", type=int, default=5, help="seconds of pgbench")
+    parser.add_argument("--no-peer", action="store_true", help="without OpenStack Placement")
+    parser.add_argument("--output", type=Path, default=document.PATH)
+    given = parser.parse_args(words)
+    if max(given.claims + CLIENTS * WARM, given.profile + WARM) > given.small * SLOTS:
+        parser.error("the small fleet has not that many slots")
+    return given
+
+
 def measure(server: Server, given: argparse.Namespace) -> Figures:
     """All figures; each fleet is made anew for each of them."""
     sizes = {"small": given.small, "large": given.large}
     store = {name: _store(server, nodes, given.claims) for name, nodes in sizes.items()}
-    rows = pgbench(server, seconds=5)
+    rows = pgbench(server, seconds=given.pgbench_s)
     http = {name: _http(server, nodes, given.claims) for name, nodes in sizes.items()}
+    for name, nodes in sizes.items():
+        http[name] |= profile(server, nodes, given.profile)
     peer: dict[str, Figures] = {}
-    if not given.no_peer and openstack.there():
+    if not given.no_peer:
         for name, nodes in sizes.items():
             peer[name] = _peer(server, nodes, given.claims)
     for figures in (store, http):
@@ -119,7 +141,7 @@ def clients(work: Callable[[int, int], list[float]], claims: int) -> Figures:
 
 
 def _store(server: Server, nodes: int, claims: int) -> Figures:
-    url = server.empty_database("store")
+    url = server.database("store")
     records.make(url, nodes, SLOTS)
     return clients(partial(allocate, url), claims)
 
@@ -154,16 +176,37 @@ def _engine(url: str) -> sa.Engine:
 
 
 def _http(server: Server, nodes: int, claims: int) -> Figures:
-    url = server.empty_database("http")
+    url = server.database("http")
     records.make(url, nodes, SLOTS)
     secret = records.member(url)
     with service.serving(url) as address:
         return clients(partial(service.launch, address, secret), claims)
 
 
+def profile(server: Server, nodes: int, launches: int) -> Figures:
+    """Where the time of a launch goes: one client, nothing beside it."""
+    url = server.database("profile")
+    records.make(url, nodes, SLOTS)
+    secret = records.member(url)
+    with tempfile.TemporaryDirectory(prefix="gpuaas-bench-") as folder:
+        lines = Path(folder) / "times"
+        with service.running(
+            url, "--api-only", module=timed.__name__, BENCH_TIMES=str(lines)
+        ) as serving:
+            seen = service.launch(serving.address, secret, 0, WARM + launches)[WARM:]
+        requests = [json.loads(line) for line in lines.read_text().splitlines()][WARM:]
+    if len(requests) != launches:
+        raise RuntimeError(f"{launches} launches, and times of {len(requests)} requests")
+    whole = statistics.mean(seen)
+    parts = {name: statistics.mean(one[name] for one in requests) for name in timed.PARTS}
+    parts["wire"] = whole - sum(parts.values())
+    where = {name: round(seconds * 1000, 2) for name, seconds in parts.items()}
+    return {"alone_ms": round(whole * 1000, 2), "where_ms": where}
+
+
 def _peer(server: Server, nodes: int, claims: int) -> Figures:
     name = "placement"
-    server.empty_database(name)
+    server.database(name)
     with openstack.serving(server, name, nodes, SLOTS) as address:
         found = clients(partial(openstack.claim, address), claims)
     found["placement_per_s"] = found.pop("ours_per_s")

@@ -51,7 +51,7 @@ def main() -> int:
 
 def fleet(server: Server, nodes: int, settle_s: float) -> dict[str, Figures]:
     """A site of so many nodes: with its loops alone, and after requests."""
-    url = server.empty_database("memory")
+    url = server.database("memory")
     secret = records.make(url, nodes, SLOTS)
     name = f"slots_{nodes * SLOTS}"
     with (

@@ -81,12 +81,12 @@ def measure(server: Server, given: argparse.Namespace) -> Figures:
     for launcher, count in (("noop", given.noop), ("runner", given.runner)):
         if not count:
             continue
-        url = server.empty_database(launcher)
+        url = server.database(launcher)
         records.make(url, given.nodes, 1)
         with tempfile.TemporaryDirectory(prefix="gpuaas-bench-") as name:
             figures = throughput(url, Path(name), launcher, count, given)
         found |= {f"{launcher}_{key}": value for key, value in figures.items()}
-    url = server.empty_database("profile")
+    url = server.database("profile")
     records.make(url, given.nodes, 1)
     with tempfile.TemporaryDirectory(prefix="gpuaas-bench-") as name:
         return found | profile(url, Path(name), given.profile)

@@ -19,6 +19,12 @@ def markdown(document: Document, files: Sequence[File]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def unshown(document: Document, files: Iterable[File]) -> list[str]:
+    """The rows that no test shows."""
+    listed = list(files)
+    return [row.id for row in document.rows if not any(file.showing(row.id) for file in listed)]
+
+
 def _summary(row: Row, files: Iterable[File]) -> str:
     shown = [file for file in files if file.showing(row.id)]
     unit = _cell(row, [file for file in shown if not file.lab])

@@ -73,5 +73,5 @@ def _whole_lines(progress: Path) -> int:
 def _is_document(line: bytes) -> bool:
     try:
         return isinstance(json.loads(line), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False

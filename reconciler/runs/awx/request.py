@@ -37,7 +37,7 @@ def run_id(job: dict[str, Any]) -> str:
     text = job.get("extra_vars")
     try:
         variables = json.loads(text) if isinstance(text, str) else text
-    except ValueError:
+    except (ValueError, RecursionError):
         variables = _yaml(str(text))
     run = variables.get("slice_run") if isinstance(variables, dict) else None
     found = run.get("id") if isinstance(run, dict) else None
@@ -47,7 +47,7 @@ def run_id(job: dict[str, Any]) -> str:
 def _yaml(text: str) -> Any:
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         return None
 
 

@@ -1,8 +1,9 @@
 """OpenStack Placement as the peer: gunicorn, one child provider per slot, the same PostgreSQL.
 
-`python -m tests.bench.fleet.openstack` makes its environment under build/peers. A claim there is
-two requests: candidates, then the allocation, again when another client was quicker. It writes no
-task, no history and no audit row, so it is the leaner side.
+Its environment is under build/peers; what measures against it makes it where there is none, as
+`python -m tests.bench.fleet.openstack` does. A claim there is two requests: candidates, then the
+allocation, again when another client was quicker. It writes no task, no history and no audit row,
+so it is the leaner side.
 """
 
 from __future__ import annotations
@@ -36,15 +37,34 @@ HEADERS = {"X-Auth-Token": "admin", "OpenStack-API-Version": "placement 1.39"}
 OFFERED = 10
 
 
+class NotInstalled(Exception):
+    """There is no peer, and none could be made."""
+
+
 def there() -> bool:
-    """Whether its environment has been made."""
-    return (HOME / "bin" / "placement-manage").exists()
+    """Whether its environment has been made, and to its end."""
+    words = [str(HOME / "bin" / "python"), "-c", "import gunicorn, placement, psycopg2"]
+    with contextlib.suppress(OSError):
+        return subprocess.run(words, check=False, capture_output=True).returncode == 0
+    return False
 
 
 def install() -> None:
-    """Make the environment."""
-    venv.create(HOME, with_pip=True, clear=True)
-    subprocess.run([HOME / "bin" / "pip", "install", "--quiet", *PACKAGES], check=True)
+    """Make the environment where there is none."""
+    if there():
+        return
+    sys.stderr.write(f"installing OpenStack Placement in {HOME}\n")
+    try:
+        venv.create(HOME, with_pip=True, clear=True)
+        pip = [str(HOME / "bin" / "pip"), "install", "--quiet", *PACKAGES]
+        subprocess.run(pip, check=True, stderr=subprocess.PIPE, text=True)
+    except (OSError, subprocess.CalledProcessError) as failure:
+        said = getattr(failure, "stderr", "") or str(failure)
+        raise NotInstalled(
+            f"expected {' '.join(PACKAGES)} from the package index, to measure against; found: "
+            f"{said.strip()[-500:]}. Run it where the index is reached, or without the peer: "
+            "--no-peer"
+        ) from failure
 
 
 @contextlib.contextmanager
@@ -139,5 +159,8 @@ def _fleet(server: Server, database: str, nodes: int, slots: int) -> None:
 
 
 if __name__ == "__main__":
-    install()
+    try:
+        install()
+    except NotInstalled as problem:
+        raise SystemExit(str(problem)) from problem
     sys.stdout.write(f"OpenStack Placement is in {HOME}\n")

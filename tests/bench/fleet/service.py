@@ -39,8 +39,13 @@ def serving(database_url: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def running(database_url: str, *words: str, **settings: str) -> Iterator[Service]:
-    """`gpuaas serve` with these words and settings, over this database; "" is its own SQLite."""
+def running(
+    database_url: str, *words: str, module: str = "reconciler.cli.main", **settings: str
+) -> Iterator[Service]:
+    """`gpuaas serve` with these words and settings, over this database; "" is its own SQLite.
+
+    module: what is run in its place, with the same words.
+    """
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="gpuaas-bench-") as folder:
         environment = {
@@ -50,7 +55,7 @@ def running(database_url: str, *words: str, **settings: str) -> Iterator[Service
             "GPUAAS_LISTEN": f"127.0.0.1:{port}",
             **settings,
         }
-        command = [sys.executable, "-m", "reconciler.cli.main", "serve", *words]
+        command = [sys.executable, "-m", module, "serve", *words]
         log = Path(folder) / "log"
         with log.open("w") as output:
             process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)

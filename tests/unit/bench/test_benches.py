@@ -50,6 +50,23 @@ def test_tasks(tmp_path: Path) -> None:
     assert sum(parts.values()) == pytest.approx(found["runner_p50_s"], abs=0.05)
 
 
+def test_claims(tmp_path: Path) -> None:
+    words = ("--small", "4", "--large", "8", "--claims", "12", "--no-peer")
+    counts = ("--profile", "4", "--pgbench-s", "1")
+    found = bench(tmp_path / "bench.json", "claims", *words, *counts)
+    assert set(found) == {"claims_store", "claims_http_32", "claims_http_64"}
+    small, large = found["claims_http_32"], found["claims_http_64"]
+    store = found["claims_store"]
+    for figures in (store, store["slots_64"], small, large):
+        assert figures["claims"] == 12 and figures["ours_per_s"] > 0
+    assert store["ratio"] == pytest.approx(store["ours_per_s"] / store["pgbench_per_s"], abs=0.001)
+    assert large["p50_growth"] == pytest.approx(large["p50_ms"] / small["p50_ms"], abs=0.01)
+    for figures in (small, large):
+        assert set(figures["where_ms"]) == {"http", "launch", "statements", "commits", "wire"}
+        # No part is another's as well, or the server's would be more than a client sees.
+        assert all(milliseconds > 0 for milliseconds in figures["where_ms"].values())
+
+
 def test_memory(tmp_path: Path) -> None:
     words = ("--nodes", "2", "--settle", "0")
     found = bench(tmp_path / "bench.json", "memory", *words)["memory_mib"]

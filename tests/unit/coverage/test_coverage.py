@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from tests.coverage import __main__ as command
 from tests.coverage import marks, page, rows
 
 ROWS = (rows.Row("X-1", "Doors", ""), rows.Row("X-2", "Windows", "glass"))
@@ -78,6 +80,29 @@ def test_a_row_that_nothing_shows_says_so() -> None:
     lines = page.markdown(DOCUMENT, []).splitlines()
     assert "| X-2 | Windows | nothing yet | nothing yet | glass |" in lines
     assert lines[-1] == "No test shows it yet."
+
+
+@pytest.mark.parametrize(
+    ("shown", "missing"), [(BOTH, ""), (frozenset({"X-1"}), "X-2"), (frozenset(), "X-1, X-2")]
+)
+def test_a_current_document_with_a_row_that_nothing_shows_fails(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    shown: frozenset[str],
+    missing: str,
+) -> None:
+    (tmp_path / "docs").mkdir()
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    monkeypatch.setattr(command, "DOCUMENTS", (DOCUMENT,))
+    monkeypatch.setattr(command, "marked", list)
+    file = marks.File("a.py", "", False, {"test_it": shown})
+    monkeypatch.setattr(command, "collect", lambda _paths: [file])
+    for argv in ([], ["--check"]):
+        assert command.main(argv) == (1 if missing else 0)
+        said = capsys.readouterr().err
+        assert said == (f"shown by no test: {missing}; mark one with covers\n" if missing else "")
+    assert (tmp_path / "docs/x.md").read_text() == page.markdown(DOCUMENT, [file])
 
 
 def test_an_unknown_row_is_refused(request: pytest.FixtureRequest) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import configparser
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -49,8 +48,6 @@ def test_a_unit_starts_a_command_that_exists(unit: Path) -> None:
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
 def test_systemd_accepts_it_and_calls_it_hardened(unit: Path, tmp_path: Path) -> None:
-    if not shutil.which("systemd-analyze"):
-        pytest.skip("no systemd here; the other tests parse the unit")
     # This machine has neither the installation's program nor its user.
     text = unit.read_text().replace("/opt/gpuaas/bin/gpuaas", str(Path(sys.executable)))
     copy = tmp_path / unit.name

@@ -178,6 +178,7 @@ def test_what_a_crash_left_in_the_progress_is_passed_over(tmp_path: Path) -> Non
 def test_a_line_that_no_database_takes_is_passed_over(tmp_path: Path) -> None:
     """It would keep all that is told of the run from being kept, for as long as it lasts."""
     file = RunPaths(tmp_path).progress
-    bad = (rb'{"task": "a\u0000b"}', rb'{"task": "\ud800"}', b'{"seconds": NaN}')
+    deep = b'{"task": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    bad = (rb'{"task": "a\u0000b"}', rb'{"task": "\ud800"}', b'{"seconds": NaN}', deep)
     file.write_bytes(b"\n".join([*bad, b'{"event": "ok"}', b""]))
     assert collect.progress(tmp_path)[0] == [{"event": "ok"}]

@@ -6,16 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.postgresql import Server, running
 from tests.unit.reconciler.api.conftest import selling, stages
-from tests.unit.reconciler.service.postgres import Postgres
 
 __all__ = ["selling", "stages"]
 
 
 @pytest.fixture(scope="session")
-def postgres() -> Iterator[Postgres]:
+def postgres() -> Iterator[Server]:
     """A running server."""
-    server = Postgres()
-    server.start()
-    yield server
-    server.remove()
+    # What the system has taken over is safe from the end of a process: no need to sync here.
+    with running(fsync=False) as server:
+        yield server

@@ -1,9 +1,10 @@
 """The real service with scripted hosts: `python -m ….scripted`, told what to start on its input.
 
-`serve` and `worker` on a line start one; its process id comes back. Each is a copy of this
-process, in which everything is loaded already: a start is a matter of milliseconds, so that a test
-can afford many. Runs are processes of their own that outlive the service, as real ones do; what
-they do stands in the file `hosts` of the folder SCRIPTED_FOLDER, one line per beginning.
+`serve`, `api` (`serve --api-only`) and `worker` on a line start one; its process id comes back.
+Each is a copy of this process, in which everything is loaded already: a start is a matter of
+milliseconds, so that a test can afford many. Runs are processes of their own that outlive the
+service, as real ones do; what they do stands in the file `hosts` of the folder SCRIPTED_FOLDER, one
+line per beginning.
 """
 
 from __future__ import annotations
@@ -125,8 +126,8 @@ def main() -> None:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             if state_dir:
                 os.environ["GPUAAS_STATE_DIR"] = state_dir
-            if what == "serve":
-                server.serve(api_only=False)
+            if what in {"serve", "api"}:
+                server.serve(api_only=what == "api")
             else:
                 work()
             os._exit(0)

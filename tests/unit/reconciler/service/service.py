@@ -28,16 +28,16 @@ class Service:
             self.port = int(probe.getsockname()[1])
         self.url = f"http://127.0.0.1:{self.port}"
         self.pids: list[int] = []
+        self._environment = {"GPUAAS_STATE_DIR": str(folder), **environment}
         self._log = (folder / "service.log").open("ab")
         self._forge = subprocess.Popen(
             [sys.executable, "-m", "tests.unit.reconciler.service.scripted"],
             env={
                 **os.environ,
-                "GPUAAS_STATE_DIR": str(folder),
                 "GPUAAS_LISTEN": f"127.0.0.1:{self.port}",
                 "GPUAAS_POLL_S": "0.03",
                 "SCRIPTED_FOLDER": str(folder),
-                **environment,
+                **self._environment,
             },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -64,14 +64,38 @@ class Service:
         self.pids.clear()
 
     def ready(self) -> bool:
+        """Whether the site can work."""
+        return self._says_yes("/readyz")
+
+    def alive(self) -> bool:
+        """Whether the API answers, whoever else is missing."""
+        return self._says_yes("/healthz")
+
+    def _says_yes(self, path: str) -> bool:
         with suppress(httpx.TransportError):
-            return httpx.get(f"{self.url}/readyz", timeout=5, trust_env=False).is_success
+            return httpx.get(f"{self.url}{path}", timeout=5, trust_env=False).is_success
         return False
 
     def began(self) -> Counter[str]:
         """How often each run began on a host."""
         hosts = self.folder / "hosts"
         return Counter(hosts.read_text().split() if hosts.exists() else [])
+
+    def check(self) -> None:
+        """As operators ask whether all promises are kept."""
+        said = self.gpuaas("check")
+        assert said.returncode == 0, said.stdout + said.stderr
+        assert " 0 violations" in said.stderr, said.stderr
+
+    def gpuaas(self, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        """The program itself, where this site is."""
+        return subprocess.run(
+            [str(Path(sys.executable).with_name("gpuaas")), *words],
+            env={**os.environ, "GPUAAS_API": self.url, **self._environment, **environment},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
 
     def log(self) -> str:
         return (self.folder / "service.log").read_text()

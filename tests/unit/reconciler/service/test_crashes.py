@@ -11,7 +11,7 @@ import pytest
 import sqlalchemy as sa
 
 from reconciler.domain.states import TaskState
-from reconciler.store import invariants, leader, processes, tables
+from reconciler.store import leader, processes, tables
 from reconciler.store.engine import reading
 from tests.unit.reconciler.api.world import World
 from tests.unit.reconciler.service.service import Service, alive, pauses, serving, until
@@ -33,6 +33,8 @@ def test_killed_under_load_it_loses_and_repeats_nothing(selling: World, kills: i
                 time.sleep(pause)
                 service.kill()
                 service.start()
+            # On a busy machine the kills may be over before anybody was served.
+            until(lambda: len(tenants.launched) > 3)
         finally:
             tenants.stop()
         _comes_to_rest(selling, service)
@@ -76,8 +78,8 @@ def _comes_to_rest(world: World, service: Service) -> None:
 
 
 def _kept(world: World, service: Service, tenants: Tenants) -> None:
+    service.check()
     with reading(world.engine) as conn:
-        assert invariants.check(conn) == []
         known = set(conn.execute(sa.select(tables.allocations.c.id)).scalars())
         ends = Counter(conn.execute(sa.select(tables.tasks.c.state)).scalars())
         runs = set(conn.execute(sa.select(tables.tasks.c.run_id)).scalars()) - {""}

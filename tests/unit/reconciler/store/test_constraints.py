@@ -69,11 +69,21 @@ def refused(conn: sa.Connection, *told: str) -> Iterator[None]:
 def another(conn: sa.Connection, **same: Any) -> dict[str, Any]:
     """A second claim that has nothing in common with the first but what is asked for."""
     (first,) = rows.every(conn, sa.select(tables.claims))
-    query = sa.select(tables.slots.c.id).where(tables.slots.c.id != first["slot_id"])
-    fresh = {column: f"{first[column]}-other" for column, _ in EXCLUSIVE.values()}
-    fresh |= {"id": rows.new_id(), "slot_id": conn.execute(query).scalar_one()}
+    query = sa.select(tables.slots).where(tables.slots.c.id != first["slot_id"])
+    (slot,) = rows.every(conn, query)
+    fresh: dict[str, Any] = {column: f"{first[column]}-other" for column, _ in EXCLUSIVE.values()}
+    fresh |= {"id": rows.new_id(), "slot_id": slot["id"]}
+    if "slot_id" not in same:
+        fresh["disk_generation"] = unproven(conn, slot)
     del first["live_mode"]  # the engine computes it
     return first | fresh | {name: first.get(name, value) for name, value in same.items()}
+
+
+def unproven(conn: sa.Connection, slot: dict[str, Any]) -> int:
+    """The generation of the slot's disk, once it is off sale and as if claimed again."""
+    off_sale = {"status": "reserved", "available_proof_id": None}
+    change(conn, slot, disk_generation=slot["disk_generation"] + 1, **off_sale)
+    return int(slot["disk_generation"]) + 1
 
 
 def insert(conn: sa.Connection, claim: dict[str, Any]) -> None:
@@ -165,6 +175,95 @@ def test_a_disks_generation_only_grows(conn: sa.Connection) -> None:
     with refused(conn, told):
         rows.add(conn, tables.slots, again | {"disk_generation": 6})
     assert rows.add(conn, tables.slots, again)["disk_generation"] == 7
+
+
+def prove(conn: sa.Connection, slot: dict[str, Any], generation: int) -> str:
+    """The slot's first proof once more, as if made at this generation of its disk."""
+    same_disk = tables.proofs.c.disk_identity == slot["nvme_identity"]
+    proof = rows.every(conn, sa.select(tables.proofs).where(same_disk))[0]
+    proof |= {"id": rows.new_id(), "disk_generation": generation}
+    return str(rows.add(conn, tables.proofs, proof)["id"])
+
+
+def move(conn: sa.Connection, claim: dict[str, Any], state: ClaimState) -> None:
+    one = sa.update(tables.claims).where(tables.claims.c.id == claim["id"])
+    conn.execute(one.values(state=state.value))
+
+
+@pytest.mark.covers("I4")
+def test_no_claim_goes_in_at_a_generation_that_is_proven(conn: sa.Connection) -> None:
+    """The proof from before it would make the slot available again as soon as it has ended."""
+    told = "a claim needs a disk generation of which there is no proof yet"
+    slot = second(conn)
+    with conn.begin_nested() as attempt:
+        claim = another(conn)
+        attempt.rollback()
+    # The slot is on sale, at the generation of its proof; the claim says so, or it lies.
+    for generation in (slot["disk_generation"], claim["disk_generation"]):
+        with refused(conn, told):
+            insert(conn, claim | {"disk_generation": generation})
+    generation = unproven(conn, slot)
+    for ahead in (True, False):
+        with conn.begin_nested() as attempt:
+            if ahead:
+                prove(conn, slot, generation + 1)
+            else:
+                change(conn, slot, retired_at=1.0)
+            with refused(conn, told):
+                insert(conn, claim)
+            attempt.rollback()
+    insert(conn, claim)
+    move(conn, claim, ClaimState.RELEASED)
+    with refused(conn, "fk_node_resource_slots_available_proof", "FOREIGN KEY"):
+        change(conn, slot, status="available", available_proof_id=slot["available_proof_id"])
+    move(conn, claim, ClaimState.ACTIVE)
+    move(conn, claim, ClaimState.RELEASED)
+    change(conn, slot, status="available", available_proof_id=prove(conn, slot, generation))
+    with refused(conn, told):
+        move(conn, claim, ClaimState.ACTIVE)
+
+
+@pytest.mark.covers("I4")
+def test_no_slot_is_available_under_a_live_claim(conn: sa.Connection) -> None:
+    told = "a slot under a live claim is not available"
+    slot = second(conn)
+    claim = another(conn) | {"nvme_identity": slot["nvme_identity"]}
+    insert(conn, claim)
+    fresh = {"available_proof_id": prove(conn, slot, claim["disk_generation"])}
+    fresh |= {"status": "available"}
+    for state in LIVE_CLAIMS:
+        move(conn, claim, state)
+        with refused(conn, told):
+            change(conn, slot, **fresh)
+    # Nor is its disk in a slot that has come after it.
+    with conn.begin_nested() as attempt:
+        change(conn, slot, retired_at=1.0)
+        again = rows.get(conn, tables.slots, slot["id"], "slot") | {"id": rows.new_id()}
+        with refused(conn, told):
+            rows.add(conn, tables.slots, again | {"retired_at": None} | fresh)
+        attempt.rollback()
+    move(conn, claim, ClaimState.FAILED)
+    change(conn, slot, **fresh)
+
+
+@pytest.mark.covers("I2", "I4")
+def test_a_claim_on_a_whole_machine_holds_its_slots_too(conn: sa.Connection) -> None:
+    slot = second(conn)
+    nodes.create(conn, Site.act, id="n3", mode=NodeMode.BAREMETAL)
+    change(conn, slot, node_id="n3")
+    (claim,) = rows.every(conn, sa.select(tables.claims))
+    del claim["live_mode"]
+    claim |= {"id": rows.new_id(), "kind": "node_exclusive", "node_id": "n3", "slot_id": None}
+    with refused(conn, "a claim on a whole machine needs its slots off sale"):
+        insert(conn, claim)
+    change(conn, slot, status="disabled")
+    insert(conn, claim)
+    with refused(conn, "a slot under a live claim is not available"):
+        change(conn, slot, status="available")
+    move(conn, claim, ClaimState.RELEASED)
+    change(conn, slot, status="available")
+    with refused(conn, "a claim on a whole machine needs its slots off sale"):
+        move(conn, claim, ClaimState.ACTIVE)
 
 
 @pytest.mark.covers("CTRL-6")

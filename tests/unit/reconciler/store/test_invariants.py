@@ -141,7 +141,7 @@ def without_claims(site: Site, conn: sa.Connection) -> None:
 @pytest.mark.parametrize(
     ("lie", "found"),
     [
-        (without_claims, {"I3 allocation", "I3 slot", "I20 claim"}),
+        (without_claims, {"I3 allocation", "I3 slot", "I20 claim", "CTRL-14 allocation"}),
         (another_claim, {"I1 slot_id", "I1 nvme_identity", "I1 management_mac", "I3 slot"}),
         (apart, {"I3 allocation", "I20 allocation"}),
         (stale_proof, {"I4 slot"}),
@@ -162,6 +162,81 @@ def test_a_lie_is_named(
         unguarded(conn)
         lie(sold, conn)
     assert set(violations(sold)) == found
+
+
+def unrecorded(site: Site, conn: sa.Connection) -> None:
+    released(site, conn)
+    conn.execute(sa.delete(tables.usage))
+
+
+def recorded_twice(site: Site, conn: sa.Connection) -> None:
+    """The key of the table refuses it; a table that somebody copied has none."""
+    released(site, conn)
+    for statement in (
+        "CREATE TABLE copied AS SELECT * FROM usage_records",
+        "INSERT INTO copied SELECT * FROM usage_records",
+        "DROP TABLE usage_records",
+        "ALTER TABLE copied RENAME TO usage_records",
+    ):
+        conn.exec_driver_sql(statement)
+
+
+def never_used(site: Site, conn: sa.Connection) -> None:
+    """A record of somebody whose machine never became ready."""
+    key = site.failed(conn)
+    released(site, conn)
+    (record,) = conn.execute(sa.select(tables.usage)).mappings()
+    conn.execute(sa.insert(tables.usage).values({**record, "allocation_id": key}))
+
+
+def never_ended(site: Site, conn: sa.Connection) -> None:
+    released(site, conn)
+    conn.execute(sa.update(tables.usage).values(ended_at=None, end_state=""))
+
+
+def ended_early(site: Site, conn: sa.Connection) -> None:
+    """Its claims went on, and nobody was asked to pay."""
+    key = site.active(conn)
+    over = {"ended_at": tables.usage.c.started_at + 1.0, "end_state": "released"}
+    conn.execute(sa.update(tables.usage).values(over))
+    allocations.release(conn, key, ADMIN)
+
+
+def began_late(site: Site, conn: sa.Connection) -> None:
+    site.active(conn)
+    conn.execute(sa.update(tables.usage).values(started_at=tables.usage.c.started_at + 0.001))
+
+
+def of_fewer_claims(site: Site, conn: sa.Connection) -> None:
+    site.active(conn, 2)
+    (record,) = conn.execute(sa.select(tables.usage)).mappings()
+    conn.execute(sa.update(tables.usage).values(claims=record["claims"][:1]))
+
+
+@pytest.mark.covers("CTRL-14")
+@pytest.mark.parametrize(
+    ("lie", "said"),
+    [
+        (unrecorded, "0 usage records, ever active"),
+        (recorded_twice, "2 usage records, ever active"),
+        (never_used, "1 usage records, never active"),
+        (never_ended, "usage record with ended_at None"),
+        (ended_early, "usage record with ended_at"),
+        (began_late, "usage record with started_at"),
+        (of_fewer_claims, "usage record with claims"),
+    ],
+)
+def test_usage_that_is_not_what_was_had(
+    sold: Site, lie: Callable[[Site, sa.Connection], None], said: str
+) -> None:
+    with transaction(sold.engine) as conn:
+        unguarded(conn)
+        lie(sold, conn)
+    with reading(sold.engine) as conn:
+        found = invariants.check(conn)
+    assert {(one.invariant, one.subject.split()[0]) for one in found} == {("CTRL-14", "allocation")}
+    assert found[0].found.startswith(said)
+    assert len({one.subject for one in found}) == 1
 
 
 @pytest.mark.covers("CTRL-4")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from reconciler.runs import collect, launch
+from reconciler.runs.awx import request
 from reconciler.runs.collect import Phase
 from reconciler.runs.errors import ContractError, LauncherAway, RunError, SpecError
 from reconciler.runs.launch import Site
@@ -104,3 +105,7 @@ def test_a_run_id_means_one_run(
     launch.launch(site, spec())
     with pytest.raises(SpecError, match="run_id_reused"):
         launch.launch(site, spec(word="other"))
+
+
+def test_a_foreign_job_with_endless_variables_is_none_of_ours() -> None:
+    assert request.run_id({"extra_vars": "[" * 100_000}) == ""

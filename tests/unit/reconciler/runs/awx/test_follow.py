@@ -180,7 +180,7 @@ def test_nobody_waits_for_ever_past_the_deadline(
     assert verdict["problem"].startswith("awx_silent: ")
 
 
-@pytest.mark.parametrize("torn", ["", '{"event": "st'])
+@pytest.mark.parametrize("torn", ["", '{"event": "st', "[" * 100_000], ids=["", "torn", "deep"])
 def test_progress_goes_on_where_a_killed_process_left_it(tmp_path: Path, torn: str) -> None:
     paths = RunPaths(tmp_path)
     first = Feed(paths, gap_s=1)

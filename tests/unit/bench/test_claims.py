@@ -1,0 +1,89 @@
+"""The claims bench: which figures it writes, and that it never leaves out its peer unasked."""
+
+from __future__ import annotations
+
+import json
+import stat
+import venv
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.bench import claims
+from tests.bench.fleet import openstack
+from tests.postgresql import Server
+
+SERVER = Server(folder=Path("/none"), binaries=Path("/none"), prefix=(), options="")
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """No peer is there; a new environment's pip does what this script says."""
+    home = tmp_path / "placement"
+    monkeypatch.setattr(openstack, "HOME", home)
+
+    def holds(script: str) -> None:
+        def create(folder: Path, *, with_pip: bool, clear: bool) -> None:
+            assert with_pip and clear, "what was left of another try is no part of it"
+            _program(folder / "bin" / "pip", script)
+
+        monkeypatch.setattr(venv, "create", create)
+
+    return holds
+
+
+def test_its_figures_have_the_names_that_were_agreed(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = {"ours_per_s": 300.0, "p50_ms": 10.0}
+    peer = {"placement_per_s": 10.0, "p50_ms": 100.0}
+    for name in ("_store", "_http"):
+        monkeypatch.setattr(claims, name, lambda *_: dict(figures))
+    monkeypatch.setattr(claims, "_peer", lambda *_: peer)
+    monkeypatch.setattr(claims, "pgbench", lambda *_, **__: 1000.0)
+    monkeypatch.setattr(claims, "profile", lambda *_: {"where_ms": {}})
+    found = claims.measure(SERVER, claims.arguments([]))
+    against_peer = {"ours_per_s", "placement_per_s", "ratio", "where_ms"}
+    assert set(found) == {"claims_store", "claims_http_512", "claims_http_12800"}
+    assert against_peer <= set(found["claims_http_512"])
+    assert against_peer | {"p50_growth"} <= set(found["claims_http_12800"])
+    assert {"ours_per_s", "pgbench_per_s", "ratio"} <= set(found["claims_store"])
+    assert [one["ratio"] for one in found.values()] == [0.3, 30.0, 30.0]
+    alone = claims.measure(SERVER, claims.arguments(["--no-peer"]))
+    assert "placement_per_s" not in alone["claims_http_512"]
+
+
+def test_a_missing_peer_is_installed_once(tmp_path: Path, index: Callable[[str], None]) -> None:
+    asked = tmp_path / "asked"
+    index(
+        f'echo "$@" >> {asked}\n'
+        # Only together are they a peer.
+        'printf \'#!/bin/sh\\n[ "$2" = "import gunicorn, placement, psycopg2" ]\\n\''
+        ' > "${0%pip}python" && chmod +x "${0%pip}python"\n'
+    )
+    assert not openstack.there()
+    openstack.install()
+    assert openstack.there()
+    openstack.install()
+    assert asked.read_text().split() == ["install", "--quiet", *openstack.PACKAGES]
+
+
+def test_without_its_peer_it_measures_nothing_and_says_what_to_do(
+    tmp_path: Path,
+    index: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    index("echo 'ERROR: no index' >&2; exit 1\n")
+    monkeypatch.setattr(claims, "running", lambda **_: pytest.fail("a server was started"))
+    output = tmp_path / "bench.json"
+    output.write_text(json.dumps({"clone": 1}))
+    assert claims.main(["--output", str(output)]) == 1
+    said = capsys.readouterr().err
+    assert "ERROR: no index" in said and "--no-peer" in said
+    assert json.loads(output.read_text()) == {"clone": 1}
+
+
+def _program(path: Path, script: str) -> None:
+    path.parent.mkdir(parents=True)
+    path.write_text(f"#!/bin/sh\n{script}")
+    path.chmod(stat.S_IRWXU)

@@ -1,0 +1,64 @@
+"""Where a server of the tests has its socket: in the build folder, or elsewhere and says why."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests import postgresql
+
+LIMIT = 107
+# What a server puts behind its folder's own name, and that name behind the build folder's.
+BEHIND = len("/postgres-12345678/.s.PGSQL.5432")
+
+
+@pytest.fixture(autouse=True)
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The system's folder for what is temporary."""
+    folder = tmp_path / "system"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    return folder
+
+
+def placed(build: Path, capsys: pytest.CaptureFixture[str], *prefix: str) -> tuple[Path, str]:
+    """A server's folder, and why it is not in the build folder; "" when it is there."""
+    folder = postgresql.place(build, prefix)
+    said = capsys.readouterr().err
+    assert list(build.iterdir()) == ([] if said else [folder]), "nothing else is left there"
+    assert folder.parent == (build.parent / "system" if said else build)
+    return folder, said
+
+
+def test_it_is_in_the_build_folder_of_this_checkout() -> None:
+    assert str(postgresql.BUILD) == str(Path(__file__).resolve().parents[3] / "build")
+    folder = postgresql.place(postgresql.BUILD, ())
+    try:
+        long = len(f"{folder}/.s.PGSQL.5432") > LIMIT
+        assert long or folder.parent == postgresql.BUILD
+    finally:
+        folder.rmdir()
+
+
+def test_it_is_there_as_long_as_a_socket_can_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    longest = tmp_path / ("b" * (LIMIT - BEHIND - len(f"{tmp_path}/")))
+    folder, said = placed(longest, capsys)
+    assert said == ""
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"{folder}/.s.PGSQL.5432")
+    _, said = placed(tmp_path / f"{longest.name}b", capsys)
+    assert f"has {LIMIT + 1} bytes, a socket's path at most {LIMIT}" in said
+
+
+def test_it_is_elsewhere_where_the_server_could_not_use_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # They would be a URL's, a shell's or a list's, not the path's.
+    for name in ("a b", "a&b", "a,b", "a+b"):
+        assert "other characters" in placed(tmp_path / name, capsys)[1]
+    cannot = ("sh", "-c", "exit 1")
+    assert "the server's user cannot enter" in placed(tmp_path / "closed", capsys, *cannot)[1]

@@ -1,0 +1,59 @@
+"""A claim and a proof that cannot see each other yet, on PostgreSQL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.domain.states import ProofKind
+from reconciler.store import claims, proofs, rows, tables
+from reconciler.store.engine import transaction
+from tests.unit.reconciler.conftest import ADMIN, Site
+from tests.unit.reconciler.store import test_races_postgres
+
+pytestmark = pytest.mark.postgres
+engine = test_races_postgres.engine
+beside = test_races_postgres.beside
+A_WHILE_S, SOON_S = test_races_postgres.A_WHILE_S, test_races_postgres.SOON_S
+Beside = Callable[[Callable[[], Any]], Future[Any]]
+
+
+@pytest.mark.covers("I4")
+@pytest.mark.parametrize("first", ["claim", "proof"])
+def test_a_claim_and_a_sale_take_turns(engine: sa.Engine, beside: Beside, first: str) -> None:
+    """Each would be right by itself, whoever writes: whichever comes second is refused."""
+    site = Site(engine)
+    site.node(indexes=(0,))
+    with transaction(engine) as conn:
+        key = site.allocate(conn)
+        (claim,) = claims.of_allocation(conn, key)
+        claims.move(conn, key, "fail", ADMIN)
+        slot = rows.get(conn, tables.slots, claim["slot_id"], "slot")
+    del claim["live_mode"]
+
+    def claim_it(conn: sa.Connection) -> None:
+        conn.execute(sa.insert(tables.claims).values(claim | {"id": rows.new_id()}))
+
+    def sell_it(conn: sa.Connection) -> None:
+        proof = proofs.record(conn, slot, ProofKind.UNTOUCHED, {})
+        sold = {"status": "available", "available_proof_id": proof["id"]}
+        mine = tables.slots.c.id == slot["id"]
+        conn.execute(sa.update(tables.slots).where(mine).values(sold))
+
+    one, other = (claim_it, sell_it) if first == "claim" else (sell_it, claim_it)
+
+    def late() -> None:
+        with transaction(engine) as conn:
+            other(conn)
+
+    with transaction(engine) as conn:
+        one(conn)
+        second = beside(late)
+        with pytest.raises(TimeoutError):
+            second.result(A_WHILE_S)
+    with pytest.raises(sa.exc.IntegrityError, match=r"live claim|is no proof yet"):
+        second.result(SOON_S)
