@@ -50,6 +50,7 @@ def test_tasks(tmp_path: Path) -> None:
     assert sum(parts.values()) == pytest.approx(found["runner_p50_s"], abs=0.05)
 
 
+@pytest.mark.long
 def test_claims(tmp_path: Path) -> None:
     words = ("--small", "4", "--large", "8", "--claims", "12", "--no-peer")
     counts = ("--profile", "4", "--pgbench-s", "1")
