@@ -3,38 +3,57 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import pwd
+import re
+import select
 import shutil
+import signal
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+BUILD = Path(__file__).resolve().parents[1] / "build"
+# Bytes that Linux takes for a socket's path; one more is the zero at its end.
+_LONGEST = 107
+# Of a path that stands in a URL, in a list of hosts and in a shell's words as it is.
+_PLAIN = re.compile(r"[A-Za-z0-9_/.-]+")
+# In a server's folder: locked as long as the process lives that started it.
+_STARTER = "starter"
+_END_S = 10
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class Server:
-    """folder: where the socket is. prefix: runs a program as the server's user."""
+    """folder: data, log and socket. prefix: runs a program as the server's user."""
 
     folder: Path
     binaries: Path
     prefix: tuple[str, ...]
+    options: str
 
     @property
     def url(self) -> str:
-        return self.database("postgres")
+        return self._url("postgres")
 
     def database(self, name: str) -> str:
-        """SQLAlchemy URL of a database of the server."""
-        return f"postgresql+psycopg://gpuaas@/{name}?host={self.folder}"
-
-    def empty_database(self, name: str) -> str:
         """The URL of a database of this name with nothing in it; what was there is gone."""
-        where = ("-h", str(self.folder), "-U", "gpuaas")
-        self.run("dropdb", *where, "--if-exists", "--force", name)
-        self.run("createdb", *where, name)
-        return self.database(name)
+        gone = f'DROP DATABASE IF EXISTS "{name}" WITH (FORCE)'
+        where = ("-h", str(self.folder), "-U", "gpuaas", "-d", "postgres", "-q")
+        self.run("psql", *where, "-c", gone, "-c", f'CREATE DATABASE "{name}"')
+        return self._url(name)
+
+    def start(self) -> None:
+        """Until it takes connections."""
+        self._control("-l", f"{self.folder}/log", "-o", self.options, "start")
+
+    def stop(self) -> None:
+        """At once: clients are cut off, nothing is tidied up, the log is replayed at the start."""
+        self._control("-m", "immediate", "stop")
 
     def run(self, program: str, *words: str) -> str:
         """Run one of the server's own programs; its output."""
@@ -42,29 +61,100 @@ class Server:
         done = subprocess.run(argv, check=True, cwd=self.folder, capture_output=True, text=True)
         return done.stdout
 
+    def _control(self, *words: str) -> None:
+        # What it says goes to the log: a pipe would be held open by the server itself.
+        argv = [*self.prefix, f"{self.binaries}/pg_ctl", "-D", f"{self.folder}/data", "-w", *words]
+        subprocess.run(argv, check=True, cwd=self.folder, stdout=subprocess.DEVNULL)
+
+    def _url(self, database: str) -> str:
+        return f"postgresql+psycopg://gpuaas@/{database}?host={self.folder}"
+
 
 @contextlib.contextmanager
 def running(*, fsync: bool, options: str = "") -> Iterator[Server]:
-    """The newest server that is installed, with a database folder that goes away afterwards."""
-    binaries = max(Path("/usr/lib/postgresql").glob("*/bin"))
-    # Not below a private folder: it must be open to the user that the server runs as.
-    folder = Path(tempfile.mkdtemp(prefix="gpuaas-postgres-"))
+    """The newest server that is installed, with a folder that goes away afterwards."""
     prefix: tuple[str, ...] = ()
     # It refuses to run as root.
-    if os.geteuid() == 0:
-        owner = pwd.getpwnam("postgres")
+    owner = pwd.getpwnam("postgres") if os.geteuid() == 0 else None
+    if owner is not None:
         prefix = ("setpriv", f"--reuid={owner.pw_uid}", f"--regid={owner.pw_gid}", "--clear-groups")
-        shutil.chown(folder, owner.pw_uid, owner.pw_gid)
-    server = Server(folder, binaries, prefix)
-    data, log = str(folder / "data"), str(folder / "log")
-    server.run("initdb", "-D", data, "-A", "trust", "-U", "gpuaas", "--no-sync")
-    said = f"-k {folder} -c listen_addresses='' -c fsync={'on' if fsync else 'off'} {options}"
-    # Its output goes to the log: a pipe would be held open by the server itself.
-    control = [*prefix, str(binaries / "pg_ctl"), "-D", data, "-w", "-l", log]
-    start = [*control, "-o", said, "start"]
-    subprocess.run(start, check=True, cwd=folder, stdout=subprocess.DEVNULL)
+    sweep(BUILD)
+    folder = place(BUILD, prefix)
+    starter = claim(folder)
     try:
-        yield server
+        if owner is not None:
+            shutil.chown(folder, owner.pw_uid, owner.pw_gid)
+        server = Server(
+            folder=folder,
+            binaries=max(Path("/usr/lib/postgresql").glob("*/bin")),
+            prefix=prefix,
+            options=f"-k {folder} -c listen_addresses='' -c fsync={'on' if fsync else 'off'}"
+            f" {options}",
+        )
+        server.run("initdb", "-D", f"{folder}/data", "-A", "trust", "-U", "gpuaas", "--no-sync")
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
     finally:
-        server.run("pg_ctl", "-D", data, "-w", "-m", "immediate", "stop")
         shutil.rmtree(folder)
+        os.close(starter)
+
+
+def claim(folder: Path) -> int:
+    """The folder is this process's, until it ends in whatever way or closes this file."""
+    # A lock rather than the process's number, which another process may have by then.
+    starter = os.open(folder / "new", os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(starter, fcntl.LOCK_EX)
+    # Nobody sees it unlocked.
+    (folder / "new").rename(folder / _STARTER)
+    return starter
+
+
+def sweep(build: Path) -> None:
+    """End what those who were killed left behind: their servers and the folders."""
+    for folder in build.glob("postgres-*"):
+        # Without that file it just begins, locked it is in use; else it is for the next to try.
+        with contextlib.suppress(OSError), (folder / _STARTER).open("r+") as starter:
+            fcntl.flock(starter, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _end(folder)
+            shutil.rmtree(folder)
+
+
+def _end(folder: Path) -> None:
+    """End the server that works there, if one still does."""
+    known = folder / "data/postmaster.pid"
+    for pid in known.read_text().split()[:1] if known.exists() else ():
+        with contextlib.suppress(ProcessLookupError), os.fdopen(os.pidfd_open(int(pid))) as process:
+            # Any process may have that number by now.
+            if f"{folder}/data" in Path(f"/proc/{pid}/cmdline").read_text().split("\0"):
+                signal.pidfd_send_signal(process.fileno(), signal.SIGQUIT)
+                if not select.select([process], [], [], _END_S)[0]:
+                    raise TimeoutError(f"the server in {folder} did not end in {_END_S} s")
+
+
+def place(build: Path, prefix: Sequence[str]) -> Path:
+    """A new folder for a server: in this one, or in the system's, and then it says why."""
+    build.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="postgres-", dir=build))
+    problem = _problem(folder, prefix)
+    if not problem:
+        return folder
+    folder.rmdir()
+    folder = Path(tempfile.mkdtemp(prefix="gpuaas-postgres-"))
+    sys.stderr.write(f"PostgreSQL is in {folder}: {problem}\n")
+    return folder
+
+
+def _problem(folder: Path, prefix: Sequence[str]) -> str:
+    """Why no server can have its socket there, "" when one can."""
+    socket = f"{folder}/.s.PGSQL.5432"
+    length = len(os.fsencode(socket))
+    if length > _LONGEST:
+        return f"{socket} has {length} bytes, a socket's path at most {_LONGEST}"
+    if not _PLAIN.fullmatch(socket):
+        return f"{socket} has other characters than letters, digits, '_', '-' and '.'"
+    # Asked as that user: rights of root's would say that it can.
+    entered = subprocess.run([*prefix, "test", "-x", folder.parent], cwd="/", check=False)
+    return "" if entered.returncode == 0 else f"the server's user cannot enter {folder.parent}"

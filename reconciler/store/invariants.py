@@ -6,9 +6,12 @@ asked all the same, because a restored backup, another version or a person may h
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import sqlalchemy as sa
@@ -31,7 +34,7 @@ from reconciler.store.claims import exclusive_ended_at
 from reconciler.store.leasing import DUE
 from reconciler.store.lifecycle import ENTITIES
 from reconciler.store.rows import Record
-from reconciler.store.tables import allocations, claims, history, nodes, slots, tasks
+from reconciler.store.tables import allocations, claims, history, nodes, slots, tasks, usage
 from reconciler.store.tables import proofs as proof_table
 from reconciler.store.tasks import GRACE_S
 
@@ -46,11 +49,13 @@ _CLAIMS_OF = {
 }
 _HELD = (SlotState.RESERVED, SlotState.PROVISIONING, SlotState.ACTIVE, SlotState.RELEASING)
 _BEING_PROVEN = (SlotState.CLEANUP, SlotState.CLEANUP_BLOCKED)
+# What a usage record keeps of a claim.
+_SOLD = ("kind", "slot_id", "slot_index", "nvme_size_bytes")
 
 
 @dataclass(frozen=True)
 class Violation:
-    """invariant: I1 … I20. subject: what it is about, by kind and id."""
+    """invariant: I1 … I20, or the CTRL row that promises it. subject: by kind and id."""
 
     invariant: str
     subject: str
@@ -287,6 +292,38 @@ def told(conn: sa.Connection) -> Found:
                 yield Violation("I20", f"{entity} {key}", f"{value}, its history ends with {seen}")
 
 
+def counted(conn: sa.Connection) -> Found:
+    """CTRL-14: what was ever used is recorded once, from its first moment to its claims' last."""
+    active = sa.select(history.c.entity_id).where(
+        history.c.entity == "allocation", history.c.target == AllocationState.ACTIVE
+    )
+    used = sa.or_(allocations.c.activated_at.is_not(None), allocations.c.id.in_(active))
+    first = sa.select(allocations.c.id, allocations.c.activated_at).where(used)
+    ended = (usage.c.started_at, usage.c.ended_at, usage.c.end_state)
+    recorded = sa.select(usage.c.allocation_id, *ended, usage.c.claims)
+    sold = (claims.c[name] for name in _SOLD)
+    held = sa.select(claims.c.allocation_id, claims.c.state, claims.c.ended_at, *sold)
+    for key, (began, records, own) in _beside(conn, first, recorded, held):
+        if len(records) != len(began):
+            told = f"{len(records)} usage records, {'ever' if began else 'never'} active"
+            yield Violation("CTRL-14", f"allocation {key}", told)
+            continue
+        if not began:
+            continue
+        (record,) = records
+        last, state = _end_of(own, record)
+        for name, expected in (
+            ("started_at", began[0]["activated_at"]),
+            ("ended_at", last),
+            ("end_state", state),
+            ("claims", _sold(own)),
+        ):
+            seen = _sold(record[name]) if name == "claims" else record[name]
+            if seen != expected:
+                told = f"usage record with {name} {seen}, from allocation and claims {expected}"
+                yield Violation("CTRL-14", f"allocation {key}", told)
+
+
 CHECKS: tuple[Callable[[sa.Connection], Found], ...] = (
     one_claim_each,
     whole_or_sliced,
@@ -299,6 +336,7 @@ CHECKS: tuple[Callable[[sa.Connection], Found], ...] = (
     unblocked,
     gone,
     told,
+    counted,
 )
 
 
@@ -309,6 +347,41 @@ def _pairs(conn: sa.Connection, key: sa.Column[Any], value: sa.Column[Any]) -> d
 def _live(conn: sa.Connection, kind: ClaimKind | None = None) -> list[Record]:
     query = sa.select(claims).where(claims.c.state.in_(LIVE_CLAIMS))
     return rows.every(conn, rows.where(query, claims, kind=kind))
+
+
+def _beside(
+    conn: sa.Connection, *queries: sa.Select[Any]
+) -> Iterator[tuple[str, tuple[list[Record], ...]]]:
+    """What each query has of a key, its first column; never all of a site's past at once."""
+    streams = (_in_order(conn, number, query) for number, query in enumerate(queries))
+    for key, rows_of in groupby(heapq.merge(*streams, key=itemgetter(0)), key=itemgetter(0)):
+        found: tuple[list[Record], ...] = tuple([] for _ in queries)
+        for _, number, row in rows_of:
+            found[number].append(row)
+        yield key, found
+
+
+def _in_order(
+    conn: sa.Connection, number: int, query: sa.Select[Any]
+) -> Iterator[tuple[str, int, Record]]:
+    key = query.selected_columns[0]
+    # As Python compares: the database's own order may be that of a language.
+    order = sa.collate(key, "C" if conn.dialect.name == "postgresql" else "BINARY")
+    found = conn.execute(query.order_by(order), execution_options={"yield_per": 500})
+    for row in found.mappings():
+        yield row[key], number, dict(row)
+
+
+def _end_of(held: list[Record], record: Record) -> tuple[float | None, str]:
+    """When all its claims had ended, and how; a clock that went back counts as no time."""
+    ends = [claim["ended_at"] for claim in held]
+    if None in ends:
+        return None, ""
+    return max([*ends, record["started_at"]]), min((claim["state"] for claim in held), default="")
+
+
+def _sold(listed: list[Record]) -> list[tuple[str, ...]]:
+    return sorted(tuple(str(one[name]) for name in _SOLD) for one in listed)
 
 
 def _on_sale(conn: sa.Connection) -> list[Record]:

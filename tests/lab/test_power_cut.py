@@ -32,7 +32,9 @@ BACK_DEADLINE_S = 600
 @pytest.mark.covers("I6", "I12", "I13")
 def test_power_is_lost_while_the_image_is_written(stage: Stage, story: Chapter) -> None:
     story.needs("recover")
-    allocation = slice_steps.launch(stage)
+    launched = slice_steps.launch(stage)
+    # Its tenant does not see the claims.
+    allocation = stage.api().get(f"/admin/allocations/{launched['id']}")
     task_id = _begun(stage, allocation["id"], "Clone the image on the raw boot disk")
     end = time.monotonic() + STEP_DEADLINE_S
     while not _ledger(stage, allocation)["dirty"]:

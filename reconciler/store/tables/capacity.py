@@ -122,7 +122,8 @@ slots = sa.Table(
     one_of("health_state", HealthState),
     # Available only with a proof for this very disk, made after its last claim: every claim
     # raises disk_generation, so an older proof no longer matches. Triggers let nobody lower it, put
-    # in a claim without raising it, or sell a slot under a live claim. The schema ends there:
+    # in a claim without raising it, prove a disk or sell a slot under a live claim, or let a tenant
+    # onto a whole machine whose slots' disks are still proven. The schema ends there:
     # whether the way of wiping satisfies the slot's policy is judged by domain.gate, by which every
     # event that ends in `available` passes (store.gates).
     sa.ForeignKeyConstraint(

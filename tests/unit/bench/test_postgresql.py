@@ -1,8 +1,13 @@
-"""Where a server of the tests has its socket: in the build folder, or elsewhere and says why."""
+"""Where a server of the tests has its socket, and what becomes of one whose starter was killed."""
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +17,11 @@ from tests import postgresql
 LIMIT = 107
 # What a server puts behind its folder's own name, and that name behind the build folder's.
 BEHIND = len("/postgres-12345678/.s.PGSQL.5432")
+STARTER = """import os, pathlib, signal, sys
+from tests import postgresql
+postgresql.claim(pathlib.Path(sys.argv[1]))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -62,3 +72,52 @@ def test_it_is_elsewhere_where_the_server_could_not_use_it(
         assert "other characters" in placed(tmp_path / name, capsys)[1]
     cannot = ("sh", "-c", "exit 1")
     assert "the server's user cannot enter" in placed(tmp_path / "closed", capsys, *cannot)[1]
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> Path:
+    """The folder of a server whose starter was killed."""
+    folder = postgresql.place(tmp_path / "build", ())
+    (folder / "data").mkdir()
+    argv = [sys.executable, "-c", STARTER, str(folder)]
+    assert subprocess.run(argv, check=False).returncode == -signal.SIGKILL
+    return folder
+
+
+@pytest.fixture
+def works() -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
+    """What stands for a server in this folder: it works until it is told to end."""
+    begun = []
+
+    def begin(data: str) -> subprocess.Popen[bytes]:
+        begun.append(subprocess.Popen(["sh", "-c", "read line", "sh", data], stdin=subprocess.PIPE))
+        return begun[-1]
+
+    yield begin
+    for one in begun:
+        one.communicate()
+
+
+def test_the_server_of_a_killed_starter_ends(
+    left: Path, works: Callable[[str], subprocess.Popen[bytes]]
+) -> None:
+    server = works(f"{left}/data")
+    (left / "data/postmaster.pid").write_text(f"{server.pid}\n{left}/data\n")
+    begins = postgresql.place(left.parent, ())
+    used = postgresql.place(left.parent, ())
+    starter = postgresql.claim(used)
+    postgresql.sweep(left.parent)
+    os.close(starter)
+    assert server.wait(5) == -signal.SIGQUIT
+    assert set(left.parent.iterdir()) == {begins, used}, "others are left alone"
+
+
+def test_whoever_has_the_number_now_goes_on(
+    left: Path, works: Callable[[str], subprocess.Popen[bytes]]
+) -> None:
+    """A server that ended long ago left its number, which another process was given."""
+    other = works("/elsewhere/data")
+    (left / "data/postmaster.pid").write_text(f"{other.pid}\n")
+    postgresql.sweep(left.parent)
+    assert other.poll() is None
+    assert not left.exists()

@@ -1,13 +1,14 @@
 """`available` only with a proof newer than the last claim, whoever writes.
 
 A slot is available by a proof of its disk's present generation, which never falls (0007). So a
-claim goes in only at a generation of which there is no proof yet, and while it lives no proof of its
-disk goes in: whatever makes its slot available again was proven after it. And while the claim
+claim goes in only at a generation of which there is no proof yet, and while it lives no proof of
+its disk goes in: whatever makes its slot available again was proven after it. And while the claim
 lives, nothing does.
 
 A claim on a whole machine does not say which slots are there. Its tenant is let in only once every
 disk of a slot is past its proofs, and from when it is prepared until it has ended none goes in.
-Between those two, with no tenant ever let in, an older proof counts: nothing was done by it.
+A claim that ended before its tenant was in leaves older proofs as they were; that a run for it
+may have written is told by store.baremetal, which raises the generations as soon as one starts.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ EXISTS (SELECT 1 FROM node_resource_slots WHERE node_id = NEW.node_id
   AND retired_at IS NULL AND status = 'available')
 """
 
-NOT_PAST = "a whole machine's tenant needs its slots' disks past every proof"
+NOT_PAST = "the tenant of a whole machine needs the disks of its slots past every proof"
 ENTERING = """
 PERFORM 1 FROM node_resource_slots WHERE node_id = NEW.node_id AND retired_at IS NULL
   ORDER BY id FOR NO KEY UPDATE;
@@ -58,6 +59,14 @@ STANDING = """
 EXISTS (SELECT 1 FROM node_resource_slots s JOIN wipe_proofs p
   ON p.disk_identity = s.nvme_identity AND p.disk_generation >= s.disk_generation
   WHERE s.node_id = NEW.node_id AND s.retired_at IS NULL)
+"""
+
+# Tenants who are on a whole machine by a version that left its disks' generations alone.
+MOVED_ON = """
+UPDATE node_resource_slots SET disk_generation = disk_generation + 1, available_proof_id = NULL
+WHERE retired_at IS NULL AND status <> 'available' AND node_id IN (
+  SELECT node_id FROM allocation_resource_claims
+  WHERE kind = 'node_exclusive' AND state IN ('provisioning', 'active', 'releasing'))
 """
 
 EARLY = "a disk under a live claim is not proven clean"
@@ -91,6 +100,7 @@ OR EXISTS (SELECT 1 FROM allocation_resource_claims WHERE node_id = NEW.node_id
 
 def upgrade() -> None:
     """A migration that makes one of the tables anew must make its triggers again."""
+    op.execute(MOVED_ON)
     # What has ended is no claim any more: one that comes to life again is a new one.
     claiming = {"INSERT": "true", "UPDATE OF state": f"OLD.state NOT IN {LIVE}"}
     entering = {"INSERT": "true", "UPDATE OF state": f"OLD.state NOT IN {ENTERED}"}

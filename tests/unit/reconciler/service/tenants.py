@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import uuid
-from typing import Any
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
+from typing import Any, Self
 
 import httpx
 
@@ -21,36 +25,64 @@ BODY = {
 }
 
 
-class Tenants:
-    """launched: what was promised to them, by idempotency key; answers: statuses seen."""
+# For an answer once nobody ends the service any more: before, it may be away for longer.
+LIMIT_S = 60.0
 
-    def __init__(self, url: str, token: str, many: int = 2) -> None:
+
+class Tenants:
+    """They begin and stop with the `with`; what is promised by then is asked for once more.
+
+    launched: what was promised to them, by idempotency key; answers: statuses seen.
+
+    unavailable: why they were told to come back later, by the codes of the problems.
+    """
+
+    def __init__(
+        self, url: str, token: str, many: int = 2, project: str = "demo", image: str = "ubuntu"
+    ) -> None:
         self.launched: dict[str, str] = {}
         self.answers: list[int] = []
+        self.unavailable: Counter[str] = Counter()
         self.refused = 0
         self.cut_off = 0
         self._over = threading.Event()
-        self._url = f"{url}/api/v1/projects/demo/allocations"
+        self._ended_at, self._limit_s = math.inf, LIMIT_S
+        self._url = f"{url}/api/v1/projects/{project}/allocations"
+        self._body = BODY | {"image": image}
         self._client = httpx.Client(
             headers={"Authorization": f"Bearer {token}"},
             timeout=10,
             trust_env=False,  # a proxy would answer for a service that is away
         )
-        self._threads = [threading.Thread(target=self._live) for _ in range(many)]
-        for thread in self._threads:
-            thread.start()
+        self._pool = ThreadPoolExecutor(many)
+        self._lives = [self._pool.submit(self._live) for _ in range(many)]
 
-    def stop(self) -> None:
-        """Nobody begins anything new; what is under way gets its answer."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        # After a failure there may be nobody who answers, and the failure is what is to be seen.
+        if failed is not None:
+            self._limit_s = 0
+        self._ended_at = time.monotonic()
         self._over.set()
-        for thread in self._threads:
-            thread.join()
+        self._pool.shutdown()
+        if failed is None:
+            for life in self._lives:
+                life.result()
+            self._ask_again()
         self._client.close()
+
+    def _ask_again(self) -> None:
+        for key, name in self.launched.items():
+            again = self._ask("", self._body, key)
+            assert again.json()["id"] == name
+            assert again.headers["Idempotency-Replayed"] == "true"
 
     def _live(self) -> None:
         while not self._over.is_set():
             key = str(uuid.uuid4())
-            answer = self._ask("", BODY, key)
+            answer = self._ask("", self._body, key)
             if answer.status_code != 201:
                 # Everything is sold, or somebody else was quicker.
                 self.refused += 1
@@ -59,7 +91,7 @@ class Tenants:
                 continue
             name = answer.json()["id"]
             # A promise is a promise: asked again, under the same key, it is the same.
-            assert self._ask("", BODY, key).json()["id"] == name
+            assert self._ask("", self._body, key).json()["id"] == name
             self.launched[key] = name
             self._until_released(name)
 
@@ -74,22 +106,30 @@ class Tenants:
 
     def _ask(self, path: str, body: dict[str, Any] | None, key: str) -> httpx.Response:
         """Until there is an answer: a service that is away comes back."""
+        began = time.monotonic()
         while True:
             try:
-                if body is None:
-                    answer = self._client.get(self._url + path)
-                else:
-                    headers = {"Idempotency-Key": key}
-                    answer = self._client.post(self._url + path, json=body, headers=headers)
-            except httpx.TransportError:
+                answer = self._send(path, body, key)
+            except httpx.TransportError as error:
                 self.cut_off += 1
-                time.sleep(0.02)
-                continue
-            self.answers.append(answer.status_code)
-            if answer.status_code in {500, 503} or _in_flight(answer):
-                time.sleep(0.02)
-                continue
-            return answer
+                said = repr(error)
+            else:
+                self.answers.append(answer.status_code)
+                if answer.status_code == HTTPStatus.SERVICE_UNAVAILABLE:
+                    self.unavailable[answer.json()["code"]] += 1
+                if answer.status_code not in {500, 503} and not _in_flight(answer):
+                    return answer
+                said = answer.text
+            if time.monotonic() - max(began, self._ended_at) > self._limit_s:
+                what = f"{'GET' if body is None else 'POST'} {self._url}{path}"
+                raise TimeoutError(f"{what}: no answer in {self._limit_s:g} s, last {said}")
+            time.sleep(0.02)
+
+    def _send(self, path: str, body: dict[str, Any] | None, key: str) -> httpx.Response:
+        if body is None:
+            return self._client.get(self._url + path)
+        headers = {"Idempotency-Key": key}
+        return self._client.post(self._url + path, json=body, headers=headers)
 
 
 def _in_flight(answer: httpx.Response) -> bool:

@@ -26,8 +26,7 @@ def test_killed_under_load_it_loses_and_repeats_nothing(selling: World, kills: i
     with serving(selling.settings.state_dir) as service:
         service.start()
         until(service.ready)
-        tenants = Tenants(service.url, selling.secrets["member"])
-        try:
+        with Tenants(service.url, selling.secrets["member"]) as tenants:
             # From the first line of its start on to full work.
             for pause in pauses(kills, 0.02, 0.6):
                 time.sleep(pause)
@@ -35,8 +34,6 @@ def test_killed_under_load_it_loses_and_repeats_nothing(selling: World, kills: i
                 service.start()
             # On a busy machine the kills may be over before anybody was served.
             until(lambda: len(tenants.launched) > 3)
-        finally:
-            tenants.stop()
         _comes_to_rest(selling, service)
     assert tenants.cut_off > kills / 2, "the load was there when it was killed"
     _kept(selling, service, tenants)

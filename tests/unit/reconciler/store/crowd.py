@@ -41,6 +41,8 @@ from reconciler.tasks.work import open_work
 from tests.unit.reconciler.store.whole_machines import BEFORE, Machines
 
 CLIENTS = 16
+# Added to an act's weight; all of them together have 28.
+OFTEN = 5
 # Disk 2 of the prepared host is in use.
 FREE = (0, 1, 3)
 ABSENT = {"absent": True, "checks": {}}
@@ -65,9 +67,14 @@ REFUSALS = {
 
 
 class Crowd:
-    """hosts: slice hosts of three slots each; machines: those that are given away as a whole."""
+    """hosts: slice hosts of three slots each; machines: those that are given away as a whole.
 
-    def __init__(self, site: Any, *, hosts: int, machines: int) -> None:
+    often: acts that are tried more often than the rest, for a run too short to meet them by chance.
+    """
+
+    def __init__(
+        self, site: Any, *, hosts: int, machines: int, often: Set[str] = frozenset()
+    ) -> None:
         self.site, self.engine, self.act = site, site.engine, site.act
         self.numbers = {f"n{number}": number for number in range(hosts)}
         for name, number in self.numbers.items():
@@ -80,6 +87,7 @@ class Crowd:
             conn.execute(sa.update(tables.nodes).values(profile="lab"))
         self.settings = Settings()
         self.answers: Counter[str] = Counter()
+        self._often = often
         self._lock = threading.Lock()
 
     def run(self, seconds: float, wanted: Set[str], seed: int = 20_26) -> None:
@@ -133,7 +141,8 @@ class Crowd:
             ("cleaned", 1, self._clean_machine),
             ("converted", 1, self._convert),
         )
-        (found,) = chance.choices(acts, weights=[weight for _, weight, _ in acts])
+        weights = [weight + OFTEN * (what in self._often) for what, weight, _ in acts]
+        (found,) = chance.choices(acts, weights=weights)
         return found[0], found[2]
 
     def _write(self, work: Callable[[sa.Connection], Any]) -> bool:

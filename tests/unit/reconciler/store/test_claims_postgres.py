@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from reconciler.domain.states import ProofKind
+from reconciler.domain.states import ClaimState, ProofKind
 from reconciler.store import claims, proofs, rows, tables
 from reconciler.store.engine import transaction
 from tests.unit.reconciler.conftest import ADMIN, Site
-from tests.unit.reconciler.store import test_races_postgres
+from tests.unit.reconciler.store import test_constraints, test_races_postgres
 
 pytestmark = pytest.mark.postgres
 engine = test_races_postgres.engine
 beside = test_races_postgres.beside
 A_WHILE_S, SOON_S = test_races_postgres.A_WHILE_S, test_races_postgres.SOON_S
 Beside = Callable[[Callable[[], Any]], Future[Any]]
+Writes = Callable[[sa.Connection], None]
 
 
 @pytest.mark.covers("I4")
@@ -44,8 +45,39 @@ def test_a_claim_and_a_sale_take_turns(engine: sa.Engine, beside: Beside, first:
         mine = tables.slots.c.id == slot["id"]
         conn.execute(sa.update(tables.slots).where(mine).values(sold))
 
-    one, other = (claim_it, sell_it) if first == "claim" else (sell_it, claim_it)
+    order = (claim_it, sell_it) if first == "claim" else (sell_it, claim_it)
+    _take_turns(engine, beside, *order, refused=r"live claim|is no proof yet")
 
+
+@pytest.mark.covers("I4")
+@pytest.mark.parametrize("first", ["tenant", "proof"])
+def test_a_tenant_of_the_whole_machine_and_a_proof_take_turns(
+    engine: sa.Engine, beside: Beside, first: str
+) -> None:
+    """The proof would be from before the tenant, and sell the slot after it."""
+    site = Site(engine)
+    site.node()
+    with transaction(engine) as conn:
+        site.allocate(conn)
+        slot = test_constraints.second(conn)
+        claim = test_constraints.whole(conn, slot)
+        generation = test_constraints.unproven(conn, slot)
+        test_constraints.change(conn, slot, status="disabled")
+        test_constraints.insert(conn, claim)
+
+    def enter(conn: sa.Connection) -> None:
+        test_constraints.move(conn, claim, ClaimState.ACTIVE)
+
+    def prove(conn: sa.Connection) -> None:
+        test_constraints.prove(conn, slot, generation)
+
+    order = (enter, prove) if first == "tenant" else (prove, enter)
+    _take_turns(engine, beside, *order, refused=r"live claim|past every proof")
+
+
+def _take_turns(
+    engine: sa.Engine, beside: Beside, one: Writes, other: Writes, *, refused: str
+) -> None:
     def late() -> None:
         with transaction(engine) as conn:
             other(conn)
@@ -55,5 +87,5 @@ def test_a_claim_and_a_sale_take_turns(engine: sa.Engine, beside: Beside, first:
         second = beside(late)
         with pytest.raises(TimeoutError):
             second.result(A_WHILE_S)
-    with pytest.raises(sa.exc.IntegrityError, match=r"live claim|is no proof yet"):
+    with pytest.raises(sa.exc.IntegrityError, match=refused):
         second.result(SOON_S)
