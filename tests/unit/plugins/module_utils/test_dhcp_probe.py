@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,8 @@ NETWORK = {"bridge": "ovsbr0", "address": "10.100.0.1/24", "subnet": "10.100.0.0
 MAC = _network_files.PROBE_MAC
 OTHER = "52:54:00:64:00:0a"
 
+# Who is not root is root of a namespace.
+ALONE = ["unshare", "--net", *([] if os.geteuid() == 0 else ["--map-root-user"])]
 # In a network namespace of its own: a pair of interfaces stands for bridge and port. As both have
 # this one's addresses, packets must be let in whose source is an own one.
 STORY = """
@@ -70,7 +73,7 @@ def test_who_has_a_reservation_is_offered_its_address_and_nobody_else(tmp_path: 
     conf.write_text(text.replace(_network_files.LEASES, str(leases)))
     collections = next(path for path in sys.path if path.endswith("build/collections"))
     done = subprocess.run(
-        ["unshare", "--net", sys.executable, "-c", STORY, str(conf), collections, MAC, OTHER],
+        [*ALONE, sys.executable, "-c", STORY, str(conf), collections, MAC, OTHER],
         capture_output=True,
         text=True,
         timeout=60,
