@@ -23,6 +23,14 @@ postgresql.claim(pathlib.Path(sys.argv[1]))
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
+# As PostgreSQL does, it hears SIGQUIT also where the tests were started to ignore it, in a shell's
+# background.
+SERVER = """import signal, sys
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+print("works", flush=True)
+sys.stdin.read()
+"""
+
 
 @pytest.fixture(autouse=True)
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -90,7 +98,9 @@ def works() -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
     begun = []
 
     def begin(data: str) -> subprocess.Popen[bytes]:
-        begun.append(subprocess.Popen(["sh", "-c", "read line", "sh", data], stdin=subprocess.PIPE))
+        argv = [sys.executable, "-c", SERVER, data]
+        begun.append(subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        assert begun[-1].stdout is not None and begun[-1].stdout.readline() == b"works\n"
         return begun[-1]
 
     yield begin
