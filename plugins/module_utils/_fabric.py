@@ -141,9 +141,12 @@ def _told() -> tuple[list[str], list[str]] | None:
     """The addresses and kinds of cards that the installed service serves; None when unknown."""
     try:
         told = json.loads(_host.kept(_boot_units.FABRIC.settings_path) or "")
-        return [str(pf) for pf in told["pfs"]], [str(kind) for kind in told["pf_ids"]]
+        pfs, ids = told["pfs"], told["pf_ids"]
     except (ValueError, LookupError, TypeError):
         return None
+    named = isinstance(pfs, list) and all(isinstance(a, str) and _pci.is_address(a) for a in pfs)
+    known = isinstance(ids, list) and all(isinstance(kind, str) for kind in ids)
+    return (pfs, ids) if named and known else None
 
 
 def _recalled() -> dict[str, Any] | None:

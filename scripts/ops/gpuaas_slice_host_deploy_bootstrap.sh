@@ -1730,7 +1730,7 @@ class Refusal(Exception):
         }
 '''
 
-# sha256 55214c32d799e6b8783c291b6f07faef94e7ab138a2053f9b8018d4cba9e5e1b
+# sha256 1c9b7ce503b2de085b1539911bfbaf535839ad736f3fb34e22d77025de4061d3
 SOURCES["_fabric"] = r'''"""Virtual functions of the fabric cards, now and at every boot; on the way back, what was before.
 
 What a card had is remembered before its first change. Of a card that a service of ours served
@@ -1874,9 +1874,12 @@ def _told() -> tuple[list[str], list[str]] | None:
     """The addresses and kinds of cards that the installed service serves; None when unknown."""
     try:
         told = json.loads(_host.kept(_boot_units.FABRIC.settings_path) or "")
-        return [str(pf) for pf in told["pfs"]], [str(kind) for kind in told["pf_ids"]]
+        pfs, ids = told["pfs"], told["pf_ids"]
     except (ValueError, LookupError, TypeError):
         return None
+    named = isinstance(pfs, list) and all(isinstance(a, str) and _pci.is_address(a) for a in pfs)
+    known = isinstance(ids, list) and all(isinstance(kind, str) for kind in ids)
+    return (pfs, ids) if named and known else None
 
 
 def _recalled() -> dict[str, Any] | None:

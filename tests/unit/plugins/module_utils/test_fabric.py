@@ -144,7 +144,16 @@ def test_a_kind_of_card_that_the_profile_forgot_goes_back_without_a_record(host:
     assert host.found() == (0, "1")
 
 
-@pytest.mark.parametrize("settings", ["{broken", "[]", None])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "{broken",
+        "[]",
+        None,
+        '{"pfs": "all", "pf_ids": []}',
+        '{"pfs": ["0000:C1:00.0 "], "pf_ids": []}',
+    ],
+)
 def test_settings_that_say_nothing_do_not_make_ours_the_sites(
     host: Host, settings: str | None
 ) -> None:
