@@ -23,8 +23,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
-DIRECTORY = f"{_host.STATE_DIRECTORY}/dnsmasq/hosts.d"
-LEASES = "/var/lib/misc/dnsmasq.leases"
+DIRECTORY, LEASES = _network_files.RESERVATIONS, _network_files.LEASES
 PID_FILE = "/run/dnsmasq/dnsmasq.pid"
 
 # dnsmasq tells fields apart by their form: a name like `12h` would be taken for a lease time.

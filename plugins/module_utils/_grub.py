@@ -20,6 +20,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _command,
     _host,
     _hugepages,
+    _marked,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
@@ -37,9 +38,8 @@ MODULES = ("vfio", "vfio_iommu_type1", "vfio_pci")
 # With these the kernel makes no IOMMU group, whatever else it is given.
 _SWITCHED_OFF = ("intel_iommu=off", "amd_iommu=off", "iommu=off")
 
-_BEGIN, _END = "# gpuaas.slice: begin", "# gpuaas.slice: end"
 # Our part of INITRAMFS_MODULES; the rest is the site's.
-BLOCK = "\n".join([_BEGIN, *MODULES, _END, ""])
+BLOCK = _marked.part(MODULES)
 _HOST_DRIVERS = ("nvidia", "nvidia_drm", "nouveau")
 _ARGUMENT = re.compile(r"[A-Za-z0-9_.,:=@+/-]+")
 # GRUB's menu entries of Linux; memory tests also use the word `linux`.
@@ -372,21 +372,16 @@ def _is_amd() -> bool:
 
 
 def _with_block(text: str | None) -> str:
-    site = _without_block(text)
-    # An editor may have left the last line without its end.
-    return site + ("\n" if site and not site.endswith("\n") else "") + BLOCK
+    return _marked.joined(text or "", BLOCK)
 
 
 def has_block(text: str | None) -> bool:
     """Whether a list of initramfs modules has our part."""
-    return _BEGIN in (text or "").splitlines()
+    return _marked.BEGIN in (text or "").splitlines()
 
 
 def _without_block(text: str | None) -> str:
-    # A mark whose other half somebody deleted must not meet the next block's.
-    block = rf"^{_BEGIN}\n(?:(?!{_BEGIN}\n).*\n)*?{_END}(?:\n|\Z)"
-    half = rf"^(?:{_BEGIN}|{_END})(?:\n|\Z)"
-    return re.sub(f"{block}|{half}", "", text or "", flags=re.MULTILINE)
+    return _marked.without(text or "")
 
 
 def inputs(files: Mapping[str, str | None]) -> str:

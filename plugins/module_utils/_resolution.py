@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _host, _marked
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 HOSTS = "/etc/hosts"
@@ -22,12 +22,6 @@ TEMPLATE = "/etc/cloud/templates/hosts.debian.tmpl"
 # A control plane that takes longer to answer is not reachable for any practical purpose.
 PATIENCE_S = 3.0
 
-_BEGIN, _END = "# gpuaas.slice: begin", "# gpuaas.slice: end"
-# A mark whose other half somebody deleted goes too, and takes no line of the site with it.
-_BLOCK = re.compile(
-    rf"^{_BEGIN}\n(?:(?!{_BEGIN}\n).*\n)*?{_END}(?:\n|\Z)|^(?:{_BEGIN}|{_END})(?:\n|\Z)",
-    re.MULTILINE,
-)
 _NAME = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
 
 Params = Mapping[str, Any]
@@ -50,18 +44,15 @@ def plan(params: Params, state: State) -> _change.Plan:
     names: Mapping[str, str] = params["names"]
     blockers = (*_unsafe(names), *_taken(names, state))
     steps = [
-        _change.Step("write_block", path, _shown(_own(text)), _block(names))
+        _change.Step("write_block", path, _shown(_marked.own(text)), _block(names))
         for path, text in state.files.items()
-        if _own(text) != _block(names)
+        if _marked.own(text) != _block(names)
     ]
     return _change.Plan(tuple(steps), blockers)
 
 
 def apply(_params: Params, step: _change.Step) -> dict[str, Any] | None:
-    text = _without(_text(step.subject))
-    if text and not text.endswith("\n"):
-        text += "\n"
-    _host.write(step.subject, text + step.after)
+    _host.write(step.subject, _marked.joined(_text(step.subject), step.after))
     return None
 
 
@@ -100,15 +91,7 @@ def _block(names: Mapping[str, str]) -> str:
     if not names:
         return ""
     rows = [f"{address}\t{name}" for name, address in sorted(names.items())]
-    return "\n".join([_BEGIN, *rows, _END]) + "\n"
-
-
-def _own(text: str) -> str:
-    return "".join(found.group() for found in _BLOCK.finditer(text))
-
-
-def _without(text: str) -> str:
-    return _BLOCK.sub("", text)
+    return _marked.part(rows)
 
 
 def _unsafe(names: Mapping[str, str]) -> list[Refusal]:
@@ -133,7 +116,7 @@ def _taken(names: Mapping[str, str], state: State) -> list[Refusal]:
     """The first line with a name wins, so another one outside our block would go on winning."""
     found = []
     for path, text in state.files.items():
-        for row in _without(text).splitlines():
+        for row in _marked.without(text).splitlines():
             words = row.partition("#")[0].split()
             found += [
                 Refusal(

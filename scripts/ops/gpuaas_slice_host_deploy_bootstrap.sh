@@ -2064,7 +2064,7 @@ def _service(block: str) -> Service:
     return Service(values.get("ActiveState", ""), values.get("UnitFileState", ""))
 '''
 
-# sha256 c82f87a25e932b773bbc67cf68a4c11ee7052c4020d84baee3b103570f5a0815
+# sha256 b2aea604dc4ecb7505d346c80e61025f10d19b3d58cdca9cc02e1d2e9840efcb
 SOURCES["_grub"] = r'''"""Kernel arguments and early modules of a slice host: what is configured, and what this boot has.
 
 Configured and in effect are two things: between them lie update-grub, update-initramfs, a reboot.
@@ -2087,6 +2087,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _command,
     _host,
     _hugepages,
+    _marked,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
@@ -2104,9 +2105,8 @@ MODULES = ("vfio", "vfio_iommu_type1", "vfio_pci")
 # With these the kernel makes no IOMMU group, whatever else it is given.
 _SWITCHED_OFF = ("intel_iommu=off", "amd_iommu=off", "iommu=off")
 
-_BEGIN, _END = "# gpuaas.slice: begin", "# gpuaas.slice: end"
 # Our part of INITRAMFS_MODULES; the rest is the site's.
-BLOCK = "\n".join([_BEGIN, *MODULES, _END, ""])
+BLOCK = _marked.part(MODULES)
 _HOST_DRIVERS = ("nvidia", "nvidia_drm", "nouveau")
 _ARGUMENT = re.compile(r"[A-Za-z0-9_.,:=@+/-]+")
 # GRUB's menu entries of Linux; memory tests also use the word `linux`.
@@ -2439,21 +2439,16 @@ def _is_amd() -> bool:
 
 
 def _with_block(text: str | None) -> str:
-    site = _without_block(text)
-    # An editor may have left the last line without its end.
-    return site + ("\n" if site and not site.endswith("\n") else "") + BLOCK
+    return _marked.joined(text or "", BLOCK)
 
 
 def has_block(text: str | None) -> bool:
     """Whether a list of initramfs modules has our part."""
-    return _BEGIN in (text or "").splitlines()
+    return _marked.BEGIN in (text or "").splitlines()
 
 
 def _without_block(text: str | None) -> str:
-    # A mark whose other half somebody deleted must not meet the next block's.
-    block = rf"^{_BEGIN}\n(?:(?!{_BEGIN}\n).*\n)*?{_END}(?:\n|\Z)"
-    half = rf"^(?:{_BEGIN}|{_END})(?:\n|\Z)"
-    return re.sub(f"{block}|{half}", "", text or "", flags=re.MULTILINE)
+    return _marked.without(text or "")
 
 
 def inputs(files: Mapping[str, str | None]) -> str:
@@ -3619,6 +3614,44 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
 SUBJECT = _change.Subject(observe, plan, apply)
 '''
 
+# sha256 645fb7aaabfc9a6441e1a4424787eda6c0a24aa639ae4ea3fa4bc4b7349e27e0
+SOURCES["_marked"] = r'''"""Our part of a file of the site's: some lines between two marks, at the file's end."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+BEGIN, END = "# gpuaas.slice: begin", "# gpuaas.slice: end"
+# A mark whose other half somebody deleted goes too, and takes no line of the site with it. An
+# editor may have left the last line without its end.
+_PART = re.compile(
+    rf"^{BEGIN}\n(?:(?!{BEGIN}\n).*\n)*?{END}(?:\n|\Z)|^(?:{BEGIN}|{END})(?:\n|\Z)",
+    re.MULTILINE,
+)
+
+
+def part(rows: Iterable[str]) -> str:
+    """The rows between their marks."""
+    return "\n".join([BEGIN, *rows, END, ""])
+
+
+def own(text: str) -> str:
+    """What of a file is ours, marks included."""
+    return "".join(found.group() for found in _PART.finditer(text))
+
+
+def without(text: str) -> str:
+    """What of a file is the site's."""
+    return _PART.sub("", text)
+
+
+def joined(text: str, ours: str) -> str:
+    """The file with this as our part, in place of what was there of ours."""
+    site = without(text)
+    return site + ("\n" if site and not site.endswith("\n") else "") + ours
+'''
+
 # sha256 0353d0ebec9d20de3f64e38efea4f799f13ec875f32b11393a88a989f3d5db2a
 SOURCES["_netplan"] = r'''"""What netplan makes of the host's files: whether it takes them, and which link gets which address.
 
@@ -4312,7 +4345,7 @@ def _override(folder: str) -> str:
     return "" if text == "(null)" else text
 '''
 
-# sha256 7a137aef834cf6c4dd2019fb50ba10a3ed6ce85e7488bc762278bce7df8a8b73
+# sha256 3b149c6b172c609326d15dac7e42e54a317ff1c31b17ee04adf79654789286ad
 SOURCES["_resolution"] = r'''"""The control plane's names on a host: a managed block of /etc/hosts, and whether they lead there.
 
 For a site whose DNS does not know them. Enrolment needs the name once; everything after it too.
@@ -4328,7 +4361,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _host, _marked
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 HOSTS = "/etc/hosts"
@@ -4337,12 +4370,6 @@ TEMPLATE = "/etc/cloud/templates/hosts.debian.tmpl"
 # A control plane that takes longer to answer is not reachable for any practical purpose.
 PATIENCE_S = 3.0
 
-_BEGIN, _END = "# gpuaas.slice: begin", "# gpuaas.slice: end"
-# A mark whose other half somebody deleted goes too, and takes no line of the site with it.
-_BLOCK = re.compile(
-    rf"^{_BEGIN}\n(?:(?!{_BEGIN}\n).*\n)*?{_END}(?:\n|\Z)|^(?:{_BEGIN}|{_END})(?:\n|\Z)",
-    re.MULTILINE,
-)
 _NAME = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
 
 Params = Mapping[str, Any]
@@ -4365,18 +4392,15 @@ def plan(params: Params, state: State) -> _change.Plan:
     names: Mapping[str, str] = params["names"]
     blockers = (*_unsafe(names), *_taken(names, state))
     steps = [
-        _change.Step("write_block", path, _shown(_own(text)), _block(names))
+        _change.Step("write_block", path, _shown(_marked.own(text)), _block(names))
         for path, text in state.files.items()
-        if _own(text) != _block(names)
+        if _marked.own(text) != _block(names)
     ]
     return _change.Plan(tuple(steps), blockers)
 
 
 def apply(_params: Params, step: _change.Step) -> dict[str, Any] | None:
-    text = _without(_text(step.subject))
-    if text and not text.endswith("\n"):
-        text += "\n"
-    _host.write(step.subject, text + step.after)
+    _host.write(step.subject, _marked.joined(_text(step.subject), step.after))
     return None
 
 
@@ -4415,15 +4439,7 @@ def _block(names: Mapping[str, str]) -> str:
     if not names:
         return ""
     rows = [f"{address}\t{name}" for name, address in sorted(names.items())]
-    return "\n".join([_BEGIN, *rows, _END]) + "\n"
-
-
-def _own(text: str) -> str:
-    return "".join(found.group() for found in _BLOCK.finditer(text))
-
-
-def _without(text: str) -> str:
-    return _BLOCK.sub("", text)
+    return _marked.part(rows)
 
 
 def _unsafe(names: Mapping[str, str]) -> list[Refusal]:
@@ -4448,7 +4464,7 @@ def _taken(names: Mapping[str, str], state: State) -> list[Refusal]:
     """The first line with a name wins, so another one outside our block would go on winning."""
     found = []
     for path, text in state.files.items():
-        for row in _without(text).splitlines():
+        for row in _marked.without(text).splitlines():
             words = row.partition("#")[0].split()
             found += [
                 Refusal(
