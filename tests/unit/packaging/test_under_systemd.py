@@ -1,0 +1,125 @@
+"""The units under a real systemd: all that the service does works within what they allow it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.packaging.machine import ROOT, Machine, booted, installed
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(os.geteuid() != 0, reason="a machine of its own needs root"),
+]
+OURS = Path(sys.executable).parent
+READY = ("curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", "http://127.0.0.1:8080/readyz")
+RUNS = ("pgrep", "-u", "gpuaas", "-f", "bin/ansible-playbook")
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    """The service as an operator installs it, on a host that it enrols: the machine itself."""
+    folder = tmp_path_factory.mktemp("systemd")
+    build = [str(OURS / "uv"), "build", "-q", "--wheel", "--out-dir", str(folder), str(ROOT)]
+    subprocess.run(build, check=True, timeout=120)
+    (wheel,) = folder.glob("*.whl")
+    (packages,) = [entry for entry in sys.path if entry.endswith("site-packages")]
+    (folder / "machine").mkdir()
+    shown = {
+        Path(sys.base_prefix): "/opt/python",
+        Path(packages): "/opt/dependencies",
+        folder: "/opt/wheel",
+    }
+    with booted(folder / "machine", shown) as machine:
+        installed(machine, Path("/opt/wheel", wheel.name))
+        gpuaas(machine, "token", "create", "--role", "platform-admin", "--name", "me", "--save")
+        machine.run("systemctl", "enable", "--now", "gpuaas.service")
+        until(machine, ready)
+        gpuaas(machine, "nodes", "add", "n1", "--address", "127.0.0.1", "--profile", "lab")
+        machine.run("systemctl", "start", "ssh.service")
+        machine.run("sh", "-s", text=gpuaas(machine, "nodes", "userdata", "n1"))
+        yield machine
+
+
+def gpuaas(machine: Machine, *words: str) -> str:
+    """`gpuaas` as the service's user types it."""
+    return machine.run("/opt/gpuaas/bin/gpuaas", *words, user="gpuaas")
+
+
+def ready(machine: Machine) -> bool:
+    return machine.try_(*READY).stdout == "200"
+
+
+def until(machine: Machine, holds: Callable[[Machine], bool], limit_s: float = 60) -> None:
+    deadline = time.monotonic() + limit_s
+    while not holds(machine):
+        assert time.monotonic() < deadline, machine.journal()
+        time.sleep(0.2)
+
+
+def shown(machine: Machine, unit: str, *names: str) -> list[str]:
+    """What systemd says of a unit, in the order of the names."""
+    lines = machine.run("systemctl", "show", f"--property={','.join(names)}", unit).splitlines()
+    said = dict(line.split("=", 1) for line in lines)
+    return [said[name] for name in names]
+
+
+def newest(machine: Machine) -> dict[str, Any]:
+    """The task that was asked for last."""
+    tasks = json.loads(gpuaas(machine, "tasks", "list", "--output", "json"))
+    return dict(max(tasks, key=lambda task: str(task["created_at"])))
+
+
+@pytest.mark.covers("CTRL-9")
+def test_a_host_is_discovered_from_within_the_unit(machine: Machine) -> None:
+    """The database, ssh-keygen, ansible-runner and SSH, under the unit's filters."""
+    gpuaas(machine, "nodes", "discover", "n1")
+    (main,) = shown(machine, "gpuaas.service", "MainPID")
+    status = machine.run("cat", f"/proc/{main}/status")
+    assert "NoNewPrivs:\t1" in status and "Seccomp:\t2" in status and "CapBnd:\t0" in status
+    found = json.loads(gpuaas(machine, "doctor", "--output", "json"))
+    wrong = [one for one in found["findings"] if one["status"] != "ok"]
+    assert [one for one in wrong if one["check"] != "disk_space"] == []
+
+
+@pytest.mark.covers("CTRL-9")
+def test_a_run_outlives_a_restart_of_its_unit(machine: Machine) -> None:
+    gpuaas(machine, "nodes", "discover", "n1", "--no-wait")
+    until(machine, lambda machine: machine.try_(*RUNS).stdout != "")
+    run = machine.run(*RUNS).split()
+    # Held where it is: else it might be over before the service is.
+    machine.run("kill", "-STOP", *run)
+    machine.run("systemctl", "restart", "gpuaas.service")
+    until(machine, ready)
+    assert machine.run(*RUNS).split() == run
+    machine.run("kill", "-CONT", *run)
+    until(machine, lambda machine: newest(machine)["finished_at"] is not None)
+    task = newest(machine)
+    assert (task["state"], task["attempt"]) == ("succeeded", 1), task
+
+
+def test_a_killed_service_is_started_again(machine: Machine) -> None:
+    before = shown(machine, "gpuaas.service", "MainPID")
+    machine.run("systemctl", "kill", "--kill-who=main", "--signal=KILL", "gpuaas.service")
+    until(machine, lambda machine: shown(machine, "gpuaas.service", "NRestarts") == ["1"])
+    until(machine, ready)
+    assert shown(machine, "gpuaas.service", "MainPID") != before
+
+
+def test_the_two_units_of_a_larger_site_take_the_ones_place(machine: Machine) -> None:
+    machine.run("systemctl", "start", "gpuaas-api.service", "gpuaas-worker.service")
+    # In its place, not beside it: the two would want one socket and one state folder.
+    assert shown(machine, "gpuaas.service", "ActiveState", "Result") == ["inactive", "success"]
+    until(machine, ready)
+    gpuaas(machine, "nodes", "discover", "n1")
+    for unit in ("gpuaas-api.service", "gpuaas-worker.service"):
+        machine.run("systemctl", "stop", unit)
+        assert shown(machine, unit, "ActiveState", "Result") == ["inactive", "success"]
