@@ -18,6 +18,7 @@ from tests.unit.packaging.machine import ROOT, Machine, booted, installed
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(os.geteuid() != 0, reason="a machine of its own needs root"),
+    pytest.mark.skipif(not Path("/usr/sbin/sshd").exists(), reason="needs openssh-server"),
 ]
 OURS = Path(sys.executable).parent
 READY = ("curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", "http://127.0.0.1:8080/readyz")
