@@ -41,7 +41,7 @@ _POSTGRESQL_PLACE = re.compile(
 
 
 def config_file() -> Path:
-    """The file of settings; it need not be there."""
+    """The file of settings; the usual one need not be there."""
     return Path(os.environ.get(CONFIG_FILE_VARIABLE) or CONFIG_FILE)
 
 
@@ -233,6 +233,9 @@ class Settings(BaseSettings):
 
     def __init__(self, **values: Any) -> None:
         """Arguments, environment, file: what comes first wins."""
+        if os.environ.get(CONFIG_FILE_VARIABLE) and not config_file().is_file():
+            # Else this would be another site, with a new database of its own.
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(config_file()))
         try:
             super().__init__(_env_file=config_file(), **values)
         except UnicodeDecodeError:

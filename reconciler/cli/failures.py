@@ -77,6 +77,14 @@ def _of_settings(failure: Exception) -> Problem | None:
     from pydantic import ValidationError
 
     file = loaded.config_file()
+    if isinstance(failure, FileNotFoundError) and failure.filename == str(file):
+        return Problem(
+            "settings_invalid",
+            404,
+            expected=f"a file at {file}, which {loaded.CONFIG_FILE_VARIABLE} names",
+            found="none",
+            remedy=f"correct {loaded.CONFIG_FILE_VARIABLE}, or unset it for {loaded.CONFIG_FILE}",
+        )
     if isinstance(failure, OSError) and failure.filename == str(file):
         return Problem(
             "settings_invalid",

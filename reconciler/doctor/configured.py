@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from reconciler.doctor.finding import Finding, fail, ok, warn
 from reconciler.service.configuration import OTHERS
-from reconciler.settings import PREFIX, Settings, config_file, refused
+from reconciler.settings import CONFIG_FILE_VARIABLE, PREFIX, Settings, config_file, refused
 
 CHECK = "settings"
 # Names of other programs of this project: the lab, the scripts that hosts run.
@@ -71,5 +71,6 @@ def _closed(failure: OSError) -> Finding:
         CHECK,
         f"{config_file()} cannot be read: {failure.strerror}",
         expected="a text file that the service's user can read",
-        remedy="give it the service's group and mode 640",
+        remedy="give it the service's group and mode 640; of one that is not there, correct"
+        f" {CONFIG_FILE_VARIABLE}",
     )

@@ -78,6 +78,20 @@ def test_a_file_of_settings_that_is_no_text(
     assert (gpuaas.status, "is no text" in gpuaas.out) == (1, True)
 
 
+def test_a_file_of_settings_that_is_named_and_not_there(
+    gpuaas: Gpuaas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slip in its name would else be another site, with a new database."""
+    monkeypatch.setenv("GPUAAS_CONFIG_FILE", str(tmp_path / "gpuass.env"))
+    gpuaas("migrate", "--output", "json")
+    told = json.loads(gpuaas.err)
+    assert (gpuaas.status, told["code"]) == (1, "settings_invalid")
+    assert "gpuass.env, which GPUAAS_CONFIG_FILE names" in told["expected"]
+    gpuaas("doctor")
+    assert (gpuaas.status, "No such file" in gpuaas.out) == (1, True)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     "url",
     [
