@@ -6,22 +6,18 @@ The same names may stand in a file, one `NAME=value` per line; the environment g
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
-from functools import lru_cache
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from reconciler import shipped
-from reconciler.domain import hardware
 from reconciler.domain.errors import Problem
 
 PROJECT = shipped.PROJECT
@@ -289,41 +285,3 @@ def refused(error: ValidationError) -> list[tuple[str, str]]:
         (PREFIX + (".".join(map(str, one["loc"])).upper() or "*"), one["msg"])
         for one in error.errors(include_input=False, include_url=False, include_context=False)
     ]
-
-
-@lru_cache(maxsize=32)
-def hardware_profile(folder: Path, name: str) -> dict[str, Any]:
-    """The hardware profile `name`; Problem `profile_unknown` when there is none, and
-    `mgmt_attachment_unsupported` for one that no host can carry out.
-    """
-    known = sorted(file.stem for file in folder.glob("*.yml"))
-    if name not in known:
-        raise Problem(
-            "profile_unknown",
-            422,
-            expected=f"one of the hardware profiles {', '.join(known)}",
-            found=name,
-            remedy=f"choose one of these, or add {name}.yml to {folder}",
-        )
-    document: Any = yaml.safe_load((folder / f"{name}.yml").read_text())
-    if not isinstance(document, dict):
-        raise Problem(
-            "profile_unknown",
-            422,
-            expected=f"a mapping in {name}.yml",
-            found=type(document).__name__,
-            remedy="write the profile's entries into it, or remove the file",
-        )
-    hardware.check(document, name)
-    return document
-
-
-@lru_cache(maxsize=8)
-def profile_skus(folder: Path, _changed_ns: int) -> dict[str, str]:
-    """What slices are sold as, by the name of the hardware profile; "" where it names none."""
-    found = {}
-    for file in sorted(folder.glob("*.yml")):
-        # Whoever works with a broken one is told so; it does not keep anybody else from launching.
-        with contextlib.suppress(Problem, yaml.YAMLError, OSError):
-            found[file.stem] = str(hardware_profile(folder, file.stem).get("sku") or "")
-    return found

@@ -14,7 +14,7 @@ from reconciler.api.models import Body, Id, Reasoned
 from reconciler.api.security import Admin
 from reconciler.domain.act import Act
 from reconciler.domain.errors import Problem
-from reconciler.settings import hardware_profile
+from reconciler.profiles import hardware_profile
 from reconciler.store import nodes, tokens
 from reconciler.store.engine import reading, retrying
 from reconciler.tasks import enrol as renewal

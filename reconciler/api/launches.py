@@ -29,7 +29,8 @@ from reconciler.api.security import Member
 from reconciler.domain.errors import Problem, not_found
 from reconciler.domain.states import AllocationState, CapacityShape, Role
 from reconciler.planning.explain import public
-from reconciler.settings import Settings, profile_skus
+from reconciler.profiles import profile_skus
+from reconciler.settings import Settings
 from reconciler.store import allocations
 
 router = APIRouter(prefix="/projects/{project_id}/allocations", tags=["allocations"])
@@ -160,7 +161,7 @@ def _catalogue(settings: Settings, shape: CapacityShape) -> Mapping[str, str]:
     """What is sold, by hardware profile: slices under the profile's SKU, whole machines under the
     name of their hardware.
     """
-    skus = profile_skus(settings.profiles_dir, settings.profiles_dir.stat().st_mtime_ns)
+    skus = profile_skus(settings.profiles_dir)
     return skus if shape is CapacityShape.GPU_SLICE else {name: name for name in skus}
 
 

@@ -16,7 +16,8 @@ from reconciler.api.models import Address, Body, Id, Label, Name, Reason, Switch
 from reconciler.api.paging import Paging
 from reconciler.api.security import Admin
 from reconciler.domain.states import NodeMode, NodeState
-from reconciler.settings import Settings, hardware_profile
+from reconciler.profiles import hardware_profile
+from reconciler.settings import Settings
 from reconciler.store import certificates, nodes, settings, tokens
 
 router = APIRouter(prefix="/admin", tags=["nodes"])

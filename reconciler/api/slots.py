@@ -17,7 +17,7 @@ from reconciler.api.security import Admin
 from reconciler.domain.bundle import Bundle
 from reconciler.domain.errors import Problem, not_found
 from reconciler.domain.proof import DEFAULT_POLICY
-from reconciler.settings import hardware_profile
+from reconciler.profiles import hardware_profile
 from reconciler.store import history, nodes, orphans, proofs, slots
 
 router = APIRouter(prefix="/admin/nodes/{node_id}/resource-slots", tags=["slots"])

@@ -76,7 +76,8 @@ def work(
     playbook: str, kind: str, profile: str, own: Record | None = None, /, **variables: Any
 ) -> Work:
     """A piece of work with the hardware profile in full, and what is the host's own over it."""
-    from reconciler.settings import Settings, hardware_profile
+    from reconciler.profiles import hardware_profile
+    from reconciler.settings import Settings
 
     shared = hardware_profile(Settings().profiles_dir, profile or DEFAULT_PROFILE)
     resolved = hardware.of_node(shared, own or {})

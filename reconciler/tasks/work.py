@@ -5,7 +5,8 @@ from __future__ import annotations
 from sqlalchemy import Connection
 
 from reconciler.domain import hardware
-from reconciler.settings import Settings, hardware_profile
+from reconciler.profiles import hardware_profile
+from reconciler.settings import Settings
 from reconciler.store import nodes, order
 from reconciler.tasks.handler import Record, Work
 

@@ -26,7 +26,8 @@ READS = """
 import json, reconciler
 from reconciler.benchmark.document import SCHEMA
 from reconciler.runs import contract
-from reconciler.settings import Settings, hardware_profile
+from reconciler.profiles import hardware_profile
+from reconciler.settings import Settings
 from reconciler.trust import preflight
 settings = Settings()
 for name in (*contract.PLAYBOOKS, "result"):

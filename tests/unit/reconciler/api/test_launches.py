@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from reconciler.domain.errors import Problem
 from reconciler.domain.states import TaskState
-from reconciler.settings import profile_skus
+from reconciler.profiles import hardware_profile, profile_skus
 from reconciler.store import outcomes, tasks
 from reconciler.store.engine import transaction
 from tests.unit.reconciler.api.refusals import refused
@@ -180,9 +181,17 @@ def test_a_profile_that_is_broken_or_sells_nothing_is_in_nobodys_way(tmp_path: P
     (tmp_path / "unsold.yml").write_text(lab.replace("sku: lab-edu-slice", ""))
     (tmp_path / "broken.yml").write_text("vm: {")
     (tmp_path / "empty.yml").write_text("")
-    found = profile_skus(tmp_path, 1)
+    found = profile_skus(tmp_path)
     assert {name: sku for name, sku in found.items() if name in ("good", "unsold")} == {
         "good": "lab-edu-slice",
         "unsold": "",
     }
     assert "broken" not in found
+    # Edited while the service runs: the next launch knows.
+    (tmp_path / "good.yml").write_text(lab.replace("lab-edu-slice", "lab-edu-slice-2"))
+    (tmp_path / "unsold.yml").unlink()
+    assert profile_skus(tmp_path)["good"] == "lab-edu-slice-2"
+    assert hardware_profile(tmp_path, "good")["sku"] == "lab-edu-slice-2"
+    assert "unsold" not in profile_skus(tmp_path)
+    with pytest.raises(Problem, match="profile_unknown"):
+        hardware_profile(tmp_path, "broken")

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from reconciler.settings import Settings, hardware_profile
+from reconciler.profiles import hardware_profile
+from reconciler.settings import Settings
 from reconciler.store import discoveries, lifecycle, outcomes, proofs, slots
 from reconciler.store.engine import transaction
 from tests.unit.reconciler.api.refusals import refused

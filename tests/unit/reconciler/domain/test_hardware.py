@@ -11,7 +11,7 @@ import yaml
 
 from reconciler.domain import hardware
 from reconciler.domain.errors import Problem
-from reconciler.settings import hardware_profile
+from reconciler.profiles import hardware_profile
 
 PROFILES = Path(__file__).parents[4] / "profiles"
 PROFILE: dict[str, Any] = {

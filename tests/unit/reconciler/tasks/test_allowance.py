@@ -9,8 +9,9 @@ import sqlalchemy as sa
 
 from reconciler.domain.states import SlotState, TaskKind
 from reconciler.domain.transitions import DEADLINES
+from reconciler.profiles import hardware_profile
 from reconciler.runs.spec import LONGEST_S, RunSpec
-from reconciler.settings import Settings, hardware_profile
+from reconciler.settings import Settings
 from reconciler.store import allocations, allowance, clock, nodes, recovery, slots, tasks
 from reconciler.store.engine import reading, transaction
 from reconciler.store.lifecycle import Overdue

@@ -11,8 +11,9 @@ import sqlalchemy as sa
 from reconciler.domain.bundle import Bundle
 from reconciler.domain.errors import Problem
 from reconciler.domain.states import NodeMode, TaskKind
+from reconciler.profiles import hardware_profile
 from reconciler.runs import contract
-from reconciler.settings import Settings, hardware_profile
+from reconciler.settings import Settings
 from reconciler.store import (
     allocations,
     discoveries,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from reconciler.settings import hardware_profile
+from reconciler.profiles import hardware_profile
 from reconciler.tasks import provision
 
 PROFILES = Path(__file__).parents[4] / "profiles"
