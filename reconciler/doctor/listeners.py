@@ -23,7 +23,17 @@ def listeners(settings: Settings) -> Iterator[Finding]:
         except Problem as refused:
             yield fail(check, refused.found, expected=refused.expected, remedy=refused.remedy)
             continue
-        yield ok(check, "off" if found is None else f"{addresses.told(found)}: {who}")
+        told = "off" if found is None else f"{addresses.told(found)}: {who}"
+        if check == "listen" and not addresses.local(found):
+            yield warn(
+                check,
+                f"{told}, in clear on the way to it",
+                expected="a loopback address, and before it a proxy that ends TLS",
+                remedy="GPUAAS_LISTEN=127.0.0.1:8080 and docs/operations.md, TLS; nothing, where"
+                " that network is the service's alone",
+            )
+            continue
+        yield ok(check, told)
     try:
         yield ok("public_url", f"hosts reach the API at {settings.url_for_hosts}")
     except Problem as missing:

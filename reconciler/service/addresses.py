@@ -48,6 +48,16 @@ def operators(settings: Settings) -> Address | None:
     )
 
 
+def local(address: Address | None) -> bool:
+    """Whether nobody on another machine reaches it. A name counts as what it mostly means."""
+    if address is None:
+        return True
+    try:
+        return ip_address(address[0].strip("[]")).is_loopback
+    except ValueError:
+        return address[0] == "localhost"
+
+
 def told(address: Address) -> str:
     """As it stands in a setting."""
     host, port = address
