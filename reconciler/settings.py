@@ -180,6 +180,10 @@ class Settings(BaseSettings):
         description="Issuer of the site's OpenID provider, whose bearer tokens are accepted too;"
         " empty: none. Its CA, if it is none of the public ones: SSL_CERT_FILE.",
     )
+    oidc_ca_file: Path | None = Field(
+        default=None,
+        description="PEM of the CA that alone may vouch for the provider; unset: the system's.",
+    )
     oidc_audience: str = Field(
         default="", description="What a provider's token must be for; required with an issuer."
     )

@@ -128,7 +128,7 @@ def _exists(request: Request, project_id: str) -> None:
 def _known(request: Request, secret: str) -> Caller | None:
     settings: Settings = request.app.state.settings
     if settings.oidc_issuer and oidc.looks_like_one(secret):
-        identity = oidc.verifier(_provider(settings)).identity(secret)
+        identity = oidc.verifier(provider(settings)).identity(secret)
         return None if identity is None else _of_provider(identity)
     with asking(request.app.state.engine) as conn:
         record = tokens.authenticate(conn, secret)
@@ -145,7 +145,7 @@ def _of_provider(identity: oidc.Identity) -> Caller:
     return Caller(identity.id, name, role.value, identity.projects, ours=False)
 
 
-def _provider(settings: Settings) -> oidc.Provider:
+def provider(settings: Settings) -> oidc.Provider:
     return oidc.Provider(
         issuer=settings.oidc_issuer,
         audience=settings.oidc_audience,
@@ -154,6 +154,7 @@ def _provider(settings: Settings) -> oidc.Provider:
         name_claim=settings.oidc_name_claim,
         admin_group=settings.oidc_admin_group,
         project_prefix=settings.oidc_project_prefix,
+        ca_file=settings.oidc_ca_file,
     )
 
 

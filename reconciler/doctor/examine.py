@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from reconciler.doctor import folders, records, tools
+from reconciler.doctor import folders, others, records, tools
 from reconciler.doctor.configured import settings as configured
 from reconciler.doctor.finding import Finding, guarded
 from reconciler.doctor.listeners import listeners
@@ -17,6 +17,8 @@ _LOOKS = {
     "programs": tools.programs,
     "collection": tools.collection,
     "profiles": tools.profiles,
+    "identity_provider": others.identities,
+    "awx": others.awx,
 }
 
 

@@ -23,7 +23,7 @@ from reconciler.domain.errors import Problem
 from reconciler.domain.proof import NOTHING_DONE
 from reconciler.domain.states import TaskState
 from reconciler.runs import collect, legible
-from reconciler.runs.awx.access import AwxAccess
+from reconciler.runs.awx.access import awx_access
 from reconciler.runs.collect import Phase
 from reconciler.runs.errors import LauncherAway, RunError
 from reconciler.runs.launch import Site, launch
@@ -357,15 +357,9 @@ def _refuse(
 
 def _site(engine: Engine, settings: Settings, deadline_s: int) -> Site:
     if settings.launcher == "awx":
-        return Site(settings.state_dir, settings.collections_path, None, awx=_awx(settings))
+        return Site(settings.state_dir, settings.collections_path, None, awx=awx_access(settings))
     access = _access(engine, settings, deadline_s + 600)
     return Site(settings.state_dir, settings.collections_path, access)
-
-
-def _awx(settings: Settings) -> AwxAccess:
-    token_file = settings.awx_token_file or Path()
-    prefix = settings.awx_template_prefix
-    return AwxAccess(settings.awx_url, token_file, settings.awx_ca_file, prefix)
 
 
 def _access(engine: Engine, settings: Settings, valid_s: int) -> SshAccess:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -40,13 +42,19 @@ _LONGEST_TOKEN = 16_384
 _LONGEST_ANSWER = 1 << 20
 _LONGEST_NAME = 128
 
+# What a provider that is silent, a stranger or of another mind ends in.
+UNREADABLE = (httpx.HTTPError, OSError, ValueError, KeyError, TypeError, AttributeError)
+
 Claims = Mapping[str, Any]
 Fetch = Callable[[str], Any]
 
 
 @dataclass(frozen=True)
 class Provider:
-    """What is believed of whom. skew_s: how far its clock and ours may be apart."""
+    """What is believed of whom. skew_s: how far its clock and ours may be apart.
+
+    ca_file: PEM of the CA that alone may vouch for it; None leaves that to the system's.
+    """
 
     issuer: str
     audience: str
@@ -55,6 +63,7 @@ class Provider:
     name_claim: str = "sub"
     admin_group: str = ""
     project_prefix: str = ""
+    ca_file: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +87,7 @@ class Verifier:
         now: Callable[[], float] | None = None,
     ) -> None:
         self._provider = provider
-        self._fetch = fetch or _get
+        self._fetch = fetch or partial(_get, provider.ca_file)
         self._now = now or time.monotonic
         self._lock = threading.Lock()
         self._keys: dict[str, jwt.PyJWK] = {}
@@ -168,16 +177,17 @@ class Verifier:
     def _refresh(self) -> None:
         self._tried_at = self._now()
         try:
-            self._keys = self._read()
+            self._keys = self.read()
             self._read_at = self._tried_at
-        except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except UNREADABLE as error:
             self._failure = type(error).__name__
             log.warning("keys of %s: %s", self._provider.issuer, error)
 
     def _age(self, moment: float | None) -> float:
         return float("inf") if moment is None else self._now() - moment
 
-    def _read(self) -> dict[str, jwt.PyJWK]:
+    def read(self) -> dict[str, jwt.PyJWK]:
+        """The keys that the provider publishes now, by their id; one of UNREADABLE otherwise."""
         issuer = self._provider.issuer
         found = self._fetch(f"{issuer.rstrip('/')}/.well-known/openid-configuration")
         if found["issuer"] != issuer:
@@ -224,9 +234,10 @@ def _listed(value: Any) -> list[Any]:
     return value.split() if isinstance(value, str) else []
 
 
-def _get(url: str) -> Any:
+def _get(ca_file: Path | None, url: str) -> Any:
+    vouching = ssl.create_default_context(cafile=ca_file)
     with (
-        httpx.Client(timeout=_TIMEOUT_S, follow_redirects=False) as client,
+        httpx.Client(timeout=_TIMEOUT_S, follow_redirects=False, verify=vouching) as client,
         client.stream("GET", url, headers={"Accept": "application/json"}) as answer,
     ):
         answer.raise_for_status()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from reconciler.runs.errors import RunError
+from reconciler.settings import Settings
 
 _TOKEN = re.compile(r"[\x21-\x7e]{1,512}")
 
@@ -47,6 +48,13 @@ class AwxAccess:
     def of(cls, document: Mapping[str, Any]) -> AwxAccess:
         ca_file = Path(document["ca_file"]) if document["ca_file"] else None
         return cls(document["url"], Path(document["token_file"]), ca_file, document["templates"])
+
+
+def awx_access(settings: Settings) -> AwxAccess:
+    """The site's AWX, as the settings have it."""
+    token_file = settings.awx_token_file or Path()
+    prefix = settings.awx_template_prefix
+    return AwxAccess(settings.awx_url, token_file, settings.awx_ca_file, prefix)
 
 
 def _no_token(path: Path, found: str) -> RunError:

@@ -33,7 +33,14 @@ _GROUPS = frozenset({"all", "ungrouped"})
 
 def template(client: Client, access: AwxAccess, spec: RunSpec) -> dict[str, Any]:
     """The job template of the run's playbook; RunError where it would not do exactly that."""
-    name = f"{access.templates}{spec.playbook}"
+    found = standing(client, access, spec.playbook)
+    _host(client, found["inventory"], spec.node.node_id)
+    return found
+
+
+def standing(client: Client, access: AwxAccess, playbook: str) -> dict[str, Any]:
+    """The playbook's job template, whatever host it is for; RunError where it is not as it must."""
+    name = f"{access.templates}{playbook}"
     found = list(client.every("/job_templates/", name=name))
     if len(found) != 1:
         raise _refuse(
@@ -41,14 +48,14 @@ def template(client: Client, access: AwxAccess, spec: RunSpec) -> dict[str, Any]
             f"one job template {name} that the token's user may see",
             f"{len(found)} of that name",
         )
-    wrong = _wrong(found[0], spec.playbook)
+    wrong = _wrong(found[0], playbook)
     if wrong:
         raise _refuse("awx_template_wrong", f"{name} as in awx/job_templates.yml", wrong)
     may = found[0].get("summary_fields", {}).get("user_capabilities", {})
     if may.get("start") is False:
         raise _refuse("awx_forbidden", f"the right to launch {name}", "none for the token's user")
-    _host(client, found[0]["inventory"], spec.node.node_id)
-    return found[0]
+    document: dict[str, Any] = found[0]
+    return document
 
 
 def _wrong(document: dict[str, Any], playbook: str) -> str:

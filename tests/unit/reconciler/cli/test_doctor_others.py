@@ -1,0 +1,117 @@
+"""`gpuaas doctor` asks the provider of identities and AWX, both as processes of their own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.standin.bmc import authority
+from tests.standin.controller import Controller, standing
+from tests.unit.reconciler.api.provider import Provider, running
+from tests.unit.reconciler.cli.conftest import Gpuaas
+
+TEMPLATES = "GET /job_templates/"
+
+
+@pytest.fixture(scope="module")
+def provider() -> Iterator[Provider]:
+    with running() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def controller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Controller]:
+    with standing(tmp_path_factory.mktemp("awx")) as found:
+        yield found
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUAAS_STATE_DIR", str(tmp_path))
+
+
+def said(gpuaas: Gpuaas, check: str) -> list[tuple[str, str]]:
+    found = json.loads(gpuaas("doctor", "--output", "json"))["findings"]
+    return [(one["status"], one["found"]) for one in found if one["check"] == check]
+
+
+@pytest.mark.covers("CTRL-10")
+@pytest.mark.usefixtures("site")
+def test_the_provider_of_identities(
+    gpuaas: Gpuaas, provider: Provider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = "identity_provider"
+    assert said(gpuaas, check) == [], "a site without one"
+    monkeypatch.setenv("GPUAAS_OIDC_ISSUER", provider.url)
+    monkeypatch.setenv("GPUAAS_OIDC_AUDIENCE", "gpuaas")
+    assert said(gpuaas, check) == [("ok", f"{provider.url}: 3 keys")]
+    provider.set(issuer="https://elsewhere.example")
+    ((status, found),) = said(gpuaas, check)
+    assert (status, "calls itself by another name" in found) == ("warn", True)
+    provider.set(issuer="", down=True)
+    ((status, found),) = said(gpuaas, check)
+    assert (status, provider.url in found) == ("warn", True)
+    monkeypatch.setenv("GPUAAS_OIDC_CA_FILE", "/none/ca.pem")
+    provider.set(down=False)
+    ((status, found),) = said(gpuaas, check)
+    assert (status, "No such file" in found) == ("warn", True)
+
+
+@pytest.mark.covers("CTRL-10")
+@pytest.mark.usefixtures("site")
+def test_a_ca_of_the_sites_own(
+    gpuaas: Gpuaas, controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that is no provider: with its CA it is at least heard."""
+    controller.begin()
+    monkeypatch.setenv("GPUAAS_OIDC_ISSUER", controller.url)
+    monkeypatch.setenv("GPUAAS_OIDC_AUDIENCE", "gpuaas")
+    ((_, found),) = said(gpuaas, "identity_provider")
+    assert "CERTIFICATE_VERIFY_FAILED" in found
+    monkeypatch.setenv("GPUAAS_OIDC_CA_FILE", str(controller.ca_file))
+    ((_, found),) = said(gpuaas, "identity_provider")
+    assert "401" in found
+
+
+@pytest.mark.covers("CTRL-9")
+@pytest.mark.usefixtures("site")
+@pytest.mark.parametrize(
+    ("faults", "wanted"),
+    [
+        ({}, [("ok", "17 job templates as they must be")]),
+        ({"without": ["gpuaas.slice.parity"]}, [("fail", "parity: 0 of that name")]),
+        ({"status": {TEMPLATES: [401, 99]}}, [("fail", "awx_unauthorized")]),
+    ],
+)
+def test_awx(
+    gpuaas: Gpuaas,
+    controller: Controller,
+    monkeypatch: pytest.MonkeyPatch,
+    faults: dict[str, Any],
+    wanted: list[tuple[str, str]],
+) -> None:
+    controller.begin(**faults)
+    monkeypatch.setenv("GPUAAS_LAUNCHER", "awx")
+    monkeypatch.setenv("GPUAAS_AWX_URL", controller.url)
+    monkeypatch.setenv("GPUAAS_AWX_TOKEN_FILE", str(controller.token_file))
+    monkeypatch.setenv("GPUAAS_AWX_CA_FILE", str(controller.ca_file))
+    found = said(gpuaas, "awx")
+    assert [status for status, _ in found] == [status for status, _ in wanted]
+    assert all(part in told for (_, told), (_, part) in zip(found, wanted, strict=True)), found
+
+
+@pytest.mark.usefixtures("site")
+def test_an_awx_that_nobody_vouches_for(
+    gpuaas: Gpuaas, controller: Controller, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    certificate, _ = authority(tmp_path, "other", "IP:127.0.0.1")
+    monkeypatch.setenv("GPUAAS_LAUNCHER", "awx")
+    monkeypatch.setenv("GPUAAS_AWX_URL", controller.url)
+    monkeypatch.setenv("GPUAAS_AWX_TOKEN_FILE", str(controller.token_file))
+    monkeypatch.setenv("GPUAAS_AWX_CA_FILE", str(certificate))
+    ((status, found),) = said(gpuaas, "awx")
+    assert (status, "awx_untrusted" in found) == ("fail", True)
