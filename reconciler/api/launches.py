@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter
@@ -31,7 +32,7 @@ from reconciler.domain.states import AllocationState, CapacityShape, Role
 from reconciler.planning.explain import public
 from reconciler.profiles import profile_skus
 from reconciler.settings import Settings
-from reconciler.store import allocations
+from reconciler.store import allocations, placement
 
 router = APIRouter(prefix="/projects/{project_id}/allocations", tags=["allocations"])
 
@@ -108,14 +109,16 @@ def create(project_id: Id, body: NewAllocation, context: Member) -> JSONResponse
         )
         return tell(allocations.allocate(conn, launch, act))
 
-    try:
-        return context.write(work, body=body, status=201, key_required=True)
-    except Problem as problem:
-        # Which nodes there are and why each is full is the operators' business.
-        explanation = problem.detail.get("explanation")
-        if isinstance(explanation, dict) and context.role != Role.PLATFORM_ADMIN:
-            problem.detail["explanation"] = public(explanation)
-        raise
+    for _ in range(placement.TRIES):
+        try:
+            return context.write(work, body=body, status=201, key_required=True)
+        except placement.NoRoom as none:
+            refused = context.read(partial(placement.refusal, want=none.want))
+        except Problem as other:
+            raise _told(other, context.role) from None
+        if refused is not None:
+            raise _told(refused, context.role)
+    raise placement.contended()
 
 
 @router.get("", response_model=MemberAllocations)
@@ -155,6 +158,14 @@ def release(
         return tell(allocations.release(conn, allocation_id, act))
 
     return context.write(work, body=body)
+
+
+def _told(refused: Problem, role: str) -> Problem:
+    # Which nodes there are and why each is full is the operators' business.
+    explanation = refused.detail.get("explanation")
+    if isinstance(explanation, dict) and role != Role.PLATFORM_ADMIN:
+        refused.detail["explanation"] = public(explanation)
+    return refused
 
 
 def _catalogue(settings: Settings, shape: CapacityShape) -> Mapping[str, str]:

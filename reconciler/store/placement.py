@@ -18,7 +18,7 @@ from reconciler.store.rows import Record
 from reconciler.store.tables import slots
 
 # How often a place is looked for again when somebody else took it meanwhile (PostgreSQL only).
-_TRIES = 20
+TRIES = 20
 # How many nodes a launch looks at slot by slot, and by which factor it goes on: what the counts do
 # not know (a slot that somebody holds at this moment, an incomplete row, an NVLink set) seldom
 # leaves none of the first ones.
@@ -29,6 +29,21 @@ _AT_ONCE = 6
 _OFF = frozenset({"site_off", "scheduling_off"})
 
 
+class NoRoom(Problem):
+    """Nothing was found for `want`. Why is for `refusal` to say, which takes long and locks none:
+    the transaction of a launch holds up other writers.
+    """
+
+    def __init__(self, want: Want) -> None:
+        super().__init__(
+            "no_capacity",
+            expected=f"{want.gpus} free GPUs on one node",
+            found="none",
+            remedy="ask later",
+        )
+        self.want = want
+
+
 def reserve(conn: sa.Connection, want: Want) -> tuple[str, list[Record]]:
     """A node and its slots for the request, locked; they are checked again by the claim.
 
@@ -36,27 +51,37 @@ def reserve(conn: sa.Connection, want: Want) -> tuple[str, list[Record]]:
     locked are passed over while anything else fits; only then are those others waited for, since
     they may yet give back what they hold.
     """
-    for _ in range(_TRIES):
+    for _ in range(TRIES):
         passed: set[str] = set()
         # No node without slices is as good as any with one: those are looked at only afterwards.
         for sliced in (True, False):
             found = _search(conn, want, passed, sliced=sliced)
             if found is not None:
                 return found
-        if passed:
-            _wait(conn, passed)
-            continue
-        # Said of one picture: between two, a node may have got its first slice, or lost its last.
-        everything = capacity.snapshot(conn)
-        if place(everything, want) is None:
-            raise _no_capacity(explain(everything, want), want)
-    raise Problem(
+        if not passed:
+            raise NoRoom(want)
+        _wait(conn, passed)
+    raise contended()
+
+
+def contended() -> Problem:
+    """Others were there first, each time."""
+    return Problem(
         "generation_conflict",
         409,
         expected="slots that stay free while they are being reserved",
-        found=f"others took them {_TRIES} times",
+        found=f"others took them {TRIES} times",
         remedy="repeat the request",
     )
+
+
+def refusal(conn: sa.Connection, want: Want) -> Problem | None:
+    """Why there is no room; None when there is by now.
+
+    Said of one picture, as `reserve` has two: between them, a node may have got its first slice.
+    """
+    found, explanation = judge(conn, want)
+    return None if found is not None else _no_capacity(explanation, want)
 
 
 def judge(conn: sa.Connection, want: Want) -> tuple[Placement | None, Explanation]:

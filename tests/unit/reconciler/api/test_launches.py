@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import Connection
 
 from reconciler.domain.errors import Problem
 from reconciler.domain.states import TaskState
+from reconciler.planning.snapshot import Want
 from reconciler.profiles import hardware_profile, profile_skus
-from reconciler.store import outcomes, tasks
+from reconciler.store import outcomes, placement, settings, tasks
 from reconciler.store.engine import transaction
 from tests.unit.reconciler.api.refusals import refused
 from tests.unit.reconciler.api.world import ACT, KEY, NODE, World, bundle
@@ -105,6 +107,37 @@ def test_too_many_gpus_for_one_node(selling: World) -> None:
         "summary", "wanted", "free", "largest", "slots", "reasons", "nearest",
     }  # fmt: skip
     assert NODE not in str(found)
+
+
+@pytest.mark.covers("CTRL-5")
+def test_room_that_is_there_a_moment_later_is_given(
+    selling: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The look for a reason finds a place: nobody is refused for what another did meanwhile."""
+    look, blind = placement.capacity.likely, iter([True, True])
+
+    def looked(*given: Any, **options: Any) -> Any:
+        found = look(*given, **options)
+        return type(found)(()) if next(blind, False) else found
+
+    monkeypatch.setattr(placement.capacity, "likely", looked)
+    assert launch(selling).status_code == 201
+
+
+@pytest.mark.covers("CTRL-5")
+def test_a_refusal_is_explained_while_others_write(
+    selling: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes as long as the fleet is large: with the launch's transaction it would lock all."""
+    judge = placement.judge
+
+    def judged(conn: Connection, want: Want) -> Any:
+        with transaction(selling.engine) as other:
+            settings.set_site_scheduling(other, True, ACT)
+        return judge(conn, want)
+
+    monkeypatch.setattr(placement, "judge", judged)
+    assert launch(selling, gpu_count=3).json()["code"] == "no_capacity"
 
 
 @pytest.mark.covers("CTRL-5")

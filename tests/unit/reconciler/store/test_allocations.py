@@ -26,6 +26,7 @@ from reconciler.store import (
     tasks,
 )
 from reconciler.store.engine import transaction
+from reconciler.store.placement import NoRoom, refusal
 from tests.unit.reconciler.conftest import ADMIN, Site
 
 ABSENT = {"absent": True, "checks": {}}
@@ -40,7 +41,7 @@ def code(call: Any, *args: Any, **named: Any) -> str:
 @pytest.mark.covers("CTRL-4", "I3")
 def test_allocate_does_all_of_it(sold: Any) -> None:
     with transaction(sold.engine) as conn:
-        last = outbox.since(conn, 0, 10_000)[-1]["id"]
+        before = len(outbox.pending(conn, 10_000))
         found = allocations.allocate(conn, sold.launch(2), sold.act)
         assert found["state"] == "requested"
         assert [claim["state"] for claim in found["claims"]] == ["reserved", "reserved"]
@@ -51,7 +52,7 @@ def test_allocate_does_all_of_it(sold: Any) -> None:
         assert task["parameters"]["allocation"]["id"] == found["id"]
         assert task["parameters"]["image"]["digest"].startswith("sha256:")
         assert set(task["fences"].values()) == {1}
-        topics = [row["topic"] for row in outbox.since(conn, last)]
+        topics = [row["topic"] for row in outbox.pending(conn, 10_000)[before:]]
         assert topics.count("slot.reserved") == topics.count("claim.reserved") == 2
         assert {"allocation.requested", "task.queued"} <= set(topics)
         assert audit.every(conn, action="allocation.created")[0]["correlation_id"] == "corr-1"
@@ -62,12 +63,12 @@ def test_allocate_does_all_of_it(sold: Any) -> None:
 @pytest.mark.covers("CTRL-4", "I3")
 def test_nothing_remains_of_a_transaction_that_fails(sold: Any) -> None:
     with transaction(sold.engine) as conn:
-        before = outbox.since(conn, 0, 10_000)
+        before = outbox.pending(conn, 10_000)
     with pytest.raises(RuntimeError), transaction(sold.engine) as conn:
         sold.allocate(conn, 2)
         raise RuntimeError
     with transaction(sold.engine) as conn:
-        assert outbox.since(conn, 0, 10_000) == before
+        assert outbox.pending(conn, 10_000) == before
         assert sold.statuses(conn) == ["available", "available"]
         assert allocations.every(conn) == []
 
@@ -75,10 +76,11 @@ def test_nothing_remains_of_a_transaction_that_fails(sold: Any) -> None:
 @pytest.mark.covers("CTRL-2", "CTRL-5")
 def test_refusals(sold: Any) -> None:
     with transaction(sold.engine) as conn:
-        with pytest.raises(Problem) as caught:
+        with pytest.raises(NoRoom) as caught:
             sold.allocate(conn, 3)
-        assert caught.value.code == "no_capacity"
-        assert caught.value.found == "2 GPUs free, no 3 on one node"
+        told = refusal(conn, caught.value.want)
+        assert told is not None and told.code == caught.value.code == "no_capacity"
+        assert told.found == "2 GPUs free, no 3 on one node"
         launch = allocations.allocate
         assert code(launch, conn, sold.launch(0), sold.act) == "gpu_count_invalid"
         part = sold.launch(1, capacity_shape="gpu_partition")
@@ -86,7 +88,10 @@ def test_refusals(sold: Any) -> None:
         bare = sold.launch(0, capacity_shape="baremetal")
         assert code(launch, conn, bare, sold.act) == "no_capacity"
         settings.set_site_scheduling(conn, False, sold.act)
-        assert code(launch, conn, sold.launch(), sold.act) == "scheduling_off"
+        with pytest.raises(NoRoom) as caught:
+            launch(conn, sold.launch(), sold.act)
+        told = refusal(conn, caught.value.want)
+        assert told is not None and told.code == "scheduling_off"
         assert code(allocations.get, conn, "nothing") == "allocation_not_found"
 
 

@@ -63,6 +63,15 @@ def test_one_room_on_one_numa_node_first(fleet: Any) -> None:
         assert "n1" not in ids(conn, Want(2), 6)
 
 
+def refused(conn: sa.Connection, want: Want) -> Problem:
+    """Nothing is found, and this is why."""
+    with pytest.raises(placement.NoRoom):
+        placement.reserve(conn, want)
+    found = placement.refusal(conn, want)
+    assert found is not None
+    return found
+
+
 @pytest.mark.covers("CTRL-5")
 def test_rows_that_the_counts_take_for_free_are_passed_over(fleet: Any) -> None:
     """Every node but one is full of incomplete rows: the search goes on until it is found."""
@@ -71,9 +80,7 @@ def test_rows_that_the_counts_take_for_free_are_passed_over(fleet: Any) -> None:
         conn.execute(broken.values(private_ip=slots.c.id, nvme_serial=""))
         node_id, found = placement.reserve(conn, Want(2))
         assert (node_id, len(found)) == ("n3", 2)
-        with pytest.raises(Problem) as caught:
-            placement.reserve(conn, Want(3))
-        explanation: Any = caught.value.detail["explanation"]
+        explanation: Any = refused(conn, Want(3)).detail["explanation"]
         assert explanation["reasons"] == {"incomplete": 13, "reserved": 1}
         assert explanation["summary"] == "2 GPUs free, no 3 on one node"
 
@@ -85,19 +92,16 @@ def test_nvlink_sets_are_those_of_the_approved_slots(fleet: Any) -> None:
             told = {**slot["capacity_metadata"], **joined}
             update = sa.update(slots).where(slots.c.id == slot["id"])
             conn.execute(update.values(capacity_metadata=told))
-        with pytest.raises(Problem) as caught:
-            placement.reserve(conn, Want(2))
-        assert caught.value.found == "15 GPUs free, no 2 that NVLink joins on one node"
-        assert caught.value.remedy == "ask for 1 GPU, or later"
+        problem = refused(conn, Want(2))
+        assert problem.found == "15 GPUs free, no 2 that NVLink joins on one node"
+        assert problem.remedy == "ask for 1 GPU, or later"
 
 
 @pytest.mark.covers("CTRL-5")
 def test_elsewhere_is_offered(fleet: Any) -> None:
     with transaction(fleet.engine) as conn:
         nodes.change(conn, "n2", fleet.act, region="r2")
-        with pytest.raises(Problem) as caught:
-            placement.reserve(conn, Want(2, region="r1"))
-        assert "ask for 2 GPUs in" in caught.value.remedy
+        assert "ask for 2 GPUs in" in refused(conn, Want(2, region="r1")).remedy
 
 
 @pytest.mark.covers("CTRL-5")
@@ -146,6 +150,11 @@ def test_a_node_that_gets_its_first_slice_meanwhile_is_not_missed(
         return found
 
     monkeypatch.setattr(capacity, "likely", looked)
+    want = Want(1, node_id="n1")
     with transaction(fleet.engine) as conn:
-        node_id, found = placement.reserve(conn, Want(1, node_id="n1"))
+        with pytest.raises(placement.NoRoom):
+            placement.reserve(conn, want)
+        # Who asked is not told so: there is room, and the launch is tried again.
+        assert placement.refusal(conn, want) is None
+        node_id, found = placement.reserve(conn, want)
     assert (node_id, [slot["slot_index"] for slot in found]) == ("n1", [1])
