@@ -11,6 +11,7 @@ BASE = [
     "grub-efi-amd64", "openssh-server", "python3", "ca-certificates", "curl", "sudo",
     "util-linux", "procps", "psmisc", "lsof", "less", "file", "iproute2", "iputils-ping",
     "netplan.io", "ethtool", "apparmor", "dmidecode", "pciutils", "numactl", "python3-apt", "gpg",
+    "cloud-init",
 ]  # fmt: skip
 STORAGE = [
     "nvme-cli", "e2fsprogs", "dosfstools", "fdisk", "gdisk", "parted", "mdadm", "lvm2", "fio",

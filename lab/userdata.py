@@ -1,7 +1,8 @@
-"""The trusted channel into a lab host: scripts run there as root, as MAAS userdata would."""
+"""The trusted channel into a lab host: scripts run there as root, by themselves or as userdata."""
 
 from __future__ import annotations
 
+import base64
 import json
 import socket
 import time
@@ -10,6 +11,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lab.command import LabError
+
+# cloud-init's own stages, in the order of a boot. What they say of themselves is kept where a
+# machine that MAAS deployed has it; what the userdata says is in the answer, as is how it ended.
+BY_CLOUD_INIT = """#!/bin/sh
+set -eu
+umask 077
+seed=/var/lib/cloud/seed/nocloud
+log=/var/log/cloud-init-output.log
+mkdir -p "$seed"
+echo 'instance-id: {instance}' > "$seed/meta-data"
+base64 -d > "$seed/user-data" <<'DATA'
+{data}
+DATA
+umask 022
+cloud-init init --local >> "$log" 2>&1
+cloud-init init >> "$log" 2>&1
+cloud-init modules --mode=final
+"""
 
 
 @dataclass(frozen=True)
@@ -42,6 +61,12 @@ def deliver(path: Path, script: str, *, timeout: float = 600) -> Answer:
             ) from error
         if found is not None:
             return found
+
+
+def by_cloud_init(data: str) -> str:
+    """A script for the channel: the host's cloud-init takes `data` as a new deployment's."""
+    encoded = base64.encodebytes(data.encode()).decode().strip()
+    return BY_CLOUD_INIT.format(instance=uuid.uuid4(), data=encoded)
 
 
 def _exchange(path: Path, line: bytes, delivery: str, timeout: float) -> Answer | None:

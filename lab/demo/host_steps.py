@@ -33,14 +33,15 @@ def host(stage: Stage) -> Evidence:
 
 
 def enrol(stage: Stage) -> Evidence:
-    """Register the node, run its userdata on the host; from then on its SSH key is certified."""
+    """Register the node, give its userdata to cloud-init; from then on its SSH key is certified."""
     stage.open()
     lab = stage.host()
     api = stage.api()
     body = {"id": NODE, "name": NODE, "address": "127.0.0.1", "port": lab.ssh_port}
     api.post("/admin/nodes", {**body, "ssh_user": "root", "profile": "lab"})
     token = api.post(stage.path("/enrollment-token"))
-    answer = userdata.deliver(Path(lab.userdata), token["userdata"])
+    script = userdata.by_cloud_init(token["userdata"])
+    answer = userdata.deliver(Path(lab.userdata), script)
     if answer.exit_code != 0:
         raise LabError(f"enrolment failed on the host: {answer.output[-1000:]}")
     node = api.get(stage.path())
