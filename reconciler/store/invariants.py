@@ -6,12 +6,8 @@ asked all the same, because a restored backup, another version or a person may h
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
+from collections.abc import Callable
 from typing import Any
 
 import sqlalchemy as sa
@@ -30,13 +26,15 @@ from reconciler.domain.states import (
     TaskState,
 )
 from reconciler.store import clock, discoveries, gates, proofs, rows
+from reconciler.store.accounts import counted, told
 from reconciler.store.claims import exclusive_ended_at
 from reconciler.store.leasing import DUE
 from reconciler.store.lifecycle import ENTITIES
 from reconciler.store.rows import Record
-from reconciler.store.tables import allocations, claims, history, nodes, slots, tasks, usage
+from reconciler.store.tables import allocations, claims, nodes, slots, tasks
 from reconciler.store.tables import proofs as proof_table
 from reconciler.store.tasks import GRACE_S
+from reconciler.store.violations import Found, Violation, stream
 
 # A deadline is looked at every few seconds by every worker, and one that ends a run takes GRACE_S
 # more. Something that is later than this, nobody looks at.
@@ -49,20 +47,6 @@ _CLAIMS_OF = {
 }
 _HELD = (SlotState.RESERVED, SlotState.PROVISIONING, SlotState.ACTIVE, SlotState.RELEASING)
 _BEING_PROVEN = (SlotState.CLEANUP, SlotState.CLEANUP_BLOCKED)
-# What a usage record keeps of a claim.
-_SOLD = ("kind", "slot_id", "slot_index", "nvme_size_bytes")
-
-
-@dataclass(frozen=True)
-class Violation:
-    """invariant: I1 … I20, or the CTRL row that promises it. subject: by kind and id."""
-
-    invariant: str
-    subject: str
-    found: str
-
-
-Found = Iterator[Violation]
 
 
 def check(conn: sa.Connection) -> list[Violation]:
@@ -115,22 +99,21 @@ def together(conn: sa.Connection) -> Found:
     live: dict[str, list[Record]] = defaultdict(list)
     for one in _live(conn):
         live[one["allocation_id"]].append(one)
-    columns = (allocations.c.id, allocations.c.state)
-    for key, state in conn.execute(sa.select(*columns)):
-        expected = _CLAIMS_OF.get(state)
-        found = {claim["state"] for claim in live[key]}
+    for row in stream(conn, sa.select(allocations.c.id, allocations.c.state)):
+        expected = _CLAIMS_OF.get(row["state"])
+        found = {claim["state"] for claim in live.get(row["id"], ())}
         if found != ({expected} if expected else set()):
-            told = f"{state}, with claims {', '.join(sorted(found)) or 'none'}"
-            yield Violation("I3", f"allocation {key}", told)
+            said = f"{row['state']}, with claims {', '.join(sorted(found)) or 'none'}"
+            yield Violation("I3", f"allocation {row['id']}", said)
     held = {c["slot_id"]: c for claims_of in live.values() for c in claims_of if c["slot_id"]}
     for slot in rows.every(conn, sa.select(slots)):
         claim: Record | None = held.get(slot["id"])
         state, status = (claim["state"] if claim else ""), slot["status"]
         fine = status == state if status in _HELD else not state or status in _BEING_PROVEN
         if not fine or (claim and claim["disk_generation"] != slot["disk_generation"]):
-            told = f"{status} at disk generation {slot['disk_generation']}, its claim"
+            said = f"{status} at disk generation {slot['disk_generation']}, its claim"
             theirs = f"{state} at {claim['disk_generation']}" if claim else "none"
-            yield Violation("I3", f"slot {slot['id']}", f"{told} {theirs}")
+            yield Violation("I3", f"slot {slot['id']}", f"{said} {theirs}")
 
 
 def proven(conn: sa.Connection) -> Found:
@@ -177,13 +160,12 @@ def in_time(conn: sa.Connection) -> Found:
     now = clock.read(conn)
     for entity, where in ENTITIES.items():
         state, deadline = where.table.c[where.state], where.table.c[where.deadline]
-        for key, value, at in conn.execute(sa.select(where.table.c.id, state, deadline)):
-            rule = transitions.DEADLINES.get((entity, value))
-            if rule is None:
-                continue
+        rules = {name: rule for (of, name), rule in transitions.DEADLINES.items() if of == entity}
+        unstable = sa.select(where.table.c.id, state, deadline).where(state.in_(rules))
+        for key, value, at in conn.execute(unstable):
             if at is None:
                 yield Violation("I12", f"{entity} {key}", f"{value} without a deadline")
-            elif rule.event and at < now - UNSEEN_S:
+            elif rules[value].event and at < now - UNSEEN_S:
                 yield Violation("I12", f"{entity} {key}", f"{value} past {clock.iso(at)}, unseen")
 
 
@@ -191,10 +173,9 @@ def unknown_frees_nothing(conn: sa.Connection) -> Found:
     """I13: a run of which no outcome was seen is followed by a wipe before anything is sold."""
     known = {row["id"]: row for row in rows.every(conn, _proofs_in_use())}
     holders = _last_holders(conn)
-    lost: dict[str, float] = {}
-    for task in _tasks(conn, TaskState.LOST):
-        key, at = task["allocation_id"], task["finished_at"] or 0.0
-        lost[key] = max(at, lost.get(key, 0.0))
+    last = sa.func.max(sa.func.coalesce(tasks.c.finished_at, 0.0))
+    query = sa.select(tasks.c.allocation_id, last).where(tasks.c.state == TaskState.LOST)
+    lost = {row[0]: row[1] for row in conn.execute(query.group_by(tasks.c.allocation_id))}
     for slot in _on_sale(conn):
         at = lost.get(holders.get((slot["id"], slot["disk_generation"]), ""))
         proof = known.get(slot["available_proof_id"])
@@ -255,75 +236,6 @@ def gone(conn: sa.Connection) -> Found:
             yield Violation("I3", f"node {node_id}", f"retired, with {what} {key}")
 
 
-def told(conn: sa.Connection) -> Found:
-    """I20: every state has its history, without a gap."""
-    before = sa.func.lag(history.c.target).over(
-        partition_by=(history.c.entity, history.c.entity_id), order_by=history.c.id
-    )
-    after = sa.func.lead(history.c.id).over(
-        partition_by=(history.c.entity, history.c.entity_id), order_by=history.c.id
-    )
-    chain = (
-        sa.select(
-            history.c.id,
-            history.c.entity,
-            history.c.entity_id,
-            history.c.source,
-            history.c.target,
-            before.label("before"),
-            after.label("after"),
-        )
-        # Not of health: it is set with other changes too, which have no row of their own for it.
-        .where(history.c.entity.in_(ENTITIES))
-        .subquery()
-    )
-    gaps = sa.select(chain).where(chain.c.before.is_not(None), chain.c.before != chain.c.source)
-    for row in conn.execute(gaps).mappings():
-        found = f"history row {row['id']} comes from {row['source']}, it was {row['before']}"
-        yield Violation("I20", f"{row['entity']} {row['entity_id']}", found)
-    newest = sa.select(chain.c.entity, chain.c.entity_id, chain.c.target)
-    last = {(e, k): s for e, k, s in conn.execute(newest.where(chain.c.after.is_(None)))}
-    for entity, where in ENTITIES.items():
-        state = where.table.c[where.state]
-        for key, value in conn.execute(sa.select(where.table.c.id, state)):
-            # The mode that a node is made with belongs to the history of the node itself.
-            if last.get((entity, key), value if entity == "node_mode" else None) != value:
-                seen = last.get((entity, key), "nothing")
-                yield Violation("I20", f"{entity} {key}", f"{value}, its history ends with {seen}")
-
-
-def counted(conn: sa.Connection) -> Found:
-    """CTRL-14: what was ever used is recorded once, from its first moment to its claims' last."""
-    active = sa.select(history.c.entity_id).where(
-        history.c.entity == "allocation", history.c.target == AllocationState.ACTIVE
-    )
-    used = sa.or_(allocations.c.activated_at.is_not(None), allocations.c.id.in_(active))
-    first = sa.select(allocations.c.id, allocations.c.activated_at).where(used)
-    ended = (usage.c.started_at, usage.c.ended_at, usage.c.end_state)
-    recorded = sa.select(usage.c.allocation_id, *ended, usage.c.claims)
-    sold = (claims.c[name] for name in _SOLD)
-    held = sa.select(claims.c.allocation_id, claims.c.state, claims.c.ended_at, *sold)
-    for key, (began, records, own) in _beside(conn, first, recorded, held):
-        if len(records) != len(began):
-            told = f"{len(records)} usage records, {'ever' if began else 'never'} active"
-            yield Violation("CTRL-14", f"allocation {key}", told)
-            continue
-        if not began:
-            continue
-        (record,) = records
-        last, state = _end_of(own, record)
-        for name, expected in (
-            ("started_at", began[0]["activated_at"]),
-            ("ended_at", last),
-            ("end_state", state),
-            ("claims", _sold(own)),
-        ):
-            seen = _sold(record[name]) if name == "claims" else record[name]
-            if seen != expected:
-                told = f"usage record with {name} {seen}, from allocation and claims {expected}"
-                yield Violation("CTRL-14", f"allocation {key}", told)
-
-
 CHECKS: tuple[Callable[[sa.Connection], Found], ...] = (
     one_claim_each,
     whole_or_sliced,
@@ -349,41 +261,6 @@ def _live(conn: sa.Connection, kind: ClaimKind | None = None) -> list[Record]:
     return rows.every(conn, rows.where(query, claims, kind=kind))
 
 
-def _beside(
-    conn: sa.Connection, *queries: sa.Select[Any]
-) -> Iterator[tuple[str, tuple[list[Record], ...]]]:
-    """What each query has of a key, its first column; never all of a site's past at once."""
-    streams = (_in_order(conn, number, query) for number, query in enumerate(queries))
-    for key, rows_of in groupby(heapq.merge(*streams, key=itemgetter(0)), key=itemgetter(0)):
-        found: tuple[list[Record], ...] = tuple([] for _ in queries)
-        for _, number, row in rows_of:
-            found[number].append(row)
-        yield key, found
-
-
-def _in_order(
-    conn: sa.Connection, number: int, query: sa.Select[Any]
-) -> Iterator[tuple[str, int, Record]]:
-    key = query.selected_columns[0]
-    # As Python compares: the database's own order may be that of a language.
-    order = sa.collate(key, "C" if conn.dialect.name == "postgresql" else "BINARY")
-    found = conn.execute(query.order_by(order), execution_options={"yield_per": 500})
-    for row in found.mappings():
-        yield row[key], number, dict(row)
-
-
-def _end_of(held: list[Record], record: Record) -> tuple[float | None, str]:
-    """When all its claims had ended, and how; a clock that went back counts as no time."""
-    ends = [claim["ended_at"] for claim in held]
-    if None in ends:
-        return None, ""
-    return max([*ends, record["started_at"]]), min((claim["state"] for claim in held), default="")
-
-
-def _sold(listed: list[Record]) -> list[tuple[str, ...]]:
-    return sorted(tuple(str(one[name]) for name in _SOLD) for one in listed)
-
-
 def _on_sale(conn: sa.Connection) -> list[Record]:
     return rows.every(conn, sa.select(slots).where(slots.c.status == SlotState.AVAILABLE))
 
@@ -400,8 +277,13 @@ def _says_clean(slot: Record, proof: Record) -> bool:
 
 
 def _last_holders(conn: sa.Connection) -> dict[tuple[str, int], str]:
+    """Of what is on sale; of all that was ever sold they would be too many."""
     columns = (claims.c.slot_id, claims.c.disk_generation, claims.c.allocation_id)
-    query = sa.select(*columns).where(claims.c.kind == ClaimKind.SLICE)
+    this = sa.and_(
+        claims.c.slot_id == slots.c.id, claims.c.disk_generation == slots.c.disk_generation
+    )
+    query = sa.select(*columns).join(slots, this)
+    query = query.where(claims.c.kind == ClaimKind.SLICE, slots.c.status == SlotState.AVAILABLE)
     return {(slot, number): key for slot, number, key in conn.execute(query)}
 
 

@@ -98,7 +98,7 @@ def advance(
         )
     values = {
         where.state: str(target),
-        f"{where.state}_reason": act.reason,
+        f"{where.state}_reason": act.why,
         f"{where.state}_since": _NOW,
         where.deadline: limit(entity, target),
         "generation": before["generation"] + 1,
@@ -123,6 +123,13 @@ def begin(conn: sa.Connection, entity: str, record: Record, act: Act) -> None:
     state = str(record[ENTITIES[entity].state])
     history.write(conn, entity, record, act, source="", event="create", target=state)
     _tell(conn, entity, record, act, change=("", "create", state))
+
+
+def remark(conn: sa.Connection, entity: str, record: Record, act: Act, event: str) -> None:
+    """History and outbox of what was asked of a row, which changed it and left it in its state."""
+    state = str(record[ENTITIES[entity].state])
+    history.write(conn, entity, record, act, source=state, event=event, target=state)
+    _tell(conn, entity, record, act, change=(state, event, state))
 
 
 @cache
@@ -174,7 +181,7 @@ def _tell(
         "to": target,
         "generation": record["generation"],
         "actor": act.actor,
-        "reason": act.reason,
+        "reason": act.why,
     }
     for name in ("allocation_id", "slot_id", "kind", "subject_kind", "subject_id"):
         if record.get(name):

@@ -10,11 +10,11 @@ import sqlalchemy as sa
 from reconciler.domain.act import Act
 from reconciler.domain.errors import Problem
 from reconciler.domain.proof import DEFAULT_POLICY, check_proof
-from reconciler.domain.states import ClaimKind, ClaimState, ProofKind, SlotState
+from reconciler.domain.states import ProofKind, SlotState
 from reconciler.store import rows
 from reconciler.store.paging import Order, Page, part
 from reconciler.store.rows import Record
-from reconciler.store.tables import claims, nodes, proofs, slots
+from reconciler.store.tables import nodes, proofs, slots
 
 ORDER = Order(proofs, ("created_at", "id"), descending=True)
 
@@ -58,14 +58,6 @@ def record(
     )
 
 
-def _let(conn: sa.Connection, node_id: str) -> bool:
-    """Whether a tenant has, or is about to have, the machine as a whole."""
-    begun = (ClaimState.PROVISIONING, ClaimState.ACTIVE, ClaimState.RELEASING)
-    whole = claims.c.kind == ClaimKind.NODE_EXCLUSIVE
-    query = sa.select(claims.c.id).where(claims.c.node_id == node_id, whole)
-    return rows.first(conn, query.where(claims.c.state.in_(begun))) is not None
-
-
 def record_transition(
     conn: sa.Connection,
     node_id: str,
@@ -90,14 +82,6 @@ def record_transition(
             expected=f"{identity} in no slot, or in one that is disabled",
             found=f"slot {slot['id']} is {slot['status']}",
             remedy="disable the slot before its disk is taken over",
-        )
-    if slot is not None and slot["node_id"] != node_id and _let(conn, slot["node_id"]):
-        raise Problem(
-            "disk_in_use",
-            409,
-            expected=f"{identity} in no machine that has a tenant",
-            found=f"slot {slot['id']} of {slot['node_id']}, which is let as a whole",
-            remedy=f"put the disk back, or release the tenant of {slot['node_id']} first",
         )
     if slot is not None and manifest:
         told = {**slot["capacity_metadata"], "storage_transition_manifest": manifest}

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from reconciler.domain.act import Act
 from reconciler.domain.errors import Problem
 from reconciler.domain.states import TaskKind, TaskState
-from reconciler.store import clock, history, lifecycle, outbox, rows
+from reconciler.store import clock, lifecycle, outbox, rows
 from reconciler.store.leasing import DUE, lease
 from reconciler.store.lifecycle import advance
 from reconciler.store.paging import Order, Page, part
@@ -259,14 +259,9 @@ def cancel(conn: sa.Connection, task_id: str, act: Act) -> Record:
     if task["state"] in DUE:
         columns = {"finished_at": clock.now(), "cancel_requested": True}
         return advance(conn, "task", task_id, "cancel", act, columns=columns)
-    if task["state"] != TaskState.RUNNING:
+    if task["state"] != TaskState.RUNNING or task["cancel_requested"]:
         return task
-    asked = sa.update(tasks).where(tasks.c.id == task_id).values(cancel_requested=True)
-    conn.execute(asked)
-    history.write(
-        conn, "task", task, act, source=task["state"], event="cancel_requested", target="running"
-    )
-    return get(conn, task_id)
+    return _ask_to_end(conn, act, tasks.c.id == task_id) or task
 
 
 def drop(conn: sa.Connection, task: Record, act: Act, error: Mapping[str, Any]) -> Record:
@@ -290,24 +285,9 @@ def expire(
 
     None when that is not its deadline any more.
     """
-    update = (
-        sa.update(tasks)
-        .where(
-            tasks.c.id == task_id,
-            tasks.c.state == TaskState.RUNNING,
-            tasks.c.deadline_at == deadline_at,
-        )
-        .values(cancel_requested=True, error=dict(error), deadline_at=clock.now() + GRACE_S)
-        .returning(tasks)
-    )
-    row = conn.execute(update).mappings().first()
-    if row is None:
-        return None
-    task = dict(row)
-    history.write(
-        conn, "task", task, act, source=task["state"], event="cancel_requested", target="running"
-    )
-    return task
+    late = sa.and_(tasks.c.id == task_id, tasks.c.deadline_at == deadline_at)
+    last = {"error": dict(error), "deadline_at": clock.now() + GRACE_S}
+    return _ask_to_end(conn, act, late, **last)
 
 
 def lose(conn: sa.Connection, task: Record, act: Act, error: Mapping[str, Any]) -> Record:
@@ -452,6 +432,20 @@ def resume(conn: sa.Connection, node_id: str) -> int:
         .values(not_before=clock.now())
     )
     return conn.execute(update).rowcount
+
+
+def _ask_to_end(
+    conn: sa.Connection, act: Act, which: sa.ColumnElement[bool], **values: Any
+) -> Record | None:
+    """None when no such task is running. Whoever has read it before decides anew (If-Match)."""
+    running = sa.update(tasks).where(which, tasks.c.state == TaskState.RUNNING)
+    later = {"generation": tasks.c.generation + 1, "cancel_requested": True, **values}
+    row = conn.execute(running.values(later).returning(tasks)).mappings().first()
+    if row is None:
+        return None
+    task = dict(row)
+    lifecycle.remark(conn, "task", task, act, "cancel_requested")
+    return task
 
 
 def _held(conn: sa.Connection, task_id: str, token: str, values: Mapping[str, Any]) -> Record:

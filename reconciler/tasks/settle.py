@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from sqlalchemy import Connection, Engine, exc
@@ -15,12 +16,14 @@ from reconciler.runs.collect import Outcome
 from reconciler.runs.silence import is_untouched
 from reconciler.settings import Settings
 from reconciler.store import certificates, claims, clock, order, reachability, tasks
-from reconciler.store.engine import reading, transaction
+from reconciler.store.engine import reading, retrying, transaction
 from reconciler.store.tasks import DEADLINE_PASSED
 from reconciler.tasks import story
-from reconciler.tasks.handler import Failure, Handler, Record
+from reconciler.tasks.handler import Failure, Handler, Record, Work
 from reconciler.tasks.work import failed_work, open_work
 
+# The code of an end that the schema alone refuses, whoever is right: nothing is freed by it.
+REFUSED = "outcome_refused"
 _STATES = {"canceled": TaskState.CANCELED, "lost": TaskState.LOST}
 # What it means that a result fits no record: what the contract leaves open, and the databases not.
 _MISFITS = (KeyError, TypeError, ValueError, OverflowError, exc.DataError)
@@ -37,40 +40,67 @@ def settle(
     if is_untouched(outcome) and _wait_for_host(engine, task, outcome):
         return
     if outcome.ok:
-        evidence: dict[str, Any] = {}
-        try:
-            with transaction(engine) as conn:
-                if task["allocation_id"]:
-                    order.hold_allocation(conn, task["allocation_id"])
-                work = open_work(conn, settings, task)
-                reachability.answered(conn, task["node_id"], work.act.because("its run ended well"))
-                evidence = (outcome.result or {})["evidence"]
-                result = story.go_on(work, handler.succeed(work, evidence))
-                _finish(work.conn, task, TaskState.SUCCEEDED, work.act, result=result)
+        failure = _succeed(engine, settings, handler, task, outcome)
+        if failure is None:
             return
-        except Problem as problem:
-            if problem.code == "stale_lease":
-                raise
-            # The host did its part, the records refuse it: that is a failure with a name.
-            failure = Failure("record the outcome", problem.told(), evidence, known=True)
-            state = TaskState.FAILED
-        except _MISFITS as unreadable:
-            # Left alone, the task would be leased and settled for ever.
-            failure = Failure("record the outcome", _unreadable(unreadable), {}, known=False)
-            state = TaskState.FAILED
     else:
         failure = _with_cause(engine, task, outcome, read_failure(outcome))
-        state = _STATES.get(outcome.status, TaskState.FAILED)
-    with transaction(engine) as conn:
-        work = failed_work(conn, settings, task)
-        handler.fail(work, failure)
-        if outcome.unreachable and outcome.touched:
-            reachability.silent(conn, task["node_id"], work.act.because(failure.error["found"]))
-        if state is TaskState.LOST:
-            # Its launcher lost it too: something of it may still act, under the fence it was given.
-            claims.fence_off(conn, task["fences"])
-        error = {**failure.error, "step": failure.step, "evidence": failure.evidence}
-        _finish(conn, task, state, work.act.because(failure.error["code"]), error=error)
+
+    def fail(conn: Connection, failure: Failure) -> None:
+        _fail(failed_work(conn, settings, task), handler, outcome, failure)
+
+    try:
+        retrying(engine, partial(fail, failure=failure))
+    except (exc.IntegrityError, *_MISFITS) as untaken:
+        # What cannot be recorded as it was told counts as unknown. The handler does not get the
+        # words that were not taken; the task keeps them.
+        told = {**failure.error, "step": failure.step, "evidence": failure.evidence}
+        unknown = Failure("record the failure", _untaken(untaken), {"failure": told}, known=False)
+        retrying(engine, partial(fail, failure=unknown))
+
+
+def _succeed(
+    engine: Engine, settings: Settings, handler: Handler, task: Record, outcome: Outcome
+) -> Failure | None:
+    """None once all of it is recorded, or else why it cannot be."""
+    evidence: dict[str, Any] = {}
+
+    def record(conn: Connection) -> None:
+        if task["allocation_id"]:
+            order.hold_allocation(conn, task["allocation_id"])
+        work = open_work(conn, settings, task)
+        reachability.answered(conn, task["node_id"], work.act.because("its run ended well"))
+        evidence.update((outcome.result or {})["evidence"])
+        result = story.go_on(work, handler.succeed(work, evidence))
+        _finish(work.conn, task, TaskState.SUCCEEDED, work.act, result=result)
+
+    try:
+        # A rule may refuse what somebody else was quicker with: that has a name at the next look.
+        retrying(engine, record)
+    except Problem as problem:
+        if problem.code == "stale_lease":
+            raise
+        # The host did its part, the records refuse it: that is a failure with a name.
+        return Failure("record the outcome", problem.told(), evidence, known=True)
+    except exc.IntegrityError as refused:
+        return Failure("record the outcome", _untaken(refused), evidence, known=False)
+    except _MISFITS as unreadable:
+        # Left alone, the task would be leased and settled for ever.
+        return Failure("record the outcome", _untaken(unreadable), {}, known=False)
+    return None
+
+
+def _fail(work: Work, handler: Handler, outcome: Outcome, failure: Failure) -> None:
+    conn, task, code = work.conn, work.task, failure.error["code"]
+    state = _STATES.get(outcome.status, TaskState.FAILED)
+    handler.fail(work, failure)
+    if outcome.unreachable and outcome.touched:
+        reachability.silent(conn, task["node_id"], work.act.because(failure.error["found"]))
+    if state is TaskState.LOST:
+        # Its launcher lost it too: something of it may still act, under the fence it was given.
+        claims.fence_off(conn, task["fences"])
+    error = {**failure.error, "step": failure.step, "evidence": failure.evidence}
+    _finish(conn, task, state, work.act.because(code), error=error)
 
 
 def _legible(outcome: Outcome) -> Outcome:
@@ -140,19 +170,24 @@ def _with_certificate(engine: Engine, task: Record, failure: Failure) -> Failure
     return replace(failure, error=problem.told())
 
 
-def _unreadable(cause: Exception) -> dict[str, str]:
+def _untaken(cause: Exception) -> dict[str, str]:
+    """What the records do not take: by a rule of the schema, or as nothing that they can hold."""
+    refused = isinstance(cause, exc.IntegrityError)
     return {
-        "code": legible.UNREADABLE,
-        "expected": "a result that this version of the reconciler can record",
-        # Of the database its own words: what it was given is the host's.
-        "found": f"{type(cause).__name__}: {_said(cause)}",
+        "code": REFUSED if refused else legible.UNREADABLE,
+        "expected": "an end that the rules of the schema allow"
+        if refused
+        else "a result that this version of the reconciler can record",
+        "found": _said(cause) if refused else f"{type(cause).__name__}: {_said(cause)}",
         "remedy": "the effect on the host is unknown: verify the host before anything is freed",
     }
 
 
 def _said(cause: Exception) -> str:
+    """Of the database its own words: what it was given is the host's."""
     told = cause.orig if isinstance(cause, exc.DBAPIError) else cause
-    return legible.clean(str(told))[:300]
+    own = getattr(getattr(told, "diag", None), "message_primary", None)
+    return legible.clean(str(own or told))[:300]
 
 
 def _finish(conn: Connection, task: Record, state: TaskState, act: Act, **columns: Any) -> None:

@@ -246,3 +246,8 @@ def test_a_task_is_canceled_only_as_it_was_read(selling: World) -> None:
     now = {"If-Match": admin.get(at).headers["ETag"]}
     asked = admin.post(f"{at}/cancel", headers=now)
     assert (asked.status_code, asked.json()["cancel_requested"]) == (200, True)
+    # It is still running: that its end was asked for is news all the same, and that only once.
+    stale = refused(selling, lambda: admin.post(f"{at}/cancel", headers=now))
+    assert (stale["status"], stale["code"]) == (412, "precondition_failed")
+    again = admin.post(f"{at}/cancel", headers={"If-Match": asked.headers["ETag"]})
+    assert (again.status_code, again.headers["ETag"]) == (200, asked.headers["ETag"])

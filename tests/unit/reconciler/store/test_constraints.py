@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from reconciler.domain.errors import Problem
 from reconciler.domain.states import LIVE_CLAIMS, ClaimState, NodeMode
 from reconciler.store import nodes, proofs, rows, tables
 from reconciler.store.engine import open_engine, transaction
@@ -278,19 +277,6 @@ def whole(conn: sa.Connection, slot: dict[str, Any]) -> dict[str, Any]:
     del claim["live_mode"]
     same = {"kind": "node_exclusive", "node_id": "n3", "slot_id": None, "nvme_identity": ""}
     return claim | same | {"id": rows.new_id(), "state": ClaimState.RESERVED.value}
-
-
-@pytest.mark.covers("I4")
-def test_a_disk_of_a_machine_that_is_let_is_not_taken_over_elsewhere(conn: sa.Connection) -> None:
-    """Said by name: what only the schema refused would be tried again until its deadline."""
-    slot = second(conn)
-    claim = whole(conn, slot)
-    unproven(conn, slot)
-    change(conn, slot, status="disabled")
-    insert(conn, claim | {"state": ClaimState.PROVISIONING.value})
-    proof = {"disk": slot["nvme_identity"], "method": "discard", "verified": True}
-    with pytest.raises(Problem, match="disk_in_use"):
-        proofs.record_transition(conn, "n1", proof, Site.act)
 
 
 @pytest.mark.covers("I2", "I4")

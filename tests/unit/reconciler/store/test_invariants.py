@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,16 @@ import pytest
 import sqlalchemy as sa
 
 from reconciler.domain.states import TaskKind, TaskState
-from reconciler.store import allocations, clock, invariants, nodes, outcomes, recovery, tables
+from reconciler.store import (
+    accounts,
+    allocations,
+    clock,
+    invariants,
+    nodes,
+    outcomes,
+    recovery,
+    tables,
+)
 from reconciler.store.engine import reading, transaction
 from tests.unit.reconciler.conftest import ADMIN, Site
 from tests.unit.reconciler.store.whole_machines import Machines
@@ -275,3 +285,34 @@ def test_a_gap_in_the_history(sold: Site) -> None:
         gap = sa.and_(row.entity == "node", row.target == "ready")
         conn.execute(sa.delete(tables.history).where(gap))
     assert violations(sold) == ["I20 node"]
+
+
+LIES = ({"target": "failed"}, {"source": "running"}, {"entity_id": "x"})
+
+
+@pytest.mark.parametrize("change", LIES)
+def test_a_lie_among_many_is_the_only_one_named(sold: Site, change: dict[str, str]) -> None:
+    """However long the past is, a small part of it is held at a time."""
+    count, at = 4_000, 2_718
+    ids = [f"{number:036}" for number in range(count)]
+    given = {"kind": "k", "subject_kind": "node", "node_id": "n1", "state": "succeeded"}
+    told = {"entity": "task", "event": "e", "actor": "a"}
+    with transaction(sold.engine) as conn:
+        unguarded(conn)
+        rows = [{**given, "id": key, "subject_id": key} for key in ids]
+        conn.execute(sa.insert(tables.tasks), rows)
+        for source, target in (("", "queued"), ("queued", "succeeded")):
+            step = {**told, "source": source, "target": target}
+            conn.execute(sa.insert(tables.history), [{**step, "entity_id": key} for key in ids])
+        of_it = sa.and_(
+            tables.history.c.entity_id == ids[at], tables.history.c.target == "succeeded"
+        )
+        conn.execute(sa.update(tables.history).where(of_it).values(**change))
+    del rows
+    tracemalloc.start()
+    with reading(sold.engine) as conn:
+        (found,) = accounts.told(conn)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found.subject == f"task {ids[at]}"
+    assert peak < 750_000, "bytes; the last states of all take a third more than this"
