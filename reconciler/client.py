@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +13,7 @@ from typing import Any
 import httpx
 
 from reconciler.domain.errors import Problem
+from reconciler.patience import Patience
 
 API = "/api/v1"
 ENDED = frozenset({"succeeded", "failed", "canceled", "lost"})
@@ -96,24 +98,24 @@ class Client:
         self,
         task_id: str,
         *,
-        deadline_s: float,
+        unbegun_s: float = math.inf,
+        deadline_s: float = math.inf,
         on_progress: Callable[[dict[str, Any]], None] = lambda _task: None,
     ) -> dict[str, Any]:
-        """The task once it has ended; `task_timeout` when it does not end in time."""
+        """The task once it has ended; `task_timeout` when it does not end in time.
+
+        One that runs has until its own deadline, which follows what its run may take; one that
+        cannot begin has unbegun_s. deadline_s: at most so long, for both together.
+        """
+        patience = Patience(unbegun_s)
         end = time.monotonic() + deadline_s
         while True:
             task: dict[str, Any] = self.get(f"/admin/tasks/{task_id}")
             on_progress(task)
             if task["state"] in ENDED:
                 return task
-            if time.monotonic() > end:
-                raise Problem(
-                    "task_timeout",
-                    504,
-                    expected=f"task {task_id} to end within {deadline_s:g} s",
-                    found=f"state {task['state']}",
-                    remedy=f"read `gpuaas tasks show {task_id}`; the task goes on by itself",
-                )
+            if patience.ends_for(task) or time.monotonic() > end:
+                raise _unended(task)
             time.sleep(0.5)
 
     def text(self, path: str, **query: Any) -> str:
@@ -122,7 +124,13 @@ class Client:
 
     def _send(self, method: str, path: str, **arguments: Any) -> Any:
         response = self._answer(method, path, **arguments)
-        return response.json() if response.content else {}
+        if not response.content:
+            return {}
+        try:
+            return response.json()
+        except ValueError:
+            # A portal or another program: what it means by this status, nobody knows.
+            raise _refusal(response) from None
 
     def _answer(self, method: str, path: str, **arguments: Any) -> httpx.Response:
         try:
@@ -143,16 +151,47 @@ class Client:
         )
 
 
-def _refusal(response: httpx.Response) -> Problem:
-    document = response.json() if response.content else {}
-    known = ("code", "expected", "found", "remedy")
+def _unended(task: Mapping[str, Any]) -> Problem:
+    waits = task.get("waits_for") or {}
+    why = f", waits for {waits['code']}: {waits['detail']}" if waits else ""
     return Problem(
-        document.get("code", "http_error"),
+        "task_timeout",
+        504,
+        expected=f"task {task['id']} to have ended; its deadline is {task['deadline_at']}",
+        found=f"state {task['state']}{why}",
+        remedy=f"read `gpuaas tasks show {task['id']}`; the task goes on by itself",
+    )
+
+
+def _refusal(response: httpx.Response) -> Problem:
+    known = ("code", "expected", "found", "remedy")
+    try:
+        document = response.json()
+    except ValueError:
+        document = None
+    if not isinstance(document, dict) or not document.keys() >= set(known):
+        return _not_the_service(response)
+    return Problem(
+        document["code"],
         response.status_code,
-        expected=document.get("expected", "a request that the service takes"),
-        found=document.get("found", response.text[:500]),
-        remedy=document.get("remedy", "see the service's log"),
+        expected=document["expected"],
+        found=document["found"],
+        remedy=document["remedy"],
         detail={key: value for key, value in document.items() if key not in known},
+    )
+
+
+def _not_the_service(response: httpx.Response) -> Problem:
+    """Every refusal of the service has a code: this one came from what stands before it."""
+    kind = response.headers.get("Content-Type", "no type")
+    said = " ".join(response.text.split())[:200]
+    return Problem(
+        "http_error",
+        response.status_code,
+        expected=f"an answer of the reconciler from {response.request.url}",
+        found=f"status {response.status_code}, {kind}: {said}",
+        remedy="see whether GPUAAS_API names the reconciler, and whether what stands before it,"
+        " such as a proxy, reaches it",
     )
 
 

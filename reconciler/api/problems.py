@@ -68,7 +68,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     def malformed(request: Request, error: RequestValidationError) -> JSONResponse:
-        return respond(request, _invalid(error.errors()))
+        return respond(request, _invalid(error.errors(), request.headers.get("Content-Type", "")))
 
     @app.exception_handler(HTTPException)
     def http(request: Request, error: HTTPException) -> JSONResponse:
@@ -91,6 +91,7 @@ def install(app: FastAPI) -> None:
         return respond(request, _BROKEN)
 
 
+_SEND_JSON = "send JSON with Content-Type: application/json"
 _DATABASE = Problem(
     "database_unavailable",
     503,
@@ -125,20 +126,34 @@ def _of_database(error: DBAPIError) -> Problem:
     return _DATABASE if away and not ours else _BROKEN
 
 
-def _invalid(errors: Sequence[Any]) -> Problem:
+def _invalid(errors: Sequence[Any], content_type: str) -> Problem:
     # Only where and why: the value itself may be a token or a key.
     fields = [
         {"field": ".".join(str(part) for part in error["loc"]), "message": error["msg"]}
         for error in errors
     ]
+    unread = _unread(errors, content_type)
     return Problem(
         "request_invalid",
         422,
         expected="a request that fits the schema",
-        found="; ".join(f"{row['field']}: {row['message']}" for row in fields[:5]),
-        remedy="correct the named fields; /api/v1/openapi.json has the schema",
+        found=unread or "; ".join(f"{row['field']}: {row['message']}" for row in fields[:5]),
+        remedy=_SEND_JSON
+        if unread
+        else "correct the named fields; /api/v1/openapi.json has the schema",
         detail={"errors": fields},
     )
+
+
+def _unread(errors: Sequence[Any], content_type: str) -> str:
+    """What is wrong with a body that was never taken for JSON; "" when its fields were judged."""
+    for error in errors:
+        if error["type"] == "json_invalid":
+            return f"a body that is no JSON from character {error['loc'][-1]} on"
+        # What is not called JSON, as curl sends it unless told otherwise, comes here as it is.
+        if tuple(error["loc"]) == ("body",) and isinstance(error.get("input"), bytes):
+            return f"a body with Content-Type: {content_type[:100] or 'none'}"
+    return ""
 
 
 def _http(request: Request, error: HTTPException) -> Problem:
@@ -150,7 +165,7 @@ def _http(request: Request, error: HTTPException) -> Problem:
             400,
             expected="a body that is JSON, in UTF-8",
             found="bytes that cannot be read as that",
-            remedy="send JSON with Content-Type: application/json",
+            remedy=_SEND_JSON,
         )
     code = {404: "route_not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
     return Problem(

@@ -8,7 +8,7 @@ import typer
 
 from reconciler.cli import session, show
 from reconciler.cli.allocations import Allocation
-from reconciler.cli.projects import known
+from reconciler.cli.projects import known, or_name_one
 
 app = typer.Typer(no_args_is_help=True, help="One allocation: look, and end what never answers.")
 
@@ -27,7 +27,19 @@ def show_allocation(
     """One allocation; an admin also sees its claims, tasks, and all that happened to it."""
     here = session.of(context)
     where = f"/projects/{project}/allocations" if project else "/admin/allocations"
-    show.record(here, here.client.get(f"{where}/{allocation}"))
+    with or_name_one():
+        found = here.client.get(f"{where}/{allocation}")
+    if here.output == "json" or project:
+        show.record(here, found)
+        return
+    # As JSON in a cell they would be walls, with the one line that is looked for in them.
+    claims, tasks, happened = (found.pop(name) for name in ("claims", "tasks", "timeline"))
+    found.pop("task_ids", None)
+    show.record(here, found)
+    show.rows(here, claims, "slot_id", "state", "gpu_pci_address", "nvme_identity", "fence")
+    show.rows(here, tasks, "id", "kind", "state", "created_at", "error.code")
+    changes = [row for row in happened if row["type"] == "state"]
+    show.rows(here, changes, "at", "entity", "source", "target", "actor", "reason")
 
 
 @app.command("force-release")

@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 import typer
 
 from reconciler.cli import runbook, session, show
-from reconciler.cli.projects import known
+from reconciler.cli.projects import known, or_name_one
 from reconciler.domain.errors import Problem
+from reconciler.patience import Patience
 
 Project = Annotated[
     str,
@@ -18,8 +19,6 @@ Project = Annotated[
 ]
 Allocation = Annotated[str, typer.Argument(help="The allocation's id.")]
 COLUMNS = ("id", "state", "gpu_count", "hostname", "connection.host", "created_at", "error_code")
-# A tenant's machine is ready or failed well before; the service goes on in any case.
-DEADLINE_S = 3600
 
 
 def mount(app: typer.Typer) -> None:
@@ -62,8 +61,22 @@ def launch(
         body["gpu_count"] = gpus
     if image:
         body["image"] = image
-    made = here.client.post(f"/projects/{project}/allocations", body)
+    try:
+        made = here.client.post(f"/projects/{project}/allocations", body)
+    except Problem as problem:
+        _say_why(here, problem, gpus)
+        raise
     show.record(here, _until(here, made, {"active", "failed"}) if wait else made)
+
+
+def _say_why(here: session.Session, refused: Problem, gpus: int) -> None:
+    """What holds the GPUs that are not free, as the service counts it; JSON has it already."""
+    why = refused.detail.get("explanation")
+    if here.output == "json" or not isinstance(why, dict) or not why.get("reasons"):
+        return
+    show.line("not free: " + ", ".join(f"{n} {code}" for code, n in why["reasons"].items()))
+    if "nodes" in why:
+        show.line(f"`gpuaas explain --gpus {gpus}` shows it by node")
 
 
 def release(
@@ -93,7 +106,8 @@ def list_allocations(
         found = list(here.client.items(f"/projects/{project}/allocations", **query))
         show.rows(here, found, *COLUMNS)
         return
-    found = list(here.client.items("/admin/allocations", **query))
+    with or_name_one():
+        found = list(here.client.items("/admin/allocations", **query))
     show.rows(here, found, "id", "project_id", "state", "node_id", "gpu_count", "error.code")
 
 
@@ -111,17 +125,25 @@ def recover(
         for line in runbook.lines(step, found):
             show.line(f"    {line}")
 
-    show.record(here, recovery.recover(here.client, allocation, reason, told))
+    evidence = recovery.recover(here.client, allocation, reason, told)
+    if here.output == "json":
+        show.document(evidence)
+        return
+    # All of it was told as it came; what is asked at the end is how the slots are.
+    after = [{"id": key, **slot} for key, slot in evidence["inventory_after"].items()]
+    show.rows(here, after, "slot_index", "id", "status", "health_state")
 
 
 def _until(here: session.Session, allocation: dict[str, Any], states: set[str]) -> dict[str, Any]:
     path = f"/projects/{allocation['project_id']}/allocations/{allocation['id']}"
-    end, told = time.monotonic() + DEADLINE_S, ""
+    # As long as the service lets it take: eight disks are wiped one after another, some for hours.
+    patience, told = Patience(), ""
     while allocation["state"] not in states:
         if allocation["state"] != told:
             told = allocation["state"]
             show.line(f"allocation {allocation['id']} {told}")
-        if time.monotonic() > end:
+        _refuse_stranded(allocation)
+        if patience.ends(allocation["state_since"], allocation["deadline_at"]):
             raise _stuck(allocation, states)
         time.sleep(1)
         allocation = here.client.get(path)
@@ -130,9 +152,22 @@ def _until(here: session.Session, allocation: dict[str, Any], states: set[str]) 
             allocation["error_code"] or "allocation_failed",
             expected=f"allocation {allocation['id']} to be {' or '.join(states - {'failed'})}",
             found="failed",
-            remedy="launch again; an operator sees the cause in `gpuaas tasks list --allocation`",
+            remedy="launch again; an operator sees the cause in"
+            f" `gpuaas tasks list --allocation {allocation['id']}`",
         )
     return allocation
+
+
+def _refuse_stranded(allocation: dict[str, Any]) -> None:
+    """A release that has failed goes on when an operator looks after it: not while one waits."""
+    if allocation["state"] == "releasing" and allocation["error_code"]:
+        raise Problem(
+            allocation["error_code"],
+            expected=f"allocation {allocation['id']} to be released",
+            found="releasing: its clean-up has failed",
+            remedy="leave it to the operators, who bring it to its end with"
+            f" `gpuaas recover {allocation['id']} --reason WHY`; `gpuaas allocations` shows when",
+        )
 
 
 def _stuck(allocation: dict[str, Any], states: set[str]) -> Problem:
@@ -148,12 +183,22 @@ def _stuck(allocation: dict[str, Any], states: set[str]) -> Problem:
 def public_key(file: Path) -> str:
     """What is in it; Problem `file_invalid`."""
     try:
-        return file.read_text(encoding="utf-8").strip()
+        text = file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise Problem(
-            "file_invalid",
-            422,
-            expected="a file with a public SSH key",
-            found=f"{file}: {error}",
-            remedy="give the .pub file",
-        ) from error
+        raise _no_key(file, getattr(error, "strerror", None) or "no text") from error
+    # A private key must not leave this machine, not even to be refused.
+    if "PRIVATE KEY" in text:
+        raise _no_key(file, "a private key")
+    if len(text.splitlines()) != 1:
+        raise _no_key(file, f"{len(text.splitlines())} lines")
+    return text
+
+
+def _no_key(file: Path, found: str) -> Problem:
+    return Problem(
+        "file_invalid",
+        422,
+        expected="a file with one public SSH key, on one line",
+        found=f"{file}: {found}",
+        remedy="give the .pub file; --key may be repeated",
+    )

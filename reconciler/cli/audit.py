@@ -41,16 +41,23 @@ def trace(
     """
     here = session.of(context)
     path = f"/admin/correlations/{correlation}/timeline"
-    show.timeline(here, here.client.get(path, limit=limit)["items"])
+    found = here.client.get(path, limit=limit)["items"]
+    show.timeline(here, found)
+    if not found:
+        show.line(f"nothing is known of {correlation}; `gpuaas audit` names such ids")
+        raise typer.Exit(1)
 
 
 def scheduling(
     context: typer.Context,
     switch: Annotated[Literal["show", "on", "off"], typer.Argument()] = "show",
+    reason: Annotated[str, typer.Option(help="Kept in the audit log; on and off need one.")] = "",
 ) -> None:
     """Whether this site sells slices, or set it; each node has its own switch besides."""
     here = session.of(context)
+    if switch != "show" and not reason:
+        raise typer.BadParameter("on and off need --reason")
     path = "/admin/settings/slice-scheduling"
-    body = {"enabled": switch == "on"}
+    body = {"enabled": switch == "on", "reason": reason}
     now = here.client.get(path) if switch == "show" else here.client.put(path, body)
     show.record(here, now)

@@ -34,7 +34,8 @@ def restore(
     """Make the site of a backup in an empty state folder, with the service stopped.
 
     What was running or waiting is ended, not repeated; nothing is on sale until its host is proven
-    again. Tokens that were revoked after the backup are valid again: the answer names each.
+    again. Tokens and host keys that were revoked after the backup are valid again: the answer names
+    each, and what to do.
     """
     from reconciler.backup.restore import restore as make
     from reconciler.settings import Settings

@@ -6,6 +6,7 @@ import os
 
 from sqlalchemy import Engine
 
+from reconciler.backup import unfinished
 from reconciler.domain.errors import Problem
 from reconciler.settings import Settings
 from reconciler.store.engine import open_engine
@@ -47,6 +48,7 @@ def outdated(revision: str | None) -> Problem:
 
 def _engine(settings: Settings) -> Engine:
     folder = settings.state_dir
+    unfinished.refuse(settings)
     try:
         # Run folders, keys and the database are for the service's user only.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

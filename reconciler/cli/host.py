@@ -72,7 +72,7 @@ def parity(
 ) -> None:
     """Check every target condition: a line each, exit 0 only when none has failed."""
     here = session.of(context)
-    known = handwork.ask(handwork.Api(api_base or here.api, api_token_file, node_id))
+    known = handwork.ask(handwork.Api(api_base or here.url, api_token_file, node_id))
     work = handwork.work(
         "parity",
         "node.parity",

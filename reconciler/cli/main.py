@@ -33,7 +33,7 @@ from reconciler.cli import (
     tokens,
     usage,
 )
-from reconciler.cli.session import DEFAULT_API, Output, Session
+from reconciler.cli.session import Output, Session
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -71,7 +71,14 @@ HANDED_ON = (["lab"], ["host", "benchmark", "capture"])
 @app.callback()
 def shared(
     context: typer.Context,
-    api: Annotated[str, typer.Option(envvar="GPUAAS_API", help="The reconciler.")] = DEFAULT_API,
+    api: Annotated[
+        str,
+        typer.Option(
+            envvar="GPUAAS_API",
+            show_default=False,
+            help="The reconciler; unless given, where this machine's settings have it listen.",
+        ),
+    ] = "",
     token_file: Annotated[
         Path | None,
         typer.Option(envvar="GPUAAS_TOKEN_FILE", help="A file with an API token."),

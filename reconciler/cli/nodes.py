@@ -283,10 +283,12 @@ def accept_drift(
 
 
 @app.command()
-def scheduling(context: typer.Context, node: Node, switch: Literal["on", "off"]) -> None:
+def scheduling(
+    context: typer.Context, node: Node, switch: Literal["on", "off"], reason: Reason
+) -> None:
     """Sell the node's slots, or stop."""
     here = session.of(context)
-    body = {"enabled": switch == "on"}
+    body = {"enabled": switch == "on", "reason": reason}
     show.record(here, here.client.put(f"/admin/nodes/{node}/scheduling", body))
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
 
 from reconciler.cli import session, show
+from reconciler.domain.errors import Problem
 
 app = typer.Typer(no_args_is_help=True, help="Projects: whose allocations they are.")
 
@@ -20,6 +23,24 @@ def known(context: typer.Context, given: str) -> str:
     if given in {row["id"] for row in found}:
         return given
     return next((str(row["id"]) for row in found if row["name"] == given), given)
+
+
+@contextmanager
+def or_name_one(options: str = "--project P") -> Iterator[None]:
+    """What is for admins when no project is named: a member is told how members ask for it."""
+    try:
+        yield
+    except Problem as problem:
+        if problem.code != "role_required":
+            raise
+        raise Problem(
+            problem.code,
+            problem.status,
+            expected=f"{problem.expected}, or {options}",
+            found=problem.found,
+            remedy=f"give {options}, a project of `gpuaas projects list`",
+            detail=problem.detail,
+        ) from problem
 
 
 @app.command("list")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import cached_property
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -22,9 +23,11 @@ DEFAULT_API = "http://127.0.0.1:8080"
 
 @dataclass(frozen=True)
 class Session:
-    """token_file None: the one that `gpuaas token create --save` writes."""
+    """api "": the service of this machine; token_file None: the one that `token create --save`
+    writes.
+    """
 
-    api: str = DEFAULT_API
+    api: str = ""
     token_file: Path | None = None
     output: Output = "table"
 
@@ -34,7 +37,12 @@ class Session:
         # Importing the HTTP library takes longer than most commands.
         from reconciler.client import Client
 
-        return Client(self.api, self._secret())
+        return Client(self.url, self._secret())
+
+    @cached_property
+    def url(self) -> str:
+        """Where the service is."""
+        return self.api or own_api()
 
     def _secret(self) -> str:
         return secret(
@@ -47,15 +55,41 @@ class Session:
 def secret(file: Path, remedy: str) -> str:
     """The API token in a file; Problem `token_file_unreadable` with that remedy."""
     try:
-        return file.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise Problem(
-            "token_file_unreadable",
-            401,
-            expected=f"a file with an API token at {file}",
-            found=type(error).__name__,
-            remedy=remedy,
-        ) from error
+        words = file.read_text(encoding="ascii").split()
+        found = f"{len(words)} words" if words else "an empty file"
+    except OSError as error:
+        words, found = [], error.strerror or type(error).__name__
+    except UnicodeDecodeError:
+        words, found = [], "bytes that are no token"
+    # Anything else would not fit into a header, and be quoted by who says so.
+    if len(words) == 1 and words[0].isprintable():
+        return words[0]
+    raise Problem(
+        "token_file_unreadable",
+        401,
+        expected=f"a file with an API token at {file}",
+        found=found,
+        remedy=remedy,
+    )
+
+
+def own_api() -> str:
+    """Where the service of this machine listens, by the settings that it reads as well."""
+    from reconciler.service import addresses
+    from reconciler.settings import Settings
+
+    try:
+        host, port = addresses.api(Settings())
+    except (OSError, ValueError, Problem):
+        # Not this user's settings, or none that a service could start with.
+        return DEFAULT_API
+    try:
+        if ip_address(host).is_unspecified:
+            # A service on every address of the machine is on this one as well.
+            host = "::1" if ":" in host else "127.0.0.1"
+    except ValueError:
+        pass
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def default_token_file() -> Path:

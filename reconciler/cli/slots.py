@@ -55,7 +55,7 @@ def show_slot(context: typer.Context, node: Node, slot: Slot) -> None:
     show.line("gate open" if not gate else f"gate closed by {len(gate)}")
     show.rows(here, history[-SHOWN:], "at", "source", "target", "event", "actor", "reason")
     count = f"more than {len(proofs)}" if proven else f"{len(proofs)}"
-    show.line(f"{count} proofs of its disk; --output json has all of them")
+    show.line(f"{count} proofs by its own wipes; --output json has all of them")
 
 
 @app.command()
@@ -80,19 +80,19 @@ def approve(
 
 
 @app.command()
-def disable(context: typer.Context, node: Node, slot: Slot, reason: Reason = "") -> None:
+def disable(context: typer.Context, node: Node, slot: Slot, reason: Reason) -> None:
     """Take a slot out of sale; one in use is disabled when it comes back."""
     _switch(context, node, slot, "disable", reason)
 
 
 @app.command()
-def enable(context: typer.Context, node: Node, slot: Slot, reason: Reason = "") -> None:
+def enable(context: typer.Context, node: Node, slot: Slot, reason: Reason) -> None:
     """Let a slot be sold again, as soon as its gate is open."""
     _switch(context, node, slot, "enable", reason)
 
 
 @app.command()
-def withdraw(context: typer.Context, node: Node, slot: Slot, reason: Reason = "") -> None:
+def withdraw(context: typer.Context, node: Node, slot: Slot, reason: Reason) -> None:
     """Take the approval back of a disabled slot, or of a blocked one whose disk or GPU has died."""
     _switch(context, node, slot, "withdraw", reason)
 
@@ -129,7 +129,10 @@ def remove_orphan(
 def _switch(context: typer.Context, node: str, slot: str, action: str, reason: str) -> None:
     here = session.of(context)
     path = f"{_path(node)}/{_id(here, node, slot)}/{action}"
-    show.rows(here, [here.client.post(path, {"reason": reason})], *COLUMNS)
+    found = here.client.post(path, {"reason": reason})
+    show.rows(here, [found], *COLUMNS)
+    if action == "enable" and found["status"] in ("disabled", "cleanup_blocked"):
+        show.line(f"not on sale yet: `gpuaas slots show {node} {slot}` shows what keeps it")
 
 
 def _rest(here: session.Session, path: str, cursor: str | None) -> list[Any]:

@@ -56,7 +56,10 @@ def show_task(context: typer.Context, task: Task) -> None:
 def cancel(context: typer.Context, task: Task, reason: str = "") -> None:
     """End a task that waits; ask a running one to stop."""
     here = session.of(context)
-    show.record(here, here.client.post(f"/admin/tasks/{task}/cancel", {"reason": reason}))
+    found = here.client.post(f"/admin/tasks/{task}/cancel", {"reason": reason})
+    show.record(here, found)
+    if found["state"] not in ("canceled", "running"):
+        show.line(f"nothing to cancel: it had {found['state']}")
 
 
 @app.command()

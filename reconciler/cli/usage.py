@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from reconciler.cli import session, show
-from reconciler.cli.projects import known
+from reconciler.cli.projects import known, or_name_one
 
 COLUMNS = (
     "allocation_id",
@@ -48,10 +48,12 @@ def usage(
     query = {"from": _moment(start), "to": _moment(end), "project": "" if member else project}
     query = {name: value for name, value in query.items() if value}
     path = f"/projects/{project}/usage" if member else "/admin/usage"
-    if csv:
-        sys.stdout.write(here.client.text(path, format="csv", **query))
-        return
-    show.rows(here, list(here.client.items(path, **query)), *COLUMNS)
+    with or_name_one("--member --project P"):
+        if csv:
+            sys.stdout.write(here.client.text(path, format="csv", **query))
+            return
+        found = list(here.client.items(path, **query))
+    show.rows(here, found, *COLUMNS)
 
 
 def _moment(text: str) -> str:

@@ -11,8 +11,11 @@ from reconciler.domain.errors import Problem
 
 Record = dict[str, Any]
 
-# The longest kind of task, a bootstrap with a slow reboot, ends well before.
-DEADLINE_S = 7200
+# For a task that cannot begin: a host that restarts, a worker that is busy. What runs is waited for
+# until its own deadline.
+UNBEGUN_S = 7200
+# A free worker takes a task within a second or two; longer, and none may live.
+WORKER_S = 5
 
 
 def after(session: Session, task: Record, *, wait: bool) -> Record:
@@ -38,16 +41,23 @@ def _follow(session: Session, task_id: str) -> Record:
 
     def tell(task: Record) -> None:
         nonlocal told
-        doing = (task.get("progress") or {}).get("task") or task.get("state_reason") or ""
-        line = f"{task['state']}  {doing}".strip()
+        after_s = time.monotonic() - began
+        line = f"{task['state']}  {_doing(task, after_s)}".strip()
         if line != told:
             told = line
-            show.line(f"  {time.monotonic() - began:6.1f} s  {line}")
+            show.line(f"  {after_s:6.1f} s  {line}")
 
-    task = session.client.wait(task_id, deadline_s=DEADLINE_S, on_progress=tell)
+    task = session.client.wait(task_id, unbegun_s=UNBEGUN_S, on_progress=tell)
     if task["state"] != "succeeded":
         raise failed(task)
     return task
+
+
+def _doing(task: Record, after_s: float) -> str:
+    waits = task.get("waits_for") or {}
+    if waits and (waits["code"] != "worker" or after_s > WORKER_S):
+        return f"waits for {waits['code']}: {waits.get('detail', '')}".rstrip(": ")
+    return str((task.get("progress") or {}).get("task") or task.get("state_reason") or "")
 
 
 def failed(task: Record) -> Problem:

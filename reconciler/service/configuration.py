@@ -31,7 +31,7 @@ test compares.
 # Of commands that talk to a service, or choose where these settings are: no setting of the service.
 OTHERS = {
     CONFIG_FILE_VARIABLE: f"The file of settings, which must be there; {CONFIG_FILE} unless set.",
-    f"{PREFIX}API": "Where the commands find the service; http://127.0.0.1:8080 unless set.",
+    f"{PREFIX}API": "Where the commands find the service; unless set, at `GPUAAS_LISTEN`.",
     f"{PREFIX}TOKEN_FILE": "A file with the token that the commands use.",
     f"{PREFIX}PROJECT": "The project that launches belong to unless told otherwise.",
     f"{PREFIX}OIDC_CLIENT_ID": "What `gpuaas login` calls itself at the provider (docs/access.md).",

@@ -41,9 +41,9 @@ done
 : > "$root/etc/fstab"
 : > "$root/etc/machine-id"
 ln -sf /usr/lib/systemd/system/basic.target "$root/etc/systemd/system/default.target"
+# As at the end of an initramfs; a mere chroot would be one to systemd as well.
 cd "$root"
-mkdir outside
-pivot_root . outside
+mount --move . /
 # container: systemd then leaves clocks, modules and devices to the machine around it.
-exec chroot . /bin/sh -c 'umount -l /outside && rmdir /outside &&
-  exec env -i container=gpuaas-test PATH=/usr/sbin:/usr/bin:/sbin:/bin /lib/systemd/systemd --system'
+exec chroot . /usr/bin/env -i container=gpuaas-test PATH=/usr/sbin:/usr/bin:/sbin:/bin \
+  /lib/systemd/systemd --system
