@@ -34,6 +34,7 @@ SWITCH, DHCP, RSHIM = "openvswitch-switch.service", "dnsmasq.service", "rshim.se
 
 _OLD_SERVICE = "gpuaas-slice-host-net-baseline"
 _UNITS = "/etc/systemd/system"
+_UNIT_FOLDERS = (_UNITS, "/usr/lib/systemd/system", "/lib/systemd/system")
 _OLD_FILES = (
     f"{_UNITS}/{_OLD_SERVICE}.service",
     f"{_UNITS}/{_OLD_SERVICE}.service.d",
@@ -68,6 +69,7 @@ class State:
     dnsmasq_changed: int
     switch: _boot.Service
     rshim: _boot.Service
+    rshim_installed: bool
     before: Mapping[str, Any] | None = None
 
     @property
@@ -96,6 +98,7 @@ def observe(params: Params) -> State:
         dnsmasq_changed=int(folder.stat().st_mtime) if folder.is_dir() else 0,
         switch=services[SWITCH],
         rshim=services[RSHIM],
+        rshim_installed=any(_host.path(f"{folder}/{RSHIM}").exists() for folder in _UNIT_FOLDERS),
         before=_before.recalled(RECORD),
     )
 
@@ -103,10 +106,8 @@ def observe(params: Params) -> State:
 def plan(params: Params, state: State) -> _change.Plan:
     live = _bridge.plan(params, state.live)
     blockers = [*_unsafe(params), *live.blockers]
-    start_rshim = params["tmfifo"] and not state.rshim.active
-    if start_rshim:
-        # The interface comes with the service.
-        blockers = [blocker for blocker in blockers if blocker.code != "tmfifo_missing"]
+    runs = state.rshim.active and state.rshim.enabled
+    start_rshim = params["tmfifo"] and state.rshim_installed and not runs
     steps = []
     if state.before is None and not state.ours:
         steps += _before.remembering(RECORD, None, _was(state))
@@ -121,11 +122,17 @@ def plan(params: Params, state: State) -> _change.Plan:
     ]
     if not (state.switch.active and state.switch.enabled):
         steps.append(_change.Step("start_switch", SWITCH, "inactive", "active at every boot"))
-    if start_rshim:
-        steps.append(_change.Step("start_rshim", RSHIM, "inactive", "active"))
-    steps += [*live.steps, *_boot.plan(unit(params), state.installed)]
+    steps += [step for step in live.steps if not step.soft]
+    steps += _boot.plan(unit(params), state.installed)
     steps += _dnsmasq_steps(state, {step.name for step in steps})
-    return _change.Plan(tuple(steps), tuple(blockers))
+    soft, doubts = [step for step in live.steps if step.soft], live.doubts
+    if start_rshim:
+        before = "active until the next boot" if state.rshim.active else "inactive"
+        after = "active at every boot"
+        start = _change.Step("start_rshim", RSHIM, before, after, soft=True)
+        # The interface comes with the service.
+        soft, doubts = [start, *_bridge.link_steps(state.live)], ()
+    return _change.Plan((*steps, *soft), tuple(blockers), doubts)
 
 
 def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
@@ -153,6 +160,7 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
 
 
 def facts(params: Params, state: State) -> dict[str, Any]:
+    asked = params["tmfifo"]
     return {
         "network": {
             "bridge": params["bridge"],
@@ -161,6 +169,7 @@ def facts(params: Params, state: State) -> dict[str, Any]:
             "forwarding": state.live.forwarding,
             "uplink": state.live.uplink,
             "dnsmasq": state.dnsmasq.active,
+            "tmfifo": _bridge.link_shown(state.live) if asked else "not asked for",
         }
     }
 
@@ -243,6 +252,5 @@ def _start_rshim() -> None:
     _command.run(["systemctl", "enable", "--now", RSHIM])
     # The driver needs some seconds to make its interface; after 30 it will not.
     deadline = time.monotonic() + 30
-    link = _host.path(f"/sys/class/net/{_bridge.TMFIFO}")
-    while not link.exists() and time.monotonic() < deadline:
+    while not _bridge.link_there() and time.monotonic() < deadline:
         time.sleep(1)

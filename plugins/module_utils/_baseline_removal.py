@@ -6,7 +6,6 @@ which has neither Open vSwitch nor dnsmasq running. A host without one is left a
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -100,7 +99,7 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
     elif step.name == "stop_forwarding":
         _command.run(["sysctl", "-q", "-w", "net.ipv4.ip_forward=0"])
     elif step.name == "stop_service":
-        _command.run(["systemctl", "disable", "--now", step.subject], timeout=120)
+        _command.run(_stopping(step), timeout=120)
     elif step.name == "restart_service":
         _command.run(["systemctl", "restart", step.subject])
     else:
@@ -116,20 +115,27 @@ SUBJECT = _change.Subject(observe, plan, apply, facts)
 
 
 def _services(found: _baseline.State, *, rewritten: bool) -> list[_change.Step]:
-    """Services that did not run before stop; the others forget our settings."""
+    """Services become what they were, now and for the next boot, and forget our settings."""
     steps = []
     now = {"dnsmasq": found.dnsmasq, "openvswitch-switch": found.switch, "rshim": found.rshim}
     for package, service in now.items():
         was = (found.before or {}).get(package, _OFF)
         name = _SERVICES[package]
-        if not was["enabled"] and not was["active"]:
-            if service.active or service.enabled:
-                before = dataclasses.asdict(service)
-                before.pop("started_at")
-                steps.append(_change.Step("stop_service", name, before, dict(_OFF)))
-        elif package == "dnsmasq" and service.active and rewritten:
+        before = {"active": service.active, "enabled": service.enabled}
+        # What somebody else has stopped since stays so.
+        after = {key: now_so and was[key] for key, now_so in before.items()}
+        if before != after:
+            steps.append(_change.Step("stop_service", name, before, after))
+        if package == "dnsmasq" and after["active"] and rewritten:
             steps.append(_change.Step("restart_service", name, "our settings", "without them"))
     return steps
+
+
+def _stopping(step: _change.Step) -> list[str]:
+    if step.before["enabled"] == step.after["enabled"]:
+        return ["systemctl", "stop", step.subject]
+    now = ["--now"] if step.before["active"] and not step.after["active"] else []
+    return ["systemctl", "disable", *now, step.subject]
 
 
 def _in_use(params: Params, state: State) -> list[Refusal]:

@@ -12,7 +12,9 @@ import contextlib
 import functools
 import importlib.util
 import json
+import os
 import shutil
+import socket
 import stat
 import sys
 import time
@@ -161,23 +163,33 @@ def boot(
     """Body of a boot script: drive `subject` by the settings file; 0 when done and verified.
 
     wait_for: refusal codes that early boot explains (a card whose driver is still loading), retried
-    for `patience` seconds. Longer than TimeoutStartSec of the unit would hide the refusal.
+    for `patience` seconds. Longer than TimeoutStartSec of the unit would hide the refusal. A doubt
+    of these codes is waited for as well, but only when all else is there and systemd was told so;
+    what stays of it is the last word, and no failure.
     """
     deadline = time.monotonic() + patience
+    ready = False
     while True:
         failure: Refusal | None
+        doubts: list[Refusal] = []
         try:
             settings = json.loads(_host.read(settings_path) or "{}")
             outcome = _change.drive(subject, settings, check_mode=False)
-            failure = outcome.failure
-            _say(f"done: {', '.join(outcome.done) or 'nothing to do'}")
+            failure, doubts = outcome.failure, outcome.doubts
+            if outcome.done or not (failure or ready):
+                _say(f"done: {', '.join(outcome.done) or 'nothing to do'}")
         except Refusal as refusal:
             failure = refusal
-        if failure is None:
-            return 0
-        if failure.code not in wait_for or time.monotonic() > deadline:
-            _say(str(failure))
-            return 1
+        if failure is None and not ready:
+            _tell_ready()
+            ready = True
+        late = [failure] if failure else [doubt for doubt in doubts if doubt.code in wait_for]
+        if not late or late[0].code not in wait_for or time.monotonic() > deadline:
+            for doubt in doubts:
+                _say(f"WARN {doubt}")
+            if failure:
+                _say(str(failure))
+            return 1 if failure else 0
         sleep(2)
 
 
@@ -275,6 +287,17 @@ def _service(block: Mapping[str, str]) -> Service:
         enabled=block.get("UnitFileState") in ("enabled", "enabled-runtime", "static", "alias"),
         started_at=int(stamp) if active and stamp.isdigit() else 0,
     )
+
+
+def _tell_ready() -> None:
+    """Tell systemd, where it asked to be told: the unit counts as started from now on."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if address:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
+            # An @ stands for the zero byte of a name that is in no file system.
+            told.sendto(b"READY=1", address.replace("@", "\0", 1))
+        # What this program runs is not the unit's main process and has nothing to tell.
+        del os.environ["NOTIFY_SOCKET"]
 
 
 def _say(text: str) -> None:

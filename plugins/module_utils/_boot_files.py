@@ -46,7 +46,7 @@ Description={description}
 {order}
 
 [Service]
-Type=oneshot
+Type={type}
 RemainAfterExit=yes
 ExecStart={program}
 {after}TimeoutStartSec=180
@@ -61,7 +61,9 @@ class Unit:
     """A concern that is brought back at boot.
 
     module: the file of module_utils with `boot`. settings: what `boot` is given, kept as JSON in
-    `settings_path`. order: lines of the [Unit] section. after: ExecStartPost or "".
+    `settings_path`. order: lines of the [Unit] section. after: ExecStartPost or "". patient: `boot`
+    goes on waiting for what is optional after it has told systemd that the rest is there; `after`
+    and units that wait for this one are not kept waiting.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Unit:
     settings: Mapping[str, Any] = field(default_factory=dict)
     order: tuple[str, ...] = ()
     after: str = ""
+    patient: bool = False
 
     @property
     def service(self) -> str:
@@ -92,6 +95,7 @@ def frame(unit: Unit) -> dict[str, tuple[str, int]]:
     )
     definition = _UNIT.format(
         description=unit.description,
+        type="notify" if unit.patient else "oneshot",
         order="\n".join(unit.order),
         program=unit.program,
         after=f"ExecStartPost={unit.after}\n" if unit.after else "",

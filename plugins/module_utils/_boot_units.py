@@ -13,12 +13,14 @@ NETWORK = Unit(
     module="_bridge",
     settings_path="/etc/gpuaas/network-baseline.json",
     order=(
-        "After=network.target openvswitch-switch.service rshim.service",
+        # Not after rshim: it is optional, and what is optional keeps no guest from its network.
+        "After=network.target openvswitch-switch.service",
         "Wants=openvswitch-switch.service",
         "Before=dnsmasq.service",
     ),
     # dnsmasq waits for this unit at boot; without --no-block the two would wait for each other.
     after="/usr/bin/systemctl --no-block restart dnsmasq.service",
+    patient=True,
 )
 FABRIC = Unit(
     name="gpuaas-slice-fabric",

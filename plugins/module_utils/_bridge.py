@@ -1,7 +1,9 @@
 """The live part of the slice network: bridge, address, forwarding, NAT, the card's own link.
 
 The same code runs in a playbook and in gpuaas-slice-network-baseline.service at boot. It leaves
-dnsmasq alone: a start of dnsmasq from inside its own ordering dependency once hung a host.
+dnsmasq alone: a start of dnsmasq from inside its own ordering dependency once hung a host. The
+card's link is optional and comes last: somebody else may own the card's rshim (its BMC, another
+host), and guests have no use for it.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import ipaddress
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import _boot, _change, _command, _host
@@ -103,29 +105,38 @@ def observe(params: Params) -> State:
 
 
 def plan(params: Params, state: State) -> _change.Plan:
-    bridge, tmfifo = params["bridge"], bool(params.get("tmfifo"))
+    bridge = params["bridge"]
     blockers = [*_mismatch(params)]
     if bridge in state.interfaces and bridge not in state.bridges:
         blockers.append(_not_ours(bridge))
-    if tmfifo and TMFIFO not in state.interfaces:
-        blockers.append(_no_tmfifo())
     steps = []
     if bridge not in state.bridges:
         steps.append(_change.Step("add_bridge", bridge, None, "OVS bridge"))
     steps.extend(_addressing(bridge, params["address"], state))
-    if tmfifo:
-        steps.extend(_addressing(TMFIFO, TMFIFO_ADDRESS, state))
     if not state.forwarding:
         steps.append(_change.Step("forward_ipv4", "net.ipv4.ip_forward", 0, 1))
     if not state.nat:
         steps.append(_change.Step("add_nat", "nat rule", None, nat_rule(params["subnet"])))
-    return _change.Plan(tuple(steps), tuple(blockers))
+    doubts = []
+    if params.get("tmfifo"):
+        if TMFIFO in state.interfaces:
+            steps.extend(link_steps(state))
+        else:
+            doubts.append(_no_tmfifo())
+    return _change.Plan(tuple(steps), tuple(blockers), tuple(doubts))
+
+
+def link_steps(state: State) -> list[_change.Step]:
+    """What gives the card's link its address, there or about to come."""
+    return [replace(step, soft=True) for step in _addressing(TMFIFO, TMFIFO_ADDRESS, state)]
 
 
 def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
     if step.name == "add_bridge":
         _command.run(["ovs-vsctl", "--timeout=60", "--may-exist", "add-br", step.subject])
     elif step.name == "address_interface":
+        if step.subject == TMFIFO and not link_there():
+            raise _no_tmfifo()
         _command.run(["ip", "address", "replace", step.after["address"], "dev", step.subject])
         _command.run(["ip", "link", "set", "dev", step.subject, "up"])
     elif step.name == "forward_ipv4":
@@ -140,8 +151,19 @@ LIVE = _change.Subject(observe, plan, apply)
 
 
 def boot(settings_path: str) -> int:
-    """At boot: the network of the slices, before dnsmasq. The card's link may come late."""
+    """At boot: the network of the slices, before dnsmasq. The card's link may come later."""
     return _boot.boot(LIVE, settings_path, wait_for=("tmfifo_missing", "command_failed"))
+
+
+def link_there() -> bool:
+    return _host.path(f"/sys/class/net/{TMFIFO}").exists()
+
+
+def link_shown(state: State) -> str:
+    """The card's link in a word or two."""
+    if TMFIFO not in state.interfaces:
+        return "missing"
+    return ", ".join(state.interfaces[TMFIFO].addresses) or "no address"
 
 
 def _addressing(name: str, address: str, state: State) -> list[_change.Step]:
@@ -205,7 +227,8 @@ def _no_tmfifo() -> Refusal:
         "tmfifo_missing",
         expected=f"the interface {TMFIFO} of the card's rshim driver",
         found="no such interface",
-        remedy="install and start rshim, or set network.tmfifo to false in the profile",
+        remedy="guests do not need it; see `journalctl -u rshim` and whether the card's BMC or "
+        "another host owns rshim, or set network.tmfifo to false in the profile",
     )
 
 

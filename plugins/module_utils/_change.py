@@ -27,6 +27,8 @@ class Step:
     subject: what it acts on; the key of its entry in the diff.
     before, after: what the diff shows; JSON values.
     destroys: identity of the data that is lost when the step runs, or None.
+    soft: what it is for is optional, so that its failure is a doubt and ends nothing. Such steps
+    come last: no other one may wait for them.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Step:
     before: Any = None
     after: Any = None
     destroys: str | None = None
+    soft: bool = False
 
     def document(self) -> dict[str, Any]:
         return {
@@ -47,15 +50,22 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """What would be done. With a blocker nothing is done: a blocker is never a warning."""
+    """What would be done. With a blocker nothing is done: a blocker is never a warning.
+
+    doubts: what is optional, is missing, and cannot be brought about from here.
+    """
 
     steps: tuple[Step, ...] = ()
     blockers: tuple[Refusal, ...] = ()
+    doubts: tuple[Refusal, ...] = ()
 
 
 @dataclass
 class Outcome:
-    """What a drive ended in; `failure` is None when every step is done and verified."""
+    """What a drive ended in; `failure` is None when every step is done and verified.
+
+    doubts: why what is optional is not so; they fail nothing.
+    """
 
     plan: Plan
     changed: bool = False
@@ -64,6 +74,7 @@ class Outcome:
     facts: dict[str, Any] = field(default_factory=dict)
     failure: Refusal | None = None
     failed_step: str | None = None
+    doubts: list[Refusal] = field(default_factory=list)
 
     def document(self) -> dict[str, Any]:
         steps = self.plan.steps
@@ -85,16 +96,19 @@ class Subject:
     """A module's four functions; `plan` is pure over parameters and state.
 
     apply returns evidence (a JSON object) for its step or None. facts turns the last observed state
-    into return values of the module. exclusive is a lock on this host, held from the first look to
-    the last, for plans that two runs must not make from the same look. Check mode takes none: it
-    leaves nothing behind, and its plan is a forecast. recover puts back what the done steps took
-    when a later one is refused, and returns the refusal with what was put back and what was not.
+    into return values of the module. forecast is that state as the plan would leave it, for facts
+    of which check mode is asked what a run would come to. exclusive is a lock on this host, held
+    from the first look to the last, for plans that two runs must not make from the same look. Check
+    mode takes none: it leaves nothing behind, and its plan is a forecast. recover puts back what
+    the done steps took when a later one is refused, and returns the refusal with what was put back
+    and what was not.
     """
 
     observe: Callable[[Params], Any]
     plan: Callable[[Params, Any], Plan]
     apply: Callable[[Params, Step], dict[str, Any] | None]
     facts: Callable[[Params, Any], dict[str, Any]] = lambda _params, _state: {}
+    forecast: Callable[[Params, Any], Any] = lambda _params, state: state
     exclusive: Callable[[Params], AbstractContextManager[object]] = lambda _params: (
         contextlib.nullcontext()
     )
@@ -111,7 +125,11 @@ def drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
 
 def _drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
     state = subject.observe(params)
-    outcome = Outcome(plan=subject.plan(params, state), facts=subject.facts(params, state))
+    outcome = Outcome(plan=subject.plan(params, state))
+    outcome.doubts = list(outcome.plan.doubts)
+    foretold = check_mode and not outcome.plan.blockers
+    shown = subject.forecast(params, state) if foretold else state
+    outcome.facts = subject.facts(params, shown)
     if outcome.plan.blockers:
         outcome.failure = outcome.plan.blockers[0]
         return outcome
@@ -121,6 +139,7 @@ def _drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
 
     outcome.changed = False
     done: list[Step] = []
+    told: list[Refusal] = []
     for step in outcome.plan.steps:
         try:
             evidence = subject.apply(params, step)
@@ -128,15 +147,21 @@ def _drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
             refusal = problem if isinstance(problem, Refusal) else _unforeseen(step, problem)
             # The step may have acted before it failed, so the host counts as changed.
             outcome.changed = True
+            if step.soft:
+                told.append(refusal)
+                continue
             outcome.failure = subject.recover(params, done, step, refusal)
             outcome.failed_step = step.name
+            # What was seen before the first act is not what is now; it stays where nothing is seen.
+            with contextlib.suppress(Refusal, OSError, ValueError):
+                outcome.facts = subject.facts(params, subject.observe(params))
             return outcome
         outcome.changed = True
         done.append(step)
         outcome.done.append(step.name)
         if evidence is not None:
             outcome.evidence[step.name] = evidence
-    _verify(subject, params, outcome)
+    _verify(subject, params, outcome, told)
     return outcome
 
 
@@ -153,22 +178,29 @@ def _unforeseen(step: Step, problem: Exception) -> Refusal:
     )
 
 
-def _verify(subject: Subject, params: Params, outcome: Outcome) -> None:
+def _verify(subject: Subject, params: Params, outcome: Outcome, told: list[Refusal]) -> None:
     """A change counts only when a second look finds nothing left to do."""
     state = subject.observe(params)
     outcome.facts = subject.facts(params, state)
     rest = subject.plan(params, state)
     if rest.blockers:
         outcome.failure, outcome.failed_step = rest.blockers[0], "verify"
-    elif rest.steps:
-        left = ", ".join(f"{step.name}({step.subject})" for step in rest.steps)
-        outcome.failed_step = "verify"
-        outcome.failure = Refusal(
-            "verify_failed",
-            expected="nothing left to do after the change",
-            found=f"still open: {left}",
-            remedy="read the evidence of the steps; the host did not take the change",
-        )
+    elif left := [step for step in rest.steps if not step.soft]:
+        outcome.failure, outcome.failed_step = _still_open(left), "verify"
+    # What a soft step said of itself is not told twice.
+    found = [*told, *(doubt for doubt in rest.doubts if doubt.code not in {d.code for d in told})]
+    soft = [step for step in rest.steps if step.soft]
+    outcome.doubts = found or ([_still_open(soft)] if soft else [])
+
+
+def _still_open(steps: Sequence[Step]) -> Refusal:
+    left = ", ".join(f"{step.name}({step.subject})" for step in steps)
+    return Refusal(
+        "verify_failed",
+        expected="nothing left to do after the change",
+        found=f"still open: {left}",
+        remedy="read the evidence of the steps; the host did not take the change",
+    )
 
 
 def run(module: Any, subject: Subject) -> None:
@@ -179,6 +211,8 @@ def run(module: Any, subject: Subject) -> None:
         module.fail_json(msg=str(refusal), error=refusal.document(), changed=False)
         return
     document = outcome.document()
+    for doubt in outcome.doubts:
+        module.warn(str(doubt))
     if outcome.failure is None:
         module.exit_json(**document)
         return

@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ansible_collections.gpuaas.slice.plugins.module_utils import _host
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 # sbin is not on every login's PATH, and nvme, dnsmasq and ovs tools live there.
@@ -32,7 +33,7 @@ def run(
     `command_failed` (exit code not in `ok`).
     """
     environment = {"PATH": _PATH, "LC_ALL": "C.UTF-8", "HOME": os.environ.get("HOME", "/root")}
-    shown = " ".join(argv)
+    shown = _host.shown(" ".join(argv))
     try:
         done = subprocess.run(
             list(argv),

@@ -60,7 +60,6 @@ _FABRIC = {
     "site_address": "GPUAAS_SLICE_FABRIC_ADDRESS",
     "route": "GPUAAS_SLICE_FABRIC_ROUTE",
 }
-_KERNEL = _change.Subject(_grub.observe, _grub.plan, _grub.apply, _grub.facts)
 _NETWORK = _change.Subject(_baseline.observe, _baseline.plan, _baseline.apply, _baseline.facts)
 
 
@@ -121,16 +120,17 @@ def parts(profile: Mapping[str, Any]) -> Iterator[Part]:
     """What a slice host of this profile needs, in order."""
     fabric, network = profile["fabric"], profile["network"]
     packages = [*_packages.REQUIRED, *profile.get("packages", [])]
-    yield Part("packages", _packages.SUBJECT, {"packages": packages})
+    optional = profile.get("optional_packages", [])
+    yield Part("packages", _packages.SUBJECT, {"packages": packages, "optional": optional})
     services = {"services": profile["gpu_services"]}
     yield Part("gpu_services", _gpu_services.SUBJECT, services)
     if profile.get("api_names"):
         yield Part("api_names", _resolution.SUBJECT, {"names": profile["api_names"]})
     yield Part("tuning", _tuning.SUBJECT, {"profiles": profile.get("tuning", [])})
-    yield Part("kernel", _KERNEL, _kernel(profile))
+    yield Part("kernel", _grub.SUBJECT, _kernel(profile))
     yield Part("libvirt", _libvirt_host.SUBJECT, {"directory": "/var/lib/libvirt"})
     if fabric["pf_ids"]:
-        cards = {"pfs": [], "pf_ids": fabric["pf_ids"], "macs": {}}
+        cards = {"pfs": [], "pf_ids": fabric["pf_ids"], "macs": {}, "link": fabric.get("link")}
         yield Part("fabric", _fabric.SUBJECT, {**cards, "count": fabric["vfs_per_pf"]})
     if fabric["ipoib"] and fabric["site_address"]:
         own = {"interface": fabric.get("interface", ""), "route": fabric["route"]}
@@ -173,7 +173,12 @@ def _done(part: Part, *, check: bool) -> bool:
         return False
     steps = [f"{step.name}({step.subject})" for step in outcome.plan.steps]
     status = "PASS" if not steps else "PLANNED" if check else "CHANGED"
-    _say(part.name, status, ", ".join(steps) or "nothing to do")
+    without = outcome.facts.get("unavailable", [])
+    # What a host can do without does not stop it, and is not passed over either.
+    left = f"; without {', '.join(without)}, which apt does not have" if without else ""
+    _say(part.name, status, f"{', '.join(steps) or 'nothing to do'}{left}")
+    for doubt in outcome.doubts:
+        _say(part.name, "WARN", str(doubt))
     return True
 
 
@@ -181,7 +186,7 @@ def _reboot(profile: Mapping[str, Any], *, may_reboot: bool) -> int:
     """Prove that this boot has what was configured, or get a boot that has."""
     reasons = _grub.reboot_reasons(_kernel(profile), _grub.observe(_kernel(profile)))
     if not reasons:
-        proof = Part("in_effect", _KERNEL, _kernel(profile, in_effect=True))
+        proof = Part("in_effect", _grub.SUBJECT, _kernel(profile, in_effect=True))
         return DONE if _done(proof, check=True) else FAILED
     if not may_reboot:
         allow = "GPUAAS_SLICE_REBOOT_IF_REQUIRED=1 allows it"

@@ -43,11 +43,12 @@ def observe(params: _change.Params) -> State:
     before, installed = _recalled(), _boot.observe(_unit(params))
     asked = params
     if not params["count"]:
-        # The profile may have forgotten a card since, or a kind of card.
-        pfs, ids = _told() or ((), ())
+        # The profile may have forgotten a card since, or a kind; a port may speak otherwise.
+        pfs, ids, _link = _told() or ((), (), "")
         known = [*params["pfs"], *(before or {}), *pfs]
         kinds = [*params["pf_ids"], *ids]
-        asked = {**params, "pfs": [*dict.fromkeys(known)], "pf_ids": [*dict.fromkeys(kinds)]}
+        every = {"pfs": [*dict.fromkeys(known)], "pf_ids": [*dict.fromkeys(kinds)], "link": ""}
+        asked = {**params, **every}
     live = _sriov.observe(asked)
     return State(live, installed, before, _served(live, installed))
 
@@ -56,7 +57,8 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
     if params["count"]:
         live = _sriov.plan(params, state.live)
         service = _boot.plan(_unit(params), state.installed)
-        return _change.Plan((*_remembering(state), *live.steps, *service), live.blockers)
+        blockers = (*_unsaid(params), *live.blockers)
+        return _change.Plan((*_remembering(state), *live.steps, *service), blockers)
     live = _sriov.plan({**params, "before": state.before}, _to_give_back(state))
     service = _boot.plan_removal(_unit(params), state.installed)
     forget = _before.forgetting(RECORD, state.before)
@@ -76,9 +78,7 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
 
 
 def facts(params: _change.Params, state: State) -> dict[str, Any]:
-    before = dict(state.before or {})
-    unremembered = sorted(state.served - before.keys())
-    return {**_sriov.facts(params, state.live), "before": before, "unremembered": unremembered}
+    return {**_sriov.facts(params, state.live), "before": dict(state.before or {})}
 
 
 SUBJECT = _change.Subject(observe, plan, apply, facts)
@@ -86,20 +86,32 @@ SUBJECT = _change.Subject(observe, plan, apply, facts)
 
 def settings(params: _change.Params) -> dict[str, Any]:
     """What the boot service is told."""
-    return {key: params[key] for key in ("pfs", "pf_ids", "count", "macs")}
+    told = {key: params[key] for key in ("pfs", "pf_ids", "count", "macs")}
+    return {**told, "link": params.get("link") or ""}
 
 
 def _unit(params: _change.Params) -> _boot.Unit:
     return dataclasses.replace(_boot_units.FABRIC, settings=settings(params))
 
 
+def _unsaid(params: _change.Params) -> list[Refusal]:
+    """An id alone would take a port of the other kind, past the isolation of the bridge."""
+    if params.get("link") or not params["pf_ids"]:
+        return []
+    return [
+        Refusal(
+            "link_missing",
+            expected=f"the link of the fabric, {_pci.INFINIBAND} or {_pci.ETHERNET}",
+            found=f"only the ids {', '.join(params['pf_ids'])}, which a vendor gives to both",
+            remedy="say fabric.link in the hardware profile",
+        )
+    ]
+
+
 def _remembering(state: State) -> list[_change.Step]:
     # Also when nothing else is to do: a later repair would take drift for what was before.
-    was = {
-        card.address: {"count": card.count, "autoprobe": card.autoprobe}
-        for card in state.live.cards
-        if card.address not in state.served
-    }
+    cards = [card for card in state.live.cards if card.address not in state.served]
+    was = {card.address: card.remembered() for card in cards}
     return _before.remembering(RECORD, state.before, was) if was else []
 
 
@@ -114,9 +126,13 @@ def _prove_given_back(params: _change.Params) -> None:
     state = observe(params)
     wish = {**params, "before": state.before}
     cards = _to_give_back(state).cards
-    left = [card for card in cards if not card.is_as(_sriov.wish(wish, card.address))]
+    left = {card: steps for card in cards if (steps := _sriov.open_steps(card, wish))}
     if left:
-        now = [f"{card.address}: {card.count}, autoprobe {card.autoprobe:d}" for card in left]
+        now = [
+            f"{card.address}: {card.count}, autoprobe {card.autoprobe:d}"
+            f" ({', '.join(step.name for step in steps)} is open)"
+            for card, steps in left.items()
+        ]
         raise Refusal(
             "vfs_not_restored",
             expected="the fabric cards with the virtual functions that they had before slice mode",
@@ -133,20 +149,24 @@ def _served(live: _sriov.State, installed: _boot.Installed) -> frozenset[str]:
     if told is None:
         # Edited or gone: any card may be one of them.
         return every
-    pfs, ids = told
-    return frozenset(a for a in every if a in pfs or _pci.read(a).id in ids)
+    pfs, ids, link = told
+    alike = {a for a in every if _pci.read(a).id in ids and link in ("", _pci.link(a))}
+    return frozenset(a for a in every if a in pfs or a in alike)
 
 
-def _told() -> tuple[list[str], list[str]] | None:
-    """The addresses and kinds of cards that the installed service serves; None when unknown."""
+def _told() -> tuple[list[str], list[str], str] | None:
+    """The addresses, kinds and link of cards that the installed service serves; None when unknown.
+
+    Earlier versions told it no link: it serves both.
+    """
     try:
         told = json.loads(_host.kept(_boot_units.FABRIC.settings_path) or "")
-        pfs, ids = told["pfs"], told["pf_ids"]
+        pfs, ids, link = told["pfs"], told["pf_ids"], told.get("link", "")
     except (ValueError, LookupError, TypeError):
         return None
     named = isinstance(pfs, list) and all(isinstance(a, str) and _pci.is_address(a) for a in pfs)
     known = isinstance(ids, list) and all(isinstance(kind, str) for kind in ids)
-    return (pfs, ids) if named and known else None
+    return (pfs, ids, link) if named and known and link in ("", *_pci.LINKS) else None
 
 
 def _recalled() -> dict[str, Any] | None:
@@ -169,4 +189,6 @@ def _is_card(was: object) -> bool:
         return False
     count, autoprobe = was.get("count"), was.get("autoprobe")
     counted = isinstance(count, int) and not isinstance(count, bool) and count >= 0
-    return counted and isinstance(autoprobe, bool)
+    told = was.get("functions", [])
+    every = isinstance(told, list) and len(told) in (0, count) and all(map(_sriov.can_tell, told))
+    return counted and isinstance(autoprobe, bool) and every

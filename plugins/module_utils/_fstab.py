@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import _host, _usage
 
+shown = _host.shown
+
 FILE = "/etc/fstab"
 MARKER = "gpuaas-slice-storage-disabled"
 BACKUP = "/etc/fstab.gpuaas-slice-storage-backup-"
@@ -51,12 +53,6 @@ def text() -> str:
     read is a Refusal.
     """
     return (_host.content(FILE) or b"").decode(errors="surrogateescape")
-
-
-def shown(line: str) -> str:
-    """A line as plans and results name it, where not every byte may stand."""
-    told = line.encode(errors="surrogateescape").decode(errors="backslashreplace")
-    return told.replace("\0", "\\x00")
 
 
 def disable(lines: Iterable[str], *, backup: str) -> None:
@@ -106,8 +102,8 @@ def device_there(line: str) -> bool:
 
 
 def _as_mounted(path: str) -> str:
-    """As rows of the mount table name it, whatever bytes it has."""
-    return _usage.unescape(path).encode(errors="surrogateescape").decode(errors="replace")
+    """As `_usage.mounts` names it, whatever bytes it has."""
+    return shown(_usage.unescape(path))
 
 
 def _device_name(spec: str) -> str:

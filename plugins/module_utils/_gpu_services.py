@@ -1,11 +1,15 @@
 """Services that hold a host's GPUs (persistence, fabric manager, DCGM): quiet, so slices get them.
 
-A service that is not there is quiet already. What each was is remembered before it is stopped, and
-returning to bare metal makes it that again, no more and no less.
+Each is masked: disabling takes back its own [Install] alone, and a udev rule or another unit may
+want it too, as the rules of Ubuntu's driver want nvidia-persistenced when `nvidia` is loaded. Where
+the site's own unit file leaves no place for a mask, a drop-in bars it. A service that is not there
+is quiet already. What each was is remembered before it is stopped, and returning to bare metal
+makes it that again, no more and no less: what was masked stays so.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,25 +18,49 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _before,
     _change,
     _command,
+    _host,
     _tenancy,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 RECORD = "gpu-services"
 
-# A static unit starts only when something else asks for it, and cannot be disabled.
 _AT_BOOT = ("enabled", "enabled-runtime")
+_MASKED = "masked"
 _QUIET = ("inactive", "failed")
+# Where a mask is a link to /dev/null, unless a unit file of the site's is there.
+_MASKS = "/etc/systemd/system"
+BAR = "90-gpuaas-slice.conf"
+_BARRED = """\
+# Written by the gpuaas.slice collection; changed by its playbooks only.
+# Never true: the GPUs of this host belong to slices.
+[Unit]
+ConditionPathExists=!/
+"""
+# Where packages have their units, for what lies beneath a mask: systemd does not say.
+_PACKAGED = (
+    "/run/systemd/system",
+    "/usr/local/lib/systemd/system",
+    "/usr/lib/systemd/system",
+    "/lib/systemd/system",
+)
 
 Params = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Service:
-    """What systemd says of a unit. file: its UnitFileState, "" when there is no such unit."""
+    """What systemd says of a unit. file: its UnitFileState, "" when there is no such unit.
+
+    own: the site's unit file is where the mask would be. bar: the text of our drop-in, None without
+    one. installed: there is a unit to bring back.
+    """
 
     active: str
     file: str
+    own: bool
+    bar: str | None
+    installed: bool
 
     @property
     def runs(self) -> bool:
@@ -41,8 +69,16 @@ class Service:
     @property
     def words(self) -> tuple[str, ...]:
         """What it does; () when it is quiet."""
-        at_boot = ("started at boot",) if self.file in _AT_BOOT else ()
-        return ((self.active,) if self.runs else ()) + at_boot
+        return tuple(filter(None, (self.active if self.runs else "", self.at_boot)))
+
+    @property
+    def at_boot(self) -> str:
+        """How it could run after a boot; "" when nothing starts it."""
+        if self.file in ("", _MASKED) or (self.own and self.bar == _BARRED.strip()):
+            return ""
+        if self.file in _AT_BOOT:
+            return "started at boot"
+        return "not barred" if self.own else "not masked"
 
 
 @dataclass(frozen=True)
@@ -62,7 +98,7 @@ def observe(params: Params) -> State:
         return State({}, before)
     out = _command.run(["systemctl", "show", "--property=ActiveState,UnitFileState", "--", *names])
     blocks = out.out.strip().split("\n\n")
-    return State({n: _service(block) for n, block in zip(names, blocks, strict=True)}, before)
+    return State({n: _service(n, block) for n, block in zip(names, blocks, strict=True)}, before)
 
 
 def plan(params: Params, state: State) -> _change.Plan:
@@ -74,17 +110,37 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
         _prove_restored(params)
     if step.name in _before.STEPS:
         _before.apply(step)
-    elif step.name == "enable_service":
-        runtime = ["--runtime"] if step.after == "enabled-runtime" else []
-        _command.run(["systemctl", "enable", *runtime, "--", step.subject.partition(" ")[0]])
-    elif step.name == "start_service":
-        _command.run(["systemctl", "start", "--", step.subject], timeout=120)
-    else:
+        return None
+    # The subject is the unit, then what of it: a diff has one entry for each.
+    unit = step.subject.partition(" ")[0]
+    if step.name in ("bar_service", "unbar_service"):
+        _write_bar(unit, step.after)
+        _command.run(["systemctl", "daemon-reload"])
+        return None
+    for words in _commands(step):
+        _command.run(["systemctl", *words, "--", unit], timeout=120)
+    return None
+
+
+def _write_bar(unit: str, text: str | None) -> None:
+    path = _bar(unit)
+    if text is not None:
+        _host.write(path, text)
+        return
+    _host.remove(path)
+    # The folder stays where the site has something in it.
+    with contextlib.suppress(OSError):
+        _host.path(path).parent.rmdir()
+
+
+def _commands(step: _change.Step) -> list[list[str]]:
+    if step.name == "disable_service":
         # What was enabled until the next boot is not disabled without the word, and stays beside
         # what was enabled for good.
-        _command.run(["systemctl", "disable", "--runtime", "--", step.subject])
-        _command.run(["systemctl", "disable", "--now", "--", step.subject], timeout=120)
-    return None
+        return [["disable", "--runtime"], ["disable"]]
+    if step.name == "enable_service":
+        return [["enable", *(["--runtime"] if step.after == "enabled-runtime" else [])]]
+    return [[step.name.partition("_")[0]]]
 
 
 def facts(_params: Params, state: State) -> dict[str, Any]:
@@ -101,7 +157,6 @@ SUBJECT = _tenancy.guarded(
 
 
 def _to_quiesce(state: State) -> list[_change.Step]:
-    loud = {name: found for name, found in state.services.items() if found.words}
     # The quiet ones as well, at the first run: one that is started by hand later was quiet before.
     there = {
         name: {"active": found.runs, "file": found.file}
@@ -110,11 +165,25 @@ def _to_quiesce(state: State) -> list[_change.Step]:
     }
     return [
         *(_before.remembering(RECORD, state.before, there) if there else []),
-        *(
-            _change.Step("quiesce_service", name, " and ".join(found.words), "quiet, also at boot")
-            for name, found in loud.items()
-        ),
+        *(step for name, found in state.services.items() for step in _quiesce(name, found)),
     ]
+
+
+def _quiesce(name: str, found: Service) -> list[_change.Step]:
+    steps = []
+    if found.file in _AT_BOOT and not found.own:
+        # Before the mask, which would hide it: who unmasks the unit later must not start it too.
+        after = "disabled"
+        steps.append(_change.Step("disable_service", f"{name} at boot", found.file, after))
+    if found.runs:
+        # Before the mask, which would hide how the unit wants to be stopped.
+        steps.append(_change.Step("stop_service", name, found.active, "inactive"))
+    if found.at_boot and found.own:
+        # Enabled or not, as it is: that it is a link may be all that its enabling consists of.
+        steps.append(_change.Step("bar_service", f"{name} bar", found.bar, _BARRED))
+    elif found.at_boot:
+        steps.append(_change.Step("mask_service", f"{name} mask", found.file, _MASKED))
+    return steps
 
 
 def _to_restore(state: State) -> list[_change.Step]:
@@ -125,12 +194,19 @@ def _still_quiet(state: State) -> list[_change.Step]:
     steps = []
     for name, was in sorted((state.before or {}).items()):
         now = state.services[name]
+        if now.bar is not None:
+            steps.append(_change.Step("unbar_service", f"{name} bar", now.bar, None))
+        if was["file"] == _MASKED:
+            continue
+        if now.file == _MASKED:
+            steps.append(_change.Step("unmask_service", f"{name} mask", _MASKED, was["file"]))
         # A service that was uninstalled meanwhile cannot be brought back by us.
-        if not now.file:
+        if not now.installed:
             continue
         if was["file"] in _AT_BOOT and now.file != was["file"]:
             steps.append(_change.Step("enable_service", f"{name} at boot", now.file, was["file"]))
-        if was["active"] and not now.runs:
+        # One that ran beneath its mask could be started by nobody.
+        if was["active"] and not now.runs and was["file"] != "masked-runtime":
             steps.append(_change.Step("start_service", name, now.active, "active"))
     return steps
 
@@ -151,6 +227,35 @@ def _restored(params: Params) -> bool:
     return str(params.get("state")) == "restored"
 
 
-def _service(block: str) -> Service:
+def _service(name: str, block: str) -> Service:
     values = dict(row.partition("=")[::2] for row in block.splitlines())
-    return Service(values.get("ActiveState", ""), values.get("UnitFileState", ""))
+    return service(name, values.get("ActiveState", ""), values.get("UnitFileState", ""))
+
+
+def service(name: str, active: str, file: str) -> Service:
+    """The unit of which systemd says so much, with what it does not say."""
+    return Service(
+        active=active,
+        file=file,
+        own=_own(name),
+        bar=_host.kept(_bar(name)),
+        installed=_beneath(name) if file == _MASKED else file != "",
+    )
+
+
+def _bar(name: str) -> str:
+    return f"{_MASKS}/{name}.d/{BAR}"
+
+
+def _own(name: str) -> bool:
+    place = _host.path(f"{_MASKS}/{name}")
+    if place.is_symlink():
+        return str(place.readlink()) != "/dev/null"
+    return place.exists()
+
+
+def _beneath(name: str) -> bool:
+    # A unit that is generated from a script is not generated while it is masked.
+    script = f"/etc/init.d/{name.removesuffix('.service')}"
+    places = (*(f"{folder}/{name}" for folder in _PACKAGED), script)
+    return any(_host.path(place).exists() for place in places)

@@ -170,8 +170,7 @@ def apply(params: Params, step: _change.Step) -> None:
 
 
 def facts(params: Params, state: State) -> dict[str, Any]:
-    """Check mode asks what a run would come to, so the reasons are those after the plan."""
-    reasons = reboot_reasons(params, _after(params, state))
+    reasons = reboot_reasons(params, state)
     return {
         "arguments": list(state.arguments),
         "running": list(state.running),
@@ -183,10 +182,9 @@ def facts(params: Params, state: State) -> dict[str, Any]:
     }
 
 
-def _after(params: Params, state: State) -> State:
+def forecast(params: Params, state: State) -> State:
     """`state` as the plan leaves it, as far as a reboot depends on it."""
-    found = plan(params, state)
-    names = {step.name for step in found.steps if not found.blockers}
+    names = {step.name for step in plan(params, state).steps}
     if "update_grub" in names:
         kept = [word for entry in state.entries for word in entry if word not in state.stray]
         ours = state.arguments if params["state"] == "present" else ()
@@ -194,6 +192,9 @@ def _after(params: Params, state: State) -> State:
     if "update_initramfs" in names:
         state = dataclasses.replace(state, built_in_boot=state.boot_id)
     return state
+
+
+SUBJECT = _change.Subject(observe, plan, apply, facts, forecast)
 
 
 def reboot_reasons(params: Params, state: State) -> list[str]:

@@ -101,6 +101,12 @@ def unreadable(absolute: str, broken: OSError) -> Refusal:
     )
 
 
+def shown(text: str) -> str:
+    """A name or line as plans and results show it, where not every byte may stand."""
+    told = text.encode(errors="surrogateescape").decode(errors="backslashreplace")
+    return told.replace("\0", "\\x00")
+
+
 def _why(problem: Exception) -> str:
     """Without the path of an OSError, which is the one under our root."""
     said = problem.strerror if isinstance(problem, OSError) else None

@@ -6,6 +6,7 @@ They are taken at boot, node by node, since later no node has that much memory i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,9 @@ PROFILE = "hugepages-1g"
 PAGES = 512
 RESERVE_MIB = 16384
 
+# The first kernel that understands `hugepages=<node>:<pages>`; an older one takes no page for it.
+_PER_NODE = (5, 16)
+_RELEASE = "/proc/sys/kernel/osrelease"
 _NODES = "/sys/devices/system/node"
 _PAGE_MIB = 1024
 
@@ -69,6 +73,17 @@ def refusals(wanted: Asked | None) -> list[Refusal]:
                 remedy=f"take {PROFILE} out of the profile's tuning",
             )
         )
+    release = _host.read(_RELEASE) or ""
+    if _version(release) < _PER_NODE:
+        found.append(
+            Refusal(
+                "hugepages_unsupported",
+                expected="a kernel that shares pages out by node (5.16 or newer)",
+                found=f"Linux {release}" if release else f"no release in {_RELEASE}",
+                remedy="boot a newer kernel (Ubuntu 22.04: linux-generic-hwe-22.04), or take"
+                f" {PROFILE} out of the profile's tuning",
+            )
+        )
     memory = _memory()
     for node, pages in shares(wanted).items():
         left = memory[node] - pages * _PAGE_MIB
@@ -97,6 +112,12 @@ def have(node: int) -> int:
     """Pages of 1 GiB that the node has now, in use or free."""
     pages = f"{_NODES}/node{node}/hugepages/hugepages-1048576kB/nr_hugepages"
     return int(_host.read(pages) or 0)
+
+
+def _version(release: str) -> tuple[int, int]:
+    """Of `6.8.0-51-generic` 6 and 8; one that says nothing we know counts as old."""
+    match = re.match(r"(\d+)\.(\d+)", release)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def _memory() -> dict[int, int]:

@@ -127,7 +127,8 @@ def _missing(params: Params, found: _topology_network.Interface | None) -> tuple
     address, route = params["address"], params["route"]
     if found is None or address not in found.addresses:
         lacking.append(f"address {address}")
-    if route and route not in _topology_network.routes(params["interface"]):
+    ways = _topology_network.ways(route) if route else []
+    if route and not any({*way} == {params["interface"]} for way in ways):
         lacking.append(f"route {route}")
     return tuple(lacking)
 

@@ -50,7 +50,7 @@ def unmount(step: _change.Step) -> None:
         return
     if upper.devt != step.before["devt"]:
         raise _covered(step.subject, upper)
-    _command.run(["umount", "--", step.subject])
+    _command.run(["umount", "--", upper.place])
 
 
 def again(done: Sequence[_change.Step], *, spare: Collection[str]) -> tuple[list[str], list[str]]:

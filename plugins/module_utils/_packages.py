@@ -1,13 +1,21 @@
-"""Packages of a slice host: one question to dpkg, and apt only for what is missing."""
+"""Packages of a slice host: one question to dpkg, and apt only for what is missing.
+
+Those that a host can do without are installed where its apt has them, and named where it has not.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils import _before, _change, _command
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _apt,
+    _before,
+    _change,
+    _command,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 RECORD = "packages"
@@ -33,33 +41,33 @@ REQUIRED = (
 )
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9+.-]+")
-# Some hundred megabytes from a slow mirror; much longer means that the mirror is gone.
-_INSTALL_S = 1800
-# At first boot the machine's own upgrade holds the lock for minutes.
-_LOCK_S = 600
 
 Params = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class State:
+    """offered: optional ones that are not installed, and that apt could install."""
+
     installed: frozenset[str]
+    offered: frozenset[str] = frozenset()
 
 
 def observe(params: Params) -> State:
-    wanted = list(params["packages"])
+    wanted = [*params["packages"], *_optional(params)]
     if not wanted or _unsafe(wanted):
         return State(frozenset())
     form = "--showformat=${db:Status-Status} ${Package}\\n"
     # 1 says that some are unknown to dpkg, which is an answer.
     out = _command.run(["dpkg-query", "--show", form, "--", *wanted], ok=(0, 1)).out
     rows = (row.partition(" ") for row in out.splitlines())
-    return State(frozenset(name for status, _blank, name in rows if status == "installed"))
+    installed = frozenset(name for status, _blank, name in rows if status == "installed")
+    return State(installed, _apt.offered([n for n in _optional(params) if n not in installed]))
 
 
 def plan(params: Params, state: State) -> _change.Plan:
-    wanted = list(params["packages"])
-    bad = _unsafe(wanted)
+    optional = _optional(params)
+    bad = _unsafe([*params["packages"], *optional])
     if bad:
         refusal = Refusal(
             "package_invalid",
@@ -68,33 +76,56 @@ def plan(params: Params, state: State) -> _change.Plan:
             remedy="correct the list of packages",
         )
         return _change.Plan(blockers=(refusal,))
-    missing = [name for name in wanted if name not in state.installed]
-    if not missing:
-        return _change.Plan()
-    return _change.Plan((_change.Step("install_packages", "packages", [], missing),))
+    steps = []
+    missing = [name for name in params["packages"] if name not in state.installed]
+    if missing:
+        steps.append(_change.Step("install_packages", "packages", [], missing))
+    # Where apt's lists are read anew anyway they may offer more than those of now.
+    sought = [
+        name
+        for name in optional
+        if name not in state.installed and (missing or name in state.offered)
+    ]
+    if sought:
+        steps.append(_change.Step("install_optional", "optional packages", [], sought))
+    return _change.Plan(tuple(steps))
 
 
 def apply(_params: Params, step: _change.Step) -> dict[str, Any] | None:
+    _apt.run("update")
+    if step.name == "install_packages":
+        install(step.after)
+        return {"installed": step.after}
+    offered = _apt.offered(step.after)
+    names = [name for name in step.after if name in offered]
+    if names:
+        install(names)
+    return {"installed": names, "unavailable": [n for n in step.after if n not in offered]}
+
+
+def install(names: Sequence[str], *, settings: Sequence[str] = ()) -> None:
+    """Have apt install them, by lists that were read anew. settings: apt's own."""
     # A service that came with a package of ours was not there before: the way back asks for this.
-    names = dict.fromkeys(step.after, "installed")
-    for remember in _before.remembering(RECORD, _before.recalled(RECORD), names):
+    new = dict.fromkeys(names, "installed")
+    for remember in _before.remembering(RECORD, _before.recalled(RECORD), new):
         _before.apply(remember)
-    _apt("update")
-    _apt("install", "--yes", "--no-install-recommends", "--", *step.after)
-    return {"installed": step.after}
+    words = ["install", "--yes", "--no-install-recommends", "--", *names]
+    _apt.run(*words, settings=settings)
 
 
-def facts(_params: Params, state: State) -> dict[str, Any]:
-    return {"installed": sorted(state.installed)}
+def facts(params: Params, state: State) -> dict[str, Any]:
+    there = state.installed | state.offered
+    return {
+        "installed": sorted(state.installed),
+        "unavailable": sorted(name for name in _optional(params) if name not in there),
+    }
 
 
 SUBJECT = _change.Subject(observe, plan, apply, facts)
 
 
-def _apt(*words: str) -> None:
-    quiet = ["env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "--quiet"]
-    lock = ["-o", f"DPkg::Lock::Timeout={_LOCK_S}"]
-    _command.run([*quiet, *lock, *words], timeout=_INSTALL_S)
+def _optional(params: Params) -> list[str]:
+    return [name for name in params.get("optional") or () if name not in params["packages"]]
 
 
 def _unsafe(names: list[str]) -> list[str]:

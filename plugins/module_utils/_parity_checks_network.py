@@ -13,6 +13,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _netplan,
     _network_files,
     _parity_probe,
+    _pci,
     _sriov,
     _topology_network,
     _written,
@@ -26,6 +27,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils._parity import (
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._parity_facts import (
     OLD_BASELINE,
+    RSHIM,
     Facts,
 )
 
@@ -35,12 +37,19 @@ IPOIB = _ipoib.FILE
 
 
 def fabric_vfs(facts: Facts) -> Verdict:
-    """Each physical function has its virtual functions, under the identities that slice mode gives
-    them, now and after the next boot, and the approved ones are among them.
+    """Each card of the fabric has its virtual functions, under the identities that slice mode gives
+    them and with ports that follow the card's, now and after the next boot; the approved ones are
+    among them.
     """
     fabric = facts.profile["fabric"]
-    physical = [device for device in facts.devices.values() if device.id in fabric["pf_ids"]]
-    problems = [] if physical else [f"no physical function of {', '.join(fabric['pf_ids'])}"]
+    link = str(fabric.get("link") or "")
+    alike = [device for device in facts.devices.values() if device.id in fabric["pf_ids"]]
+    others = {one.address: why for one in alike if (why := _pci.unlike_link(one.address, link))}
+    physical = [device for device in alike if device.address not in others]
+    problems = []
+    if not physical:
+        sought = f"no {link} physical function of {', '.join(fabric['pf_ids'])}"
+        problems = ["; ".join([" ".join(sought.split()), *others.values()])]
     problems += [
         f"{device.address} has {device.sriov_numvfs} of {fabric['vfs_per_pf']} functions"
         for device in physical
@@ -50,13 +59,17 @@ def fabric_vfs(facts: Facts) -> Verdict:
         address = slot["fabric_vf_pci_address"]
         if address not in facts.devices:
             problems.append(f"{address} is not there")
-        elif not facts.devices[address].physfn:
+        elif not (parent := facts.devices[address].physfn):
             problems.append(f"{address} is no virtual function")
+        elif parent not in {device.address for device in physical}:
+            why = others.get(parent) or f"{parent} is no card of the profile's fabric"
+            problems.append(f"{address} is a slot's: {why}")
     problems += facts.not_at_boot(_boot_units.FABRIC)
     # As bootstrap's role gives them: all cards of these kinds, with identities of their own.
-    cards = {"pfs": [], "pf_ids": list(fabric["pf_ids"]), "macs": {}}
+    cards = {"pfs": [], "pf_ids": list(fabric["pf_ids"]), "macs": {}, "link": link}
     for device in physical:
-        problems += _sriov.card_at(device.address).misnamed(cards)
+        found = _sriov.card_at(device.address)
+        problems += [*found.misnamed(cards), *found.unlinked()]
     wanted = {**cards, "count": fabric["vfs_per_pf"]}
     problems += _written.unlike_settings(_boot_units.FABRIC.settings_path, wanted)
     made = sum(device.sriov_numvfs for device in physical)
@@ -94,18 +107,22 @@ def fabric_address(facts: Facts) -> Verdict:
 
 
 def fabric_route(facts: Facts) -> Verdict:
-    """By the interface that owns the address: by any other it leads to no fabric, or to another."""
+    """By the interface that owns the address, with every hop: by any other it leads to no fabric,
+    or to another.
+    """
     fabric = facts.profile["fabric"]
     wanted, address = str(fabric.get("route") or ""), str(fabric.get("site_address") or "")
     if not wanted:
         return failed("the profile names no fabric route")
-    ways = _owners(facts, address) if address else _fabric_interfaces(facts)
-    for name in ways:
-        if wanted in _topology_network.routes(name):
-            return passed(f"{wanted} by {name}")
-    if ways:
-        return failed(f"no route to {wanted} by {', '.join(ways)}")
-    return failed(f"no interface has {address or 'an address'} for a route to {wanted}")
+    owners = _owners(facts, address) if address else _fabric_interfaces(facts)
+    if not owners:
+        return failed(f"no interface has {address or 'an address'} for a route to {wanted}")
+    found = _topology_network.ways(wanted)
+    for way in found:
+        if {*way} <= {*owners}:
+            return passed(f"{wanted} by {', '.join(way)}")
+    others = [f"; one leads by {', '.join(way)}" for way in found]
+    return failed(f"no route to {wanted} by {', '.join(owners)}{''.join(others)}")
 
 
 def ovs_bridge(facts: Facts) -> Verdict:
@@ -210,11 +227,19 @@ def historical_network_service(facts: Facts) -> Verdict:
 
 
 def tmfifo(facts: Facts) -> Verdict:
+    """The card's link has its address, and the next boot starts what makes the link."""
     found = facts.interfaces.get(TMFIFO)
+    problems = []
     if found is None:
-        return failed(f"{TMFIFO} is missing")
-    shown = ", ".join(found.addresses) or "no address"
-    return passed(shown) if TMFIFO_ADDRESS in found.addresses else failed(f"{TMFIFO}: {shown}")
+        problems.append(f"{TMFIFO} is missing")
+    elif TMFIFO_ADDRESS not in found.addresses:
+        problems.append(f"{TMFIFO}: {', '.join(found.addresses) or 'no address'}")
+    if facts.network.get("tmfifo"):
+        unit = facts.unit(RSHIM)
+        if not unit.file.startswith("enabled"):
+            why = unit.file or unit.load or "unknown"
+            problems.append(f"{RSHIM} is {why}: it would not start at boot")
+    return verdict(problems, ", ".join(found.addresses) if found else "")
 
 
 def rshim_peer(_facts: Facts) -> Verdict:

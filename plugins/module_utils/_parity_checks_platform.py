@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _boot_units,
+    _gpu_services,
     _grub,
     _host,
     _parity_boot,
@@ -197,10 +198,8 @@ def gpu_services_quiesced(facts: Facts) -> Verdict:
     problems = []
     for name in services:
         unit = facts.unit(name)
-        if unit.active not in ("inactive", "failed"):
-            problems.append(f"{name} is {unit.active}")
-        if unit.file == "enabled":
-            problems.append(f"{name} starts at boot")
+        service = _gpu_services.service(name, unit.active, unit.file)
+        problems += [f"{name} is {word}" for word in service.words]
     problems += _nvidia_holders()
     return verdict(problems, f"{len(services)} services quiet")
 

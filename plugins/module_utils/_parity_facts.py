@@ -22,6 +22,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 OLD_BASELINE = "gpuaas-slice-host-net-baseline.service"
+RSHIM = "rshim.service"
 
 
 def kept(path: str) -> dict[str, Any]:
@@ -171,6 +172,7 @@ class Facts:
     def _units(self) -> dict[str, Unit]:
         names = [_boot_units.NETWORK.service, OLD_BASELINE]
         names += [_boot_units.FABRIC.service, _boot_units.BINDING.service]
+        names += [RSHIM] if self.network.get("tmfifo") else []
         names += self.profile.get("gpu_services", [])
         keys = "Id,LoadState,ActiveState,SubState,UnitFileState,Result"
         out = _command.run(["systemctl", "show", f"--property={keys}", "--", *names]).out

@@ -31,6 +31,7 @@ def _role(name: str, before: str = "", after: str = "") -> Remedy:
     return Remedy(f"{before}run playbook {_BOOTSTRAP} (role {name}){after}", _BOOTSTRAP, name)
 
 
+_RSHIM_OWNER = "; if it stays, see whether the card's BMC or another host owns rshim"
 _RESTORED = Remedy(f"run playbook {_RESTORE}", _RESTORE)
 
 CHECKS: tuple[Check[Facts], ...] = (
@@ -186,12 +187,17 @@ CHECKS: tuple[Check[Facts], ...] = (
     Check(
         "tmfifo",
         network.tmfifo,
-        _role("slice_network"),
+        _role("slice_network", after=_RSHIM_OWNER),
         baremetal=baremetal.tmfifo,
         restore=_RESTORED,
         soft=True,
     ),
-    Check("rshim_peer", network.rshim_peer, _role("slice_network"), soft=True),
+    Check(
+        "rshim_peer",
+        network.rshim_peer,
+        _role("slice_network", after=_RSHIM_OWNER),
+        soft=True,
+    ),
     Check(
         "libvirt",
         runtime.libvirt,

@@ -19,6 +19,10 @@ VFIO = "vfio-pci"
 
 _ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[01][0-9a-f]\.[0-7]")
 _BRIDGE_CLASS = "0604"
+LINKS = INFINIBAND, ETHERNET = "infiniband", "ethernet"
+# Classes of PCI, and ARPHRD_ETHER and ARPHRD_INFINIBAND as /sys/class/net/*/type shows them.
+_LINK_CLASSES = {"0200": ETHERNET, "0207": INFINIBAND}
+_LINK_TYPES = {"1": ETHERNET, "32": INFINIBAND}
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,28 @@ def interfaces(address: str) -> list[str]:
     """Network interfaces of the function. Names change between boots: look them up every time."""
     folder = _host.path(f"{DEVICES}/{_checked(address)}/net")
     return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+
+
+def link(address: str) -> str:
+    """What the function speaks: `infiniband`, `ethernet`, or "" where nothing says it.
+
+    A vendor has one id for both: what the kernel made of the function counts, before a driver has
+    taken it the class, which the card's firmware sets by what the port is configured for.
+    """
+    for name in interfaces(address):
+        kind = _LINK_TYPES.get(_host.read(f"/sys/class/net/{name}/type") or "")
+        if kind:
+            return kind
+    return _LINK_CLASSES.get(read(address).class_code[:4], "")
+
+
+def unlike_link(address: str, wanted: str) -> str:
+    """Why the function is none of a fabric whose link is `wanted`; "" when it may be one."""
+    has = link(address)
+    if has and has == wanted:
+        return ""
+    shown = f"{address} is {has}" if has else f"{address} shows no link"
+    return f"{shown}, the fabric is {wanted}" if wanted else f"{shown}; the profile names none"
 
 
 def answers(address: str) -> bool:

@@ -35,9 +35,10 @@ from ansible_collections.gpuaas.slice.plugins.module_utils._parity import (
     warned,
 )
 
-# Dell XE9680L: H200 SXM and the network function of a BlueField-3. A profile says otherwise.
+# Dell XE9680L: H200 SXM, and InfiniBand of a BlueField-3 or ConnectX-7. A profile says otherwise.
 GPU_IDS = ("10de:2335",)
-FABRIC_IDS = ("15b3:a2dc",)
+FABRIC_IDS = ("15b3:a2dc", "15b3:1021")
+FABRIC_LINK = _pci.INFINIBAND
 
 _FIRMWARE = "run playbook gpuaas.slice.firmware, approve its plan, power-cycle"
 # ACPI tables by which the firmware says that the machine has an IOMMU: Intel's and AMD's.
@@ -46,7 +47,7 @@ _IOMMU_TABLES = ("/sys/firmware/acpi/tables/DMAR", "/sys/firmware/acpi/tables/IV
 _BROKEN = ("identity_missing", "duplicate_identity", "by_id_missing", "device_unreadable")
 
 _GPU_KEYS = "address id numa_node iommu_group driver"
-_FABRIC_KEYS = "address id netdev rdma numa_node driver sriov_totalvfs sriov_numvfs"
+_FABRIC_KEYS = "address id link netdev rdma numa_node driver sriov_totalvfs sriov_numvfs"
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Asked:
     bios: Mapping[str, Any]
     gpu_ids: Sequence[str] = GPU_IDS
     fabric_ids: Sequence[str] = FABRIC_IDS
+    fabric_link: str = FABRIC_LINK
     expected_gpus: int = 0
     exclude_models: Sequence[str] = ()
     not_applicable: Sequence[str] = field(default_factory=tuple)
@@ -98,7 +100,13 @@ class Facts:
 
     @cached_property
     def fabric(self) -> list[dict[str, Any]]:
-        return _topology_pci.fabric(self.devices, self.asked.fabric_ids)
+        """What has one of the ids, also where it speaks another link than the fabric."""
+        asked = self.asked
+        return _topology_pci.fabric(self.devices, asked.fabric_ids, asked.fabric_link)
+
+    @property
+    def cards(self) -> list[dict[str, Any]]:
+        return [one for one in self.fabric if _topology_pci.is_of_fabric(one)]
 
     @cached_property
     def iommu_groups(self) -> int:
@@ -188,16 +196,19 @@ def gpus(facts: Facts) -> Verdict:
 
 
 def fabric(facts: Facts) -> Verdict:
-    names = ", ".join(one["address"] for one in facts.fabric)
-    return passed(names) if names else failed(f"no card ({', '.join(facts.asked.fabric_ids)})")
+    names = ", ".join(one["address"] for one in facts.cards)
+    if names:
+        return passed(names)
+    others = [_pci.unlike_link(one["address"], facts.asked.fabric_link) for one in facts.fabric]
+    return failed("; ".join([f"no card ({', '.join(facts.asked.fabric_ids)})", *others]))
 
 
 def sriov(facts: Facts) -> Verdict:
     """Virtual functions can be made. How many there are is bootstrap's concern."""
-    if not facts.fabric:
+    if not facts.cards:
         return failed("no fabric card that could offer virtual functions")
-    without = [one["address"] for one in facts.fabric if not one["sriov_totalvfs"]]
-    fine = ", ".join(f"{one['address']} offers {one['sriov_totalvfs']}" for one in facts.fabric)
+    without = [one["address"] for one in facts.cards if not one["sriov_totalvfs"]]
+    fine = ", ".join(f"{one['address']} offers {one['sriov_totalvfs']}" for one in facts.cards)
     return verdict([f"{address} offers no virtual function" for address in without], fine)
 
 

@@ -10,6 +10,7 @@ Exit codes: 0 no check failed, 1 a check failed or a change was refused, 2 wrong
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,11 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _apt,
     _apt_source,
     _bios,
     _change,
     _command,
     _host,
+    _packages,
+    _pci,
     _preflight,
     _racadm,
 )
@@ -42,14 +46,18 @@ settings, from the environment (a MAAS script's or a site wrapper's):
   GPUAAS_SLICE_RACADM_TIMEOUT      seconds for one answer of RACADM (120)
   GPUAAS_SLICE_GPU_IDS             vendor:device of GPUs, by commas (10de:2335)
   GPUAAS_SLICE_GPU_EXPECTED        how many there must be (any number)
-  GPUAAS_SLICE_FABRIC_IDS          vendor:device of fabric cards, by commas (15b3:a2dc)
+  GPUAAS_SLICE_FABRIC_IDS          vendor:device of fabric cards, by commas (15b3:a2dc,15b3:1021)
+  GPUAAS_SLICE_FABRIC_LINK         infiniband or ethernet: what of them is the fabric; needed with
+                                   FABRIC_IDS (infiniband)
   GPUAAS_SLICE_NVME_EXCLUDE        models of disks that are never a slot's, by commas
   GPUAAS_SLICE_NOT_APPLICABLE      checks that do not apply to this machine, by commas
-to install RACADM where it is missing; all four or none:
+to install RACADM where it is missing; the first four or none. Setting any of these, if only to
+nothing, sets aside all that this file has by itself from its hardware profile:
   GPUAAS_SLICE_RACADM_REPOSITORY   the signed repository
   GPUAAS_SLICE_RACADM_SUITE        its suite
   GPUAAS_SLICE_RACADM_KEY_URL      where its key is
   GPUAAS_SLICE_RACADM_FINGERPRINT  the key's whole fingerprint, known from elsewhere
+  GPUAAS_SLICE_RACADM_COMPONENTS   the suite's components, by commas (main)
   GPUAAS_SLICE_RACADM_PACKAGES     packages, by commas (srvadmin-idracadm8)
 """
 
@@ -67,7 +75,6 @@ _SIGNED_ONLY = (
     "APT::Update::Error-Mode=any",
 )
 _PACKAGE = re.compile(r"[a-z0-9][a-z0-9.+-]+")
-_INSTALL_S = 1800
 
 
 class WrongSetting(ValueError):
@@ -123,6 +130,7 @@ class _Settings:
             bios=self.bios,
             gpu_ids=self._list("GPUAAS_SLICE_GPU_IDS", _preflight.GPU_IDS),
             fabric_ids=self._list("GPUAAS_SLICE_FABRIC_IDS", _preflight.FABRIC_IDS),
+            fabric_link=self._link(),
             expected_gpus=int(self._number("GPUAAS_SLICE_GPU_EXPECTED", 0)),
             exclude_models=self._list("GPUAAS_SLICE_NVME_EXCLUDE", ()),
             not_applicable=not_applicable,
@@ -133,6 +141,16 @@ class _Settings:
         if value not in ("", "0", "1"):
             raise WrongSetting(f"{name}: expected 1 or 0, got {value!r}")
         return value == "1"
+
+    def _link(self) -> str:
+        # A vendor gives one id to both: with ids of its own a machine says which of them it means.
+        own = self._environment.get("GPUAAS_SLICE_FABRIC_IDS")
+        value = self._environment.get("GPUAAS_SLICE_FABRIC_LINK")
+        value = value or ("" if own else _preflight.FABRIC_LINK)
+        if value not in _pci.LINKS:
+            name = "GPUAAS_SLICE_FABRIC_LINK"
+            raise WrongSetting(f"{name}: expected {' or '.join(_pci.LINKS)}, got {value!r}")
+        return value
 
     def _number(self, name: str, default: float) -> float:
         value = self._environment.get(name) or str(default)
@@ -157,7 +175,8 @@ class _Settings:
             raise WrongSetting(f"RACADM is installed with all of its settings or none: {lacking}")
         if not any(given.values()):
             return {}
-        machine = {"components": ["main"], "architectures": ["amd64"]}
+        components = self._list("GPUAAS_SLICE_RACADM_COMPONENTS", ("main",))
+        machine = {"components": components, "architectures": ["amd64"]}
         return {"name": "dell-openmanage", **given, **machine}
 
 
@@ -182,14 +201,18 @@ def _install(settings: _Settings) -> int:
     subject = _change.Subject(
         _apt_source.observe, _apt_source.plan, _apt_source.apply, _apt_source.facts
     )
+    # Enrolment has a strict one, with which apt's own user could read neither source nor lists.
+    before = os.umask(0o022)
     try:
         outcome = _change.drive(subject, settings.install, check_mode=False)
         if outcome.failure is not None:
             raise outcome.failure
-        _apt("update", timeout=_INSTALL_S)
-        _apt("install", "--yes", "--no-install-recommends", *settings.packages, timeout=_INSTALL_S)
+        _apt.run("update", settings=_SIGNED_ONLY)
+        _packages.install(settings.packages, settings=_SIGNED_ONLY)
     except Refusal as refusal:
         return _refused("RACADM_INSTALL", refusal)
+    finally:
+        os.umask(before)
     _say(_preflight.line("RACADM_INSTALL", status="PASS", packages=settings.packages))
     return DONE
 
@@ -200,12 +223,6 @@ def _there(program: str) -> bool:
     except Refusal as refusal:
         return refusal.code != "command_missing"
     return True
-
-
-def _apt(*words: str, timeout: float) -> None:
-    options = [word for one in _SIGNED_ONLY for word in ("-o", one)]
-    quiet = ["env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "--quiet"]
-    _command.run([*quiet, *options, *words], timeout=timeout)
 
 
 def _apply(settings: _Settings) -> int:

@@ -18,6 +18,9 @@ _JOB_ID = re.compile(r"[JR]ID_[0-9]{6,20}")
 _BIOS_JOB = "BIOSConfiguration"
 # PowerCycle is what RACADM's job asks for; both cut the machine's software short.
 _RESETS = ("PowerCycle", "ForceRestart")
+# An iDRAC gives 50 jobs at a time and keeps some hundred. One that never ends its list is not read
+# for ever.
+_MOST_PAGES = 64
 
 
 @dataclass(frozen=True)
@@ -108,12 +111,34 @@ def schedule(client: _redfish.Client, firmware: Firmware) -> str:
 
 
 def queue(client: _redfish.Client, jobs_at: str) -> Iterator[_bios.Job]:
-    for member in map(_object, _list(client.get(f"{jobs_at}?$expand=*($levels=1)").get("Members"))):
+    """Every job, page by page: an open one on a page that nobody turned would look settled."""
+    for member in _collected(client, f"{jobs_at}?$expand=*($levels=1)"):
         # A BMC that does not expand gives links only.
         full = member if "JobState" in member else client.get(client.link({"job": member}, "job"))
         found = _job(full)
         if found is not None:
             yield found
+
+
+def _collected(client: _redfish.Client, first: str) -> Iterator[dict[str, Any]]:
+    """The members of a collection, of all its pages. Raises Refusal when some are not shown."""
+    at, pages, seen, said = first, {first}, 0, 0
+    while at:
+        page = client.get(at)
+        members = _list(page.get("Members"))
+        seen += len(members)
+        # Of the whole collection. What goes while it is read may push another out of sight.
+        count = page.get("Members@odata.count")
+        said = max(said, count) if isinstance(count, int) else said
+        yield from map(_object, members)
+        following = page.get("Members@odata.nextLink")
+        # A path: whatever host it names, this BMC is asked.
+        at = "" if following is None else client.path(following)
+        if at in pages or len(pages) > _MOST_PAGES:
+            raise _garbled(f"a list that ends within {_MOST_PAGES} pages", following)
+        pages.add(at)
+    if seen < said:
+        raise _garbled(f"all {said} entries of {first}", f"{seen} of them")
 
 
 def job(client: _redfish.Client, firmware: Firmware, job_id: str) -> _bios.Job:

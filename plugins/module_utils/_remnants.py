@@ -19,6 +19,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _boot_units,
     _disk,
     _fstab,
+    _gpu_services,
     _grub,
     _host,
     _lease,
@@ -39,6 +40,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils._parity_facts import 
 
 SLICE_MODE = "/etc/gpuaas/slice-mode.json"
 _DOMAIN = "gpuaas-slice-"
+# Where RACADM is from. Firmware is looked at on any machine, so this is no part of slice mode.
+RACADM_SOURCE = "/etc/apt/sources.list.d/dell-openmanage.sources"
 _MARKER = "# Written by the gpuaas.slice collection"
 # What systemd says of the load state of a unit that it does not know.
 _ABSENT = ("not-found", "")
@@ -85,6 +88,7 @@ def kept(facts: Facts) -> dict[str, Any]:
         "fstab_disabled": _fstab.disabled(),
         "images": sorted(file.name for file in images.glob("*.raw")) if images.is_dir() else [],
         "packages": sorted(_before.recalled("packages") or {}),
+        "apt_sources": [RACADM_SOURCE] if _host.path(RACADM_SOURCE).exists() else [],
     }
 
 
@@ -285,8 +289,11 @@ def _given_back(check: str, subject: str) -> Item:
     return _none(check, f"{subject} as before", found, "given back")
 
 
-def _gpu_services(_facts: Facts) -> Iterator[Item]:
+def _quiet(_facts: Facts) -> Iterator[Item]:
     yield _given_back("gpu_services_quiesced", "gpu-services")
+    # A mask without a record may be the site's; this file is ours alone.
+    bars = _host.path(_boot_files.UNITS).glob(f"*.d/{_gpu_services.BAR}")
+    yield _none("gpu_services_quiesced", "barred services", sorted(bar.parent.name for bar in bars))
 
 
 def _libvirt_service(_facts: Facts) -> Iterator[Item]:
@@ -334,7 +341,7 @@ MODE: dict[str, Look] = {
     "kernel_cmdline": _kernel,
     "vfio_modules": _modules,
     "boot_services": _files,
-    "gpu_services_quiesced": _gpu_services,
+    "gpu_services_quiesced": _quiet,
     "libvirt_service": _libvirt_service,
     "reboot_required": _reboot,
 }

@@ -48,4 +48,7 @@ def guarded(
     def facts(params: Params, state: State) -> dict[str, Any]:
         return subject.facts(params, state.found)
 
-    return replace(subject, observe=observe, plan=plan, facts=facts)
+    def forecast(params: Params, state: State) -> State:
+        return replace(state, found=subject.forecast(params, state.found))
+
+    return replace(subject, observe=observe, plan=plan, facts=facts, forecast=forecast)

@@ -228,7 +228,7 @@ def unmount_home(name: str) -> None:
     """Everything below the home, the last one mounted first."""
     home = home_of(name)
     for mount in reversed([m for m in _usage.mounts() if m.point.startswith(f"{home}/")]):
-        _command.run(["umount", "--", mount.point])
+        _command.run(["umount", "--", mount.place])
 
 
 def _unlink(name: str, at: int, folder: bool) -> None:

@@ -39,7 +39,9 @@ def discover(profile: Mapping[str, Any]) -> dict[str, Any]:
         "host": _topology_host.resources(profile),
         "gpu": _topology_pci.gpus(devices, profile["gpu"]["ids"]),
         "nvme": _topology_disks.disks(profile["nvme"].get("exclude_models", [])),
-        "fabric": _topology_pci.fabric(devices, profile["fabric"]["pf_ids"]),
+        "fabric": _topology_pci.fabric(
+            devices, profile["fabric"]["pf_ids"], str(profile["fabric"].get("link") or "")
+        ),
         "slice_network": _topology_network.observe(profile),
         "bootstrap": _topology_host.observe(kernel),
     }
@@ -73,7 +75,7 @@ def summary(document: Mapping[str, Any], expected_gpus: int) -> dict[str, Any]:
     return {
         "blockers": sorted(codes),
         "gpu_devices": len(gpus),
-        "fabric_devices": len(document["fabric"]),
+        "fabric_devices": sum(map(_topology_pci.is_of_fabric, document["fabric"])),
         "nvme_devices": len(document["nvme"]),
         "mounted_nvme_devices": sum(bool(disk["mounts"]) for disk in document["nvme"]),
         "candidate_slots": len(free),

@@ -16,6 +16,8 @@ Blocker = dict[str, str]
 
 # A disk with one of these can never be a slot's disk, whatever is done to it.
 _NEVER = {"os_disk", "excluded_model", "identity_missing", "by_id_missing", "duplicate_identity"}
+# Nor a function with this one a slot's function: its card is none of the profile's fabric.
+WRONG_LINK = "wrong_link"
 
 
 def blocker(code: str, detail: str) -> Blocker:
@@ -35,7 +37,8 @@ def candidates(
     """
     gpus = sorted(gpus, key=lambda gpu: str(gpu["address"]))
     usable = [disk for disk in disks if not _NEVER & {b["code"] for b in disk["blockers"]}]
-    functions = [vf for pf in fabric for vf in pf["vfs"]]
+    every = [vf for pf in fabric for vf in pf["vfs"]]
+    functions = [vf for vf in every if WRONG_LINK not in {b["code"] for b in vf["blockers"]}]
     disk_of = _pair(gpus, sorted(usable, key=lambda disk: str(disk["identity"])))
     vf_of = _pair(gpus, sorted(functions, key=lambda vf: str(vf["address"])))
     suggested = suggestions(len(gpus), network, machine_id)

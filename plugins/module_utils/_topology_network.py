@@ -92,11 +92,15 @@ def dnsmasq_pid() -> int:
     return int(pid) if alive else 0
 
 
-def routes(interface: str = "") -> list[str]:
-    """Destinations of the main IPv4 routing table, as networks; of one interface if it is named."""
-    rows = [row.split() for row in (_host.read("/proc/net/route") or "").splitlines()[1:]]
-    wanted = [row for row in rows if len(row) > 7 and interface in ("", row[0])]
-    return [_network(row) for row in wanted]
+def ways(destination: str) -> list[tuple[str, ...]]:
+    """By which interfaces each IPv4 route to just this network leads: several if it is multipath.
+
+    Not from /proc/net/route, which shows the first hop of a multipath route alone.
+    """
+    shown = _command.run(["ip", "-j", "-4", "route", "show", "table", "main"]).out
+    rows = [row for row in json.loads(shown or "[]") if _network(row["dst"]) == destination]
+    hops = [row.get("nexthops", [row]) for row in rows]
+    return [by for found in hops if (by := tuple(hop["dev"] for hop in found if "dev" in hop))]
 
 
 def gateway() -> str:
@@ -116,6 +120,7 @@ def observe(profile: Mapping[str, Any]) -> dict[str, Any]:
     found = interfaces()
     bridge = found.get(network["bridge"])
     rules = _rules_if_any()
+    led = ways(route) if route else []
     state: dict[str, Any] = {
         "bridge": {
             "name": network["bridge"],
@@ -132,7 +137,7 @@ def observe(profile: Mapping[str, Any]) -> dict[str, Any]:
         "fabric_route": {
             # A site that forgot to name it must not look like hardware without a fabric.
             "required": "fabric_route" not in profile.get("not_applicable", ()),
-            "present": bool(route) and route in routes(interface),
+            "present": any(not interface or {*way} == {interface} for way in led),
             "route": route,
         },
         "tmfifo": {
@@ -174,8 +179,9 @@ def _rules_if_any() -> Sequence[str]:
         return []
 
 
-def _network(words: Sequence[str]) -> str:
-    return str(ipaddress.ip_network(f"{_dotted(words[1])}/{_dotted(words[7])}", strict=False))
+def _network(shown: str) -> str:
+    """As iproute2 shows it, which leaves out the prefix length of one address."""
+    return str(ipaddress.ip_network("0.0.0.0/0" if shown == "default" else shown))
 
 
 def _dotted(little_endian: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import _host, _pci
 from ansible_collections.gpuaas.slice.plugins.module_utils._topology_candidates import (
+    WRONG_LINK,
     Blocker,
     blocker,
 )
@@ -21,10 +22,24 @@ def gpus(devices: Sequence[_pci.Device], ids: Sequence[str]) -> list[dict[str, A
     return [_gpu(device, devices, found) for device in found]
 
 
-def fabric(devices: Sequence[_pci.Device], ids: Sequence[str]) -> list[dict[str, Any]]:
-    """The physical functions that the profile names, each with its virtual functions."""
+def fabric(devices: Sequence[_pci.Device], ids: Sequence[str], link: str) -> list[dict[str, Any]]:
+    """The physical functions whose ids the profile names, each with its virtual functions.
+
+    One that does not speak the fabric's link is shown with the blocker `wrong_link`, as are its
+    virtual functions: a vendor gives the same id to InfiniBand and to Ethernet ports.
+    """
     rdma = _rdma_names()
-    return [_physical(device, devices, rdma) for device in devices if device.id in ids]
+    found = [_physical(device, devices, rdma) for device in devices if device.id in ids]
+    for card in found:
+        why = _pci.unlike_link(card["address"], link)
+        for one in [card, *card["vfs"]] if why else []:
+            one["blockers"].append(blocker(WRONG_LINK, why))
+    return found
+
+
+def is_of_fabric(card: Mapping[str, Any]) -> bool:
+    """Whether a card of `fabric` has the fabric's link."""
+    return all(found["code"] != WRONG_LINK for found in card["blockers"])
 
 
 def path(address: str) -> list[str]:
@@ -91,6 +106,7 @@ def _physical(
         blockers.append(blocker("vfs_missing", f"{device.address} has no virtual function yet"))
     return {
         **_common(device),
+        "link": _pci.link(device.address),
         "netdev": next(iter(_pci.interfaces(device.address)), ""),
         "rdma": rdma.get(device.address, []),
         "iommu_group": _group(device),

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import _content, _disk, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 partitions = _content.partitions
 extents = _content.extents
@@ -36,18 +37,22 @@ _OWN_STATE = (
     *(_host.STATE_DIRECTORY, "/etc/gpuaas", "/var/log/gpuaas"),
     *("/etc/libvirt", "/var/lib/libvirt"),
 )
+_MOUNTS = "/proc/self/mountinfo"
 # udev opens a disk for a moment after every writer closed it.
 _PASSING = ("systemd-udevd", "(udev-worker)", "udevd")
 
 
 @dataclass(frozen=True)
 class Mount:
+    """point, source, root: as they may be shown. place: the point to the byte, for `umount`."""
+
     point: str
     devt: str
     source: str
     type: str
-    root: str = "/"
-    options: str = ""
+    root: str
+    options: str
+    place: str
 
 
 @dataclass(frozen=True)
@@ -202,19 +207,37 @@ def carries(disk: _disk.Disk, points: Collection[str]) -> list[str]:
 
 
 def mounts() -> list[Mount]:
-    """The host's mounts; the last one mounted last.
+    """The host's mounts; the last one mounted last. Without the table nothing would look mounted.
 
     A row of another form is passed over: whoever may mount could otherwise keep every disk of the
     host from being looked at. What it hides is still claimed in the kernel.
     """
-    found = []
-    for line in _rows("/proc/self/mountinfo"):
+    rows, found = _rows(_MOUNTS), []
+    if rows is None:
+        raise Refusal(
+            "file_unreadable",
+            expected=f"the kernel's table of mounts in {_MOUNTS}",
+            found=f"{_MOUNTS}: No such file or directory",
+            remedy="mount /proc on the host, then run again; nothing was changed",
+        )
+    for line in rows:
         fields, _sep, rest = line.partition(" - ")
         first, last = fields.split(" "), rest.split(" ")
         if len(first) < 6 or len(last) < 2:
             continue
         (devt, root, point, options), (kind, source) = first[2:6], last[:2]
-        found.append(Mount(unescape(point), devt, unescape(source), kind, unescape(root), options))
+        place, origin, inside = (unescape(name) for name in (point, source, root))
+        found.append(
+            Mount(
+                point=_host.shown(place),
+                devt=devt,
+                source=_host.shown(origin),
+                type=kind,
+                root=_host.shown(inside),
+                options=_host.shown(options),
+                place=place,
+            )
+        )
     return found
 
 
@@ -365,18 +388,31 @@ def _on(path: str, points: Collection[str]) -> bool:
     return path.startswith(tuple(f"{point}/" for point in points))
 
 
+def swap_place(path: str) -> str:
+    """The path of what is swapped to, as it may be shown, to the byte: for `swapoff`."""
+    return next((place for place in _swap_places() if _host.shown(place) == path), path)
+
+
 def _swaps() -> list[str]:
-    paths = [unescape(re.split("[ \t]", line)[0]) for line in _rows("/proc/swaps")[1:]]
-    return [node_name(path) or path for path in paths]
+    return [node_name(place) or _host.shown(place) for place in _swap_places()]
 
 
-def _rows(absolute: str) -> list[str]:
+def _swap_places() -> list[str]:
+    # A kernel without swap has no such table.
+    rows = _rows("/proc/swaps") or []
+    return [unescape(re.split("[ \t]", line)[0]) for line in rows[1:]]
+
+
+def _rows(absolute: str) -> list[str] | None:
     """Rows of a table of the kernel's, which escapes newlines in names and no other line ends.
 
-    One that cannot be read is a Refusal: nothing would look mounted.
+    Every byte is kept. None only where there is no such table; one that cannot be read is a
+    Refusal.
     """
-    text = (_host.content(absolute) or b"").decode(errors="replace")
-    return [row for row in text.split("\n") if row]
+    table = _host.content(absolute)
+    if table is None:
+        return None
+    return [row for row in table.decode(errors="surrogateescape").split("\n") if row]
 
 
 def _number(name: str) -> str:

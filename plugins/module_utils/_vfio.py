@@ -179,8 +179,9 @@ def boot(settings_path: str) -> int:
     """At boot: bind what was recorded. A host taken out of slice mode keeps its devices."""
     if not _boot.slice_mode():
         return 0
-    # Virtual functions and cards behind late buses may still be on their way.
-    return _boot.boot(LIVE, settings_path, wait_for=("device_missing",))
+    # Virtual functions and cards behind late buses may still be on their way, and who watches GPUs
+    # comes and goes; who stays is named in the end.
+    return _boot.boot(LIVE, settings_path, wait_for=("device_missing", "device_busy"))
 
 
 def _refusal(address: str, params: Params, state: State, bind: set[str]) -> Refusal | None:

@@ -88,6 +88,7 @@ def look(params: Mapping[str, Any]) -> dict[str, Any]:
         },
         gpu_ids=profile["gpu"]["ids"],
         fabric_ids=profile["fabric"]["pf_ids"],
+        fabric_link=profile["fabric"].get("link") or "",
         expected_gpus=int(profile["gpu"].get("expected") or 0),
         exclude_models=profile["nvme"].get("exclude_models", []),
         not_applicable=profile.get("not_applicable", []),

@@ -10,11 +10,14 @@ short_description: Quiesce the services that hold a host's GPUs, or restore them
 version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
-  - Stops and disables each service that runs or would start at boot.
-  - A service that does not exist is quiet already.
+  - Stops, disables and masks each service. Disabling alone does not keep off one that a udev rule
+    or another unit wants, as Ubuntu's driver wants C(nvidia-persistenced.service).
+  - A service that does not exist, or is masked and does not run, is quiet already. One whose unit
+    file the site has in C(/etc/systemd/system), where a mask would be, is stopped and barred by the
+    drop-in C(90-gpuaas-slice.conf), whose condition is never true.
   - The first run, also where all are quiet, writes what each service was to
     C(/var/lib/gpuaas/before/gpu-services.json). With O(state=restored) exactly that comes back and
-    the record goes; a service that was quiet before stays quiet.
+    the record goes; a service that was quiet before stays quiet, one that was masked stays masked.
   - Refuses with C(machine_leased) while a tenant has the whole machine; with
     C(service_not_restored), C(before_unreadable).
 options:

@@ -11,13 +11,25 @@ version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
   - Asks dpkg once. When nothing is missing, apt is not called and no mirror is needed.
-  - Refuses with C(package_invalid); a failing apt is C(command_failed) with its own words.
+  - Others may have apt's locks, as a machine's own upgrade has at its first boot. They are waited
+    for, ten minutes at most.
+  - Refuses with C(package_invalid) and C(apt_locked); a failing apt is C(command_failed) with its
+    own words.
 options:
   packages:
-    description: Names of packages.
+    description: Names of packages that the host must have.
     type: list
     elements: str
     required: true
+  optional:
+    description:
+      - Names of packages that are installed where the host's apt has them. Without one the host is
+        as good; it is named in RV(unavailable).
+      - What apt has is taken from the package lists of the host, which are read anew when anything
+        is installed. In check mode they are what they are.
+    type: list
+    elements: str
+    default: []
 extends_documentation_fragment: [gpuaas.slice.change]
 """
 
@@ -25,6 +37,7 @@ EXAMPLES = r"""
 - name: Install what a slice VM runs on
   gpuaas.slice.host_packages:
     packages: [libvirt-daemon-system, openvswitch-switch, ovmf]
+    optional: [rshim]
 """
 
 RETURN = r"""
@@ -34,6 +47,12 @@ installed:
   type: list
   elements: str
   sample: [ovmf]
+unavailable:
+  description: Optional packages that are not installed and that the host's apt does not have.
+  returned: always
+  type: list
+  elements: str
+  sample: [rshim]
 """
 
 from ansible.module_utils.basic import AnsibleModule
@@ -44,6 +63,7 @@ def main() -> None:
     module = AnsibleModule(
         argument_spec={
             "packages": {"type": "list", "elements": "str", "required": True},
+            "optional": {"type": "list", "elements": "str", "default": []},
         },
         supports_check_mode=True,
     )

@@ -86,8 +86,8 @@ running:
   type: list
   elements: str
 reboot_required:
-  description: Whether something configured holds only after a reboot. In check mode, whether it
-    would.
+  description: Whether something configured holds only after a reboot, also after a failure. In
+    check mode, whether it would.
   returned: always
   type: bool
 reboot_reasons:
@@ -113,7 +113,7 @@ from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _grub, _tenancy
 
 SUBJECT = _tenancy.guarded(
-    _change.Subject(_grub.observe, _grub.plan, _grub.apply, _grub.facts),
+    _grub.SUBJECT,
     lambda params, plan: bool(plan.steps) or params["state"] == "present",
 )
 

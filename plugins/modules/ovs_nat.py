@@ -17,10 +17,13 @@ description:
   - Migrates the older service C(gpuaas-slice-host-net-baseline) away and removes stale
     C(/etc/dnsmasq.d/gpuaas-gpuaas-slice-*.conf).
   - Before the first change it remembers in C(/var/lib/gpuaas/before/network.json) whether the host
-    forwarded and which of the services ran. With O(state=absent) everything of ours goes and the
-    rest becomes that again; services that did not run before are stopped.
-  - Refuses with C(network_invalid), C(bridge_name_taken), C(tmfifo_missing) and, on the way back,
-    with C(network_in_use). A configuration that dnsmasq does not accept is never installed.
+    forwarded and which of the services ran and were enabled. With O(state=absent) everything of
+    ours goes and the rest becomes that again; services that did not run before are stopped.
+  - The card's management link is optional and comes last. C(rshim.service) is started and enabled
+    for it; whatever keeps the link away is a warning (C(tmfifo_missing)) and stops nothing else,
+    neither here nor at boot, where it is waited for when all else is there.
+  - Refuses with C(network_invalid), C(bridge_name_taken) and, on the way back, with
+    C(network_in_use). A configuration that dnsmasq does not accept is never installed.
 options:
   bridge:
     description: Name of the bridge.
@@ -61,7 +64,9 @@ EXAMPLES = r"""
 
 RETURN = r"""
 network:
-  description: What slices are connected to.
+  description:
+    - What slices are connected to. C(tmfifo) is the addresses of the card's management link, or
+      C(missing), C(no address) or C(not asked for).
   returned: always
   type: dict
   sample:
@@ -71,6 +76,7 @@ network:
     forwarding: true
     uplink: eno1
     dnsmasq: true
+    tmfifo: 192.168.100.1/30
 """
 
 from ansible.module_utils.basic import AnsibleModule

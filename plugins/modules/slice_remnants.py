@@ -14,7 +14,7 @@ description:
     that are fine. What cannot be looked at is not fine.
   - M(gpuaas.slice.slice_parity) with the intent V(baremetal) judges by the same list.
   - What stays on purpose (the ledger with its fences, entries of fstab that the storage transition
-    disabled, cached images, installed packages) is returned as RV(kept).
+    disabled, cached images, installed packages, the source of RACADM) is returned as RV(kept).
   - A mark for a wipe that no allocation holds and whose disk is not on the host is not left either,
     once all namespaces say who they are; the disk is named in RV(kept), and is left if it returns.
 options:
@@ -77,7 +77,13 @@ kept:
   description: What stays on purpose.
   returned: always
   type: dict
-  sample: {ledger: [slot-0], disks_gone: [], fstab_disabled: [], images: [], packages: [dnsmasq]}
+  sample:
+    ledger: [slot-0]
+    disks_gone: []
+    fstab_disabled: []
+    images: []
+    packages: [dnsmasq]
+    apt_sources: []
 identity:
   description: Boot id, machine id and public host key.
   returned: always

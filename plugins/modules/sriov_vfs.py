@@ -11,19 +11,24 @@ version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
   - Makes the same number of SR-IOV virtual functions on each selected card and gives each a MAC (or
-    GUID on InfiniBand) that is derived from the card's own address, before anything is bound.
+    GUID on InfiniBand) that is derived from the card's own address, before anything is bound. In
+    a bond that is the address which the card had before it.
+  - Has the port of each function follow the card's (C(link_state=auto)); on InfiniBand it is down
+    until somebody says so.
   - Switches off automatic probing, so that no driver of the host takes a virtual function.
   - C(gpuaas-slice-fabric.service) does the same at boot.
   - A site may have virtual functions of its own. How many a card had, and whether drivers were
     probed, is remembered in C(/var/lib/gpuaas/before/fabric.json) by the first run, which is a
     change also where nothing else is to do. With O(count=0) each card gets exactly that back.
-  - A card that is served already and of which nothing is remembered (RV(unremembered); earlier
-    versions kept no record) gets no virtual functions back; its step in C(plan) then says
-    C(remembered=false). A card that was never changed is left alone.
-  - The site's own identities of virtual functions are not remembered; its functions are made anew.
-  - Refuses with C(device_missing), C(interface_missing), C(too_many_functions), C(vf_in_use),
-    C(vfs_not_restored), C(before_unreadable).
-  - InfiniBand GUIDs have not yet been set on hardware by this module.
+  - A card that is served already and that is not in RV(before), since earlier versions kept no
+    record, gets no virtual functions back; its step in C(plan) then says C(remembered=false). A
+    card that was never changed is left alone.
+  - The site's own functions are made anew. On InfiniBand their GUIDs and link states are remembered
+    too and told to them again; one of which a record of an earlier version says nothing gets no
+    GUID and a port that is down. On Ethernet only link states other than C(auto) are remembered.
+  - Refuses with C(link_missing), C(wrong_link), C(device_missing), C(interface_missing),
+    C(too_many_functions), C(vf_in_use), C(vfs_not_restored), C(before_unreadable).
+  - InfiniBand GUIDs and link states have not yet been set on hardware by this module.
 options:
   pfs:
     description: PCI addresses of physical functions.
@@ -31,10 +36,21 @@ options:
     elements: str
     default: []
   pf_ids:
-    description: C(vendor:device) ids; every physical function with one of them is selected.
+    description:
+      - C(vendor:device) ids; every physical function with one of them and with O(link) is selected.
+        On the way back O(link) does not matter.
     type: list
     elements: str
     default: []
+  link:
+    description:
+      - What the fabric speaks. A vendor gives one id to InfiniBand and to Ethernet ports, so
+        O(pf_ids) without it is refused with C(link_missing), and a card of O(pfs) with another
+        with C(wrong_link).
+      - A card's link is that of its network interface, and without one that of its PCI class.
+    type: str
+    choices: ["", infiniband, ethernet]
+    default: ""
   count:
     description: Virtual functions per card. With 0 the cards go back to what they were.
     type: int
@@ -50,6 +66,7 @@ EXAMPLES = r"""
 - name: Four virtual functions on every fabric card of the profile
   gpuaas.slice.sriov_vfs:
     pf_ids: ["15b3:a2dc"]
+    link: infiniband
     count: 4
 """
 
@@ -60,22 +77,20 @@ vfs:
   type: list
   elements: dict
   sample:
-    - {pf: "0000:25:00.0", index: 0, address: "0000:25:10.0", identity: "02:1d:77:0e:5b:90"}
+    - pf: "0000:25:00.0"
+      index: 0
+      address: "0000:25:10.0"
+      identity: "02:1d:77:0e:5b:90"
+      link_state: auto
 before:
   description: What is remembered of each card from before its first change.
   returned: always
   type: dict
   sample: {"0000:25:00.0": {count: 2, autoprobe: true}}
-unremembered:
-  description: Cards that are served and of which nothing is remembered.
-  returned: always
-  type: list
-  elements: str
-  sample: []
 """
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _fabric
+from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _fabric, _pci
 
 
 def main() -> None:
@@ -84,6 +99,7 @@ def main() -> None:
         argument_spec={
             "pfs": strings,
             "pf_ids": strings,
+            "link": {"type": "str", "choices": ["", *_pci.LINKS], "default": ""},
             "count": {"type": "int", "required": True},
             "macs": {"type": "dict", "default": {}},
         },

@@ -202,7 +202,7 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
         case "unmount":
             _unmount(step)
         case "swap_off":
-            _command.run(["swapoff", "--", step.subject], timeout=600)
+            _command.run(["swapoff", "--", _usage.swap_place(step.subject)], timeout=600)
         case "stop_device":
             _stop(step.subject.rpartition("/")[2])
         case "remove_fstab":

@@ -16,7 +16,7 @@ description:
     or have no driver.
   - Records the devices with their ids in C(/etc/gpuaas/vfio-binding.json).
     C(gpuaas-slice-vfio.service) binds them again at boot, before libvirt, and refuses an address
-    that then holds another device.
+    that then holds another device. For 90 seconds it waits for a device that is missing or in use.
   - Acts only on a host in slice mode (C(/etc/gpuaas/slice-mode.json)).
   - Refuses with C(machine_leased) while a tenant has the whole machine, with C(not_slice_mode),
     C(device_missing), C(wrong_class), C(group_not_viable) and C(device_busy); nothing is forced.

@@ -34,6 +34,8 @@ REMEDIES = {
     " discover again, or withdraw the slot that has its other device",
     "iommu_group_missing": "run the bootstrap (kernel arguments, reboot), then discover again",
     "boot_vga": "choose another GPU: this one drives the host's console",
+    "wrong_link": "choose a function of a card with the fabric's link, or correct fabric.link of"
+    " the hardware profile, then discover again",
 }
 # Several may hold at once; the one that explains the others is named: that is the order above.
 GRAVITY = tuple(REMEDIES)

@@ -197,9 +197,10 @@ names = {name: value for name, value in told["environment"].items()
 with open(sys.argv[2], "w") as script:
     script.write(told["script"])
 with open(sys.argv[3], "w") as output:
-    # Reads only, whatever the answer says. RACADM is slow, but never as slow as the limit.
+    # Changes no firmware, whatever the answer says. RACADM may have to be installed, beside the
+    # first upgrade of the machine itself: that takes minutes, but never as many as the limit.
     subprocess.run(["sh", sys.argv[2]], env={**os.environ, **names, "GPUAAS_SLICE_APPLY_BIOS": "0"},
-                   stdin=subprocess.DEVNULL, stdout=output, stderr=output, timeout=300)
+                   stdin=subprocess.DEVNULL, stdout=output, stderr=output, timeout=1800)
 ' "$work/answer" "$work/preflight" "$work/firmware" 2> "$work/trouble" || {
     [ $? -eq 3 ] || say "firmware preflight did not end: $(tail -n 1 "$work/trouble" | tr -cd '[:print:]' | cut -c1-200)"
     return 0

@@ -1,5 +1,7 @@
 """What a host runs once at its first boot: the firmware preflight, told what its profile asks.
 
+Where the profile names RACADM's repository it is installed, since the settings are read through it.
+
 The script is the generated one of MAAS commissioning, so there is no second implementation. It goes
 out with the answer to an enrolment: only a machine whose token was good gets it, and the userdata
 stays small enough for every way in which MAAS takes it.
@@ -16,19 +18,38 @@ SCRIPT = PROJECT / "scripts/maas/commissioning/50-gpuaas-slice-firmware-prefligh
 
 
 def document(profile: Mapping[str, Any]) -> dict[str, Any]:
-    """script: its text. environment: the profile as the script's settings; it reads only."""
+    """script: its text. environment: the profile as the script's settings; the firmware is
+    only read."""
     return {"script": SCRIPT.read_text(encoding="utf-8"), "environment": environment(profile)}
 
 
 def environment(profile: Mapping[str, Any]) -> dict[str, str]:
-    """Settings of the script for a hardware profile; one that says nothing is left out."""
+    """Settings of the script for a hardware profile; one that says nothing is left out.
+
+    Those of RACADM are always there, if need be empty: the script has some by itself, of another
+    profile perhaps.
+    """
     gpu = profile["gpu"]
     found = {
         "GPUAAS_SLICE_APPLY_BIOS": "0",
         "GPUAAS_SLICE_GPU_IDS": ",".join(gpu["ids"]),
         "GPUAAS_SLICE_GPU_EXPECTED": str(gpu.get("expected") or ""),
         "GPUAAS_SLICE_FABRIC_IDS": ",".join(profile["fabric"]["pf_ids"]),
+        "GPUAAS_SLICE_FABRIC_LINK": profile["fabric"].get("link") or "",
         "GPUAAS_SLICE_NVME_EXCLUDE": ",".join(profile["nvme"].get("exclude_models") or []),
         "GPUAAS_SLICE_NOT_APPLICABLE": ",".join(profile.get("not_applicable") or []),
     }
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in found.items() if value} | racadm(profile)
+
+
+def racadm(profile: Mapping[str, Any]) -> dict[str, str]:
+    """Where the script has RACADM from, as the profile says; all empty where it says nothing."""
+    told = profile.get("racadm") or {}
+    return {
+        "GPUAAS_SLICE_RACADM_REPOSITORY": told.get("repository", ""),
+        "GPUAAS_SLICE_RACADM_SUITE": told.get("suite", ""),
+        "GPUAAS_SLICE_RACADM_COMPONENTS": ",".join(told.get("components") or []),
+        "GPUAAS_SLICE_RACADM_KEY_URL": told.get("key_url", ""),
+        "GPUAAS_SLICE_RACADM_FINGERPRINT": told.get("fingerprint", ""),
+        "GPUAAS_SLICE_RACADM_PACKAGES": ",".join(told.get("packages") or []),
+    }

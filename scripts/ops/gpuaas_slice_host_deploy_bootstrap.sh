@@ -10,7 +10,78 @@ for python in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do
     exec "$python" -B -I /dev/fd/3 "$@" 3<<'GPUAAS_STANDALONE_END'
 SOURCES = {}
 
-# sha256 3e432433090be4d94108aab0ac5a12cbf2b8596985f6511e1698dedb9cdb206e
+# sha256 21009ef44a86a0cf25f52cb17bb8cb737ec9cc7d736e1ac8e91cd72b7edf2635
+SOURCES["_apt"] = r'''"""The one way to call apt. Others call it too: a machine's own upgrade does at its first boot."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from ansible_collections.gpuaas.slice.plugins.module_utils import _command
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+
+# How long others may have a lock. A first boot's own upgrade takes minutes; less, and a bootstrap
+# beside it fails.
+LOCK_S = 600
+# Some hundred megabytes from a slow mirror; much longer means that the mirror is gone.
+_WORK_S = 1800
+_PAUSE_S = 2.0
+# Exit code 100 means anything, so its words count; _command fixes their language.
+_HELD = ("Could not get lock", "Unable to acquire the dpkg frontend lock")
+
+# Without the cache that apt-cache writes: nothing is left behind by a look.
+_LOOK = ("Dir::Cache::pkgcache=", "Dir::Cache::srcpkgcache=")
+
+
+def run(*words: str, settings: Sequence[str] = (), wait: float = LOCK_S) -> None:
+    """`apt-get` with `words`; settings: apt's own, as `NAME=VALUE`.
+
+    apt waits for dpkg's lock by itself and fails at once for the others, of its lists and of its
+    cache: those are waited for here. Raises Refusal `apt_locked` after `wait` seconds.
+    """
+    until = time.monotonic() + wait
+    while True:
+        left = max(0, round(until - time.monotonic()))
+        argv = ["env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "--quiet"]
+        argv += _given([f"DPkg::Lock::Timeout={left}", *settings])
+        try:
+            _command.run([*argv, *words], timeout=_WORK_S + left)
+        except Refusal as refusal:
+            if refusal.code != "command_failed" or not any(has in refusal.found for has in _HELD):
+                raise
+            if time.monotonic() + _PAUSE_S > until:
+                raise Refusal(
+                    "apt_locked",
+                    expected=f"apt's locks to be free within {wait:g} s",
+                    found=refusal.found,
+                    remedy="let the program that holds the lock end, then run again",
+                ) from refusal
+            time.sleep(_PAUSE_S)
+        else:
+            return
+
+
+def offered(names: Sequence[str]) -> frozenset[str]:
+    """Those of `names` that apt could install, by the package lists that this host has now."""
+    if not names:
+        return frozenset()
+    # 100: sources that apt cannot read offer nothing.
+    out = _command.run(["apt-cache", *_given(_LOOK), "policy", "--", *names], ok=(0, 100)).out
+    found, name = set(), ""
+    for row in out.splitlines():
+        if not row.startswith(" "):
+            name = row.removesuffix(":")
+        elif row.startswith("  Candidate: ") and not row.endswith(" (none)"):
+            found.add(name)
+    return frozenset(found)
+
+
+def _given(settings: Sequence[str]) -> list[str]:
+    return [word for one in settings for word in ("-o", one)]
+'''
+
+# sha256 df8b42837be69febac05bb781e06ded3eb8c07bdffac77aff9d4805d1c1ed26a
 SOURCES["_baseline"] = r'''"""What the network baseline keeps on disk: dnsmasq's configuration, forwarding, the boot service.
 
 The live part is _bridge; together they are the module ovs_nat. The way back is _baseline_removal.
@@ -47,6 +118,7 @@ SWITCH, DHCP, RSHIM = "openvswitch-switch.service", "dnsmasq.service", "rshim.se
 
 _OLD_SERVICE = "gpuaas-slice-host-net-baseline"
 _UNITS = "/etc/systemd/system"
+_UNIT_FOLDERS = (_UNITS, "/usr/lib/systemd/system", "/lib/systemd/system")
 _OLD_FILES = (
     f"{_UNITS}/{_OLD_SERVICE}.service",
     f"{_UNITS}/{_OLD_SERVICE}.service.d",
@@ -81,6 +153,7 @@ class State:
     dnsmasq_changed: int
     switch: _boot.Service
     rshim: _boot.Service
+    rshim_installed: bool
     before: Mapping[str, Any] | None = None
 
     @property
@@ -109,6 +182,7 @@ def observe(params: Params) -> State:
         dnsmasq_changed=int(folder.stat().st_mtime) if folder.is_dir() else 0,
         switch=services[SWITCH],
         rshim=services[RSHIM],
+        rshim_installed=any(_host.path(f"{folder}/{RSHIM}").exists() for folder in _UNIT_FOLDERS),
         before=_before.recalled(RECORD),
     )
 
@@ -116,10 +190,8 @@ def observe(params: Params) -> State:
 def plan(params: Params, state: State) -> _change.Plan:
     live = _bridge.plan(params, state.live)
     blockers = [*_unsafe(params), *live.blockers]
-    start_rshim = params["tmfifo"] and not state.rshim.active
-    if start_rshim:
-        # The interface comes with the service.
-        blockers = [blocker for blocker in blockers if blocker.code != "tmfifo_missing"]
+    runs = state.rshim.active and state.rshim.enabled
+    start_rshim = params["tmfifo"] and state.rshim_installed and not runs
     steps = []
     if state.before is None and not state.ours:
         steps += _before.remembering(RECORD, None, _was(state))
@@ -134,11 +206,17 @@ def plan(params: Params, state: State) -> _change.Plan:
     ]
     if not (state.switch.active and state.switch.enabled):
         steps.append(_change.Step("start_switch", SWITCH, "inactive", "active at every boot"))
-    if start_rshim:
-        steps.append(_change.Step("start_rshim", RSHIM, "inactive", "active"))
-    steps += [*live.steps, *_boot.plan(unit(params), state.installed)]
+    steps += [step for step in live.steps if not step.soft]
+    steps += _boot.plan(unit(params), state.installed)
     steps += _dnsmasq_steps(state, {step.name for step in steps})
-    return _change.Plan(tuple(steps), tuple(blockers))
+    soft, doubts = [step for step in live.steps if step.soft], live.doubts
+    if start_rshim:
+        before = "active until the next boot" if state.rshim.active else "inactive"
+        after = "active at every boot"
+        start = _change.Step("start_rshim", RSHIM, before, after, soft=True)
+        # The interface comes with the service.
+        soft, doubts = [start, *_bridge.link_steps(state.live)], ()
+    return _change.Plan((*steps, *soft), tuple(blockers), doubts)
 
 
 def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
@@ -166,6 +244,7 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
 
 
 def facts(params: Params, state: State) -> dict[str, Any]:
+    asked = params["tmfifo"]
     return {
         "network": {
             "bridge": params["bridge"],
@@ -174,6 +253,7 @@ def facts(params: Params, state: State) -> dict[str, Any]:
             "forwarding": state.live.forwarding,
             "uplink": state.live.uplink,
             "dnsmasq": state.dnsmasq.active,
+            "tmfifo": _bridge.link_shown(state.live) if asked else "not asked for",
         }
     }
 
@@ -256,8 +336,7 @@ def _start_rshim() -> None:
     _command.run(["systemctl", "enable", "--now", RSHIM])
     # The driver needs some seconds to make its interface; after 30 it will not.
     deadline = time.monotonic() + 30
-    link = _host.path(f"/sys/class/net/{_bridge.TMFIFO}")
-    while not link.exists() and time.monotonic() < deadline:
+    while not _bridge.link_there() and time.monotonic() < deadline:
         time.sleep(1)
 '''
 
@@ -323,7 +402,7 @@ def apply(step: _change.Step) -> None:
         _host.remove(step.subject)
 '''
 
-# sha256 738522fcdef4e844fe5a49a8e415354d602142d7cb9b59a0bf5a7d5690b03be0
+# sha256 048f06b42b52b9501530808c518b96607c31233edaab8f9dd8cc08b1d34b0e35
 SOURCES["_boot"] = r'''"""What survives a reboot: a oneshot service per concern that runs the collection's code at boot.
 
 The host needs no Ansible for it: the sources that the concern imports are copied below LIBRARY
@@ -338,7 +417,9 @@ import contextlib
 import functools
 import importlib.util
 import json
+import os
 import shutil
+import socket
 import stat
 import sys
 import time
@@ -487,23 +568,33 @@ def boot(
     """Body of a boot script: drive `subject` by the settings file; 0 when done and verified.
 
     wait_for: refusal codes that early boot explains (a card whose driver is still loading), retried
-    for `patience` seconds. Longer than TimeoutStartSec of the unit would hide the refusal.
+    for `patience` seconds. Longer than TimeoutStartSec of the unit would hide the refusal. A doubt
+    of these codes is waited for as well, but only when all else is there and systemd was told so;
+    what stays of it is the last word, and no failure.
     """
     deadline = time.monotonic() + patience
+    ready = False
     while True:
         failure: Refusal | None
+        doubts: list[Refusal] = []
         try:
             settings = json.loads(_host.read(settings_path) or "{}")
             outcome = _change.drive(subject, settings, check_mode=False)
-            failure = outcome.failure
-            _say(f"done: {', '.join(outcome.done) or 'nothing to do'}")
+            failure, doubts = outcome.failure, outcome.doubts
+            if outcome.done or not (failure or ready):
+                _say(f"done: {', '.join(outcome.done) or 'nothing to do'}")
         except Refusal as refusal:
             failure = refusal
-        if failure is None:
-            return 0
-        if failure.code not in wait_for or time.monotonic() > deadline:
-            _say(str(failure))
-            return 1
+        if failure is None and not ready:
+            _tell_ready()
+            ready = True
+        late = [failure] if failure else [doubt for doubt in doubts if doubt.code in wait_for]
+        if not late or late[0].code not in wait_for or time.monotonic() > deadline:
+            for doubt in doubts:
+                _say(f"WARN {doubt}")
+            if failure:
+                _say(str(failure))
+            return 1 if failure else 0
         sleep(2)
 
 
@@ -603,13 +694,24 @@ def _service(block: Mapping[str, str]) -> Service:
     )
 
 
+def _tell_ready() -> None:
+    """Tell systemd, where it asked to be told: the unit counts as started from now on."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if address:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
+            # An @ stands for the zero byte of a name that is in no file system.
+            told.sendto(b"READY=1", address.replace("@", "\0", 1))
+        # What this program runs is not the unit's main process and has nothing to tell.
+        del os.environ["NOTIFY_SOCKET"]
+
+
 def _say(text: str) -> None:
     # The journal takes one message per line; a newline in it would be a second, forged one.
     sys.stdout.write(text.replace("\n", " ") + "\n")
     sys.stdout.flush()
 '''
 
-# sha256 2f338fbc361fa9d7160b596189f2f195c9f48773c651d09f4be849c6c2b49657
+# sha256 210be0c88bbcebbab4b15225b3f50112c859cc1308f22f78858084b248ddb05c
 SOURCES["_boot_files"] = r'''"""What a boot service consists of on disk: unit, program, settings, and the code that it runs.
 
 Apart from `_boot`, which installs and removes them, since parity needs only this: whether what the
@@ -658,7 +760,7 @@ Description={description}
 {order}
 
 [Service]
-Type=oneshot
+Type={type}
 RemainAfterExit=yes
 ExecStart={program}
 {after}TimeoutStartSec=180
@@ -673,7 +775,9 @@ class Unit:
     """A concern that is brought back at boot.
 
     module: the file of module_utils with `boot`. settings: what `boot` is given, kept as JSON in
-    `settings_path`. order: lines of the [Unit] section. after: ExecStartPost or "".
+    `settings_path`. order: lines of the [Unit] section. after: ExecStartPost or "". patient: `boot`
+    goes on waiting for what is optional after it has told systemd that the rest is there; `after`
+    and units that wait for this one are not kept waiting.
     """
 
     name: str
@@ -683,6 +787,7 @@ class Unit:
     settings: Mapping[str, Any] = field(default_factory=dict)
     order: tuple[str, ...] = ()
     after: str = ""
+    patient: bool = False
 
     @property
     def service(self) -> str:
@@ -704,6 +809,7 @@ def frame(unit: Unit) -> dict[str, tuple[str, int]]:
     )
     definition = _UNIT.format(
         description=unit.description,
+        type="notify" if unit.patient else "oneshot",
         order="\n".join(unit.order),
         program=unit.program,
         after=f"ExecStartPost={unit.after}\n" if unit.after else "",
@@ -895,7 +1001,7 @@ def _environment(text: str) -> dict[str, str]:
     return {name: value for name, sign, value in rows if sign}
 '''
 
-# sha256 32c090be503136cbca73d57e9e23d62e2befdd91f6c0a852bff69e307b5edc97
+# sha256 e2dd2b78b68df070546a67374f623546549fea74c42d0c583df9c70f69a6971c
 SOURCES["_boot_units"] = r'''"""The boot services that a slice host has, without their settings, which depend on the host.
 
 Paths of settings are said again here: the code that is run at boot does not know of its unit.
@@ -911,12 +1017,14 @@ NETWORK = Unit(
     module="_bridge",
     settings_path="/etc/gpuaas/network-baseline.json",
     order=(
-        "After=network.target openvswitch-switch.service rshim.service",
+        # Not after rshim: it is optional, and what is optional keeps no guest from its network.
+        "After=network.target openvswitch-switch.service",
         "Wants=openvswitch-switch.service",
         "Before=dnsmasq.service",
     ),
     # dnsmasq waits for this unit at boot; without --no-block the two would wait for each other.
     after="/usr/bin/systemctl --no-block restart dnsmasq.service",
+    patient=True,
 )
 FABRIC = Unit(
     name="gpuaas-slice-fabric",
@@ -937,11 +1045,13 @@ BINDING = Unit(
 )
 '''
 
-# sha256 548b9d0e2f9f5dbed8289fe3b9cbd6a03791bbb6b03ef6629441aeed642618d2
+# sha256 4d8166fe18381297da358da75f35e8a638f15c7de4589ed8db255360b2e7dafd
 SOURCES["_bridge"] = r'''"""The live part of the slice network: bridge, address, forwarding, NAT, the card's own link.
 
 The same code runs in a playbook and in gpuaas-slice-network-baseline.service at boot. It leaves
-dnsmasq alone: a start of dnsmasq from inside its own ordering dependency once hung a host.
+dnsmasq alone: a start of dnsmasq from inside its own ordering dependency once hung a host. The
+card's link is optional and comes last: somebody else may own the card's rshim (its BMC, another
+host), and guests have no use for it.
 """
 
 from __future__ import annotations
@@ -949,7 +1059,7 @@ from __future__ import annotations
 import ipaddress
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import _boot, _change, _command, _host
@@ -1043,29 +1153,38 @@ def observe(params: Params) -> State:
 
 
 def plan(params: Params, state: State) -> _change.Plan:
-    bridge, tmfifo = params["bridge"], bool(params.get("tmfifo"))
+    bridge = params["bridge"]
     blockers = [*_mismatch(params)]
     if bridge in state.interfaces and bridge not in state.bridges:
         blockers.append(_not_ours(bridge))
-    if tmfifo and TMFIFO not in state.interfaces:
-        blockers.append(_no_tmfifo())
     steps = []
     if bridge not in state.bridges:
         steps.append(_change.Step("add_bridge", bridge, None, "OVS bridge"))
     steps.extend(_addressing(bridge, params["address"], state))
-    if tmfifo:
-        steps.extend(_addressing(TMFIFO, TMFIFO_ADDRESS, state))
     if not state.forwarding:
         steps.append(_change.Step("forward_ipv4", "net.ipv4.ip_forward", 0, 1))
     if not state.nat:
         steps.append(_change.Step("add_nat", "nat rule", None, nat_rule(params["subnet"])))
-    return _change.Plan(tuple(steps), tuple(blockers))
+    doubts = []
+    if params.get("tmfifo"):
+        if TMFIFO in state.interfaces:
+            steps.extend(link_steps(state))
+        else:
+            doubts.append(_no_tmfifo())
+    return _change.Plan(tuple(steps), tuple(blockers), tuple(doubts))
+
+
+def link_steps(state: State) -> list[_change.Step]:
+    """What gives the card's link its address, there or about to come."""
+    return [replace(step, soft=True) for step in _addressing(TMFIFO, TMFIFO_ADDRESS, state)]
 
 
 def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
     if step.name == "add_bridge":
         _command.run(["ovs-vsctl", "--timeout=60", "--may-exist", "add-br", step.subject])
     elif step.name == "address_interface":
+        if step.subject == TMFIFO and not link_there():
+            raise _no_tmfifo()
         _command.run(["ip", "address", "replace", step.after["address"], "dev", step.subject])
         _command.run(["ip", "link", "set", "dev", step.subject, "up"])
     elif step.name == "forward_ipv4":
@@ -1080,8 +1199,19 @@ LIVE = _change.Subject(observe, plan, apply)
 
 
 def boot(settings_path: str) -> int:
-    """At boot: the network of the slices, before dnsmasq. The card's link may come late."""
+    """At boot: the network of the slices, before dnsmasq. The card's link may come later."""
     return _boot.boot(LIVE, settings_path, wait_for=("tmfifo_missing", "command_failed"))
+
+
+def link_there() -> bool:
+    return _host.path(f"/sys/class/net/{TMFIFO}").exists()
+
+
+def link_shown(state: State) -> str:
+    """The card's link in a word or two."""
+    if TMFIFO not in state.interfaces:
+        return "missing"
+    return ", ".join(state.interfaces[TMFIFO].addresses) or "no address"
 
 
 def _addressing(name: str, address: str, state: State) -> list[_change.Step]:
@@ -1145,7 +1275,8 @@ def _no_tmfifo() -> Refusal:
         "tmfifo_missing",
         expected=f"the interface {TMFIFO} of the card's rshim driver",
         found="no such interface",
-        remedy="install and start rshim, or set network.tmfifo to false in the profile",
+        remedy="guests do not need it; see `journalctl -u rshim` and whether the card's BMC or "
+        "another host owns rshim, or set network.tmfifo to false in the profile",
     )
 
 
@@ -1153,7 +1284,7 @@ def _lines(argv: list[str]) -> list[str]:
     return [line for line in _command.run(argv).out.splitlines() if line.strip()]
 '''
 
-# sha256 e9323c2061a795feb6ed480f3a9045e94fff0d5ef6c366a9f183ea00752e6bb3
+# sha256 d414f03aaff3820fa0c992ae9d520e913537e1ef42bb7affc1817e39a2683b2e
 SOURCES["_change"] = r'''"""The driver of every module: observe, plan, apply, verify for those that change something.
 
 `check_mode` is looked at here and nowhere else in the collection. *changed*, *diff* and the actions
@@ -1183,6 +1314,8 @@ class Step:
     subject: what it acts on; the key of its entry in the diff.
     before, after: what the diff shows; JSON values.
     destroys: identity of the data that is lost when the step runs, or None.
+    soft: what it is for is optional, so that its failure is a doubt and ends nothing. Such steps
+    come last: no other one may wait for them.
     """
 
     name: str
@@ -1190,6 +1323,7 @@ class Step:
     before: Any = None
     after: Any = None
     destroys: str | None = None
+    soft: bool = False
 
     def document(self) -> dict[str, Any]:
         return {
@@ -1203,15 +1337,22 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """What would be done. With a blocker nothing is done: a blocker is never a warning."""
+    """What would be done. With a blocker nothing is done: a blocker is never a warning.
+
+    doubts: what is optional, is missing, and cannot be brought about from here.
+    """
 
     steps: tuple[Step, ...] = ()
     blockers: tuple[Refusal, ...] = ()
+    doubts: tuple[Refusal, ...] = ()
 
 
 @dataclass
 class Outcome:
-    """What a drive ended in; `failure` is None when every step is done and verified."""
+    """What a drive ended in; `failure` is None when every step is done and verified.
+
+    doubts: why what is optional is not so; they fail nothing.
+    """
 
     plan: Plan
     changed: bool = False
@@ -1220,6 +1361,7 @@ class Outcome:
     facts: dict[str, Any] = field(default_factory=dict)
     failure: Refusal | None = None
     failed_step: str | None = None
+    doubts: list[Refusal] = field(default_factory=list)
 
     def document(self) -> dict[str, Any]:
         steps = self.plan.steps
@@ -1241,16 +1383,19 @@ class Subject:
     """A module's four functions; `plan` is pure over parameters and state.
 
     apply returns evidence (a JSON object) for its step or None. facts turns the last observed state
-    into return values of the module. exclusive is a lock on this host, held from the first look to
-    the last, for plans that two runs must not make from the same look. Check mode takes none: it
-    leaves nothing behind, and its plan is a forecast. recover puts back what the done steps took
-    when a later one is refused, and returns the refusal with what was put back and what was not.
+    into return values of the module. forecast is that state as the plan would leave it, for facts
+    of which check mode is asked what a run would come to. exclusive is a lock on this host, held
+    from the first look to the last, for plans that two runs must not make from the same look. Check
+    mode takes none: it leaves nothing behind, and its plan is a forecast. recover puts back what
+    the done steps took when a later one is refused, and returns the refusal with what was put back
+    and what was not.
     """
 
     observe: Callable[[Params], Any]
     plan: Callable[[Params, Any], Plan]
     apply: Callable[[Params, Step], dict[str, Any] | None]
     facts: Callable[[Params, Any], dict[str, Any]] = lambda _params, _state: {}
+    forecast: Callable[[Params, Any], Any] = lambda _params, state: state
     exclusive: Callable[[Params], AbstractContextManager[object]] = lambda _params: (
         contextlib.nullcontext()
     )
@@ -1267,7 +1412,11 @@ def drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
 
 def _drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
     state = subject.observe(params)
-    outcome = Outcome(plan=subject.plan(params, state), facts=subject.facts(params, state))
+    outcome = Outcome(plan=subject.plan(params, state))
+    outcome.doubts = list(outcome.plan.doubts)
+    foretold = check_mode and not outcome.plan.blockers
+    shown = subject.forecast(params, state) if foretold else state
+    outcome.facts = subject.facts(params, shown)
     if outcome.plan.blockers:
         outcome.failure = outcome.plan.blockers[0]
         return outcome
@@ -1277,6 +1426,7 @@ def _drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
 
     outcome.changed = False
     done: list[Step] = []
+    told: list[Refusal] = []
     for step in outcome.plan.steps:
         try:
             evidence = subject.apply(params, step)
@@ -1284,15 +1434,21 @@ def _drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
             refusal = problem if isinstance(problem, Refusal) else _unforeseen(step, problem)
             # The step may have acted before it failed, so the host counts as changed.
             outcome.changed = True
+            if step.soft:
+                told.append(refusal)
+                continue
             outcome.failure = subject.recover(params, done, step, refusal)
             outcome.failed_step = step.name
+            # What was seen before the first act is not what is now; it stays where nothing is seen.
+            with contextlib.suppress(Refusal, OSError, ValueError):
+                outcome.facts = subject.facts(params, subject.observe(params))
             return outcome
         outcome.changed = True
         done.append(step)
         outcome.done.append(step.name)
         if evidence is not None:
             outcome.evidence[step.name] = evidence
-    _verify(subject, params, outcome)
+    _verify(subject, params, outcome, told)
     return outcome
 
 
@@ -1309,22 +1465,29 @@ def _unforeseen(step: Step, problem: Exception) -> Refusal:
     )
 
 
-def _verify(subject: Subject, params: Params, outcome: Outcome) -> None:
+def _verify(subject: Subject, params: Params, outcome: Outcome, told: list[Refusal]) -> None:
     """A change counts only when a second look finds nothing left to do."""
     state = subject.observe(params)
     outcome.facts = subject.facts(params, state)
     rest = subject.plan(params, state)
     if rest.blockers:
         outcome.failure, outcome.failed_step = rest.blockers[0], "verify"
-    elif rest.steps:
-        left = ", ".join(f"{step.name}({step.subject})" for step in rest.steps)
-        outcome.failed_step = "verify"
-        outcome.failure = Refusal(
-            "verify_failed",
-            expected="nothing left to do after the change",
-            found=f"still open: {left}",
-            remedy="read the evidence of the steps; the host did not take the change",
-        )
+    elif left := [step for step in rest.steps if not step.soft]:
+        outcome.failure, outcome.failed_step = _still_open(left), "verify"
+    # What a soft step said of itself is not told twice.
+    found = [*told, *(doubt for doubt in rest.doubts if doubt.code not in {d.code for d in told})]
+    soft = [step for step in rest.steps if step.soft]
+    outcome.doubts = found or ([_still_open(soft)] if soft else [])
+
+
+def _still_open(steps: Sequence[Step]) -> Refusal:
+    left = ", ".join(f"{step.name}({step.subject})" for step in steps)
+    return Refusal(
+        "verify_failed",
+        expected="nothing left to do after the change",
+        found=f"still open: {left}",
+        remedy="read the evidence of the steps; the host did not take the change",
+    )
 
 
 def run(module: Any, subject: Subject) -> None:
@@ -1335,6 +1498,8 @@ def run(module: Any, subject: Subject) -> None:
         module.fail_json(msg=str(refusal), error=refusal.document(), changed=False)
         return
     document = outcome.document()
+    for doubt in outcome.doubts:
+        module.warn(str(doubt))
     if outcome.failure is None:
         module.exit_json(**document)
         return
@@ -1370,7 +1535,7 @@ def attend(
     module.fail_json(msg=str(refusal), error=refusal.document(), changed=False, **found)
 '''
 
-# sha256 d0030f661927363a3e5a546881a8b89fba3f922a255a165af8e48548da8e669f
+# sha256 0cdabf2c98830bd95f4f241a127fbb8e0c8a73830d47252a45cdf0037d59c447
 SOURCES["_command"] = r'''"""The one gate through which the collection runs programs on a host.
 
 Argument lists only, expected exit codes stated, locale fixed, always a time limit.
@@ -1383,6 +1548,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ansible_collections.gpuaas.slice.plugins.module_utils import _host
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 # sbin is not on every login's PATH, and nvme, dnsmasq and ovs tools live there.
@@ -1405,7 +1571,7 @@ def run(
     `command_failed` (exit code not in `ok`).
     """
     environment = {"PATH": _PATH, "LC_ALL": "C.UTF-8", "HOME": os.environ.get("HOME", "/root")}
-    shown = " ".join(argv)
+    shown = _host.shown(" ".join(argv))
     try:
         done = subprocess.run(
             list(argv),
@@ -1442,7 +1608,7 @@ def run(
     return Result(done.returncode, done.stdout, done.stderr)
 '''
 
-# sha256 f16d802de8c36d90c1f6d8484be1f9bb8e072adb84bbf2f46a33c5e3fd0764c0
+# sha256 58498fd4c4a2a8643a2055b02ed2494a58bdfb4be0be34dd7fa5fc2986d08230
 SOURCES["_deploy_bootstrap"] = r'''"""Bootstrap of a deployed machine by itself, for cloud-init or an operator's shell.
 
 The same subjects in the same order as the playbook bootstrap, one line each on standard output. A
@@ -1505,7 +1671,6 @@ _FABRIC = {
     "site_address": "GPUAAS_SLICE_FABRIC_ADDRESS",
     "route": "GPUAAS_SLICE_FABRIC_ROUTE",
 }
-_KERNEL = _change.Subject(_grub.observe, _grub.plan, _grub.apply, _grub.facts)
 _NETWORK = _change.Subject(_baseline.observe, _baseline.plan, _baseline.apply, _baseline.facts)
 
 
@@ -1566,16 +1731,17 @@ def parts(profile: Mapping[str, Any]) -> Iterator[Part]:
     """What a slice host of this profile needs, in order."""
     fabric, network = profile["fabric"], profile["network"]
     packages = [*_packages.REQUIRED, *profile.get("packages", [])]
-    yield Part("packages", _packages.SUBJECT, {"packages": packages})
+    optional = profile.get("optional_packages", [])
+    yield Part("packages", _packages.SUBJECT, {"packages": packages, "optional": optional})
     services = {"services": profile["gpu_services"]}
     yield Part("gpu_services", _gpu_services.SUBJECT, services)
     if profile.get("api_names"):
         yield Part("api_names", _resolution.SUBJECT, {"names": profile["api_names"]})
     yield Part("tuning", _tuning.SUBJECT, {"profiles": profile.get("tuning", [])})
-    yield Part("kernel", _KERNEL, _kernel(profile))
+    yield Part("kernel", _grub.SUBJECT, _kernel(profile))
     yield Part("libvirt", _libvirt_host.SUBJECT, {"directory": "/var/lib/libvirt"})
     if fabric["pf_ids"]:
-        cards = {"pfs": [], "pf_ids": fabric["pf_ids"], "macs": {}}
+        cards = {"pfs": [], "pf_ids": fabric["pf_ids"], "macs": {}, "link": fabric.get("link")}
         yield Part("fabric", _fabric.SUBJECT, {**cards, "count": fabric["vfs_per_pf"]})
     if fabric["ipoib"] and fabric["site_address"]:
         own = {"interface": fabric.get("interface", ""), "route": fabric["route"]}
@@ -1618,7 +1784,12 @@ def _done(part: Part, *, check: bool) -> bool:
         return False
     steps = [f"{step.name}({step.subject})" for step in outcome.plan.steps]
     status = "PASS" if not steps else "PLANNED" if check else "CHANGED"
-    _say(part.name, status, ", ".join(steps) or "nothing to do")
+    without = outcome.facts.get("unavailable", [])
+    # What a host can do without does not stop it, and is not passed over either.
+    left = f"; without {', '.join(without)}, which apt does not have" if without else ""
+    _say(part.name, status, f"{', '.join(steps) or 'nothing to do'}{left}")
+    for doubt in outcome.doubts:
+        _say(part.name, "WARN", str(doubt))
     return True
 
 
@@ -1626,7 +1797,7 @@ def _reboot(profile: Mapping[str, Any], *, may_reboot: bool) -> int:
     """Prove that this boot has what was configured, or get a boot that has."""
     reasons = _grub.reboot_reasons(_kernel(profile), _grub.observe(_kernel(profile)))
     if not reasons:
-        proof = Part("in_effect", _KERNEL, _kernel(profile, in_effect=True))
+        proof = Part("in_effect", _grub.SUBJECT, _kernel(profile, in_effect=True))
         return DONE if _done(proof, check=True) else FAILED
     if not may_reboot:
         allow = "GPUAAS_SLICE_REBOOT_IF_REQUIRED=1 allows it"
@@ -1730,7 +1901,7 @@ class Refusal(Exception):
         }
 '''
 
-# sha256 1c9b7ce503b2de085b1539911bfbaf535839ad736f3fb34e22d77025de4061d3
+# sha256 c1fd037106dde4169f9939fade134cb8a52bcedeffe95671158f0f7ab02cda30
 SOURCES["_fabric"] = r'''"""Virtual functions of the fabric cards, now and at every boot; on the way back, what was before.
 
 What a card had is remembered before its first change. Of a card that a service of ours served
@@ -1776,11 +1947,12 @@ def observe(params: _change.Params) -> State:
     before, installed = _recalled(), _boot.observe(_unit(params))
     asked = params
     if not params["count"]:
-        # The profile may have forgotten a card since, or a kind of card.
-        pfs, ids = _told() or ((), ())
+        # The profile may have forgotten a card since, or a kind; a port may speak otherwise.
+        pfs, ids, _link = _told() or ((), (), "")
         known = [*params["pfs"], *(before or {}), *pfs]
         kinds = [*params["pf_ids"], *ids]
-        asked = {**params, "pfs": [*dict.fromkeys(known)], "pf_ids": [*dict.fromkeys(kinds)]}
+        every = {"pfs": [*dict.fromkeys(known)], "pf_ids": [*dict.fromkeys(kinds)], "link": ""}
+        asked = {**params, **every}
     live = _sriov.observe(asked)
     return State(live, installed, before, _served(live, installed))
 
@@ -1789,7 +1961,8 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
     if params["count"]:
         live = _sriov.plan(params, state.live)
         service = _boot.plan(_unit(params), state.installed)
-        return _change.Plan((*_remembering(state), *live.steps, *service), live.blockers)
+        blockers = (*_unsaid(params), *live.blockers)
+        return _change.Plan((*_remembering(state), *live.steps, *service), blockers)
     live = _sriov.plan({**params, "before": state.before}, _to_give_back(state))
     service = _boot.plan_removal(_unit(params), state.installed)
     forget = _before.forgetting(RECORD, state.before)
@@ -1809,9 +1982,7 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
 
 
 def facts(params: _change.Params, state: State) -> dict[str, Any]:
-    before = dict(state.before or {})
-    unremembered = sorted(state.served - before.keys())
-    return {**_sriov.facts(params, state.live), "before": before, "unremembered": unremembered}
+    return {**_sriov.facts(params, state.live), "before": dict(state.before or {})}
 
 
 SUBJECT = _change.Subject(observe, plan, apply, facts)
@@ -1819,20 +1990,32 @@ SUBJECT = _change.Subject(observe, plan, apply, facts)
 
 def settings(params: _change.Params) -> dict[str, Any]:
     """What the boot service is told."""
-    return {key: params[key] for key in ("pfs", "pf_ids", "count", "macs")}
+    told = {key: params[key] for key in ("pfs", "pf_ids", "count", "macs")}
+    return {**told, "link": params.get("link") or ""}
 
 
 def _unit(params: _change.Params) -> _boot.Unit:
     return dataclasses.replace(_boot_units.FABRIC, settings=settings(params))
 
 
+def _unsaid(params: _change.Params) -> list[Refusal]:
+    """An id alone would take a port of the other kind, past the isolation of the bridge."""
+    if params.get("link") or not params["pf_ids"]:
+        return []
+    return [
+        Refusal(
+            "link_missing",
+            expected=f"the link of the fabric, {_pci.INFINIBAND} or {_pci.ETHERNET}",
+            found=f"only the ids {', '.join(params['pf_ids'])}, which a vendor gives to both",
+            remedy="say fabric.link in the hardware profile",
+        )
+    ]
+
+
 def _remembering(state: State) -> list[_change.Step]:
     # Also when nothing else is to do: a later repair would take drift for what was before.
-    was = {
-        card.address: {"count": card.count, "autoprobe": card.autoprobe}
-        for card in state.live.cards
-        if card.address not in state.served
-    }
+    cards = [card for card in state.live.cards if card.address not in state.served]
+    was = {card.address: card.remembered() for card in cards}
     return _before.remembering(RECORD, state.before, was) if was else []
 
 
@@ -1847,9 +2030,13 @@ def _prove_given_back(params: _change.Params) -> None:
     state = observe(params)
     wish = {**params, "before": state.before}
     cards = _to_give_back(state).cards
-    left = [card for card in cards if not card.is_as(_sriov.wish(wish, card.address))]
+    left = {card: steps for card in cards if (steps := _sriov.open_steps(card, wish))}
     if left:
-        now = [f"{card.address}: {card.count}, autoprobe {card.autoprobe:d}" for card in left]
+        now = [
+            f"{card.address}: {card.count}, autoprobe {card.autoprobe:d}"
+            f" ({', '.join(step.name for step in steps)} is open)"
+            for card, steps in left.items()
+        ]
         raise Refusal(
             "vfs_not_restored",
             expected="the fabric cards with the virtual functions that they had before slice mode",
@@ -1866,20 +2053,24 @@ def _served(live: _sriov.State, installed: _boot.Installed) -> frozenset[str]:
     if told is None:
         # Edited or gone: any card may be one of them.
         return every
-    pfs, ids = told
-    return frozenset(a for a in every if a in pfs or _pci.read(a).id in ids)
+    pfs, ids, link = told
+    alike = {a for a in every if _pci.read(a).id in ids and link in ("", _pci.link(a))}
+    return frozenset(a for a in every if a in pfs or a in alike)
 
 
-def _told() -> tuple[list[str], list[str]] | None:
-    """The addresses and kinds of cards that the installed service serves; None when unknown."""
+def _told() -> tuple[list[str], list[str], str] | None:
+    """The addresses, kinds and link of cards that the installed service serves; None when unknown.
+
+    Earlier versions told it no link: it serves both.
+    """
     try:
         told = json.loads(_host.kept(_boot_units.FABRIC.settings_path) or "")
-        pfs, ids = told["pfs"], told["pf_ids"]
+        pfs, ids, link = told["pfs"], told["pf_ids"], told.get("link", "")
     except (ValueError, LookupError, TypeError):
         return None
     named = isinstance(pfs, list) and all(isinstance(a, str) and _pci.is_address(a) for a in pfs)
     known = isinstance(ids, list) and all(isinstance(kind, str) for kind in ids)
-    return (pfs, ids) if named and known else None
+    return (pfs, ids, link) if named and known and link in ("", *_pci.LINKS) else None
 
 
 def _recalled() -> dict[str, Any] | None:
@@ -1902,18 +2093,24 @@ def _is_card(was: object) -> bool:
         return False
     count, autoprobe = was.get("count"), was.get("autoprobe")
     counted = isinstance(count, int) and not isinstance(count, bool) and count >= 0
-    return counted and isinstance(autoprobe, bool)
+    told = was.get("functions", [])
+    every = isinstance(told, list) and len(told) in (0, count) and all(map(_sriov.can_tell, told))
+    return counted and isinstance(autoprobe, bool) and every
 '''
 
-# sha256 23726a2ab8f4089daccd8c86a16a76e91f39f343262fd7ecd5a53f48b0db351f
+# sha256 ab5bec7f6ec1deaffe60fc2768a9c0e737f92a3f7c2c95e4e6265d90aac70c00
 SOURCES["_gpu_services"] = r'''"""Services that hold a host's GPUs (persistence, fabric manager, DCGM): quiet, so slices get them.
 
-A service that is not there is quiet already. What each was is remembered before it is stopped, and
-returning to bare metal makes it that again, no more and no less.
+Each is masked: disabling takes back its own [Install] alone, and a udev rule or another unit may
+want it too, as the rules of Ubuntu's driver want nvidia-persistenced when `nvidia` is loaded. Where
+the site's own unit file leaves no place for a mask, a drop-in bars it. A service that is not there
+is quiet already. What each was is remembered before it is stopped, and returning to bare metal
+makes it that again, no more and no less: what was masked stays so.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -1922,25 +2119,49 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _before,
     _change,
     _command,
+    _host,
     _tenancy,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 RECORD = "gpu-services"
 
-# A static unit starts only when something else asks for it, and cannot be disabled.
 _AT_BOOT = ("enabled", "enabled-runtime")
+_MASKED = "masked"
 _QUIET = ("inactive", "failed")
+# Where a mask is a link to /dev/null, unless a unit file of the site's is there.
+_MASKS = "/etc/systemd/system"
+BAR = "90-gpuaas-slice.conf"
+_BARRED = """\
+# Written by the gpuaas.slice collection; changed by its playbooks only.
+# Never true: the GPUs of this host belong to slices.
+[Unit]
+ConditionPathExists=!/
+"""
+# Where packages have their units, for what lies beneath a mask: systemd does not say.
+_PACKAGED = (
+    "/run/systemd/system",
+    "/usr/local/lib/systemd/system",
+    "/usr/lib/systemd/system",
+    "/lib/systemd/system",
+)
 
 Params = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Service:
-    """What systemd says of a unit. file: its UnitFileState, "" when there is no such unit."""
+    """What systemd says of a unit. file: its UnitFileState, "" when there is no such unit.
+
+    own: the site's unit file is where the mask would be. bar: the text of our drop-in, None without
+    one. installed: there is a unit to bring back.
+    """
 
     active: str
     file: str
+    own: bool
+    bar: str | None
+    installed: bool
 
     @property
     def runs(self) -> bool:
@@ -1949,8 +2170,16 @@ class Service:
     @property
     def words(self) -> tuple[str, ...]:
         """What it does; () when it is quiet."""
-        at_boot = ("started at boot",) if self.file in _AT_BOOT else ()
-        return ((self.active,) if self.runs else ()) + at_boot
+        return tuple(filter(None, (self.active if self.runs else "", self.at_boot)))
+
+    @property
+    def at_boot(self) -> str:
+        """How it could run after a boot; "" when nothing starts it."""
+        if self.file in ("", _MASKED) or (self.own and self.bar == _BARRED.strip()):
+            return ""
+        if self.file in _AT_BOOT:
+            return "started at boot"
+        return "not barred" if self.own else "not masked"
 
 
 @dataclass(frozen=True)
@@ -1970,7 +2199,7 @@ def observe(params: Params) -> State:
         return State({}, before)
     out = _command.run(["systemctl", "show", "--property=ActiveState,UnitFileState", "--", *names])
     blocks = out.out.strip().split("\n\n")
-    return State({n: _service(block) for n, block in zip(names, blocks, strict=True)}, before)
+    return State({n: _service(n, block) for n, block in zip(names, blocks, strict=True)}, before)
 
 
 def plan(params: Params, state: State) -> _change.Plan:
@@ -1982,17 +2211,37 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
         _prove_restored(params)
     if step.name in _before.STEPS:
         _before.apply(step)
-    elif step.name == "enable_service":
-        runtime = ["--runtime"] if step.after == "enabled-runtime" else []
-        _command.run(["systemctl", "enable", *runtime, "--", step.subject.partition(" ")[0]])
-    elif step.name == "start_service":
-        _command.run(["systemctl", "start", "--", step.subject], timeout=120)
-    else:
+        return None
+    # The subject is the unit, then what of it: a diff has one entry for each.
+    unit = step.subject.partition(" ")[0]
+    if step.name in ("bar_service", "unbar_service"):
+        _write_bar(unit, step.after)
+        _command.run(["systemctl", "daemon-reload"])
+        return None
+    for words in _commands(step):
+        _command.run(["systemctl", *words, "--", unit], timeout=120)
+    return None
+
+
+def _write_bar(unit: str, text: str | None) -> None:
+    path = _bar(unit)
+    if text is not None:
+        _host.write(path, text)
+        return
+    _host.remove(path)
+    # The folder stays where the site has something in it.
+    with contextlib.suppress(OSError):
+        _host.path(path).parent.rmdir()
+
+
+def _commands(step: _change.Step) -> list[list[str]]:
+    if step.name == "disable_service":
         # What was enabled until the next boot is not disabled without the word, and stays beside
         # what was enabled for good.
-        _command.run(["systemctl", "disable", "--runtime", "--", step.subject])
-        _command.run(["systemctl", "disable", "--now", "--", step.subject], timeout=120)
-    return None
+        return [["disable", "--runtime"], ["disable"]]
+    if step.name == "enable_service":
+        return [["enable", *(["--runtime"] if step.after == "enabled-runtime" else [])]]
+    return [[step.name.partition("_")[0]]]
 
 
 def facts(_params: Params, state: State) -> dict[str, Any]:
@@ -2009,7 +2258,6 @@ SUBJECT = _tenancy.guarded(
 
 
 def _to_quiesce(state: State) -> list[_change.Step]:
-    loud = {name: found for name, found in state.services.items() if found.words}
     # The quiet ones as well, at the first run: one that is started by hand later was quiet before.
     there = {
         name: {"active": found.runs, "file": found.file}
@@ -2018,11 +2266,25 @@ def _to_quiesce(state: State) -> list[_change.Step]:
     }
     return [
         *(_before.remembering(RECORD, state.before, there) if there else []),
-        *(
-            _change.Step("quiesce_service", name, " and ".join(found.words), "quiet, also at boot")
-            for name, found in loud.items()
-        ),
+        *(step for name, found in state.services.items() for step in _quiesce(name, found)),
     ]
+
+
+def _quiesce(name: str, found: Service) -> list[_change.Step]:
+    steps = []
+    if found.file in _AT_BOOT and not found.own:
+        # Before the mask, which would hide it: who unmasks the unit later must not start it too.
+        after = "disabled"
+        steps.append(_change.Step("disable_service", f"{name} at boot", found.file, after))
+    if found.runs:
+        # Before the mask, which would hide how the unit wants to be stopped.
+        steps.append(_change.Step("stop_service", name, found.active, "inactive"))
+    if found.at_boot and found.own:
+        # Enabled or not, as it is: that it is a link may be all that its enabling consists of.
+        steps.append(_change.Step("bar_service", f"{name} bar", found.bar, _BARRED))
+    elif found.at_boot:
+        steps.append(_change.Step("mask_service", f"{name} mask", found.file, _MASKED))
+    return steps
 
 
 def _to_restore(state: State) -> list[_change.Step]:
@@ -2033,12 +2295,19 @@ def _still_quiet(state: State) -> list[_change.Step]:
     steps = []
     for name, was in sorted((state.before or {}).items()):
         now = state.services[name]
+        if now.bar is not None:
+            steps.append(_change.Step("unbar_service", f"{name} bar", now.bar, None))
+        if was["file"] == _MASKED:
+            continue
+        if now.file == _MASKED:
+            steps.append(_change.Step("unmask_service", f"{name} mask", _MASKED, was["file"]))
         # A service that was uninstalled meanwhile cannot be brought back by us.
-        if not now.file:
+        if not now.installed:
             continue
         if was["file"] in _AT_BOOT and now.file != was["file"]:
             steps.append(_change.Step("enable_service", f"{name} at boot", now.file, was["file"]))
-        if was["active"] and not now.runs:
+        # One that ran beneath its mask could be started by nobody.
+        if was["active"] and not now.runs and was["file"] != "masked-runtime":
             steps.append(_change.Step("start_service", name, now.active, "active"))
     return steps
 
@@ -2059,12 +2328,41 @@ def _restored(params: Params) -> bool:
     return str(params.get("state")) == "restored"
 
 
-def _service(block: str) -> Service:
+def _service(name: str, block: str) -> Service:
     values = dict(row.partition("=")[::2] for row in block.splitlines())
-    return Service(values.get("ActiveState", ""), values.get("UnitFileState", ""))
+    return service(name, values.get("ActiveState", ""), values.get("UnitFileState", ""))
+
+
+def service(name: str, active: str, file: str) -> Service:
+    """The unit of which systemd says so much, with what it does not say."""
+    return Service(
+        active=active,
+        file=file,
+        own=_own(name),
+        bar=_host.kept(_bar(name)),
+        installed=_beneath(name) if file == _MASKED else file != "",
+    )
+
+
+def _bar(name: str) -> str:
+    return f"{_MASKS}/{name}.d/{BAR}"
+
+
+def _own(name: str) -> bool:
+    place = _host.path(f"{_MASKS}/{name}")
+    if place.is_symlink():
+        return str(place.readlink()) != "/dev/null"
+    return place.exists()
+
+
+def _beneath(name: str) -> bool:
+    # A unit that is generated from a script is not generated while it is masked.
+    script = f"/etc/init.d/{name.removesuffix('.service')}"
+    places = (*(f"{folder}/{name}" for folder in _PACKAGED), script)
+    return any(_host.path(place).exists() for place in places)
 '''
 
-# sha256 b2aea604dc4ecb7505d346c80e61025f10d19b3d58cdca9cc02e1d2e9840efcb
+# sha256 7db3449d1cf7496e97ceda7f231c9e2bc320f556f6cb74ad457cd5f8f7d81705
 SOURCES["_grub"] = r'''"""Kernel arguments and early modules of a slice host: what is configured, and what this boot has.
 
 Configured and in effect are two things: between them lie update-grub, update-initramfs, a reboot.
@@ -2237,8 +2535,7 @@ def apply(params: Params, step: _change.Step) -> None:
 
 
 def facts(params: Params, state: State) -> dict[str, Any]:
-    """Check mode asks what a run would come to, so the reasons are those after the plan."""
-    reasons = reboot_reasons(params, _after(params, state))
+    reasons = reboot_reasons(params, state)
     return {
         "arguments": list(state.arguments),
         "running": list(state.running),
@@ -2250,10 +2547,9 @@ def facts(params: Params, state: State) -> dict[str, Any]:
     }
 
 
-def _after(params: Params, state: State) -> State:
+def forecast(params: Params, state: State) -> State:
     """`state` as the plan leaves it, as far as a reboot depends on it."""
-    found = plan(params, state)
-    names = {step.name for step in found.steps if not found.blockers}
+    names = {step.name for step in plan(params, state).steps}
     if "update_grub" in names:
         kept = [word for entry in state.entries for word in entry if word not in state.stray]
         ours = state.arguments if params["state"] == "present" else ()
@@ -2261,6 +2557,9 @@ def _after(params: Params, state: State) -> State:
     if "update_initramfs" in names:
         state = dataclasses.replace(state, built_in_boot=state.boot_id)
     return state
+
+
+SUBJECT = _change.Subject(observe, plan, apply, facts, forecast)
 
 
 def reboot_reasons(params: Params, state: State) -> list[str]:
@@ -2512,7 +2811,7 @@ def _count(absolute: str) -> int:
     return sum(1 for _entry in folder.iterdir()) if folder.is_dir() else 0
 '''
 
-# sha256 fc0c5173404d459a56f0409685b79f3091fba6c82ac0b037059594908b911dff
+# sha256 75296e4c419d841521a8e228902f10b37a11d249d844c77a1d6309c353df6e57
 SOURCES["_host"] = r'''"""The host's file tree: one root for every path, one way to write a file."""
 
 from __future__ import annotations
@@ -2616,6 +2915,12 @@ def unreadable(absolute: str, broken: OSError) -> Refusal:
     )
 
 
+def shown(text: str) -> str:
+    """A name or line as plans and results show it, where not every byte may stand."""
+    told = text.encode(errors="surrogateescape").decode(errors="backslashreplace")
+    return told.replace("\0", "\\x00")
+
+
 def _why(problem: Exception) -> str:
     """Without the path of an OSError, which is the one under our root."""
     said = problem.strerror if isinstance(problem, OSError) else None
@@ -2685,7 +2990,7 @@ def identity() -> dict[str, str]:
     }
 '''
 
-# sha256 c442f61d7880135e3f44669c39620d38118cefa9ef34f45c6c5911c381222cb0
+# sha256 63b793920fb7e3f667d35e3c0e6f2c4288b8f75324da66a00552e848c1daad69
 SOURCES["_hugepages"] = r'''"""Pages of 1 GiB for the memory of guests: how many on which NUMA node, and what they leave.
 
 They are taken at boot, node by node, since later no node has that much memory in one piece.
@@ -2694,6 +2999,7 @@ They are taken at boot, node by node, since later no node has that much memory i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -2707,6 +3013,9 @@ PROFILE = "hugepages-1g"
 PAGES = 512
 RESERVE_MIB = 16384
 
+# The first kernel that understands `hugepages=<node>:<pages>`; an older one takes no page for it.
+_PER_NODE = (5, 16)
+_RELEASE = "/proc/sys/kernel/osrelease"
 _NODES = "/sys/devices/system/node"
 _PAGE_MIB = 1024
 
@@ -2757,6 +3066,17 @@ def refusals(wanted: Asked | None) -> list[Refusal]:
                 remedy=f"take {PROFILE} out of the profile's tuning",
             )
         )
+    release = _host.read(_RELEASE) or ""
+    if _version(release) < _PER_NODE:
+        found.append(
+            Refusal(
+                "hugepages_unsupported",
+                expected="a kernel that shares pages out by node (5.16 or newer)",
+                found=f"Linux {release}" if release else f"no release in {_RELEASE}",
+                remedy="boot a newer kernel (Ubuntu 22.04: linux-generic-hwe-22.04), or take"
+                f" {PROFILE} out of the profile's tuning",
+            )
+        )
     memory = _memory()
     for node, pages in shares(wanted).items():
         left = memory[node] - pages * _PAGE_MIB
@@ -2785,6 +3105,12 @@ def have(node: int) -> int:
     """Pages of 1 GiB that the node has now, in use or free."""
     pages = f"{_NODES}/node{node}/hugepages/hugepages-1048576kB/nr_hugepages"
     return int(_host.read(pages) or 0)
+
+
+def _version(release: str) -> tuple[int, int]:
+    """Of `6.8.0-51-generic` 6 and 8; one that says nothing we know counts as old."""
+    match = re.match(r"(\d+)\.(\d+)", release)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def _memory() -> dict[int, int]:
@@ -2868,7 +3194,7 @@ def _leased() -> list[str]:
     ]
 '''
 
-# sha256 bd93919167936740dcb4eaa1265785acf66788cbea77799b7baaeeaab37a1741
+# sha256 2c54371fa9a701872e43d7bd66896264d985b19816e97f31e9787a9b0f50be23
 SOURCES["_ipoib"] = r'''"""The host's own address on the InfiniBand fabric, kept by netplan. Not yet run on hardware."""
 
 from __future__ import annotations
@@ -2998,7 +3324,8 @@ def _missing(params: Params, found: _topology_network.Interface | None) -> tuple
     address, route = params["address"], params["route"]
     if found is None or address not in found.addresses:
         lacking.append(f"address {address}")
-    if route and route not in _topology_network.routes(params["interface"]):
+    ways = _topology_network.ways(route) if route else []
+    if route and not any({*way} == {params["interface"]} for way in ways):
         lacking.append(f"route {route}")
     return tuple(lacking)
 
@@ -3849,17 +4176,25 @@ def _binding() -> str:
     return "bind-dynamic"
 '''
 
-# sha256 4afa65bf9c43accc2839a082cd06b71f4eb576ce48d123a5a720ebc93766b91c
-SOURCES["_packages"] = r'''"""Packages of a slice host: one question to dpkg, and apt only for what is missing."""
+# sha256 6298745934d9a9aab67a44e3e85a49583620d7bc753333bab4fe71c8026f5f4a
+SOURCES["_packages"] = r'''"""Packages of a slice host: one question to dpkg, and apt only for what is missing.
+
+Those that a host can do without are installed where its apt has them, and named where it has not.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils import _before, _change, _command
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _apt,
+    _before,
+    _change,
+    _command,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 RECORD = "packages"
@@ -3885,33 +4220,33 @@ REQUIRED = (
 )
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9+.-]+")
-# Some hundred megabytes from a slow mirror; much longer means that the mirror is gone.
-_INSTALL_S = 1800
-# At first boot the machine's own upgrade holds the lock for minutes.
-_LOCK_S = 600
 
 Params = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class State:
+    """offered: optional ones that are not installed, and that apt could install."""
+
     installed: frozenset[str]
+    offered: frozenset[str] = frozenset()
 
 
 def observe(params: Params) -> State:
-    wanted = list(params["packages"])
+    wanted = [*params["packages"], *_optional(params)]
     if not wanted or _unsafe(wanted):
         return State(frozenset())
     form = "--showformat=${db:Status-Status} ${Package}\\n"
     # 1 says that some are unknown to dpkg, which is an answer.
     out = _command.run(["dpkg-query", "--show", form, "--", *wanted], ok=(0, 1)).out
     rows = (row.partition(" ") for row in out.splitlines())
-    return State(frozenset(name for status, _blank, name in rows if status == "installed"))
+    installed = frozenset(name for status, _blank, name in rows if status == "installed")
+    return State(installed, _apt.offered([n for n in _optional(params) if n not in installed]))
 
 
 def plan(params: Params, state: State) -> _change.Plan:
-    wanted = list(params["packages"])
-    bad = _unsafe(wanted)
+    optional = _optional(params)
+    bad = _unsafe([*params["packages"], *optional])
     if bad:
         refusal = Refusal(
             "package_invalid",
@@ -3920,33 +4255,56 @@ def plan(params: Params, state: State) -> _change.Plan:
             remedy="correct the list of packages",
         )
         return _change.Plan(blockers=(refusal,))
-    missing = [name for name in wanted if name not in state.installed]
-    if not missing:
-        return _change.Plan()
-    return _change.Plan((_change.Step("install_packages", "packages", [], missing),))
+    steps = []
+    missing = [name for name in params["packages"] if name not in state.installed]
+    if missing:
+        steps.append(_change.Step("install_packages", "packages", [], missing))
+    # Where apt's lists are read anew anyway they may offer more than those of now.
+    sought = [
+        name
+        for name in optional
+        if name not in state.installed and (missing or name in state.offered)
+    ]
+    if sought:
+        steps.append(_change.Step("install_optional", "optional packages", [], sought))
+    return _change.Plan(tuple(steps))
 
 
 def apply(_params: Params, step: _change.Step) -> dict[str, Any] | None:
+    _apt.run("update")
+    if step.name == "install_packages":
+        install(step.after)
+        return {"installed": step.after}
+    offered = _apt.offered(step.after)
+    names = [name for name in step.after if name in offered]
+    if names:
+        install(names)
+    return {"installed": names, "unavailable": [n for n in step.after if n not in offered]}
+
+
+def install(names: Sequence[str], *, settings: Sequence[str] = ()) -> None:
+    """Have apt install them, by lists that were read anew. settings: apt's own."""
     # A service that came with a package of ours was not there before: the way back asks for this.
-    names = dict.fromkeys(step.after, "installed")
-    for remember in _before.remembering(RECORD, _before.recalled(RECORD), names):
+    new = dict.fromkeys(names, "installed")
+    for remember in _before.remembering(RECORD, _before.recalled(RECORD), new):
         _before.apply(remember)
-    _apt("update")
-    _apt("install", "--yes", "--no-install-recommends", "--", *step.after)
-    return {"installed": step.after}
+    words = ["install", "--yes", "--no-install-recommends", "--", *names]
+    _apt.run(*words, settings=settings)
 
 
-def facts(_params: Params, state: State) -> dict[str, Any]:
-    return {"installed": sorted(state.installed)}
+def facts(params: Params, state: State) -> dict[str, Any]:
+    there = state.installed | state.offered
+    return {
+        "installed": sorted(state.installed),
+        "unavailable": sorted(name for name in _optional(params) if name not in there),
+    }
 
 
 SUBJECT = _change.Subject(observe, plan, apply, facts)
 
 
-def _apt(*words: str) -> None:
-    quiet = ["env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "--quiet"]
-    lock = ["-o", f"DPkg::Lock::Timeout={_LOCK_S}"]
-    _command.run([*quiet, *lock, *words], timeout=_INSTALL_S)
+def _optional(params: Params) -> list[str]:
+    return [name for name in params.get("optional") or () if name not in params["packages"]]
 
 
 def _unsafe(names: list[str]) -> list[str]:
@@ -4112,7 +4470,7 @@ def quoted(text: str) -> str:
     return "".join(c if c in _PLAIN else f"\\{c}" for c in shown) or "-"
 '''
 
-# sha256 a2140eb3efcea4c0b5be502d8cbc7c6faeff615b5d06ba94db532a512418316c
+# sha256 48357384d822b5436d636e6536164c5e8fba863ae88c62e2a61728f9129fe18c
 SOURCES["_pci"] = r'''"""PCI functions of this host, from sysfs: what they are, who drives them, who shares their group.
 
 Entries of /sys/bus/pci/devices are symbolic links on every real kernel; nothing depends on it.
@@ -4134,6 +4492,10 @@ VFIO = "vfio-pci"
 
 _ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[01][0-9a-f]\.[0-7]")
 _BRIDGE_CLASS = "0604"
+LINKS = INFINIBAND, ETHERNET = "infiniband", "ethernet"
+# Classes of PCI, and ARPHRD_ETHER and ARPHRD_INFINIBAND as /sys/class/net/*/type shows them.
+_LINK_CLASSES = {"0200": ETHERNET, "0207": INFINIBAND}
+_LINK_TYPES = {"1": ETHERNET, "32": INFINIBAND}
 
 
 @dataclass(frozen=True)
@@ -4240,6 +4602,28 @@ def interfaces(address: str) -> list[str]:
     """Network interfaces of the function. Names change between boots: look them up every time."""
     folder = _host.path(f"{DEVICES}/{_checked(address)}/net")
     return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+
+
+def link(address: str) -> str:
+    """What the function speaks: `infiniband`, `ethernet`, or "" where nothing says it.
+
+    A vendor has one id for both: what the kernel made of the function counts, before a driver has
+    taken it the class, which the card's firmware sets by what the port is configured for.
+    """
+    for name in interfaces(address):
+        kind = _LINK_TYPES.get(_host.read(f"/sys/class/net/{name}/type") or "")
+        if kind:
+            return kind
+    return _LINK_CLASSES.get(read(address).class_code[:4], "")
+
+
+def unlike_link(address: str, wanted: str) -> str:
+    """Why the function is none of a fabric whose link is `wanted`; "" when it may be one."""
+    has = link(address)
+    if has and has == wanted:
+        return ""
+    shown = f"{address} is {has}" if has else f"{address} shows no link"
+    return f"{shown}, the fabric is {wanted}" if wanted else f"{shown}; the profile names none"
 
 
 def answers(address: str) -> bool:
@@ -4543,21 +4927,27 @@ SUBJECT = _tenancy.guarded(
 )
 '''
 
-# sha256 7325cfe8085870d637eef1361b35eac134cb32f8b10c40ed28e0500e6765696b
+# sha256 8bd232286fee4cdb8c3f46d8eec33ffa5a7c0166e37076d1a12aedd2cfe9b352
 SOURCES["_sriov"] = r'''"""Virtual functions of the fabric cards: how many, and who they are before a guest gets them.
 
 A card is found by its PCI address; its interface name changes between boots. Automatic probing is
 off for virtual functions, so that no driver of the host takes one on its way to a guest.
 
+A vendor gives one id to InfiniBand and Ethernet ports: of the fabric is a card that has one of the
+ids and the fabric's link. The port of an InfiniBand function is down until it is told to follow the
+card's.
+
 A site may have virtual functions of its own on them: what is remembered of a card is what it gets
-on the way back, where count is 0.
+on the way back, where count is 0. On InfiniBand that is who they are, too: the driver tells
+functions that are made anew what the ones before them were told.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -4573,17 +4963,22 @@ from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusa
 
 SETTINGS = "/etc/gpuaas/fabric.json"
 RECORD = "fabric"
-_INFINIBAND = "32"  # ARPHRD_INFINIBAND in /sys/class/net/*/type
 _UP = 0x1  # IFF_UP
 _AND = " and "
+# Link states by iproute2's names. A function's port that follows is up when the card's is.
+FOLLOW, _DOWN = "auto", "disable"
+_LINK_STATES = (FOLLOW, "enable", _DOWN)
+_NOBODY = ":".join(["00"] * 8)  # the GUID of a function that was given none
+_GUID = "([0-9a-f]{2}:){7}[0-9a-f]{2}"
+_GUIDS = re.compile(f"({_GUID}({_AND}{_GUID})?)?")
 
 Params = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Card:
-    """A physical function as found. identities: MAC or GUID per virtual function, by index; where
-    its two GUIDs differ, both.
+    """A physical function as found. kind: its link. identities: MAC or GUID per virtual function,
+    by index; where its two GUIDs differ, both. states: their link states.
     """
 
     address: str
@@ -4596,6 +4991,7 @@ class Card:
     autoprobe: bool
     functions: tuple[str, ...]
     identities: tuple[str, ...]
+    states: tuple[str, ...]
     used: tuple[str, ...]
 
     def wanted(self, params: Params, count: int) -> list[str]:
@@ -4621,12 +5017,30 @@ class Card:
             if is_ != name
         ]
 
+    def unlinked(self) -> list[str]:
+        """The functions whose port does not follow the card's: a tenant's could stay down."""
+        return [
+            f"function {index} of {self.address} has link state {state or 'unknown'}, not {FOLLOW}"
+            for index, state in enumerate(self.states)
+            if state != FOLLOW
+        ]
+
+    def remembered(self) -> dict[str, Any]:
+        """What is to come back. On Ethernet a function's name ends with the function."""
+        was: dict[str, Any] = {"count": self.count, "autoprobe": self.autoprobe}
+        named = self.kind == _pci.INFINIBAND
+        if not self.states or not (named or self.unlinked()):
+            return was
+        every = zip(self.identities, self.states, strict=True)
+        told = [{"identity": who if named else "", "link_state": state} for who, state in every]
+        return {**was, "functions": told} if all(map(can_tell, told)) else was
+
     def is_as(self, then: Mapping[str, Any]) -> bool:
         return (self.count, self.autoprobe) == (then["count"], then["autoprobe"])
 
     def _derived(self, index: int) -> str:
         # 02 says locally administered: it cannot meet an address that a vendor gave out.
-        octets = 8 if self.kind == "infiniband" else 6
+        octets = 8 if self.kind == _pci.INFINIBAND else 6
         # Of IPoIB's 20 octets only the last 8 are the card's: what comes before changes whenever
         # the driver or the subnet manager starts.
         own = ":".join(self.hardware_address.split(":")[-8:])
@@ -4636,18 +5050,34 @@ class Card:
 
 @dataclass(frozen=True)
 class State:
+    """missing: each card that is asked for and not there, with what is found instead."""
+
     cards: tuple[Card, ...]
-    missing: tuple[str, ...]
+    missing: tuple[tuple[str, str], ...]
+
+
+def can_tell(told: object) -> bool:
+    """Whether a function can be made again what this says of one."""
+    if not isinstance(told, Mapping):
+        return False
+    who = told.get("identity")
+    named = isinstance(who, str) and _GUIDS.fullmatch(who) is not None
+    return named and told.get("link_state") in _LINK_STATES
 
 
 def observe(params: Params) -> State:
     asked = params.get("pfs") or []
     ids = params.get("pf_ids") or []
-    found = [d.address for d in _pci.devices() if d.id in ids and not d.physfn] if ids else []
-    missing = [address for address in asked if not _pci.present(address)]
+    link = str(params.get("link") or "")
+    alike = [d.address for d in _pci.devices() if d.id in ids and not d.physfn] if ids else []
+    found = [address for address in alike if link in ("", _pci.link(address))]
+    gone = [address for address in asked if not _pci.present(address)]
+    missing = [(address, "no such PCI function") for address in gone]
     if ids and not found and not asked:
-        missing.append(f"any card of {', '.join(ids)}")
-    there = sorted({*found, *(address for address in asked if address not in missing)})
+        others = "; ".join(_pci.unlike_link(address, link) for address in alike)
+        wanted = f"any {link} card of {', '.join(ids)}"
+        missing.append((" ".join(wanted.split()), others or "no such PCI function"))
+    there = sorted({*found, *(address for address in asked if address not in gone)})
     return State(tuple(card_at(address) for address in there), tuple(missing))
 
 
@@ -4665,17 +5095,17 @@ def plan(params: Params, state: State) -> _change.Plan:
         Refusal(
             "device_missing",
             expected=f"the fabric card {name}",
-            found="no such PCI function",
-            remedy="check the card and the profile's fabric ids",
+            found=found,
+            remedy="check the card, what its port is set to, and the profile's fabric",
         )
-        for name in state.missing
+        for name, found in state.missing
         # A card that is gone must not keep the others from going back to plain use.
         if params["count"]
     ]
     steps: list[_change.Step] = []
     for card in state.cards:
         blockers.extend(_blockers(card, params))
-        steps.extend(_steps(card, params))
+        steps.extend(open_steps(card, params))
     return _change.Plan(tuple(steps), tuple(blockers))
 
 
@@ -4697,20 +5127,34 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
     if step.name == "raise_card":
         _command.run(["ip", "link", "set", "dev", card.interface, "up"])
         return None
-    words = ["node_guid", "port_guid"] if card.kind == "infiniband" else ["mac"]
-    for index, identity in enumerate(card.wanted(params, params["count"])):
-        for word in words:
-            argv = ["ip", "link", "set", "dev", card.interface, "vf", str(index), word, identity]
-            _command.run(argv)
+    for index, value in enumerate(step.after):
+        if step.name == "link_functions":
+            _tell(card, index, "state", value)
+        elif card.kind == _pci.INFINIBAND:
+            names = value.split(_AND)
+            _tell(card, index, "node_guid", names[0])
+            _tell(card, index, "port_guid", names[-1])
+        else:
+            _tell(card, index, "mac", value)
     return None
+
+
+def _tell(card: Card, index: int, word: str, value: str) -> None:
+    _command.run(["ip", "link", "set", "dev", card.interface, "vf", str(index), word, value])
 
 
 def facts(_params: Params, state: State) -> dict[str, Any]:
     vfs = [
-        {"pf": card.address, "index": index, "address": address, "identity": identity}
+        {
+            "pf": card.address,
+            "index": index,
+            "address": address,
+            "identity": identity,
+            "link_state": link_state,
+        }
         for card in state.cards
-        for index, (address, identity) in enumerate(
-            zip(card.functions, card.identities, strict=False)
+        for index, (address, identity, link_state) in enumerate(
+            zip(card.functions, card.identities, card.states, strict=False)
         )
     ]
     return {"vfs": vfs}
@@ -4747,8 +5191,19 @@ def _blockers(card: Card, params: Params) -> list[Refusal]:
                 remedy="load the card's driver on the host and look at the kernel log",
             )
         )
+    link = params.get("link") or card.kind
+    if params["count"] and card.kind != link:
+        found.append(
+            Refusal(
+                "wrong_link",
+                expected=f"{card.address} to be {link}",
+                found=_pci.unlike_link(card.address, link),
+                remedy="leave the card out, or set its port to the fabric's link in its firmware",
+            )
+        )
     if params["count"]:
-        recreated = card.count not in (0, params["count"]) or _renamed(card, params)
+        names, _states = _told(card, params)
+        recreated = card.count not in (0, params["count"]) or list(card.identities) != names
     else:
         recreated = card.count > 0 and made
     if card.used and recreated:
@@ -4763,45 +5218,69 @@ def _blockers(card: Card, params: Params) -> list[Refusal]:
     return found
 
 
-def _steps(card: Card, params: Params) -> list[_change.Step]:
-    steps = []
-    if _made(card, params):
-        now, then = {"count": card.count, "autoprobe": card.autoprobe}, wish(params, card.address)
-        steps.append(_change.Step("make_functions", f"{card.address} functions", now, then))
+def open_steps(card: Card, params: Params) -> list[_change.Step]:
+    """What is still to be done with the card."""
+    steps, then, made = [], wish(params, card.address), _made(card, params)
+    if made:
+        now = {"count": card.count, "autoprobe": card.autoprobe}
+        after = {key: then[key] for key in then if key != "functions"}
+        steps.append(_change.Step("make_functions", f"{card.address} functions", now, after))
     if params["count"] and not card.up:
         steps.append(_change.Step("raise_card", f"{card.address} link", "down", "up"))
-    if params["count"] and _renamed(card, params):
-        before, after = list(card.identities), card.wanted(params, params["count"])
-        steps.append(_change.Step("name_functions", f"{card.address} identities", before, after))
+    names, states = _told(card, params)
+    anew = card.count != then["count"] or (made and not params["count"])
+    if names and (anew or list(card.identities) != names):
+        before = list(card.identities)
+        steps.append(_change.Step("name_functions", f"{card.address} identities", before, names))
+    # What a function of InfiniBand starts with depends on the ones before it.
+    fresh = "" if card.kind == _pci.INFINIBAND else FOLLOW
+    if states and states != ([fresh] * len(states) if anew else list(card.states)):
+        before = list(card.states)
+        steps.append(_change.Step("link_functions", f"{card.address} link states", before, states))
     return steps
 
 
 def _made(card: Card, params: Params) -> bool:
     """Whether the functions are to be made, or unmade. Ours are not the site's if as many."""
-    return not card.is_as(wish(params, card.address)) or (not params["count"] and card.ours(params))
+    if not card.is_as(wish(params, card.address)):
+        return True
+    names, _states = _told(card, params)
+    return not params["count"] and card.ours(params) and list(card.identities) != names
 
 
-def _renamed(card: Card, params: Params) -> bool:
-    return list(card.identities) != card.wanted(params, params["count"])
+def _told(card: Card, params: Params) -> tuple[list[str], list[str]]:
+    """Names and link states that the functions are told; [] leaves them what they are made with."""
+    if params["count"]:
+        return card.wanted(params, params["count"]), [FOLLOW] * params["count"]
+    then = wish(params, card.address)
+    told: Sequence[Mapping[str, str]] = then.get("functions") or ()
+    if not told and card.kind == _pci.INFINIBAND and card.ours(params):
+        # The record does not say who they were, as earlier versions' did not: nobody.
+        told = [{"identity": _NOBODY, "link_state": _DOWN}] * then["count"]
+    names = [one["identity"] for one in told]
+    return names if all(names) else [], [one["link_state"] for one in told]
 
 
 def card_at(address: str) -> Card:
     """The card as it is now. What cannot be read is refused: it would be remembered as none."""
     device, folder = _pci.read(address), f"{_pci.DEVICES}/{address}"
     name = next(iter(_pci.interfaces(address)), "")
-    kind = "infiniband" if _link(name, "type") == _INFINIBAND else "ethernet"
-    functions = _pci.functions(address)
+    kind, functions = _pci.link(address), _pci.functions(address)
+    shown = _shown(name) if functions else []
+    # iproute2 names none for an Ethernet card whose driver knows no other.
+    unsaid = "" if kind == _pci.INFINIBAND else FOLLOW
     return Card(
         address=address,
         interface=name,
         kind=kind,
-        hardware_address=_link(name, "address"),
+        hardware_address=_own_address(name),
         up=_is_up(name),
         total=device.sriov_totalvfs,
         count=int(_host.kept(f"{folder}/sriov_numvfs") or 0),
         autoprobe=_host.kept(f"{folder}/sriov_drivers_autoprobe") != "0",
         functions=tuple(functions),
-        identities=tuple(_identities(name)) if functions else (),
+        identities=tuple(_identity(vf) for vf in shown),
+        states=tuple(str(vf.get("link_state") or unsaid) for vf in shown),
         used=tuple(f for f in functions if _is_used(f)),
     )
 
@@ -4821,12 +5300,19 @@ def _link(name: str, attribute: str) -> str:
     return (_host.read(f"/sys/class/net/{name}/{attribute}") or "") if name else ""
 
 
-def _identities(name: str) -> list[str]:
+def _own_address(name: str) -> str:
+    """In a bond the card has another one, often the same as its neighbour: the one from before."""
+    bonded = _host.kept(f"/sys/class/net/{name}/bonding_slave/perm_hwaddr") if name else None
+    return bonded or _link(name, "address")
+
+
+def _shown(name: str) -> list[Mapping[str, Any]]:
+    """The virtual functions of an interface as iproute2 shows them, by index."""
     if not name:
         return []
     shown = json.loads(_command.run(["ip", "-j", "link", "show", "dev", name]).out or "[]")
     functions = shown[0].get("vfinfo_list", []) if shown else []
-    return [_identity(vf) for vf in sorted(functions, key=lambda vf: int(vf["vf"]))]
+    return sorted(functions, key=lambda vf: int(vf["vf"]))
 
 
 def _identity(vf: Mapping[str, Any]) -> str:
@@ -4836,7 +5322,7 @@ def _identity(vf: Mapping[str, Any]) -> str:
     return _AND.join(dict.fromkeys(guids)) or str(vf.get("address") or vf.get("mac") or "").lower()
 '''
 
-# sha256 8f12476c6d8103100d23335b57c101d27884688c2eb3bb08f327d21f9c34a9f3
+# sha256 333944f1d3cdba47ade30daf020f6694656a777a09471132931a828db400f18d
 SOURCES["_tenancy"] = r'''"""A machine that one tenant has as a whole: no module makes a slice host of it meanwhile.
 
 The reconciler does not ask for that; a person with a shell, AWX or cloud-init may.
@@ -4887,10 +5373,13 @@ def guarded(
     def facts(params: Params, state: State) -> dict[str, Any]:
         return subject.facts(params, state.found)
 
-    return replace(subject, observe=observe, plan=plan, facts=facts)
+    def forecast(params: Params, state: State) -> State:
+        return replace(state, found=subject.forecast(params, state.found))
+
+    return replace(subject, observe=observe, plan=plan, facts=facts, forecast=forecast)
 '''
 
-# sha256 1c6ddc42bc33d843aad3d3749456c36452c1009aff4cb8f227847f0060c29174
+# sha256 85176e5a5a71ed3a444631e91e41cfba846095c27d01e559a56042e82689e736
 SOURCES["_topology_candidates"] = r'''"""Which GPU goes with which disk and fabric function: pure over the discovery document's devices.
 
 The pairing looks at where devices sit, never at whether they are in use. So it stays the same when
@@ -4909,6 +5398,8 @@ Blocker = dict[str, str]
 
 # A disk with one of these can never be a slot's disk, whatever is done to it.
 _NEVER = {"os_disk", "excluded_model", "identity_missing", "by_id_missing", "duplicate_identity"}
+# Nor a function with this one a slot's function: its card is none of the profile's fabric.
+WRONG_LINK = "wrong_link"
 
 
 def blocker(code: str, detail: str) -> Blocker:
@@ -4928,7 +5419,8 @@ def candidates(
     """
     gpus = sorted(gpus, key=lambda gpu: str(gpu["address"]))
     usable = [disk for disk in disks if not _NEVER & {b["code"] for b in disk["blockers"]}]
-    functions = [vf for pf in fabric for vf in pf["vfs"]]
+    every = [vf for pf in fabric for vf in pf["vfs"]]
+    functions = [vf for vf in every if WRONG_LINK not in {b["code"] for b in vf["blockers"]}]
     disk_of = _pair(gpus, sorted(usable, key=lambda disk: str(disk["identity"])))
     vf_of = _pair(gpus, sorted(functions, key=lambda vf: str(vf["address"])))
     suggested = suggestions(len(gpus), network, machine_id)
@@ -5034,7 +5526,7 @@ def _candidate(
     }
 '''
 
-# sha256 c7d98aef9179ad3c005083bc8daeca1ad057449788cee965b1fd36e6eb85cdaa
+# sha256 eb8518b3347f4226c518e0972747fd3b11c4fcb2d9baea6f8bb1a0c7a2d7368c
 SOURCES["_topology_network"] = r'''"""What the host's slice network is right now, with the reasons why guests would have none.
 
 False green is the worst failure here (a missing NAT rule under green services), so this reads
@@ -5129,11 +5621,15 @@ def dnsmasq_pid() -> int:
     return int(pid) if alive else 0
 
 
-def routes(interface: str = "") -> list[str]:
-    """Destinations of the main IPv4 routing table, as networks; of one interface if it is named."""
-    rows = [row.split() for row in (_host.read("/proc/net/route") or "").splitlines()[1:]]
-    wanted = [row for row in rows if len(row) > 7 and interface in ("", row[0])]
-    return [_network(row) for row in wanted]
+def ways(destination: str) -> list[tuple[str, ...]]:
+    """By which interfaces each IPv4 route to just this network leads: several if it is multipath.
+
+    Not from /proc/net/route, which shows the first hop of a multipath route alone.
+    """
+    shown = _command.run(["ip", "-j", "-4", "route", "show", "table", "main"]).out
+    rows = [row for row in json.loads(shown or "[]") if _network(row["dst"]) == destination]
+    hops = [row.get("nexthops", [row]) for row in rows]
+    return [by for found in hops if (by := tuple(hop["dev"] for hop in found if "dev" in hop))]
 
 
 def gateway() -> str:
@@ -5153,6 +5649,7 @@ def observe(profile: Mapping[str, Any]) -> dict[str, Any]:
     found = interfaces()
     bridge = found.get(network["bridge"])
     rules = _rules_if_any()
+    led = ways(route) if route else []
     state: dict[str, Any] = {
         "bridge": {
             "name": network["bridge"],
@@ -5169,7 +5666,7 @@ def observe(profile: Mapping[str, Any]) -> dict[str, Any]:
         "fabric_route": {
             # A site that forgot to name it must not look like hardware without a fabric.
             "required": "fabric_route" not in profile.get("not_applicable", ()),
-            "present": bool(route) and route in routes(interface),
+            "present": any(not interface or {*way} == {interface} for way in led),
             "route": route,
         },
         "tmfifo": {
@@ -5211,8 +5708,9 @@ def _rules_if_any() -> Sequence[str]:
         return []
 
 
-def _network(words: Sequence[str]) -> str:
-    return str(ipaddress.ip_network(f"{_dotted(words[1])}/{_dotted(words[7])}", strict=False))
+def _network(shown: str) -> str:
+    """As iproute2 shows it, which leaves out the prefix length of one address."""
+    return str(ipaddress.ip_network("0.0.0.0/0" if shown == "default" else shown))
 
 
 def _dotted(little_endian: str) -> str:
@@ -5549,7 +6047,7 @@ def _difference(wanted: str, found: str) -> str:
 
 DATA = {}
 
-# sha256 5bb1967cdc1d5b90e64460c91feb18b55a79b25a312a4b4f86e9c45e4ded0412
+# sha256 ef3c94e0b58c1dea88fa2fd7ef46553b2b69af0e01a50e1e63d42ba34bc37a75
 DATA["lab"] = r'''{
  "name": "lab",
  "sku": "lab-edu-slice",
@@ -5563,6 +6061,7 @@ DATA["lab"] = r'''{
   "pf_ids": [
    "8086:10c9"
   ],
+  "link": "ethernet",
   "vfs_per_pf": 4,
   "ipoib": false,
   "site_address": "",
@@ -5634,7 +6133,7 @@ DATA["lab"] = r'''{
 }
 '''
 
-# sha256 eafe3f7c452e0109b32ef0967ff5d9896abae1d74fd0b451bc74f6bf64f644ef
+# sha256 8cf849f0f940e441b08c75bb921ccafb6b7406ed25fb5d71b7c09729cc7e62de
 DATA["xe9680l-h200"] = r'''{
  "name": "xe9680l-h200",
  "sku": "h200-sxm-slice",
@@ -5646,8 +6145,10 @@ DATA["xe9680l-h200"] = r'''{
  },
  "fabric": {
   "pf_ids": [
-   "15b3:a2dc"
+   "15b3:a2dc",
+   "15b3:1021"
   ],
+  "link": "infiniband",
   "vfs_per_pf": 8,
   "ipoib": true,
   "site_address": "",
@@ -5674,9 +6175,20 @@ DATA["xe9680l-h200"] = r'''{
  "packages": [
   "ibverbs-utils",
   "infiniband-diags",
-  "perftest",
+  "perftest"
+ ],
+ "optional_packages": [
   "rshim"
  ],
+ "racadm": {
+  "repository": "https://linux.dell.com/repo/community/openmanage/11010/jammy",
+  "suite": "jammy",
+  "components": [
+   "main"
+  ],
+  "key_url": "https://linux.dell.com/repo/pgp_pubkeys/0x1285491434D8786F.asc",
+  "fingerprint": "42550ABD1E80D7C1BC0BAD851285491434D8786F"
+ },
  "gpu_services": [
   "nvidia-persistenced.service",
   "nvidia-fabricmanager.service",

@@ -30,7 +30,8 @@ def play(folder: Path, *, beside: str = "", **variables: Any) -> tuple[int, dict
         "slice_racadm_program": str(folder / "racadm"),
         "bios_settings_down_after": 0,
     }
-    given.write_text(json.dumps(defaults | variables))
+    values = {key: one for key, one in (defaults | variables).items() if one is not None}
+    given.write_text(json.dumps(values))
     done = subprocess.run(
         [*ALONE, "sh", "-c", f'{beside} exec "$@"', "sh",
          str(Path(sys.executable).parent / "ansible-playbook"), "-i", "host,",
@@ -58,6 +59,21 @@ def test_settings_are_applied_and_the_job_is_followed(tmp_path: Path) -> None:
     }  # fmt: skip
     checks = {one["check"]: one["status"] for one in result["evidence"]["preflight"]["checks"]}
     assert checks["bios_settings"] == "PASS" and json.loads(state.read_text())["cycles"] == 1
+
+
+@pytest.mark.covers("HOST-2")
+@NEEDS_ROOT
+def test_racadm_comes_from_where_the_profile_says(tmp_path: Path) -> None:
+    """Nobody named a repository or a program. The key is nowhere, so nothing is trusted."""
+    profile = yaml.safe_load((ROOT / "profiles" / "xe9680l-h200.yml").read_text())
+    profile["racadm"]["key_url"] = f"file://{tmp_path}/no-key.asc"
+    profile["racadm"]["packages"] = ["gpuaas-no-such-package"]
+    code, result = play(
+        tmp_path, slice_profile=profile, slice_racadm_program=None, slice_apply=False
+    )
+    assert (code, result["ok"]) == (2, False)
+    assert result["step"] == "Trust the publisher's key for its repository"
+    assert f"file://{tmp_path}/no-key.asc" in result["error"]["expected"]
 
 
 @pytest.mark.covers("HOST-1")

@@ -216,6 +216,8 @@ HOSTILE: list[tuple[str, str, Any]] = [
     ("slice_image.url", "cache_image", "http://x/ -o /etc/shadow"),
     ("slice_profile.network.bridge", "discover", "ovsbr0; reboot"),
     ("slice_profile.fabric.interface", "bootstrap", "ibp65s0: {}"),
+    ("slice_profile.fabric.link", "bootstrap", "roce"),
+    ("slice_profile.fabric.ipoib", "bootstrap", True),  # over Ethernet there is none
     ("slice_profile.vm.mgmt_qos", "provision_slice", {"rate_kbps": 1000}),
     ("slice_vm.mgmt_qos", "provision_slice", {"burst_kb": 100}),
     ("slice_profile.kernel_arguments.0", "bootstrap", "iommu=pt\ninit=/bin/sh"),
@@ -264,8 +266,21 @@ def test_a_host_can_be_given_its_place_on_the_fabric() -> None:
     """Everything that bootstrap needs for IPoIB passes the contract."""
     given = variables("bootstrap")
     fabric = {"interface": "ibp65s0", "site_address": "10.20.0.7/16", "route": "10.20.0.0/16"}
-    given["slice_profile"]["fabric"] |= fabric | {"ipoib": True}
+    given["slice_profile"]["fabric"] |= fabric | {"link": "infiniband", "ipoib": True}
     contract.check_vars("bootstrap", given)
+
+
+@pytest.mark.covers("HOST-7")
+@pytest.mark.parametrize("playbook", ["bootstrap", "discover", "parity", "firmware"])
+def test_a_profile_with_fabric_cards_says_what_they_speak(playbook: str) -> None:
+    """By its ids alone it would take ports of the other kind as well."""
+    given = variables(playbook)
+    del given["slice_profile"]["fabric"]["link"]
+    with pytest.raises(ContractError, match="'link' is a required property") as caught:
+        contract.check_vars(playbook, given)
+    assert caught.value.field == "slice_profile.fabric"
+    given["slice_profile"]["fabric"]["pf_ids"] = []
+    contract.check_vars(playbook, given)
 
 
 @pytest.mark.covers("HOST-7")

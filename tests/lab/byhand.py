@@ -164,6 +164,7 @@ def commissioning(stage: Stage) -> dict[str, list[Fields]]:
         GPUAAS_SLICE_GPU_IDS=",".join(stage.profile()["gpu"]["ids"]),
         GPUAAS_SLICE_GPU_EXPECTED=str(stage.profile()["gpu"]["expected"]),
         GPUAAS_SLICE_FABRIC_IDS=",".join(stage.profile()["fabric"]["pf_ids"]),
+        GPUAAS_SLICE_FABRIC_LINK=stage.profile()["fabric"]["link"],
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, list[Fields]] = {}

@@ -67,6 +67,7 @@ class Faults:
     no_job: a change makes no job, as when it was pending already. forget: a change is not kept.
     slow_job: looks at the queue until a new job is Scheduled. job_fails: what the reset ends in.
     jobs: entries in the queue. expand: whether the queue gives more than links.
+    page: how many entries the queue gives at a time (0: all). next_link: what it says instead.
     lacks: what is left out, of `SupportedApplyTimes`, `Manager.Jobs`, `Root.Registries`.
     """
 
@@ -85,6 +86,8 @@ class Faults:
     job_fails: bool = False
     jobs: list[dict[str, Any]] = field(default_factory=list)
     expand: bool = True
+    page: int = 0
+    next_link: str = ""
     lacks: list[str] = field(default_factory=list)
     powered: bool = True
 
@@ -240,6 +243,8 @@ class Handler(BaseHTTPRequestHandler):
             if path == f"{JOBS}/{job['Id']}":
                 return 200, job, {}
         found = documents(bmc, expand=bmc.faults.expand and "expand" in self.path).get(path)
+        if found and path == JOBS and bmc.faults.page:
+            found = _page(found["Members"], bmc.faults, self.path)
         return (200, found, {}) if found else (404, _error("Base.1.12.ResourceMissing"), {})
 
     def _patch(self, path: str, body: dict[str, Any]) -> tuple[int, Any, dict[str, str]]:
@@ -303,6 +308,17 @@ def documents(bmc: Bmc, *, expand: bool) -> dict[str, Any]:
         },
         JOBS: {"Members": bmc.jobs if expand else [_link(job["@odata.id"]) for job in bmc.jobs]},
     }
+
+
+def _page(members: list[Any], faults: Faults, asked: str) -> dict[str, Any]:
+    """As an iDRAC turns pages: the count is of all entries, the link is to what follows."""
+    skip = int(asked.rpartition("skip=")[2] or 0) if "skip=" in asked else 0
+    after = skip + faults.page
+    page = {"Members": members[skip:after], "Members@odata.count": len(members)}
+    if after < len(members):
+        ahead = f"{JOBS}?$expand=*($levels=1)&$skip={after}"
+        page["Members@odata.nextLink"] = faults.next_link or ahead
+    return page
 
 
 def _link(path: str) -> dict[str, str]:

@@ -44,10 +44,13 @@ mkdir -m 700 -p /var/lib/libvirt
 rm -f /etc/gpuaas/enrolment.env
 touch /run/machine/gpu.service.active /run/machine/gpu.service.enabled
 touch /run/machine/idle.service.active
+mkdir -p /usr/local/lib/systemd/system
+touch /usr/local/lib/systemd/system/gpu.service /usr/local/lib/systemd/system/idle.service
 everything > /run/machine-before
 sh "$1" > /dev/null
 everything > /run/machine-between
 ls /run/machine
+readlink /etc/systemd/system/gpu.service /etc/systemd/system/idle.service
 ledger=/var/lib/gpuaas/ledger/slot-0.json
 mkdir -p /var/lib/gpuaas/ledger
 # Without a holder the mark would not count: this host has no disk eui.1.
@@ -122,6 +125,7 @@ def test_a_slice_host_becomes_what_it_was(files: tuple[str, str], tmp_path: Path
         done.stdout.split("---\n")
     )
     assert "gpu.service" not in quiet and "idle.service" not in quiet
+    assert quiet.count("/dev/null\n") == 2
 
     refused = results(dirty)
     assert (refused["ok"], refused["error"]["code"]) == (False, "slices_present")

@@ -169,9 +169,12 @@ class Bench:
     def _tables(self) -> None:
         own = self.root / "proc/self"
         own.mkdir(exist_ok=True)
-        (own / "mountinfo").write_text("\n".join(self.mounts) + "\n")
-        header = "Filename Type Size Used Priority"
-        (self.root / "proc/swaps").write_text("\n".join([header, *self.swaps]) + "\n")
+        self._table("proc/self/mountinfo", self.mounts)
+        self._table("proc/swaps", ["Filename Type Size Used Priority", *self.swaps])
+
+    def _table(self, name: str, rows: list[str]) -> None:
+        text = "".join(f"{row}\n" for row in rows)
+        (self.root / name).write_bytes(text.encode(errors="surrogateescape"))
 
 
 def admin(namespace: Namespace, buffer: bytearray, erase: Callable[[], None]) -> int:

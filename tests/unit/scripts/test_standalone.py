@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from scripts import standalone
 
@@ -153,6 +154,38 @@ def test_it_runs_alone(utils: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert (done.stdout, done.stderr) == ("a\\bw$(id)\nit's $HOME `x`\n", "")
     assert done.returncode == 3
+
+
+@pytest.mark.covers("HOST-1")
+def test_maas_runs_its_script_on_machines_with_a_gpu_of_the_profile_only() -> None:
+    """Where MAAS looks: YAML between the two marks, in comments."""
+    one = standalone.SCRIPTS[0]
+    text = (standalone.ROOT / one.path).read_text()
+    rows = text.partition("script metadata ---\n")[2].partition("# --- End MAAS")[0].splitlines()
+    told = yaml.safe_load("\n".join(row.removeprefix("# ") for row in rows))
+    profile = yaml.safe_load((standalone.ROOT / "profiles/xe9680l-h200.yml").read_text())
+    assert told["script_type"] == "commissioning" and told["tags"] == "gpuaas"
+    assert [told["for_hardware"]] == [f"pci:{one}" for one in profile["gpu"]["ids"]]
+    two = yaml.safe_load(standalone.hardware({"gpu": {"ids": ["10de:2335", "10de:2330"]}}))
+    assert two == ["pci:10de:2335", "pci:10de:2330"]
+
+
+@pytest.mark.parametrize(
+    ("given", "seen"),
+    [({}, "it's $HOME,,"), ({"OTHER": "x"}, ",,x"), ({"WORD": ""}, ",,"), ({"MORE": "y"}, ",y,")],
+)
+def test_settings_of_its_own_count_where_nobody_sets_any(
+    utils: Path, given: dict[str, str], seen: str
+) -> None:
+    util(utils, "_one", "def main(words, environment):",
+         "    names = ('WORD', 'MORE', 'OTHER')",
+         "    print(','.join(environment.get(name, '') for name in names))")  # fmt: skip
+    text = standalone.build(script(settings={"WORD": "it's $HOME", "MORE": "", "OTHER": ""}))
+    done = subprocess.run(
+        ["sh"], input=text, text=True, capture_output=True, check=False,
+        env={"PATH": "/usr/bin:/bin", **given},
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == (f"{seen}\n", "")
 
 
 def test_a_traceback_shows_the_line(utils: Path) -> None:

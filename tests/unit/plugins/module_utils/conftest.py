@@ -35,6 +35,7 @@ PROFILE: dict[str, Any] = {
     "gpu": {"ids": ["1234:11e8"], "expected": 1},
     "fabric": {
         "pf_ids": ["8086:10c9"],
+        "link": "ethernet",
         "vfs_per_pf": 1,
         "site_address": "10.20.0.7/16",
         "route": "10.20.0.0/16",

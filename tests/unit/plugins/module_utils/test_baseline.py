@@ -23,6 +23,7 @@ PARAMS = {
     "bridge": "ovsbr0", "address": "10.100.0.1/24", "subnet": "10.100.0.0/24", "tmfifo": False,
 }  # fmt: skip
 OLD = "gpuaas-slice-host-net-baseline"
+PLAN = _bridge.plan
 
 
 class Systemd:
@@ -54,8 +55,9 @@ class Systemd:
             raise _change.Refusal("command_failed", expected="", found=stdin or "", remedy="")
         if argv[:2] == ["systemctl", "enable"]:
             self.enabled.add(argv[-1])
-        if argv[:2] == ["systemctl", "restart"] or "--now" in argv:
+        if argv[:2] == ["systemctl", "restart"]:
             self.clock += 10
+        if argv[:2] == ["systemctl", "restart"] or "--now" in argv:
             self.active[argv[-1]] = self.clock
         return _command.Result(0, "", "")
 
@@ -139,6 +141,13 @@ def test_the_service_restarts_dnsmasq_after_itself_and_never_waits_for_it() -> N
     assert all("dnsmasq.service" not in text for text in _boot.sources("_bridge").values())
 
 
+def test_nothing_that_guests_need_waits_for_rshim(systemd: Systemd) -> None:
+    """systemd is told when guests have their network; the card's link is waited for after that."""
+    drive(tmfifo=True)
+    text = _host.read(f"/etc/systemd/system/{_baseline.unit(PARAMS).service}") or ""
+    assert "Type=notify\n" in text and "rshim" not in text
+
+
 def test_stale_reservations_go_and_dnsmasq_forgets_them(systemd: Systemd) -> None:
     drive()
     _host.write("/etc/dnsmasq.d/gpuaas-gpuaas-slice-1.conf", "dhcp-host=x\n")
@@ -186,20 +195,90 @@ def test_a_bridge_name_cannot_add_lines(systemd: Systemd, name: str) -> None:
 def test_rshim_is_started_for_its_interface(
     tree: Path, systemd: Systemd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refusal = _change.Refusal("tmfifo_missing", expected="", found="", remedy="")
     there = tree / "sys/class/net/tmfifo_net0"
-
-    def plan(*_: Any) -> _change.Plan:
-        return _change.Plan() if there.exists() else _change.Plan((), (refusal,))
-
-    monkeypatch.setattr(_bridge, "plan", plan)
-    systemd.active["rshim.service"] = 1
-    outcome = drive(tmfifo=True)
-    assert outcome.failure is not None and outcome.failure.code == "tmfifo_missing"
-    del systemd.active["rshim.service"]
+    card(tree, monkeypatch)
     monkeypatch.setattr(_baseline.time, "sleep", lambda _: there.mkdir(parents=True))
     outcome = drive(tmfifo=True)
-    assert outcome.failure is None and "start_rshim" in outcome.done
+    assert (outcome.failure, outcome.doubts) == (None, [])
+    assert outcome.done[-3:] == ["restart_dnsmasq", "start_rshim", "address_interface"]
+    assert outcome.facts["network"]["tmfifo"] == "192.168.100.1/30"
+    assert not drive(tmfifo=True).changed
+
+
+def test_an_rshim_that_runs_without_being_enabled_is_enabled(
+    tree: Path, systemd: Systemd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NVIDIA's host page shows it; the next boot would have no link."""
+    card(tree, monkeypatch)
+    (tree / "sys/class/net/tmfifo_net0").mkdir(parents=True)
+    systemd.active["rshim.service"] = 1
+    assert "start_rshim" in drive(tmfifo=True).done
+    assert "rshim.service" in systemd.enabled
+    assert not drive(tmfifo=True).changed
+
+
+def test_an_rshim_that_does_not_start_keeps_no_guest_from_its_network(
+    tree: Path, systemd: Systemd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card(tree, monkeypatch)
+    act = _command.run
+
+    def run(argv: list[str], **more: Any) -> _command.Result:
+        if argv == ["systemctl", "enable", "--now", "rshim.service"]:
+            raise _change.Refusal("command_failed", expected="", found="masked", remedy="")
+        return act(argv, **more)
+
+    monkeypatch.setattr(_command, "run", run)
+    outcome = drive(tmfifo=True)
+    assert outcome.failure is None and outcome.done[-1] == "restart_dnsmasq"
+    assert [doubt.code for doubt in outcome.doubts] == ["command_failed", "tmfifo_missing"]
+    assert outcome.facts["network"]["tmfifo"] == "missing"
+
+
+def test_where_nothing_can_make_the_link_nothing_is_tried(
+    tree: Path, systemd: Systemd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rshim installed; or it runs, and the card's BMC owns what it would attach to."""
+    card(tree, monkeypatch)
+    (tree / "usr/lib/systemd/system/rshim.service").unlink()
+    outcome = drive(tmfifo=True)
+    assert (outcome.failure, outcome.done[-1]) == (None, "restart_dnsmasq")
+    for _ in range(2):
+        outcome = drive(tmfifo=True)
+        assert (outcome.changed, [doubt.code for doubt in outcome.doubts]) == (
+            False, ["tmfifo_missing"],
+        )  # fmt: skip
+        (tree / "usr/lib/systemd/system/rshim.service").touch()
+        systemd.active["rshim.service"] = 1
+        systemd.enabled.add("rshim.service")
+
+
+def card(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """rshim is installed; what its link is given is remembered, and all else of the network is."""
+    unit = tree / "usr/lib/systemd/system/rshim.service"
+    unit.parent.mkdir(parents=True)
+    unit.touch()
+    given: list[str] = []
+
+    def observe(_params: Any) -> _bridge.State:
+        links = {"ovsbr0": _bridge.Interface(up=True, addresses=("10.100.0.1/24",))}
+        if (tree / "sys/class/net/tmfifo_net0").exists():
+            links[_bridge.TMFIFO] = _bridge.Interface(up=bool(given), addresses=tuple(given))
+        return _bridge.State(("ovsbr0",), links, forwarding=True, nat=True, uplink="eno1")
+
+    act = _command.run
+
+    def run(argv: list[str], **more: Any) -> _command.Result:
+        if argv[:3] == ["ip", "address", "replace"]:
+            given.append(argv[3])
+        return act(argv, **more)
+
+    monkeypatch.setattr(_command, "run", run)
+    monkeypatch.setattr(_bridge, "observe", observe)
+    monkeypatch.setattr(_bridge, "plan", PLAN)
+    monkeypatch.setattr(_baseline.time, "sleep", lambda _: None)
+    clock = iter(range(0, 10_000, 10))
+    monkeypatch.setattr(_baseline.time, "monotonic", lambda: next(clock))
 
 
 @pytest.mark.covers("HOST-6")

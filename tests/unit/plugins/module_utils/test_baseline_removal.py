@@ -71,7 +71,7 @@ class Host:
             if argv[1] != "restart":
                 change = self.enabled.add if argv[1] == "enable" else self.enabled.discard
                 change(argv[-1])
-            if argv[1] == "disable":
+            if argv[1] == "disable" and "--now" in argv:
                 self.active.discard(argv[-1])
             elif "--now" in argv or argv[1] == "restart":
                 self.active.add(argv[-1])
@@ -79,6 +79,8 @@ class Host:
                 _change.drive(_bridge.LIVE, PARAMS, check_mode=False)
             if argv[-1] == SWITCH and argv[1] == "enable":
                 self.write("run/openvswitch/db.sock", "")
+        elif argv[:2] == ["systemctl", "stop"]:
+            self.active.discard(argv[-1])
         elif "del-br" in argv:
             del self.bridges[argv[-1]]
             shutil.rmtree(self.tree / "sys/class/net" / argv[-1])
@@ -111,9 +113,9 @@ def host(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     return Host(tree, monkeypatch)
 
 
-def establish() -> _change.Outcome:
+def establish(**more: Any) -> _change.Outcome:
     subject = _change.Subject(_baseline.observe, _baseline.plan, _baseline.apply, _baseline.facts)
-    return _change.drive(subject, PARAMS, check_mode=False)
+    return _change.drive(subject, PARAMS | more, check_mode=False)
 
 
 def remove(*, check: bool = False, **more: Any) -> _change.Outcome:
@@ -156,6 +158,20 @@ def test_what_ran_before_keeps_running_without_our_settings(host: Host, tree: Pa
     assert host.active == {DHCP, SWITCH}
     assert _host.read("/proc/sys/net/ipv4/ip_forward") == "1"
     assert left(tree) == ["etc/dnsmasq.d/site.conf"]
+
+
+def test_a_service_becomes_what_it_was_for_each_of_now_and_the_next_boot(host: Host) -> None:
+    """rshim as NVIDIA's host page shows it: started by hand, not enabled."""
+    rshim = _baseline.RSHIM
+    host.write(f"usr/lib/systemd/system/{rshim}", "")
+    host.write("sys/class/net/tmfifo_net0/flags", "0x1003")
+    host.active |= {rshim, DHCP}
+    host.enabled.add(SWITCH)
+    assert establish(tmfifo=True).failure is None
+    assert host.active >= {rshim, DHCP, SWITCH} and host.enabled >= {rshim, DHCP, SWITCH}
+    assert remove(tmfifo=True).failure is None
+    assert (host.active, host.enabled) == ({rshim, DHCP}, {SWITCH})
+    assert ["systemctl", "disable", rshim] in host.calls
 
 
 def test_a_service_that_came_with_our_packages_was_not_there(host: Host, tree: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,7 @@ def test_a_fresh_host_gets_files_and_a_start(tree: Path, script: Any) -> None:
     unit = _host.read(f"/etc/systemd/system/{UNIT.service}") or ""
     assert "ExecStart=/usr/local/sbin/gpuaas-test\nExecStartPost=/usr/bin/true\n" in unit
     assert "After=network.target\nBefore=libvirtd.service\n" in unit
+    assert "Type=oneshot\n" in unit
     assert json.loads(_host.read(UNIT.settings_path) or "") == {"devices": {}}
 
 
@@ -200,6 +202,53 @@ def test_boot_fails_at_once_on_any_other_refusal(
 def test_boot_gives_up_in_the_end(tree: Path) -> None:
     subject = Late("device_missing").subject()
     assert _boot.boot(subject, "/x.json", wait_for=("device_missing",), patience=-1) == 1
+
+
+def doubtful(looks: list[str]) -> _change.Subject:
+    """All that must be is there; what may be is missing until `looks` has run out."""
+
+    def plan(_params: Any, _state: Any) -> _change.Plan:
+        found = [Refusal(looks.pop(0), expected="", found="x\ny", remedy="")] if looks else []
+        return _change.Plan(doubts=tuple(found))
+
+    return _change.Subject(lambda _params: None, plan, lambda *_: None)
+
+
+def test_systemd_is_told_before_what_is_optional_is_waited_for(
+    tmp_path: Path, tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heard: list[bytes] = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.setblocking(False)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        rc = _boot.boot(
+            doubtful(["link_missing"]),
+            "/x.json",
+            wait_for=("link_missing",),
+            # Nothing is heard twice.
+            sleep=lambda _: heard.append(systemd.recv(99)),
+        )
+        with pytest.raises(BlockingIOError):
+            systemd.recv(99)
+    assert (rc, heard) == (0, [b"READY=1"])
+    assert capsys.readouterr().out == "done: nothing to do\n"
+
+
+@pytest.mark.parametrize(("waited", "looks"), [((), 1), (("link_missing",), 3)])
+def test_what_stays_of_a_doubt_is_the_last_word_and_no_failure(
+    tree: Path, capsys: pytest.CaptureFixture[str], waited: tuple[str, ...], looks: int
+) -> None:
+    codes, slept = ["link_missing"] * 9, [0.0]
+    clock = iter([0.0, 1.0, 2.0, 3.0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_boot.time, "monotonic", lambda: next(clock))
+        subject = doubtful(codes)
+        rc = _boot.boot(subject, "/x.json", wait_for=waited, patience=2, sleep=slept.append)
+    assert (rc, 9 - len(codes)) == (0, looks)
+    assert capsys.readouterr().out == (
+        "done: nothing to do\nWARN link_missing: expected ; found x y; \n"
+    )
 
 
 @pytest.mark.covers("HOST-15")

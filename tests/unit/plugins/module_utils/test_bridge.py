@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _boot,
     _bridge,
     _change,
     _command,
     _host,
 )
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 pytestmark = pytest.mark.covers("HOST-6")
 
@@ -130,11 +132,37 @@ def test_an_address_outside_the_subnet_is_refused(
 
 
 def test_the_cards_link_gets_its_address_when_asked(network: Network) -> None:
-    outcome = drive(tmfifo=True)
-    assert outcome.failure is not None and outcome.failure.code == "tmfifo_missing"
     network.interface("tmfifo_net0")
-    assert drive(tmfifo=True).failure is None
+    outcome = drive(tmfifo=True)
+    assert (outcome.failure, outcome.doubts) == (None, [])
     assert network.addresses["tmfifo_net0"] == ["192.168.100.1/30"]
+    assert [step.subject for step in outcome.plan.steps][-1] == "tmfifo_net0"
+
+
+def test_without_the_cards_link_guests_have_their_network(network: Network) -> None:
+    outcome = drive(tmfifo=True)
+    assert outcome.failure is None
+    assert outcome.done == ["add_bridge", "address_interface", "forward_ipv4", "add_nat"]
+    assert [doubt.code for doubt in outcome.doubts] == ["tmfifo_missing"]
+    # Nothing that could be done about it from here: a second run does nothing.
+    assert (drive(tmfifo=True).changed, drive().doubts) == (False, [])
+
+
+def test_a_link_that_takes_no_address_takes_nothing_else_down(
+    network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network.interface("tmfifo_net0")
+    act = _command.run
+
+    def run(argv: list[str], **more: Any) -> _command.Result:
+        if argv[:2] == ["ip", "address"] and argv[-1] == "tmfifo_net0":
+            raise Refusal("command_failed", expected="", found="RTNETLINK answers", remedy="")
+        return act(argv, **more)
+
+    monkeypatch.setattr(_command, "run", run)
+    outcome = drive(tmfifo=True)
+    assert (outcome.failure, network.rules[-1]) == (None, RULE)
+    assert [doubt.found for doubt in outcome.doubts] == ["RTNETLINK answers"]
 
 
 def test_boot_does_the_same(network: Network, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,6 +170,25 @@ def test_boot_does_the_same(network: Network, capsys: pytest.CaptureFixture[str]
     assert _bridge.boot(SETTINGS) == 0
     assert capsys.readouterr().out.startswith("done: add_bridge,")
     assert _bridge.boot(SETTINGS) == 0
+
+
+def test_at_boot_the_cards_link_is_waited_for_when_guests_have_their_network(
+    network: Network, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _host.write(SETTINGS, json.dumps({**PARAMS, "tmfifo": True}))
+    there: list[bool] = []
+    monkeypatch.setattr(_boot, "_tell_ready", lambda: there.append(RULE in network.rules))
+    real = _boot.boot
+
+    def late(*words: Any, **more: Any) -> int:
+        return real(*words, **more, sleep=lambda _: network.interface("tmfifo_net0"))
+
+    monkeypatch.setattr(_boot, "boot", late)
+    assert (_bridge.boot(SETTINGS), there) == (0, [True])
+    assert network.addresses["tmfifo_net0"] == ["192.168.100.1/30"]
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "done: add_bridge, address_interface, forward_ipv4, add_nat"
+    assert second == "done: address_interface"
 
 
 def test_without_open_vswitch_there_are_no_bridges(tree: Path, script: Any) -> None:

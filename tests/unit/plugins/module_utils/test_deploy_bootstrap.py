@@ -51,10 +51,14 @@ def test_the_parts_are_what_the_playbook_gives_its_roles() -> None:
         "slice_mode",
     ]  # fmt: skip
     assert parts["packages"]["packages"] == [*_packages.REQUIRED, *server["packages"]]
+    # Not every distribution has it, and no host is the worse for it.
+    assert parts["packages"]["optional"] == server["optional_packages"] == ["rshim"]
+    assert "rshim" not in parts["packages"]["packages"]
     assert parts["gpu_services"]["services"] == server["gpu_services"]
     assert parts["kernel"]["arguments"] == server["kernel_arguments"]
     assert (parts["tuning"]["profiles"], parts["kernel"]["tuning"]) == ([], [])
-    assert (parts["fabric"]["pf_ids"], parts["fabric"]["count"]) == (["15b3:a2dc"], 8)
+    assert (parts["fabric"]["pf_ids"], parts["fabric"]["count"]) == (server["fabric"]["pf_ids"], 8)
+    assert parts["fabric"]["link"] == "infiniband"
     assert parts["ipoib"] == {
         "interface": "ibp65s0",
         "address": "10.20.0.7/16",
@@ -64,6 +68,23 @@ def test_the_parts_are_what_the_playbook_gives_its_roles() -> None:
     assert parts["network"] == {k: network[k] for k in ("bridge", "address", "subnet", "tmfifo")}
     names = [part.name for part in _deploy_bootstrap.parts(profile("lab"))]
     assert "ipoib" not in names
+
+
+def test_what_the_host_goes_without_is_said(
+    script: Any, tree: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    form = "--showformat=${db:Status-Status} ${Package}\\n"
+    script.on("dpkg-query", "--show", form, "--", "zstd", "rshim", out="installed zstd\n", rc=1)
+    quiet = ("-o", "Dir::Cache::pkgcache=", "-o", "Dir::Cache::srcpkgcache=")
+    script.on("apt-cache", *quiet, "policy", "--", "rshim")
+    asked = {"packages": ["zstd"], "optional": ["rshim"]}
+    part = _deploy_bootstrap.Part("packages", _packages.SUBJECT, asked)
+    assert _deploy_bootstrap._done(part, check=False)
+    said = capsys.readouterr().out
+    assert shlex.split(said)[1:] == [
+        "status=PASS", "step=packages",
+        "detail=nothing to do; without rshim, which apt does not have",
+    ]  # fmt: skip
 
 
 class Machine:
@@ -79,7 +100,7 @@ class Machine:
         monkeypatch.setattr(_grub, "reboot_reasons", lambda *_state: self.reasons)
         monkeypatch.setattr(os, "geteuid", lambda: 0)
         kernel = _change.Subject(lambda _p: None, lambda *_s: _change.Plan(), self._never)
-        monkeypatch.setattr(_deploy_bootstrap, "_KERNEL", kernel)
+        monkeypatch.setattr(_grub, "SUBJECT", kernel)
 
     def _parts(self, _profile: Any) -> list[_deploy_bootstrap.Part]:
         subject = _change.Subject(
@@ -127,6 +148,18 @@ def test_done_once_and_nothing_to_do_the_second_time(
     same = ["PASS one", "PASS two", "PASS three", "PASS in_effect"]
     assert run(capsys) == (0, same)
     assert script.calls == []
+
+
+def test_what_is_optional_and_missing_is_a_warning_of_its_part(
+    machine: Machine, script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    doubt = Refusal("tmfifo_missing", expected="", found="x\ny", remedy="")
+    subject = _change.Subject(
+        lambda _params: None, lambda *_: _change.Plan(doubts=(doubt,)), machine._never
+    )
+    part = _deploy_bootstrap.Part("network", subject, {})
+    monkeypatch.setattr(_deploy_bootstrap, "parts", lambda _profile: [part])
+    assert run(capsys) == (0, ["PASS network", "WARN network", "PASS in_effect"])
 
 
 def test_a_step_that_fails_ends_it_with_one_line(

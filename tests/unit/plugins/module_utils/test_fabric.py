@@ -18,7 +18,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
-from tests.unit.plugins.module_utils.test_sriov import PF, Card
+from tests.unit.plugins.module_utils.test_sriov import NOBODY, PF, Card
 from tests.unit.plugins.modules.test_forecast import Units, files
 
 pytestmark = pytest.mark.covers("HOST-7", "HOST-15")
@@ -57,7 +57,14 @@ def host(pci: Any, monkeypatch: pytest.MonkeyPatch) -> Host:
 
 
 def drive(count: int, *, check: bool = False, **more: Any) -> _change.Outcome:
-    params = {"pfs": [], "pf_ids": ["8086:10c9"], "count": count, "macs": {}, **more}
+    params = {
+        "pfs": [],
+        "pf_ids": ["8086:10c9"],
+        "link": "ethernet",
+        "count": count,
+        "macs": {},
+        **more,
+    }
     return _change.drive(_fabric.SUBJECT, params, check_mode=check)
 
 
@@ -127,7 +134,7 @@ def test_what_is_served_already_is_not_what_was_before(host: Host) -> None:
     host.has(1)
     assert done(2) == ["make_functions", "name_functions"]
     assert not _host.path(RECORD).exists()
-    assert drive(2).facts["unremembered"] == [PF]
+    assert drive(2).facts["before"] == {}
 
     forecast, outcome = drive(0, check=True), drive(0)
     plain = {"count": 0, "autoprobe": True, "remembered": False}
@@ -142,6 +149,130 @@ def test_a_kind_of_card_that_the_profile_forgot_goes_back_without_a_record(host:
     outcome = drive(0, pf_ids=[])
     assert outcome.done == ["make_functions", "remove_service"]
     assert host.found() == (0, "1")
+
+
+# A site's own functions on InfiniBand: one that it set up, one that it did not.
+OWN = {"node guid": "0c:42:a1:03:00:7e:54:11", "port guid": "0c:42:a1:03:00:7e:54:12"}
+OWNS = {
+    0: {**OWN, "link_state": "enable"},
+    1: {"node guid": NOBODY, "port guid": NOBODY, "link_state": "disable"},
+}
+
+
+@pytest.fixture
+def infiniband(host: Host) -> Host:
+    host.pci.interface("ens30", kind="32")
+    return host
+
+
+def shown(host: Host) -> dict[int, dict[str, str]]:
+    every = _sriov._shown("ens30")
+    return {int(vf["vf"]): {key: vf[key] for key in OWNS[0]} for vf in every}
+
+
+@pytest.mark.covers("I11")
+def test_a_sites_own_functions_of_infiniband_are_again_who_they_were(infiniband: Host) -> None:
+    """The driver tells functions that are made anew what ours were told."""
+    infiniband.has(2)
+    infiniband.card.identities |= {index: dict(one) for index, one in OWNS.items()}
+    assert drive(4, link="infiniband").failure is None
+    assert {one["link_state"] for one in shown(infiniband).values()} == {"auto"}
+    assert done(4, link="infiniband") == []
+
+    before = files(infiniband.pci.root)
+    forecast = drive(0, link="infiniband", check=True)
+    assert files(infiniband.pci.root) == before
+    outcome = drive(0, link="infiniband")
+    assert (outcome.plan, outcome.failure) == (forecast.plan, None)
+    assert outcome.done == [
+        "make_functions", "name_functions", "link_functions", "remove_service", "forget_before",
+    ]  # fmt: skip
+    assert shown(infiniband) == OWNS
+    assert not drive(0, link="infiniband").changed
+
+
+def test_functions_of_which_a_record_says_nothing_are_nobody(infiniband: Host) -> None:
+    """An earlier version's: none of ours may stay under our name."""
+    infiniband.has(2)
+    done(4, link="infiniband")
+    _host.write(RECORD, json.dumps({PF: {"count": 2, "autoprobe": True}}))
+    done(0, link="infiniband")
+    assert shown(infiniband) == dict.fromkeys((0, 1), OWNS[1])
+    assert not drive(0, link="infiniband").changed
+
+
+def test_a_sites_link_state_on_ethernet_comes_back(host: Host) -> None:
+    host.has(2)
+    host.card.identities[1] = {"link_state": "enable"}
+    assert done(2)[-2:] == ["install_service", "start_service"]
+    assert _sriov.card_at(PF).states == ("auto", "auto")
+    assert "link_functions" in done(0)
+    assert _sriov.card_at(PF).states == ("auto", "enable")
+    assert not drive(0).changed
+
+
+def test_nothing_is_forgotten_while_the_sites_functions_are_others(
+    infiniband: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody else takes the names away between our telling and our forgetting."""
+    infiniband.has(2)
+    infiniband.card.identities |= {index: dict(one) for index, one in OWNS.items()}
+    done(4, link="infiniband")
+    tell = _sriov._tell
+
+    def told(card: Any, index: int, word: str, value: str) -> None:
+        tell(card, index, word, value)
+        infiniband.card.identities.clear()
+
+    monkeypatch.setattr(_sriov, "_tell", told)
+    assert refused(drive(0, link="infiniband")).code == "vfs_not_restored"
+    assert _host.path(RECORD).exists()
+
+
+@pytest.mark.parametrize(
+    "functions",
+    [
+        "2",
+        [{"identity": "", "link_state": "auto"}],
+        [{"identity": "", "link_state": "auto"}, 7],
+        [{"identity": "", "link_state": "auto"}, {"identity": "-rf", "link_state": "auto"}],
+        [{"identity": "", "link_state": "auto"}, {"identity": "", "link_state": "down"}],
+        [{"identity": "", "link_state": "auto"}, {"link_state": "auto"}],
+    ],
+)
+def test_functions_in_the_record_that_nothing_can_be_told_are_refused(
+    host: Host, functions: object
+) -> None:
+    done(4)
+    was = {"count": 2, "autoprobe": True, "functions": functions}
+    _host.write(RECORD, json.dumps({PF: was}))
+    with pytest.raises(Refusal, match="before_unreadable"):
+        drive(0)
+
+
+def test_ids_without_the_link_are_refused(host: Host) -> None:
+    """An Ethernet port of the id would be sold as a function of the fabric."""
+    assert refused(drive(2, link="")).code == "link_missing"
+    assert host.found() == (0, "1")
+    assert not _host.path(RECORD).exists()
+    assert drive(2, link="", pfs=[PF], pf_ids=[]).failure is None
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_card_that_was_of_the_fabric_by_its_id_alone_is_given_back(
+    host: Host, recorded: bool
+) -> None:
+    """A service of an earlier version, which was told no link, made its functions."""
+    host.has(1)
+    done(2)
+    told = json.loads(_host.read(_sriov.SETTINGS) or "")
+    del told["link"]
+    _host.write(_sriov.SETTINGS, json.dumps(told))
+    if not recorded:
+        _host.remove(RECORD)
+    assert refused(drive(2, link="infiniband")).code == "device_missing"
+    assert done(0, link="infiniband")[0] == "make_functions"
+    assert host.found() == ((1, "1") if recorded else (0, "1"))
 
 
 @pytest.mark.parametrize(
@@ -242,7 +373,7 @@ def interrupted(count: int, last: str) -> None:
         return evidence
 
     subject = _change.Subject(_fabric.observe, _fabric.plan, apply, _fabric.facts)
-    params = {"pfs": [], "pf_ids": ["8086:10c9"], "count": count, "macs": {}}
+    params = {"pfs": [], "pf_ids": ["8086:10c9"], "link": "ethernet", "count": count, "macs": {}}
     assert _change.drive(subject, params, check_mode=False).failed_step == last
 
 

@@ -27,6 +27,14 @@ def shown(*states: str) -> str:
 
 
 RECORD = "/var/lib/gpuaas/before/gpu-services.json"
+ALONE = "[Install]\nWantedBy=multi-user.target\n"
+INSTALL = {"static": "", "indirect": "[Install]\nAlso=other.service\n"}
+WAYS = {
+    "enabled": ("enable",),
+    "enabled-runtime": ("enable", "--runtime"),
+    "masked": ("mask",),
+    "masked-runtime": ("mask", "--runtime"),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -40,26 +48,33 @@ def drive(**more: Any) -> _change.Outcome:
 
 
 def test_running_and_enabled_ones_are_quiesced_and_the_absent_left_alone(script: Any) -> None:
-    quiet = shown("inactive/disabled", "failed/disabled", "inactive/static", "inactive/")
+    quiet = shown("inactive/masked", "failed/masked", "inactive/masked", "inactive/")
     script.on(*SHOW, out=shown("active/enabled", "failed/enabled", "active/static", "inactive/"))
     script.on(*SHOW, out=quiet)
-    for name in NAMES[:3]:
-        script.on("systemctl", "disable", "--runtime", "--", name)
-        script.on("systemctl", "disable", "--now", "--", name)
-    outcome = drive()
-    assert outcome.done == ["remember_before", *["quiesce_service"] * 3]
-    assert [step.before for step in outcome.plan.steps[1:]] == [
-        "active and started at boot",
-        "started at boot",
-        "active",
+    expected = [
+        ("disable_service", "a.service at boot", "enabled"),
+        ("stop_service", "a.service", "active"),
+        ("mask_service", "a.service mask", "enabled"),
+        ("disable_service", "b.service at boot", "enabled"),
+        ("mask_service", "b.service mask", "enabled"),
+        ("stop_service", "c.service", "active"),
+        ("mask_service", "c.service mask", "static"),
     ]
+    for step, subject, _before in expected:
+        verb, name = step.partition("_")[0], subject.partition(" ")[0]
+        for words in [[verb, "--runtime"], [verb]] if verb == "disable" else [[verb]]:
+            script.on("systemctl", *words, "--", name)
+    outcome = drive()
+    assert outcome.done == ["remember_before", *(step for step, *_rest in expected)]
+    assert [(s.name, s.subject, s.before) for s in outcome.plan.steps[1:]] == expected
     assert not drive().changed
 
 
 def test_a_service_that_stays_is_a_failure(script: Any) -> None:
     script.on(*SHOW, out=shown("active/enabled", "inactive/", "inactive/", "inactive/"))
     script.on("systemctl", "disable", "--runtime", "--", "a.service")
-    script.on("systemctl", "disable", "--now", "--", "a.service")
+    for verb in ("disable", "stop", "mask"):
+        script.on("systemctl", verb, "--", "a.service")
     failure = drive().failure
     assert failure is not None and failure.code == "verify_failed"
 
@@ -81,31 +96,33 @@ class Systemd:
             self.put(f"{name}.service", state)
         monkeypatch.setattr(_command, "run", self.run)
 
-    def put(self, name: str, state: str) -> None:
+    def put(self, name: str, state: str, folder: str = "/usr/lib/systemd/system") -> None:
         """A service as its package and somebody's hands have left it."""
         self.active[name], _, file = state.partition("/")
-        install = "" if file == "static" else "[Install]\nWantedBy=multi-user.target\n"
-        _host.write(f"/usr/lib/systemd/system/{name}", f"[Service]\nExecStart=/bin/true\n{install}")
+        _host.write(
+            f"{folder}/{name}", f"[Service]\nExecStart=/bin/true\n{INSTALL.get(file, ALONE)}"
+        )
         for way in file.split("+"):
-            if way.startswith("enabled"):
-                self._really("enable", *(["--runtime"] if way == "enabled-runtime" else []), name)
+            if way in WAYS:
+                self._really(*WAYS[way], name)
 
     def uninstall(self, name: str) -> None:
-        self._really("disable", name)
         _host.remove(f"/usr/lib/systemd/system/{name}")
-        del self.active[name]
 
     def run(self, argv: list[str], **_: Any) -> _command.Result:
+        if argv[1] == "daemon-reload":
+            return _command.Result(0, "", "")
         verb, names = argv[1], argv[argv.index("--") + 1 :]
         if verb == "show":
             return _command.Result(0, shown(*map(self._state, names)), "")
         (name,) = names
         if verb == "start":
+            assert not self._state(name).endswith(("masked", "masked-runtime"))
             self.active[name] = "active" if name != self.broken else self.active[name]
-            return _command.Result(0, "", "")
-        if "--now" in argv:
+        elif verb == "stop":
             self.active[name] = "inactive"
-        self._really(*(word for word in argv[1:] if word != "--now"))
+        else:
+            self._really(*argv[1:])
         return _command.Result(0, "", "")
 
     @property
@@ -113,8 +130,8 @@ class Systemd:
         return [self._state(name) for name in self.active]
 
     def _state(self, name: str) -> str:
-        there = _host.path(f"/usr/lib/systemd/system/{name}").exists()
-        file = self._really("is-enabled", name, ok=(0, 1)).strip() if there else ""
+        # It says nothing of a unit that is nowhere, as `show` does.
+        file = self._really("is-enabled", name, ok=(0, 1)).strip()
         return f"{self.active.get(name, 'inactive')}/{file}"
 
     @staticmethod
@@ -125,13 +142,34 @@ class Systemd:
         return done.stdout
 
 
-@pytest.mark.parametrize("was", ["enabled", "enabled-runtime", "enabled+enabled-runtime", "static"])
-def test_quiet_at_boot_is_what_systemctl_says(monkeypatch: pytest.MonkeyPatch, was: str) -> None:
+KINDS = (
+    "enabled",
+    "enabled-runtime",
+    "enabled+enabled-runtime",
+    "disabled",
+    "static",
+    "indirect",
+    "masked",
+    "masked-runtime",
+)
+
+
+@pytest.mark.covers("HOST-15")
+@pytest.mark.parametrize("was", KINDS)
+def test_nothing_can_start_it_until_it_is_what_it_was(
+    monkeypatch: pytest.MonkeyPatch, was: str
+) -> None:
+    """A udev rule wants Ubuntu's nvidia-persistenced, which is static: disabling does nothing."""
     systemd = Systemd(monkeypatch, a=f"active/{was}")
+    (before,) = systemd.states
     outcome = drive(services=["a.service"])
     assert outcome.failure is None, outcome.failure
-    assert systemd.states == ["inactive/static" if was == "static" else "inactive/disabled"]
+    assert systemd.states == ["inactive/masked"]
     assert not drive(services=["a.service"]).changed
+    assert drive(services=[], state="restored").failure is None
+    # One that ran beneath a mask is as startable as it was: not at all.
+    assert systemd.states == [before.replace("active/masked", "inactive/masked")]
+    assert _host.read(RECORD) is None
 
 
 @pytest.mark.covers("HOST-15")
@@ -141,15 +179,43 @@ def test_each_service_becomes_what_it_was(monkeypatch: pytest.MonkeyPatch) -> No
     before = systemd.states
     drive()
     assert systemd.states == [
-        "inactive/disabled", "inactive/disabled", "inactive/static", "inactive/disabled"
+        "inactive/masked", "failed/masked", "inactive/masked", "inactive/masked"
     ]  # fmt: skip
     assert not drive().changed
     # The record names them, not the profile of the day.
     assert drive(services=[], state="restored").failure is None
-    before[1] = "inactive/enabled-runtime"
     assert systemd.states == before
     assert _host.read(RECORD) is None
     assert not drive(state="restored").changed
+
+
+def test_a_mask_of_the_sites_stays_and_hides_no_running_service(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Masked while it ran, or its unit gone: it is stopped; nothing could start it again."""
+    systemd = Systemd(monkeypatch, a="active/masked")
+    assert drive(services=["a.service"]).done == ["remember_before", "stop_service"]
+    assert drive(services=[], state="restored").done == ["forget_before"]
+    assert systemd.states == ["inactive/masked"]
+
+
+@pytest.mark.covers("HOST-15")
+@pytest.mark.parametrize("was", ["enabled", "static"])
+def test_a_unit_file_of_the_sites_own_is_barred(monkeypatch: pytest.MonkeyPatch, was: str) -> None:
+    """It lies where the mask would be, and systemctl refuses to put one there."""
+    systemd = Systemd(monkeypatch)
+    systemd.put("a.service", f"active/{was}", "/etc/systemd/system")
+    folder = _host.path("/etc/systemd/system")
+    before = sorted(folder.rglob("*"))
+    assert drive(services=["a.service"]).done == ["remember_before", "stop_service", "bar_service"]
+    assert systemd.states == [f"inactive/{was}"]
+    assert not drive(services=["a.service"]).changed
+    # A bar that somebody edited keeps nothing off.
+    _host.write(f"/etc/systemd/system/a.service.d/{_gpu_services.BAR}", "[Unit]\n")
+    assert drive(services=["a.service"]).done == ["bar_service"]
+    given = ["unbar_service", "start_service", "forget_before"]
+    assert drive(services=[], state="restored").done == given
+    assert (systemd.states, sorted(folder.rglob("*"))) == ([f"active/{was}"], before)
 
 
 @pytest.mark.covers("HOST-15")
@@ -157,6 +223,7 @@ def test_the_first_word_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody started one by hand on the slice host: it was quiet before, and is so again."""
     systemd = Systemd(monkeypatch, a="active/enabled", b="inactive/disabled")
     drive(services=["a.service", "b.service"])
+    _command.run(["systemctl", "unmask", "--", "b.service"])
     systemd.put("b.service", "active/enabled")
     drive(services=["a.service", "b.service"])
     assert json.loads(_host.read(RECORD) or "")["b.service"]["active"] is False
@@ -168,11 +235,13 @@ def test_the_first_word_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_drift_is_not_taken_for_what_was_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """All were quiet at the first run; one that is started by hand later is not brought back."""
     systemd = Systemd(monkeypatch, a="inactive/disabled")
-    assert drive(services=["a.service"]).done == ["remember_before"]
+    assert drive(services=["a.service"]).done == ["remember_before", "mask_service"]
     assert not drive(services=["a.service"]).changed
+    _command.run(["systemctl", "unmask", "--", "a.service"])
     systemd.put("a.service", "active/enabled")
-    assert drive(services=["a.service"]).done == ["quiesce_service"]
-    assert drive(services=[], state="restored").done == ["forget_before"]
+    again = ["disable_service", "stop_service", "mask_service"]
+    assert drive(services=["a.service"]).done == again
+    assert drive(services=[], state="restored").done == ["unmask_service", "forget_before"]
     assert systemd.states == ["inactive/disabled"]
 
 
@@ -192,7 +261,9 @@ def test_a_service_that_was_uninstalled_holds_nothing_up(monkeypatch: pytest.Mon
     systemd = Systemd(monkeypatch, a="active/enabled")
     drive(services=["a.service"])
     systemd.uninstall("a.service")
-    assert drive(services=[], state="restored").done == ["forget_before"]
+    # Our mask goes all the same.
+    assert drive(services=[], state="restored").done == ["unmask_service", "forget_before"]
+    assert systemd.states == ["inactive/"]
 
 
 def test_a_record_that_cannot_be_read_is_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _command, _grub, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 pytestmark = pytest.mark.covers("HOST-4")
 
@@ -20,6 +21,8 @@ class Machine:
     def __init__(self, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tree, self.calls = tree, []
         self.boots = 0
+        # The program that fails, without any effect.
+        self.broken = ""
         # What the last image was built of.
         self.built: dict[str, bytes] = {}
         self.write("etc/default/grub", 'GRUB_CMDLINE_LINUX="console=ttyS0"\n')
@@ -58,6 +61,8 @@ class Machine:
 
     def run(self, argv: list[str], **_: Any) -> _command.Result:
         self.calls.append(argv[0])
+        if argv[0] == self.broken:
+            raise Refusal("command_failed", expected="", found="", remedy="")
         if argv == ["update-grub"]:
             self.make_menu()
         elif argv[0] == "modprobe":
@@ -77,9 +82,8 @@ def machine(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def drive(arguments: list[str] = ARGUMENTS, **more: Any) -> _change.Outcome:
-    subject = _change.Subject(_grub.observe, _grub.plan, _grub.apply, _grub.facts)
     params = {"arguments": arguments, "state": "present", "in_effect": False, **more}
-    return _change.drive(subject, params, check_mode=False)
+    return _change.drive(_grub.SUBJECT, params, check_mode=False)
 
 
 def code(outcome: _change.Outcome) -> str:
@@ -102,6 +106,36 @@ def test_configures_then_needs_a_reboot_then_nothing(machine: Machine) -> None:
     proved = drive(in_effect=True)
     assert proved.failure is None and proved.plan.steps == ()
     assert not proved.facts["reboot_required"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "more"),
+    [
+        ("update-grub", []),
+        ("update-initramfs", []),
+        ("modprobe", ["initramfs built since the boot"]),
+    ],
+)
+def test_a_run_that_failed_gives_the_reasons_that_are_true(
+    machine: Machine, broken: str, more: list[str]
+) -> None:
+    """Not those of the plan, and not those from before the steps that were done."""
+    machine.broken = broken
+    failed = drive()
+    assert code(failed) == "command_failed"
+    unbooted = [f"not booted with {word}" for word in ARGUMENTS]
+    assert failed.facts["reboot_reasons"] == [*unbooted, *more]
+
+
+def test_a_way_back_that_failed_does_not_say_that_the_menu_is_the_sites(machine: Machine) -> None:
+    drive()
+    machine.reboot()
+    machine.broken = "update-grub"
+    failed = drive(state="absent")
+    assert code(failed) == "command_failed"
+    assert failed.facts["reboot_reasons"] == []
+    machine.broken = ""
+    assert "still booted with iommu=pt" in drive(state="absent").facts["reboot_reasons"]
 
 
 def test_the_initramfs_has_vfio_before_any_driver_of_a_gpu(machine: Machine) -> None:
@@ -391,6 +425,7 @@ def test_absent_needs_a_reboot_and_asks_for_no_iommu(machine: Machine) -> None:
 
 def memory(machine: Machine, *nodes: int) -> None:
     machine.write("proc/cpuinfo", "flags : fpu vmx pdpe1gb\n")
+    machine.write("proc/sys/kernel/osrelease", "5.16.0-1-generic\n")
     for number, gib in enumerate(nodes):
         text = f"Node {number} MemTotal:  {gib << 20} kB\nNode {number} MemFree: 1 kB\n"
         machine.write(f"sys/devices/system/node/node{number}/meminfo", text)
@@ -444,3 +479,15 @@ def test_processors_without_such_pages_are_refused(machine: Machine) -> None:
     memory(machine, 4, 4)
     machine.write("proc/cpuinfo", "flags : fpu vmx\n")
     assert code(drive(**TUNED)) == "hugepages_unsupported"
+
+
+@pytest.mark.covers("HOST-5")
+@pytest.mark.parametrize("release", ["5.15.0-119-generic", "4.18.0-553.el8", "", "unknown"])
+def test_a_kernel_that_would_take_no_page_at_all_is_refused(machine: Machine, release: str) -> None:
+    memory(machine, 4, 4)
+    machine.write("proc/sys/kernel/osrelease", f"{release}\n")
+    outcome = drive(**TUNED)
+    assert code(outcome) == "hugepages_unsupported" and outcome.done == []
+    assert outcome.failure is not None and (release or "osrelease") in outcome.failure.found
+    machine.write("proc/sys/kernel/osrelease", "6.1.0-37-amd64\n")
+    assert drive(**TUNED).failure is None

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from ansible_collections.gpuaas.slice.plugins.module_utils import _before, _change, _packages
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _apt,
+    _before,
+    _change,
+    _packages,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 pytestmark = pytest.mark.covers("HOST-4")
 
@@ -15,6 +26,11 @@ ROOT = Path(__file__).resolve().parents[4]
 QUERY = ("dpkg-query", "--show", "--showformat=${db:Status-Status} ${Package}\\n", "--")
 APT = ("env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "--quiet", "-o")
 LOCK = "DPkg::Lock::Timeout=600"
+POLICY = (
+    "apt-cache", "-o", "Dir::Cache::pkgcache=", "-o", "Dir::Cache::srcpkgcache=", "policy", "--",
+)  # fmt: skip
+OFFERED = "{0}:\n  Installed: (none)\n  Candidate: 2.0.19\n  Version table:\n     2.0.19 500\n"
+NOT_OFFERED = "{0}:\n  Installed: (none)\n  Candidate: (none)\n  Version table:\n"
 
 
 @pytest.fixture(autouse=True)
@@ -22,8 +38,13 @@ def host(tree: Path) -> None:
     """Records go into the tree of a host, never into this machine's."""
 
 
-def drive(*packages: str) -> _change.Outcome:
-    return _change.drive(_packages.SUBJECT, {"packages": list(packages)}, check_mode=False)
+def drive(*packages: str, optional: tuple[str, ...] = (), check: bool = False) -> _change.Outcome:
+    asked = {"packages": list(packages), "optional": list(optional)}
+    return _change.drive(_packages.SUBJECT, asked, check_mode=check)
+
+
+def install(*names: str) -> tuple[str, ...]:
+    return (*APT, LOCK, "install", "--yes", "--no-install-recommends", "--", *names)
 
 
 def test_this_machines_own_packages_need_no_apt() -> None:
@@ -39,10 +60,9 @@ def test_what_is_missing_or_only_removed_is_installed(script: Any) -> None:
         "".join(f"installed {name}\n" for name in wanted),
     )
     script.on(*QUERY, *wanted, out=before, rc=1).on(*QUERY, *wanted, out=after)
-    install = (*APT, LOCK, "install", "--yes", "--no-install-recommends", "--", "ovmf", "dnsmasq")
-    script.on(*APT, LOCK, "update").on(*install)
+    script.on(*APT, LOCK, "update").on(*install("ovmf", "dnsmasq"))
     assert drive(*wanted).done == ["install_packages"]
-    assert script.calls[1:3] == [(*APT, LOCK, "update"), install]
+    assert script.calls[1:3] == [(*APT, LOCK, "update"), install("ovmf", "dnsmasq")]
     # The way back asks which of them were not there before.
     assert _before.recalled(_packages.RECORD) == dict.fromkeys(["ovmf", "dnsmasq"], "installed")
 
@@ -50,14 +70,122 @@ def test_what_is_missing_or_only_removed_is_installed(script: Any) -> None:
 def test_a_package_that_apt_did_not_bring_is_no_success(script: Any) -> None:
     script.on(*QUERY, "ovmf", rc=1)
     script.on(*APT, LOCK, "update")
-    script.on(*APT, LOCK, "install", "--yes", "--no-install-recommends", "--", "ovmf")
+    script.on(*install("ovmf"))
     outcome = drive("ovmf")
     assert outcome.failure is not None and outcome.failure.code == "verify_failed"
+
+
+def test_what_apt_does_not_have_is_named_and_stops_nothing(script: Any) -> None:
+    """As rshim on a stock Debian 12: unknown to apt, and in no list that a mirror has."""
+    script.on(*QUERY, "zstd", "rshim", rc=1).on(
+        *QUERY, "zstd", "rshim", out="installed zstd\n", rc=1
+    )
+    script.on(*POLICY, "rshim").on(*APT, LOCK, "update").on(*install("zstd"))
+    outcome = drive("zstd", optional=("rshim",))
+    assert outcome.failure is None and outcome.facts["unavailable"] == ["rshim"]
+    assert outcome.evidence["install_optional"] == {"installed": [], "unavailable": ["rshim"]}
+    assert _before.recalled(_packages.RECORD) == {"zstd": "installed"}
+    # The next run has nothing to do, and needs no mirror to know.
+    asked = len(script.calls)
+    again = drive("zstd", optional=("rshim",))
+    assert (again.changed, again.facts["unavailable"]) == (False, ["rshim"])
+    assert [call[0] for call in script.calls[asked:]] == ["dpkg-query", "apt-cache"]
+
+
+def test_what_apt_has_is_installed_though_it_is_optional(script: Any) -> None:
+    query = (*QUERY, "rshim", "nosuch")
+    script.on(*query, rc=1).on(*query, rc=1).on(*query, out="installed rshim\n", rc=1)
+    script.on(
+        *POLICY, "rshim", "nosuch", out=OFFERED.format("rshim") + NOT_OFFERED.format("nosuch")
+    )
+    script.on(*POLICY, "rshim", out=OFFERED.format("rshim"))
+    script.on(*POLICY, "nosuch", out=NOT_OFFERED.format("nosuch"))
+    script.on(*APT, LOCK, "update").on(*install("rshim"))
+    forecast = drive(optional=("rshim", "nosuch"), check=True)
+    assert [step.after for step in forecast.plan.steps] == [["rshim"]]
+    assert forecast.facts["unavailable"] == ["nosuch"] and install("rshim") not in script.calls
+    outcome = drive(optional=("rshim", "nosuch"))
+    assert outcome.failure is None
+    assert outcome.facts == {"installed": ["rshim"], "unavailable": ["nosuch"]}
+    assert _before.recalled(_packages.RECORD) == {"rshim": "installed"}
+
+
+@contextmanager
+def held(lock: Path, seconds: float) -> Iterator[None]:
+    """As another program holds it: let go after `seconds`."""
+    with lock.open("w") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        timer = threading.Timer(seconds, fcntl.lockf, (file, fcntl.LOCK_UN))
+        timer.start()
+        yield
+        timer.join()
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Settings for the real apt-get: a folder of its own, and no source."""
+    monkeypatch.setattr(_apt, "_PAUSE_S", 0.02)
+    for name in ("lists/partial", "archives/partial", "dpkg"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "dpkg/status").touch()
+    places = {
+        "State::lists": "lists", "State::status": "dpkg/status", "Cache": "cache",
+        "Cache::archives": "archives", "Etc::sourcelist": "none", "Etc::sourceparts": "none",
+    }  # fmt: skip
+    return [f"Dir::{name}={tmp_path / place}" for name, place in places.items()]
+
+
+def test_apt_itself_says_what_it_has(
+    scratch: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real apt-cache; what it has are the packages that are installed."""
+    row = "Package: there\nStatus: install ok {0}\nVersion: 1\nArchitecture: all\n"
+    status = tmp_path / "dpkg/status"
+    status.write_text(row.format("installed"))
+    monkeypatch.setattr(_apt, "_LOOK", (*_apt._LOOK, *scratch))
+    assert _apt.offered(["there", "no-such-package-anywhere"]) == {"there"}
+    # Known, and to be had nowhere.
+    status.write_text(row.format("config-files"))
+    assert _apt.offered(["there"]) == frozenset()
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("lock", "words"), [("lists/lock", ["update"]), ("archives/lock", ["clean"])]
+)
+def test_a_lock_that_somebody_holds_is_waited_for(
+    scratch: list[str], tmp_path: Path, lock: str, words: list[str]
+) -> None:
+    """As apt-daily holds it at a first boot; apt by itself waits for dpkg's lock only."""
+    begun = time.monotonic()
+    with held(tmp_path / lock, 0.3):
+        _apt.run(*words, settings=scratch)
+    assert 0.3 <= time.monotonic() - begun < 20
+
+
+@pytest.mark.parametrize(
+    ("lock", "words"), [("lists/lock", ["update"]), ("dpkg/lock-frontend", ["--yes", "upgrade"])]
+)
+def test_a_lock_that_stays_is_said(
+    scratch: list[str], tmp_path: Path, lock: str, words: list[str]
+) -> None:
+    with held(tmp_path / lock, 0.2), pytest.raises(Refusal) as refused:
+        _apt.run(*words, settings=scratch, wait=0.01)
+    assert refused.value.code == "apt_locked" and "lock" in refused.value.found
+
+
+def test_what_is_wrong_for_good_is_not_tried_again(script: Any) -> None:
+    script.on(*APT, LOCK, "update", rc=100, err="E: The repository is not signed.")
+    with pytest.raises(Refusal) as refused:
+        _apt.run("update")
+    assert refused.value.code == "command_failed" and len(script.calls) == 1
 
 
 @pytest.mark.parametrize("name", ["--allow-unauthenticated", "a b", "x=1", "", "UP", "a\nb"])
 def test_a_name_that_apt_would_read_as_more_is_refused(script: Any, name: str) -> None:
     outcome = drive(name)
+    assert outcome.failure is not None and outcome.failure.code == "package_invalid"
+    outcome = drive("ovmf", optional=(name,))
     assert outcome.failure is not None and outcome.failure.code == "package_invalid"
     assert script.calls == []
 

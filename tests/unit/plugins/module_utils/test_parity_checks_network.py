@@ -24,6 +24,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 from tests.unit.plugins.module_utils import netplan
+from tests.unit.plugins.module_utils.conftest import UNITS
 
 pytestmark = pytest.mark.covers("HOST-10")
 
@@ -36,7 +37,13 @@ NETWORK: dict[str, Any] = {
     "tmfifo": False,
 }
 UP = "loaded/active/enabled/success"
-FABRIC_SETTINGS: dict[str, Any] = {"count": 1, "macs": {}, "pf_ids": ["8086:10c9"], "pfs": []}
+FABRIC_SETTINGS: dict[str, Any] = {
+    "count": 1,
+    "link": "ethernet",
+    "macs": {},
+    "pf_ids": ["8086:10c9"],
+    "pfs": [],
+}
 
 
 @pytest.fixture
@@ -88,11 +95,15 @@ def test_the_older_service_is_at_most_a_warning(parity: Any, script: Any) -> Non
     assert _parity_checks_network.historical_network_service(parity.facts()).status == "WARN"
 
 
+CARD = {"class": "0x020000", "sriov_numvfs": "1", "sriov_totalvfs": "7"}
+
+
 def test_functions_must_be_there_and_be_functions(parity: Any, machine: Any) -> None:
     parity.units(fabric=UP)
     parity.installed(_boot_units.FABRIC, **FABRIC_SETTINGS)
     assert _parity_checks_network.fabric_vfs(parity.facts()).status == "FAIL"
-    machine.pci("0000:25:00.0", "8086:10c9", sriov_numvfs="0", sriov_totalvfs="7")
+    card = {"class": "0x020000", "sriov_numvfs": "0", "sriov_totalvfs": "7"}
+    machine.pci("0000:25:00.0", "8086:10c9", **card)
     assert (
         _parity_checks_network.fabric_vfs(parity.facts()).detail
         == "0000:25:00.0 has 0 of 1 functions"
@@ -110,6 +121,7 @@ def test_functions_must_be_there_and_be_functions(parity: Any, machine: Any) -> 
 
 GUID = "02:a4:79:e9:da:2a:a8:ac"
 OTHER = "02:00:00:00:00:00:00:01"
+AUTO = {"link_state": "auto"}
 
 
 @pytest.mark.parametrize(
@@ -119,23 +131,70 @@ OTHER = "02:00:00:00:00:00:00:01"
         ("1", {"address": "02:00:00:00:00:01"}, "is 02:00:00:00:00:01, not 02:a4:79:e9:da:2a"),
         ("1", {"address": "00:00:00:00:00:00"}, "is 00:00:00:00:00:00, not"),
         ("1", {}, "is nobody, not 02:a4:79:e9:da:2a"),
-        ("32", {"node guid": GUID, "port guid": GUID}, ""),
+        ("1", {"address": "02:a4:79:e9:da:2a", "link_state": "disable"}, "link state disable, not"),
+        ("32", {"node guid": GUID, "port guid": GUID, **AUTO}, ""),
         ("32", {"node guid": GUID, "port guid": OTHER}, f"is {GUID} and {OTHER}, not {GUID}"),
         ("32", {"node guid": OTHER, "port guid": GUID}, f"is {OTHER} and {GUID}, not {GUID}"),
+        (
+            "32",
+            {"node guid": GUID, "port guid": GUID, "link_state": "disable"},
+            "function 0 of 0000:25:00.0 has link state disable, not auto",
+        ),
+        ("32", {"node guid": GUID, "port guid": GUID}, "has link state unknown, not auto"),
     ],
 )
 def test_functions_have_the_identities_that_slice_mode_gives(
     parity: Any, machine: Any, kind: str, shown: dict[str, str], problem: str
 ) -> None:
-    machine.pci("0000:25:00.0", "8086:10c9", sriov_numvfs="1", sriov_totalvfs="7")
+    machine.pci("0000:25:00.0", "8086:10c9", **CARD)
     machine.pci("0000:25:10.0", "8086:10ca")
     machine.function("0000:25:00.0", 0, "0000:25:10.0")
     machine.file("/sys/class/net/ens30/type", f"{kind}\n")
     parity.units(fabric=UP)
-    parity.installed(_boot_units.FABRIC, **FABRIC_SETTINGS)
+    link = {"1": "ethernet", "32": "infiniband"}[kind]
+    parity.installed(_boot_units.FABRIC, **FABRIC_SETTINGS | {"link": link})
     parity.identified(shown)
-    found = _parity_checks_network.fabric_vfs(parity.facts())
+    fabric = {**parity.profile["fabric"], "link": link}
+    found = _parity_checks_network.fabric_vfs(parity.facts(fabric=fabric))
     assert (found.status == "FAIL", problem in found.detail) == (bool(problem), True), found
+
+
+@pytest.mark.parametrize(
+    ("link", "problem"),
+    [
+        ("ethernet", ""),
+        ("infiniband", "0000:25:00.0 is ethernet, the fabric is infiniband"),
+        ("", "0000:25:00.0 is ethernet; the profile names none"),
+    ],
+)
+def test_a_slots_function_is_of_a_card_with_the_fabrics_link(
+    parity: Any, machine: Any, link: str, problem: str
+) -> None:
+    """Beside a card of the fabric with the same id, whose functions are as they must be."""
+    parity.units(fabric=UP)
+    parity.installed(_boot_units.FABRIC, **FABRIC_SETTINGS | {"link": link})
+    machine.pci("0000:25:00.0", "8086:10c9", **CARD)
+    machine.pci("0000:25:10.0", "8086:10ca")
+    machine.function("0000:25:00.0", 0, "0000:25:10.0")
+    parity.identified({"address": parity.mac})
+    machine.pci("0000:26:00.0", "8086:10c9", **CARD | {"class": "0x020700", "sriov_numvfs": "2"})
+    fabric = {**parity.profile["fabric"], "link": link, "vfs_per_pf": 1}
+    found = _parity_checks_network.fabric_vfs(parity.facts(parity.slot, fabric=fabric))
+    assert (found.status == "FAIL", problem in found.detail) == (bool(problem), True), found
+    assert (f"0000:25:10.0 is a slot's: {problem}" in found.detail) == bool(problem)
+
+
+def test_a_slots_function_is_of_a_card_of_the_profile(parity: Any, machine: Any) -> None:
+    parity.units(fabric=UP)
+    parity.installed(_boot_units.FABRIC, **FABRIC_SETTINGS)
+    machine.pci("0000:25:00.0", "8086:10c9", **CARD)
+    parity.identified({"address": parity.mac})
+    machine.pci("0000:27:00.0", "8086:1521", **CARD)
+    machine.pci("0000:25:10.0", "8086:1520")
+    machine.function("0000:27:00.0", 0, "0000:25:10.0")
+    found = _parity_checks_network.fabric_vfs(parity.facts(parity.slot))
+    why = "0000:27:00.0 is no card of the profile's fabric"
+    assert found == _parity.failed(f"0000:25:10.0 is a slot's: {why}")
 
 
 @pytest.mark.parametrize(
@@ -153,7 +212,7 @@ def test_functions_have_the_identities_that_slice_mode_gives(
 def test_functions_must_come_back_at_the_next_boot(
     parity: Any, machine: Any, unit: str, settings: dict[str, Any] | None, problem: str
 ) -> None:
-    machine.pci("0000:25:00.0", "8086:10c9", sriov_numvfs="1", sriov_totalvfs="7")
+    machine.pci("0000:25:00.0", "8086:10c9", **CARD)
     parity.units(fabric=unit)
     parity.installed(_boot_units.FABRIC, **{**FABRIC_SETTINGS, **(settings or {})})
     if settings is None:
@@ -177,13 +236,15 @@ def planned(machine: Any, script: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return machine
 
 
-def route_by(machine: Any, link: str) -> None:
-    machine.file("/proc/net/route", f"Iface\n{link} 0000140A 0 0001 0 0 0 0000FFFF 0 0 0\n")
+def route_by(script: Any, *links: str) -> None:
+    hops = [{"dev": link, "weight": 1, "flags": []} for link in links]
+    rows = [{"dst": "10.20.0.0/16", "flags": [], "nexthops": hops}]
+    script.on("ip", "-j", "-4", "route", "show", "table", "main", out=json.dumps(rows))
 
 
-def test_fabric_address_route_and_netplan(parity: Any, planned: Any) -> None:
+def test_fabric_address_route_and_netplan(parity: Any, planned: Any, script: Any) -> None:
     parity.shown(("ibp65s0", "10.20.0.7/16"), ("tmfifo_net0", "192.168.100.1/30"))
-    route_by(planned, "ibp65s0")
+    route_by(script, "ibp65s0")
     planned.file(_ipoib.FILE, NETPLAN)
     assert _parity_checks_network.fabric_address(parity.facts()).status == "PASS"
     assert _parity_checks_network.fabric_route(parity.facts()).status == "PASS"
@@ -191,20 +252,37 @@ def test_fabric_address_route_and_netplan(parity: Any, planned: Any) -> None:
     assert _parity_checks_network.tmfifo(parity.facts()).status == "PASS"
 
 
-@pytest.mark.parametrize("link", ["ibp", "ibp66s0", "eth0"])
+@pytest.mark.parametrize(
+    "links", [("ibp",), ("ibp66s0",), ("eth0",), ("ibp65s0", "eth0"), ("eth0", "ibp65s0")]
+)
 def test_a_route_by_another_link_than_the_addresss_is_none(
-    parity: Any, machine: Any, link: str
+    parity: Any, script: Any, links: tuple[str, ...]
 ) -> None:
+    """Also where only one hop of several leads elsewhere, first or last."""
     parity.shown(("eth0", "192.0.2.7/24"), ("ibp66s0", "10.30.0.7/16"), ("ibp65s0", "10.20.0.7/16"))
-    route_by(machine, link)
+    route_by(script, *links)
     found = _parity_checks_network.fabric_route(parity.facts())
-    assert found == _parity.failed("no route to 10.20.0.0/16 by ibp65s0")
+    other = f"one leads by {', '.join(links)}"
+    assert found == _parity.failed(f"no route to 10.20.0.0/16 by ibp65s0; {other}")
 
 
-def test_the_profiles_interface_is_the_one_that_counts(parity: Any, planned: Any) -> None:
+@pytest.mark.parametrize("site_address", ["", "10.20.0.7"])
+def test_a_route_over_several_links_of_the_fabric_passes(
+    parity: Any, script: Any, site_address: str
+) -> None:
+    parity.shown(("eth0", "192.0.2.7/24"), ("ibp66s0", "10.20.0.7/16"), ("ibp65s0", "10.20.0.7/16"))
+    route_by(script, "ibp65s0", "ibp66s0")
+    fabric = {**parity.profile["fabric"], "site_address": site_address}
+    found = _parity_checks_network.fabric_route(parity.facts(fabric=fabric))
+    assert found == _parity.passed("10.20.0.0/16 by ibp65s0, ibp66s0")
+
+
+def test_the_profiles_interface_is_the_one_that_counts(
+    parity: Any, planned: Any, script: Any
+) -> None:
     fabric = {**parity.profile["fabric"], "interface": "ibp66s0"}
     parity.shown(("ibp65s0", "10.20.0.7/16"), ("ibp66s0", "10.30.0.7/16"))
-    route_by(planned, "ibp65s0")
+    route_by(script, "ibp65s0")
     planned.file(_ipoib.FILE, NETPLAN)
     facts = parity.facts(fabric=fabric)
     assert [
@@ -268,6 +346,29 @@ def test_fabric_missing(parity: Any, machine: Any, script: Any) -> None:
     assert _parity_checks_network.fabric_route(parity.facts()).status == "FAIL"
     assert _parity_checks_network.ipoib_netplan(parity.facts()).status == "FAIL"
     assert _parity_checks_network.tmfifo(parity.facts()).status == "FAIL"
+
+
+@pytest.mark.parametrize(
+    ("file", "link", "problem"),
+    [
+        ("enabled", ("tmfifo_net0", "192.168.100.1/30"), ""),
+        ("disabled", ("tmfifo_net0", "192.168.100.1/30"), "rshim.service is disabled: "),
+        ("", ("tmfifo_net0", "192.168.100.1/30"), "rshim.service is not-found: "),
+        ("enabled", ("tmfifo_net0", "192.168.7.1/30"), "tmfifo_net0: 192.168.7.1/30"),
+        ("enabled", ("ens30", "192.168.100.1/30"), "tmfifo_net0 is missing"),
+    ],
+)
+def test_the_cards_link_is_there_now_and_after_the_next_boot(
+    parity: Any, script: Any, file: str, link: tuple[str, str], problem: str
+) -> None:
+    parity.shown(link)
+    asked = (*UNITS[:-1], "rshim.service", UNITS[-1])
+    rows = [f"LoadState={'loaded' if file else 'not-found'}\nUnitFileState={file}\n"] * 6
+    script.on(*asked, out="\n".join(rows))
+    found = _parity_checks_network.tmfifo(parity.facts(network=NETWORK | {"tmfifo": True}))
+    assert (found.status, found.detail.startswith(problem or link[1])) == (
+        "FAIL" if problem else "PASS", True,
+    )  # fmt: skip
 
 
 def test_a_linux_bridge_of_the_right_name_is_not_enough(

@@ -229,8 +229,14 @@ def test_groups_of_approved_devices_must_be_viable(parity: Any, machine: Any) ->
 def test_gpu_services_must_be_quiet_now_and_at_boot(parity: Any, machine: Any, script: Any) -> None:
     parity.units(nvidia="loaded/active/enabled/success")
     assert _parity_checks_platform.gpu_services_quiesced(parity.facts()).detail == (
-        "nvidia-persistenced.service is active; nvidia-persistenced.service starts at boot"
+        "nvidia-persistenced.service is active; nvidia-persistenced.service is started at boot"
     )
+    parity.units(nvidia="loaded/inactive/static/success")
+    assert _parity_checks_platform.gpu_services_quiesced(parity.facts()).detail == (
+        "nvidia-persistenced.service is not masked"
+    )
+    parity.units(nvidia="masked/inactive/masked/success")
+    assert _parity_checks_platform.gpu_services_quiesced(parity.facts()).status == "PASS"
     machine.file("/dev/nvidia0")
     holder = machine.folder("/proc/99/fd")
     (holder / "3").symlink_to("/dev/nvidia0")

@@ -29,7 +29,13 @@ pytestmark = pytest.mark.covers("HOST-4", "HOST-6", "HOST-7", "HOST-8", "HOST-10
 UP = "loaded/active/enabled/success"
 UNITS = [_boot_units.NETWORK, _boot_units.FABRIC, _boot_units.BINDING]
 SETTINGS: dict[str, dict[str, Any]] = {
-    _boot_units.FABRIC.name: {"pfs": [], "pf_ids": ["8086:10c9"], "count": 1, "macs": {}},
+    _boot_units.FABRIC.name: {
+        "pfs": [],
+        "pf_ids": ["8086:10c9"],
+        "link": "ethernet",
+        "count": 1,
+        "macs": {},
+    },
     _boot_units.BINDING.name: {
         "devices": {"0000:23:00.0": "1234:11e8", "0000:25:10.0": "8086:10ca"}
     },
@@ -51,7 +57,8 @@ def host(parity: Any, machine: Any) -> Any:
     machine.file("/etc/initramfs-tools/modules", "# site\nnvme\n")
     machine.file("/etc/gpuaas/slice-mode.json", '{"mode": "slice"}')
     machine.pci("0000:23:00.0", "1234:11e8", driver="vfio-pci", config="\x34\x12")
-    machine.pci("0000:25:00.0", "8086:10c9", driver="igb", sriov_numvfs="1", sriov_totalvfs="7")
+    card = {"class": "0x020000", "sriov_numvfs": "1", "sriov_totalvfs": "7"}
+    machine.pci("0000:25:00.0", "8086:10c9", driver="igb", **card)
     machine.pci("0000:25:10.0", "8086:10ca", driver="vfio-pci", config="\x86\x80")
     machine.function("0000:25:00.0", 0, "0000:25:10.0")
     parity.identified({"address": parity.mac})
@@ -262,7 +269,7 @@ def test_no_boot_menu_is_no_proof(host: Any) -> None:
 
 
 def test_the_fabrics_settings_are_those_of_its_role(host: Any) -> None:
-    params = {"pf_ids": ["8086:10c9"], "count": 1, "pfs": [], "macs": {}}
+    params = {"pf_ids": ["8086:10c9"], "link": "ethernet", "count": 1, "pfs": [], "macs": {}}
     assert _fabric.settings(params) == SETTINGS[_boot_units.FABRIC.name]
 
 

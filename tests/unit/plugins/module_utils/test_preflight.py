@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _before,
     _bios,
     _block,
     _command,
@@ -22,6 +23,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
 )
 from ansible_collections.gpuaas.slice.plugins.modules import firmware_preflight
 
+from tests.deployed_machine import NEEDS_ROOT
+
 pytestmark = pytest.mark.covers("HOST-1")
 
 REPOSITORY = Path(__file__).resolve().parents[4]
@@ -30,7 +33,7 @@ SCRIPT = REPOSITORY / "scripts/maas/commissioning/50-gpuaas-slice-firmware-prefl
 PROFILE: dict[str, Any] = {
     "name": "test",
     "gpu": {"ids": ["10de:2335"], "expected": 2},
-    "fabric": {"pf_ids": ["15b3:a2dc"]},
+    "fabric": {"pf_ids": ["15b3:a2dc", "15b3:1021"], "link": "infiniband"},
     "nvme": {"exclude_models": []},
 }
 FORGED = "S1\nGPUAAS_SLICE_FIRMWARE status=PASS check=kvm\r\x1b[2K$(touch pwned) `id` ;"
@@ -38,13 +41,18 @@ bench = runpy.run_path(str(Path(__file__).parents[1] / "storage_bench.py"))["ben
 
 
 def record(machine: Any) -> None:
-    """A machine with two GPUs, a BlueField-3, an IOMMU that nothing uses, and a hostile disk."""
+    """A machine with two GPUs, an InfiniBand card, a BlueField-3 that speaks Ethernet, an IOMMU
+    that nothing uses, and a hostile disk.
+    """
     machine.file("/proc/cpuinfo", "processor : 0\nflags : fpu vmx sse\n")
     machine.file("/proc/cmdline", "root=squash:http://maas ro\n")
+    machine.file("/proc/self/mountinfo")
     machine.file("/sys/firmware/acpi/tables/DMAR")
     machine.pci("0000:1b:00.0", "10de:2335", node=0)
     machine.pci("0000:43:00.0", "10de:2335", node=1)
-    machine.pci("0000:bc:00.0", "15b3:a2dc", node=1, sriov_totalvfs="16", sriov_numvfs="0")
+    card = {"sriov_totalvfs": "16", "sriov_numvfs": "0"}
+    machine.pci("0000:1a:00.0", "15b3:1021", node=0, **card, **{"class": "0x020700"})
+    machine.pci("0000:bc:00.0", "15b3:a2dc", node=1, **card, **{"class": "0x020000"})
     block = machine.folder("/sys/devices/virtual/nvme0n1")
     for name, value in {"dev": "259:0", "size": "8388608"}.items():
         (block / name).write_text(f"{value}\n")
@@ -179,6 +187,9 @@ def test_a_failed_job_fails_the_script_and_is_said(machine: Any, tree: Path, rac
         {"GPUAAS_SLICE_BIOS_DEADLINE": "soon"},
         {"GPUAAS_SLICE_RACADM_REPOSITORY": "http://example.org/x"},
         {"GPUAAS_SLICE_RACADM_PACKAGES": "--allow-unauthenticated"},
+        {"GPUAAS_SLICE_FABRIC_LINK": "roce"},
+        # Both kinds have one id: with ids of its own a machine says which it means.
+        {"GPUAAS_SLICE_FABRIC_LINK": "", "GPUAAS_SLICE_FABRIC_IDS": "15b3:a2dc"},
     ],
 )
 def test_a_setting_is_never_guessed_at(
@@ -245,19 +256,59 @@ def test_racadm_is_installed_where_it_is_missing_and_signed_only(
         "GPUAAS_SLICE_RACADM_SUITE": "jammy",
         "GPUAAS_SLICE_RACADM_KEY_URL": "file:///key",
         "GPUAAS_SLICE_RACADM_FINGERPRINT": fingerprint,
+        "GPUAAS_SLICE_RACADM_COMPONENTS": "main,extra",
     }
+    before = os.umask(0o077)
     _preflight_command.main(["--root", str(tree)], settings)
+    assert os.umask(before) == 0o077
     said = capsys.readouterr().out
     assert "GPUAAS_SLICE_RACADM_INSTALL status=PASS packages=srvadmin-idracadm8" in said
     assert "GPUAAS_SLICE_BIOS attribute=ProcSettings.LogicalProc current=Disabled" in said
     calls = (tmp_path / "calls").read_text().splitlines()
     assert [call.rpartition("=any ")[2] for call in calls] == [
-        "update", "install --yes --no-install-recommends srvadmin-idracadm8",
+        "update", "install --yes --no-install-recommends -- srvadmin-idracadm8",
     ]  # fmt: skip
     assert all("APT::Get::AllowUnauthenticated=false" in call for call in calls)
+    # Beside the machine's own first upgrade: apt's locks are waited for.
+    assert all("DPkg::Lock::Timeout=600" in call for call in calls)
+    # What enrolment's umask would hide from apt's own user is there for it.
+    source = tree / "etc/apt/sources.list.d/dell-openmanage.sources"
+    assert (source.stat().st_mode & 0o777, "Components: main extra" in source.read_text()) == (
+        0o644, True,
+    )  # fmt: skip
+    assert (source.parent.stat().st_mode & 0o777) == 0o755
+    # What was not there before is remembered.
+    assert _before.recalled("packages") == {"srvadmin-idracadm8": "installed"}
     # It is there now: nothing is installed again.
     _preflight_command.main(["--root", str(tree)], settings)
     assert (tmp_path / "calls").read_text().splitlines() == calls
+
+
+@NEEDS_ROOT
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        ({}, True),
+        ({"GPUAAS_SLICE_RACADM_REPOSITORY": ""}, False),
+        ({"GPUAAS_SLICE_RACADM_PACKAGES": "other"}, False),
+        ({"GPUAAS_SLICE_NOT_APPLICABLE": "bios_settings"}, False),
+    ],
+)
+def test_where_nobody_sets_anything_the_script_knows_dells_repository(
+    machine: Any, tree: Path, tmp_path: Path, given: dict[str, str], asked: bool
+) -> None:
+    """As MAAS runs it. What decides is what it asks for: nothing here can be reached."""
+    record(machine)
+    machine.folder("/etc/apt")
+    done = subprocess.run(
+        ["unshare", "--net", str(SCRIPT), "--root", str(tree)],
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+        env={"PATH": os.environ["PATH"], "GPUAAS_SLICE_RACADM": "no-such-racadm", **given},
+    )  # fmt: skip
+    assert done.returncode == 1 and done.stderr == ""
+    installs = [row for row in done.stdout.splitlines() if "RACADM_INSTALL" in row]
+    assert len(installs) == asked
+    assert all("linux.dell.com/repo/pgp_pubkeys" in row for row in installs)
 
 
 def test_what_is_not_applicable_is_not_looked_at(machine: Any, tree: Path) -> None:
@@ -306,13 +357,42 @@ def test_a_disk_is_shown_with_everything_on_it(bench: Any) -> None:
 
 
 def test_hardware_that_is_not_there_fails(machine: Any, tree: Path) -> None:
-    machine.pci("0000:bc:00.0", "15b3:a2dc", sriov_totalvfs="0")
+    machine.file("/proc/self/mountinfo")
+    machine.pci("0000:1a:00.0", "15b3:a2dc", sriov_totalvfs="0", **{"class": "0x020700"})
     machine.pci("0000:1b:00.0", "10de:2335")
     found = module(Path("/nonexistent/racadm"), not_applicable=["bios_settings"])
     told = {one["check"]: one["detail"] for one in found["checks"] if one["status"] == "FAIL"}
     assert told["gpu"] == "1 GPUs, not 2" and "no virtual function" in told["sriov"]
     assert "no DMAR or IVRS" in told["iommu_groups"]
     assert told["nvme"] == "no NVMe namespace" and _block.disks() == []
+
+
+@pytest.mark.parametrize(
+    ("link", "card"), [("infiniband", "0000:1a:00.0"), ("ethernet", "0000:bc:00.0")]
+)
+def test_only_what_has_the_fabrics_link_counts_as_a_card(
+    machine: Any, tree: Path, link: str, card: str
+) -> None:
+    """The other one is shown all the same: it has one of the ids."""
+    record(machine)
+    fabric = PROFILE["fabric"] | {"link": link}
+    found = module(Path("/nonexistent/racadm"), not_applicable=["bios_settings"], fabric=fabric)
+    told = {one["check"]: one["detail"] for one in found["checks"]}
+    assert (told["fabric"], told["sriov"]) == (card, f"{card} offers 16")
+    shown = [fields(row) for row in found["lines"] if row.startswith("GPUAAS_SLICE_FABRIC ")]
+    assert {one["address"]: one["link"] for one in shown} == {
+        "0000:1a:00.0": "infiniband", "0000:bc:00.0": "ethernet",
+    }  # fmt: skip
+
+
+def test_a_machine_with_the_wrong_kind_of_card_is_told_why(machine: Any, tree: Path) -> None:
+    machine.file("/proc/self/mountinfo")
+    machine.pci("0000:bc:00.0", "15b3:a2dc", sriov_totalvfs="16", **{"class": "0x020000"})
+    found = module(Path("/nonexistent/racadm"), not_applicable=["bios_settings"])
+    told = {one["check"]: one["detail"] for one in found["checks"] if one["status"] == "FAIL"}
+    why = "0000:bc:00.0 is ethernet, the fabric is infiniband"
+    assert told["fabric"] == f"no card (15b3:a2dc, 15b3:1021); {why}"
+    assert told["sriov"] == "no fabric card that could offer virtual functions"
 
 
 def test_what_cannot_be_read_takes_nothing_else_along(machine: Any, tree: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _apt_source,
     _before,
     _boot,
     _boot_files,
@@ -19,6 +20,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _host,
     _lease,
     _parity_facts,
+    _preflight_command,
     _remnants,
     _sriov,
     _tuning,
@@ -100,6 +102,7 @@ FILES = [
     ("boot_services", "/usr/local/sbin/gpuaas-slice-network-baseline.sh", "x"),
     ("boot_services", "/usr/local/lib/gpuaas/x.py", "x"),
     ("gpu_services_quiesced", "/var/lib/gpuaas/before/gpu-services.json", "{}"),
+    ("gpu_services_quiesced", f"{UNITS}/a.service.d/90-gpuaas-slice.conf", "[Unit]\n"),
     ("network_service", "/var/lib/gpuaas/before/network.json", "{}"),
     ("libvirt_service", "/var/lib/gpuaas/before/libvirt.json", "{}"),
     ("libvirt", "/etc/libvirt/qemu/gpuaas-slice-1.xml", "<domain/>"),
@@ -255,18 +258,22 @@ def test_what_stays_on_purpose_is_said(host: Any, machine: Any) -> None:
     machine.file("/etc/fstab", "# gpuaas-slice-storage-disabled LABEL=a /share1 xfs\n")
     machine.file("/var/lib/gpuaas/images/abc.raw", "x")
     _host.write(_before.file_of("packages"), json.dumps({"dnsmasq": "installed"}))
+    machine.file(_remnants.RACADM_SOURCE, "Types: deb\n")
     assert look(host)["kept"] == {
         "ledger": ["slot-0"],
         "disks_gone": [],
         "fstab_disabled": ["LABEL=a /share1 xfs"],
         "images": ["abc.raw"],
         "packages": ["dnsmasq"],
+        "apt_sources": ["/etc/apt/sources.list.d/dell-openmanage.sources"],
     }
     assert left(host) == []
 
 
 def test_the_names_are_the_writers(tree: Path) -> None:
     assert _remnants.SLICE_MODE == _boot.SLICE_MODE
+    racadm = _preflight_command._Settings(dict.fromkeys(_preflight_command._INSTALL.values(), "x"))
+    assert _apt_source.source_path(racadm.install) == _remnants.RACADM_SOURCE
     assert _boot_units.BINDING.settings_path == _vfio.SETTINGS
     assert _boot_units.FABRIC.settings_path == _sriov.SETTINGS
     assert _grub.DROP_IN in [path for _check, path, _text in FILES]

@@ -79,7 +79,8 @@ def test_quiet_services_are_no_leave_to_go_on(tenant: None, script: Any) -> None
 def test_services_are_not_given_back_under_a_tenant(tree: Path, script: Any) -> None:
     script.on(*SHOW, out=LOUD).on(*SHOW, out=QUIET)
     script.on("systemctl", "disable", "--runtime", "--", SERVICE)
-    script.on("systemctl", "disable", "--now", "--", SERVICE)
+    for verb in ("disable", "stop", "mask"):
+        script.on("systemctl", verb, "--", SERVICE)
     quiesced = _change.drive(_gpu_services.SUBJECT, {"services": [SERVICE]}, check_mode=False)
     assert quiesced.failure is None and SERVICE in quiesced.facts["before"]
     _lease.hold(_lease.MACHINE, fence=1, allocation_id=TENANT, disk="")
@@ -96,6 +97,16 @@ def test_its_boot_stays_as_it_is(tree: Path, tenant: None, script: Any) -> None:
     _host.write(_grub.DROP_IN, 'GRUB_CMDLINE_LINUX="iommu=pt"\n')
     assert refused(kernel_arguments.SUBJECT, state="absent", **KERNEL)
     assert _host.read(_grub.DROP_IN) is not None and script.calls == []
+
+
+def test_a_refusal_does_not_tell_what_a_boot_would_have_come_to(
+    tree: Path, tenant: None, script: Any
+) -> None:
+    _host.write("/proc/sys/kernel/random/boot_id", "this\n")
+    for check_mode in (True, False):
+        params = {"state": "present", **KERNEL}
+        refusal = _change.drive(kernel_arguments.SUBJECT, params, check_mode=check_mode)
+        assert refusal.facts["reboot_reasons"] == ["not booted with iommu=pt"]
 
 
 @pytest.mark.covers("HOST-8")

@@ -24,7 +24,7 @@ CONTRACTS = Path(__file__).resolve().parents[4] / "contracts"
 PROFILE: dict[str, Any] = {
     "name": "lab",
     "gpu": {"ids": ["1234:11e8"], "expected": 2},
-    "fabric": {"pf_ids": ["8086:10c9"], "vfs_per_pf": 2, "route": ""},
+    "fabric": {"pf_ids": ["8086:10c9"], "link": "ethernet", "vfs_per_pf": 2, "route": ""},
     "not_applicable": ["fabric_route"],
     "nvme": {"exclude_models": ["Dell BOSS"]},
     "network": {
@@ -67,7 +67,7 @@ def fill(machine: Any) -> None:
         )
     machine.pci("0000:23:00.0", "1234:11e8", above=LEFT, node=0, group=10)
     machine.pci("0000:43:00.0", "1234:11e8", above=RIGHT, node=1, group=11)
-    card = {"sriov_totalvfs": "7", "sriov_numvfs": "2"}
+    card = {"sriov_totalvfs": "7", "sriov_numvfs": "2", "class": "0x020000"}
     machine.pci("0000:25:00.0", "8086:10c9", above=LEFT, node=0, group=12, driver="igb", **card)
     for index, address in enumerate(("0000:25:10.0", "0000:25:10.2")):
         machine.pci(address, "8086:10ca", above=LEFT, node=0, group=13 + index)
@@ -228,6 +228,7 @@ def test_who_a_disk_is_can_forbid_it(monkeypatch: pytest.MonkeyPatch, machine: A
 def test_a_nameless_disk_is_shown_but_never_used(machine: Any) -> None:
     """Files under /dev, where a host has block devices: looked at as they are."""
     fill(machine)
+    machine.file("/proc/self/mountinfo")
     (machine.root / "dev/nvme1n1").unlink()
     found = _topology_disks.disks([])
     assert [one["kernel_name"] for one in found] == ["nvme0n1", "nvme1n1"]
@@ -289,13 +290,64 @@ def test_a_gpu_outside_every_group_or_with_the_console_is_blocked(machine: Any) 
 
 
 def test_a_card_without_functions_says_why(machine: Any) -> None:
-    machine.pci("0000:25:00.0", "8086:10c9", group=1, sriov_totalvfs="7", sriov_numvfs="0")
-    machine.pci("0000:26:00.0", "8086:10c9", group=2)
+    card = {"class": "0x020000"}
+    machine.pci("0000:25:00.0", "8086:10c9", group=1, sriov_totalvfs="7", sriov_numvfs="0", **card)
+    machine.pci("0000:26:00.0", "8086:10c9", group=2, **card)
     rdma = machine.folder("/sys/class/infiniband/rocep37s0")
     (rdma / "device").symlink_to("../../../bus/pci/devices/0000:25:00.0")
-    found = _topology_pci.fabric(_pci.devices(), ["8086:10c9"])
+    found = _topology_pci.fabric(_pci.devices(), ["8086:10c9"], "ethernet")
     assert [codes(one["blockers"]) for one in found] == [["vfs_missing"], ["sriov_unsupported"]]
     assert found[0]["rdma"] == ["rocep37s0"]
+
+
+# A vendor's one id of both: InfiniBand beside each GPU, Ethernet of the BlueField-3 elsewhere.
+MIXED = {
+    "pf_ids": ["15b3:a2dc"], "link": "infiniband", "vfs_per_pf": 1, "route": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("driven", [True, False])
+def test_an_ethernet_port_is_no_fabric_of_infiniband(
+    machine: Any, script: Any, looks: Any, driven: bool
+) -> None:
+    """It sits nearer to the second GPU, and its function would go past the bridge's isolation."""
+    fill(machine)
+    script.on("ip", "-j", "address", "show", out="[]")
+    script.on("iptables", "-w", "-t", "nat", "-S", "POSTROUTING", rc=4)
+    ports = {"0000:1a:00.0": ("0x020700", LEFT, "32"), "0000:bc:00.0": ("0x020000", RIGHT, "1")}
+    for number, (address, (class_code, above, kind)) in enumerate(ports.items()):
+        card = {"class": class_code, "sriov_totalvfs": "16", "sriov_numvfs": "1"}
+        machine.pci(address, "15b3:a2dc", above=above, node=number, group=40 + number, **card)
+        function = address.replace("00.0", "00.2")
+        machine.pci(function, "15b3:101e", above=above, node=number, group=50 + number)
+        machine.function(address, 0, function)
+        if driven:
+            machine.folder(f"/sys/bus/pci/devices/{address}/net/port{number}")
+            machine.file(f"/sys/class/net/port{number}/type", f"{kind}\n")
+    found = checked(_topology.discover(PROFILE | {"fabric": MIXED}))
+    fabric = {card["address"]: card for card in found["fabric"]}
+    assert {a: card["link"] for a, card in fabric.items()} == {
+        "0000:1a:00.0": "infiniband", "0000:bc:00.0": "ethernet",
+    }  # fmt: skip
+    why = {"code": "wrong_link", "detail": "0000:bc:00.0 is ethernet, the fabric is infiniband"}
+    port = fabric["0000:bc:00.0"]
+    assert port["blockers"] == port["vfs"][0]["blockers"] == [why]
+    assert fabric["0000:1a:00.0"]["blockers"] == fabric["0000:1a:00.0"]["vfs"][0]["blockers"] == []
+    assert found["candidate_summary"]["fabric_devices"] == 1
+    given = [one["bundle"]["fabric_vf_pci_address"] for one in found["candidates"]]
+    assert given == ["0000:1a:00.2", ""]
+    assert [one["complete"] for one in found["candidates"]] == [True, False]
+
+
+def test_a_profile_that_names_no_link_has_no_fabric(machine: Any, script: Any, looks: Any) -> None:
+    fill(machine)
+    script.on("ip", "-j", "address", "show", out="[]")
+    script.on("iptables", "-w", "-t", "nat", "-S", "POSTROUTING", rc=4)
+    fabric = {key: value for key, value in PROFILE["fabric"].items() if key != "link"}
+    found = checked(_topology.discover(PROFILE | {"fabric": fabric}))
+    assert codes(found["fabric"][0]["blockers"]) == ["wrong_link"]
+    assert found["fabric"][0]["blockers"][0]["detail"].endswith("; the profile names none")
+    assert not any(one["complete"] for one in found["candidates"])
 
 
 def test_a_broken_mode_file_is_no_mode(machine: Any) -> None:

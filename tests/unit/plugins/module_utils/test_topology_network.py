@@ -13,6 +13,7 @@ pytestmark = pytest.mark.covers("HOST-11")
 RULE = "-A POSTROUTING -s 10.100.0.0/24 -j MASQUERADE"
 NAT = ("iptables", "-w", "-t", "nat", "-S", "POSTROUTING")
 SHOW = ("ip", "-j", "address", "show")
+WAYS = ("ip", "-j", "-4", "route", "show", "table", "main")
 PROFILE: dict[str, Any] = {
     "network": {
         "bridge": "ovsbr0",
@@ -68,7 +69,6 @@ def test_a_prepared_host_has_no_blockers(machine: Any, script: Any) -> None:
     found = _topology_network.observe(PROFILE)
     assert found["blockers"] == []
     assert found["nat"] == {"present": True, "rules": [RULE]}
-    assert _topology_network.routes() == ["0.0.0.0/0", "10.100.0.0/24"]
     assert _topology_network.gateway() == "10.0.2.2"
 
 
@@ -80,7 +80,7 @@ def test_a_missing_rule_is_a_blocker_under_green_services(machine: Any, script: 
 
 def test_before_bootstrap_everything_is_missing(machine: Any, script: Any) -> None:
     machine.file("/etc/dnsmasq.d/gpuaas-gpuaas-slice-1.conf", "")
-    script.on(*SHOW, out="[]")
+    script.on(*SHOW, out="[]").on(*WAYS, out="[]")
     script.on(*NAT, rc=4, err="no nat table")
     profile = PROFILE | {"fabric": {"route": "10.20.0.0/16"}, "not_applicable": []}
     assert [b["code"] for b in _topology_network.observe(profile)["blockers"]] == [
@@ -105,20 +105,54 @@ def test_a_profile_without_a_route_needs_to_say_that_there_is_no_fabric(
 
 
 @pytest.mark.covers("HOST-7")
-@pytest.mark.parametrize(("link", "present"), [("ibp65s0", True), ("ibp", False), ("eth0", False)])
+@pytest.mark.parametrize(
+    ("links", "named", "any_"),
+    [
+        (["ibp65s0"], True, True),
+        (["ibp65s0", "ibp65s0"], True, True),
+        (["ibp65s0", "eth0"], False, True),
+        (["eth0", "ibp65s0"], False, True),
+        (["ibp"], False, True),
+        ([], False, False),
+    ],
+)
 def test_the_fabric_route_is_one_by_the_profiles_interface(
-    machine: Any, script: Any, link: str, present: bool
+    machine: Any, script: Any, links: list[str], named: bool, any_: bool
 ) -> None:
-    script.on(*SHOW, out="[]").on(*NAT)
-    machine.file("/proc/net/route", f"Iface\n{link} 0000140A 0 0001 0 0 0 0000FFFF 0 0 0\n")
-    fabric = {"route": "10.20.0.0/16", "interface": "ibp65s0"}
-    found = _topology_network.observe(PROFILE | {"fabric": fabric})
-    assert found["fabric_route"]["present"] is present
+    hops = [{"dev": link, "weight": 1, "flags": []} for link in links]
+    rows = [{"dst": "10.20.0.0/16", "flags": [], "nexthops": hops}] if hops else []
+    script.on(*SHOW, out="[]").on(*NAT).on(*WAYS, out=json.dumps(rows))
+    for interface, present in (("ibp65s0", named), ("", any_)):
+        fabric = {"route": "10.20.0.0/16", "interface": interface}
+        found = _topology_network.observe(PROFILE | {"fabric": fabric})
+        assert found["fabric_route"]["present"] is present
 
 
-def test_routes_of_one_interface(machine: Any) -> None:
-    machine.file("/proc/net/route", ROUTES)
-    assert _topology_network.routes("ovsbr0") == ["10.100.0.0/24"]
+# As iproute2 6.1 shows a host's routes.
+SHOWN = """[{"type":"unreachable","dst":"10.22.0.0/16","flags":[]},
+{"dst":"default","gateway":"10.8.0.5","dev":"t0","flags":["linkdown"]},
+{"dst":"10.8.0.0/24","dev":"t0","protocol":"kernel","scope":"link","prefsrc":"10.8.0.1","flags":[]},
+{"dst":"10.20.0.0/16","flags":[],"nexthops":[{"dev":"t0","weight":1,"flags":["linkdown"]},
+{"dev":"t1","weight":1,"flags":[]}]},{"dst":"10.20.0.0/16","dev":"t1","metric":9,"flags":[]},
+{"dst":"10.23.0.1","dev":"t1","scope":"link","flags":[]}]"""
+
+
+@pytest.mark.parametrize(
+    ("destination", "ways"),
+    [
+        ("0.0.0.0/0", [("t0",)]),
+        ("10.8.0.0/24", [("t0",)]),
+        ("10.20.0.0/16", [("t0", "t1"), ("t1",)]),
+        ("10.22.0.0/16", []),
+        ("10.23.0.1/32", [("t1",)]),
+        ("10.20.0.0/15", []),
+    ],
+)
+def test_every_hop_of_every_route(
+    script: Any, destination: str, ways: list[tuple[str, ...]]
+) -> None:
+    script.on(*WAYS, out=SHOWN)
+    assert _topology_network.ways(destination) == ways
 
 
 def test_a_dead_dnsmasq_with_a_pid_file_does_not_run(machine: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -199,6 +201,32 @@ def test_boot_refuses_an_address_that_holds_another_device(
     assert _vfio.boot(_vfio.SETTINGS) == 1
     assert pci.driver(GPU) == "nvme"
     assert "wrong_class" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_boot_waits_for_who_looks_at_gpus_and_names_who_stays(
+    pci: Any,
+    tree: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    stays: bool,
+) -> None:
+    """Monitoring opens a GPU for a moment; at boot nobody is there to bind it a second time."""
+    pci.add(GPU, group=7, driver="nvidia")
+    remember(GPU)
+    hold(tree, "/dev/nvidia0")
+    clock = itertools.count(step=40)
+
+    def sleep(_seconds: float) -> None:
+        if not stays:
+            (tree / "proc/4242/fd/9").unlink()
+
+    monkeypatch.setattr(_boot.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(_boot, "boot", functools.partial(_boot.boot, sleep=sleep))
+    assert _vfio.boot(_vfio.SETTINGS) == (1 if stays else 0)
+    assert pci.driver(GPU) == ("nvidia" if stays else "vfio-pci")
+    told = capsys.readouterr().out
+    assert ("process 4242 (qemu-system-x86)" in told) is stays, told
 
 
 def test_boot_leaves_a_host_outside_slice_mode_alone(pci: Any) -> None:

@@ -42,6 +42,7 @@ class Accounts:
         self.busy: set[str] = set()
         for folder in ("tmp", "dev/shm", "var/spool/cron/crontabs", "home/ops", "proc/self"):
             (tree / folder).mkdir(parents=True)
+        self.mounts()
         self._write()
 
     def run(self, argv: Any, *, ok: Any = (0,), stdin: Any = None, timeout: float = 60) -> Any:
@@ -86,7 +87,8 @@ class Accounts:
     def mounts(self, *points: str) -> None:
         self.points = points
         lines = [f"1 1 0:9 / {point} rw - fuse.sshfs host: rw\n" for point in points]
-        (self.tree / "proc/self/mountinfo").write_text("".join(lines))
+        table = "".join(lines).encode(errors="surrogateescape")
+        (self.tree / "proc/self/mountinfo").write_bytes(table)
 
     def _write(self) -> None:
         etc = self.tree / "etc"
@@ -183,6 +185,14 @@ def test_a_home_of_somebody_who_left_is_not_taken_over(accounts: Accounts) -> No
     accounts.own("home/alice", folder=True, uid=1001)
     assert code("present") == "account_taken"
     assert drive("absent").changed is False
+
+
+def test_a_mount_in_the_home_is_unmounted_whatever_bytes_its_name_has(accounts: Accounts) -> None:
+    drive("present")
+    accounts.mounts("/home/alice/d\udce9")
+    gone = drive("absent")
+    assert gone.failure is None, gone.failure
+    assert accounts.points == ()
 
 
 def test_a_mount_that_stays_keeps_the_home(accounts: Accounts) -> None:

@@ -118,7 +118,13 @@ def sriov_vfs(site: Site) -> Case:
     pci.add(PF, "8086:10c9", class_code="020000", driver="igb", totalvfs=7, interface="ens30")
     card = Card(pci, site.patch)
     site.runs(lambda argv: units.run(argv) if argv[0] == "systemctl" else card.run(list(argv)).out)
-    return _fabric.SUBJECT, {"pfs": [], "pf_ids": ["8086:10c9"], "count": 2, "macs": {}}
+    return _fabric.SUBJECT, {
+        "pfs": [],
+        "pf_ids": ["8086:10c9"],
+        "link": "ethernet",
+        "count": 2,
+        "macs": {},
+    }
 
 
 def sriov_vfs_none(site: Site) -> Case:
@@ -304,7 +310,7 @@ def kernel_arguments_absent(site: Site) -> Case:
 
 
 def gpu_services(site: Site) -> Case:
-    Systemd(site.patch, a="active/enabled", b="failed/enabled-runtime", c="inactive/disabled")
+    Systemd(site.patch, a="active/enabled", b="failed/enabled-runtime", c="active/static")
     names = ["a.service", "b.service", "c.service", "d.service"]
     return _gpu_services.SUBJECT, {"services": names, "state": "quiesced"}
 

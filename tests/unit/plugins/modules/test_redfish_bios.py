@@ -158,6 +158,42 @@ def test_an_open_job_of_somebody_else_is_in_the_way(
     assert "JID_700000000001" in refusal.found
 
 
+def jobs(count: int, last: str = "Completed") -> list[dict[str, Any]]:
+    """A queue whose last entry alone may be open."""
+    return [
+        redfish.job_entry(f"JID_7{number:011d}", last if number == count else "Completed")
+        for number in range(1, count + 1)
+    ]
+
+
+@pytest.mark.parametrize("expand", [True, False])
+def test_an_open_job_on_a_later_page_is_in_the_way(bmc: standin.Bmc, expand: bool) -> None:
+    bmc.begin(jobs=jobs(5, "Scheduled"), page=2, expand=expand)
+    refusal = refused(bmc)
+    assert refusal.code == "job_in_queue" and "JID_700000000005" in refusal.found
+    bmc.begin(jobs=jobs(5), page=2, expand=expand)
+    assert drive(bmc, check=True).failure is None
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        f"{redfish.JOBS}?$expand=*($levels=1)",  # the first page again, for ever
+        f"{redfish.JOBS}?$skip=4",  # past entries that nobody has seen
+        "/somewhere/else",
+    ],
+)
+def test_a_queue_that_is_not_shown_whole_is_never_settled(bmc: standin.Bmc, link: str) -> None:
+    bmc.begin(jobs=jobs(5), page=2, next_link=link)
+    assert refused(bmc).code == "bmc_answer_malformed"
+
+
+def test_whatever_host_a_page_names_this_bmc_is_asked(bmc: standin.Bmc) -> None:
+    bmc.begin(jobs=jobs(3), page=2, next_link=f"https://bmc.invalid{redfish.JOBS}?$skip=2")
+    assert drive(bmc, check=True).failure is None
+    assert bmc.asked(f"GET {redfish.JOBS}") == 2
+
+
 def test_a_job_that_comes_between_plan_and_change_is_named(
     bmc: standin.Bmc, monkeypatch: pytest.MonkeyPatch
 ) -> None:

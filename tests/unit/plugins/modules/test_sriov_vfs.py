@@ -37,7 +37,7 @@ def live(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drive(count: int) -> _change.Outcome:
-    params = {"pfs": [], "pf_ids": ["8086:10c9"], "count": count, "macs": {}}
+    params = {"pfs": [], "pf_ids": ["8086:10c9"], "link": "ethernet", "count": count, "macs": {}}
     return _change.drive(_fabric.SUBJECT, params, check_mode=False)
 
 

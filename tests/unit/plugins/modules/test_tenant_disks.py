@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from typing import Any
 
@@ -40,9 +41,9 @@ def host(bench, monkeypatch: pytest.MonkeyPatch):
     def run(argv: Any, **_named: Any) -> Any:
         bench.calls.append(" ".join(argv))
         if argv[0] == "umount":
-            bench.unmount(argv[-1])
+            bench.unmount(escaped(argv[-1]))
         elif argv[0] == "swapoff":
-            bench.swaps = [line for line in bench.swaps if line.split(" ")[0] != argv[-1]]
+            bench.swaps = [line for line in bench.swaps if line.split(" ")[0] != escaped(argv[-1])]
             bench._tables()
         elif argv[0] in ("mdadm", "dmsetup"):
             name = {"data-vol": "dm-0"}.get(argv[-1], argv[-1].rpartition("/")[2])
@@ -52,6 +53,11 @@ def host(bench, monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(_command, "run", run)
     return bench
+
+
+def escaped(name: str) -> str:
+    """As the kernel's tables write it."""
+    return name.replace("\\", "\\134").replace(" ", "\\040")
 
 
 def free(**more: Any) -> _change.Outcome:
@@ -193,14 +199,37 @@ def test_a_bad_sector_keeps_no_tenants_disk_from_its_wipe(
     assert host.calls == ["umount -- /data"]
 
 
-def test_a_mount_table_that_cannot_be_read_stops_all(host) -> None:
+@pytest.mark.covers("CTRL-15", "I13")
+@pytest.mark.parametrize("there", [True, False])
+def test_a_mount_table_that_cannot_be_read_or_is_not_there_stops_all(host, there: bool) -> None:
     _lease.mark_dirty(f"disk-{EUI}", fence=1, disk=f"eui.{EUI}")
     table = host.root / "proc/self/mountinfo"
     table.unlink()
-    table.mkdir()
-    with pytest.raises(Refusal, match="file_unreadable"):
+    if there:
+        table.mkdir()
+    with pytest.raises(Refusal, match=r"file_unreadable.*/proc/self/mountinfo: "):
         free()
     assert host.calls == []
+
+
+def test_a_name_in_no_encoding_keeps_no_tenants_disk_from_its_wipe(host) -> None:
+    """The programs get every byte of it; what is said of it can be written down anywhere."""
+    host.mount("259:2", "/d\udce9\\040x", "/dev/nvme1n1p1")
+    host.swap("/d\udce9\\040x/swap\udcff")
+    done = free()
+    assert done.failure is None, done.failure
+    assert host.calls == ["swapoff -- /d\udce9 x/swap\udcff", "umount -- /d\udce9 x"]
+    subjects = [step.subject for step in done.plan.steps]
+    assert subjects == ["/d\\xe9 x/swap\\xff", "/d\\xe9 x"]
+    assert json.dumps(done.document(), ensure_ascii=False).encode()
+
+
+def test_two_names_that_are_shown_alike_are_both_unmounted(host) -> None:
+    host.mount("259:2", "/d\udce9", "/dev/nvme1n1p1")
+    host.mount("259:2", "/d\\134xe9", "/dev/nvme1n1p1")
+    done = free()
+    assert done.failure is None, done.failure
+    assert host.calls == ["umount -- /d\\xe9", "umount -- /d\udce9"]
 
 
 def test_what_is_mounted_over_the_disk_is_not_taken_in_its_place(host) -> None:

@@ -86,7 +86,7 @@ def test_one_that_hangs_is_ended_and_leaves_no_report(
         200,
         answer(trust, EnrolmentRequest.parse(body), preflight=told("echo begun; exec sleep 60")),
     )
-    script = userdata(api.url, "node-1", TOKEN).replace("timeout=300", "timeout=1")
+    script = userdata(api.url, "node-1", TOKEN).replace("timeout=1800", "timeout=1")
     done = host.run(script)
     assert done.returncode == 0
     assert "firmware preflight did not end: subprocess.TimeoutExpired" in done.stdout
@@ -104,8 +104,18 @@ def test_the_script_is_told_what_the_module_is_told(file: Path) -> None:
     assert list(asked.gpu_ids) == profile["gpu"]["ids"]
     assert asked.expected_gpus == profile["gpu"].get("expected", 0)
     assert list(asked.fabric_ids) == profile["fabric"]["pf_ids"]
+    assert asked.fabric_link == profile["fabric"]["link"]
     assert list(asked.exclude_models) == profile["nvme"]["exclude_models"]
     assert list(asked.not_applicable) == profile["not_applicable"]
+    # The script's own repository is another profile's: where this one has none, nothing is asked.
+    told = profile.get("racadm", {})
+    assert {key: settings.install.get(key) for key in ("uri", "suite", "components")} == {
+        "uri": told.get("repository"),
+        "suite": told.get("suite"),
+        "components": told.get("components"),
+    }
+    set_aside = set(_preflight_command._INSTALL.values())
+    assert environment.keys() >= set_aside, "set, if only to nothing"
 
 
 def test_the_generated_script_reports_about_this_machine(
