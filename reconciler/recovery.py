@@ -15,14 +15,15 @@ from typing import Any
 
 from reconciler.client import Client
 from reconciler.domain.errors import Problem
+from reconciler.patience import Patience
 
 Record = dict[str, Any]
 OnStep = Callable[[str, Record], None]
 # Keeps what a step found, and gives it back.
 Note = Callable[[str, Record], Record]
 
-ABSENCE_DEADLINE_S = 300
-SETTLE_DEADLINE_S = 1800
+# For a look at the host that cannot begin, which is the host's silence more often than not.
+UNBEGUN_S = 300
 BUILDING = ("requested", "provisioning")
 # A slot leaves its clean-up for these only with the proof of a clean disk.
 RECOVERED = ("available", "disabled")
@@ -34,8 +35,8 @@ def recover(client: Client, allocation_id: str, reason: str, on_step: OnStep) ->
 
     Returns the evidence of each step by name; under `not_on_sale` the slots that are clean while
     their gate is closed, each with what to do next. Raises Problem: the service's own refusals, or
-    `slots_not_recovered` when a slot did not come back. Its detail has the evidence until then,
-    under the same name.
+    `slots_not_recovered` when a slot did not come back, `cleanup_unfinished` when one is still
+    being cleaned past its deadline. The detail has the evidence until then, under the same name.
     """
     evidence: Record = {}
 
@@ -66,7 +67,7 @@ def _follow(client: Client, allocation_id: str, reason: str, note: Note) -> None
     if allocation["state"] in BUILDING:
         # Its run may be alive, and nothing else can be done on the host before that has ended.
         note("run_canceled", _force(client, allocation_id, reason, absent=False))
-    absence = note("runtime_absence", _absence(client, allocation_id))
+    absence = note("runtime_absence", _absence(client, allocation_id, reason))
     note("disk_evidence", _proofs(_inventory(client, node_id, mine)))
     released = allocation["state"] == "released"
     if not released:
@@ -74,8 +75,9 @@ def _follow(client: Client, allocation_id: str, reason: str, note: Note) -> None
     if released or not absence["absent"]:
         # A forced release and the seed leave the slots blocked here; repair removes what is left,
         # wipes and verifies.
-        note("repair", _repair(client, node_id, mine))
-        note("runtime_absence_after", _absence_after_settling(client, node_id, mine, allocation_id))
+        note("repair", _repair(client, node_id, mine, reason))
+        _settled(client, node_id, mine)
+        note("runtime_absence_after", _absence(client, allocation_id, reason))
     after = note("inventory_after", _settled(client, node_id, mine))
     note("disk_evidence_after", _proofs(after))
     note(
@@ -146,7 +148,7 @@ def _gate(client: Client, node_id: str, slot_id: str) -> Record:
     slot = client.get(f"/admin/nodes/{node_id}/resource-slots/{slot_id}")
     codes = [str(row["code"]) for row in slot["gate"]]
     if slot["wanted"] == "disabled" or "launches_failed" in codes:
-        command = f"gpuaas slots enable {node_id} {slot_id}"
+        command = f"gpuaas slots enable {node_id} {slot_id} --reason WHY"
     elif any(code.startswith("proof_") for code in codes):
         command = f"gpuaas nodes transition {node_id} --device {slot['nvme_device']}"
     else:
@@ -175,7 +177,15 @@ def _held(allocation: Record, slots: Record) -> Record:
 
 def _inventory(client: Client, node_id: str, mine: set[str]) -> Record:
     slots = list(client.items(f"/admin/nodes/{node_id}/resource-slots"))
-    wanted = ("status", "health_state", "health_detail", "last_proof", "slot_index")
+    wanted = (
+        "slot_index",
+        "status",
+        "status_since",
+        "deadline_at",
+        "health_state",
+        "health_detail",
+        "last_proof",
+    )
     return {slot["id"]: {key: slot[key] for key in wanted} for slot in slots if slot["id"] in mine}
 
 
@@ -183,9 +193,10 @@ def _proofs(slots: Record) -> Record:
     return {slot_id: slot["last_proof"] for slot_id, slot in slots.items()}
 
 
-def _absence(client: Client, allocation_id: str) -> Record:
-    task = client.post(f"/admin/allocations/{allocation_id}/verify-absent")
-    ended = client.wait(task["id"], deadline_s=ABSENCE_DEADLINE_S)
+def _absence(client: Client, allocation_id: str, reason: str) -> Record:
+    path = f"/admin/allocations/{allocation_id}/verify-absent"
+    task = client.post(path, {"reason": reason})
+    ended = client.wait(task["id"], unbegun_s=UNBEGUN_S)
     if ended["state"] != "succeeded":
         error = ended.get("error") or {}
         raise Problem(
@@ -199,29 +210,44 @@ def _absence(client: Client, allocation_id: str) -> Record:
     return absence
 
 
-def _repair(client: Client, node_id: str, mine: set[str]) -> Record:
+def _repair(client: Client, node_id: str, mine: set[str], reason: str) -> Record:
     tasks = {}
     for slot_id, slot in _inventory(client, node_id, mine).items():
         if slot["status"] == "cleanup_blocked":
             path = f"/admin/nodes/{node_id}/resource-slots/{slot_id}/repair"
-            tasks[slot_id] = client.post(path)["id"]
+            tasks[slot_id] = client.post(path, {"reason": reason})["id"]
     return {"tasks": tasks}
 
 
-def _absence_after_settling(
-    client: Client, node_id: str, mine: set[str], allocation_id: str
-) -> Record:
-    _settled(client, node_id, mine)
-    return _absence(client, allocation_id)
-
-
 def _settled(client: Client, node_id: str, mine: set[str]) -> Record:
-    """The slots once none of them is in cleanup any more."""
-    end = time.monotonic() + SETTLE_DEADLINE_S
+    """The slots once none of them is in cleanup any more.
+
+    A slot's deadline there follows its task's, and some disks take hours: what is past it, the
+    service blocks. Problem `cleanup_unfinished` when it does not.
+    """
+    patience: dict[str, Patience] = {}
     while True:
         found = _inventory(client, node_id, mine)
-        if all(slot["status"] != "cleanup" for slot in found.values()):
+        cleaning = {key: slot for key, slot in found.items() if slot["status"] == "cleanup"}
+        if not cleaning:
             return found
-        if time.monotonic() > end:
-            return found
+        late = [
+            f"slot {slot['slot_index']} ({key}), until {slot['deadline_at']}"
+            for key, slot in cleaning.items()
+            if patience.setdefault(key, Patience()).ends(slot["status_since"], slot["deadline_at"])
+        ]
+        if late:
+            raise _unfinished(node_id, late)
         time.sleep(1)
+
+
+def _unfinished(node_id: str, late: list[str]) -> Problem:
+    return Problem(
+        "cleanup_unfinished",
+        504,
+        expected="the clean-up of every slot to have ended by its deadline",
+        found=f"still in cleanup: {', '.join(late)}",
+        remedy="it goes on, and nothing is wrong with the slots yet: `gpuaas tasks list --node"
+        f" {node_id}` shows the task and what it waits for, `gpuaas doctor` whether the service is"
+        " well; recover again when it has ended",
+    )

@@ -39,6 +39,9 @@ class MemberAllocation(BaseModel):
     ssh_keys: list[str]
     image_id: str | None
     state: AllocationState
+    state_since: str
+    # Until when it may be in that state: a command that waits for it waits as long.
+    deadline_at: str | None
     # Its ETag: every change raises it.
     generation: int
     connection: Connection | None

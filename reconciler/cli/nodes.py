@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import typer
@@ -296,6 +297,8 @@ def scheduling(
 def drain(context: typer.Context, node: Node, reason: Reason) -> None:
     """Sell nothing new on it; what runs on it ends by itself."""
     _move(context, node, "drain", reason)
+    for line in _still_on(session.of(context), node):
+        show.line(line)
 
 
 @app.command()
@@ -337,6 +340,21 @@ def node_timeline(
 def _move(context: typer.Context, node: str, verb: str, reason: str) -> None:
     here = session.of(context)
     show.record(here, here.client.post(f"/admin/nodes/{node}/{verb}", {"reason": reason}))
+
+
+def _still_on(here: session.Session, node: str) -> Iterator[str]:
+    """What a drained node waits for before it can be in maintenance."""
+    kept = False
+    for state in ("requested", "provisioning", "active", "releasing"):
+        for row in here.client.items("/admin/allocations", node_id=node, state=state):
+            kept = True
+            yield f"still on it: allocation {row['id']} of project {row['project_id']}, {state}"
+    for slot in here.client.items(f"/admin/nodes/{node}/resource-slots"):
+        if slot["status"] in ("cleanup", "cleanup_blocked"):
+            kept = True
+            yield f"still on it: slot {slot['id']}, {slot['status']}"
+    after = "when these are gone" if kept else "nothing is on it"
+    yield f"{after}: `gpuaas nodes maintain {node} --reason WHY` takes it out of use"
 
 
 def _task(

@@ -18,6 +18,13 @@ class Act:
     evidence: Mapping[str, object] = field(default_factory=dict)
     role: str = ""
 
+    @property
+    def why(self) -> str:
+        """The reason as it is kept. A caller of the API who gave none is named for it; an act of
+        our own whose event says all needs none.
+        """
+        return self.reason or (f"no reason given by {self.actor}" if self.role else "")
+
     def because(self, reason: str, evidence: Mapping[str, object] | None = None) -> Act:
         """The same actor with a more exact reason."""
         return replace(

@@ -37,7 +37,7 @@ def write(
             "subject_kind": subject_kind,
             "subject_id": subject_id,
             "project_id": project_id,
-            "reason": act.reason,
+            "reason": act.why,
             "detail": dict(detail or {}),
             "correlation_id": act.correlation_id,
         },

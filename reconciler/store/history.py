@@ -39,7 +39,7 @@ def write(
             "target": target,
             "generation": record["generation"],
             "actor": act.actor,
-            "reason": act.reason,
+            "reason": act.why,
             "evidence": dict(act.evidence),
             "correlation_id": act.correlation_id,
             "node_id": own if entity.startswith("node") else record.get("node_id") or "",

@@ -10,7 +10,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.sql.dml import ReturningUpdate
 
-from reconciler.domain import transitions
+from reconciler.domain import asked, transitions
 from reconciler.domain.act import Act
 from reconciler.domain.errors import Problem
 from reconciler.store import clock, history, outbox, rows
@@ -88,14 +88,7 @@ def advance(
     if expect_generation is not None and expect_generation != before["generation"]:
         raise _outpaced(entity, key, expect_generation, before["generation"])
     if target is None:
-        raise Problem(
-            "transition_refused",
-            409,
-            expected=f"{entity} {key} in a state that allows {event!r}",
-            found=f"{source}, which allows {', '.join(transitions.events(entity, source))}",
-            remedy=f"read the {entity} again and act on its state",
-            detail={"entity": entity, "id": key, "state": source},
-        )
+        raise _refused(entity, before, source, event)
     values = {
         where.state: str(target),
         f"{where.state}_reason": act.why,
@@ -195,6 +188,19 @@ def _tell(
         node_id=record["id"] if entity.startswith("node") else record.get("node_id") or "",
         project_id=record.get("project_id") or "",
         correlation_id=act.correlation_id,
+    )
+
+
+def _refused(entity: str, record: Record, source: str, event: str) -> Problem:
+    can = " or ".join(f"`{command}`" for command in asked.commands(entity, record, source))
+    states = " or ".join(asked.sources(entity, event)) or "no state at all"
+    return Problem(
+        "transition_refused",
+        409,
+        expected=f"{entity} {record['id']} in {states}, for {asked.named(entity, record, event)}",
+        found=f"{source}; what can be asked for there: {can}" if can else source,
+        remedy=asked.remedy(entity, record, source, event),
+        detail={"entity": entity, "id": record["id"], "state": source},
     )
 
 

@@ -45,12 +45,6 @@ def pending(conn: sa.Connection, limit: int = 100) -> list[Record]:
     return rows.every(conn, query.order_by(outbox.c.id).limit(limit))
 
 
-def since(conn: sa.Connection, last: int, limit: int = 100) -> list[Record]:
-    """What came after the row `last`, for a reader that keeps its own place."""
-    query = sa.select(outbox).where(outbox.c.id > last)
-    return rows.every(conn, query.order_by(outbox.c.id).limit(limit))
-
-
 def published(conn: sa.Connection, ids: Sequence[int]) -> None:
     """The relay has delivered these. Delivered twice is possible, never is not."""
     conn.execute(

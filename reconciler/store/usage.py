@@ -7,7 +7,6 @@ became active has none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,13 +103,6 @@ def totals(conn: sa.Connection, span: Period, *, project_id: str | None = None) 
         _whole(sa.func.sum(each.c.counted_ms * each.c.gpu_count)).label("gpu_ms"),
     )
     return rows.every(conn, query.group_by(*by).order_by(*by))
-
-
-def stream(conn: sa.Connection, span: Period, *, project_id: str | None = None) -> Iterator[Record]:
-    """As `every`, without holding all of it at once."""
-    query = part(_overlapping(span, project_id), ORDER, None)
-    for row in conn.execution_options(yield_per=500).execute(query).mappings():
-        yield dict(row)
 
 
 def _overlapping(span: Period, project_id: str | None) -> sa.Select[Any]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from sqlalchemy.pool import QueuePool
 
+from reconciler.api import billing
+from reconciler.api.app import PREFIX
 from reconciler.store import allocations, nodes, recovery
 from reconciler.store.engine import transaction
 from tests.unit.reconciler.api.test_launches import activate, launch
@@ -108,6 +113,63 @@ def test_a_member_sees_its_own_and_not_where(used: tuple[World, list[str]]) -> N
     assert member.get(SITE).status_code == 403
     assert world.client("stranger").get(OWN).status_code == 404
     assert world.client("stranger").get("projects/other/usage").json()["items"] == []
+
+
+@pytest.mark.covers("CTRL-14", "CTRL-10")
+def test_a_reader_that_does_not_read_keeps_no_connection_from_others(
+    used: tuple[World, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, made = used
+    monkeypatch.setattr(billing, "_AT_ONCE", 1)
+    told: list[dict[str, Any]] = []
+
+    def rests() -> None:
+        """The reader has the heading and the first record, and takes no more for a while."""
+        pool = world.engine.pool
+        assert isinstance(pool, QueuePool) and pool.checkedout() == 0
+        # What ends now, and what begins, is of the time after the period that was asked for.
+        told.extend(world.client("admin").get(SITE).json()["items"])
+        with transaction(world.engine) as conn:
+            nodes.lost(conn, NODE, ACT)
+            recovery.force_release(conn, made[1], ACT)
+            nodes.regained(conn, NODE, ACT)
+
+    over, running = _table(_read_slowly(world, f"{PREFIX}/{SITE}", rests))
+    assert [over["allocation_id"], running["allocation_id"]] == made
+    assert float(over["gpu_seconds"]) == told[0]["gpu_seconds"]
+    # Counted to the moment of the question, which was before the other one.
+    assert 0 <= float(running["gpu_seconds"]) <= told[1]["gpu_seconds"]
+
+
+def _read_slowly(world: World, path: str, rests: Callable[[], None]) -> str:
+    """The CSV as a connection takes it whose reader rests behind the second part."""
+    application = world.client("admin").app
+    request: list[dict[str, Any]] = [{"type": "http.request", "body": b"", "more_body": False}]
+    parts: list[bytes] = []
+
+    async def receive() -> dict[str, Any]:
+        if not request:
+            await asyncio.Event().wait()
+        return request.pop()
+
+    async def send(message: Any) -> None:
+        parts.append(message.get("body", b""))
+        if sum(bool(part) for part in parts) == 2 and parts[-1]:
+            await asyncio.to_thread(rests)
+
+    scope: dict[str, Any] = {
+        "type": "http",
+        "method": "GET",
+        "path": path,
+        "query_string": b"format=csv",
+        "headers": [(b"authorization", f"Bearer {world.secrets['admin']}".encode())],
+    }
+
+    async def answer() -> None:
+        await application(scope, receive, send)
+
+    asyncio.run(answer())
+    return b"".join(parts).decode()
 
 
 def _table(text: str) -> list[dict[str, Any]]:

@@ -46,6 +46,21 @@ def test_out_of_use_only_when_drained_and_empty(selling: World) -> None:
     assert move(selling, "retire").json()["code"] == "transition_refused"
 
 
+def test_who_is_refused_reads_what_can_be_asked_for(selling: World) -> None:
+    """Commands, and never the events that only the service brings about."""
+    found = move(selling, "maintain").json()
+    assert found["remedy"].startswith(f"drain first: `gpuaas nodes drain {NODE} --reason WHY`")
+    assert found["found"] == (
+        f"ready; what can be asked for there: `gpuaas nodes drain {NODE} --reason WHY`"
+    )
+    assert move(selling, "resume").json()["remedy"] == "nothing: it is ready already"
+    assert move(selling, "retire").json()["remedy"].startswith("drain and maintain first: ")
+    move(selling, "drain")
+    assert move(selling, "retire").json()["remedy"].startswith("maintain first: ")
+    again = move(selling, "drain").json()
+    assert (again["found"].count("gpuaas nodes"), "lose" in str(again)) == (2, False)
+
+
 def test_the_way_to_the_end(selling: World) -> None:
     for verb, state in (("drain", "draining"), ("maintain", "maintenance"), ("retire", "retired")):
         assert move(selling, verb).json()["state"] == state

@@ -54,9 +54,9 @@ APPROVAL = IDENTITY | {
     ],
 )
 def test_queues_one_task(
-    new: World, noun: str, body: Any, kind: str, parameters: dict[str, Any]
+    prepared: World, noun: str, body: Any, kind: str, parameters: dict[str, Any]
 ) -> None:
-    admin = new.client("admin")
+    admin = prepared.client("admin")
     answer = admin.post(f"admin/nodes/{NODE}/{noun}", json=body, headers={"X-Correlation-Id": "c"})
     assert answer.status_code == 202, answer.text
     task = answer.json()
@@ -66,6 +66,17 @@ def test_queues_one_task(
     log = admin.get("admin/audit", params={"action": "admin.task.queued"}).json()["items"]
     assert log[0]["detail"] == {"kind": kind, "task_id": task["id"]}
     assert admin.post(f"admin/nodes/{NODE}/{noun}", json=body).json()["id"] == task["id"]
+
+
+@pytest.mark.covers("HOST-13")
+@pytest.mark.parametrize("noun", ["bootstrap", "slice-topology/discovery", "parity"])
+def test_nothing_is_queued_for_a_host_that_never_enrolled(new: World, noun: str) -> None:
+    """No run could reach it: its task would only wait there, or fail at SSH's words."""
+    admin = new.client("admin")
+    answer = admin.post(f"admin/nodes/{NODE}/{noun}")
+    assert (answer.status_code, answer.json()["code"]) == (409, "node_not_enrolled")
+    assert f"`gpuaas nodes userdata {NODE}`" in answer.json()["remedy"]
+    assert admin.get("admin/tasks").json()["items"] == []
 
 
 @pytest.mark.covers("CTRL-12", "HOST-1")
@@ -86,8 +97,8 @@ def test_a_host_is_not_restarted_under_its_tenants(selling: World) -> None:
 
 
 @pytest.mark.covers("HOST-9")
-def test_a_dry_run_that_waits_is_not_the_transition(new: World) -> None:
-    admin, path = new.client("admin"), f"admin/nodes/{NODE}/storage-transition"
+def test_a_dry_run_that_waits_is_not_the_transition(prepared: World) -> None:
+    admin, path = prepared.client("admin"), f"admin/nodes/{NODE}/storage-transition"
     dry = admin.post(path, json={"devices": [DISK]}).json()
     body = {"devices": [DISK], "apply": True, "expected": {DISK: IDENTITY}}
     wet = admin.post(path, json=body).json()
@@ -111,8 +122,8 @@ def test_device_names_are_paths(new: World, device: str) -> None:
     assert answer.json()["code"] == "request_invalid"
 
 
-def test_caches_only_known_images_on_known_nodes(new: World) -> None:
-    admin = new.client("admin")
+def test_caches_only_known_images_on_known_nodes(prepared: World) -> None:
+    admin = prepared.client("admin")
     image = admin.post("admin/images", json=IMAGE).json()["id"]
     path = f"admin/nodes/{NODE}/image-cache"
     task = admin.post(path, json={"image_id": image}).json()

@@ -69,6 +69,23 @@ def test_a_body_that_is_no_json_is_called_that(new: World, content: bytes, statu
     assert "JSON" in answer.json()["detail"] and "canary" not in answer.text
 
 
+@pytest.mark.parametrize(
+    ("content", "headers"),
+    [(b"{}", {"Content-Type": "application/x-www-form-urlencoded"}), (b"{}", {}), (b"x", None)],
+    ids=["as curl sends it", "without a type", "no JSON"],
+)
+def test_a_body_that_was_not_read_is_not_blamed_on_its_fields(
+    new: World, content: bytes, headers: dict[str, str] | None
+) -> None:
+    typed = {"Content-Type": "application/json"} if headers is None else headers
+    found = new.client("admin").post("admin/projects", content=content, headers=typed).json()
+    assert found["code"] == "request_invalid"
+    assert found["remedy"] == "send JSON with Content-Type: application/json"
+    assert ("no JSON from character 0" if headers is None else "Content-Type: ") in found["found"]
+    text = new.client("admin").post("admin/projects", json="{}").json()
+    assert "/api/v1/openapi.json" in text["remedy"], "JSON it was, and no object"
+
+
 def test_unknown_routes_and_verbs(new: World) -> None:
     admin = new.client("admin")
     assert admin.get("nothing").json()["code"] == "route_not_found"

@@ -8,7 +8,7 @@ import pytest
 
 from reconciler.profiles import hardware_profile
 from reconciler.settings import Settings
-from reconciler.store import discoveries, lifecycle, outcomes, proofs, slots
+from reconciler.store import discoveries, history, lifecycle, outbox, outcomes, proofs, slots
 from reconciler.store.engine import transaction
 from tests.unit.reconciler.api.refusals import refused
 from tests.unit.reconciler.api.test_paging import pages
@@ -152,6 +152,32 @@ def test_disable_enable_withdraw(selling: World) -> None:
     assert len(admin.get(PATH).json()["items"]) == 1
     reasons = [row["reason"] for row in admin.get(at).json()["history"]]
     assert "fan" in reasons
+
+
+@pytest.mark.covers("CTRL-6", "I20")
+def test_who_gives_no_reason_is_named(selling: World) -> None:
+    admin, nobody = selling.client("admin"), "no reason given by admin:admin"
+    slot = admin.get(PATH).json()["items"][0]["id"]
+    for act in ("disable", "enable", "disable", "withdraw"):
+        answer = admin.post(f"{PATH}/{slot}/{act}")
+        assert answer.status_code == 200, answer.text
+        changed = answer.json()["status_reason"]
+        assert changed == ("gate passed" if act == "enable" else nobody)
+    off = {"enabled": False}
+    assert admin.put(f"admin/nodes/{NODE}/scheduling", json=off).status_code == 200
+    assert admin.put("admin/settings/slice-scheduling", json=off).status_code == 200
+    assert admin.post(f"admin/nodes/{NODE}/drain", json={"reason": "why"}).status_code == 200
+    audited = admin.get("admin/audit", params={"limit": 7}).json()["items"]
+    assert [row["reason"] for row in audited] == ["why", *[nobody] * 6]
+    with transaction(selling.engine) as conn:
+        changes = history.of(conn, "slot", slot)
+        payloads = [
+            event["payload"]
+            for event in outbox.pending(conn, 10_000)
+            if event["topic"] == "slot.disabled" and event["subject_id"] == slot
+        ]
+    assert [row["reason"] for row in changes][-3:] == [nobody, "gate passed", nobody]
+    assert [payload["reason"] for payload in payloads][-2:] == [nobody, nobody]
 
 
 @pytest.mark.covers("CTRL-7")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reconciler.store import discoveries
+from reconciler.store import discoveries, nodes
 from reconciler.store.engine import transaction
 from tests.unit.reconciler.api.world import ACT, NODE, World, discovery
 
@@ -13,6 +13,8 @@ pytestmark = pytest.mark.covers("HOST-11")
 
 def test_before_the_first_report(new: World) -> None:
     admin = new.client("admin")
+    with transaction(new.engine) as conn:
+        nodes.enrolled(conn, NODE, ACT, **discovery()["identity"])
     for noun in ("slice-topology/discovery", "parity"):
         path = f"admin/nodes/{NODE}/{noun}"
         assert admin.get(path).json() == {"document": None, "task": None}

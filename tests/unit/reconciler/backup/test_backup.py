@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
+import socket
 import stat
 import tarfile
+import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
-from reconciler.backup import archive
+import reconciler.backup.restore as restoring
+from reconciler.backup import archive, database
 from reconciler.backup.restore import restore
+from reconciler.cli.database import opened
 from reconciler.domain.errors import Problem
 from reconciler.domain.states import Role, TaskKind
+from reconciler.service.authorities import adopt
 from reconciler.settings import Settings
 from reconciler.store import (
     allocations,
+    clock,
     invariants,
+    migrations,
     nodes,
     outcomes,
     slots,
@@ -199,6 +210,59 @@ def test_the_tokens_that_come_back_to_life_are_named(
     engine.dispose()
 
 
+def certified(conn: sa.Connection, key: str, days: float, node_id: str = "n1") -> None:
+    """The host has enrolled with this key."""
+    tokens.record_certificate(
+        conn,
+        node_id,
+        ADMIN,
+        serial=key,
+        public_key=key,
+        certificate="as signed",
+        principals=[node_id],
+        valid_until=clock.read(conn) + days * 86_400,
+    )
+    tokens.replace_certificates(conn, node_id, key, ADMIN)
+
+
+@pytest.mark.covers("CTRL-2", "HOST-13")
+def test_the_host_keys_that_are_believed_again_are_named(
+    before: Life, urls: tuple[str, str], tmp_path: Path
+) -> None:
+    with transaction(before.engine) as conn:
+        for node_id in ("n2", "n3", "n4"):
+            nodes.create(conn, ADMIN, id=node_id)
+        certified(conn, "given up long ago", 90)
+        certified(conn, "copied", 20)
+        certified(conn, "copied", 90)
+        certified(conn, "ended", -1, "n2")
+        certified(conn, "still the host's", 90, "n3")
+        certified(conn, "of no host", 90, "n4")
+        conn.execute(
+            sa.update(tables.nodes).where(tables.nodes.c.id == "n4").values(state="retired")
+        )
+    file = tmp_path / "site.tar.gz"
+    archive.write(before.settings, file)
+    with transaction(before.engine) as conn:
+        certified(conn, "fresh", 90)
+    after = settled(tmp_path / "after", urls[1])
+
+    named = restore(after, file)["valid_host_keys"]
+
+    assert [(key["node"], key["host_key"]) for key in named] == [
+        ("n1", "copied"),
+        ("n3", "still the host's"),
+    ]
+    assert named[0]["certified_at"] < named[0]["valid_until"]
+    assert named[0]["if_replaced_since"].startswith("gpuaas nodes userdata n1")
+    engine = open_engine(after.database)
+    with transaction(engine) as conn:
+        assert "copied" not in tokens.revoked_host_keys(conn), "which is why it is named"
+        certified(conn, "fresh", 90)
+        assert tokens.revoked_host_keys(conn) == ["copied", "given up long ago"]
+    engine.dispose()
+
+
 def test_a_site_is_never_restored_over_another(
     before: Life, urls: tuple[str, str], tmp_path: Path
 ) -> None:
@@ -212,6 +276,111 @@ def test_a_site_is_never_restored_over_another(
         archive.write(before.settings, file)
     with reading(before.engine) as conn:
         assert allocations.get(conn, before.active)["state"] == "active"
+
+
+def cut_off(after: Settings, file: Path, module: ModuleType, name: str, when: str) -> None:
+    """Restore in a process that is killed before or after a step of it."""
+    real = getattr(module, name)
+
+    def dies(*given: Any, **named: Any) -> None:
+        if when == "after":
+            real(*given, **named)
+        os._exit(9)
+
+    child = os.fork()
+    if child == 0:
+        setattr(module, name, dies)
+        with contextlib.suppress(BaseException):
+            restore(after, file)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9, "it came that far"
+
+
+@pytest.mark.parametrize(
+    ("urls", "module", "name", "when"),
+    [
+        ("sqlite", database, "put_back", "before"),
+        ("sqlite", database, "put_back", "after"),
+        ("sqlite", migrations, "migrate", "after"),
+        # Not committed, and committed.
+        ("sqlite", restoring, "_doubt", "after"),
+        ("sqlite", restoring, "_put_keys", "before"),
+        ("sqlite", restoring, "_put_keys", "after"),
+        pytest.param("postgresql", database, "put_back", "after", marks=pytest.mark.postgres),
+    ],
+    indirect=["urls"],
+)
+@pytest.mark.covers("CTRL-2", "I4", "I12", "I13")
+def test_a_restore_that_was_cut_off_is_opened_by_nobody_and_begun_again(
+    before: Life, urls: tuple[str, str], tmp_path: Path, module: ModuleType, name: str, when: str
+) -> None:
+    adopt(before.settings, before.engine)
+    file, other = tmp_path / "site.tar.gz", tmp_path / "other.tar.gz"
+    archive.write(before.settings, file)
+    archive.write(before.settings, other)
+    before.engine.dispose()
+    after = settled(tmp_path / "after", urls[1])
+
+    cut_off(after, file, module, name, when)
+
+    with pytest.raises(Problem, match="restore_unfinished"):
+        opened(after)
+    if (name, when) != ("put_back", "before"):
+        with pytest.raises(Problem, match="restore_not_empty"):
+            restore(after, other)
+    done = restore(after, file)
+    assert (done["lost_tasks"], len(done["closed_slots"])) == ([before.task], 1)
+    engine, _ = opened(after)
+    adopt(after, engine)
+    with reading(engine) as conn:
+        assert tasks.get(conn, before.task)["state"] == "lost"
+        found = {slot["status"]: slot for slot in slots.of_node(conn, "n1")}
+        assert set(found) == {"active", "cleanup_blocked", "disabled"}
+        assert LEAP <= found["disabled"]["fence"] < 2 * LEAP, "doubted once"
+    engine.dispose()
+    # Nothing of what was unpacked is left: it holds keys.
+    left = {path.name for path in after.state_dir.iterdir()}
+    assert left - {"reconciler.db", "reconciler.db-wal", "reconciler.db-shm"} == {
+        "restored-settings.env",
+        "trust",
+    }
+    with pytest.raises(Problem, match="restore_not_empty"):
+        restore(after, file)
+
+
+@pytest.mark.postgres
+def test_the_database_is_copied_the_way_that_the_service_goes(
+    postgres: Server, tmp_path: Path
+) -> None:
+    url = postgres.database(f"b_{uuid.uuid4().hex[:8]}")
+    engine = open_engine(f"{url}&application_name=a%20copy")
+    assert database.copy(engine, tmp_path / "copy").stat().st_size
+    engine.dispose()
+
+
+def test_no_password_goes_to_a_server_without_the_tls_that_the_service_insists_on(
+    tmp_path: Path,
+) -> None:
+    said = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.settimeout(10)
+                said.append(connection.recv(100))
+                connection.sendall(b"N")
+                said.append(connection.recv(100))
+
+        listener = threading.Thread(target=answer)
+        listener.start()
+        where = f"127.0.0.1:{server.getsockname()[1]}/gpuaas?sslmode=verify-full"
+        engine = open_engine(f"postgresql+psycopg://gpuaas:secret@{where}")
+        with pytest.raises(Problem, match="SSL"):
+            database.copy(engine, tmp_path / "copy")
+        listener.join()
+    request_for_tls = bytes([0, 0, 0, 8, 4, 210, 22, 47])
+    assert said == [request_for_tls, b""]
 
 
 def test_a_strange_file_is_refused(tmp_path: Path) -> None:

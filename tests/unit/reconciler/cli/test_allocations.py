@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from reconciler import recovery
-from reconciler.store import outcomes
+from reconciler.domain.states import TaskState
+from reconciler.store import outcomes, tasks
 from reconciler.store.engine import transaction
+from tests.unit.reconciler.api.test_launches import activate, launch
 from tests.unit.reconciler.api.world import ACT, KEY, NODE, World
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
@@ -39,6 +41,20 @@ def launched(selling: World, gpuaas: Gpuaas, tmp_path: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.usefixtures("launched")
+def test_an_image_is_cached_by_what_people_call_it(gpuaas: Gpuaas, selling: World) -> None:
+    run = gpuaas.at(selling)
+    tasks = set()
+    for image in ("base", "base:2"):
+        run("images", "cache", NODE, image, "--no-wait", "--output", "json")
+        assert gpuaas.status == 0, gpuaas.err
+        tasks.add(json.loads(gpuaas.out)["id"])
+    assert len(tasks) == 1
+    run("images", "cache", NODE, "base:3", "--no-wait")
+    assert (gpuaas.status, "image_not_found" in gpuaas.err) == (1, True)
+    assert "gpuaas images list" in gpuaas.err
+
+
 def test_launch_and_release(selling: World, gpuaas: Gpuaas, launched: dict[str, Any]) -> None:
     assert (launched["state"], launched["capacity_shape"]) == ("requested", "gpu_slice")
     assert launched["id"] in gpuaas("allocations", "--project", "demo")
@@ -59,6 +75,7 @@ def test_a_failed_launch_is_an_error(
         )
     gpuaas("release", launched["id"], "--project", "demo")
     assert (gpuaas.status, "allocation_not_releasable" in gpuaas.err) == (1, True)
+    assert "it has ended; launch again" in gpuaas.err and "wait until" not in gpuaas.err
 
 
 def test_launch_without_a_key(selling: World, gpuaas: Gpuaas, tmp_path: Path) -> None:
@@ -73,12 +90,16 @@ def test_recover(selling: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch
     def recover(_client: object, allocation: str, reason: str, on_step: Any) -> dict[str, Any]:
         seen.append((allocation, reason))
         on_step("inventory", {})
-        return {"inventory": {"s": "available"}}
+        after = {"slot_index": 3, "status": "available", "health_state": "healthy", "more": "all"}
+        return {"inventory_after": {"s-1": after}}
 
     monkeypatch.setattr(recovery, "recover", recover)
     gpuaas.at(selling)("recover", "a-1", "--reason", "stuck")
     assert seen == [("a-1", "stuck")]
-    assert (gpuaas.status, "available" in gpuaas.out) == (0, True)
+    assert gpuaas.status == 0
+    assert gpuaas.out.splitlines()[1].split() == ["3", "s-1", "available", "healthy"]
+    gpuaas("recover", "a-1", "--reason", "stuck", "--output", "json")
+    assert json.loads(gpuaas.out)["inventory_after"]["s-1"]["more"] == "all"
 
 
 @pytest.mark.covers("CTRL-8")
@@ -88,7 +109,7 @@ def test_tasks_and_audit(selling: World, gpuaas: Gpuaas, launched: dict[str, Any
     assert task["kind"] == "slice.vm_provision"
     assert "slice.vm_provision" in gpuaas("tasks", "show", task["id"])
     gpuaas("tasks", "cancel", task["id"], "--reason", "no")
-    assert "canceled" in gpuaas.out
+    assert "canceled" in gpuaas.out and "nothing to cancel" not in gpuaas.err
     gpuaas("tasks", "watch", task["id"])
     assert (gpuaas.status, "error: canceled" in gpuaas.err) == (1, True)
     assert "admin.task.canceled" in gpuaas("audit", "--subject", task["id"])
@@ -119,6 +140,12 @@ def test_a_launch_says_where_and_from_what(
     words = ("launch", "--project", "demo", "--image", "base", "--key", str(tmp_path / "key.pub"))
     gpuaas.at(selling, "member")(*words, "--pool", "elsewhere", "--no-wait", "--output", "json")
     assert json.loads(gpuaas.err)["explanation"]["reasons"]["other_pool"]
+    gpuaas(*words, "--pool", "elsewhere", "--no-wait")
+    assert "not free: " in gpuaas.err and " other_pool\n" in gpuaas.err
+    assert "explain" not in gpuaas.err, "that is for admins"
+    gpuaas.at(selling)(*words, "--pool", "elsewhere", "--no-wait")
+    assert "`gpuaas explain --gpus 1` shows it by node" in gpuaas.err
+    gpuaas.at(selling, "member")
     gpuaas(*words, "--image-version", "9", "--no-wait", "--output", "json")
     assert json.loads(gpuaas.err)["code"] == "image_not_found"
     gpuaas(*words, "--image-version", "2", "--pool", "default", "--no-wait")
@@ -157,3 +184,65 @@ def test_projects(new: World, gpuaas: Gpuaas) -> None:
     gpuaas.at(new)("projects", "add", "fresh", "--id", "p-1")
     assert gpuaas.status == 0, gpuaas.err
     assert "p-1" in gpuaas("projects", "list")
+
+
+@pytest.mark.covers("CTRL-10")
+def test_a_member_is_told_to_name_a_project(selling: World, gpuaas: Gpuaas) -> None:
+    for words in (("allocations",), ("allocation", "show", "a-1"), ("usage",)):
+        gpuaas.at(selling, "member")(*words)
+        assert (gpuaas.status, "role_required" in gpuaas.err) == (1, True)
+        assert "--project P" in " ".join(gpuaas.err.split())
+    gpuaas("nodes", "list")
+    assert "--project" not in gpuaas.err
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("-----BEGIN OPENSSH PRIVATE KEY-----", "a private key"),
+        (f"{KEY}\n{KEY}\n", "2 lines"),
+        ("", "0 lines"),
+    ],
+)
+def test_what_is_no_public_key_is_never_sent(
+    tmp_path: Path, gpuaas: Gpuaas, selling: World, text: str, found: str
+) -> None:
+    key = tmp_path / "key"
+    key.write_text(text)
+    words = ("launch", "--project", "demo", "--image", "base", "--key", str(key))
+    gpuaas.at(selling, "member")(*words, "--output", "json")
+    document = json.loads(gpuaas.err)
+    assert (document["code"], document["found"]) == ("file_invalid", f"{key}: {found}")
+
+
+@pytest.mark.covers("CTRL-7")
+def test_nobody_waits_for_a_release_that_has_failed(
+    selling: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = launch(selling).json()["id"]
+    activate(selling, key)
+    error = {"code": "wipe_failed", "found": "status 0x2"}
+
+    def fail(_seconds: float) -> None:
+        task = selling.lease()
+        with transaction(selling.engine) as conn:
+            tasks.finish(conn, task["id"], task["lease_token"], TaskState.FAILED, ACT, error=error)
+            outcomes.release_failed(conn, key, ACT, step="wipe", error=error)
+
+    monkeypatch.setattr("time.sleep", fail)
+    gpuaas.at(selling, "member")("release", key, "--project", "demo", "--output", "json")
+    found = json.loads(gpuaas.err.partition("\n")[2])
+    assert (gpuaas.status, found["code"]) == (1, "wipe_failed")
+    assert f"gpuaas recover {key}" in found["remedy"] and "0x2" not in gpuaas.err
+
+
+@pytest.mark.covers("CTRL-7")
+def test_an_admin_reads_an_allocation_as_tables(
+    selling: World, gpuaas: Gpuaas, launched: dict[str, Any]
+) -> None:
+    found = json.loads(gpuaas.at(selling)("allocation", "show", launched["id"], "--output", "json"))
+    assert found["claims"] and found["tasks"] and found["timeline"]
+    told = gpuaas("allocation", "show", launched["id"])
+    assert all(task["id"] in told for task in found["tasks"])
+    assert all(claim["nvme_identity"] in told for claim in found["claims"])
+    assert "launched by its project" in told and '{"' not in told

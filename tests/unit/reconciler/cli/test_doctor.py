@@ -37,6 +37,7 @@ def sound(selling: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch) -> Wo
         leader.campaign(conn, leader.LOOPS, "p1", 3600)
     monkeypatch.setenv("GPUAAS_STATE_DIR", str(folder))
     monkeypatch.setenv("GPUAAS_PUBLIC_URL", "https://gpuaas.example")
+    monkeypatch.setenv("GPUAAS_MEMBER_ADDRESS", "gpu.example")
     monkeypatch.setattr(folders, "_LITTLE_GIB", 0)
     monkeypatch.setattr(folders, "_LEAST_GIB", 0)
     return selling
@@ -59,6 +60,19 @@ def doctor(gpuaas: Gpuaas) -> Doctor:
 def test_nothing_is_wrong(sound: World, doctor: Doctor, gpuaas: Gpuaas) -> None:
     assert doctor() == {}
     assert "collection" in gpuaas("doctor")
+
+
+def test_slices_on_sale_that_nobody_can_reach(
+    sound: World, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GPUAAS_MEMBER_ADDRESS")
+    found = doctor()
+    assert {name: one["status"] for name, one in found.items()} == {"member_address": "warn"}
+    assert found["member_address"]["found"].startswith("2 slots on sale")
+    with transaction(sound.engine) as conn:
+        off = {"status": "disabled", "available_proof_id": None}
+        conn.execute(sa.update(tables.slots).values(off))
+    assert doctor() == {}, "nothing is on sale"
 
 
 def _open_folder(world: World) -> None:

@@ -65,6 +65,15 @@ def test_a_refused_setting_is_named_without_its_value(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_backup_that_is_not_there(gpuaas: Gpuaas, tmp_path: Path) -> None:
+    missing = tmp_path / "none.tar.gz"
+    for file, found in ((missing, "No such file or directory"), (tmp_path, "Is a directory")):
+        gpuaas("restore", str(file), "--output", "json")
+        told = json.loads(gpuaas.err)
+        assert (gpuaas.status, told["code"], told["found"]) == (1, "backup_unreadable", found)
+        assert str(file) in told["expected"]
+
+
 def test_a_file_of_settings_that_is_no_text(
     gpuaas: Gpuaas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

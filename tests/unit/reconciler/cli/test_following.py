@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from reconciler.cli import waiting
+from reconciler.cli.session import Session
 from reconciler.domain.states import TaskState
 from reconciler.store import tables, tasks
 from reconciler.store.engine import transaction
+from tests.unit.reconciler.api.test_launches import launch
 from tests.unit.reconciler.api.world import ACT, NODE, World
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
@@ -40,12 +43,21 @@ def test_out_of_use_and_back(selling: World, gpuaas: Gpuaas) -> None:
         run("nodes", verb, NODE, "--reason", "a new disk", "--output", "json")
         found = json.loads(gpuaas.out)
         assert (found["state"], found["state_reason"]) == (state, "a new disk")
+        assert ("nothing is on it" in gpuaas.err) == (verb == "drain")
     told = run("nodes", "timeline", NODE, "--limit", "20")
     assert "draining -> maintenance (maintain by admin:admin): a new disk" in told
     assert "maintenance -> ready (resume by admin:admin): a new disk" in told
     assert told.index("available -> disabled") < told.rindex("disabled -> available")
     run("nodes", "retire", NODE, "--reason", "sold", "--yes")
     assert "transition_refused" in gpuaas.err
+
+
+def test_who_drains_a_node_reads_what_it_waits_for(selling: World, gpuaas: Gpuaas) -> None:
+    allocation_id = launch(selling).json()["id"]
+    gpuaas.at(selling)("nodes", "drain", NODE, "--reason", "a new disk", "--output", "json")
+    assert json.loads(gpuaas.out)["state"] == "draining"
+    assert f"still on it: allocation {allocation_id} of project demo, requested" in gpuaas.err
+    assert f"when these are gone: `gpuaas nodes maintain {NODE}" in gpuaas.err
 
 
 def test_trace_tells_what_followed_from_a_request(prepared: World, gpuaas: Gpuaas) -> None:
@@ -59,6 +71,8 @@ def test_trace_tells_what_followed_from_a_request(prepared: World, gpuaas: Gpuaa
     run("audit", "--correlation", "asked-once", "--output", "json")
     assert {row["correlation_id"] for row in json.loads(gpuaas.out)} <= {"asked-once"}
     assert "asked-once" in gpuaas.out
+    run("trace", "never-asked")
+    assert (gpuaas.status, "nothing is known of never-asked" in gpuaas.err) == (1, True)
 
 
 def test_follow_tells_everything_and_fails_with_the_task(prepared: World, gpuaas: Gpuaas) -> None:
@@ -80,6 +94,8 @@ def test_follow_tells_everything_and_fails_with_the_task(prepared: World, gpuaas
 def test_output_and_why_a_task_waits(prepared: World, gpuaas: Gpuaas, tmp_path: Path) -> None:
     gpuaas.at(prepared)("tasks", "output", ended(prepared)["id"])
     assert (gpuaas.status, gpuaas.out, "no run has begun" in gpuaas.err) == (0, "", True)
+    gpuaas("tasks", "cancel", ended(prepared)["id"])
+    assert (gpuaas.status, "it had succeeded" in gpuaas.err) == (0, True)
     prepared.client("admin").post(f"admin/nodes/{NODE}/bootstrap")
     assert "worker" in gpuaas("tasks", "list", "--state", "queued")
 
@@ -99,3 +115,38 @@ def test_check(
     gpuaas("check")
     assert (gpuaas.status, "database_missing" in gpuaas.err) == (1, True)
     assert not (tmp_path / "none").exists(), "a check makes nothing"
+
+
+@pytest.mark.parametrize(
+    ("waits", "after_s", "told"),
+    [
+        ({"code": "host_unreachable", "detail": "no route"}, 0, "host_unreachable: no route"),
+        ({"code": "worker", "detail": "a worker that is free"}, 0, ""),
+        ({"code": "worker", "detail": "a worker that is free"}, 9, "worker: a worker that is free"),
+    ],
+)
+def test_who_waits_for_a_task_reads_what_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    waits: dict[str, str],
+    after_s: float,
+    told: str,
+) -> None:
+    moments = iter((100.0, 100.0 + after_s, 100.0 + after_s))
+    monkeypatch.setattr("reconciler.cli.waiting.time.monotonic", lambda: next(moments))
+    states = [
+        {"id": "t-1", "state": "queued", "waits_for": waits},
+        {"id": "t-1", "state": "succeeded", "result": {}, "waits_for": {}},
+    ]
+
+    class Played:
+        def wait(self, _task: str, *, unbegun_s: float, on_progress: Any) -> Any:
+            for state in states:
+                on_progress(state)
+            return states[-1]
+
+    here = Session()
+    here.__dict__["client"] = Played()
+    waiting.follow(here, "t-1")
+    line = capsys.readouterr().err.splitlines()[0].split("s", 1)[1].strip()
+    assert line == f"queued  waits for {told}".removesuffix("  waits for ")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
+import httpx
 import pytest
 
 import lab.cli
 from reconciler.cli.main import hoist
+from reconciler.cli.session import DEFAULT_API, Session
 from reconciler.cli.show import clean
 from tests.unit.reconciler.api.world import World
 from tests.unit.reconciler.cli.conftest import Gpuaas
@@ -41,6 +44,12 @@ def test_a_command_loads_only_what_it_needs() -> None:
     assert heavy.isdisjoint(loaded)
 
 
+def test_which_version_it_is(gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no settings can be read."""
+    monkeypatch.setenv("GPUAAS_CONFIG_FILE", "/none")
+    assert (gpuaas("--version"), gpuaas.status) == (f"gpuaas {version('gpuaas-slice')}\n", 0)
+
+
 def test_an_error_says_what_to_do(new: World, gpuaas: Gpuaas) -> None:
     gpuaas.at(new)("nodes", "show", "none")
     assert (gpuaas.status, gpuaas.out) == (1, "")
@@ -59,6 +68,26 @@ def test_no_token_no_service(tmp_path: Path, gpuaas: Gpuaas) -> None:
     assert (gpuaas.status, "reconciler_unreachable" in gpuaas.err) == (1, True)
 
 
+@pytest.mark.parametrize(
+    ("listen", "url"),
+    [
+        ("127.0.0.1:18080", "http://127.0.0.1:18080"),
+        ("0.0.0.0:80", "http://127.0.0.1:80"),
+        ("[::]:8080", "http://[::1]:8080"),
+        ("nonsense", DEFAULT_API),
+        (None, DEFAULT_API),
+    ],
+)
+def test_the_file_that_says_which_site_it_is_says_where_it_listens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listen: str | None, url: str
+) -> None:
+    file = tmp_path / "gpuaas.env"
+    file.write_text(f"GPUAAS_LISTEN={listen}\n" if listen else "GPUAAS_WORKERS=none\n")
+    monkeypatch.setenv("GPUAAS_CONFIG_FILE", str(file))
+    assert Session().url == url
+    assert Session("https://gpuaas.example").url == "https://gpuaas.example"
+
+
 def test_a_wrong_command_line_is_exit_2(gpuaas: Gpuaas) -> None:
     gpuaas("nodes", "explode")
     assert gpuaas.status == 2
@@ -75,3 +104,54 @@ def test_lab_is_handed_on(monkeypatch: pytest.MonkeyPatch, gpuaas: Gpuaas) -> No
     monkeypatch.setattr(lab.cli, "app", lambda args, prog_name: seen.append((args, prog_name)))
     gpuaas("lab", "up", "--fresh", "--help")
     assert seen == [(["up", "--fresh", "--help"], "gpuaas lab")]
+
+
+@pytest.mark.parametrize(
+    ("held", "found"),
+    [
+        ("", "an empty file"),
+        ("secret-1 secret-2", "2 words"),
+        ("\x7f", "1 words"),
+        (None, "No such"),
+    ],
+)
+def test_what_is_no_token_is_named_and_not_shown(
+    tmp_path: Path, gpuaas: Gpuaas, held: str | None, found: str
+) -> None:
+    file = tmp_path / "token"
+    if held is not None:
+        file.write_text(held)
+    gpuaas("nodes", "list", "--token-file", str(file), "--api", "http://127.0.0.1:9")
+    assert (gpuaas.status, "token_file_unreadable" in gpuaas.err) == (1, True)
+    assert found in gpuaas.err and "secret" not in gpuaas.err
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [
+        (200, "<h1>Log\nin</h1>"),
+        (502, "<h1>Bad\nGateway</h1>"),
+        (404, '["no problem"]'),
+        (404, '{"code": "x"}'),
+    ],
+)
+def test_what_stands_before_the_service_is_no_traceback(
+    tmp_path: Path,
+    gpuaas: Gpuaas,
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
+    text: str,
+) -> None:
+    kind = {"Content-Type": "text/html"}
+
+    def portal(_request: httpx.Request) -> httpx.Response:
+        return httpx.Response(status, text=text, headers=kind)
+
+    own = httpx.Client(base_url="http://api.example", transport=httpx.MockTransport(portal))
+    monkeypatch.setattr("reconciler.client.httpx.Client", lambda **_options: own)
+    (tmp_path / "token").write_text("x")
+    gpuaas("nodes", "list", "--token-file", str(tmp_path / "token"), "--output", "json")
+    found = json.loads(gpuaas.err)
+    assert (gpuaas.status, found["code"]) == (1, "http_error")
+    assert found["found"].startswith(f"status {status}, text/html: ")
+    assert "\n" not in found["found"] and "GPUAAS_API" in found["remedy"]

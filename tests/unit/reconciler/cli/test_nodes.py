@@ -41,12 +41,12 @@ def test_userdata_is_a_script(new: World, gpuaas: Gpuaas) -> None:
     assert "good until" in gpuaas.err
 
 
-def test_discover_shows_candidates(new: World, gpuaas: Gpuaas) -> None:
+def test_discover_shows_candidates(prepared: World, gpuaas: Gpuaas) -> None:
     def act(conn: Any, task: Any) -> dict[str, Any]:
         discoveries.record(conn, NODE, discovery(), ACT, task_id=task["id"])
         return {}
 
-    gpuaas.at(new).ending(new, act)("nodes", "discover", NODE)
+    gpuaas.at(prepared).ending(prepared, act)("nodes", "discover", NODE)
     assert gpuaas.status == 0, gpuaas.err
     lines = gpuaas.out.splitlines()
     assert len(lines) == 5
@@ -66,18 +66,18 @@ def test_discover_shows_candidates(new: World, gpuaas: Gpuaas) -> None:
     ],
 )
 def test_work_can_be_left_alone(
-    new: World, gpuaas: Gpuaas, words: list[str], kind: str, parameters: dict[str, Any]
+    prepared: World, gpuaas: Gpuaas, words: list[str], kind: str, parameters: dict[str, Any]
 ) -> None:
-    gpuaas.at(new)("nodes", *words, "--no-wait", "--output", "json")
+    gpuaas.at(prepared)("nodes", *words, "--no-wait", "--output", "json")
     task = json.loads(gpuaas.out)
     assert (task["kind"], task["parameters"], task["state"]) == (kind, parameters, "queued")
 
 
 @pytest.mark.parametrize("output", ["table", "json"])
-def test_drift_names_what_differs_and_fails(new: World, gpuaas: Gpuaas, output: str) -> None:
+def test_drift_names_what_differs_and_fails(prepared: World, gpuaas: Gpuaas, output: str) -> None:
     one = {"severity": "failed", "slot_id": "s1", "code": "orphan_domain", "found": "machine x"}
     result = {"differences": [one], "unknown": {"ports": "unknown: late"}, "skipped": ["s2"]}
-    gpuaas.at(new).ending(new, lambda _conn, _task: dict(result))
+    gpuaas.at(prepared).ending(prepared, lambda _conn, _task: dict(result))
     gpuaas("nodes", "drift", NODE, "--output", output)
     assert gpuaas.status == 1
     assert "differences 1, unknown 1" in gpuaas.err
@@ -89,15 +89,17 @@ def test_drift_names_what_differs_and_fails(new: World, gpuaas: Gpuaas, output: 
     assert "work in progress, not judged: s2" in gpuaas.err
 
 
-def test_no_drift_is_no_failure(new: World, gpuaas: Gpuaas) -> None:
+def test_no_drift_is_no_failure(prepared: World, gpuaas: Gpuaas) -> None:
     nothing: dict[str, Any] = {"differences": [], "unknown": {}, "skipped": []}
-    gpuaas.at(new).ending(new, lambda _conn, _task: dict(nothing))("nodes", "drift", NODE)
+    gpuaas.at(prepared).ending(prepared, lambda _conn, _task: dict(nothing))("nodes", "drift", NODE)
     assert (gpuaas.status, "differences 0" in gpuaas.err) == (0, True)
 
 
-def test_a_failed_task_tells_its_error(new: World, gpuaas: Gpuaas) -> None:
+def test_a_failed_task_tells_its_error(prepared: World, gpuaas: Gpuaas) -> None:
     error = {"code": "no_kvm", "expected": "KVM", "found": "none", "remedy": "BIOS", "step": "kvm"}
-    gpuaas.at(new).ending(new, lambda _conn, _task: {"error": error})("nodes", "bootstrap", NODE)
+    gpuaas.at(prepared).ending(prepared, lambda _conn, _task: {"error": error})(
+        "nodes", "bootstrap", NODE
+    )
     assert gpuaas.status == 1
     for word in ("no_kvm", "KVM", "none at step 'kvm'", "BIOS"):
         assert word in gpuaas.err
@@ -144,6 +146,8 @@ def test_a_transition_asks_before_it_wipes(
 
 
 def test_switches(selling: World, gpuaas: Gpuaas) -> None:
-    gpuaas.at(selling)("nodes", "scheduling", NODE, "off")
+    gpuaas.at(selling)("nodes", "scheduling", NODE, "off", "--reason", "why")
     assert "slice_scheduling" in gpuaas.out
-    assert json.loads(gpuaas("scheduling", "off", "--output", "json")) == {"enabled": False}
+    assert json.loads(gpuaas("scheduling", "off", "--reason", "why", "--output", "json")) == {
+        "enabled": False
+    }

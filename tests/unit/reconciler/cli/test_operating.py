@@ -11,7 +11,16 @@ import pytest
 
 from reconciler.client import Client
 from reconciler.domain.states import TaskKind, TaskState
-from reconciler.store import discoveries, nodes, outcomes, recovery, slots, tasks
+from reconciler.store import (
+    audit,
+    discoveries,
+    history,
+    nodes,
+    outcomes,
+    recovery,
+    slots,
+    tasks,
+)
 from reconciler.store.allocations import claims
 from reconciler.store.engine import reading, transaction
 from tests.unit.reconciler.api.test_allocations import failed
@@ -40,7 +49,7 @@ def test_recovery_policy(selling: World, gpuaas: Gpuaas) -> None:
 
 def test_the_switch_of_the_site_is_shown(selling: World, gpuaas: Gpuaas) -> None:
     for switch, enabled in (("show", True), ("off", False), ("show", False)):
-        gpuaas.at(selling)("scheduling", switch, "--output", "json")
+        gpuaas.at(selling)("scheduling", switch, "--reason", "why", "--output", "json")
         assert json.loads(gpuaas.out) == {"enabled": enabled}
     assert json.loads(gpuaas("scheduling", "--output", "json")) == {"enabled": False}
 
@@ -159,6 +168,11 @@ def test_recover_does_the_whole_runbook(
     )
     (event,) = evidence["audit"]["events"]
     assert event["detail"]["runtime_verified_absent"] is looks[0]
+    with reading(selling.engine) as conn:
+        asked = tasks.every(conn, allocation_id=allocation_id, kind=TaskKind.SLICE_ABSENCE_VERIFY)
+        begun = [history.of(conn, "task", task["id"])[0] for task in asked]
+        acts = [*begun, *audit.every(conn, action="admin.slot.repair")]
+    assert {row["reason"] for row in acts} == {"demo"}
     # Each step said what it found as it found it, not at the end.
     told = said(gpuaas.err)
     assert [step for step, lines in told.items() if not lines] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 import threading
@@ -61,6 +62,22 @@ def test_worker_and_api(new: World, gpuaas: Gpuaas, story: list[str]) -> None:
     told = [f"worker of {folder}", "start", "serve 127.0.0.1 False", "ready 200", "stop"]
     assert (gpuaas.status, story) == (0, told)
     assert not {"worker", "pulse", "loops"} & {thread.name for thread in threading.enumerate()}
+
+
+def test_the_log_says_where_it_listens_and_where_others_find_it(
+    gpuaas: Gpuaas,
+    story: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", logger="gpuaas")
+    gpuaas("serve", "--api-only")
+    assert re.search(r"API on http://127\.0\.0\.1:[1-9][0-9]*$", caplog.text, re.M), story
+    caplog.clear()
+    monkeypatch.setenv("GPUAAS_PUBLIC_URL", "https://gpuaas.example")
+    gpuaas("serve", "--api-only")
+    both = r"API on http://127\.0\.0\.1:[1-9][0-9]*, for others at https://gpuaas\.example$"
+    assert re.search(both, caplog.text, re.M)
 
 
 def test_api_alone(gpuaas: Gpuaas, story: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

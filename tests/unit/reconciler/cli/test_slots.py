@@ -47,6 +47,9 @@ def test_what_keeps_a_gate_closed(prepared: World, gpuaas: Gpuaas) -> None:
     gpuaas("slots", "show", NODE, "1")
     assert gpuaas.status == 0, gpuaas.err
     assert codes and all(code in gpuaas.out for code in codes)
+    gpuaas("slots", "enable", NODE, "1", "--reason", "why")
+    assert (gpuaas.status, f"`gpuaas slots show {NODE} 1`" in gpuaas.err) == (0, True)
+    gpuaas("slots", "show", NODE, "1")
     assert f"gate closed by {len(codes)}" in gpuaas.err
 
 
@@ -75,11 +78,25 @@ def test_switch_by_index(selling: World, gpuaas: Gpuaas) -> None:
     assert "disabled" in gpuaas.out
     slots = json.loads(gpuaas("slots", "list", NODE, "--output", "json"))
     assert [slot["status"] for slot in slots] == ["available", "disabled"]
-    gpuaas("slots", "enable", NODE, slots[1]["id"])
-    assert "available" in gpuaas.out
-    gpuaas("slots", "disable", NODE, "0")
+    gpuaas("slots", "enable", NODE, slots[1]["id"], "--reason", "why")
+    assert ("available" in gpuaas.out, gpuaas.err) == (True, "")
+    gpuaas("slots", "disable", NODE, "0", "--reason", "why")
     assert "slot_not_found" in gpuaas.err
     gpuaas("slots", "repair", NODE, "1")
     assert "slot_not_blocked" in gpuaas.err
-    gpuaas("slots", "withdraw", NODE, "1")
+    gpuaas("slots", "withdraw", NODE, "1", "--reason", "why")
     assert "slot_in_use" in gpuaas.err
+
+
+@pytest.mark.covers("CTRL-6")
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(("slots", act, NODE, "1") for act in ("disable", "enable", "withdraw")),
+        ("nodes", "scheduling", NODE, "off"),
+        ("scheduling", "off"),
+    ],
+)
+def test_what_is_sold_is_changed_for_a_reason(gpuaas: Gpuaas, words: tuple[str, ...]) -> None:
+    gpuaas(*words)
+    assert (gpuaas.status, "--reason" in gpuaas.err) == (2, True)

@@ -322,7 +322,7 @@ def written_together(conn: sa.Connection) -> None:
         (row["entity"], row["entity_id"]) for row in rows.every(conn, sa.select(tables.history))
     )
     told = Counter(
-        (row["subject_kind"], row["subject_id"]) for row in outbox.since(conn, 0, 1_000_000)
+        (row["subject_kind"], row["subject_id"]) for row in outbox.pending(conn, 1_000_000)
     )
     for entity, table in (
         ("slot", tables.slots),

@@ -262,9 +262,23 @@ def test_withdrawn_before_any_run(sold: Any) -> None:
         assert allocations.release(conn, allocation_id, sold.act)["state"] == "released"
         assert sold.statuses(conn) == ["available", "available"]
         assert tasks.every(conn, allocation_id=allocation_id)[0]["state"] == "canceled"
-        assert code(allocations.release, conn, allocation_id, sold.act) == (
-            "allocation_not_releasable"
-        )
+        with pytest.raises(Problem, match="allocation_not_releasable") as caught:
+            allocations.release(conn, allocation_id, sold.act)
+        assert caught.value.remedy == "nothing: it is given back already"
+
+
+def test_what_helps_while_it_is_given_back(sold: Any) -> None:
+    with transaction(sold.engine) as conn:
+        allocation_id = sold.active(conn)
+        allocations.release(conn, allocation_id, sold.act)
+        with pytest.raises(Problem) as caught:
+            allocations.release(conn, allocation_id, sold.act)
+        assert caught.value.remedy.startswith("wait: it is being given back")
+        row = tables.allocations
+        conn.execute(sa.update(row).values(error={"code": "x"}).where(row.c.id == allocation_id))
+        with pytest.raises(Problem) as caught:
+            allocations.release(conn, allocation_id, sold.act)
+        assert f"`gpuaas recover {allocation_id}" in caught.value.remedy
 
 
 def test_not_withdrawn_once_a_run_may_have_begun(sold: Any) -> None:

@@ -116,7 +116,7 @@ def test_a_host_as_the_records_say_changes_nothing(compare: Compared, active: st
     assert result["differences"] == result["skipped"] == [] and result["unknown"] == {}
     assert compare.slots() == before
     with reading(compare.engine) as conn:
-        (event,) = [e for e in outbox.since(conn, 0, 10_000) if e["topic"] == "node.drift"]
+        (event,) = [e for e in outbox.pending(conn, 10_000) if e["topic"] == "node.drift"]
         assert [found for one in told(compare.engine) if (found := problems(one))] == []
     assert event["payload"] == {"differences": 0, "skipped": 0, "unknown": 0}
 
@@ -449,6 +449,26 @@ class TestDue:
             assert self.due(conn) == []
             self.age(conn, DAY_S + 1)
             assert self.due(conn) == ["n1", "n2"]
+
+    def test_how_far_it_is_behind_and_that_old_tasks_are_not_read(self, sold: Any) -> None:
+        with transaction(sold.engine) as conn:
+            self.age(conn, DAY_S)
+            assert DAY_S <= drift.behind(conn) < DAY_S * 2
+            drift.ask(conn, "n1", ADMIN)
+            assert drift.behind(conn) < 60
+            nodes.lost(conn, "n1", ADMIN)
+            assert drift.behind(conn) == 0
+        asked: list[tuple[str, Any]] = []
+        with transaction(sold.engine) as conn:
+            conn.execute(sa.delete(tables.tasks).where(tables.tasks.c.finished_at.is_(None)))
+            sa.event.listen(conn, "before_cursor_execute", lambda *a: asked.append((a[2], a[3])))
+            self.due(conn)
+            question, given = asked[-1]
+            plan = conn.exec_driver_sql(f"EXPLAIN QUERY PLAN {question}", given).all()
+        steps = [row[-1] for row in plan if "tasks" in row[-1]]
+        assert steps, plan
+        for step in steps:
+            assert "COVERING INDEX ix_tasks_latest (kind=? AND node_id=?)" in step, steps
 
     def test_only_slice_hosts_that_answer(self, sold: Any) -> None:
         with transaction(sold.engine) as conn:

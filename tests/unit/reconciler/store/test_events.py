@@ -68,7 +68,7 @@ def problems(event: Event) -> list[str]:
 
 def told(engine: sa.Engine) -> list[Event]:
     with reading(engine) as conn:
-        rows = outbox.since(conn, 0, 10_000)
+        rows = outbox.pending(conn, 10_000)
     return [
         {name: value for name, value in views.record(row).items() if name != "published_at"}
         for row in rows

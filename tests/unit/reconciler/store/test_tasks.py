@@ -104,7 +104,8 @@ def test_only_the_holder_decides_and_only_once(sold: Any) -> None:
 @pytest.mark.covers("CTRL-8")
 def test_wait_retry_resume_abandon(sold: Any) -> None:
     with transaction(sold.engine) as conn:
-        put(conn, sold, TaskKind.NODE_PARITY, max_attempts=2)
+        put(conn, sold, TaskKind.NODE_PARITY)
+        conn.execute(sa.update(tables.tasks).values(max_attempts=2))
         (task,) = tasks.lease(conn, "w1")
         reason = "the node does not answer"
         waiting = tasks.wait(
@@ -178,7 +179,7 @@ def test_a_busy_subject_and_a_busy_node_starve_no_other(sold: Any) -> None:
 def test_a_run_is_taken_over_only_where_its_files_are(sold: Any) -> None:
     """Another machine cannot see whether it lives, and would start it a second time."""
     with transaction(sold.engine) as conn:
-        put(conn, sold, TaskKind.NODE_PARITY, max_attempts=2)
+        put(conn, sold, TaskKind.NODE_PARITY)
         (task,) = tasks.lease(conn, "w1", runner="here")
         assert task["runner"] == "here"
         tasks.started(conn, task["id"], task["lease_token"], run_id="r1", run_directory="runs/r1")

@@ -105,8 +105,8 @@ def test_adjacent_periods_add_up_exactly(sold: Any) -> None:
         (total,) = usage.totals(conn, Period(900.0, 3000.0))
         assert (total["allocations"], total["counted_ms"]) == (2, sum(whole.values()))
         assert total["gpu_ms"] == sum(whole.values())
-        streamed = list(usage.stream(conn, Period(900.0, 3000.0), project_id="p1"))
-        assert [row["allocation_id"] for row in streamed] == [first, second]
+        own = usage.every(conn, Period(900.0, 3000.0), project_id="p1")
+        assert [row["allocation_id"] for row in own] == [first, second]
         assert usage.every(conn, Period(900.0, 3000.0), project_id="none") == []
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from pydantic import ValidationError
 
 from reconciler.runs import collect, orphans
 from reconciler.settings import Settings
-from reconciler.store import allocations, nodes, slots, tasks, waiting
+from reconciler.store import allocations, clock, nodes, slots, tables, tasks, tokens, waiting
 from reconciler.store.engine import transaction
 from reconciler.tasks import worker
 from tests.standin.controller import TOKEN, Controller, standing
@@ -96,6 +97,29 @@ def test_a_slice_is_provisioned_by_a_job_of_awx(shop: Shop, process: Controller)
     (body,) = process.record()["bodies"]
     assert body["limit"] == "n1"
     assert body["extra_vars"]["slice_run"]["id"] == task["run_id"]
+
+
+@pytest.mark.covers("HOST-13")
+def test_a_job_is_told_which_keys_its_host_gave_up(shop: Shop, process: Controller) -> None:
+    table = tables.node_certificates
+    with transaction(shop.site.engine) as conn:
+        for key in ("ssh-ed25519 b2xk root@h", "ssh-ed25519 bmV3"):
+            conn.execute(sa.update(table).values(revoked_at=clock.now()))
+            tokens.record_certificate(
+                conn,
+                "n1",
+                ADMIN,
+                serial=key,
+                public_key=key,
+                certificate="as signed",
+                principals=["n1"],
+                valid_until=clock.read(conn) + 86_400,
+            )
+    process.begin(hosts=["n1"], steps=0, artifacts={"slice_result": RESULT})
+    assert shop.attend()["state"] == "succeeded"
+    (body,) = process.record()["bodies"]
+    told = body["extra_vars"]["ansible_ssh_args"]
+    assert '@revoked * ssh-ed25519 b2xk"' in told and "bmV3" not in told
 
 
 def test_an_awx_that_is_away_is_waited_for(shop: Shop, process: Controller) -> None:

@@ -1,0 +1,49 @@
+"""What a job of AWX is told of SSH, said to a real sshd."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from reconciler.runs.awx import request
+from reconciler.runs.spec import NodeAccess
+from reconciler.trust import ca
+from tests.unit.reconciler.benchmark.sshd import SSHD, USER, machine, new_key
+from tests.unit.reconciler.runs.awx.conftest import spec
+
+pytestmark = [
+    pytest.mark.covers("CTRL-9", "HOST-13"),
+    pytest.mark.skipif(SSHD is None, reason="no sshd"),
+]
+
+
+def test_a_host_key_that_was_revoked_is_refused_by_a_job_too(tmp_path: Path) -> None:
+    trust = ca.open_trust(tmp_path)
+    login = new_key(tmp_path / "login")
+    # The execution environment has our CA and nothing else of ours.
+    image = tmp_path / "ssh_known_hosts"
+    image.write_text(ca.known_hosts(trust).read_text())
+
+    def said(at: NodeAccess) -> tuple[int, str]:
+        job = replace(spec(), node=at)
+        words = shlex.split(request.document(job)["extra_vars"]["ansible_ssh_args"])
+        alone = ["-o", "ControlPath=none", "-o", f"GlobalKnownHostsFile={image}"]
+        to = ["-i", f"{tmp_path}/login", "-p", str(at.port), "-l", at.user, at.address, "true"]
+        argv = ["ssh", *words, *alone, *to]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=30)
+        return done.returncode, done.stderr
+
+    def certified(key: str) -> str:
+        return ca.certify_host(trust, key, "node-1").text
+
+    with machine(tmp_path / "host", login=login, certify=certified) as host:
+        at = NodeAccess("node-1", "127.0.0.1", port=host.port, user=USER)
+        another = " ".join(new_key(tmp_path / "another").split()[:2])
+        assert said(at)[0] == 0
+        assert said(replace(at, revoked=(another,)))[0] == 0
+        code, why = said(replace(at, revoked=(another, " ".join(host.key.split()[:2]))))
+        assert (code, "revoked" in why) == (255, True), why
