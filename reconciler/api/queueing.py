@@ -25,11 +25,11 @@ def for_node(
     body: BaseModel,
     parameters: Callable[[Connection], Record] = lambda _conn: {},
 ) -> JSONResponse:
-    """202 with a task whose subject is the node itself."""
+    """202 with a task whose subject is the node itself; refused before its host has enrolled."""
     act = context.act(getattr(body, "reason", ""))
 
     def work(conn: Connection) -> Record:
-        nodes.get(conn, node_id)
+        nodes.require_enrolled(conn, node_id)
         item = tasks.Enqueue(
             kind=kind,
             node_id=node_id,

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from reconciler.cli import session, show
+from reconciler.domain.errors import Problem
 
 
 def mount(app: typer.Typer) -> None:
@@ -37,7 +38,22 @@ def restore(
     again. Tokens and host keys that were revoked after the backup are valid again: the answer names
     each, and what to do.
     """
+    _readable(file)
     from reconciler.backup.restore import restore as make
     from reconciler.settings import Settings
 
     show.record(session.of(context), make(Settings(), file))
+
+
+def _readable(file: Path) -> None:
+    """Problem `backup_unreadable` for what cannot be opened, in words and before anything is."""
+    try:
+        file.open("rb").close()
+    except OSError as error:
+        raise Problem(
+            "backup_unreadable",
+            404 if isinstance(error, FileNotFoundError) else 422,
+            expected=f"a file that `gpuaas backup` made, at {file}",
+            found=error.strerror or type(error).__name__,
+            remedy="correct the path, or let this user read the file; nothing was restored",
+        ) from error

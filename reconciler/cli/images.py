@@ -56,14 +56,32 @@ def add(
 def cache(
     context: typer.Context,
     node: Node,
-    image: Annotated[str, typer.Argument(help="The image's id.")],
+    image: Annotated[str, typer.Argument(help="The image's id, or its name[:version].")],
     wait: Wait = True,
 ) -> None:
     """Bring an image into a host's cache before a tenant waits for it."""
     here = session.of(context)
-    task = here.client.post(f"/admin/nodes/{node}/image-cache", {"image_id": image})
+    task = here.client.post(f"/admin/nodes/{node}/image-cache", {"image_id": _known(here, image)})
     ended = waiting.after(here, task, wait=wait)
     show.record(here, ended["result"] if wait else ended)
+
+
+def _known(here: session.Session, image: str) -> str:
+    """The id of an image; of a name without version the newest, as a launch takes it."""
+    catalogue = list(here.client.items("/admin/images"))
+    if any(row["id"] == image for row in catalogue):
+        return image
+    name, _, version = image.partition(":")
+    named = [row for row in catalogue if row["name"] == name and version in ("", row["version"])]
+    if not named:
+        raise Problem(
+            "image_not_found",
+            404,
+            expected="the id, the name or name:version of an image in the catalogue",
+            found=f"{image!r}, which no image has",
+            remedy="`gpuaas images list` shows what there is, `gpuaas images add` registers more",
+        )
+    return str(max(named, key=lambda row: row["created_at"])["id"])
 
 
 def _measure(file: Path) -> tuple[str, int]:

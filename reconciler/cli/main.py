@@ -68,6 +68,15 @@ SHARED = ("--api", "--token-file", "--output")
 HANDED_ON = (["lab"], ["host", "benchmark", "capture"])
 
 
+def _tell_version(asked: bool) -> None:
+    """Before anything that needs a service, or even settings."""
+    if asked:
+        from importlib.metadata import version
+
+        sys.stdout.write(f"gpuaas {version('gpuaas-slice')}\n")
+        raise typer.Exit
+
+
 @app.callback()
 def shared(
     context: typer.Context,
@@ -84,6 +93,10 @@ def shared(
         typer.Option(envvar="GPUAAS_TOKEN_FILE", help="A file with an API token."),
     ] = None,
     output: Annotated[Output, typer.Option(help="For people or for programs.")] = "table",
+    _version: Annotated[
+        bool,
+        typer.Option("--version", callback=_tell_version, is_eager=True, help="Print it and end."),
+    ] = False,
 ) -> None:
     """The options of every command; they may stand anywhere on the line."""
     context.obj = Session(api, token_file, output)

@@ -14,7 +14,7 @@ from sqlalchemy import Engine
 from reconciler.api.app import create_app
 from reconciler.api.operator import create_operator_app
 from reconciler.cli.database import opened
-from reconciler.service import listener, logs, process
+from reconciler.service import addresses, listener, logs, process
 from reconciler.service.authorities import adopt
 from reconciler.settings import Settings
 
@@ -56,10 +56,18 @@ def _serve(settings: Settings, taken: list[socket.socket], *, api_only: bool) ->
             listener.operators(settings, _for_operators(settings, engine)),
             process.running(settings, engine, api=True, work=not api_only),
         ):
-            log.info("database at %s, API on %s", revision, settings.api_url)
+            log.info("database at %s, API on %s", revision, _where(settings, taken))
             server.run(taken)
     finally:
         engine.dispose()
+
+
+def _where(settings: Settings, taken: list[socket.socket]) -> str:
+    """Where it listens, and the URL under which others find it where that is another."""
+    own = [f"http://{addresses.told(one.getsockname()[:2])}" for one in taken]
+    listens = " and ".join(own)
+    elsewhere = settings.public_url and settings.public_url.rstrip("/") not in own
+    return f"{listens}, for others at {settings.public_url}" if elsewhere else listens
 
 
 def _stop(_number: int, _frame: FrameType | None) -> None:

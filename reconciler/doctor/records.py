@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from sqlalchemy import Connection, Engine, exc
 
 from reconciler.doctor.finding import Finding, fail, ok, warn
-from reconciler.domain.states import Role, TaskState
+from reconciler.domain.states import Role, SlotState, TaskState
 from reconciler.runs import lock
 from reconciler.runs.paths import RunPaths, runs_directory
 from reconciler.service.authorities import NAME
@@ -18,7 +18,7 @@ from reconciler.settings import Settings
 from reconciler.store import certificates, clock, leader, migrations, processes, rows
 from reconciler.store import settings as site
 from reconciler.store.engine import open_engine, reading
-from reconciler.store.tables import api_tokens, tasks
+from reconciler.store.tables import api_tokens, slots, tasks
 from reconciler.trust.ca import Trust, authorities
 
 # Certificates and tokens are judged by several clocks; within this nobody notices.
@@ -76,6 +76,7 @@ def contents(settings: Settings, engine: Engine) -> Iterator[Finding]:
         yield from _processes(conn)
         yield from _forgotten(conn)
         yield from _held(settings, conn)
+        yield from _reached(settings, conn)
 
 
 def _clock(conn: Connection) -> Iterator[Finding]:
@@ -203,6 +204,25 @@ def _held(settings: Settings, conn: Connection) -> Iterator[Finding]:
         )
     if not stale:
         yield ok("run_locks", f"{len(held)} runs under way")
+
+
+def _reached(settings: Settings, conn: Connection) -> Iterator[Finding]:
+    """Whether the tenants of slices learn where to connect."""
+    if settings.member_address:
+        yield ok("member_address", settings.member_address)
+        return
+    on_sale = sa.select(sa.func.count()).where(slots.c.status == SlotState.AVAILABLE)
+    count = conn.execute(on_sale).scalar()
+    if count:
+        yield warn(
+            "member_address",
+            f"{count} slots on sale, and GPUAAS_MEMBER_ADDRESS is not set",
+            expected="the address under which tenants reach their slices by SSH",
+            remedy="set GPUAAS_MEMBER_ADDRESS to it; until then connection.host of a slice is"
+            " empty",
+        )
+    else:
+        yield ok("member_address", "not set, and no slot is on sale")
 
 
 def _missing(found: str) -> Finding:

@@ -223,7 +223,7 @@ def release(conn: sa.Connection, id: str, act: Act) -> Record:
             409,
             expected="an allocation that is active, or requested and not begun",
             found=str(state),
-            remedy="wait until it is active, or have an admin force its clean-up",
+            remedy=_instead_of_release(allocation),
         )
     audit.write(
         conn,
@@ -234,6 +234,21 @@ def release(conn: sa.Connection, id: str, act: Act) -> Record:
         project_id=allocation["project_id"],
     )
     return get(conn, id)
+
+
+def _instead_of_release(allocation: Record) -> str:
+    """What helps who cannot give it back as it is now."""
+    state = allocation["state"]
+    recover = f"an operator, `gpuaas recover {allocation['id']} --reason WHY`"
+    if state == AllocationState.RELEASED:
+        return "nothing: it is given back already"
+    if state == AllocationState.FAILED:
+        return f"nothing: it has ended; launch again. Slots that it left blocked take {recover}"
+    if state == AllocationState.RELEASING and allocation["error"]:
+        return f"its clean-up has failed and takes {recover}"
+    if state == AllocationState.RELEASING:
+        return "wait: it is being given back, until its disks are proven clean"
+    return f"wait until it is active, and ask again; a launch that is stuck takes {recover}"
 
 
 def get(conn: sa.Connection, id: str) -> Record:

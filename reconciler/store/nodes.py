@@ -279,6 +279,21 @@ def convert(conn: sa.Connection, id: str, to: NodeMode, act: Act) -> Record:
     return advance(conn, "node_mode", id, f"to_{to}", act)
 
 
+def require_enrolled(conn: sa.Connection, id: str) -> Record:
+    """The node, unless its host has never enrolled: no run could reach that."""
+    node = rows.get(conn, nodes, id, "node")
+    if node["state"] == NodeState.ENROLLING:
+        raise Problem(
+            "node_not_enrolled",
+            409,
+            expected="a node whose host has enrolled",
+            found=f"state {node['state']}: no key of its host is certified",
+            remedy=f"run the script that `gpuaas nodes userdata {id}` prints on the host as root,"
+            " then ask again",
+        )
+    return node
+
+
 def require_slice_mode(conn: sa.Connection, id: str) -> Record:
     """The node, unless it is bare metal: a slice host is made of it on purpose or not at all."""
     node = rows.get(conn, nodes, id, "node")

@@ -19,6 +19,9 @@ from reconciler.domain.errors import Problem
 from tests.lab import captures, traces
 from tests.lab.conftest import Chapter
 
+# Of a machine that there is not.
+OTHER_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAILw6MHUfBS0BkklFB8Qsked8rLaWhYoJ7HQ8JG+KpgdX"
+
 
 def test_a_freshly_deployed_machine_boots(stage: Stage, story: Chapter) -> None:
     evidence = host_steps.host(stage)
@@ -52,12 +55,23 @@ def test_no_connection_to_a_host_without_a_certificate(stage: Stage, story: Chap
         "/admin/nodes",
         {**body, "port": stage.host().ssh_port, "ssh_user": "root", "profile": "lab"},
     )
-    task = api.post("/admin/nodes/stranger/slice-topology/discovery")
+    early = "/admin/nodes/stranger/slice-topology/discovery"
+    with pytest.raises(Problem) as none_enrolled:
+        api.post(early)
+    assert none_enrolled.value.code == "node_not_enrolled"
+    # Some machine enrols as that node; the one that answers at its address is another.
+    said = {"node_id": "stranger", "hostname": "stranger", "machine_id": "5" * 32}
+    said |= {"host_key": OTHER_KEY, "boot_id": "55555555-5555-4555-8555-555555555555"}
+    token = api.post("/admin/nodes/stranger/enrollment-token")["token"]
+    api.post("/nodes/stranger/enrol", {**said, "token": token})
+    task = api.post(early)
     refused = api.wait(task["id"], deadline_s=120)["error"]
     assert refused["code"] == "host_unreachable", refused
     # Not just any failure to connect: SSH read the certificate and refused the name.
     assert "not a listed principal" in refused["found"], refused
     assert "Host key verification failed" in refused["found"], refused
+    for verb in ("maintain", "retire"):
+        api.post(f"/admin/nodes/stranger/{verb}", {"reason": "there is no such machine"})
 
 
 @pytest.mark.covers("HOST-4")
