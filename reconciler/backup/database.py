@@ -6,13 +6,18 @@ import os
 import shutil
 import sqlite3
 import subprocess
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import sqlalchemy as sa
+from psycopg.pq import Conninfo
 from sqlalchemy import Engine
 
 from reconciler.domain.errors import Problem
+
+_SERVICE = "gpuaas"
 
 
 def copy(engine: Engine, file: Path) -> Path:
@@ -31,27 +36,29 @@ def copy(engine: Engine, file: Path) -> Path:
     return file
 
 
-def put_back(engine: Engine, file: Path) -> None:
-    """Make the database of the copy; only where there is none."""
+def found(engine: Engine) -> str:
+    """What is there already, "" for nothing."""
     if engine.dialect.name == "postgresql":
-        _refuse_tables(engine)
+        with engine.connect() as conn:
+            tables = sa.inspect(conn).get_table_names()
+        return f"a database with {len(tables)} tables" if tables else ""
+    target = Path(str(engine.url.database))
+    return f"{target} exists" if target.exists() else ""
+
+
+def put_back(engine: Engine, file: Path) -> None:
+    """Make the database of the copy, all of it or nothing, where there is none."""
+    if engine.dialect.name == "postgresql":
         words = ["--no-owner", "--exit-on-error", "--single-transaction", str(file)]
         _postgresql(engine, "pg_restore", words)
         return
     target = Path(str(engine.url.database))
-    if target.exists():
-        raise not_empty(f"{target} exists")
     fresh = target.with_name(f".{target.name}.restored")
+    fresh.touch(mode=0o600)
     shutil.copyfile(file, fresh)
-    fresh.chmod(0o600)
+    with fresh.open("rb") as handle:
+        os.fsync(handle.fileno())
     fresh.rename(target)
-
-
-def _refuse_tables(engine: Engine) -> None:
-    with engine.connect() as conn:
-        tables = sa.inspect(conn).get_table_names()
-    if tables:
-        raise not_empty(f"a database with {len(tables)} tables")
 
 
 def _postgresql(engine: Engine, program: str, words: Sequence[str]) -> None:
@@ -63,24 +70,14 @@ def _postgresql(engine: Engine, program: str, words: Sequence[str]) -> None:
             remedy="install postgresql-client, or run pg_dump and pg_restore by hand as"
             " docs/operations.md says, and keep the trust folder with the dump",
         )
-    url = engine.url
-    where = {
-        "PGHOST": url.host or url.query.get("host"),
-        "PGPORT": url.port or url.query.get("port"),
-        "PGUSER": url.username,
-        # Not on the command line, where every user of this machine could read it.
-        "PGPASSWORD": url.password,
-        "PGDATABASE": url.database,
-    }
-    given = {name: str(value) for name, value in where.items() if value}
-    target = [f"--dbname={url.database}"] if program == "pg_restore" else []
-    done = subprocess.run(
-        [program, *target, *words],
-        env={**os.environ, **given},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    with _service(engine) as file:
+        done = subprocess.run(
+            [program, f"--dbname=service={_SERVICE}", *words],
+            env={**os.environ, "PGSERVICEFILE": str(file)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     if done.returncode:
         raise Problem(
             "program_failed",
@@ -88,6 +85,22 @@ def _postgresql(engine: Engine, program: str, words: Sequence[str]) -> None:
             found=f"exit {done.returncode}: {' '.join(done.stderr.split())[-300:]}",
             remedy="nothing was changed; correct the cause and do it again",
         )
+
+
+@contextmanager
+def _service(engine: Engine) -> Iterator[Path]:
+    """The way to the server as the service itself goes it, TLS and all, as a file for libpq: what
+    is on a command line every user of this machine could read.
+    """
+    _, words = engine.dialect.create_connect_args(engine.url)
+    # Some are words for the driver itself, such as what converts its values.
+    known = {option.keyword.decode() for option in Conninfo.get_defaults()}
+    lines = [f"{name}={value}" for name, value in words.items() if name in known]
+    # Made for its owner only.
+    with tempfile.NamedTemporaryFile("w", suffix=".conf") as file:
+        file.write("\n".join([f"[{_SERVICE}]", *lines, ""]))
+        file.flush()
+        yield Path(file.name)
 
 
 def not_empty(found: str) -> Problem:

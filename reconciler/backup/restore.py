@@ -3,24 +3,24 @@
 Hosts went on: runs ended, tenants came and went. So what was running is lost and not repeated, what
 was still to begin is canceled, for it may have begun since, and the slots of both are blocked;
 nothing is on sale until each host has been discovered and proven again; and new claims get fences
-above all that a host can have seen. Tokens that were revoked since are valid again: they are named.
+above all that a host can have seen. Tokens and host keys that were revoked since are valid again:
+they are named.
 """
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, Engine
 
-from reconciler.backup import archive, database
+from reconciler.backup import archive, database, unfinished
 from reconciler.domain.act import Act
 from reconciler.domain.errors import Problem
 from reconciler.domain.states import TaskState
+from reconciler.runs.paths import write_text
 from reconciler.settings import Settings
-from reconciler.store import clock, migrations, restored, tasks, tokens
+from reconciler.store import certificates, clock, migrations, restored, tasks, tokens
 from reconciler.store.engine import open_engine, transaction
 from reconciler.tasks import overdue
 from reconciler.tasks.cancel import cancel
@@ -29,32 +29,45 @@ from reconciler.tasks.cancel import cancel
 def restore(settings: Settings, file: Path) -> dict[str, Any]:
     """Make the site of the backup; what was done about what was under way.
 
-    Problem `restore_not_empty` where there is a site, `backup_unreadable`, `backup_newer`.
+    One that was cut off is begun again with the same file. Problem `restore_not_empty` where there
+    is a site, `backup_unreadable`, `backup_newer`.
     """
     state = settings.state_dir
     trust = state / "trust"
-    if trust.exists():
+    backup = unfinished.name_of(file)
+    begun = unfinished.begun(settings) == backup
+    if trust.exists() and not begun:
         raise database.not_empty(f"{trust} exists")
     state.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=state) as place:
-        folder = Path(place)
+    with unfinished.workplace(settings) as folder:
         manifest = archive.read(file, folder)
         engine = open_engine(settings.database)
         try:
             _refuse_another(engine, manifest)
-            database.put_back(engine, folder / archive.DATABASE)
-            _put_keys(folder / archive.TRUST, trust)
-            shutil.copyfile(folder / archive.SETTINGS, state / "restored-settings.env")
-            (state / "restored-settings.env").chmod(0o600)
+            there = database.found(engine)
+            if there and not begun:
+                raise database.not_empty(there)
+            # From here on nobody opens this site until the last of it is in place: by what the
+            # backup says, slots are on sale that others may have by now.
+            unfinished.begin(settings, backup)
+            if not there:
+                database.put_back(engine, folder / archive.DATABASE)
             revision = migrations.migrate(engine)
             with transaction(engine) as conn:
-                done = _doubt(conn, settings, manifest)
+                done = restored.told(conn, backup) or _doubt(conn, settings, manifest, backup)
+                believed = _believed(conn)
         finally:
             engine.dispose()
-    return {**manifest, "revision": revision, **done}
+        write_text(state / "restored-settings.env", (folder / archive.SETTINGS).read_text())
+        if not trust.exists():
+            _put_keys(folder / archive.TRUST, folder / "keys", trust)
+        unfinished.end(settings)
+    return {**manifest, "revision": revision, **done, **believed}
 
 
-def _doubt(conn: Connection, settings: Settings, manifest: dict[str, Any]) -> dict[str, Any]:
+def _doubt(
+    conn: Connection, settings: Settings, manifest: dict[str, Any], backup: str
+) -> dict[str, Any]:
     act = Act("restore", f"restored from the backup of {manifest['made_at']}")
     error = {
         "code": "restored",
@@ -69,18 +82,24 @@ def _doubt(conn: Connection, settings: Settings, manifest: dict[str, Any]) -> di
         "remedy": "it may have begun since: look at the host; what is blocked needs"
         " `gpuaas recover`, a machine `gpuaas nodes clean-machine`; then ask for it again",
     }
-    unfinished = restored.unfinished(conn)
+    waiting = restored.unfinished(conn)
     lost = tasks.every(conn, state=TaskState.RUNNING, limit=100_000)
     for task in lost:
         overdue.lose(conn, settings, {**task, "error": error}, act)
-    for task in unfinished:
+    for task in waiting:
         cancel(conn, settings, task["id"], act, error=undone, believed=False)
-    closed = restored.doubt(conn, act)
-    return {
+    ended = {
         "lost_tasks": [task["id"] for task in lost],
-        "canceled_tasks": [task["id"] for task in unfinished],
-        **closed,
+        "canceled_tasks": [task["id"] for task in waiting],
+    }
+    return restored.doubt(conn, act, backup=backup, ended=ended)
+
+
+def _believed(conn: Connection) -> dict[str, Any]:
+    """Whom the records let in again, whatever became of them since."""
+    return {
         "valid_tokens": [_token(token) for token in tokens.valid(conn)],
+        "valid_host_keys": [_host_key(key) for key in certificates.accepted(conn)],
     }
 
 
@@ -91,6 +110,19 @@ def _token(token: dict[str, Any]) -> dict[str, Any]:
         "role": token["role"],
         "created_at": clock.iso(token["created_at"]),
         "if_revoked_since": f"gpuaas token revoke {token['id']}",
+    }
+
+
+def _host_key(key: dict[str, Any]) -> dict[str, Any]:
+    """One that its host gave up after the backup may be in other hands: where the host has another
+    by now, its enrolment tells the records so, and this one is refused again.
+    """
+    return {
+        "node": key["node_id"],
+        "host_key": key["public_key"],
+        "certified_at": clock.iso(key["since"]),
+        "valid_until": clock.iso(key["until"]),
+        "if_replaced_since": f"gpuaas nodes userdata {key['node_id']}, its script on the host",
     }
 
 
@@ -113,8 +145,9 @@ def _refuse_another(engine: Engine, manifest: dict[str, Any]) -> None:
         )
 
 
-def _put_keys(source: Path, trust: Path) -> None:
-    trust.mkdir(mode=0o700)
+def _put_keys(source: Path, fresh: Path, trust: Path) -> None:
+    """All at once: with half of them a site would make the others anew."""
+    fresh.mkdir(mode=0o700)
     for key in sorted(source.iterdir()):
-        shutil.copyfile(key, trust / key.name)
-        (trust / key.name).chmod(0o600)
+        write_text(fresh / key.name, key.read_text())
+    fresh.rename(trust)

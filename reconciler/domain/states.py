@@ -227,7 +227,25 @@ class TaskKind(StrEnum):
         """True when it changes the host itself: nothing else may run on that node meanwhile."""
         return self in _EXCLUSIVE
 
+    @property
+    def attempts(self) -> int:
+        """How many runs a task may have when what broke them may pass (reconciler/tasks/again)."""
+        return _ATTEMPTS if self in _REPEATABLE else 1
 
+
+# Too many, and whoever waits for the failure learns of it late.
+_ATTEMPTS = 3
+# They look, or put in place what is the same the second time; their failure changes no record. What
+# the failure of all others means is decided by its outcome, and somebody asks for the work anew.
+_REPEATABLE = frozenset(
+    {
+        TaskKind.SLICE_TOPOLOGY_DISCOVER,
+        TaskKind.SLICE_DRIFT_RECONCILE,
+        TaskKind.NODE_ENROL,
+        TaskKind.NODE_PARITY,
+        TaskKind.NODE_IMAGE_CACHE,
+    }
+)
 _EXCLUSIVE = frozenset(
     {
         TaskKind.NODE_BOOTSTRAP,

@@ -18,6 +18,7 @@ _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _PLAYBOOK = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _ADDRESS = re.compile(r"[A-Za-z0-9:][A-Za-z0-9.:%-]{0,252}")
 _USER = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
+_HOST_KEY = re.compile(r"[a-z0-9@.-]{1,64} [A-Za-z0-9+/=]{1,8000}")
 _PYTHON = re.compile(r"/[A-Za-z0-9/._-]{1,200}")
 # Longer than any run of ours should take; what goes on for longer is ended.
 LONGEST_S = 86_400
@@ -26,19 +27,25 @@ _CORRELATION = re.compile(r"[A-Za-z0-9._:-]{0,128}")
 
 @dataclass(frozen=True)
 class NodeAccess:
-    """Where a node's machine answers. `address` is the transport address, never a display name."""
+    """Where a node's machine answers. `address` is the transport address, never a display name.
+
+    revoked: keys that it may not show any more, whatever certificate they have.
+    """
 
     node_id: str
     address: str
     port: int = 22
     user: str = "root"
     python: str = "/usr/bin/python3"
+    revoked: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _match("node_id", _IDENTIFIER, self.node_id)
         _match("address", _ADDRESS, self.address)
         _match("user", _USER, self.user)
         _match("python", _PYTHON, self.python)
+        for key in self.revoked:
+            _match("revoked", _HOST_KEY, key)
         if not 1 <= self.port <= 65535:
             raise _refuse("port", "1 to 65535", self.port)
 

@@ -7,7 +7,7 @@ host keys are not even negotiated, and the name in the certificate must be the n
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,6 +57,15 @@ def trust(node_id: str) -> dict[str, str]:
         "ServerAliveInterval": "15",
         "ServerAliveCountMax": "8",
     }
+
+
+def refusing(keys: Sequence[str]) -> dict[str, str]:
+    """Less these host keys, where no file of ours lies: needs OpenSSH 8.5 there."""
+    if not keys:
+        return {}
+    # Split by SSH itself, without a shell; %% is its %.
+    lines = " ".join(f'"@revoked * {key}"' for key in keys)
+    return {"KnownHostsCommand": f"/usr/bin/printf %%s\\n {lines}"}
 
 
 def words(settings: Mapping[str, str]) -> list[str]:

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from sqlalchemy import Connection, Engine
 
 from reconciler.domain.states import TaskState
-from reconciler.store import certificates, clock, leader, processes
+from reconciler.store import certificates, clock, drift, leader, processes
 from reconciler.store.engine import reading
 from reconciler.store.leasing import DUE
 from reconciler.store.tables import allocations, nodes, outbox, slots, tasks
@@ -89,6 +89,11 @@ def _site(conn: Connection) -> Iterator[Metric]:
         "gpuaas_tasks_overdue",
         "Tasks past their deadline that nothing has ended yet.",
         _number(conn, sa.select(sa.func.count()).select_from(tasks).where(late)),
+    )
+    yield _one(
+        "gpuaas_drift_seconds",
+        "Since the slice host whose turn is longest ago was asked what it holds.",
+        drift.behind(conn),
     )
     unsent = outbox.c.published_at.is_(None)
     yield _one(

@@ -40,6 +40,21 @@ def _ends(conn: sa.Connection, which: sa.ColumnElement[bool]) -> dict[str, float
     return {str(node_id): float(until) for node_id, until in conn.execute(query)}
 
 
+def accepted(conn: sa.Connection) -> list[Record]:
+    """The host keys that we believe now, by node: since when, and until when."""
+    table = node_certificates
+    since, until = sa.func.min(table.c.created_at), sa.func.max(table.c.valid_until)
+    query = (
+        sa.select(table.c.node_id, table.c.public_key, since.label("since"), until.label("until"))
+        .join(nodes, nodes.c.id == table.c.node_id)
+        .where(nodes.c.state != NodeState.RETIRED, table.c.revoked_at.is_(None))
+        .group_by(table.c.node_id, table.c.public_key)
+        .having(until > clock.now())
+        .order_by(table.c.node_id, since)
+    )
+    return rows.every(conn, query)
+
+
 def current(conn: sa.Connection, node_id: str) -> Record:
     """The certificate under which the host is known; Problem when it has none that is good."""
     table = node_certificates

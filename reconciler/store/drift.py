@@ -39,6 +39,7 @@ from reconciler.store.tables import tasks as task_table
 
 # A lost host is asked by the watch; one that is not prepared has nothing to compare.
 ASKED = (NodeState.READY, NodeState.DRAINING, NodeState.MAINTENANCE)
+_COMPARED = sa.and_(nodes.c.mode == NodeMode.SLICE, nodes.c.state.in_(ASKED))
 # The host has been seen without a stranger's use of the disk; no proof of a clean disk is newer.
 UNPROVEN = "disk_unproven"
 
@@ -100,23 +101,20 @@ def due(conn: sa.Connection, *, every_s: float, at_once: int) -> list[str]:
     open_ones = {row.id: row.state for row in conn.execute(asked)}
     # Those that wait for a host that is lost keep no other host from being looked at.
     under_way = sum(state in ASKED for state in open_ones.values())
-    last = (
-        sa.select(sa.func.max(task_table.c.created_at))
-        .where(
-            task_table.c.node_id == nodes.c.id, task_table.c.kind == TaskKind.SLICE_DRIFT_RECONCILE
-        )
-        .correlate(nodes)
-        .scalar_subquery()
-    )
-    since = sa.func.coalesce(last, nodes.c.mode_since)
+    since = _asked_at()
     query = sa.select(nodes.c.id).where(
-        nodes.c.mode == NodeMode.SLICE,
-        nodes.c.state.in_(ASKED),
+        _COMPARED,
         nodes.c.id.not_in(list(open_ones)),
         since < clock.now() - every_s,
     )
     free = max(at_once - under_way, 0)
     return list(conn.execute(query.order_by(since, nodes.c.id).limit(free)).scalars())
+
+
+def behind(conn: sa.Connection) -> float:
+    """Seconds since the host that was asked longest ago was asked; 0 without any."""
+    longest = sa.select(clock.now() - sa.func.min(_asked_at())).where(_COMPARED)
+    return float(conn.execute(longest).scalar() or 0)
 
 
 def ask(conn: sa.Connection, node_id: str, act: Act) -> Record:
@@ -137,6 +135,15 @@ def forget(conn: sa.Connection, node_id: str, act: Act) -> None:
     node = rows.get(conn, nodes, node_id, "node", lock=True)
     if node["health_detail"].get("step") == STEP:
         _node_health(conn, node, HealthState.UNKNOWN, {}, act.because("no slice host any more"))
+
+
+def _asked_at() -> sa.ColumnElement[Any]:
+    """When a node was last asked, or became one to ask."""
+    mine = sa.and_(
+        task_table.c.node_id == nodes.c.id, task_table.c.kind == TaskKind.SLICE_DRIFT_RECONCILE
+    )
+    last = sa.select(sa.func.max(task_table.c.created_at)).where(mine).correlate(nodes)
+    return sa.func.coalesce(last.scalar_subquery(), nodes.c.mode_since)
 
 
 def _heed_boot(conn: sa.Connection, node: Record, identity: Mapping[str, Any], act: Act) -> None:

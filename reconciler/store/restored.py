@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import sqlalchemy as sa
@@ -14,12 +15,16 @@ from reconciler.store.tables import claims, leaders, nodes, service_processes, s
 
 # More claims than any slot can have had since the backup: hosts refuse a fence they have passed.
 LEAP = 1_000_000
+_DONE = "admin.service.restored"
 
 
-def doubt(conn: sa.Connection, act: Act) -> dict[str, Any]:
+def doubt(
+    conn: sa.Connection, act: Act, *, backup: str = "", ended: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Close every gate until its host is discovered and proven, and leap over unknown fences.
 
     Whoever may have had a disk since the backup is not in the records: no proof of before stands.
+    backup: its name, under which `told` finds what was done. ended: what was done before.
     """
     closed: list[str] = []
     for node_id, boot in conn.execute(sa.select(nodes.c.id, nodes.c.boot_id)).all():
@@ -39,8 +44,16 @@ def doubt(conn: sa.Connection, act: Act) -> dict[str, Any]:
     # Those were processes of another life.
     conn.execute(sa.update(leaders).values(expires_at=0))
     conn.execute(sa.delete(service_processes))
-    audit.write(conn, act, "admin.service.restored", "service", "", detail={"closed": closed})
-    return {"closed_slots": closed}
+    done = {**(ended or {}), "closed_slots": closed}
+    audit.write(conn, act, _DONE, "service", backup, detail=done)
+    return done
+
+
+def told(conn: sa.Connection, backup: str) -> dict[str, Any] | None:
+    """What `doubt` did of this backup; None before it has."""
+    for row in audit.every(conn, action=_DONE, subject_id=backup):
+        return dict(row["detail"])
+    return None
 
 
 def unfinished(conn: sa.Connection) -> list[dict[str, Any]]:

@@ -56,7 +56,6 @@ class Enqueue:
     allocation_id: str | None = None
     deadline_s: int = 3600
     priority: int = 0
-    max_attempts: int = 1
     not_before_s: float = 0
 
 
@@ -95,7 +94,7 @@ def add(conn: sa.Connection, item: Enqueue, act: Act) -> Record:
             "exclusive": item.kind.exclusive,
             "parameters": dict(item.parameters),
             "fences": dict(item.fences),
-            "max_attempts": item.max_attempts,
+            "max_attempts": item.kind.attempts,
             "not_before": clock.now() + item.not_before_s if item.not_before_s else None,
             "correlation_id": act.correlation_id,
             "requested_by": act.actor,
@@ -207,9 +206,16 @@ def wait_for_host(
 
 
 def retry(
-    conn: sa.Connection, task_id: str, token: str, reason: str, *, seconds: float, act: Act
+    conn: sa.Connection,
+    task_id: str,
+    token: str,
+    reason: str,
+    *,
+    seconds: float,
+    act: Act,
+    error: Mapping[str, Any] | None = None,
 ) -> Record:
-    """Another attempt with a run of its own."""
+    """Another attempt with a run of its own; error: how this one ended."""
     task = _held(conn, task_id, token, {})
     if task["attempt"] >= task["max_attempts"]:
         raise Problem(
@@ -225,6 +231,7 @@ def retry(
         "attempt": task["attempt"] + 1,
         "unreached": 0,
         "not_before": clock.now() + seconds,
+        "error": dict(error or {}),
     }
     return advance(conn, "task", task_id, "retry", act.because(reason), columns=columns)
 

@@ -212,11 +212,11 @@ def replace_certificates(conn: sa.Connection, node_id: str, public_key: str, act
     return serials
 
 
-def revoked_host_keys(conn: sa.Connection) -> list[str]:
-    """Public keys that no host may show any more."""
-    query = sa.select(node_certificates.c.public_key).where(
-        node_certificates.c.revoked_at.is_not(None)
-    )
+def revoked_host_keys(conn: sa.Connection, node_id: str | None = None) -> list[str]:
+    """Public keys that no host may show any more, or those that this node had."""
+    query = rows.where(
+        sa.select(node_certificates.c.public_key), node_certificates, node_id=node_id
+    ).where(node_certificates.c.revoked_at.is_not(None))
     return sorted(set(conn.execute(query).scalars()))
 
 

@@ -65,7 +65,8 @@ def _reason(task: Record, node: Record, beside: Sequence[Record], now: float) ->
             "not_before": None if lost else task["not_before"],
         }
     if later:
-        detail = task["state_reason"] if task["state"] == TaskState.WAITING else "not before a time"
+        told = task["state"] == TaskState.WAITING or task["attempt"] > 1
+        detail = task["state_reason"] if told else "not before a time"
         return {"code": "later", "detail": detail, "not_before": task["not_before"]}
     for other in beside:
         if other["node_id"] == task["node_id"] and (code := _ahead(task, other)):

@@ -18,7 +18,7 @@ from reconciler.settings import Settings
 from reconciler.store import certificates, claims, clock, order, reachability, tasks
 from reconciler.store.engine import reading, retrying, transaction
 from reconciler.store.tasks import DEADLINE_PASSED
-from reconciler.tasks import story
+from reconciler.tasks import again, story
 from reconciler.tasks.handler import Failure, Handler, Record, Work
 from reconciler.tasks.work import failed_work, open_work
 
@@ -34,7 +34,8 @@ def settle(
 ) -> None:
     """Finish `task` by `outcome`; Problem `stale_lease` when somebody else holds the task.
 
-    A run that never reached its host ends nothing: the task waits until the host answers.
+    A run that never reached its host ends nothing: the task waits until the host answers. Nor does
+    one that was broken by what may pass, of work that may be done again.
     """
     outcome = _legible(outcome)
     if is_untouched(outcome) and _wait_for_host(engine, task, outcome):
@@ -47,7 +48,9 @@ def settle(
         failure = _with_cause(engine, task, outcome, read_failure(outcome))
 
     def fail(conn: Connection, failure: Failure) -> None:
-        _fail(failed_work(conn, settings, task), handler, outcome, failure)
+        work = failed_work(conn, settings, task)
+        if not again.again(work, outcome, failure):
+            _fail(work, handler, outcome, failure)
 
     try:
         retrying(engine, partial(fail, failure=failure))

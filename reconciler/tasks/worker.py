@@ -287,10 +287,19 @@ def prepare(
         )
         task.update(tasks.get(conn, task["id"]))
         node = work.node
+        # Runs of this machine know them from a file (_access); a job of AWX has no part in it.
+        elsewhere = settings.launcher == "awx"
+        revoked = tokens.revoked_host_keys(conn, node["id"]) if elsewhere else []
     return RunSpec(
         run_id=run_id,
         playbook=handler.playbook,
-        node=NodeAccess(node["id"], node["address"], node["port"], node["ssh_user"]),
+        node=NodeAccess(
+            node["id"],
+            node["address"],
+            node["port"],
+            node["ssh_user"],
+            revoked=tuple(" ".join(key.split()[:2]) for key in revoked),
+        ),
         variables=variables,
         deadline_s=deadline_s,
         correlation_id=correlation,

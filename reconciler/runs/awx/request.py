@@ -53,7 +53,14 @@ def _yaml(text: str) -> Any:
 
 def _connection(node: NodeAccess) -> dict[str, Any]:
     # The execution environment holds the CA of our hosts' keys; the credential of AWX, our key.
-    words = ssh.words({**ssh.trust(node.node_id), "UserKnownHostsFile": "/dev/null"})
+    # Which keys of this host the CA vouches for in vain, it cannot know.
+    words = ssh.words(
+        {
+            **ssh.trust(node.node_id),
+            "UserKnownHostsFile": "/dev/null",
+            **ssh.refusing(node.revoked),
+        }
+    )
     sharing = ["-o", "ControlMaster=auto", "-o", "ControlPersist=60s"]
     return {
         "ansible_host": node.address,

@@ -64,6 +64,7 @@ tasks = sa.Table(
     unique("uq_tasks_running_exclusive", "node_id", where="state = 'running' AND exclusive"),
     sa.Index("ix_tasks_state", "state", "priority", "created_at"),
     sa.Index("ix_tasks_node_id", "node_id"),
+    sa.Index("ix_tasks_latest", "kind", "node_id", "created_at"),
     sa.Index("ix_tasks_allocation_id", "allocation_id"),
     sa.Index("ix_tasks_correlation_id", "correlation_id"),
 )
