@@ -293,7 +293,7 @@ def _quiet(_facts: Facts) -> Iterator[Item]:
     yield _given_back("gpu_services_quiesced", "gpu-services")
     # A mask without a record may be the site's; this file is ours alone.
     bars = _host.path(_boot_files.UNITS).glob(f"*.d/{_gpu_services.BAR}")
-    yield _none("gpu_services_quiesced", "barred services", sorted(bar.parent.name for bar in bars))
+    yield _none("gpu_services_quiesced", "barred services", sorted(one.parent.name for one in bars))
 
 
 def _libvirt_service(_facts: Facts) -> Iterator[Item]:

@@ -2098,7 +2098,7 @@ def _is_card(was: object) -> bool:
     return counted and isinstance(autoprobe, bool) and every
 '''
 
-# sha256 ab5bec7f6ec1deaffe60fc2768a9c0e737f92a3f7c2c95e4e6265d90aac70c00
+# sha256 a8021e72e1f8167e61af655df119aece4ee340e072d91d6eae51ee1c466cef11
 SOURCES["_gpu_services"] = r'''"""Services that hold a host's GPUs (persistence, fabric manager, DCGM): quiet, so slices get them.
 
 Each is masked: disabling takes back its own [Install] alone, and a udev rule or another unit may
@@ -2153,14 +2153,14 @@ Params = Mapping[str, Any]
 class Service:
     """What systemd says of a unit. file: its UnitFileState, "" when there is no such unit.
 
-    own: the site's unit file is where the mask would be. bar: the text of our drop-in, None without
+    own: the site's unit file is where the mask would be. drop_in: our drop-in's text, None without
     one. installed: there is a unit to bring back.
     """
 
     active: str
     file: str
     own: bool
-    bar: str | None
+    drop_in: str | None
     installed: bool
 
     @property
@@ -2175,7 +2175,7 @@ class Service:
     @property
     def at_boot(self) -> str:
         """How it could run after a boot; "" when nothing starts it."""
-        if self.file in ("", _MASKED) or (self.own and self.bar == _BARRED.strip()):
+        if self.file in ("", _MASKED) or (self.own and self.drop_in == _BARRED.strip()):
             return ""
         if self.file in _AT_BOOT:
             return "started at boot"
@@ -2281,7 +2281,7 @@ def _quiesce(name: str, found: Service) -> list[_change.Step]:
         steps.append(_change.Step("stop_service", name, found.active, "inactive"))
     if found.at_boot and found.own:
         # Enabled or not, as it is: that it is a link may be all that its enabling consists of.
-        steps.append(_change.Step("bar_service", f"{name} bar", found.bar, _BARRED))
+        steps.append(_change.Step("bar_service", f"{name} bar", found.drop_in, _BARRED))
     elif found.at_boot:
         steps.append(_change.Step("mask_service", f"{name} mask", found.file, _MASKED))
     return steps
@@ -2295,8 +2295,8 @@ def _still_quiet(state: State) -> list[_change.Step]:
     steps = []
     for name, was in sorted((state.before or {}).items()):
         now = state.services[name]
-        if now.bar is not None:
-            steps.append(_change.Step("unbar_service", f"{name} bar", now.bar, None))
+        if now.drop_in is not None:
+            steps.append(_change.Step("unbar_service", f"{name} bar", now.drop_in, None))
         if was["file"] == _MASKED:
             continue
         if now.file == _MASKED:
@@ -2339,7 +2339,7 @@ def service(name: str, active: str, file: str) -> Service:
         active=active,
         file=file,
         own=_own(name),
-        bar=_host.kept(_bar(name)),
+        drop_in=_host.kept(_bar(name)),
         installed=_beneath(name) if file == _MASKED else file != "",
     )
 
