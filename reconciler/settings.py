@@ -178,11 +178,11 @@ class Settings(BaseSettings):
         default="",
         pattern=r"^$|^https://|^http://(127\.0\.0\.1|localhost|\[::1\])[:/]",
         description="Issuer of the site's OpenID provider, whose bearer tokens are accepted too;"
-        " empty: none. Its CA, if it is none of the public ones: SSL_CERT_FILE.",
+        " empty: none.",
     )
     oidc_ca_file: Path | None = Field(
         default=None,
-        description="PEM of the CA that alone may vouch for the provider; unset: the system's.",
+        description="PEM of the CA that alone may vouch for the provider; unset: the public ones.",
     )
     oidc_audience: str = Field(
         default="", description="What a provider's token must be for; required with an issuer."
@@ -233,9 +233,11 @@ class Settings(BaseSettings):
 
     def __init__(self, **values: Any) -> None:
         """Arguments, environment, file: what comes first wins."""
-        if os.environ.get(CONFIG_FILE_VARIABLE) and not config_file().is_file():
+        if os.environ.get(CONFIG_FILE_VARIABLE) and not config_file().exists():
             # Else this would be another site, with a new database of its own.
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(config_file()))
+        if config_file().is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(config_file()))
         try:
             super().__init__(_env_file=config_file(), **values)
         except UnicodeDecodeError:

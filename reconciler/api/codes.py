@@ -27,7 +27,8 @@ _UNKNOWN = """
     proof_not_found slot_not_found task_not_found token_not_found
 """
 _NODES = """
-    expected_identity_missing field_not_changeable machine_clean machine_not_clean
+    expected_identity_missing fabric_link_missing field_not_changeable machine_clean
+    machine_not_clean
     mgmt_attachment_unsupported no_drift node_exists node_in_use node_is_baremetal
     node_not_enrolled node_not_slice node_reachable node_unhealthy node_unreachable project_exists
     public_url_missing scheduling_not_ready

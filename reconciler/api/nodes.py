@@ -15,6 +15,7 @@ from reconciler.api.guards import IfMatch
 from reconciler.api.models import Address, Body, Id, Label, Name, Reason, Switch, Text, Username
 from reconciler.api.paging import Paging
 from reconciler.api.security import Admin
+from reconciler.domain import hardware
 from reconciler.domain.states import NodeMode, NodeState
 from reconciler.profiles import hardware_profile
 from reconciler.settings import Settings
@@ -180,4 +181,4 @@ def schedule_site(body: Switch, context: Admin) -> JSONResponse:
 
 
 def _known_profile(configuration: Settings, name: str) -> None:
-    hardware_profile(configuration.profiles_dir, name)
+    hardware.check_link(hardware_profile(configuration.profiles_dir, name), name)

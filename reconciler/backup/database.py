@@ -18,6 +18,8 @@ from sqlalchemy import Engine
 from reconciler.domain.errors import Problem
 
 _SERVICE = "gpuaas"
+# A password may end in white space, which libpq takes off there; a service cannot name another.
+_NOT_IN_A_FILE = {"password", "service"}
 
 
 def copy(engine: Engine, file: Path) -> Path:
@@ -70,10 +72,12 @@ def _postgresql(engine: Engine, program: str, words: Sequence[str]) -> None:
             remedy="install postgresql-client, or run pg_dump and pg_restore by hand as"
             " docs/operations.md says, and keep the trust folder with the dump",
         )
+    _, given = engine.dialect.create_connect_args(engine.url)
+    secret = {"PGPASSWORD": str(given["password"])} if given.get("password") else {}
     with _service(engine) as file:
         done = subprocess.run(
             [program, f"--dbname=service={_SERVICE}", *words],
-            env={**os.environ, "PGSERVICEFILE": str(file)},
+            env={**os.environ, "PGSERVICEFILE": str(file), **secret},
             capture_output=True,
             text=True,
             check=False,
@@ -94,7 +98,7 @@ def _service(engine: Engine) -> Iterator[Path]:
     """
     _, words = engine.dialect.create_connect_args(engine.url)
     # Some are words for the driver itself, such as what converts its values.
-    known = {option.keyword.decode() for option in Conninfo.get_defaults()}
+    known = {option.keyword.decode() for option in Conninfo.get_defaults()} - _NOT_IN_A_FILE
     lines = [f"{name}={value}" for name, value in words.items() if name in known]
     # Made for its owner only.
     with tempfile.NamedTemporaryFile("w", suffix=".conf") as file:

@@ -32,13 +32,18 @@ def restore(settings: Settings, file: Path) -> dict[str, Any]:
     One that was cut off is begun again with the same file. Problem `restore_not_empty` where there
     is a site, `backup_unreadable`, `backup_newer`.
     """
+    settings.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with unfinished.alone(settings):
+        return _restore(settings, file)
+
+
+def _restore(settings: Settings, file: Path) -> dict[str, Any]:
     state = settings.state_dir
     trust = state / "trust"
     backup = unfinished.name_of(file)
     begun = unfinished.begun(settings) == backup
     if trust.exists() and not begun:
         raise database.not_empty(f"{trust} exists")
-    state.mkdir(mode=0o700, parents=True, exist_ok=True)
     with unfinished.workplace(settings) as folder:
         manifest = archive.read(file, folder)
         engine = open_engine(settings.database)

@@ -5,7 +5,9 @@ What it has put in place is a picture of the past that says so nowhere, until th
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -46,6 +48,24 @@ def refuse(settings: Settings) -> None:
             remedy="`gpuaas restore` with the same file once more; or empty the state folder and"
             " the database",
         )
+
+
+@contextmanager
+def alone(settings: Settings) -> Iterator[None]:
+    """Problem `restore_unfinished` while another restores here: it would lose its workplace."""
+    folder = os.open(settings.state_dir, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as taken:
+        raise Problem(
+            "restore_unfinished",
+            expected="no other restore",
+            found=f"one that goes on in {settings.state_dir}",
+            remedy="let it end",
+        ) from taken
+    finally:
+        os.close(folder)
 
 
 def begin(settings: Settings, backup: str) -> None:

@@ -17,6 +17,7 @@ def check(context: typer.Context) -> None:
 
     Reads only, beside a service that runs or without one.
     """
+    from reconciler.backup import unfinished
     from reconciler.cli.database import outdated
     from reconciler.settings import Settings
     from reconciler.store import invariants
@@ -25,7 +26,9 @@ def check(context: typer.Context) -> None:
     from reconciler.store.migrations import current, head
 
     here = session.of(context)
-    with existing(Settings()) as engine:
+    settings = Settings()
+    unfinished.refuse(settings)
+    with existing(settings) as engine:
         revision = current(engine)
         if revision != head():
             # Its tables are not those that the questions are about.

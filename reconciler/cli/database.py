@@ -48,8 +48,8 @@ def outdated(revision: str | None) -> Problem:
 
 def _engine(settings: Settings) -> Engine:
     folder = settings.state_dir
-    unfinished.refuse(settings)
     try:
+        unfinished.refuse(settings)
         # Run folders, keys and the database are for the service's user only.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not settings.database_url:

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 import sqlalchemy as sa
 from sqlalchemy import Connection, Engine, exc
 
+from reconciler.backup import unfinished
 from reconciler.doctor.finding import Finding, fail, ok, warn
+from reconciler.domain.errors import Problem
 from reconciler.domain.states import Role, SlotState, TaskState
 from reconciler.runs import lock
 from reconciler.runs.paths import RunPaths, runs_directory
@@ -31,6 +33,10 @@ _ENDING_S = 14 * 86_400.0
 
 def database(settings: Settings) -> tuple[Engine | None, list[Finding]]:
     """The engine when the database can be asked further, and what was found on the way."""
+    try:
+        unfinished.refuse(settings)
+    except Problem as cut:
+        return None, [fail("database", cut.found, expected=cut.expected, remedy=cut.remedy)]
     if not settings.database_url:
         file = settings.state_dir / "reconciler.db"
         if not file.is_file():

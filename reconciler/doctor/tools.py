@@ -65,7 +65,7 @@ def collection(settings: Settings) -> Iterator[Finding]:
 def profiles(settings: Settings) -> Iterator[Finding]:
     """Each is what a run may be given."""
     rules: dict[str, Any] = contract.schema("common")
-    validator = Draft202012Validator({**rules, "$ref": "#/$defs/slice_profile"})
+    validator = Draft202012Validator({**rules, "$ref": "#/$defs/linked_profile"})
     files = sorted(settings.profiles_dir.glob("*.yml"))
     if not files:
         yield fail(
@@ -86,7 +86,7 @@ def profiles(settings: Settings) -> Iterator[Finding]:
             yield fail(
                 "profiles",
                 f"{file.name}: {'; '.join(wrong[:3])}",
-                expected="slice_profile of contracts/runs/common.schema.json",
+                expected="linked_profile of contracts/runs/common.schema.json",
                 remedy=f"correct {file}",
             )
         else:

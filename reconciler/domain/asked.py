@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from reconciler.domain import transitions
-from reconciler.domain.states import NodeMode, NodeState
+from reconciler.domain.states import NodeMode, NodeState, TaskState
 
 Record = Mapping[str, Any]
 
@@ -32,6 +32,7 @@ COMMANDS = {
 }
 # Out of use step by step: each of these may need those before it.
 _LADDER = ("drain", "maintain", "retire")
+_ENDED = (TaskState.SUCCEEDED, TaskState.FAILED, TaskState.LOST, TaskState.CANCELED)
 # Where no command of the entity helps, something else does.
 _OTHERWISE: dict[tuple[str, str], str] = {
     ("node", NodeState.ENROLLING): "enrol its host first: `gpuaas nodes userdata {id}`",
@@ -40,6 +41,9 @@ _OTHERWISE: dict[tuple[str, str], str] = {
     ("node", NodeState.UNREACHABLE): "bring its host back to answering SSH: the node is then what"
     " it was before; one that never answers again can be retired",
     ("node", NodeState.RETIRED): "nothing: it never comes back; add the machine under another id",
+    ("node_mode", NodeMode.SLICE): "nothing: it is a slice host already",
+    ("node_mode", NodeMode.BAREMETAL): "nothing: it is bare metal already",
+    **{("task", state): "nothing: it has ended" for state in _ENDED},
     ("node_mode", NodeMode.CONVERTING_TO_SLICE): "go on with the conversion under way:"
     " `gpuaas nodes convert {id} slice`",
     ("node_mode", NodeMode.CONVERTING_TO_BAREMETAL): "go on with the conversion under way:"

@@ -31,3 +31,19 @@ def check(profile: Mapping[str, Any], name: str) -> None:
             found=f"{attachment} in the hardware profile {name}",
             remedy="set it to tap: the card's embedded switch mode is not supported yet",
         )
+
+
+def check_link(profile: Mapping[str, Any], name: str) -> None:
+    """Problem `fabric_link_missing` for a profile whose fabric cards nothing could be sure of.
+
+    For nodes that take up this profile: what gives back a node of an older one needs no link.
+    """
+    fabric = profile.get("fabric") or {}
+    if fabric.get("pf_ids") and not fabric.get("link"):
+        raise Problem(
+            "fabric_link_missing",
+            422,
+            expected="fabric.link infiniband or ethernet beside fabric.pf_ids",
+            found=f"no fabric.link in the hardware profile {name}",
+            remedy="say in the profile what the fabric speaks: a vendor gives one id to both",
+        )

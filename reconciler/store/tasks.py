@@ -236,6 +236,22 @@ def retry(
     return advance(conn, "task", task_id, "retry", act.because(reason), columns=columns)
 
 
+def behind(conn: sa.Connection, task: Record, kind: TaskKind) -> None:
+    """What was queued for its node after the task does not begin before it is due again."""
+    mine = tasks.alias("mine")
+    due = sa.select(mine.c.not_before).where(mine.c.id == task["id"]).scalar_subquery()
+    conn.execute(
+        sa.update(tasks)
+        .where(
+            tasks.c.node_id == task["node_id"],
+            tasks.c.kind == kind,
+            tasks.c.state.in_(DUE),
+            tasks.c.created_at >= task["created_at"],
+        )
+        .values(not_before=due)
+    )
+
+
 def finish(
     conn: sa.Connection,
     task_id: str,

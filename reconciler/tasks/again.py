@@ -6,6 +6,7 @@ Nothing that builds, removes or wipes for a tenant: what its failure means is de
 
 from __future__ import annotations
 
+from reconciler.domain.states import TaskKind
 from reconciler.runs.collect import Outcome
 from reconciler.store import reachability, tasks
 from reconciler.tasks.handler import Failure, Work
@@ -50,4 +51,7 @@ def again(work: Work, outcome: Outcome, failure: Failure) -> bool:
         act=act,
         error={**failure.error, "step": failure.step, "evidence": failure.evidence},
     )
+    if task["kind"] == TaskKind.SLICE_TOPOLOGY_DISCOVER:
+        # What parity compares with is this discovery.
+        tasks.behind(conn, task, TaskKind.NODE_PARITY)
     return True

@@ -53,7 +53,7 @@ Fetch = Callable[[str], Any]
 class Provider:
     """What is believed of whom. skew_s: how far its clock and ours may be apart.
 
-    ca_file: PEM of the CA that alone may vouch for it; None leaves that to the system's.
+    ca_file: PEM of the CA that alone may vouch for it; None leaves that to the public ones.
     """
 
     issuer: str
@@ -235,7 +235,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _get(ca_file: Path | None, url: str) -> Any:
-    vouching = ssl.create_default_context(cafile=ca_file)
+    vouching = ssl.create_default_context(cafile=ca_file) if ca_file else True
     with (
         httpx.Client(timeout=_TIMEOUT_S, follow_redirects=False, verify=vouching) as client,
         client.stream("GET", url, headers={"Accept": "application/json"}) as answer,

@@ -26,16 +26,18 @@ def document(profile: Mapping[str, Any]) -> dict[str, Any]:
 def environment(profile: Mapping[str, Any]) -> dict[str, str]:
     """Settings of the script for a hardware profile; one that says nothing is left out.
 
-    Those of RACADM are always there, if need be empty: the script has some by itself, of another
+    Ids of fabric cards go only with their link: the script refuses them alone, and would not look
+    at anything. Those of RACADM are always there, if need be empty: the script has some by itself, of another
     profile perhaps.
     """
-    gpu = profile["gpu"]
+    gpu, fabric = profile["gpu"], profile["fabric"]
+    link = fabric.get("link") or ""
     found = {
         "GPUAAS_SLICE_APPLY_BIOS": "0",
         "GPUAAS_SLICE_GPU_IDS": ",".join(gpu["ids"]),
         "GPUAAS_SLICE_GPU_EXPECTED": str(gpu.get("expected") or ""),
-        "GPUAAS_SLICE_FABRIC_IDS": ",".join(profile["fabric"]["pf_ids"]),
-        "GPUAAS_SLICE_FABRIC_LINK": profile["fabric"].get("link") or "",
+        "GPUAAS_SLICE_FABRIC_IDS": ",".join(fabric["pf_ids"]) if link else "",
+        "GPUAAS_SLICE_FABRIC_LINK": link,
         "GPUAAS_SLICE_NVME_EXCLUDE": ",".join(profile["nvme"].get("exclude_models") or []),
         "GPUAAS_SLICE_NOT_APPLICABLE": ",".join(profile.get("not_applicable") or []),
     }

@@ -19,7 +19,7 @@ import pytest
 import sqlalchemy as sa
 
 import reconciler.backup.restore as restoring
-from reconciler.backup import archive, database
+from reconciler.backup import archive, database, unfinished
 from reconciler.backup.restore import restore
 from reconciler.cli.database import opened
 from reconciler.domain.errors import Problem
@@ -348,6 +348,18 @@ def test_a_restore_that_was_cut_off_is_opened_by_nobody_and_begun_again(
         restore(after, file)
 
 
+def test_a_restore_that_goes_on_is_left_alone(tmp_path: Path) -> None:
+    """The same file once more is for one that was cut off: here it would take away its keys."""
+    new = settled(tmp_path / "new")
+    new.state_dir.mkdir(parents=True, exist_ok=True)
+    file = tmp_path / "backup.tar"
+    file.write_bytes(b"of no matter")
+    with unfinished.alone(new), unfinished.workplace(new) as folder:
+        with pytest.raises(Problem, match="one that goes on"):
+            restore(new, file)
+        assert folder.exists()
+
+
 @pytest.mark.postgres
 def test_the_database_is_copied_the_way_that_the_service_goes(
     postgres: Server, tmp_path: Path
@@ -358,11 +370,13 @@ def test_the_database_is_copied_the_way_that_the_service_goes(
     engine.dispose()
 
 
+@pytest.mark.postgres
 def test_no_password_goes_to_a_server_without_the_tls_that_the_service_insists_on(
     tmp_path: Path,
 ) -> None:
     said = []
     with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(10)
 
         def answer() -> None:
             connection, _ = server.accept()
@@ -372,13 +386,13 @@ def test_no_password_goes_to_a_server_without_the_tls_that_the_service_insists_o
                 connection.sendall(b"N")
                 said.append(connection.recv(100))
 
-        listener = threading.Thread(target=answer)
+        listener = threading.Thread(target=answer, daemon=True)
         listener.start()
         where = f"127.0.0.1:{server.getsockname()[1]}/gpuaas?sslmode=verify-full"
         engine = open_engine(f"postgresql+psycopg://gpuaas:secret@{where}")
         with pytest.raises(Problem, match="SSL"):
             database.copy(engine, tmp_path / "copy")
-        listener.join()
+        listener.join(30)
     request_for_tls = bytes([0, 0, 0, 8, 4, 210, 22, 47])
     assert said == [request_for_tls, b""]
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from reconciler.backup import unfinished
 from reconciler.doctor import configured, folders, records, tools
 from reconciler.service.authorities import adopt
 from reconciler.settings import Settings
@@ -226,6 +227,15 @@ def test_the_file_of_settings_is_looked_at(
     assert Settings().workers == 1, "the environment goes before the file"
     file.chmod(0o640)
     assert f"GPUAAS_WRKERS in {file}" in doctor()["settings"]["found"]
+
+
+def test_a_restore_that_was_cut_off_is_named(sound: World, doctor: Doctor, gpuaas: Gpuaas) -> None:
+    """What such a site says of itself is a picture of the past."""
+    unfinished.begin(sound.settings, "0" * 64)
+    found = doctor()["database"]
+    assert found["status"] == "fail" and "was cut off" in found["found"]
+    gpuaas("check")
+    assert (gpuaas.status, "restore_unfinished" in gpuaas.err) == (1, True)
 
 
 def test_a_broken_profile_is_named(sound: World, tmp_path: Path) -> None:

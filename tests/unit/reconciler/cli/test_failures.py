@@ -99,6 +99,12 @@ def test_a_file_of_settings_that_is_named_and_not_there(
     gpuaas("doctor")
     assert (gpuaas.status, "No such file" in gpuaas.out) == (1, True)
     assert list(tmp_path.iterdir()) == []
+    monkeypatch.setenv("GPUAAS_CONFIG_FILE", str(tmp_path))
+    gpuaas("doctor")
+    assert (gpuaas.status, "Is a directory" in gpuaas.out) == (1, True)
+    # The environment alone.
+    monkeypatch.setenv("GPUAAS_CONFIG_FILE", "/dev/null")
+    assert Settings().workers == Settings.model_fields["workers"].default
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,21 @@ def test_another_run_of_its_own_a_few_times_and_later_each_time(
     assert [f"attempt {n} failed: run_lost" in told for n in (1, 2, 3)] == [True, True, False]
 
 
+def test_parity_does_not_go_before_the_discovery_that_it_compares_with(
+    sold: Site, runs: Runs, attend: Attend
+) -> None:
+    wanted(sold, TaskKind.SLICE_TOPOLOGY_DISCOVER)
+    wanted(sold, TaskKind.NODE_PARITY)
+    runs.outcome = KILLED
+    task = attend()
+    assert (task["kind"], task["state"]) == (TaskKind.SLICE_TOPOLOGY_DISCOVER, "queued")
+    with transaction(sold.engine) as conn:
+        assert tasks.lease(conn, "worker") == []
+        conn.execute(sa.update(tables.tasks).values(not_before=tables.tasks.c.not_before - 31))
+        (next_one,) = tasks.lease(conn, "worker")
+    assert next_one["id"] == task["id"]
+
+
 def test_a_host_that_was_lost_on_the_way_is_waited_for(
     sold: Site, runs: Runs, attend: Attend
 ) -> None:
