@@ -14,8 +14,10 @@ LOCK_S = 600
 # Some hundred megabytes from a slow mirror; much longer means that the mirror is gone.
 _WORK_S = 1800
 _PAUSE_S = 2.0
-# Exit code 100 means anything, so its words count; _command fixes their language.
-_HELD = ("Could not get lock", "Unable to acquire the dpkg frontend lock")
+# Exit code 100 means anything, so its words count; _command fixes their language. A lock that apt
+# cannot open (wrong user, no such folder, nothing to write on) gets "are you root?" instead: that
+# passes with no waiting.
+_HELD = ("Could not get lock", "is another process using it?")
 
 # Without the cache that apt-cache writes: nothing is left behind by a look.
 _LOOK = ("Dir::Cache::pkgcache=", "Dir::Cache::srcpkgcache=")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -168,29 +169,56 @@ def boot(
     what stays of it is the last word, and no failure.
     """
     deadline = time.monotonic() + patience
-    ready = False
     while True:
-        failure: Refusal | None
-        doubts: list[Refusal] = []
-        try:
-            settings = json.loads(_host.read(settings_path) or "{}")
-            outcome = _change.drive(subject, settings, check_mode=False)
-            failure, doubts = outcome.failure, outcome.doubts
-            if outcome.done or not (failure or ready):
-                _say(f"done: {', '.join(outcome.done) or 'nothing to do'}")
-        except Refusal as refusal:
-            failure = refusal
-        if failure is None and not ready:
-            _tell_ready()
-            ready = True
-        late = [failure] if failure else [doubt for doubt in doubts if doubt.code in wait_for]
-        if not late or late[0].code not in wait_for or time.monotonic() > deadline:
-            for doubt in doubts:
-                _say(f"WARN {doubt}")
-            if failure:
-                _say(str(failure))
-            return 1 if failure else 0
+        failure, doubts = _attempt(subject, settings_path)
+        if failure is None:
+            break
+        if failure.code not in wait_for or time.monotonic() > deadline:
+            _warn(doubts)
+            _say(str(failure))
+            return 1
         sleep(2)
+    _tell_ready()
+    # What must be is there and the unit is up. From now on that is somebody else's to change and
+    # parity's to judge: it is not done again here, and nothing fails any more.
+    while any(doubt.code in wait_for for doubt in doubts) and time.monotonic() <= deadline:
+        sleep(2)
+        failure, doubts = _attempt(_optional(subject), settings_path, again=True)
+        if failure:
+            doubts = [*doubts, failure]
+    _warn(doubts)
+    return 0
+
+
+def _attempt(
+    subject: _change.Subject, settings_path: str, *, again: bool = False
+) -> tuple[Refusal | None, list[Refusal]]:
+    """Drive once: why it failed or None, and what is doubtful.
+
+    again: all that must be is there, so that to do nothing is no news, and nothing ends the unit.
+    """
+    try:
+        settings = json.loads(_host.read(settings_path) or "{}")
+        outcome = _change.drive(subject, settings, check_mode=False)
+    except Refusal as refusal:
+        return refusal, []
+    except (OSError, ValueError) as broken:
+        if not again:
+            raise
+        return _unforeseen(broken), []
+    if outcome.done or not (outcome.failure or again):
+        _say(f"done: {', '.join(outcome.done) or 'nothing to do'}")
+    return outcome.failure, outcome.doubts
+
+
+def _optional(subject: _change.Subject) -> _change.Subject:
+    """The same with its soft steps alone; a blocker still keeps them off."""
+
+    def plan(params: _change.Params, state: object) -> _change.Plan:
+        found = subject.plan(params, state)
+        return dataclasses.replace(found, steps=tuple(step for step in found.steps if step.soft))
+
+    return dataclasses.replace(subject, plan=plan)
 
 
 @functools.cache
@@ -298,6 +326,20 @@ def _tell_ready() -> None:
             told.sendto(b"READY=1", address.replace("@", "\0", 1))
         # What this program runs is not the unit's main process and has nothing to tell.
         del os.environ["NOTIFY_SOCKET"]
+
+
+def _unforeseen(broken: Exception) -> Refusal:
+    return Refusal(
+        "system_error",
+        expected="what is optional to be looked after",
+        found=f"{type(broken).__name__}: {broken}",
+        remedy="repair what the system names; all else of this service is there",
+    )
+
+
+def _warn(doubts: Iterable[Refusal]) -> None:
+    for doubt in doubts:
+        _say(f"WARN {doubt}")
 
 
 def _say(text: str) -> None:

@@ -37,6 +37,11 @@ _BARRED = """\
 [Unit]
 ConditionPathExists=!/
 """
+# Types of units, one of which systemctl takes a name to end in; it adds the first where none is.
+_TYPES = (
+    *(".service", ".socket", ".target", ".timer", ".path", ".mount", ".automount", ".swap"),
+    *(".slice", ".scope", ".device"),
+)
 # Where packages have their units, for what lies beneath a mask: systemd does not say.
 _PACKAGED = (
     "/run/systemd/system",
@@ -244,18 +249,34 @@ def service(name: str, active: str, file: str) -> Service:
 
 
 def _bar(name: str) -> str:
-    return f"{_MASKS}/{name}.d/{BAR}"
+    return f"{_MASKS}/{_whole(name)}.d/{BAR}"
 
 
 def _own(name: str) -> bool:
-    place = _host.path(f"{_MASKS}/{name}")
-    if place.is_symlink():
-        return str(place.readlink()) != "/dev/null"
-    return place.exists()
+    return _defined(f"{_MASKS}/{_whole(name)}")
 
 
 def _beneath(name: str) -> bool:
+    unit = _whole(name)
     # A unit that is generated from a script is not generated while it is masked.
-    script = f"/etc/init.d/{name.removesuffix('.service')}"
-    places = (*(f"{folder}/{name}" for folder in _PACKAGED), script)
-    return any(_host.path(place).exists() for place in places)
+    places = [f"/etc/init.d/{unit.removesuffix('.service')}"]
+    places += [f"{folder}/{unit}" for folder in _PACKAGED]
+    # Of an instance its mask hides nothing but the name: the site's own template counts too.
+    template, at, rest = unit.partition("@")
+    if at:
+        kind = rest.rpartition(".")[2]
+        places += [f"{folder}/{template}@.{kind}" for folder in (_MASKS, *_PACKAGED)]
+    return any(_defined(place) for place in places)
+
+
+def _whole(name: str) -> str:
+    """The name of the unit's files, which systemctl is told without `.service` too."""
+    return name if name.endswith(_TYPES) else f"{name}.service"
+
+
+def _defined(absolute: str) -> bool:
+    """Whether there is a file of a unit, and not just a mask."""
+    place = _host.path(absolute)
+    if place.is_symlink():
+        return str(place.readlink()) != "/dev/null"
+    return place.exists()

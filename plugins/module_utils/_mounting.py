@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from typing import Any
+from urllib.parse import quote, unquote
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _change,
@@ -14,7 +15,10 @@ from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusa
 
 
 def steps(found: Sequence[_usage.Mount], owner: str) -> list[_change.Step]:
-    """Unmount these, the last mounted first; each step keeps what it takes to mount it again."""
+    """Unmount these, the last mounted first; each step keeps what it takes to mount it again.
+
+    place, origin: point and source to the byte, which in what is shown of them is lost.
+    """
     return [
         _change.Step(
             "unmount",
@@ -26,6 +30,8 @@ def steps(found: Sequence[_usage.Mount], owner: str) -> list[_change.Step]:
                 "type": mount.type,
                 "root": mount.root,
                 "options": mount.options,
+                "place": _kept(mount.place),
+                "origin": _kept(mount.origin),
             },
         )
         for mount in reversed(found)
@@ -38,14 +44,15 @@ def covered(found: Sequence[_usage.Mount], table: Sequence[_usage.Mount]) -> lis
     hidden = {
         mount.point: upper
         for mount in found
-        if (upper := _usage.uppermost(table, mount.point)) and upper.devt not in numbers
+        if (upper := _usage.uppermost(table, mount.place)) and upper.devt not in numbers
     }
     return [_covered(point, upper) for point, upper in sorted(hidden.items())]
 
 
 def unmount(step: _change.Step) -> None:
     """Refused when the uppermost mount there is another by now; what is busy stays."""
-    upper = _usage.uppermost(_usage.mounts(), step.subject)
+    table = _usage.mounts()
+    upper = _usage.uppermost(table, _exact(step.before["place"]))
     if upper is None:
         return
     if upper.devt != step.before["devt"]:
@@ -63,7 +70,7 @@ def again(done: Sequence[_change.Step], *, spare: Collection[str]) -> tuple[list
         if step.name != "unmount" or step.before["of"] in spare:
             continue
         try:
-            _mount(step.subject, step.before)
+            _mount(step.before)
             back.append(step.subject)
         except (OSError, Refusal) as problem:
             why = problem.found if isinstance(problem, Refusal) else str(problem)
@@ -71,7 +78,7 @@ def again(done: Sequence[_change.Step], *, spare: Collection[str]) -> tuple[list
     return back, left
 
 
-def _mount(point: str, was: dict[str, Any]) -> None:
+def _mount(was: dict[str, Any]) -> None:
     if was["root"] != "/":
         raise Refusal(
             "mount_unknown",
@@ -80,7 +87,16 @@ def _mount(point: str, was: dict[str, Any]) -> None:
             remedy="mount it by hand",
         )
     how = ["-t", was["type"], *(["-o", was["options"]] if was["options"] else [])]
-    _command.run(["mount", *how, "--", was["source"], point])
+    _command.run(["mount", *how, "--", _exact(was["origin"]), _exact(was["place"])])
+
+
+def _kept(name: str) -> str:
+    """A name of any bytes as JSON can have it, and `_exact` gives it back."""
+    return quote(name, errors="surrogateescape")
+
+
+def _exact(kept: str) -> str:
+    return unquote(kept, errors="surrogateescape")
 
 
 def _covered(point: str, upper: _usage.Mount) -> Refusal:

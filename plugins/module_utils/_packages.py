@@ -1,12 +1,13 @@
 """Packages of a slice host: one question to dpkg, and apt only for what is missing.
 
 Those that a host can do without are installed where its apt has them, and named where it has not.
+One that apt has and cannot install is a doubt, and stops nothing either.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,11 +58,7 @@ def observe(params: Params) -> State:
     wanted = [*params["packages"], *_optional(params)]
     if not wanted or _unsafe(wanted):
         return State(frozenset())
-    form = "--showformat=${db:Status-Status} ${Package}\\n"
-    # 1 says that some are unknown to dpkg, which is an answer.
-    out = _command.run(["dpkg-query", "--show", form, "--", *wanted], ok=(0, 1)).out
-    rows = (row.partition(" ") for row in out.splitlines())
-    installed = frozenset(name for status, _blank, name in rows if status == "installed")
+    installed = _installed(wanted)
     return State(installed, _apt.offered([n for n in _optional(params) if n not in installed]))
 
 
@@ -87,7 +84,8 @@ def plan(params: Params, state: State) -> _change.Plan:
         if name not in state.installed and (missing or name in state.offered)
     ]
     if sought:
-        steps.append(_change.Step("install_optional", "optional packages", [], sought))
+        # apt may have one and be unable to install it: it is held, or what it needs is broken.
+        steps.append(_change.Step("install_optional", "optional packages", [], sought, soft=True))
     return _change.Plan(tuple(steps))
 
 
@@ -99,18 +97,19 @@ def apply(_params: Params, step: _change.Step) -> dict[str, Any] | None:
     offered = _apt.offered(step.after)
     names = [name for name in step.after if name in offered]
     if names:
-        install(names)
+        try:
+            _get(names)
+        finally:
+            # Only what came: the way back would take the service of any other for one of ours. Some
+            # may have come before apt failed.
+            _remember(sorted(_installed(names)))
     return {"installed": names, "unavailable": [n for n in step.after if n not in offered]}
 
 
 def install(names: Sequence[str], *, settings: Sequence[str] = ()) -> None:
     """Have apt install them, by lists that were read anew. settings: apt's own."""
-    # A service that came with a package of ours was not there before: the way back asks for this.
-    new = dict.fromkeys(names, "installed")
-    for remember in _before.remembering(RECORD, _before.recalled(RECORD), new):
-        _before.apply(remember)
-    words = ["install", "--yes", "--no-install-recommends", "--", *names]
-    _apt.run(*words, settings=settings)
+    _remember(names)
+    _get(names, settings)
 
 
 def facts(params: Params, state: State) -> dict[str, Any]:
@@ -122,6 +121,28 @@ def facts(params: Params, state: State) -> dict[str, Any]:
 
 
 SUBJECT = _change.Subject(observe, plan, apply, facts)
+
+
+def _get(names: Sequence[str], settings: Sequence[str] = ()) -> None:
+    words = ["install", "--yes", "--no-install-recommends", "--", *names]
+    _apt.run(*words, settings=settings)
+
+
+def _remember(names: Iterable[str]) -> None:
+    """A service that came with a package of ours was not there before; the way back asks."""
+    new = dict.fromkeys(names, "installed")
+    if not new:
+        return
+    for remember in _before.remembering(RECORD, _before.recalled(RECORD), new):
+        _before.apply(remember)
+
+
+def _installed(names: Sequence[str]) -> frozenset[str]:
+    form = "--showformat=${db:Status-Status} ${Package}\\n"
+    # 1 says that some are unknown to dpkg, which is an answer.
+    out = _command.run(["dpkg-query", "--show", form, "--", *names], ok=(0, 1)).out
+    rows = (row.partition(" ") for row in out.splitlines())
+    return frozenset(name for status, _blank, name in rows if status == "installed")
 
 
 def _optional(params: Params) -> list[str]:

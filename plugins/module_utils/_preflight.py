@@ -35,9 +35,9 @@ from ansible_collections.gpuaas.slice.plugins.module_utils._parity import (
     warned,
 )
 
-# Dell XE9680L: H200 SXM, and InfiniBand of a BlueField-3 or ConnectX-7. A profile says otherwise.
+# Dell XE9680L: H200 SXM, and InfiniBand of a BlueField-3. A profile says otherwise.
 GPU_IDS = ("10de:2335",)
-FABRIC_IDS = ("15b3:a2dc", "15b3:1021")
+FABRIC_IDS = ("15b3:a2dc",)
 FABRIC_LINK = _pci.INFINIBAND
 
 _FIRMWARE = "run playbook gpuaas.slice.firmware, approve its plan, power-cycle"
@@ -52,7 +52,10 @@ _FABRIC_KEYS = "address id link netdev rdma numa_node driver sriov_totalvfs srio
 
 @dataclass(frozen=True)
 class Asked:
-    """bios: parameters of the module racadm_bios. expected_gpus: 0 when it is not known."""
+    """bios: parameters of the module racadm_bios. expected_gpus: 0 when it is not known.
+
+    refused: what had to come before the BIOS settings can be read, and failed.
+    """
 
     bios: Mapping[str, Any]
     gpu_ids: Sequence[str] = GPU_IDS
@@ -61,6 +64,7 @@ class Asked:
     expected_gpus: int = 0
     exclude_models: Sequence[str] = ()
     not_applicable: Sequence[str] = field(default_factory=tuple)
+    refused: Refusal | None = None
 
 
 class Facts:
@@ -85,6 +89,8 @@ class Facts:
 
     @cached_property
     def _bios(self) -> dict[str, Any] | Refusal:
+        if self.asked.refused is not None:
+            return self.asked.refused
         try:
             return _racadm.facts(self.asked.bios, _racadm.observe(self.asked.bios))
         except Refusal as refusal:

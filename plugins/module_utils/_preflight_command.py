@@ -46,7 +46,7 @@ settings, from the environment (a MAAS script's or a site wrapper's):
   GPUAAS_SLICE_RACADM_TIMEOUT      seconds for one answer of RACADM (120)
   GPUAAS_SLICE_GPU_IDS             vendor:device of GPUs, by commas (10de:2335)
   GPUAAS_SLICE_GPU_EXPECTED        how many there must be (any number)
-  GPUAAS_SLICE_FABRIC_IDS          vendor:device of fabric cards, by commas (15b3:a2dc,15b3:1021)
+  GPUAAS_SLICE_FABRIC_IDS          vendor:device of fabric cards, by commas (15b3:a2dc)
   GPUAAS_SLICE_FABRIC_LINK         infiniband or ethernet: what of them is the fabric; needed with
                                    FABRIC_IDS (infiniband)
   GPUAAS_SLICE_NVME_EXCLUDE        models of disks that are never a slot's, by commas

@@ -44,7 +44,9 @@ _PASSING = ("systemd-udevd", "(udev-worker)", "udevd")
 
 @dataclass(frozen=True)
 class Mount:
-    """point, source, root: as they may be shown. place: the point to the byte, for `umount`."""
+    """point, source, root: as they may be shown. place, origin: point and source to the byte, for
+    `umount` and `mount`. options: words of the kernel's alone.
+    """
 
     point: str
     devt: str
@@ -53,6 +55,7 @@ class Mount:
     root: str
     options: str
     place: str
+    origin: str
 
 
 @dataclass(frozen=True)
@@ -236,6 +239,7 @@ def mounts() -> list[Mount]:
                 root=_host.shown(inside),
                 options=_host.shown(options),
                 place=place,
+                origin=origin,
             )
         )
     return found
@@ -247,9 +251,9 @@ def mounted(names: Collection[str], table: Sequence[Mount]) -> list[Mount]:
     return [one for one in table if one.devt in numbers or node_name(one.source) in names]
 
 
-def uppermost(table: Sequence[Mount], point: str) -> Mount | None:
-    """The mount that a path to `point` reaches, and that `umount` would take."""
-    return next((mount for mount in reversed(table) if mount.point == point), None)
+def uppermost(table: Sequence[Mount], place: str) -> Mount | None:
+    """The mount that a path to `place` reaches, and that `umount` would take."""
+    return next((mount for mount in reversed(table) if mount.place == place), None)
 
 
 def holders(name: str) -> list[str]:

@@ -31,6 +31,12 @@ options:
     description: Seconds for one answer of RACADM.
     type: float
     default: 120
+  refused:
+    description:
+      - The error document of a step that had to come before, as installing RACADM. Where there is
+        one, the BIOS settings are not read, and the check C(bios_settings) fails with it.
+    type: dict
+    default: {}
 extends_documentation_fragment: [gpuaas.slice.bios.wanted]
 attributes:
   check_mode:
@@ -72,6 +78,7 @@ from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.gpuaas.slice.plugins.module_utils import _bios, _change, _preflight
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 
 def look(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,8 +99,16 @@ def look(params: Mapping[str, Any]) -> dict[str, Any]:
         expected_gpus=int(profile["gpu"].get("expected") or 0),
         exclude_models=profile["nvme"].get("exclude_models", []),
         not_applicable=profile.get("not_applicable", []),
+        refused=_refused(params["refused"]),
     )
     return {"preflight": _preflight.report(asked)}
+
+
+def _refused(error: Mapping[str, Any]) -> Refusal | None:
+    if not error:
+        return None
+    told = {key: str(error.get(key, "")) for key in ("expected", "found", "remedy")}
+    return Refusal(str(error.get("code") or "task_failed"), **told)
 
 
 def main() -> None:
@@ -103,6 +118,7 @@ def main() -> None:
             **_bios.LOOKING,
             "program": {"type": "str", "default": "racadm"},
             "timeout": {"type": "float", "default": 120},
+            "refused": {"type": "dict", "default": {}},
         },
         supports_check_mode=True,
     )

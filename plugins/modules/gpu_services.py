@@ -22,7 +22,9 @@ description:
     C(service_not_restored), C(before_unreadable).
 options:
   services:
-    description: Names of units. With O(state=restored) the record names them.
+    description:
+      - Names of units, instances of templates among them; C(.service) may be left out. With
+        O(state=restored) the record names them.
     type: list
     elements: str
     default: []

@@ -25,6 +25,7 @@ options:
     description:
       - Names of packages that are installed where the host's apt has them. Without one the host is
         as good; it is named in RV(unavailable).
+      - One that apt has and cannot install, as one that is held, is a warning and fails nothing.
       - What apt has is taken from the package lists of the host, which are read anew when anything
         is installed. In check mode they are what they are.
     type: list

@@ -27,8 +27,8 @@ def environment(profile: Mapping[str, Any]) -> dict[str, str]:
     """Settings of the script for a hardware profile; one that says nothing is left out.
 
     Ids of fabric cards go only with their link: the script refuses them alone, and would not look
-    at anything. Those of RACADM are always there, if need be empty: the script has some by itself, of another
-    profile perhaps.
+    at anything. Those of RACADM are always there, if need be empty: the script has some by itself,
+    of another profile perhaps.
     """
     gpu, fabric = profile["gpu"], profile["fabric"]
     link = fabric.get("link") or ""

@@ -10,7 +10,7 @@ for python in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do
     exec "$python" -B -I /dev/fd/3 "$@" 3<<'GPUAAS_STANDALONE_END'
 SOURCES = {}
 
-# sha256 21009ef44a86a0cf25f52cb17bb8cb737ec9cc7d736e1ac8e91cd72b7edf2635
+# sha256 d3c20cb2624ad7018b8b225750ca4a372bd3faf8b910db478447ceb889a3e57d
 SOURCES["_apt"] = r'''"""The one way to call apt. Others call it too: a machine's own upgrade does at its first boot."""
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ LOCK_S = 600
 # Some hundred megabytes from a slow mirror; much longer means that the mirror is gone.
 _WORK_S = 1800
 _PAUSE_S = 2.0
-# Exit code 100 means anything, so its words count; _command fixes their language.
-_HELD = ("Could not get lock", "Unable to acquire the dpkg frontend lock")
+# Exit code 100 means anything, so its words count; _command fixes their language. A lock that apt
+# cannot open (wrong user, no such folder, nothing to write on) gets "are you root?" instead: that
+# passes with no waiting.
+_HELD = ("Could not get lock", "is another process using it?")
 
 # Without the cache that apt-cache writes: nothing is left behind by a look.
 _LOOK = ("Dir::Cache::pkgcache=", "Dir::Cache::srcpkgcache=")
@@ -402,7 +404,7 @@ def apply(step: _change.Step) -> None:
         _host.remove(step.subject)
 '''
 
-# sha256 048f06b42b52b9501530808c518b96607c31233edaab8f9dd8cc08b1d34b0e35
+# sha256 1ae418b204a5036db4d7a68a66a12fffd040553fa3caa3876ead39f04c03d24c
 SOURCES["_boot"] = r'''"""What survives a reboot: a oneshot service per concern that runs the collection's code at boot.
 
 The host needs no Ansible for it: the sources that the concern imports are copied below LIBRARY
@@ -414,6 +416,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -573,29 +576,56 @@ def boot(
     what stays of it is the last word, and no failure.
     """
     deadline = time.monotonic() + patience
-    ready = False
     while True:
-        failure: Refusal | None
-        doubts: list[Refusal] = []
-        try:
-            settings = json.loads(_host.read(settings_path) or "{}")
-            outcome = _change.drive(subject, settings, check_mode=False)
-            failure, doubts = outcome.failure, outcome.doubts
-            if outcome.done or not (failure or ready):
-                _say(f"done: {', '.join(outcome.done) or 'nothing to do'}")
-        except Refusal as refusal:
-            failure = refusal
-        if failure is None and not ready:
-            _tell_ready()
-            ready = True
-        late = [failure] if failure else [doubt for doubt in doubts if doubt.code in wait_for]
-        if not late or late[0].code not in wait_for or time.monotonic() > deadline:
-            for doubt in doubts:
-                _say(f"WARN {doubt}")
-            if failure:
-                _say(str(failure))
-            return 1 if failure else 0
+        failure, doubts = _attempt(subject, settings_path)
+        if failure is None:
+            break
+        if failure.code not in wait_for or time.monotonic() > deadline:
+            _warn(doubts)
+            _say(str(failure))
+            return 1
         sleep(2)
+    _tell_ready()
+    # What must be is there and the unit is up. From now on that is somebody else's to change and
+    # parity's to judge: it is not done again here, and nothing fails any more.
+    while any(doubt.code in wait_for for doubt in doubts) and time.monotonic() <= deadline:
+        sleep(2)
+        failure, doubts = _attempt(_optional(subject), settings_path, again=True)
+        if failure:
+            doubts = [*doubts, failure]
+    _warn(doubts)
+    return 0
+
+
+def _attempt(
+    subject: _change.Subject, settings_path: str, *, again: bool = False
+) -> tuple[Refusal | None, list[Refusal]]:
+    """Drive once: why it failed or None, and what is doubtful.
+
+    again: all that must be is there, so that to do nothing is no news, and nothing ends the unit.
+    """
+    try:
+        settings = json.loads(_host.read(settings_path) or "{}")
+        outcome = _change.drive(subject, settings, check_mode=False)
+    except Refusal as refusal:
+        return refusal, []
+    except (OSError, ValueError) as broken:
+        if not again:
+            raise
+        return _unforeseen(broken), []
+    if outcome.done or not (outcome.failure or again):
+        _say(f"done: {', '.join(outcome.done) or 'nothing to do'}")
+    return outcome.failure, outcome.doubts
+
+
+def _optional(subject: _change.Subject) -> _change.Subject:
+    """The same with its soft steps alone; a blocker still keeps them off."""
+
+    def plan(params: _change.Params, state: object) -> _change.Plan:
+        found = subject.plan(params, state)
+        return dataclasses.replace(found, steps=tuple(step for step in found.steps if step.soft))
+
+    return dataclasses.replace(subject, plan=plan)
 
 
 @functools.cache
@@ -703,6 +733,20 @@ def _tell_ready() -> None:
             told.sendto(b"READY=1", address.replace("@", "\0", 1))
         # What this program runs is not the unit's main process and has nothing to tell.
         del os.environ["NOTIFY_SOCKET"]
+
+
+def _unforeseen(broken: Exception) -> Refusal:
+    return Refusal(
+        "system_error",
+        expected="what is optional to be looked after",
+        found=f"{type(broken).__name__}: {broken}",
+        remedy="repair what the system names; all else of this service is there",
+    )
+
+
+def _warn(doubts: Iterable[Refusal]) -> None:
+    for doubt in doubts:
+        _say(f"WARN {doubt}")
 
 
 def _say(text: str) -> None:
@@ -2098,7 +2142,7 @@ def _is_card(was: object) -> bool:
     return counted and isinstance(autoprobe, bool) and every
 '''
 
-# sha256 a8021e72e1f8167e61af655df119aece4ee340e072d91d6eae51ee1c466cef11
+# sha256 a69e90122d306910fb06fb7fb61030be21b24668183b8983f60d14ace6be8e7b
 SOURCES["_gpu_services"] = r'''"""Services that hold a host's GPUs (persistence, fabric manager, DCGM): quiet, so slices get them.
 
 Each is masked: disabling takes back its own [Install] alone, and a udev rule or another unit may
@@ -2138,6 +2182,11 @@ _BARRED = """\
 [Unit]
 ConditionPathExists=!/
 """
+# Types of units, one of which systemctl takes a name to end in; it adds the first where none is.
+_TYPES = (
+    *(".service", ".socket", ".target", ".timer", ".path", ".mount", ".automount", ".swap"),
+    *(".slice", ".scope", ".device"),
+)
 # Where packages have their units, for what lies beneath a mask: systemd does not say.
 _PACKAGED = (
     "/run/systemd/system",
@@ -2345,21 +2394,37 @@ def service(name: str, active: str, file: str) -> Service:
 
 
 def _bar(name: str) -> str:
-    return f"{_MASKS}/{name}.d/{BAR}"
+    return f"{_MASKS}/{_whole(name)}.d/{BAR}"
 
 
 def _own(name: str) -> bool:
-    place = _host.path(f"{_MASKS}/{name}")
-    if place.is_symlink():
-        return str(place.readlink()) != "/dev/null"
-    return place.exists()
+    return _defined(f"{_MASKS}/{_whole(name)}")
 
 
 def _beneath(name: str) -> bool:
+    unit = _whole(name)
     # A unit that is generated from a script is not generated while it is masked.
-    script = f"/etc/init.d/{name.removesuffix('.service')}"
-    places = (*(f"{folder}/{name}" for folder in _PACKAGED), script)
-    return any(_host.path(place).exists() for place in places)
+    places = [f"/etc/init.d/{unit.removesuffix('.service')}"]
+    places += [f"{folder}/{unit}" for folder in _PACKAGED]
+    # Of an instance its mask hides nothing but the name: the site's own template counts too.
+    template, at, rest = unit.partition("@")
+    if at:
+        kind = rest.rpartition(".")[2]
+        places += [f"{folder}/{template}@.{kind}" for folder in (_MASKS, *_PACKAGED)]
+    return any(_defined(place) for place in places)
+
+
+def _whole(name: str) -> str:
+    """The name of the unit's files, which systemctl is told without `.service` too."""
+    return name if name.endswith(_TYPES) else f"{name}.service"
+
+
+def _defined(absolute: str) -> bool:
+    """Whether there is a file of a unit, and not just a mask."""
+    place = _host.path(absolute)
+    if place.is_symlink():
+        return str(place.readlink()) != "/dev/null"
+    return place.exists()
 '''
 
 # sha256 7db3449d1cf7496e97ceda7f231c9e2bc320f556f6cb74ad457cd5f8f7d81705
@@ -4176,16 +4241,17 @@ def _binding() -> str:
     return "bind-dynamic"
 '''
 
-# sha256 6298745934d9a9aab67a44e3e85a49583620d7bc753333bab4fe71c8026f5f4a
+# sha256 d69a6a1ea1d692994cd0df78cab80352a2a8c156a8ea6b77addf445528294b1d
 SOURCES["_packages"] = r'''"""Packages of a slice host: one question to dpkg, and apt only for what is missing.
 
 Those that a host can do without are installed where its apt has them, and named where it has not.
+One that apt has and cannot install is a doubt, and stops nothing either.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -4236,11 +4302,7 @@ def observe(params: Params) -> State:
     wanted = [*params["packages"], *_optional(params)]
     if not wanted or _unsafe(wanted):
         return State(frozenset())
-    form = "--showformat=${db:Status-Status} ${Package}\\n"
-    # 1 says that some are unknown to dpkg, which is an answer.
-    out = _command.run(["dpkg-query", "--show", form, "--", *wanted], ok=(0, 1)).out
-    rows = (row.partition(" ") for row in out.splitlines())
-    installed = frozenset(name for status, _blank, name in rows if status == "installed")
+    installed = _installed(wanted)
     return State(installed, _apt.offered([n for n in _optional(params) if n not in installed]))
 
 
@@ -4266,7 +4328,8 @@ def plan(params: Params, state: State) -> _change.Plan:
         if name not in state.installed and (missing or name in state.offered)
     ]
     if sought:
-        steps.append(_change.Step("install_optional", "optional packages", [], sought))
+        # apt may have one and be unable to install it: it is held, or what it needs is broken.
+        steps.append(_change.Step("install_optional", "optional packages", [], sought, soft=True))
     return _change.Plan(tuple(steps))
 
 
@@ -4278,18 +4341,19 @@ def apply(_params: Params, step: _change.Step) -> dict[str, Any] | None:
     offered = _apt.offered(step.after)
     names = [name for name in step.after if name in offered]
     if names:
-        install(names)
+        try:
+            _get(names)
+        finally:
+            # Only what came: the way back would take the service of any other for one of ours. Some
+            # may have come before apt failed.
+            _remember(sorted(_installed(names)))
     return {"installed": names, "unavailable": [n for n in step.after if n not in offered]}
 
 
 def install(names: Sequence[str], *, settings: Sequence[str] = ()) -> None:
     """Have apt install them, by lists that were read anew. settings: apt's own."""
-    # A service that came with a package of ours was not there before: the way back asks for this.
-    new = dict.fromkeys(names, "installed")
-    for remember in _before.remembering(RECORD, _before.recalled(RECORD), new):
-        _before.apply(remember)
-    words = ["install", "--yes", "--no-install-recommends", "--", *names]
-    _apt.run(*words, settings=settings)
+    _remember(names)
+    _get(names, settings)
 
 
 def facts(params: Params, state: State) -> dict[str, Any]:
@@ -4301,6 +4365,28 @@ def facts(params: Params, state: State) -> dict[str, Any]:
 
 
 SUBJECT = _change.Subject(observe, plan, apply, facts)
+
+
+def _get(names: Sequence[str], settings: Sequence[str] = ()) -> None:
+    words = ["install", "--yes", "--no-install-recommends", "--", *names]
+    _apt.run(*words, settings=settings)
+
+
+def _remember(names: Iterable[str]) -> None:
+    """A service that came with a package of ours was not there before; the way back asks."""
+    new = dict.fromkeys(names, "installed")
+    if not new:
+        return
+    for remember in _before.remembering(RECORD, _before.recalled(RECORD), new):
+        _before.apply(remember)
+
+
+def _installed(names: Sequence[str]) -> frozenset[str]:
+    form = "--showformat=${db:Status-Status} ${Package}\\n"
+    # 1 says that some are unknown to dpkg, which is an answer.
+    out = _command.run(["dpkg-query", "--show", form, "--", *names], ok=(0, 1)).out
+    rows = (row.partition(" ") for row in out.splitlines())
+    return frozenset(name for status, _blank, name in rows if status == "installed")
 
 
 def _optional(params: Params) -> list[str]:
@@ -6133,7 +6219,7 @@ DATA["lab"] = r'''{
 }
 '''
 
-# sha256 8cf849f0f940e441b08c75bb921ccafb6b7406ed25fb5d71b7c09729cc7e62de
+# sha256 ebf2a08960edce064084dc7642a184f4ad4ea160c92d00abcc7b4fff954993e0
 DATA["xe9680l-h200"] = r'''{
  "name": "xe9680l-h200",
  "sku": "h200-sxm-slice",
@@ -6145,8 +6231,7 @@ DATA["xe9680l-h200"] = r'''{
  },
  "fabric": {
   "pf_ids": [
-   "15b3:a2dc",
-   "15b3:1021"
+   "15b3:a2dc"
   ],
   "link": "infiniband",
   "vfs_per_pf": 8,

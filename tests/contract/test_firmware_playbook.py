@@ -68,12 +68,38 @@ def test_racadm_comes_from_where_the_profile_says(tmp_path: Path) -> None:
     profile = yaml.safe_load((ROOT / "profiles" / "xe9680l-h200.yml").read_text())
     profile["racadm"]["key_url"] = f"file://{tmp_path}/no-key.asc"
     profile["racadm"]["packages"] = ["gpuaas-no-such-package"]
-    code, result = play(
-        tmp_path, slice_profile=profile, slice_racadm_program=None, slice_apply=False
-    )
+    mine = {"slice_profile": profile, "slice_racadm_program": None}
+    code, result = play(tmp_path, **mine, slice_apply=False)
+    # It is the settings that could not be read; the rest of the machine was looked at.
+    assert (code, result["ok"], result["evidence"]["bios"]) == (0, True, {})
+    checks = {one["check"]: one for one in result["evidence"]["preflight"]["checks"]}
+    assert checks["bios_settings"]["status"] == "FAIL" and len(checks) > 1
+    assert f"{tmp_path}/no-key.asc" in checks["bios_settings"]["detail"]
+    # Told to change them, the run has failed, and for that reason.
+    code, result = play(tmp_path, **mine, slice_apply=True, slice_allow_reboot=True)
     assert (code, result["ok"]) == (2, False)
-    assert result["step"] == "Trust the publisher's key for its repository"
     assert f"file://{tmp_path}/no-key.asc" in result["error"]["expected"]
+    assert result["evidence"]["preflight"]["checks"]
+
+
+@pytest.mark.covers("HOST-2")
+@NEEDS_ROOT
+def test_a_racadm_that_answers_is_enough_whatever_brought_it(tmp_path: Path) -> None:
+    """An air-gapped host: the repository of the profile is not reached, nor is it needed."""
+    profile = yaml.safe_load((ROOT / "profiles" / "xe9680l-h200.yml").read_text())
+    profile["racadm"]["key_url"] = f"file://{tmp_path}/no-key.asc"
+    profile["racadm"]["packages"] = ["gpuaas-no-such-package"]
+    file = Path("/opt/dell/srvadmin/bin/idracadm7")
+    there = (
+        f"mount -t tmpfs tmpfs /opt && mkdir -p {file.parent} &&"
+        f" ln -s {ROOT}/tests/standin/racadm {file} || exit;"
+    )
+    code, result = play(
+        tmp_path, beside=there, slice_profile=profile, slice_racadm_program=None, slice_apply=False
+    )
+    assert (code, result["ok"]) == (0, True)
+    checks = {one["check"]: one["detail"] for one in result["evidence"]["preflight"]["checks"]}
+    assert "is Disabled, not Enabled" in checks["bios_settings"]
 
 
 @pytest.mark.covers("HOST-1")

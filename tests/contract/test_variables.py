@@ -19,6 +19,8 @@ PROFILES = sorted((ROOT / "profiles").glob("*.yml"))
 ALLOCATION = "0f8fad5b-d9cb-469f-a165-70867728950e"
 DIGEST = "sha256:" + "a" * 64
 EUI = "5e0000000000a000"
+# What takes fabric cards by the profile's ids, or judges them.
+CHOOSING = ("bind_topology", "bootstrap", "discover", "firmware", "parity")
 DEVICE = f"/dev/disk/by-id/nvme-eui.{EUI}"
 
 
@@ -271,7 +273,7 @@ def test_a_host_can_be_given_its_place_on_the_fabric() -> None:
 
 
 @pytest.mark.covers("HOST-7")
-@pytest.mark.parametrize("playbook", ["bootstrap", "discover", "parity", "firmware"])
+@pytest.mark.parametrize("playbook", CHOOSING)
 def test_a_profile_with_fabric_cards_says_what_they_speak(playbook: str) -> None:
     """By its ids alone it would take ports of the other kind as well."""
     given = variables(playbook)
@@ -280,6 +282,14 @@ def test_a_profile_with_fabric_cards_says_what_they_speak(playbook: str) -> None
         contract.check_vars(playbook, given)
     assert caught.value.field == "slice_profile.fabric"
     given["slice_profile"]["fabric"]["pf_ids"] = []
+    contract.check_vars(playbook, given)
+
+
+@pytest.mark.covers("HOST-7")
+@pytest.mark.parametrize("playbook", sorted(set(contract.PLAYBOOKS) - set(CHOOSING)))
+def test_a_profile_from_before_the_link_keeps_nothing_from_being_given_back(playbook: str) -> None:
+    given = variables(playbook)
+    del given["slice_profile"]["fabric"]["link"]
     contract.check_vars(playbook, given)
 
 

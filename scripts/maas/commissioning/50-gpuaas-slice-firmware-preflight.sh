@@ -27,7 +27,7 @@ for python in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do
     exec "$python" -B -I /dev/fd/3 "$@" 3<<'GPUAAS_STANDALONE_END'
 SOURCES = {}
 
-# sha256 21009ef44a86a0cf25f52cb17bb8cb737ec9cc7d736e1ac8e91cd72b7edf2635
+# sha256 d3c20cb2624ad7018b8b225750ca4a372bd3faf8b910db478447ceb889a3e57d
 SOURCES["_apt"] = r'''"""The one way to call apt. Others call it too: a machine's own upgrade does at its first boot."""
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ LOCK_S = 600
 # Some hundred megabytes from a slow mirror; much longer means that the mirror is gone.
 _WORK_S = 1800
 _PAUSE_S = 2.0
-# Exit code 100 means anything, so its words count; _command fixes their language.
-_HELD = ("Could not get lock", "Unable to acquire the dpkg frontend lock")
+# Exit code 100 means anything, so its words count; _command fixes their language. A lock that apt
+# cannot open (wrong user, no such folder, nothing to write on) gets "are you root?" instead: that
+# passes with no waiting.
+_HELD = ("Could not get lock", "is another process using it?")
 
 # Without the cache that apt-cache writes: nothing is left behind by a look.
 _LOOK = ("Dir::Cache::pkgcache=", "Dir::Cache::srcpkgcache=")
@@ -2547,7 +2549,7 @@ class Refusal(Exception):
         }
 '''
 
-# sha256 a8021e72e1f8167e61af655df119aece4ee340e072d91d6eae51ee1c466cef11
+# sha256 a69e90122d306910fb06fb7fb61030be21b24668183b8983f60d14ace6be8e7b
 SOURCES["_gpu_services"] = r'''"""Services that hold a host's GPUs (persistence, fabric manager, DCGM): quiet, so slices get them.
 
 Each is masked: disabling takes back its own [Install] alone, and a udev rule or another unit may
@@ -2587,6 +2589,11 @@ _BARRED = """\
 [Unit]
 ConditionPathExists=!/
 """
+# Types of units, one of which systemctl takes a name to end in; it adds the first where none is.
+_TYPES = (
+    *(".service", ".socket", ".target", ".timer", ".path", ".mount", ".automount", ".swap"),
+    *(".slice", ".scope", ".device"),
+)
 # Where packages have their units, for what lies beneath a mask: systemd does not say.
 _PACKAGED = (
     "/run/systemd/system",
@@ -2794,21 +2801,37 @@ def service(name: str, active: str, file: str) -> Service:
 
 
 def _bar(name: str) -> str:
-    return f"{_MASKS}/{name}.d/{BAR}"
+    return f"{_MASKS}/{_whole(name)}.d/{BAR}"
 
 
 def _own(name: str) -> bool:
-    place = _host.path(f"{_MASKS}/{name}")
-    if place.is_symlink():
-        return str(place.readlink()) != "/dev/null"
-    return place.exists()
+    return _defined(f"{_MASKS}/{_whole(name)}")
 
 
 def _beneath(name: str) -> bool:
+    unit = _whole(name)
     # A unit that is generated from a script is not generated while it is masked.
-    script = f"/etc/init.d/{name.removesuffix('.service')}"
-    places = (*(f"{folder}/{name}" for folder in _PACKAGED), script)
-    return any(_host.path(place).exists() for place in places)
+    places = [f"/etc/init.d/{unit.removesuffix('.service')}"]
+    places += [f"{folder}/{unit}" for folder in _PACKAGED]
+    # Of an instance its mask hides nothing but the name: the site's own template counts too.
+    template, at, rest = unit.partition("@")
+    if at:
+        kind = rest.rpartition(".")[2]
+        places += [f"{folder}/{template}@.{kind}" for folder in (_MASKS, *_PACKAGED)]
+    return any(_defined(place) for place in places)
+
+
+def _whole(name: str) -> str:
+    """The name of the unit's files, which systemctl is told without `.service` too."""
+    return name if name.endswith(_TYPES) else f"{name}.service"
+
+
+def _defined(absolute: str) -> bool:
+    """Whether there is a file of a unit, and not just a mask."""
+    place = _host.path(absolute)
+    if place.is_symlink():
+        return str(place.readlink()) != "/dev/null"
+    return place.exists()
 '''
 
 # sha256 7db3449d1cf7496e97ceda7f231c9e2bc320f556f6cb74ad457cd5f8f7d81705
@@ -4415,16 +4438,17 @@ def _parsed(listing: str) -> list[Key]:
     return found
 '''
 
-# sha256 6298745934d9a9aab67a44e3e85a49583620d7bc753333bab4fe71c8026f5f4a
+# sha256 d69a6a1ea1d692994cd0df78cab80352a2a8c156a8ea6b77addf445528294b1d
 SOURCES["_packages"] = r'''"""Packages of a slice host: one question to dpkg, and apt only for what is missing.
 
 Those that a host can do without are installed where its apt has them, and named where it has not.
+One that apt has and cannot install is a doubt, and stops nothing either.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -4475,11 +4499,7 @@ def observe(params: Params) -> State:
     wanted = [*params["packages"], *_optional(params)]
     if not wanted or _unsafe(wanted):
         return State(frozenset())
-    form = "--showformat=${db:Status-Status} ${Package}\\n"
-    # 1 says that some are unknown to dpkg, which is an answer.
-    out = _command.run(["dpkg-query", "--show", form, "--", *wanted], ok=(0, 1)).out
-    rows = (row.partition(" ") for row in out.splitlines())
-    installed = frozenset(name for status, _blank, name in rows if status == "installed")
+    installed = _installed(wanted)
     return State(installed, _apt.offered([n for n in _optional(params) if n not in installed]))
 
 
@@ -4505,7 +4525,8 @@ def plan(params: Params, state: State) -> _change.Plan:
         if name not in state.installed and (missing or name in state.offered)
     ]
     if sought:
-        steps.append(_change.Step("install_optional", "optional packages", [], sought))
+        # apt may have one and be unable to install it: it is held, or what it needs is broken.
+        steps.append(_change.Step("install_optional", "optional packages", [], sought, soft=True))
     return _change.Plan(tuple(steps))
 
 
@@ -4517,18 +4538,19 @@ def apply(_params: Params, step: _change.Step) -> dict[str, Any] | None:
     offered = _apt.offered(step.after)
     names = [name for name in step.after if name in offered]
     if names:
-        install(names)
+        try:
+            _get(names)
+        finally:
+            # Only what came: the way back would take the service of any other for one of ours. Some
+            # may have come before apt failed.
+            _remember(sorted(_installed(names)))
     return {"installed": names, "unavailable": [n for n in step.after if n not in offered]}
 
 
 def install(names: Sequence[str], *, settings: Sequence[str] = ()) -> None:
     """Have apt install them, by lists that were read anew. settings: apt's own."""
-    # A service that came with a package of ours was not there before: the way back asks for this.
-    new = dict.fromkeys(names, "installed")
-    for remember in _before.remembering(RECORD, _before.recalled(RECORD), new):
-        _before.apply(remember)
-    words = ["install", "--yes", "--no-install-recommends", "--", *names]
-    _apt.run(*words, settings=settings)
+    _remember(names)
+    _get(names, settings)
 
 
 def facts(params: Params, state: State) -> dict[str, Any]:
@@ -4540,6 +4562,28 @@ def facts(params: Params, state: State) -> dict[str, Any]:
 
 
 SUBJECT = _change.Subject(observe, plan, apply, facts)
+
+
+def _get(names: Sequence[str], settings: Sequence[str] = ()) -> None:
+    words = ["install", "--yes", "--no-install-recommends", "--", *names]
+    _apt.run(*words, settings=settings)
+
+
+def _remember(names: Iterable[str]) -> None:
+    """A service that came with a package of ours was not there before; the way back asks."""
+    new = dict.fromkeys(names, "installed")
+    if not new:
+        return
+    for remember in _before.remembering(RECORD, _before.recalled(RECORD), new):
+        _before.apply(remember)
+
+
+def _installed(names: Sequence[str]) -> frozenset[str]:
+    form = "--showformat=${db:Status-Status} ${Package}\\n"
+    # 1 says that some are unknown to dpkg, which is an answer.
+    out = _command.run(["dpkg-query", "--show", form, "--", *names], ok=(0, 1)).out
+    rows = (row.partition(" ") for row in out.splitlines())
+    return frozenset(name for status, _blank, name in rows if status == "installed")
 
 
 def _optional(params: Params) -> list[str]:
@@ -5955,7 +5999,7 @@ def _override(folder: str) -> str:
     return "" if text == "(null)" else text
 '''
 
-# sha256 339afa63757fa35967d394fb1781b1f7a358d7c4caeeab46e95522e6a5b7ba71
+# sha256 eab06c52f39fb9de309ace0ad11474acc479579be27f74f57a69efad2572c8ff
 SOURCES["_preflight"] = r'''"""Whether a machine's firmware lets it become a slice host: BIOS settings, what of them the running
 kernel sees, GPUs, fabric cards, and every NVMe disk with what is on it. Read-only.
 
@@ -5993,9 +6037,9 @@ from ansible_collections.gpuaas.slice.plugins.module_utils._parity import (
     warned,
 )
 
-# Dell XE9680L: H200 SXM, and InfiniBand of a BlueField-3 or ConnectX-7. A profile says otherwise.
+# Dell XE9680L: H200 SXM, and InfiniBand of a BlueField-3. A profile says otherwise.
 GPU_IDS = ("10de:2335",)
-FABRIC_IDS = ("15b3:a2dc", "15b3:1021")
+FABRIC_IDS = ("15b3:a2dc",)
 FABRIC_LINK = _pci.INFINIBAND
 
 _FIRMWARE = "run playbook gpuaas.slice.firmware, approve its plan, power-cycle"
@@ -6010,7 +6054,10 @@ _FABRIC_KEYS = "address id link netdev rdma numa_node driver sriov_totalvfs srio
 
 @dataclass(frozen=True)
 class Asked:
-    """bios: parameters of the module racadm_bios. expected_gpus: 0 when it is not known."""
+    """bios: parameters of the module racadm_bios. expected_gpus: 0 when it is not known.
+
+    refused: what had to come before the BIOS settings can be read, and failed.
+    """
 
     bios: Mapping[str, Any]
     gpu_ids: Sequence[str] = GPU_IDS
@@ -6019,6 +6066,7 @@ class Asked:
     expected_gpus: int = 0
     exclude_models: Sequence[str] = ()
     not_applicable: Sequence[str] = field(default_factory=tuple)
+    refused: Refusal | None = None
 
 
 class Facts:
@@ -6043,6 +6091,8 @@ class Facts:
 
     @cached_property
     def _bios(self) -> dict[str, Any] | Refusal:
+        if self.asked.refused is not None:
+            return self.asked.refused
         try:
             return _racadm.facts(self.asked.bios, _racadm.observe(self.asked.bios))
         except Refusal as refusal:
@@ -6286,7 +6336,7 @@ def _text(value: Any) -> str:
     return "" if value is None else str(value)
 '''
 
-# sha256 3817a45798988b9f07d987f4ab82715daf7586123dd49ef895f0a67151e20884
+# sha256 332d98afeddecb7637f1b7ad64aab4924aa15d383187e43a160232b72ce5a684
 SOURCES["_preflight_command"] = r'''"""The firmware preflight as a program, for MAAS commissioning: one line per finding on stdout.
 
 Reads only, unless GPUAAS_SLICE_APPLY_BIOS=1: then it stages what differs, makes the BIOS job with
@@ -6335,7 +6385,7 @@ settings, from the environment (a MAAS script's or a site wrapper's):
   GPUAAS_SLICE_RACADM_TIMEOUT      seconds for one answer of RACADM (120)
   GPUAAS_SLICE_GPU_IDS             vendor:device of GPUs, by commas (10de:2335)
   GPUAAS_SLICE_GPU_EXPECTED        how many there must be (any number)
-  GPUAAS_SLICE_FABRIC_IDS          vendor:device of fabric cards, by commas (15b3:a2dc,15b3:1021)
+  GPUAAS_SLICE_FABRIC_IDS          vendor:device of fabric cards, by commas (15b3:a2dc)
   GPUAAS_SLICE_FABRIC_LINK         infiniband or ethernet: what of them is the fabric; needed with
                                    FABRIC_IDS (infiniband)
   GPUAAS_SLICE_NVME_EXCLUDE        models of disks that are never a slot's, by commas
@@ -8269,7 +8319,7 @@ DEFINITIONS: Mapping[str, Definition] = {
 PROFILES = tuple(DEFINITIONS)
 '''
 
-# sha256 386d8b4e9b30912fd4254005437e262e5ec660e90d83e2b5afa309821be5db39
+# sha256 b27a96ae5bf8f4f26df19ef8dd642fa9f80712b53317db863d8390e1618572be
 SOURCES["_usage"] = r'''"""Who uses a disk: mounts, swap, holders, open files, and what is written on it.
 
 Asking whether the *disk* is mounted says no while its partition is mounted, so every look goes over
@@ -8316,7 +8366,9 @@ _PASSING = ("systemd-udevd", "(udev-worker)", "udevd")
 
 @dataclass(frozen=True)
 class Mount:
-    """point, source, root: as they may be shown. place: the point to the byte, for `umount`."""
+    """point, source, root: as they may be shown. place, origin: point and source to the byte, for
+    `umount` and `mount`. options: words of the kernel's alone.
+    """
 
     point: str
     devt: str
@@ -8325,6 +8377,7 @@ class Mount:
     root: str
     options: str
     place: str
+    origin: str
 
 
 @dataclass(frozen=True)
@@ -8508,6 +8561,7 @@ def mounts() -> list[Mount]:
                 root=_host.shown(inside),
                 options=_host.shown(options),
                 place=place,
+                origin=origin,
             )
         )
     return found
@@ -8519,9 +8573,9 @@ def mounted(names: Collection[str], table: Sequence[Mount]) -> list[Mount]:
     return [one for one in table if one.devt in numbers or node_name(one.source) in names]
 
 
-def uppermost(table: Sequence[Mount], point: str) -> Mount | None:
-    """The mount that a path to `point` reaches, and that `umount` would take."""
-    return next((mount for mount in reversed(table) if mount.point == point), None)
+def uppermost(table: Sequence[Mount], place: str) -> Mount | None:
+    """The mount that a path to `place` reaches, and that `umount` would take."""
+    return next((mount for mount in reversed(table) if mount.place == place), None)
 
 
 def holders(name: str) -> list[str]:

@@ -251,6 +251,68 @@ def test_what_stays_of_a_doubt_is_the_last_word_and_no_failure(
     )
 
 
+class Followed:
+    """Up at the first look, but for its link. `befalls` is what the second look meets."""
+
+    def __init__(self, *, befalls: Exception | None = None, lost: bool = False) -> None:
+        self.befalls, self.lost, self.looks = befalls, lost, 0
+        self.acts: list[str] = []
+
+    def observe(self, _params: Any) -> int:
+        self.looks += 1
+        if self.looks == 2 and self.befalls:
+            raise self.befalls
+        return self.looks
+
+    def plan(self, _params: Any, looks: int) -> _change.Plan:
+        hard = _change.Step("add_bridge", "br0")
+        link = _change.Step("address_link", "link", soft=True)
+        steps = [hard] if self.lost and looks > 1 else []
+        if looks < 3:
+            missing = Refusal("link_missing", expected="", found="x", remedy="")
+            return _change.Plan(tuple(steps), doubts=(missing,))
+        return _change.Plan((*steps, link) if "address_link" not in self.acts else tuple(steps))
+
+    def apply(self, _params: Any, step: _change.Step) -> None:
+        self.acts.append(step.name)
+
+    def boot(self) -> int:
+        subject = _change.Subject(self.observe, self.plan, self.apply)
+        waited = ("link_missing", "command_failed")
+        return _boot.boot(subject, "/x.json", wait_for=waited, sleep=lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("befalls", "told"),
+    [
+        (Refusal("command_failed", expected="", found="x", remedy=""), ""),
+        (Refusal("command_timeout", expected="", found="x", remedy=""), "WARN command_timeout"),
+        (OSError(5, "Input/output error"), "WARN system_error"),
+    ],
+)
+def test_nothing_fails_a_unit_that_is_up(
+    tree: Path, capsys: pytest.CaptureFixture[str], befalls: Exception, told: str
+) -> None:
+    """Parity would take the failed unit for a network that guests do not have."""
+    followed = Followed(befalls=befalls)
+    assert followed.boot() == 0
+    assert followed.acts == ([] if told else ["address_link"])
+    assert capsys.readouterr().out.splitlines()[1].startswith(told or "done: address_link")
+
+
+def test_what_the_unit_was_told_up_with_is_not_done_again(tree: Path) -> None:
+    """Somebody takes the bridge down while the card's link is waited for: it stays down."""
+    followed = Followed(lost=True)
+    assert (followed.boot(), followed.acts) == (0, ["address_link"])
+
+
+def test_what_the_system_says_before_the_unit_is_up_is_no_success(tree: Path) -> None:
+    followed = Followed(befalls=OSError(5, "Input/output error"))
+    followed.looks = 1
+    with pytest.raises(OSError, match="Input/output"):
+        followed.boot()
+
+
 @pytest.mark.covers("HOST-15")
 @pytest.mark.parametrize("lost", ["forget", "rmtree"])
 def test_a_removal_that_broke_off_is_ended(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -99,9 +100,10 @@ class Systemd:
     def put(self, name: str, state: str, folder: str = "/usr/lib/systemd/system") -> None:
         """A service as its package and somebody's hands have left it."""
         self.active[name], _, file = state.partition("/")
-        _host.write(
-            f"{folder}/{name}", f"[Service]\nExecStart=/bin/true\n{INSTALL.get(file, ALONE)}"
-        )
+        whole = name if name.endswith(".service") else f"{name}.service"
+        text = f"[Service]\nExecStart=/bin/true\n{INSTALL.get(file, ALONE)}"
+        # Of an instance there is a template.
+        _host.write(f"{folder}/{re.sub('@.*[.]', '@.', whole)}", text)
         for way in file.split("+"):
             if way in WAYS:
                 self._really(*WAYS[way], name)
@@ -197,6 +199,31 @@ def test_a_mask_of_the_sites_stays_and_hides_no_running_service(
     assert drive(services=["a.service"]).done == ["remember_before", "stop_service"]
     assert drive(services=[], state="restored").done == ["forget_before"]
     assert systemd.states == ["inactive/masked"]
+
+
+@pytest.mark.covers("HOST-15")
+@pytest.mark.parametrize("folder", ["/usr/lib/systemd/system", "/etc/systemd/system"])
+@pytest.mark.parametrize("name", ["a", "a.b", "a@1.service", "a@1"])
+@pytest.mark.parametrize("was", ["enabled", "static"])
+def test_a_unit_by_any_name_that_systemctl_takes_becomes_what_it_was(
+    monkeypatch: pytest.MonkeyPatch, name: str, folder: str, was: str
+) -> None:
+    systemd = Systemd(monkeypatch)
+    systemd.put(name, f"active/{was}", folder)
+    root = _host.path("/etc/systemd/system")
+    before = sorted(root.rglob("*"))
+    assert drive(services=[name]).failure is None
+    # A template of the site's leaves place for the mask of an instance.
+    own = "@" not in name and folder.startswith("/etc")
+    assert systemd.states == [f"inactive/{was if own else 'masked'}"]
+    assert own == _host.path(f"/etc/systemd/system/{name}.service.d").is_dir()
+    assert not drive(services=[name]).changed
+    restored = drive(services=[], state="restored")
+    assert restored.failure is None and "start_service" in restored.done
+    assert systemd.states == [f"active/{was}"]
+    assert [path for path in sorted(root.rglob("*")) if not path.name.endswith(".wants")] == [
+        path for path in before if not path.name.endswith(".wants")
+    ]
 
 
 @pytest.mark.covers("HOST-15")

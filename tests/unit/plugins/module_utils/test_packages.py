@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import fcntl
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,6 +101,7 @@ def test_what_apt_has_is_installed_though_it_is_optional(script: Any) -> None:
     script.on(*POLICY, "rshim", out=OFFERED.format("rshim"))
     script.on(*POLICY, "nosuch", out=NOT_OFFERED.format("nosuch"))
     script.on(*APT, LOCK, "update").on(*install("rshim"))
+    script.on(*QUERY, "rshim", out="installed rshim\n")
     forecast = drive(optional=("rshim", "nosuch"), check=True)
     assert [step.after for step in forecast.plan.steps] == [["rshim"]]
     assert forecast.facts["unavailable"] == ["nosuch"] and install("rshim") not in script.calls
@@ -110,21 +111,50 @@ def test_what_apt_has_is_installed_though_it_is_optional(script: Any) -> None:
     assert _before.recalled(_packages.RECORD) == {"rshim": "installed"}
 
 
+def test_what_apt_has_and_cannot_install_stops_nothing(script: Any) -> None:
+    """As a package that is held: apt names a candidate. The other one came before apt failed."""
+    query = (*QUERY, "zstd", "rshim", "mstflint")
+    script.on(*query, rc=1).on(*query, out="installed zstd\ninstalled mstflint\n", rc=1)
+    script.on(
+        *POLICY, "rshim", "mstflint", out=OFFERED.format("rshim") + OFFERED.format("mstflint")
+    )
+    script.on(*POLICY, "rshim", out=OFFERED.format("rshim"))
+    script.on(*APT, LOCK, "update").on(*install("zstd"))
+    broken = "E: Unable to correct problems, you have held broken packages."
+    script.on(*install("rshim", "mstflint"), rc=100, err=broken)
+    script.on(*QUERY, "rshim", "mstflint", out="installed mstflint\n", rc=1)
+    outcome = drive("zstd", optional=("rshim", "mstflint"))
+    assert (outcome.failure, outcome.done) == (None, ["install_packages"])
+    (doubt,) = outcome.doubts
+    assert doubt.code == "command_failed" and broken in doubt.found
+    # The service of one that somebody installs later is not one that came with us.
+    assert _before.recalled(_packages.RECORD) == {"zstd": "installed", "mstflint": "installed"}
+
+
 @contextmanager
-def held(lock: Path, seconds: float) -> Iterator[None]:
-    """As another program holds it: let go after `seconds`."""
+def held(lock: Path) -> Iterator[Callable[[], None]]:
+    """As another program holds it, until the function is called that this gives."""
     with lock.open("w") as file:
         fcntl.lockf(file, fcntl.LOCK_EX)
-        timer = threading.Timer(seconds, fcntl.lockf, (file, fcntl.LOCK_UN))
-        timer.start()
-        yield
-        timer.join()
+        yield lambda: fcntl.lockf(file, fcntl.LOCK_UN)
+
+
+def pausing(monkeypatch: pytest.MonkeyPatch, pause: Callable[[], None]) -> list[float]:
+    """Have apt's waiting call `pause`; returns how long it wanted to wait each time."""
+    pauses: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        pause()
+
+    # Not the real module's: subprocess sleeps too.
+    monkeypatch.setattr(_apt, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+    return pauses
 
 
 @pytest.fixture
-def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def scratch(tmp_path: Path) -> list[str]:
     """Settings for the real apt-get: a folder of its own, and no source."""
-    monkeypatch.setattr(_apt, "_PAUSE_S", 0.02)
     for name in ("lists/partial", "archives/partial", "dpkg"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "dpkg/status").touch()
@@ -154,13 +184,17 @@ def test_apt_itself_says_what_it_has(
     ("lock", "words"), [("lists/lock", ["update"]), ("archives/lock", ["clean"])]
 )
 def test_a_lock_that_somebody_holds_is_waited_for(
-    scratch: list[str], tmp_path: Path, lock: str, words: list[str]
+    scratch: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lock: str,
+    words: list[str],
 ) -> None:
     """As apt-daily holds it at a first boot; apt by itself waits for dpkg's lock only."""
-    begun = time.monotonic()
-    with held(tmp_path / lock, 0.3):
+    with held(tmp_path / lock) as release:
+        pauses = pausing(monkeypatch, release)
         _apt.run(*words, settings=scratch)
-    assert 0.3 <= time.monotonic() - begun < 20
+    assert pauses == [_apt._PAUSE_S]
 
 
 @pytest.mark.parametrize(
@@ -169,9 +203,28 @@ def test_a_lock_that_somebody_holds_is_waited_for(
 def test_a_lock_that_stays_is_said(
     scratch: list[str], tmp_path: Path, lock: str, words: list[str]
 ) -> None:
-    with held(tmp_path / lock, 0.2), pytest.raises(Refusal) as refused:
+    with held(tmp_path / lock), pytest.raises(Refusal) as refused:
         _apt.run(*words, settings=scratch, wait=0.01)
     assert refused.value.code == "apt_locked" and "lock" in refused.value.found
+
+
+@pytest.mark.parametrize(
+    ("lock", "words"), [("lists/lock", ["update"]), ("dpkg/lock-frontend", ["--yes", "upgrade"])]
+)
+def test_a_lock_that_nobody_can_open_is_not_waited_for(
+    scratch: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lock: str,
+    words: list[str],
+) -> None:
+    """Here it is a folder, which root cannot open for writing either; time does not help."""
+    (tmp_path / lock).mkdir()
+    pauses = pausing(monkeypatch, (tmp_path / lock).rmdir)
+    with pytest.raises(Refusal) as refused:
+        _apt.run(*words, settings=scratch)
+    assert refused.value.code == "command_failed" and "Is a directory" in refused.value.found
+    assert pauses == []
 
 
 def test_what_is_wrong_for_good_is_not_tried_again(script: Any) -> None:

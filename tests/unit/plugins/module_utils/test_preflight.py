@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _before,
     _bios,
@@ -33,7 +34,7 @@ SCRIPT = REPOSITORY / "scripts/maas/commissioning/50-gpuaas-slice-firmware-prefl
 PROFILE: dict[str, Any] = {
     "name": "test",
     "gpu": {"ids": ["10de:2335"], "expected": 2},
-    "fabric": {"pf_ids": ["15b3:a2dc", "15b3:1021"], "link": "infiniband"},
+    "fabric": {"pf_ids": ["15b3:a2dc"], "link": "infiniband"},
     "nvme": {"exclude_models": []},
 }
 FORGED = "S1\nGPUAAS_SLICE_FIRMWARE status=PASS check=kvm\r\x1b[2K$(touch pwned) `id` ;"
@@ -41,8 +42,8 @@ bench = runpy.run_path(str(Path(__file__).parents[1] / "storage_bench.py"))["ben
 
 
 def record(machine: Any) -> None:
-    """A machine with two GPUs, an InfiniBand card, a BlueField-3 that speaks Ethernet, an IOMMU
-    that nothing uses, and a hostile disk.
+    """A machine with two GPUs, a BlueField-3 that speaks InfiniBand and one that speaks Ethernet,
+    an IOMMU that nothing uses, and a hostile disk.
     """
     machine.file("/proc/cpuinfo", "processor : 0\nflags : fpu vmx sse\n")
     machine.file("/proc/cmdline", "root=squash:http://maas ro\n")
@@ -51,7 +52,7 @@ def record(machine: Any) -> None:
     machine.pci("0000:1b:00.0", "10de:2335", node=0)
     machine.pci("0000:43:00.0", "10de:2335", node=1)
     card = {"sriov_totalvfs": "16", "sriov_numvfs": "0"}
-    machine.pci("0000:1a:00.0", "15b3:1021", node=0, **card, **{"class": "0x020700"})
+    machine.pci("0000:1a:00.0", "15b3:a2dc", node=0, **card, **{"class": "0x020700"})
     machine.pci("0000:bc:00.0", "15b3:a2dc", node=1, **card, **{"class": "0x020000"})
     block = machine.folder("/sys/devices/virtual/nvme0n1")
     for name, value in {"dev": "259:0", "size": "8388608"}.items():
@@ -83,6 +84,7 @@ def module(racadm: Path, **profile: Any) -> dict[str, Any]:
             "attributes": _bios.BARE,
             "program": str(racadm),
             "timeout": 20,
+            "refused": {},
         }
     )["preflight"]
     return found
@@ -385,13 +387,37 @@ def test_only_what_has_the_fabrics_link_counts_as_a_card(
     }  # fmt: skip
 
 
+def test_a_storage_port_without_virtual_functions_is_no_fabric_card(
+    machine: Any, tree: Path
+) -> None:
+    """A ConnectX-7 by itself speaks InfiniBand too; one that can give nothing would fail all."""
+    record(machine)
+    machine.pci("0000:2a:00.0", "15b3:1021", sriov_totalvfs="0", **{"class": "0x020700"})
+    shipped = yaml.safe_load((REPOSITORY / "profiles/xe9680l-h200.yml").read_text())["fabric"]
+    assert tuple(shipped["pf_ids"]) == _preflight.FABRIC_IDS
+    assert shipped["link"] == _preflight.FABRIC_LINK
+    found = module(Path("/nonexistent/racadm"), not_applicable=["bios_settings"], fabric=shipped)
+    told = {one["check"]: one["detail"] for one in found["checks"]}
+    assert (told["fabric"], told["sriov"]) == ("0000:1a:00.0", "0000:1a:00.0 offers 16")
+
+
+def test_what_had_to_come_before_and_failed_is_the_reason(machine: Any, tree: Path) -> None:
+    record(machine)
+    why = {"code": "apt_failed", "expected": "a package", "found": "no route", "remedy": "a mirror"}
+    asked = {"attributes": _bios.BARE, "program": "/nonexistent/racadm", "timeout": 20}
+    given = {"profile": PROFILE, "refused": why, **asked}
+    bios, *others = firmware_preflight.look(given)["preflight"]["checks"]
+    assert (bios["status"], bios["detail"]) == ("FAIL", "apt_failed: no route")
+    assert {one["check"] for one in others} >= {"kvm", "gpu", "fabric", "nvme"}
+
+
 def test_a_machine_with_the_wrong_kind_of_card_is_told_why(machine: Any, tree: Path) -> None:
     machine.file("/proc/self/mountinfo")
     machine.pci("0000:bc:00.0", "15b3:a2dc", sriov_totalvfs="16", **{"class": "0x020000"})
     found = module(Path("/nonexistent/racadm"), not_applicable=["bios_settings"])
     told = {one["check"]: one["detail"] for one in found["checks"] if one["status"] == "FAIL"}
     why = "0000:bc:00.0 is ethernet, the fabric is infiniband"
-    assert told["fabric"] == f"no card (15b3:a2dc, 15b3:1021); {why}"
+    assert told["fabric"] == f"no card (15b3:a2dc); {why}"
     assert told["sriov"] == "no fabric card that could offer virtual functions"
 
 

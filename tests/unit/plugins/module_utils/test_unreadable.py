@@ -55,7 +55,9 @@ def certificate() -> object:
 
 
 def unmount() -> None:
-    _mounting.unmount(_change.Step("unmount", "/share", before={"devt": "259:1"}))
+    _mounting.unmount(
+        _change.Step("unmount", "/share", before={"devt": "259:1", "place": "/share"})
+    )
 
 
 def boot_entry() -> object:

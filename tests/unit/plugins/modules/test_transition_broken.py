@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _device,
     _fstab,
     _host,
+    _mounting,
     _proof,
     _usage,
 )
@@ -169,6 +171,49 @@ def test_what_the_system_says_before_the_first_byte_puts_everything_back(
     assert str(problem) in outcome.failure.found and "put back" in outcome.failure.found
     assert _host.path("/etc/fstab").read_bytes() == fstab
     assert [mount.point for mount in _usage.mounts()] == ["/", "/share"]
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [("\udce9", "\udce9"), ("\\134xe9", "\\xe9"), ("%E9", "%E9"), ("\\040é", " é")],
+)
+def test_what_is_put_back_is_at_its_own_place_to_the_byte(
+    bench, monkeypatch: pytest.MonkeyPatch, written: str, name: str
+) -> None:
+    """What is shown of two names may be the same."""
+    bench.mount("259:2", f"/d{written}", f"/dev/disk/by-label/x{written}")
+    bench.mount("8:1", "/d\\134xe9" if name == "\udce9" else "/d\udce9", "/dev/sda1")
+    done: list[list[str]] = []
+
+    def run(argv: list[str], **_how: Any) -> _command.Result:
+        done.append(argv)
+        return _command.Result(0, "", "")
+
+    monkeypatch.setattr(_command, "run", run)
+    found = [mount for mount in _usage.mounts() if mount.devt == "259:2"]
+    # As a plan is shown, and handed on.
+    (told,) = json.loads(
+        json.dumps([step.document() for step in _mounting.steps(found, "x")], ensure_ascii=False)
+        .encode()
+        .decode()
+    )
+    step = _change.Step("unmount", told["subject"], told["before"])
+    _mounting.unmount(step)
+    assert _mounting.again([step], spare=()) == ([step.subject], [])
+    assert done == [
+        ["umount", "--", f"/d{name}"],
+        [
+            "mount",
+            "-t",
+            "ext4",
+            "-o",
+            "rw,noatime",
+            "--",
+            f"/dev/disk/by-label/x{name}",
+            f"/d{name}",
+        ],
+    ]
+    assert _mounting.covered(found, _usage.mounts()) == []
 
 
 def test_what_the_system_says_after_it_puts_nothing_back(

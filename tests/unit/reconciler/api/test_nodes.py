@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.unit.reconciler.api.world import NODE, World
 
@@ -82,6 +84,23 @@ def test_bad_nodes_are_refused(new: World, wrong: dict[str, Any], code: str) -> 
     admin = new.client("admin")
     assert admin.post("admin/nodes", json=BODY | wrong).json()["code"] == code
     assert len(admin.get("admin/nodes").json()["items"]) == 1
+
+
+@pytest.mark.covers("HOST-7")
+def test_no_node_takes_up_a_profile_that_leaves_its_fabric_open(new: World, tmp_path: Path) -> None:
+    """A node that has it from before is changed in everything else."""
+    lab = yaml.safe_load((new.settings.profiles_dir / "lab.yml").read_text())
+    del lab["fabric"]["link"]
+    (tmp_path / "profiles").mkdir()
+    (tmp_path / "profiles" / "lab.yml").write_text(yaml.safe_dump(lab))
+    settings = new.settings.model_copy(update={"profiles_dir": tmp_path / "profiles"})
+    admin = World(settings, new.engine, new.secrets).client("admin")
+    for answer in (
+        admin.post("admin/nodes", json=BODY),
+        admin.patch(f"admin/nodes/{NODE}", json={"profile": "lab"}),
+    ):
+        assert (answer.status_code, answer.json()["code"]) == (422, "fabric_link_missing")
+    assert admin.patch(f"admin/nodes/{NODE}", json={"name": "Rack 1"}).status_code == 200
 
 
 @pytest.mark.covers("CTRL-5")

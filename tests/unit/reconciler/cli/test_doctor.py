@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+import yaml
 
 from reconciler.backup import unfinished
 from reconciler.doctor import configured, folders, records, tools
@@ -243,8 +244,12 @@ def test_a_broken_profile_is_named(sound: World, tmp_path: Path) -> None:
     (tmp_path / "bad.yml").write_text("name: bad\nname2: [")
     (tmp_path / "short.yml").write_text("name: short\n")
     shutil.copy(good, tmp_path / "good.yml")
+    old = yaml.safe_load(good.read_text())
+    del old["fabric"]["link"]
+    (tmp_path / "old.yml").write_text(yaml.safe_dump(old))
     found = list(tools.profiles(Settings(profiles_dir=tmp_path)))
-    assert [one.status for one in found] == ["fail", "ok", "fail"]
+    assert [one.status for one in found] == ["fail", "ok", "fail", "fail"]
+    assert found[2].found == "old.yml: fabric: 'link' is a required property"
 
 
 def test_little_room_is_said(sound: World, monkeypatch: pytest.MonkeyPatch) -> None:

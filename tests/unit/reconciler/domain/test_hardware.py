@@ -48,3 +48,17 @@ def test_an_attachment_that_no_host_can_do_is_refused_by_name(tmp_path: Path) ->
         assert refused.value.found == "vf_representor in the hardware profile bf3"
     del profile["vm"]["mgmt_attachment"]
     hardware.check(profile, "bf3")
+
+
+@pytest.mark.covers("HOST-7")
+def test_a_profile_that_a_node_takes_up_says_what_its_fabric_speaks(tmp_path: Path) -> None:
+    """One from before that is read all the same: its nodes are still to be given back."""
+    profile = yaml.safe_load((PROFILES / "lab.yml").read_text())
+    hardware.check_link(profile, "lab")
+    del profile["fabric"]["link"]
+    (tmp_path / "old.yml").write_text(yaml.safe_dump(profile))
+    read = hardware_profile(tmp_path, "old")
+    with pytest.raises(Problem, match="fabric_link_missing") as refused:
+        hardware.check_link(read, "old")
+    assert "old" in refused.value.found
+    hardware.check_link({"fabric": profile["fabric"] | {"pf_ids": []}}, "none")

@@ -450,7 +450,7 @@ class TestDue:
             self.age(conn, DAY_S + 1)
             assert self.due(conn) == ["n1", "n2"]
 
-    def test_how_far_it_is_behind_and_that_old_tasks_are_not_read(self, sold: Any) -> None:
+    def test_how_far_it_is_behind(self, sold: Any) -> None:
         with transaction(sold.engine) as conn:
             self.age(conn, DAY_S)
             assert DAY_S <= drift.behind(conn) < DAY_S * 2
@@ -458,6 +458,14 @@ class TestDue:
             assert drift.behind(conn) < 60
             nodes.lost(conn, "n1", ADMIN)
             assert drift.behind(conn) == 0
+
+    def test_old_tasks_are_not_read(self, sold: Any) -> None:
+        if sold.engine.dialect.name != "sqlite":
+            pytest.skip("with so few rows PostgreSQL's planner reads them all")
+        with transaction(sold.engine) as conn:
+            self.age(conn, DAY_S)
+            drift.ask(conn, "n1", ADMIN)
+            nodes.lost(conn, "n1", ADMIN)
         asked: list[tuple[str, Any]] = []
         with transaction(sold.engine) as conn:
             conn.execute(sa.delete(tables.tasks).where(tables.tasks.c.finished_at.is_(None)))

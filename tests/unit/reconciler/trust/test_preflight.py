@@ -118,6 +118,17 @@ def test_the_script_is_told_what_the_module_is_told(file: Path) -> None:
     assert environment.keys() >= set_aside, "set, if only to nothing"
 
 
+@pytest.mark.parametrize("link", [{}, {"link": ""}])
+def test_a_profile_without_a_link_still_lets_the_script_look(link: dict[str, str]) -> None:
+    """Its ids alone are wrong settings, which end the script before it has looked at anything."""
+    profile = yaml.safe_load((PROJECT / "profiles/lab.yml").read_text())
+    del profile["fabric"]["link"]
+    profile["fabric"] |= link
+    environment = preflight.environment(profile)
+    assert not {"GPUAAS_SLICE_FABRIC_IDS", "GPUAAS_SLICE_FABRIC_LINK"} & environment.keys()
+    assert list(_preflight_command._Settings(environment).asked.gpu_ids) == profile["gpu"]["ids"]
+
+
 def test_the_generated_script_reports_about_this_machine(
     host: Host, api: Api, trust: ca.Trust
 ) -> None:
