@@ -7,9 +7,10 @@ import shutil
 import sqlite3
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import sqlalchemy as sa
 from psycopg.pq import Conninfo
@@ -72,9 +73,10 @@ def _postgresql(engine: Engine, program: str, words: Sequence[str]) -> None:
             remedy="install postgresql-client, or run pg_dump and pg_restore by hand as"
             " docs/operations.md says, and keep the trust folder with the dump",
         )
+    # The way to the server as the service itself goes it, TLS and all.
     _, given = engine.dialect.create_connect_args(engine.url)
     secret = {"PGPASSWORD": str(given["password"])} if given.get("password") else {}
-    with _service(engine) as file:
+    with _service(given) as file:
         done = subprocess.run(
             [program, f"--dbname=service={_SERVICE}", *words],
             env={**os.environ, "PGSERVICEFILE": str(file), **secret},
@@ -92,11 +94,8 @@ def _postgresql(engine: Engine, program: str, words: Sequence[str]) -> None:
 
 
 @contextmanager
-def _service(engine: Engine) -> Iterator[Path]:
-    """The way to the server as the service itself goes it, TLS and all, as a file for libpq: what
-    is on a command line every user of this machine could read.
-    """
-    _, words = engine.dialect.create_connect_args(engine.url)
+def _service(words: Mapping[str, Any]) -> Iterator[Path]:
+    """A file for libpq: what is on a command line every user of this machine could read."""
     # Some are words for the driver itself, such as what converts its values.
     known = {option.keyword.decode() for option in Conninfo.get_defaults()} - _NOT_IN_A_FILE
     lines = [f"{name}={value}" for name, value in words.items() if name in known]

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from reconciler.domain.errors import Refusal
+
 Status = Literal["ok", "warn", "fail"]
 
 
@@ -36,6 +38,11 @@ def warn(check: str, found: str, *, expected: str, remedy: str) -> Finding:
 
 def fail(check: str, found: str, *, expected: str, remedy: str) -> Finding:
     return Finding(check, "fail", found, expected, remedy)
+
+
+def refused(check: str, refusal: Refusal, found: str = "") -> Finding:
+    """What a part of the service would refuse; found: in more words than its own."""
+    return fail(check, found or refusal.found, expected=refusal.expected, remedy=refusal.remedy)
 
 
 def guarded(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:

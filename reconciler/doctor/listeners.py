@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from reconciler.doctor.finding import Finding, fail, ok, warn
+from reconciler.doctor.finding import Finding, ok, refused, warn
 from reconciler.domain.errors import Problem
 from reconciler.service import addresses
 from reconciler.service.addresses import Address
@@ -20,8 +20,8 @@ def listeners(settings: Settings) -> Iterator[Finding]:
     for check, address, who in asked:
         try:
             found = address(settings)
-        except Problem as refused:
-            yield fail(check, refused.found, expected=refused.expected, remedy=refused.remedy)
+        except Problem as refusal:
+            yield refused(check, refusal)
             continue
         told = "off" if found is None else f"{addresses.told(found)}: {who}"
         if check == "listen" and not addresses.local(found):

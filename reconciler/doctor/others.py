@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from reconciler.api.security import provider
-from reconciler.doctor.finding import Finding, fail, ok, warn
+from reconciler.doctor.finding import Finding, ok, refused, warn
 from reconciler.runs import contract
 from reconciler.runs.awx import check
 from reconciler.runs.awx.access import awx_access
@@ -53,15 +53,14 @@ def awx(settings: Settings) -> Iterator[Finding]:
             for playbook in contract.PLAYBOOKS:
                 try:
                     check.standing(client, access, playbook)
-                except RunError as refused:
-                    if not refused.code.startswith("awx_template_"):
+                except RunError as refusal:
+                    if not refusal.code.startswith("awx_template_"):
                         raise
-                    wrong[playbook] = refused
+                    wrong[playbook] = refusal
     except RunError as away:
-        yield fail("awx", f"{away.code}: {away.found}", expected=away.expected, remedy=away.remedy)
+        yield refused("awx", away, f"{away.code}: {away.found}")
         return
     for playbook, one in wrong.items():
-        found = f"{playbook}: {one.found}"
-        yield fail("awx", found, expected=one.expected, remedy=one.remedy)
+        yield refused("awx", one, f"{playbook}: {one.found}")
     if not wrong:
         yield ok("awx", f"{access.url}: {len(contract.PLAYBOOKS)} job templates as they must be")

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from sqlalchemy import Connection, Engine, exc
 
 from reconciler.backup import unfinished
-from reconciler.doctor.finding import Finding, fail, ok, warn
+from reconciler.doctor.finding import Finding, fail, ok, refused, warn
 from reconciler.domain.errors import Problem
 from reconciler.domain.states import Role, SlotState, TaskState
 from reconciler.runs import lock
@@ -36,7 +36,7 @@ def database(settings: Settings) -> tuple[Engine | None, list[Finding]]:
     try:
         unfinished.refuse(settings)
     except Problem as cut:
-        return None, [fail("database", cut.found, expected=cut.expected, remedy=cut.remedy)]
+        return None, [refused("database", cut)]
     if not settings.database_url:
         file = settings.state_dir / "reconciler.db"
         if not file.is_file():
@@ -143,7 +143,7 @@ def _hosts(conn: Connection) -> Iterator[Finding]:
         if end <= now:
             told = certificates.expired(node_id, end)
             found = f"node {node_id}: host_certificate_expired, {told.found}"
-            yield fail("host_certificates", found, expected=told.expected, remedy=told.remedy)
+            yield refused("host_certificates", told, found)
         elif end <= now + _ENDING_S:
             yield warn(
                 "host_certificates",

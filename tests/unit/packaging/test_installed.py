@@ -70,10 +70,8 @@ class Installed:
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+def installed(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Installed:
     folder = tmp_path_factory.mktemp("installed")
-    _quietly(OURS / "uv", "build", "--wheel", "--out-dir", folder, ROOT)
-    (wheel,) = folder.glob("*.whl")
     _quietly(OURS / "python", "-m", "venv", "--without-pip", folder / "opt")
     python = folder / "opt" / "bin" / "python"
     _quietly(OURS / "uv", "pip", "install", "--no-deps", "--offline", "--python", python, wheel)

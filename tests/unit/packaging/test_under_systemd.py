@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,31 +12,27 @@ from typing import Any
 
 import pytest
 
-from tests.unit.packaging.machine import ROOT, Machine, booted, installed
+from tests.unit.packaging.machine import Machine, booted, installed
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(os.geteuid() != 0, reason="a machine of its own needs root"),
     pytest.mark.skipif(not Path("/usr/sbin/sshd").exists(), reason="needs openssh-server"),
 ]
-OURS = Path(sys.executable).parent
 READY = ("curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", "http://127.0.0.1:8080/readyz")
 RUNS = ("pgrep", "-u", "gpuaas", "-f", "bin/ansible-playbook")
 
 
 @pytest.fixture(scope="module")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+def machine(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Iterator[Machine]:
     """The service as an operator installs it, on a host that it enrols: the machine itself."""
     folder = tmp_path_factory.mktemp("systemd")
-    build = [str(OURS / "uv"), "build", "-q", "--wheel", "--out-dir", str(folder), str(ROOT)]
-    subprocess.run(build, check=True, timeout=120)
-    (wheel,) = folder.glob("*.whl")
     (packages,) = [entry for entry in sys.path if entry.endswith("site-packages")]
     (folder / "machine").mkdir()
     shown = {
         Path(sys.base_prefix): "/opt/python",
         Path(packages): "/opt/dependencies",
-        folder: "/opt/wheel",
+        wheel.parent: "/opt/wheel",
     }
     with booted(folder / "machine", shown) as machine:
         installed(machine, Path("/opt/wheel", wheel.name))

@@ -31,6 +31,7 @@ from reconciler.store.engine import open_engine, transaction
 from reconciler.store.lifecycle import ENTITIES, Overdue
 from reconciler.store.migrations import migrate
 from reconciler.store.rows import Record
+from tests.unit.reconciler import wipes
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 ADMIN = Act("admin:alice", "test", "corr-1", role="platform-admin")
@@ -200,16 +201,7 @@ class Site:
 
     def proofs(self, conn: sa.Connection, allocation_id: str) -> dict[str, dict[str, Any]]:
         """Wipe proofs as the host would give them."""
-        return {
-            claim["slot_id"]: {
-                "disk": claim["nvme_identity"],
-                "serial": claim["nvme_serial"],
-                "size_bytes": claim["nvme_size_bytes"],
-                "method": "user_data_erase",
-                "verified": True,
-            }
-            for claim in allocations.claims(conn, allocation_id)
-        }
+        return wipes.proofs(conn, allocation_id)
 
     def late(self, conn: sa.Connection, entity: str, key: str) -> Overdue:
         """A record whose deadline passes now, as whoever looks for such finds it."""

