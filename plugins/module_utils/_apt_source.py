@@ -106,12 +106,24 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
     fingerprint = _openpgp.normal(params["fingerprint"])
     fetched = f"{_host.STATE_DIRECTORY}/fetched-{params['name']}.key"
     try:
-        _download.fetch(params["key_url"], fetched, compression="none", size_bytes=_LARGEST_KEY)
+        _fetch_key(params["key_url"], fetched)
         armoured = _openpgp.only(_host.path(fetched), fingerprint)
     finally:
         _host.remove(fetched)
     _host.write(step.subject, armoured)
     return {"fingerprint": fingerprint}
+
+
+def _fetch_key(url: str, target: str) -> None:
+    try:
+        _download.fetch(url, target, compression="none", size_bytes=_LARGEST_KEY)
+    except Refusal as refusal:
+        raise Refusal(
+            "key_unreachable",
+            expected=f"a key of at most {_LARGEST_KEY} bytes at {_download.shown(url)}",
+            found=refusal.found,
+            remedy="correct where the key comes from (key_url), or the host's way to it",
+        ) from refusal
 
 
 def facts(params: _change.Params, state: State) -> dict[str, Any]:

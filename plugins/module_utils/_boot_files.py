@@ -36,7 +36,7 @@ sys.path.insert(0, "{library}")
 
 from {package} import {module}
 
-sys.exit({module}.boot("{settings}"))
+sys.exit({module}.{entry}("{settings}"))
 """
 
 _UNIT = """\
@@ -52,7 +52,7 @@ ExecStart={program}
 {after}TimeoutStartSec=180
 
 [Install]
-WantedBy=multi-user.target
+WantedBy={target}
 """
 
 
@@ -60,10 +60,11 @@ WantedBy=multi-user.target
 class Unit:
     """A concern that is brought back at boot.
 
-    module: the file of module_utils with `boot`. settings: what `boot` is given, kept as JSON in
-    `settings_path`. order: lines of the [Unit] section. after: ExecStartPost or "". patient: `boot`
-    goes on waiting for what is optional after it has told systemd that the rest is there; `after`
-    and units that wait for this one are not kept waiting.
+    module, entry: the file of module_utils and its function that is called. settings: what it is
+    given, kept as JSON in `settings_path`. order: lines of the [Unit] section. target: what pulls
+    the unit in. after: ExecStartPost or "". patient: `entry` goes on waiting for what is optional
+    after it has told systemd that the rest is there; `after` and units that wait for this one are
+    not kept waiting.
     """
 
     name: str
@@ -72,6 +73,8 @@ class Unit:
     settings_path: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     order: tuple[str, ...] = ()
+    entry: str = "boot"
+    target: str = "multi-user.target"
     after: str = ""
     patient: bool = False
 
@@ -91,7 +94,11 @@ class Unit:
 def frame(unit: Unit) -> dict[str, tuple[str, int]]:
     """Unit and program: text and mode by path."""
     program = _SCRIPT.format(
-        library=LIBRARY, package=PACKAGE, module=unit.module, settings=unit.settings_path
+        library=LIBRARY,
+        package=PACKAGE,
+        module=unit.module,
+        entry=unit.entry,
+        settings=unit.settings_path,
     )
     definition = _UNIT.format(
         description=unit.description,
@@ -99,6 +106,7 @@ def frame(unit: Unit) -> dict[str, tuple[str, int]]:
         order="\n".join(unit.order),
         program=unit.program,
         after=f"ExecStartPost={unit.after}\n" if unit.after else "",
+        target=unit.target,
     )
     return {unit.program: (program, 0o755), unit.path: (definition, 0o644)}
 

@@ -29,6 +29,19 @@ FABRIC = Unit(
     settings_path="/etc/gpuaas/fabric.json",
     order=("After=systemd-modules-load.service", "Before=gpuaas-slice-vfio.service"),
 )
+# Before anything loads drivers. The functions of fabric cards are made later, and wait for BINDING.
+CLAIM = Unit(
+    name="gpuaas-slice-vfio-claim",
+    description="Keep the approved PCI functions of this slice host from its own drivers",
+    module="_vfio",
+    entry="claim",
+    settings_path="/etc/gpuaas/vfio-binding.json",
+    order=(
+        "DefaultDependencies=no",
+        "Before=systemd-modules-load.service systemd-udevd.service systemd-udev-trigger.service",
+    ),
+    target="sysinit.target",
+)
 BINDING = Unit(
     name="gpuaas-slice-vfio",
     description="Bind the approved PCI functions of this slice host to vfio-pci",

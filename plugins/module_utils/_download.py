@@ -114,7 +114,7 @@ def _read(source: IO[bytes] | http.client.HTTPResponse) -> Iterator[bytes]:
         yield block
 
 
-def _shown(url: str) -> str:
+def shown(url: str) -> str:
     """Without the query: that of a signed address is a secret."""
     return urlsplit(url)._replace(query="", fragment="").geturl()
 
@@ -122,7 +122,7 @@ def _shown(url: str) -> str:
 def _too_large(url: str, limit: int) -> Refusal:
     return Refusal(
         "image_too_large",
-        expected=f"at most {limit} bytes from {_shown(url)}",
+        expected=f"at most {limit} bytes from {shown(url)}",
         found="more; the rest was not taken",
         remedy="correct the size in the image catalogue, or the source",
     )
@@ -131,7 +131,7 @@ def _too_large(url: str, limit: int) -> Refusal:
 def _unreachable(url: str, found: str) -> Refusal:
     return Refusal(
         "image_unreachable",
-        expected=f"the image at {_shown(url)}",
+        expected=f"the image at {shown(url)}",
         found=found,
         remedy="check the source in the image catalogue and the host's way to it",
     )

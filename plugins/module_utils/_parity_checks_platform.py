@@ -167,7 +167,7 @@ def vfio_binding(facts: Facts) -> Verdict:
             problems.append(f"{address} is on {device.driver or 'no driver'}")
         elif not _pci.answers(address):
             problems.append(f"{address} does not answer")
-    problems += facts.not_at_boot(_boot_units.BINDING)
+    problems += facts.not_at_boot(_boot_units.BINDING) + facts.not_at_boot(_boot_units.CLAIM)
     path = _boot_units.BINDING.settings_path
     try:
         recorded = kept(path).get("devices") or {}

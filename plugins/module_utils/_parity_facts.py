@@ -170,8 +170,8 @@ class Facts:
 
     @cached_property
     def _units(self) -> dict[str, Unit]:
-        names = [_boot_units.NETWORK.service, OLD_BASELINE]
-        names += [_boot_units.FABRIC.service, _boot_units.BINDING.service]
+        ours = (_boot_units.FABRIC, _boot_units.BINDING, _boot_units.CLAIM)
+        names = [_boot_units.NETWORK.service, OLD_BASELINE, *(unit.service for unit in ours)]
         names += [RSHIM] if self.network.get("tmfifo") else []
         names += self.profile.get("gpu_services", [])
         keys = "Id,LoadState,ActiveState,SubState,UnitFileState,Result"

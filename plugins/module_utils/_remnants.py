@@ -169,7 +169,8 @@ def _binding(facts: Facts) -> Iterator[Item]:
     bound = [f"{address} would be bound at boot" for address in sorted(record)]
     there = [] if bound or _file(path) == "absent" else ["is there, without a device"]
     yield _none("vfio_binding", path, bound + there)
-    yield from _service(facts, "vfio_binding", _boot_units.BINDING.service)
+    for unit in (_boot_units.BINDING, _boot_units.CLAIM):
+        yield from _service(facts, "vfio_binding", unit.service)
 
 
 def _kernel(facts: Facts) -> Iterator[Item]:

@@ -184,6 +184,48 @@ def boot(settings_path: str) -> int:
     return _boot.boot(LIVE, settings_path, wait_for=("device_missing", "device_busy"))
 
 
+def claim(settings_path: str) -> int:
+    """Early at boot: let no driver of the host take what was recorded and what is there by then.
+
+    A GPU driver that finds the cards first opens them, and must be made to let go again. This binds
+    nothing: `boot` does, and refuses what is not as it was.
+    """
+    return _boot.boot(_CLAIM, settings_path) if _boot.slice_mode() else 0
+
+
+def _unclaimed(params: Params) -> list[_pci.Device]:
+    """Recorded devices without a word on who may drive them; what has a driver keeps it for now."""
+    recorded_as = dict(params.get("devices", {}))
+    there = [_pci.read(address) for address in sorted(recorded_as) if _pci.present(address)]
+    return [
+        device
+        for device in there
+        if device.id == recorded_as[device.address]
+        and not device.driver
+        and device.driver_override != _pci.VFIO
+    ]
+
+
+def _plan_claim(_params: Params, unclaimed: list[_pci.Device]) -> _change.Plan:
+    return _change.Plan(
+        tuple(
+            _change.Step("claim_device", device.address, device.driver_override, _pci.VFIO)
+            for device in unclaimed
+        )
+    )
+
+
+def _apply_claim(_params: Params, step: _change.Step) -> None:
+    _pci.override(step.subject, _pci.VFIO)
+
+
+# The tenant of a whole machine is guarded where /var is mounted that early; slice mode always is.
+_CLAIM = _tenancy.guarded(
+    _change.Subject(_unclaimed, _plan_claim, _apply_claim),
+    lambda _params, found: bool(found.steps),
+)
+
+
 def _refusal(address: str, params: Params, state: State, bind: set[str]) -> Refusal | None:
     device = state.devices.get(address)
     if device is None:

@@ -15,7 +15,7 @@ description:
   - Refuses while anything on the host lets apt take packages without a signature, such as
     C([trusted=yes]) on any other source. The file of O(name) itself is rewritten.
   - Refuses with C(fingerprint_invalid), C(source_invalid), C(key_fingerprint_mismatch),
-    C(key_not_valid), C(unauthenticated_source), C(source_defined_elsewhere).
+    C(key_not_valid), C(key_unreachable), C(unauthenticated_source), C(source_defined_elsewhere).
   - Does not update apt's lists.
 options:
   name:

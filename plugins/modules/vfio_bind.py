@@ -17,6 +17,8 @@ description:
   - Records the devices with their ids in C(/etc/gpuaas/vfio-binding.json).
     C(gpuaas-slice-vfio.service) binds them again at boot, before libvirt, and refuses an address
     that then holds another device. For 90 seconds it waits for a device that is missing or in use.
+  - C(gpuaas-slice-vfio-claim.service) comes before the drivers at boot. It lets nobody but vfio-pci
+    take the recorded devices that are there by then; a GPU driver of the host never opens them.
   - Acts only on a host in slice mode (C(/etc/gpuaas/slice-mode.json)).
   - Refuses with C(machine_leased) while a tenant has the whole machine, with C(not_slice_mode),
     C(device_missing), C(wrong_class), C(group_not_viable) and C(device_busy); nothing is forced.
@@ -88,36 +90,38 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
 @dataclass(frozen=True)
 class State:
     live: _vfio.State
-    installed: _boot.Installed
+    installed: tuple[_boot.Installed, ...]
 
 
-def _unit(params: _change.Params, live: _vfio.State) -> _boot.Unit:
-    """The boot service for what will be recorded when this run is done."""
+def _units(params: _change.Params, live: _vfio.State) -> list[_boot.Unit]:
+    """The boot services for what will be recorded when this run is done."""
     bind, release = _vfio.wanted(params, live), _vfio.to_release(params, live)
     kept = {a: id_ for a, id_ in live.recorded.items() if a not in release}
     kept.update({a: live.devices[a].id for a in bind if a in live.devices})
-    return dataclasses.replace(_boot_units.BINDING, settings={"devices": kept})
+    services = (_boot_units.BINDING, _boot_units.CLAIM)
+    return [dataclasses.replace(unit, settings={"devices": kept}) for unit in services]
 
 
 def observe(params: _change.Params) -> State:
     live = _vfio.observe(params)
-    return State(live, _boot.observe(_unit(params, live)))
+    return State(live, tuple(_boot.observe(unit) for unit in _units(params, live)))
 
 
 def plan(params: _change.Params, state: State) -> _change.Plan:
     live = _vfio.plan(params, state.live)
-    unit = _unit(params, state.live)
-    if unit.settings["devices"]:
-        service = _boot.plan(unit, state.installed)
-    else:
-        service = _boot.plan_removal(unit, state.installed)
-    return _change.Plan((*live.steps, *service), live.blockers)
+    steps = list(live.steps)
+    for unit, installed in zip(_units(params, state.live), state.installed, strict=True):
+        kept = bool(unit.settings["devices"])
+        steps += (_boot.plan if kept else _boot.plan_removal)(unit, installed)
+    return _change.Plan(tuple(steps), live.blockers)
 
 
 def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
     if step.name not in _boot.STEPS:
         return _vfio.apply(params, step)
-    _boot.apply(_unit(params, _vfio.observe(params)), step)
+    service = step.subject.partition(" ")[0]
+    units = _units(params, _vfio.observe(params))
+    _boot.apply(next(unit for unit in units if unit.service == service), step)
     return None
 
 

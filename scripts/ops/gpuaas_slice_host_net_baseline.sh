@@ -755,7 +755,7 @@ def _say(text: str) -> None:
     sys.stdout.flush()
 '''
 
-# sha256 210be0c88bbcebbab4b15225b3f50112c859cc1308f22f78858084b248ddb05c
+# sha256 573a8ebfd69f7a4c3f47ac19357acbcb427745c50d78b6582f3582a1237729e8
 SOURCES["_boot_files"] = r'''"""What a boot service consists of on disk: unit, program, settings, and the code that it runs.
 
 Apart from `_boot`, which installs and removes them, since parity needs only this: whether what the
@@ -794,7 +794,7 @@ sys.path.insert(0, "{library}")
 
 from {package} import {module}
 
-sys.exit({module}.boot("{settings}"))
+sys.exit({module}.{entry}("{settings}"))
 """
 
 _UNIT = """\
@@ -810,7 +810,7 @@ ExecStart={program}
 {after}TimeoutStartSec=180
 
 [Install]
-WantedBy=multi-user.target
+WantedBy={target}
 """
 
 
@@ -818,10 +818,11 @@ WantedBy=multi-user.target
 class Unit:
     """A concern that is brought back at boot.
 
-    module: the file of module_utils with `boot`. settings: what `boot` is given, kept as JSON in
-    `settings_path`. order: lines of the [Unit] section. after: ExecStartPost or "". patient: `boot`
-    goes on waiting for what is optional after it has told systemd that the rest is there; `after`
-    and units that wait for this one are not kept waiting.
+    module, entry: the file of module_utils and its function that is called. settings: what it is
+    given, kept as JSON in `settings_path`. order: lines of the [Unit] section. target: what pulls
+    the unit in. after: ExecStartPost or "". patient: `entry` goes on waiting for what is optional
+    after it has told systemd that the rest is there; `after` and units that wait for this one are
+    not kept waiting.
     """
 
     name: str
@@ -830,6 +831,8 @@ class Unit:
     settings_path: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     order: tuple[str, ...] = ()
+    entry: str = "boot"
+    target: str = "multi-user.target"
     after: str = ""
     patient: bool = False
 
@@ -849,7 +852,11 @@ class Unit:
 def frame(unit: Unit) -> dict[str, tuple[str, int]]:
     """Unit and program: text and mode by path."""
     program = _SCRIPT.format(
-        library=LIBRARY, package=PACKAGE, module=unit.module, settings=unit.settings_path
+        library=LIBRARY,
+        package=PACKAGE,
+        module=unit.module,
+        entry=unit.entry,
+        settings=unit.settings_path,
     )
     definition = _UNIT.format(
         description=unit.description,
@@ -857,6 +864,7 @@ def frame(unit: Unit) -> dict[str, tuple[str, int]]:
         order="\n".join(unit.order),
         program=unit.program,
         after=f"ExecStartPost={unit.after}\n" if unit.after else "",
+        target=unit.target,
     )
     return {unit.program: (program, 0o755), unit.path: (definition, 0o644)}
 
@@ -1045,7 +1053,7 @@ def _environment(text: str) -> dict[str, str]:
     return {name: value for name, sign, value in rows if sign}
 '''
 
-# sha256 e2dd2b78b68df070546a67374f623546549fea74c42d0c583df9c70f69a6971c
+# sha256 593a802ec11706e06b02e5ea8c363384c92bf1a39073b57fa97701f890308607
 SOURCES["_boot_units"] = r'''"""The boot services that a slice host has, without their settings, which depend on the host.
 
 Paths of settings are said again here: the code that is run at boot does not know of its unit.
@@ -1076,6 +1084,19 @@ FABRIC = Unit(
     module="_sriov",
     settings_path="/etc/gpuaas/fabric.json",
     order=("After=systemd-modules-load.service", "Before=gpuaas-slice-vfio.service"),
+)
+# Before anything loads drivers. The functions of fabric cards are made later, and wait for BINDING.
+CLAIM = Unit(
+    name="gpuaas-slice-vfio-claim",
+    description="Keep the approved PCI functions of this slice host from its own drivers",
+    module="_vfio",
+    entry="claim",
+    settings_path="/etc/gpuaas/vfio-binding.json",
+    order=(
+        "DefaultDependencies=no",
+        "Before=systemd-modules-load.service systemd-udevd.service systemd-udev-trigger.service",
+    ),
+    target="sysinit.target",
 )
 BINDING = Unit(
     name="gpuaas-slice-vfio",
@@ -1652,7 +1673,7 @@ def run(
     return Result(done.returncode, done.stdout, done.stderr)
 '''
 
-# sha256 58498fd4c4a2a8643a2055b02ed2494a58bdfb4be0be34dd7fa5fc2986d08230
+# sha256 c95ee8941093a2ed85340d2d8b78447890a8fdafdfef0a0d176da9a357d32cf4
 SOURCES["_deploy_bootstrap"] = r'''"""Bootstrap of a deployed machine by itself, for cloud-init or an operator's shell.
 
 The same subjects in the same order as the playbook bootstrap, one line each on standard output. A
@@ -1826,7 +1847,9 @@ def _done(part: Part, *, check: bool) -> bool:
     if outcome.failure is not None:
         _say(part.name, "FAIL", str(outcome.failure))
         return False
-    steps = [f"{step.name}({step.subject})" for step in outcome.plan.steps]
+    # A step for something optional may have failed: a warning below tells it.
+    told = [step for step in outcome.plan.steps if check or step.name in outcome.done]
+    steps = [f"{step.name}({step.subject})" for step in told]
     status = "PASS" if not steps else "PLANNED" if check else "CHANGED"
     without = outcome.facts.get("unavailable", [])
     # What a host can do without does not stop it, and is not passed over either.

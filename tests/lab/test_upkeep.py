@@ -6,6 +6,7 @@ Plays on the host that test_main_path.py left: two slots, bound and available.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -58,7 +59,15 @@ def test_a_reboot_closes_the_gate_until_the_host_is_proven_again(
     story.needs("recover")
     functions = _functions(stage)
     assert len(functions) == stage.profile()["fabric"]["vfs_per_pf"]
+    gpus, approved = _gpus(stage), _recorded(stage)
+    stage.on_host("sh", "-c", f"'{GREEDY}'")
     reboot(stage)
+    taken = set(stage.on_host("sh", "-c", "'ls /sys/bus/pci/drivers/pci-stub'").split()) & gpus
+    claimed = [line for line in stage.on_host("dmesg").splitlines() if "claimed by stub" in line]
+    stage.on_host("sh", "-c", f"'{CONTENT}'")
+    # It was there before the binding was, and had every GPU but those of the slots.
+    assert taken == gpus - approved != set()
+    assert not [line for line in claimed if any(address in line for address in approved)]
     allocation = slice_steps.launch(stage)
     ended = slice_steps.wait_for(stage, allocation["id"], {"active", "failed"})
     assert ended["state"] == "failed"
@@ -85,6 +94,26 @@ def test_the_hosts_certificate_is_renewed_and_sshd_shows_the_new_one(
     assert old["certificates"][0]["certificate"] not in shown
     # The next connection believes it: a run of its own, after the one that brought it.
     stage.task(stage.path("/slice-topology/discovery"))
+
+
+# A driver that wants every GPU at boot, as the one of the cards does: of the lab's there is none.
+GREEDY = """
+echo options pci-stub ids=1234:11e8 > /etc/modprobe.d/gpuaas-test.conf
+echo pci-stub > /etc/modules-load.d/gpuaas-test.conf
+"""
+CONTENT = """
+rm /etc/modprobe.d/gpuaas-test.conf /etc/modules-load.d/gpuaas-test.conf
+modprobe -r pci-stub
+"""
+
+
+def _gpus(stage: Stage) -> set[str]:
+    found = stage.on_host("sh", "-c", "'grep -lx 0x11e8 /sys/bus/pci/devices/*/device'")
+    return {Path(line).parent.name for line in found.split()}
+
+
+def _recorded(stage: Stage) -> set[str]:
+    return set(json.loads(stage.on_host("cat", "/etc/gpuaas/vfio-binding.json"))["devices"])
 
 
 def _functions(stage: Stage) -> dict[str, str]:

@@ -100,7 +100,7 @@ def _given(settings: Sequence[str]) -> list[str]:
     return [word for one in settings for word in ("-o", one)]
 '''
 
-# sha256 2a690a3c0ff40b876d2ab43e5ed01d5b138369455a759132d3b1c23b7c610b4a
+# sha256 254454202c6970c84c6d56f80f91b0e624d49b464372a60e4bf58029d0f6dbbc
 SOURCES["_apt_source"] = r'''"""One signed repository for apt, with a key that is trusted for it and for nothing else.
 
 The key is believed for its fingerprint, which comes from the operator and not from the place the
@@ -209,12 +209,24 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
     fingerprint = _openpgp.normal(params["fingerprint"])
     fetched = f"{_host.STATE_DIRECTORY}/fetched-{params['name']}.key"
     try:
-        _download.fetch(params["key_url"], fetched, compression="none", size_bytes=_LARGEST_KEY)
+        _fetch_key(params["key_url"], fetched)
         armoured = _openpgp.only(_host.path(fetched), fingerprint)
     finally:
         _host.remove(fetched)
     _host.write(step.subject, armoured)
     return {"fingerprint": fingerprint}
+
+
+def _fetch_key(url: str, target: str) -> None:
+    try:
+        _download.fetch(url, target, compression="none", size_bytes=_LARGEST_KEY)
+    except Refusal as refusal:
+        raise Refusal(
+            "key_unreachable",
+            expected=f"a key of at most {_LARGEST_KEY} bytes at {_download.shown(url)}",
+            found=refusal.found,
+            remedy="correct where the key comes from (key_url), or the host's way to it",
+        ) from refusal
 
 
 def facts(params: _change.Params, state: State) -> dict[str, Any]:
@@ -1007,7 +1019,7 @@ def _busy(disk: Disk, who: str) -> Refusal:
     )
 '''
 
-# sha256 210be0c88bbcebbab4b15225b3f50112c859cc1308f22f78858084b248ddb05c
+# sha256 573a8ebfd69f7a4c3f47ac19357acbcb427745c50d78b6582f3582a1237729e8
 SOURCES["_boot_files"] = r'''"""What a boot service consists of on disk: unit, program, settings, and the code that it runs.
 
 Apart from `_boot`, which installs and removes them, since parity needs only this: whether what the
@@ -1046,7 +1058,7 @@ sys.path.insert(0, "{library}")
 
 from {package} import {module}
 
-sys.exit({module}.boot("{settings}"))
+sys.exit({module}.{entry}("{settings}"))
 """
 
 _UNIT = """\
@@ -1062,7 +1074,7 @@ ExecStart={program}
 {after}TimeoutStartSec=180
 
 [Install]
-WantedBy=multi-user.target
+WantedBy={target}
 """
 
 
@@ -1070,10 +1082,11 @@ WantedBy=multi-user.target
 class Unit:
     """A concern that is brought back at boot.
 
-    module: the file of module_utils with `boot`. settings: what `boot` is given, kept as JSON in
-    `settings_path`. order: lines of the [Unit] section. after: ExecStartPost or "". patient: `boot`
-    goes on waiting for what is optional after it has told systemd that the rest is there; `after`
-    and units that wait for this one are not kept waiting.
+    module, entry: the file of module_utils and its function that is called. settings: what it is
+    given, kept as JSON in `settings_path`. order: lines of the [Unit] section. target: what pulls
+    the unit in. after: ExecStartPost or "". patient: `entry` goes on waiting for what is optional
+    after it has told systemd that the rest is there; `after` and units that wait for this one are
+    not kept waiting.
     """
 
     name: str
@@ -1082,6 +1095,8 @@ class Unit:
     settings_path: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     order: tuple[str, ...] = ()
+    entry: str = "boot"
+    target: str = "multi-user.target"
     after: str = ""
     patient: bool = False
 
@@ -1101,7 +1116,11 @@ class Unit:
 def frame(unit: Unit) -> dict[str, tuple[str, int]]:
     """Unit and program: text and mode by path."""
     program = _SCRIPT.format(
-        library=LIBRARY, package=PACKAGE, module=unit.module, settings=unit.settings_path
+        library=LIBRARY,
+        package=PACKAGE,
+        module=unit.module,
+        entry=unit.entry,
+        settings=unit.settings_path,
     )
     definition = _UNIT.format(
         description=unit.description,
@@ -1109,6 +1128,7 @@ def frame(unit: Unit) -> dict[str, tuple[str, int]]:
         order="\n".join(unit.order),
         program=unit.program,
         after=f"ExecStartPost={unit.after}\n" if unit.after else "",
+        target=unit.target,
     )
     return {unit.program: (program, 0o755), unit.path: (definition, 0o644)}
 
@@ -1297,7 +1317,7 @@ def _environment(text: str) -> dict[str, str]:
     return {name: value for name, sign, value in rows if sign}
 '''
 
-# sha256 e2dd2b78b68df070546a67374f623546549fea74c42d0c583df9c70f69a6971c
+# sha256 593a802ec11706e06b02e5ea8c363384c92bf1a39073b57fa97701f890308607
 SOURCES["_boot_units"] = r'''"""The boot services that a slice host has, without their settings, which depend on the host.
 
 Paths of settings are said again here: the code that is run at boot does not know of its unit.
@@ -1328,6 +1348,19 @@ FABRIC = Unit(
     module="_sriov",
     settings_path="/etc/gpuaas/fabric.json",
     order=("After=systemd-modules-load.service", "Before=gpuaas-slice-vfio.service"),
+)
+# Before anything loads drivers. The functions of fabric cards are made later, and wait for BINDING.
+CLAIM = Unit(
+    name="gpuaas-slice-vfio-claim",
+    description="Keep the approved PCI functions of this slice host from its own drivers",
+    module="_vfio",
+    entry="claim",
+    settings_path="/etc/gpuaas/vfio-binding.json",
+    order=(
+        "DefaultDependencies=no",
+        "Before=systemd-modules-load.service systemd-udevd.service systemd-udev-trigger.service",
+    ),
+    target="sysinit.target",
 )
 BINDING = Unit(
     name="gpuaas-slice-vfio",
@@ -2372,7 +2405,7 @@ def _not_found(path: str) -> Refusal:
     )
 '''
 
-# sha256 1047263a50768ccb0b5f23db158ebac0d8f4f05e73b3952b6a670d475793994f
+# sha256 4f31c629dc2c492fce0fb08382a5f815caee49250d560a994118858a9c656388
 SOURCES["_download"] = r'''"""Bring an image file onto the host: http, https or a file, plain or zstd."""
 
 from __future__ import annotations
@@ -2489,7 +2522,7 @@ def _read(source: IO[bytes] | http.client.HTTPResponse) -> Iterator[bytes]:
         yield block
 
 
-def _shown(url: str) -> str:
+def shown(url: str) -> str:
     """Without the query: that of a signed address is a secret."""
     return urlsplit(url)._replace(query="", fragment="").geturl()
 
@@ -2497,7 +2530,7 @@ def _shown(url: str) -> str:
 def _too_large(url: str, limit: int) -> Refusal:
     return Refusal(
         "image_too_large",
-        expected=f"at most {limit} bytes from {_shown(url)}",
+        expected=f"at most {limit} bytes from {shown(url)}",
         found="more; the rest was not taken",
         remedy="correct the size in the image catalogue, or the source",
     )
@@ -2506,7 +2539,7 @@ def _too_large(url: str, limit: int) -> Refusal:
 def _unreachable(url: str, found: str) -> Refusal:
     return Refusal(
         "image_unreachable",
-        expected=f"the image at {_shown(url)}",
+        expected=f"the image at {shown(url)}",
         found=found,
         remedy="check the source in the image catalogue and the host's way to it",
     )
@@ -4882,7 +4915,7 @@ class _Reader:
         return taken
 '''
 
-# sha256 f887daf19eea78f540d75ae8fd72f1de6b9aa2f5c3221a374c9b0656a757f865
+# sha256 eadcab3652d8529f4ccc8e5bb08042547bb17d1f695dce1e52812cb5e4aa33c4
 SOURCES["_parity_checks_platform"] = r'''"""Parity checks of the machine: its management path, firmware, kernel, IOMMU and bindings."""
 
 from __future__ import annotations
@@ -5052,7 +5085,7 @@ def vfio_binding(facts: Facts) -> Verdict:
             problems.append(f"{address} is on {device.driver or 'no driver'}")
         elif not _pci.answers(address):
             problems.append(f"{address} does not answer")
-    problems += facts.not_at_boot(_boot_units.BINDING)
+    problems += facts.not_at_boot(_boot_units.BINDING) + facts.not_at_boot(_boot_units.CLAIM)
     path = _boot_units.BINDING.settings_path
     try:
         recorded = kept(path).get("devices") or {}
@@ -5181,7 +5214,7 @@ def _iso(seconds: int) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 '''
 
-# sha256 6a21f00b85d7e195f0b486391d498fc4acef2e4d4413913888f685b5a69b85cd
+# sha256 240bbfdb33bd09d9c76be21eab926e7b159ccacfe230e89e88860988874e856b
 SOURCES["_parity_facts"] = r'''"""What the parity checks look at, each read at most once per run however many checks need it."""
 
 from __future__ import annotations
@@ -5354,8 +5387,8 @@ class Facts:
 
     @cached_property
     def _units(self) -> dict[str, Unit]:
-        names = [_boot_units.NETWORK.service, OLD_BASELINE]
-        names += [_boot_units.FABRIC.service, _boot_units.BINDING.service]
+        ours = (_boot_units.FABRIC, _boot_units.BINDING, _boot_units.CLAIM)
+        names = [_boot_units.NETWORK.service, OLD_BASELINE, *(unit.service for unit in ours)]
         names += [RSHIM] if self.network.get("tmfifo") else []
         names += self.profile.get("gpu_services", [])
         keys = "Id,LoadState,ActiveState,SubState,UnitFileState,Result"

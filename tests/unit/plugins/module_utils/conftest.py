@@ -28,6 +28,7 @@ UNITS = (
     "gpuaas-slice-host-net-baseline.service",
     "gpuaas-slice-fabric.service",
     "gpuaas-slice-vfio.service",
+    "gpuaas-slice-vfio-claim.service",
     "nvidia-persistenced.service",
 )
 PROFILE: dict[str, Any] = {
@@ -204,7 +205,7 @@ class ParityHost:
     def units(self, **states: str) -> None:
         """What systemctl says; a state is load/active/file/result."""
         blocks = []
-        for name in ("baseline", "old", "fabric", "binding", "nvidia"):
+        for name in ("baseline", "old", "fabric", "binding", "claim", "nvidia"):
             load, active, file, result = states.get(name, "not-found/inactive//").split("/")
             blocks.append(
                 f"Id=x\nLoadState={load}\nActiveState={active}\nSubState=exited\n"

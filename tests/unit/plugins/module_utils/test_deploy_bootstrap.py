@@ -162,6 +162,21 @@ def test_what_is_optional_and_missing_is_a_warning_of_its_part(
     assert run(capsys) == (0, ["PASS network", "WARN network", "PASS in_effect"])
 
 
+def test_an_optional_step_that_fails_is_not_told_as_done(
+    machine: Machine, script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = _change.Step("give_address", "tmfifo_net0", soft=True)
+
+    def fail(_params: Any, _step: _change.Step) -> None:
+        raise Refusal("command_failed", expected="", found="", remedy="")
+
+    subject = _change.Subject(lambda _params: None, lambda *_: _change.Plan((step,)), fail)
+    part = _deploy_bootstrap.Part("network", subject, {})
+    monkeypatch.setattr(_deploy_bootstrap, "parts", lambda _profile: [part])
+    assert run(capsys) == (0, ["PASS network", "WARN network", "PASS in_effect"])
+    assert run(capsys, "--check") == (0, ["PLANNED network"])
+
+
 def test_a_step_that_fails_ends_it_with_one_line(
     machine: Machine, script: Any, capsys: Any
 ) -> None:

@@ -363,8 +363,8 @@ def test_the_cards_link_is_there_now_and_after_the_next_boot(
 ) -> None:
     parity.shown(link)
     asked = (*UNITS[:-1], "rshim.service", UNITS[-1])
-    rows = [f"LoadState={'loaded' if file else 'not-found'}\nUnitFileState={file}\n"] * 6
-    script.on(*asked, out="\n".join(rows))
+    row = f"LoadState={'loaded' if file else 'not-found'}\nUnitFileState={file}\n"
+    script.on(*asked, out="\n".join([row] * len(asked[4:])))
     found = _parity_checks_network.tmfifo(parity.facts(network=NETWORK | {"tmfifo": True}))
     assert (found.status, found.detail.startswith(problem or link[1])) == (
         "FAIL" if problem else "PASS", True,

@@ -183,8 +183,9 @@ def record(parity: Any, machine: Any, *addresses: str) -> None:
     """What the binding's service goes by at boot."""
     ids = {"0000:25:10.0": "8086:10ca"}
     devices = {address: ids.get(address, "1234:11e8") for address in addresses}
-    parity.installed(_boot_units.BINDING, devices=devices)
-    parity.units(binding="loaded/active/enabled/success")
+    for unit in (_boot_units.BINDING, _boot_units.CLAIM):
+        parity.installed(unit, devices=devices)
+    parity.units(**dict.fromkeys(("binding", "claim"), "loaded/active/enabled/success"))
 
 
 def test_binding_means_bound_and_answering(parity: Any, machine: Any) -> None:
@@ -211,9 +212,10 @@ def test_a_binding_outside_slice_mode_would_not_last(parity: Any, machine: Any) 
     machine.file("/etc/gpuaas/slice-mode.json", '{"mode": "slice"}')
     assert _parity_checks_platform.vfio_binding(parity.facts(parity.slot)).status == "PASS"
     record(parity, machine, "0000:23:00.0")
-    parity.units(binding="loaded/active/disabled/success")
+    parity.units(binding="loaded/active/disabled/success", claim="not-found/inactive//")
     assert _parity_checks_platform.vfio_binding(parity.facts(parity.slot)).detail == (
         "gpuaas-slice-vfio.service is disabled: it would not start at boot; "
+        "gpuaas-slice-vfio-claim.service is not-found; "
         "0000:25:10.0 is not in /etc/gpuaas/vfio-binding.json"
     )
 

@@ -143,11 +143,13 @@ def test_what_only_the_running_kernel_knows(host: Any, machine: Any, script: Any
         old="loaded/failed/enabled/exit-code",
         fabric="loaded/active/enabled/success",
         binding="loaded/inactive/disabled/success",
+        claim="loaded/active/enabled/success",
     )
     assert left(host) == [
         ("vfio_binding", "0000:23:00.0", "is on vfio-pci"),
         ("vfio_binding", "0000:25:10.0", "is on vfio-pci"),
         ("vfio_binding", "gpuaas-slice-vfio.service", "is inactive"),
+        ("vfio_binding", "gpuaas-slice-vfio-claim.service", "is active"),
         ("fabric_vfs", "0000:25:00.0", "2 virtual functions, not given back"),
         ("fabric_vfs", "gpuaas-slice-fabric.service", "is active"),
         ("ovs_bridge", "bridge ovsbr0", "is there"),
@@ -274,6 +276,7 @@ def test_the_names_are_the_writers(tree: Path) -> None:
     assert _remnants.SLICE_MODE == _boot.SLICE_MODE
     racadm = _preflight_command._Settings(dict.fromkeys(_preflight_command._INSTALL.values(), "x"))
     assert _apt_source.source_path(racadm.install) == _remnants.RACADM_SOURCE
-    assert _boot_units.BINDING.settings_path == _vfio.SETTINGS
+    for unit in (_boot_units.BINDING, _boot_units.CLAIM):
+        assert unit.settings_path == _vfio.SETTINGS
     assert _boot_units.FABRIC.settings_path == _sriov.SETTINGS
     assert _grub.DROP_IN in [path for _check, path, _text in FILES]

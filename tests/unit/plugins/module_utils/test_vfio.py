@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import _boot, _change, _host, _vfio
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _boot,
+    _change,
+    _host,
+    _lease,
+    _pci,
+    _vfio,
+)
 
 pytestmark = pytest.mark.covers("HOST-8")
 
@@ -235,6 +242,39 @@ def test_boot_leaves_a_host_outside_slice_mode_alone(pci: Any) -> None:
     _host.remove(_boot.SLICE_MODE)
     assert _vfio.boot(_vfio.SETTINGS) == 0
     assert pci.driver(GPU) == "nouveau"
+
+
+def test_early_at_boot_a_recorded_device_is_kept_from_the_hosts_drivers(
+    pci: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before drivers are loaded; functions that the fabric card has not made yet come later."""
+    pci.add(GPU, group=7).add(OTHER, group=9)
+    remember(GPU, VF)
+    assert _vfio.claim(_vfio.SETTINGS) == 0
+    assert capsys.readouterr().out == "done: claim_device\n"
+    pci.natural[GPU] = "nouveau"
+    for address in (GPU, OTHER):
+        pci.store("/sys/bus/pci/drivers_probe", address)
+    assert (pci.driver(GPU), _pci.read(OTHER).driver_override) == ("vfio-pci", "")
+    # As the service is started where the devices are bound already.
+    assert _vfio.claim(_vfio.SETTINGS) == 0
+    assert capsys.readouterr().out == "done: nothing to do\n"
+
+
+@pytest.mark.parametrize("why", ["driven", "another", "not a slice host", "leased"])
+def test_early_at_boot_nothing_is_said_about_what_is_not_the_slices(
+    pci: Any, tree: Path, why: str
+) -> None:
+    """What has a driver is looked at by the binding, which asks who uses it."""
+    id_ = "10de:20b5" if why == "another" else "10de:2335"
+    pci.add(GPU, id_, group=7, driver="nouveau" if why == "driven" else "")
+    remember(GPU)
+    if why == "not a slice host":
+        _host.remove(_boot.SLICE_MODE)
+    if why == "leased":
+        _lease.hold(_lease.MACHINE, fence=1, allocation_id="a tenant", disk="")
+    assert _vfio.claim(_vfio.SETTINGS) == (1 if why == "leased" else 0)
+    assert _pci.read(GPU).driver_override == ""
 
 
 def test_a_broken_record_is_named(pci: Any) -> None:

@@ -173,6 +173,19 @@ def test_a_key_with_another_fingerprint_is_not_trusted(
     assert code(drive(params(tree, vendor, "<html>not a key</html>"))) == "key_fingerprint_mismatch"
 
 
+@pytest.mark.parametrize("size", [None, 2**20 + 1])
+def test_a_key_that_cannot_be_had_is_named_as_one(
+    tree: Path, vendor: Publisher, size: int | None
+) -> None:
+    asked = params(tree, vendor, "x" * (size or 1))
+    if size is None:
+        (tree / "vendor.key").unlink()
+    outcome = drive(asked)
+    assert (code(outcome), outcome.done) == ("key_unreachable", [])
+    assert "a key of at most" in str(outcome.failure) and "/vendor.key" in str(outcome.failure)
+    assert (_host.read(SOURCE), _host.read(KEYRING)) == (None, None)
+
+
 def test_an_expired_key_signs_nothing(tree: Path, home: Path) -> None:
     old = Publisher(home / "old").make("seconds=1")
     asked = params(tree, old, old.key())

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.covers("HOST-8")
 
 GPU, OTHER = "0000:43:00.0", "0000:44:00.0"
 UNIT = "/etc/systemd/system/gpuaas-slice-vfio.service"
+CLAIM = "/etc/systemd/system/gpuaas-slice-vfio-claim.service"
 
 
 @pytest.fixture(autouse=True)
@@ -54,9 +55,12 @@ def test_binds_records_and_starts_the_service_once() -> None:
     assert _vfio.recorded() == {}
     outcome = drive(GPU)
     assert outcome.failure is None
-    assert outcome.done == ["bind_device", "install_service", "start_service"]
+    assert outcome.done == ["bind_device", *["install_service", "start_service"] * 2]
     assert _vfio.recorded() == {GPU: "10de:2335"}
     assert "Before=libvirtd.service" in (_host.read(UNIT) or "")
+    claim = _host.read(CLAIM) or ""
+    assert "DefaultDependencies=no\nBefore=systemd-modules-load.service" in claim
+    assert "WantedBy=sysinit.target" in claim
     assert not drive(GPU).changed
 
 
@@ -78,8 +82,8 @@ def test_unbound_leaves_no_service(pci: Any) -> None:
     drive(GPU, OTHER)
     outcome = drive(state="unbound")
     assert outcome.failure is None
-    assert outcome.done == ["release_device", "release_device", "remove_service"]
-    assert _host.read(UNIT) is None
+    assert outcome.done == ["release_device", "release_device", *["remove_service"] * 2]
+    assert _host.read(UNIT) is _host.read(CLAIM) is None
     assert not drive(state="unbound").changed
 
 
