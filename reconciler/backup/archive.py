@@ -18,7 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from reconciler.backup import database
+from reconciler.backup import database, unfinished
 from reconciler.domain.errors import Problem
 from reconciler.settings import PREFIX, Settings, config_file
 from reconciler.store import migrations
@@ -29,7 +29,11 @@ MANIFEST, DATABASE, SETTINGS, TRUST = "manifest.json", "database", "settings.env
 
 
 def write(settings: Settings, file: Path) -> dict[str, Any]:
-    """Make the backup beside a service that runs; its manifest. Problem `backup_exists`."""
+    """Make the backup beside a service that runs; its manifest. Problem `backup_exists`.
+
+    Problem `restore_unfinished` too: what is there until that ends may be less than its backup.
+    """
+    unfinished.refuse(settings)
     if file.exists():
         raise Problem(
             "backup_exists",

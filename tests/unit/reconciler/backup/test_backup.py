@@ -325,6 +325,8 @@ def test_a_restore_that_was_cut_off_is_opened_by_nobody_and_begun_again(
 
     with pytest.raises(Problem, match="restore_unfinished"):
         opened(after)
+    with pytest.raises(Problem, match="restore_unfinished"):
+        archive.write(after, tmp_path / "half.tar.gz")
     if (name, when) != ("put_back", "before"):
         with pytest.raises(Problem, match="restore_not_empty"):
             restore(after, other)
