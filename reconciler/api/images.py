@@ -11,9 +11,10 @@ from sqlalchemy import Connection
 
 from reconciler.api import downloads, views
 from reconciler.api.downloads import url as download_url
+from reconciler.api.memberview import MemberImages
 from reconciler.api.models import Bytes, Id, Label, Name, Reasoned
 from reconciler.api.paging import Paging
-from reconciler.api.security import Admin
+from reconciler.api.security import Admin, Holder
 from reconciler.domain.errors import Problem
 from reconciler.store import images
 from reconciler.store.engine import reading
@@ -58,6 +59,14 @@ def list_images(context: Admin, part: Paging) -> dict[str, Any]:
     """The catalogue."""
     page = part.page(images.ORDER)
     return part.told(images.ORDER, context.read(lambda conn: images.every(conn, page)))
+
+
+@router.get("/images", response_model=MemberImages)
+def offered(request: Request, _who: Holder, part: Paging) -> dict[str, Any]:
+    """What a launch can name."""
+    page = part.page(images.ORDER)
+    with reading(request.app.state.engine) as conn:
+        return part.told(images.ORDER, images.every(conn, page))
 
 
 @router.get("/images/{digest}/content", response_class=FileResponse)

@@ -1,4 +1,4 @@
-"""What a tenant sees of an allocation: how to reach it, never where it is."""
+"""What a tenant sees: what there is to start from, how to reach what it has, never where it is."""
 
 from __future__ import annotations
 
@@ -60,6 +60,29 @@ class MemberAllocations(BaseModel):
     model_config = _SHOWN
 
     items: list[MemberAllocation]
+    next: str | None
+
+
+class MemberImage(BaseModel):
+    """An image without its source: an address may hold a secret, a path is the operator's."""
+
+    model_config = _SHOWN
+
+    id: str
+    name: str
+    version: str
+    digest: str
+    size_bytes: int
+    minimum_disk_bytes: int
+    created_at: str
+
+
+class MemberImages(BaseModel):
+    """One page of them."""
+
+    model_config = _SHOWN
+
+    items: list[MemberImage]
     next: str | None
 
 

@@ -105,3 +105,13 @@ def test_every_machine_of_a_site_makes_the_same_link(
         shutil.copy2(key, there / "trust" / key.name)
     theirs = download_url(Settings(state_dir=there, public_url=new.settings.public_url), image)
     assert new.client().get(theirs).content == CONTENT
+
+
+def test_a_member_sees_what_a_launch_can_name_and_not_where_it_comes_from(
+    new: World, file: Path
+) -> None:
+    made = new.client("admin").post("admin/images", json=registration(file)).json()
+    found = new.client("member").get("images").json()
+    assert found == new.client("admin").get("images").json()
+    told = ("id", "name", "version", "digest", "size_bytes", "minimum_disk_bytes", "created_at")
+    assert found == {"items": [{name: made[name] for name in told}], "next": None}

@@ -36,6 +36,12 @@ def launched(selling: World, gpuaas: Gpuaas, tmp_path: Path) -> dict[str, Any]:
     assert made["url"] == image.as_uri()
     gpuaas("images", "cache", NODE, made["id"], "--no-wait")
     assert gpuaas.status == 0, gpuaas.err
+    (offered,) = [
+        row
+        for row in json.loads(gpuaas.at(selling, "member")("images", "list", "--output", "json"))
+        if row["name"] == "base"
+    ]
+    assert offered.items() < made.items() and "url" not in offered
     words = ("launch", "--project", "demo", "--image", "base", "--key", str(key), "--no-wait")
     found: dict[str, Any] = json.loads(gpuaas.at(selling, "member")(*words, "--output", "json"))
     return found
