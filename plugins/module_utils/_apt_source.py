@@ -118,8 +118,9 @@ def _fetch_key(url: str, target: str) -> None:
     try:
         _download.fetch(url, target, compression="none", size_bytes=_LARGEST_KEY)
     except Refusal as refusal:
+        large = refusal.code == "image_too_large"
         raise Refusal(
-            "key_unreachable",
+            "key_not_valid" if large else "key_unreachable",
             expected=f"a key of at most {_LARGEST_KEY} bytes at {_download.shown(url)}",
             found=refusal.found,
             remedy="correct where the key comes from (key_url), or the host's way to it",

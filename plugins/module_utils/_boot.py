@@ -257,7 +257,8 @@ def _imported(source: str) -> list[str]:
 
 def _own(unit: Unit) -> tuple[str, ...]:
     """The files of this unit alone; the library is shared with the other units."""
-    return (unit.path, unit.program, unit.settings_path, *_boot_files.additions(unit))
+    settings = () if unit.borrowed else (unit.settings_path,)
+    return (unit.path, unit.program, *settings, *_boot_files.additions(unit))
 
 
 def _traces(unit: Unit) -> Iterator[str]:
@@ -283,8 +284,11 @@ def _remove_folders(unit: Unit) -> None:
 
 def _files(unit: Unit) -> dict[str, tuple[str, int]]:
     library = {path: (text, 0o644) for path, text in _library(unit).items()}
-    settings = json.dumps(unit.settings, indent=2, sort_keys=True) + "\n"
-    return {**library, unit.settings_path: (settings, 0o644), **_boot_files.frame(unit)}
+    own = {**library, **_boot_files.frame(unit)}
+    if not unit.borrowed:
+        settings = json.dumps(unit.settings, indent=2, sort_keys=True) + "\n"
+        own[unit.settings_path] = (settings, 0o644)
+    return own
 
 
 def _library(unit: Unit) -> dict[str, str]:

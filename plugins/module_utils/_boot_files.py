@@ -49,7 +49,7 @@ Description={description}
 Type={type}
 RemainAfterExit=yes
 ExecStart={program}
-{after}TimeoutStartSec=180
+{after}TimeoutStartSec={limit}
 
 [Install]
 WantedBy={target}
@@ -61,10 +61,11 @@ class Unit:
     """A concern that is brought back at boot.
 
     module, entry: the file of module_utils and its function that is called. settings: what it is
-    given, kept as JSON in `settings_path`. order: lines of the [Unit] section. target: what pulls
-    the unit in. after: ExecStartPost or "". patient: `entry` goes on waiting for what is optional
-    after it has told systemd that the rest is there; `after` and units that wait for this one are
-    not kept waiting.
+    given, kept as JSON in `settings_path`. borrowed: that file is another unit's, which writes and
+    removes it. order: lines of the [Unit] section. target: what pulls the unit in. limit_s: how
+    long it may take. after: ExecStartPost or "". patient: `entry` goes on waiting for what is
+    optional after it has told systemd that the rest is there; `after` and units that wait for this
+    one are not kept waiting.
     """
 
     name: str
@@ -75,6 +76,8 @@ class Unit:
     order: tuple[str, ...] = ()
     entry: str = "boot"
     target: str = "multi-user.target"
+    limit_s: int = 180
+    borrowed: bool = False
     after: str = ""
     patient: bool = False
 
@@ -107,6 +110,7 @@ def frame(unit: Unit) -> dict[str, tuple[str, int]]:
         program=unit.program,
         after=f"ExecStartPost={unit.after}\n" if unit.after else "",
         target=unit.target,
+        limit=unit.limit_s,
     )
     return {unit.program: (program, 0o755), unit.path: (definition, 0o644)}
 

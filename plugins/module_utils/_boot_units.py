@@ -29,7 +29,8 @@ FABRIC = Unit(
     settings_path="/etc/gpuaas/fabric.json",
     order=("After=systemd-modules-load.service", "Before=gpuaas-slice-vfio.service"),
 )
-# Before anything loads drivers. The functions of fabric cards are made later, and wait for BINDING.
+# Before anything loads drivers; all of the boot waits for it, so not for long. What it needs is on
+# the root file system. The functions of fabric cards are made later, and wait for BINDING.
 CLAIM = Unit(
     name="gpuaas-slice-vfio-claim",
     description="Keep the approved PCI functions of this slice host from its own drivers",
@@ -39,8 +40,12 @@ CLAIM = Unit(
     order=(
         "DefaultDependencies=no",
         "Before=systemd-modules-load.service systemd-udevd.service systemd-udev-trigger.service",
+        "Conflicts=shutdown.target",
+        "Before=shutdown.target",
     ),
     target="sysinit.target",
+    limit_s=60,
+    borrowed=True,
 )
 BINDING = Unit(
     name="gpuaas-slice-vfio",

@@ -69,12 +69,17 @@ class Outcome:
 
     plan: Plan
     changed: bool = False
-    done: list[str] = field(default_factory=list)
+    steps_done: list[Step] = field(default_factory=list)
     evidence: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     failure: Refusal | None = None
     failed_step: str | None = None
     doubts: list[Refusal] = field(default_factory=list)
+
+    @property
+    def done(self) -> list[str]:
+        """Names of the steps that were done, in order."""
+        return [step.name for step in self.steps_done]
 
     def document(self) -> dict[str, Any]:
         steps = self.plan.steps
@@ -138,7 +143,6 @@ def _drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
         return outcome
 
     outcome.changed = False
-    done: list[Step] = []
     told: list[Refusal] = []
     for step in outcome.plan.steps:
         try:
@@ -150,15 +154,14 @@ def _drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
             if step.soft:
                 told.append(refusal)
                 continue
-            outcome.failure = subject.recover(params, done, step, refusal)
+            outcome.failure = subject.recover(params, outcome.steps_done, step, refusal)
             outcome.failed_step = step.name
             # What was seen before the first act is not what is now; it stays where nothing is seen.
             with contextlib.suppress(Refusal, OSError, ValueError):
                 outcome.facts = subject.facts(params, subject.observe(params))
             return outcome
         outcome.changed = True
-        done.append(step)
-        outcome.done.append(step.name)
+        outcome.steps_done.append(step)
         if evidence is not None:
             outcome.evidence[step.name] = evidence
     _verify(subject, params, outcome, told)

@@ -172,7 +172,7 @@ def _done(part: Part, *, check: bool) -> bool:
         _say(part.name, "FAIL", str(outcome.failure))
         return False
     # A step for something optional may have failed: a warning below tells it.
-    told = [step for step in outcome.plan.steps if check or step.name in outcome.done]
+    told = outcome.plan.steps if check else outcome.steps_done
     steps = [f"{step.name}({step.subject})" for step in told]
     status = "PASS" if not steps else "PLANNED" if check else "CHANGED"
     without = outcome.facts.get("unavailable", [])

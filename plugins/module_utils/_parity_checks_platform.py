@@ -190,6 +190,10 @@ def vfio_binding(facts: Facts) -> Verdict:
         for address in sorted(recorded)
         if _card(address) not in cards
     ]
+    claim = facts.unit(_boot_units.CLAIM.service)
+    if claim.load == "loaded" and claim.active != "active":
+        # The binding took from their drivers what this one did not keep from them.
+        doubts.append(f"{_boot_units.CLAIM.service} is {claim.active or 'unknown'}")
     return verdict(problems, f"{len(facts.passthrough)} devices on {_pci.VFIO}", doubts)
 
 

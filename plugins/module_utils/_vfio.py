@@ -148,9 +148,17 @@ def apply(_params: Params, step: _change.Step) -> dict[str, Any]:
         _pci.override(address, _pci.VFIO)
     else:
         _pci.override(address, "")
+        _load_driver(address)
     _pci.unbind(address)
     _pci.probe(address)
     return {"driver": _pci.read(address).driver}
+
+
+def _load_driver(address: str) -> None:
+    """Where every card of its kind was claimed at boot, their driver found none and did not stay."""
+    alias = _host.read(f"{_pci.DEVICES}/{address}/modalias")
+    if alias:
+        _command.run(["modprobe", "-q", "-b", "--", alias], ok=(0, 1))
 
 
 def facts(params: Params, state: State) -> dict[str, Any]:
@@ -193,30 +201,34 @@ def claim(settings_path: str) -> int:
     return _boot.boot(_CLAIM, settings_path) if _boot.slice_mode() else 0
 
 
-def _unclaimed(params: Params) -> list[_pci.Device]:
+def _unclaimed(_params: Params) -> list[str]:
     """Recorded devices without a word on who may drive them; what has a driver keeps it for now."""
-    recorded_as = dict(params.get("devices", {}))
-    there = [_pci.read(address) for address in sorted(recorded_as) if _pci.present(address)]
+    known = {address: id_ for address, id_ in recorded().items() if _pci.is_address(address)}
+    there = [_pci.read(address) for address in sorted(known) if _pci.present(address)]
     return [
-        device
+        device.address
         for device in there
-        if device.id == recorded_as[device.address]
+        if device.id == known[device.address]
         and not device.driver
         and device.driver_override != _pci.VFIO
     ]
 
 
-def _plan_claim(_params: Params, unclaimed: list[_pci.Device]) -> _change.Plan:
-    return _change.Plan(
-        tuple(
-            _change.Step("claim_device", device.address, device.driver_override, _pci.VFIO)
-            for device in unclaimed
-        )
-    )
+def _plan_claim(_params: Params, unclaimed: list[str]) -> _change.Plan:
+    step = _change.Step("claim_devices", SETTINGS, before=unclaimed, after=[])
+    return _change.Plan((step,) if unclaimed else ())
 
 
 def _apply_claim(_params: Params, step: _change.Step) -> None:
-    _pci.override(step.subject, _pci.VFIO)
+    """Every one that can be claimed is; then the first that could not be is told."""
+    refused: list[Refusal] = []
+    for address in step.before:
+        try:
+            _pci.override(address, _pci.VFIO)
+        except Refusal as refusal:
+            refused.append(refusal)
+    if refused:
+        raise refused[0]
 
 
 # The tenant of a whole machine is guarded where /var is mounted that early; slice mode always is.

@@ -17,8 +17,11 @@ description:
   - Records the devices with their ids in C(/etc/gpuaas/vfio-binding.json).
     C(gpuaas-slice-vfio.service) binds them again at boot, before libvirt, and refuses an address
     that then holds another device. For 90 seconds it waits for a device that is missing or in use.
-  - C(gpuaas-slice-vfio-claim.service) comes before the drivers at boot. It lets nobody but vfio-pci
-    take the recorded devices that are there by then; a GPU driver of the host never opens them.
+  - C(gpuaas-slice-vfio-claim.service) comes before udev at boot. Of the recorded devices it lets
+    none that is there and without a driver by then go to another driver than vfio-pci, so that a
+    GPU driver of the host does not open it. What a driver in the initramfs took, and the functions
+    of fabric cards, which are made later, are taken by the other service. C(/usr/local) must be on
+    the root file system for it; parity warns when it did not run.
   - Acts only on a host in slice mode (C(/etc/gpuaas/slice-mode.json)).
   - Refuses with C(machine_leased) while a tenant has the whole machine, with C(not_slice_mode),
     C(device_missing), C(wrong_class), C(group_not_viable) and C(device_busy); nothing is forced.

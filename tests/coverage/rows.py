@@ -63,7 +63,8 @@ HOST = Document(
         Row(
             "HOST-7",
             "Fabric: virtual functions, IPoIB, route, QoS",
-            "InfiniBand: GUIDs, IPoIB, QoS of a BlueField-3",
+            "InfiniBand: GUIDs, IPoIB, QoS of a BlueField-3; its VF as management NIC"
+            " (`vf_representor`) is not built and refused by name",
         ),
         Row(
             "HOST-8",

@@ -52,7 +52,7 @@ class Report:
         return {name: one for name, one in self.checks.items() if one["status"] == status}
 
 
-def way(stage: Stage) -> list[str]:
+def way(stage: Stage, user: str = "root") -> list[str]:
     """How the programs get to the host: the lab's key, and the host key learnt over its channel."""
     lab = stage.host()
     config = stage.folder / "operator_ssh_config"
@@ -63,7 +63,7 @@ def way(stage: Stage) -> list[str]:
         f'  UserKnownHostsFile "{lab.known_hosts}"\n'
         "  GlobalKnownHostsFile /dev/null\n"
     )
-    words = ["--host", "127.0.0.1", "--user", "root", "--port", str(lab.ssh_port)]
+    words = ["--host", "127.0.0.1", "--user", user, "--port", str(lab.ssh_port)]
     return [*words, "--ssh-config", str(config)]
 
 
@@ -80,9 +80,9 @@ def script(stage: Stage, name: str, *words: str) -> Done:
     )
 
 
-def parity(stage: Stage, *words: str) -> Report:
+def parity(stage: Stage, *words: str, user: str = "root") -> Report:
     """The parity check over SSH; every line must be one that a program can read."""
-    done = script(stage, "gpuaas_slice_host_parity_check.sh", *way(stage), *words)
+    done = script(stage, "gpuaas_slice_host_parity_check.sh", *way(stage, user), *words)
     lines = done.stdout.splitlines()
     assert lines, done.stderr
     assert all(_LINE.fullmatch(line) for line in lines[:-1]), done.stdout

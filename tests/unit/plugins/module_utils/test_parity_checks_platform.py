@@ -220,6 +220,17 @@ def test_a_binding_outside_slice_mode_would_not_last(parity: Any, machine: Any) 
     )
 
 
+def test_a_claim_that_failed_at_boot_is_a_doubt(parity: Any, machine: Any) -> None:
+    """The devices are bound all the same: the binding took them from their drivers."""
+    machine.pci("0000:23:00.0", "1234:11e8", driver="vfio-pci", config="\x34\x12")
+    machine.pci("0000:25:10.0", "8086:10ca", driver="vfio-pci", config="\x86\x80")
+    machine.file("/etc/gpuaas/slice-mode.json", '{"mode": "slice"}')
+    record(parity, machine, "0000:23:00.0", "0000:25:10.0")
+    parity.units(binding="loaded/active/enabled/success", claim="loaded/failed/enabled/exit-code")
+    found = _parity_checks_platform.vfio_binding(parity.facts(parity.slot))
+    assert found == _parity.warned("gpuaas-slice-vfio-claim.service is failed")
+
+
 def test_groups_of_approved_devices_must_be_viable(parity: Any, machine: Any) -> None:
     assert _parity_checks_platform.iommu_groups(parity.facts()).status == "FAIL"
     machine.pci("0000:23:00.0", "1234:11e8", group=1)

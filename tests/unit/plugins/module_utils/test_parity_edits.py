@@ -83,7 +83,7 @@ def test_services_as_they_were_installed_pass(host: Any, unit: _boot.Unit) -> No
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
 def test_each_file_of_a_service_is_looked_at(host: Any, unit: _boot.Unit) -> None:
-    own = [unit.path, unit.program, unit.settings_path]
+    own = [unit.path, unit.program] + ([] if unit.borrowed else [unit.settings_path])
     # Its own code, and what it shares with the others.
     code = [f"{CODE}/{name}.py" for name in (unit.module, "_host", "_errors")]
     for path in (*own, *code):

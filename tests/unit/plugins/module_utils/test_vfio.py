@@ -251,7 +251,7 @@ def test_early_at_boot_a_recorded_device_is_kept_from_the_hosts_drivers(
     pci.add(GPU, group=7).add(OTHER, group=9)
     remember(GPU, VF)
     assert _vfio.claim(_vfio.SETTINGS) == 0
-    assert capsys.readouterr().out == "done: claim_device\n"
+    assert capsys.readouterr().out == "done: claim_devices\n"
     pci.natural[GPU] = "nouveau"
     for address in (GPU, OTHER):
         pci.store("/sys/bus/pci/drivers_probe", address)
@@ -259,6 +259,42 @@ def test_early_at_boot_a_recorded_device_is_kept_from_the_hosts_drivers(
     # As the service is started where the devices are bound already.
     assert _vfio.claim(_vfio.SETTINGS) == 0
     assert capsys.readouterr().out == "done: nothing to do\n"
+
+
+def test_early_at_boot_one_device_that_cannot_be_claimed_costs_no_other(
+    pci: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pci.add(GPU, group=7).add(OTHER, group=9)
+    remember(GPU, OTHER, "43:00")
+
+    def override(address: str, driver: str) -> None:
+        if address == GPU:
+            raise _change.Refusal("kernel_refused", expected="", found="busy", remedy="")
+        pci.store(f"/sys/bus/pci/devices/{address}/driver_override", driver)
+
+    monkeypatch.setattr(_pci, "override", override)
+    assert _vfio.claim(_vfio.SETTINGS) == 1
+    assert "kernel_refused" in capsys.readouterr().out
+    assert [_pci.read(a).driver_override for a in (GPU, OTHER)] == ["", "vfio-pci"]
+
+
+def test_a_record_that_cannot_be_used_claims_nothing_and_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _host.write(_vfio.SETTINGS, "[1]")
+    assert _vfio.claim(_vfio.SETTINGS) == 1
+    assert "binding_record_unreadable" in capsys.readouterr().out
+
+
+def test_a_card_that_goes_back_finds_its_driver_again(pci: Any, script: Any, tree: Path) -> None:
+    """Claimed at boot, all cards of a kind are hidden from their driver, and it does not stay."""
+    pci.add(GPU, group=7)
+    (tree / "sys/bus/pci/devices" / GPU / "modalias").write_text("pci:v000010DEd00002335\n")
+    assert drive(GPU).failure is None
+    pci.natural[GPU] = "nouveau"
+    script.on("modprobe", "-q", "-b", "--", "pci:v000010DEd00002335")
+    assert drive(GPU, state="unbound").failure is None
+    assert (pci.driver(GPU), len(script.calls)) == ("nouveau", 1)
 
 
 @pytest.mark.parametrize("why", ["driven", "another", "not a slice host", "leased"])

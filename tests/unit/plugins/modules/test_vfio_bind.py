@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _boot,
+    _boot_files,
+    _boot_units,
     _change,
     _command,
     _host,
@@ -99,3 +101,14 @@ def test_a_refusal_leaves_the_record_alone(pci: Any) -> None:
     outcome = drive(GPU, "0000:45:00.0")
     assert outcome.failure is not None and outcome.failure.code == "wrong_class"
     assert _vfio.recorded() == {GPU: "10de:2335"}
+
+
+def test_a_host_that_was_bound_before_there_was_a_claim_gives_back_what_it_has() -> None:
+    drive(GPU)
+    for path in (CLAIM, "/usr/local/sbin/gpuaas-slice-vfio-claim"):
+        _host.remove(path)
+    _boot_files.forget(_boot_units.CLAIM)
+    outcome = drive(state="unbound")
+    assert outcome.failure is None
+    assert outcome.done == ["release_device", "remove_service"]
+    assert _host.read(_vfio.SETTINGS) is None
