@@ -1,7 +1,8 @@
 """Single-file programs for machines that have nothing of ours, from the collection's own code.
 
 `python -m scripts.standalone` writes every file of SCRIPTS; with `--check` it only says which are
-not what the code gives, and a test compares byte for byte. So there is no second implementation:
+not what the code gives, and a test compares byte for byte. With `--apply-bios PATH` it writes one
+more of them, there: MAAS's script as it changes the BIOS. So there is no second implementation:
 a script is a shell head, the sources of the module_utils that its entry function needs (found by
 their imports), and an importer for them. It is plain text, because somebody reviews what runs as
 root. Standard library only, here and there, and of Python 3.10, which Ubuntu 22.04 has: MAAS
@@ -21,7 +22,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,8 @@ class Script:
     sentence or more. marker: the line that is printed where no fitting Python is found, with
     `status=FAIL`. metadata: comment block that a runner such as MAAS reads, or "". data: files of
     the repository that the entry reads through `__loader__.get_data(name)`, by name; YAML becomes
-    JSON, since a host need not have a parser for it. settings: of the environment, for where nobody
-    sets any of them.
+    JSON, since a host need not have a parser for it. settings: of the environment, in parts,
+    each for where nobody sets any of that part.
     """
 
     path: str
@@ -59,7 +60,7 @@ class Script:
     marker: str
     metadata: str = ""
     data: Mapping[str, str] = field(default_factory=dict)
-    settings: Mapping[str, str] = field(default_factory=dict)
+    settings: Sequence[Mapping[str, str]] = ()
 
 
 def hardware(profile: Mapping[str, Any]) -> str:
@@ -69,33 +70,64 @@ def hardware(profile: Mapping[str, Any]) -> str:
 
 
 _PROFILES = {file.stem: f"profiles/{file.name}" for file in sorted(ROOT.glob("profiles/*.yml"))}
-# The profile of the machines that MAAS commissions. MAAS passes a script no environment, so what
-# the profile says of RACADM is in the script.
+# The profile of the machines that MAAS commissions. MAAS passes a script none of our settings, so
+# what the profile says is in the script: without it seven GPUs of eight are as good as eight.
 _COMMISSIONED = yaml.safe_load((ROOT / "profiles/xe9680l-h200.yml").read_text(encoding="utf-8"))
 
-_MAAS = f"""\
-# --- Start MAAS 1.0 script metadata ---
-# name: 50-gpuaas-slice-firmware-preflight
-# title: GPU slice firmware preflight
-# description: BIOS settings, KVM, IOMMU, GPUs, fabric cards, NVMe disks; reads only by default
-# script_type: commissioning
-# tags: gpuaas
-# for_hardware: {hardware(_COMMISSIONED)}
-# timeout: 02:00:00
-# may_reboot: true
-# --- End MAAS 1.0 script metadata ---
-"""
+
+def _commissioning(**told: str) -> str:
+    """Metadata of a script that MAAS runs while it commissions one of those machines."""
+    rows = {
+        **told,
+        "script_type": "commissioning",
+        "for_hardware": hardware(_COMMISSIONED),
+        "timeout": "02:00:00",
+        "may_reboot": "true",
+    }
+    return "\n".join(
+        [
+            "# --- Start MAAS 1.0 script metadata ---",
+            *(f"# {name}: {value}" for name, value in rows.items()),
+            "# --- End MAAS 1.0 script metadata ---",
+            "",
+        ]
+    )
+
+
+FIRMWARE = Script(
+    path="scripts/maas/commissioning/50-gpuaas-slice-firmware-preflight.sh",
+    entry="_preflight_command:main",
+    about="Is the firmware of this machine fit for GPU slices? Reads only by default;\n"
+    "--help names the settings, among them the one that changes the BIOS.",
+    marker="GPUAAS_SLICE_FIRMWARE_SUMMARY",
+    metadata=_commissioning(
+        name="50-gpuaas-slice-firmware-preflight",
+        title="GPU slice firmware preflight",
+        description="BIOS settings, KVM, IOMMU, GPUs, fabric cards, NVMe disks;"
+        " reads only by default",
+        tags="gpuaas",
+    ),
+    settings=preflight.parts(_COMMISSIONED),
+)
+
+# Not among SCRIPTS: it power-cycles, so there is none before somebody asks for one. MAAS runs it by
+# a tag of its own only, and `noauto` keeps MAAS from choosing it by itself.
+APPLYING = replace(
+    FIRMWARE,
+    path="55-gpuaas-slice-firmware-apply.sh",
+    about="Changes the BIOS of this machine to what GPU slices need, and power-cycles it.\n"
+    "The same program as 50-gpuaas-slice-firmware-preflight, told GPUAAS_SLICE_APPLY_BIOS=1.",
+    metadata=_commissioning(
+        name="55-gpuaas-slice-firmware-apply",
+        title="GPU slice firmware, changes the BIOS",
+        description="Stages the BIOS settings of GPU slices, power-cycles, follows the job",
+        tags="gpuaas-apply-bios,noauto",
+    ),
+    settings=({"GPUAAS_SLICE_APPLY_BIOS": "1"}, *FIRMWARE.settings),
+)
 
 SCRIPTS = (
-    Script(
-        path="scripts/maas/commissioning/50-gpuaas-slice-firmware-preflight.sh",
-        entry="_preflight_command:main",
-        about="Is the firmware of this machine fit for GPU slices? Reads only by default;\n"
-        "--help names the settings, among them the one that changes the BIOS.",
-        marker="GPUAAS_SLICE_FIRMWARE_SUMMARY",
-        metadata=_MAAS,
-        settings=preflight.racadm(_COMMISSIONED),
-    ),
+    FIRMWARE,
     Script(
         path="scripts/ops/gpuaas_slice_host_deploy_bootstrap.sh",
         entry="_deploy_bootstrap:main",
@@ -194,7 +226,7 @@ def build(script: Script) -> str:
             metadata=script.metadata,
             about=about,
             command=COMMAND,
-            settings=_settings(script.settings),
+            settings="".join(map(_settings, script.settings)),
             end=_END,
         ),
         *_table("SOURCES", sources),
@@ -224,10 +256,13 @@ def stale(root: Path = ROOT) -> list[str]:
 
 def write() -> None:
     for script in SCRIPTS:
-        target = ROOT / script.path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(build(script), encoding="utf-8")
-        target.chmod(0o755)
+        _put(script, ROOT / script.path)
+
+
+def _put(script: Script, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(build(script), encoding="utf-8")
+    target.chmod(0o755)
 
 
 def _imports(name: str) -> Iterator[str]:
@@ -250,7 +285,7 @@ def _imports(name: str) -> Iterator[str]:
 
 
 def _settings(settings: Mapping[str, str]) -> str:
-    """Shell that sets them, all or none: half of one repository and half of another is neither."""
+    """Shell that sets one part, all or none: half of two repositories is no repository."""
     said = {name: value for name, value in settings.items() if value}
     if not said:
         return ""
@@ -293,8 +328,19 @@ def _present(path: Path) -> str | None:
 
 def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog=COMMAND, description="Write the single-file programs.")
-    parser.add_argument("--check", action="store_true", help="write nothing, name what is stale")
-    if not parser.parse_args(words).check:
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument("--check", action="store_true", help="write nothing, name what is stale")
+    one.add_argument(
+        "--apply-bios",
+        metavar="PATH",
+        type=Path,
+        help=f"write only MAAS's script that changes the BIOS ({APPLYING.path})",
+    )
+    options = parser.parse_args(words)
+    if options.apply_bios:
+        _put(APPLYING, options.apply_bios)
+        return 0
+    if not options.check:
         write()
         return 0
     left = stale()

@@ -219,17 +219,22 @@ def sriov(facts: Facts) -> Verdict:
 
 
 def nvme(facts: Facts) -> Verdict:
-    """FAIL for a disk that cannot be named for good, WARN for one that is in use."""
+    """FAIL for a disk that cannot be named for good, WARN for one that is in use.
+
+    What is never a slot's, such as a boot card, is shown and not judged: it need have no identity.
+    """
     if not facts.disks:
         return failed("no NVMe namespace")
-    told = [
-        (one["kernel_name"], blocker["code"]) for one in facts.disks for blocker in one["blockers"]
-    ]
+    codes = [(one, [blocker["code"] for blocker in one["blockers"]]) for one in facts.disks]
+    judged = [(one["kernel_name"], found) for one, found in codes if "excluded_model" not in found]
+    if not judged:
+        return failed("no NVMe namespace but those of excluded models")
+    told = [(name, code) for name, found in judged for code in found]
     broken = [f"{name}: {code}" for name, code in told if code in _BROKEN]
     if broken:
         return failed("; ".join(broken))
     used = [f"{name}: {code}" for name, code in told]
-    return warned("; ".join(used)) if used else passed(f"{len(facts.disks)} raw disks")
+    return warned("; ".join(used)) if used else passed(f"{len(judged)} raw disks")
 
 
 CHECKS: tuple[Check[Facts], ...] = (

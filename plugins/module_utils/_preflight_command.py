@@ -34,7 +34,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusa
 DONE, FAILED, WRONG_CALL = 0, 1, 2
 
 SETTINGS = """\
-settings, from the environment (a MAAS script's or a site wrapper's):
+settings, from the environment. MAAS gives none: what this file has by itself from its hardware
+profile counts where a setting is not there at all; one that is there, if only empty, sets it aside:
   GPUAAS_SLICE_APPLY_BIOS          1 changes the BIOS and power-cycles, unless a virtual machine
                                    runs or anything is leased here; 0 (default) only reads
   GPUAAS_SLICE_BIOS_ATTRIBUTES     wanted settings instead of the three default ones,
@@ -48,7 +49,7 @@ settings, from the environment (a MAAS script's or a site wrapper's):
   GPUAAS_SLICE_GPU_EXPECTED        how many there must be (any number)
   GPUAAS_SLICE_FABRIC_IDS          vendor:device of fabric cards, by commas (15b3:a2dc)
   GPUAAS_SLICE_FABRIC_LINK         infiniband or ethernet: what of them is the fabric; needed with
-                                   FABRIC_IDS (infiniband)
+                                   FABRIC_IDS, and either sets both aside (infiniband)
   GPUAAS_SLICE_NVME_EXCLUDE        models of disks that are never a slot's, by commas
   GPUAAS_SLICE_NOT_APPLICABLE      checks that do not apply to this machine, by commas
 to install RACADM where it is missing; the first four or none. Setting any of these, if only to

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import (
@@ -37,7 +38,8 @@ def disks(exclude_models: Sequence[str]) -> list[dict[str, Any]]:
         entry["blockers"] += _identity_blockers(disk, copies[disk.identity], exclude_models)
         found.append(entry)
     named = {disk.kernel_name for disk in known}
-    found += [_nameless(name, names) for name in _namespaces() if name not in named]
+    unknown = (name for name in _namespaces() if name not in named)
+    found += [_nameless(name, names, exclude_models) for name in unknown]
     return sorted(found, key=lambda entry: (str(entry["identity"]), str(entry["kernel_name"])))
 
 
@@ -130,28 +132,40 @@ def _identity_blockers(disk: _block.Disk, copies: int, exclude: Sequence[str]) -
         found.append(blocker("by_id_missing", f"no /dev/disk/by-id link for {disk.identity}"))
     if copies > 1:
         found.append(blocker("duplicate_identity", f"{copies} disks say {disk.identity}"))
-    found += [blocker("excluded_model", disk.model) for _why in _disk.excluded(disk, exclude)]
-    return found
+    return found + _excluded(disk, exclude)
 
 
-def _nameless(name: str, names: Mapping[str, list[str]]) -> dict[str, Any]:
-    """A namespace that did not identify itself: shown, so that nobody misses it; never usable."""
+def _excluded(disk: _block.Disk, exclude: Sequence[str]) -> list[Blocker]:
+    return [blocker("excluded_model", disk.model) for _why in _disk.excluded(disk, exclude)]
+
+
+def _nameless(name: str, names: Mapping[str, list[str]], exclude: Sequence[str]) -> dict[str, Any]:
+    """A namespace that did not identify itself: shown, so that nobody misses it; never usable.
+
+    Its model is the kernel's word. That can only exclude it: without an identity it is no slot's.
+    """
     folder = f"/sys/class/block/{name}"
     why = _disk.why_unknown(name)
+    disk = _block.Disk(
+        identity="",
+        by_id="",
+        kernel_name=name,
+        serial=_host.read(f"{folder}/device/serial") or "",
+        eui="",
+        nguid="",
+        size_bytes=int(_host.read(f"{folder}/size") or 0) * 512,
+        model=_host.read(f"{folder}/device/model") or "",
+        devt=_host.read(f"{folder}/dev") or "",
+    )
     return {
-        "by_id": "",
-        "identity": "",
-        "serial": _host.read(f"{folder}/device/serial") or "",
-        "eui": "",
-        "nguid": "",
-        "model": _host.read(f"{folder}/device/model") or "",
-        "size_bytes": int(_host.read(f"{folder}/size") or 0) * 512,
-        "kernel_name": name,
-        "devt": _host.read(f"{folder}/dev") or "",
+        **asdict(disk),
         **_whereabouts(_host.read(f"{folder}/device/address") or ""),
         "aliases": names.get(name, []),
         **_use(_block.Usage(), names),
-        "blockers": [blocker("identity_missing", why or f"{name} identified itself since")],
+        "blockers": [
+            blocker("identity_missing", why or f"{name} identified itself since"),
+            *_excluded(disk, exclude),
+        ],
     }
 
 

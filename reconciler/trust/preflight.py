@@ -24,29 +24,44 @@ def document(profile: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def environment(profile: Mapping[str, Any]) -> dict[str, str]:
-    """Settings of the script for a hardware profile; one that says nothing is left out.
+    """Settings of the script for a hardware profile, which is only to read.
 
-    Ids of fabric cards go only with their link: the script refuses them alone, and would not look
-    at anything. Those of RACADM are always there, if need be empty: the script has some by itself,
-    of another profile perhaps.
+    All are there, if need be empty: the script has some by itself, of another profile perhaps.
     """
-    gpu, fabric = profile["gpu"], profile["fabric"]
-    link = fabric.get("link") or ""
-    found = {
-        "GPUAAS_SLICE_APPLY_BIOS": "0",
-        "GPUAAS_SLICE_GPU_IDS": ",".join(gpu["ids"]),
-        "GPUAAS_SLICE_GPU_EXPECTED": str(gpu.get("expected") or ""),
-        "GPUAAS_SLICE_FABRIC_IDS": ",".join(fabric["pf_ids"]) if link else "",
+    found = {"GPUAAS_SLICE_APPLY_BIOS": "0"}
+    for part in parts(profile):
+        found |= part
+    return found
+
+
+def parts(profile: Mapping[str, Any]) -> list[dict[str, str]]:
+    """What the profile says as settings, empty where it says nothing.
+
+    Each part is to be taken as a whole or not at all: some settings mean nothing by themselves.
+    """
+    gpu = profile["gpu"]
+    return [
+        {"GPUAAS_SLICE_GPU_IDS": ",".join(gpu["ids"])},
+        {"GPUAAS_SLICE_GPU_EXPECTED": str(gpu.get("expected") or "")},
+        _fabric(profile["fabric"]),
+        {"GPUAAS_SLICE_NVME_EXCLUDE": ",".join(profile["nvme"].get("exclude_models") or [])},
+        {"GPUAAS_SLICE_NOT_APPLICABLE": ",".join(profile.get("not_applicable") or [])},
+        _racadm(profile.get("racadm") or {}),
+    ]
+
+
+def _fabric(told: Mapping[str, Any]) -> dict[str, str]:
+    """Ids of fabric cards go only with their link: the script refuses them alone, and would not
+    look at anything."""
+    link = told.get("link") or ""
+    return {
+        "GPUAAS_SLICE_FABRIC_IDS": ",".join(told["pf_ids"]) if link else "",
         "GPUAAS_SLICE_FABRIC_LINK": link,
-        "GPUAAS_SLICE_NVME_EXCLUDE": ",".join(profile["nvme"].get("exclude_models") or []),
-        "GPUAAS_SLICE_NOT_APPLICABLE": ",".join(profile.get("not_applicable") or []),
     }
-    return {name: value for name, value in found.items() if value} | racadm(profile)
 
 
-def racadm(profile: Mapping[str, Any]) -> dict[str, str]:
-    """Where the script has RACADM from, as the profile says; all empty where it says nothing."""
-    told = profile.get("racadm") or {}
+def _racadm(told: Mapping[str, Any]) -> dict[str, str]:
+    """Where the script has RACADM from."""
     return {
         "GPUAAS_SLICE_RACADM_REPOSITORY": told.get("repository", ""),
         "GPUAAS_SLICE_RACADM_SUITE": told.get("suite", ""),

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -156,13 +157,32 @@ def test_it_runs_alone(utils: Path, tmp_path: Path) -> None:
     assert done.returncode == 3
 
 
+def metadata(text: str) -> dict[str, Any]:
+    rows = text.partition("script metadata ---\n")[2].partition("# --- End MAAS")[0].splitlines()
+    told: dict[str, Any] = yaml.safe_load("\n".join(row.removeprefix("# ") for row in rows))
+    return told
+
+
+@pytest.mark.covers("HOST-1")
+def test_the_script_that_changes_the_bios_is_run_by_its_own_tag_only(tmp_path: Path) -> None:
+    """MAAS takes a script once for each name; whoever asks for the one must not get the other."""
+    place = tmp_path / "site" / standalone.APPLYING.path
+    assert standalone.main(["--apply-bios", str(place)]) == 0
+    assert place.stat().st_mode & 0o111 == 0o111
+    applying = metadata(place.read_text())
+    reading = metadata(standalone.build(standalone.FIRMWARE))
+    assert f"{applying['name']}.sh" == place.name and applying["name"] != reading["name"]
+    assert applying["tags"].split(",") == ["gpuaas-apply-bios", "noauto"]
+    assert reading["tags"].split(",") == ["gpuaas"]
+    same = ("script_type", "for_hardware", "timeout", "may_reboot")
+    assert [applying[key] for key in same] == [reading[key] for key in same]
+    assert standalone.APPLYING not in standalone.SCRIPTS, "none lies about to be uploaded"
+
+
 @pytest.mark.covers("HOST-1")
 def test_maas_runs_its_script_on_machines_with_a_gpu_of_the_profile_only() -> None:
     """Where MAAS looks: YAML between the two marks, in comments."""
-    one = standalone.SCRIPTS[0]
-    text = (standalone.ROOT / one.path).read_text()
-    rows = text.partition("script metadata ---\n")[2].partition("# --- End MAAS")[0].splitlines()
-    told = yaml.safe_load("\n".join(row.removeprefix("# ") for row in rows))
+    told = metadata((standalone.ROOT / standalone.FIRMWARE.path).read_text())
     profile = yaml.safe_load((standalone.ROOT / "profiles/xe9680l-h200.yml").read_text())
     assert told["script_type"] == "commissioning" and told["tags"] == "gpuaas"
     assert [told["for_hardware"]] == [f"pci:{one}" for one in profile["gpu"]["ids"]]
@@ -172,15 +192,23 @@ def test_maas_runs_its_script_on_machines_with_a_gpu_of_the_profile_only() -> No
 
 @pytest.mark.parametrize(
     ("given", "seen"),
-    [({}, "it's $HOME,,"), ({"OTHER": "x"}, ",,x"), ({"WORD": ""}, ",,"), ({"MORE": "y"}, ",y,")],
+    [
+        ({}, "it's $HOME,,,8"),
+        ({"OTHER": "x"}, ",,x,8"),
+        ({"WORD": ""}, ",,,8"),
+        ({"MORE": "y"}, ",y,,8"),
+        ({"COUNT": "7"}, "it's $HOME,,,7"),
+        ({"COUNT": ""}, "it's $HOME,,,"),
+    ],
 )
-def test_settings_of_its_own_count_where_nobody_sets_any(
+def test_settings_of_its_own_count_where_nobody_sets_any_of_their_part(
     utils: Path, given: dict[str, str], seen: str
 ) -> None:
     util(utils, "_one", "def main(words, environment):",
-         "    names = ('WORD', 'MORE', 'OTHER')",
+         "    names = ('WORD', 'MORE', 'OTHER', 'COUNT')",
          "    print(','.join(environment.get(name, '') for name in names))")  # fmt: skip
-    text = standalone.build(script(settings={"WORD": "it's $HOME", "MORE": "", "OTHER": ""}))
+    parts = [{"WORD": "it's $HOME", "MORE": "", "OTHER": ""}, {"COUNT": "8"}]
+    text = standalone.build(script(settings=parts))
     done = subprocess.run(
         ["sh"], input=text, text=True, capture_output=True, check=False,
         env={"PATH": "/usr/bin:/bin", **given},

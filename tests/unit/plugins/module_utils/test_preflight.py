@@ -24,6 +24,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
 )
 from ansible_collections.gpuaas.slice.plugins.modules import firmware_preflight
 
+from scripts import standalone
 from tests.deployed_machine import NEEDS_ROOT
 
 pytestmark = pytest.mark.covers("HOST-1")
@@ -108,6 +109,11 @@ def checks(lines: list[str]) -> dict[str, str]:
     return {one["check"]: one["status"] for one in found}
 
 
+def changes(racadm: Path) -> list[list[str]]:
+    """Calls of RACADM that change something."""
+    return [call for call in state(racadm)["calls"] if call[0] == "set" or "create" in call]
+
+
 def test_the_script_and_the_module_say_the_same(machine: Any, tree: Path, racadm: Path) -> None:
     record(machine)
     done = run(racadm, tree)
@@ -155,6 +161,111 @@ def test_told_to_apply_it_changes_the_bios_and_follows_the_job(
     assert checks(rows)["bios_settings"] == "PASS" and state(racadm)["cycles"] == 1
     again = run(racadm, tree, GPUAAS_SLICE_APPLY_BIOS="1")
     assert "GPUAAS_SLICE_BIOS_APPLY status=PASS changed=no" in again.stdout
+    assert state(racadm)["cycles"] == 1
+
+
+def as_maas(
+    program: Path, racadm: Path, root: Path, **settings: str
+) -> subprocess.CompletedProcess[str]:
+    """As MAAS runs a script: with nothing of ours but where the stand-in is, which nobody waits
+    for."""
+    own = {"GPUAAS_SLICE_RACADM": str(racadm), "GPUAAS_SLICE_BIOS_INTERVAL": "0"}
+    return subprocess.run(
+        [str(program), "--root", str(root)],
+        capture_output=True, text=True, check=False, cwd=racadm.parent,
+        env={"PATH": os.environ["PATH"], **own, **settings},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    """The commissioning script as the code gives it now."""
+    place = tmp_path / "preflight.sh"
+    place.write_text(standalone.build(standalone.FIRMWARE))
+    place.chmod(0o755)
+    return place
+
+
+@pytest.mark.parametrize(
+    ("there", "given", "status", "detail"),
+    [
+        (8, {}, "PASS", "8 GPUs"),
+        (7, {}, "FAIL", "7 GPUs, not 8"),
+        (7, {"GPUAAS_SLICE_GPU_EXPECTED": "7"}, "PASS", "7 GPUs"),
+        (7, {"GPUAAS_SLICE_GPU_EXPECTED": ""}, "PASS", "7 GPUs"),
+        (8, {"GPUAAS_SLICE_GPU_IDS": "10de:2330"}, "FAIL", "no GPU (10de:2330) on the PCI bus"),
+    ],
+)
+def test_a_dead_gpu_fails_commissioning(
+    machine: Any, racadm: Path, program: Path, there: int, given: dict[str, str], status: str,
+    detail: str,
+) -> None:  # fmt: skip
+    machine.file("/proc/self/mountinfo")
+    for number in range(there):
+        machine.pci(f"0000:{0x1B + number:02x}:00.0", "10de:2335")
+    done = as_maas(program, racadm, machine.root, **given)
+    assert done.stderr == ""
+    rows = [fields(row) for row in done.stdout.splitlines() if " check=gpu " in row]
+    assert [(one["status"], one["detail"]) for one in rows] == [(status, detail)]
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "blockers"),
+    [
+        ("Dell BOSS-N1", {}, "identity_missing,excluded_model"),
+        ("ACME Boot 2", {"GPUAAS_SLICE_NVME_EXCLUDE": "ACME Boot"},
+         "identity_missing,excluded_model"),
+        ("ACME Boot 2", {}, "identity_missing"),
+    ],
+)  # fmt: skip
+def test_the_script_excludes_a_boot_card_without_identity(
+    machine: Any, racadm: Path, program: Path, model: str, given: dict[str, str], blockers: str
+) -> None:
+    record(machine)
+    machine.file("/sys/devices/virtual/nvme0n1/device/model", f"{model}\n")
+    rows = as_maas(program, racadm, machine.root, **given).stdout.splitlines()
+    (disk,) = [fields(row) for row in rows if row.startswith("GPUAAS_SLICE_NVME ")]
+    assert (disk["model"], disk["blockers"]) == (model, blockers)
+    (check,) = [fields(row) for row in rows if " check=nvme " in row]
+    assert ("identity_missing" in check["detail"]) == ("excluded" not in blockers)
+
+
+@pytest.mark.parametrize(
+    ("given", "code"),
+    [({}, 1), ({"GPUAAS_SLICE_FABRIC_LINK": "ethernet"}, 1),
+     ({"GPUAAS_SLICE_FABRIC_IDS": "15b3:a2dc"}, 2)],
+)  # fmt: skip
+def test_what_the_script_has_by_itself_completes_no_half_of_a_setting(
+    machine: Any, racadm: Path, program: Path, given: dict[str, str], code: int
+) -> None:
+    """Ids of cards without their link are refused, as without settings of its own."""
+    record(machine)
+    done = as_maas(program, racadm, machine.root, **given)
+    assert (done.returncode, "GPUAAS_SLICE_FABRIC_LINK" in done.stderr) == (code, code == 2)
+
+
+def test_maas_changes_the_bios_by_the_script_made_for_it_and_by_no_other(
+    machine: Any, racadm: Path, program: Path, tmp_path: Path
+) -> None:
+    record(machine)
+    reading = as_maas(program, racadm, machine.root)
+    assert "GPUAAS_SLICE_BIOS_PLAN ProcSettings.LogicalProc=Enabled" in reading.stdout
+    assert not changes(racadm) and state(racadm)["cycles"] == 0
+    applying = tmp_path / "apply.sh"
+    assert standalone.main(["--apply-bios", str(applying)]) == 0
+    # The environment still counts for more than what a script has by itself.
+    as_maas(applying, racadm, machine.root, GPUAAS_SLICE_APPLY_BIOS="0")
+    assert not changes(racadm) and state(racadm)["cycles"] == 0
+    rows = as_maas(applying, racadm, machine.root).stdout.splitlines()
+    jobs = [fields(row) for row in rows if row.startswith("GPUAAS_SLICE_BIOS_JOB ")]
+    followed = [one["status"] for one in jobs if one["id"] == "JID_763788807801"]
+    assert followed == ["Scheduled", "Running", "Completed", "Completed"]
+    assert "GPUAAS_SLICE_BIOS_APPLY status=PASS changed=yes" in rows
+    assert checks(rows)["bios_settings"] == "PASS" and state(racadm)["cycles"] == 1
+    # Commissioned once more, the other one finds it done.
+    assert checks(as_maas(program, racadm, machine.root).stdout.splitlines())["bios_settings"] == (
+        "PASS"
+    )
     assert state(racadm)["cycles"] == 1
 
 
@@ -356,6 +467,43 @@ def test_a_disk_is_shown_with_everything_on_it(bench: Any) -> None:
     assert raw["signatures"] == "-" and raw["size_bytes"] == str(48 << 20)
     nvme = next(one for one in found["checks"] if one["check"] == "nvme")
     assert nvme["status"] == "WARN" and "nvme1n1: mounted_child" in nvme["detail"]
+
+
+def nvme(*exclude: str) -> tuple[list[dict[str, str]], tuple[str, str]]:
+    """The lines of the disks, and what the check says of them all."""
+    asked = _preflight.Asked(bios={}, not_applicable=["bios_settings"], exclude_models=exclude)
+    found = _preflight.report(asked)
+    disks = [fields(r) for r in found["lines"] if r.startswith("GPUAAS_SLICE_NVME ")]
+    check = next(one for one in found["checks"] if one["check"] == "nvme")
+    return disks, (check["status"], check["detail"])
+
+
+def test_a_boot_card_is_shown_and_not_judged(bench: Any) -> None:
+    """Many have no identity that a disk needs, and all have a system on them."""
+    bench.disk("nvme0n1", minor=0, eui="", model="Dell BOSS-N1")
+    folder = bench.root / "sys/devices/virtual/nvme0n1/device"
+    folder.mkdir()
+    (folder / "model").write_text("Dell BOSS-N1                            \n")
+    alone, judged = nvme("Dell BOSS")
+    assert [one["blockers"] for one in alone] == ["identity_missing,excluded_model"]
+    assert judged == ("FAIL", "no NVMe namespace but those of excluded models")
+    bench.disk("nvme1n1", minor=1)
+    both, judged = nvme("Dell BOSS")
+    assert [one["model"] for one in both] == ["Dell BOSS-N1", "QEMU NVMe Ctrl"]
+    assert judged == ("PASS", "1 raw disks")
+    (folder / "model").write_text("Micron 7450\n")
+    assert nvme("Dell BOSS")[1] == ("FAIL", "nvme0n1: identity_missing")
+    assert nvme("Micron 7450")[1] == ("PASS", "1 raw disks")
+
+
+def test_a_boot_card_in_use_takes_no_storage_transition(bench: Any) -> None:
+    bench.disk("nvme0n1", minor=0, eui="5e0000000000a0ff", model="Dell BOSS-N1")
+    bench.mount("259:0", "/boot", "/dev/nvme0n1")
+    bench.disk("nvme1n1", minor=1)
+    disks, judged = nvme()
+    (card,) = (one for one in disks if one["kernel_name"] == "nvme0n1")
+    assert "excluded_model" in card["blockers"] and "mounted" in card["blockers"]
+    assert judged == ("PASS", "1 raw disks")
 
 
 def test_hardware_that_is_not_there_fails(machine: Any, tree: Path) -> None:

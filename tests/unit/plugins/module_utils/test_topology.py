@@ -12,6 +12,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _block,
     _pci,
     _topology,
+    _topology_candidates,
     _topology_disks,
     _topology_host,
     _topology_pci,
@@ -237,6 +238,27 @@ def test_a_nameless_disk_is_shown_but_never_used(machine: Any) -> None:
     assert details[0] == "/dev/nvme0n1 is a file of mode -rw-r--r--, not a block device"
     assert details[1] == "/dev/nvme1n1: No such file or directory"
     assert found[0]["pci_address"] == "0000:21:00.0"
+
+
+def test_a_boot_card_without_identity_is_excluded_by_the_kernels_word(machine: Any) -> None:
+    """And is as little a slot's as before: neither may stand in for the other."""
+    fill(machine)
+    machine.file("/proc/self/mountinfo")
+    models = {0: "ACME Boot 2\n", 1: "Dell BOSS-N1            \n"}
+    for number, above in enumerate((LEFT, RIGHT)):
+        folder = f"/sys/devices/{above}/0000:{21 + number * 20}:00.0/nvme/nvme{number}"
+        machine.file(f"{folder}/model", models[number])
+    found = _topology_disks.disks(["ACME Boot"])
+    wanted = ["identity_missing", "excluded_model"]
+    assert [codes(one["blockers"]) for one in found] == [wanted, wanted]
+    assert [one["model"] for one in found] == ["ACME Boot 2", "Dell BOSS-N1"]
+    only_cards = [codes(one["blockers"]) for one in _topology_disks.disks([])]
+    assert only_cards == [["identity_missing"], wanted]
+    gpus = _topology_pci.gpus(_pci.devices(), ["1234:11e8"])
+    bundles = _topology_candidates.candidates(gpus, found, [], PROFILE["network"], "m1")
+    assert len(bundles) == 2
+    for one in bundles:
+        assert one["bundle"]["nvme_device"] == "" and "missing_nvme" in codes(one["blockers"])
 
 
 def test_a_disk_behind_a_network_is_shown_without_a_place_on_the_host(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import _preflight_com
 from reconciler.settings import PROJECT
 from reconciler.trust import ca, preflight
 from reconciler.trust.enrolment import EnrolmentRequest, answer, userdata
+from scripts import standalone
 from tests.unit.reconciler.trust.machine import TOKEN, Api, Host
 
 pytestmark = pytest.mark.covers("HOST-1", "HOST-13")
@@ -114,8 +117,8 @@ def test_the_script_is_told_what_the_module_is_told(file: Path) -> None:
         "suite": told.get("suite"),
         "components": told.get("components"),
     }
-    set_aside = set(_preflight_command._INSTALL.values())
-    assert environment.keys() >= set_aside, "set, if only to nothing"
+    own = {name for part in standalone.FIRMWARE.settings for name in part}
+    assert environment.keys() >= own, "set, if only to nothing"
 
 
 @pytest.mark.parametrize("link", [{}, {"link": ""}])
@@ -125,8 +128,38 @@ def test_a_profile_without_a_link_still_lets_the_script_look(link: dict[str, str
     del profile["fabric"]["link"]
     profile["fabric"] |= link
     environment = preflight.environment(profile)
-    assert not {"GPUAAS_SLICE_FABRIC_IDS", "GPUAAS_SLICE_FABRIC_LINK"} & environment.keys()
+    assert environment["GPUAAS_SLICE_FABRIC_IDS"] == environment["GPUAAS_SLICE_FABRIC_LINK"] == ""
     assert list(_preflight_command._Settings(environment).asked.gpu_ids) == profile["gpu"]["ids"]
+
+
+def settled(environment: dict[str, str]) -> dict[str, str]:
+    """The settings that the generated script begins with where it is given these."""
+    head, _start, _program = standalone.build(standalone.FIRMWARE).partition("for python in ")
+    given = {"PATH": os.environ["PATH"], **environment}
+    shown = subprocess.run(
+        ["sh"], input=f"{head}env\n", text=True, capture_output=True, check=True, env=given
+    ).stdout.splitlines()
+    said = dict(row.partition("=")[::2] for row in shown)
+    return {name: value for name, value in said.items() if name.startswith("GPUAAS_SLICE_")}
+
+
+def test_where_maas_sets_nothing_the_script_asks_what_a_first_boot_asks() -> None:
+    profile = yaml.safe_load((PROJECT / "profiles/xe9680l-h200.yml").read_text())
+    asked = {name: value for name, value in preflight.environment(profile).items() if value}
+    assert asked.pop("GPUAAS_SLICE_APPLY_BIOS") == "0"
+    assert settled({}) == asked
+    assert asked["GPUAAS_SLICE_GPU_EXPECTED"] == "8"
+    assert asked["GPUAAS_SLICE_NVME_EXCLUDE"] == "Dell BOSS"
+
+
+def test_what_a_profile_leaves_open_is_not_asked_of_its_machines() -> None:
+    """The script has settings by itself, of machines with eight GPUs and a boot card."""
+    profile = yaml.safe_load((PROJECT / "profiles/lab.yml").read_text())
+    profile["gpu"] = {"ids": ["10de:2330"]}
+    environment = preflight.environment(profile)
+    assert settled(environment) == environment
+    asked = _preflight_command._Settings(environment).asked
+    assert (asked.expected_gpus, list(asked.exclude_models)) == (0, [])
 
 
 def test_the_generated_script_reports_about_this_machine(
