@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
-from pydantic import Field, StringConstraints
+from pydantic import AfterValidator, Field, StringConstraints
 from sqlalchemy import Connection
 
 from reconciler.api import guards, views
@@ -44,10 +44,20 @@ FabricAddress = Annotated[
         max_length=18, pattern=rf"^(({_OCTET}\.){{3}}{_OCTET}/([0-9]|[12][0-9]|3[0-2]))?$"
     ),
 ]
+# No more and no longer than contracts/runs/parity.schema.json lets through to the host.
+MaasTag = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+# Sorted, each once: in another order they are no change, and parity counts the tags of intents.
+MaasTags = Annotated[
+    list[MaasTag], Field(max_length=64), AfterValidator(lambda tags: sorted(set(tags)))
+]
 
 
 class NewNode(Body):
-    """A machine. `address` is where SSH reaches it; `name` is for people."""
+    """A machine. `address` is where SSH reaches it; `name` is for people.
+
+    `maas_tags` are its tags in MAAS; null, as without it, says that they are not known, and then
+    parity only warns.
+    """
 
     id: NodeId | None = None
     name: Text = ""
@@ -62,13 +72,14 @@ class NewNode(Body):
     region: Label = ""
     pool: Name = "default"
     profile: Name
+    maas_tags: MaasTags | None = None
     # What it will be sold as.
     mode: Literal["slice", "baremetal"] = "slice"
     reason: Reason = ""
 
 
 class NodeChange(Body):
-    """What may be changed; fields left out stay."""
+    """What may be changed; fields left out stay. Null is for `maas_tags`: not known any more."""
 
     name: Annotated[Text, Field(min_length=1)] | None = None
     address: Address | None = None
@@ -82,6 +93,7 @@ class NodeChange(Body):
     region: Label | None = None
     pool: Name | None = None
     profile: Name | None = None
+    maas_tags: MaasTags | None = None
     reason: Reason = ""
 
 
@@ -137,6 +149,8 @@ def change(node_id: Id, body: NodeChange, context: Admin, guard: IfMatch) -> JSO
     if body.profile is not None:
         _known_profile(context.settings, body.profile)
     values = body.model_dump(exclude={"reason"}, exclude_none=True)
+    if "maas_tags" in body.model_fields_set:
+        values["maas_tags"] = body.maas_tags
     act = context.act(body.reason)
 
     def work(conn: Connection) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from reconciler.cli import approvals, benchmark, handwork, parityreport, session, show
+from reconciler.cli import approvals, benchmark, handwork, maastags, parityreport, session, show
 from reconciler.domain.errors import Problem
 from reconciler.runs.reach import Reach
 
@@ -35,10 +35,6 @@ ApiBase = Annotated[str, typer.Option("--api-base", help="The reconciler, for it
 ApiToken = Annotated[Path | None, typer.Option("--api-token-file", help="An admin's token.")]
 NodeId = Annotated[str, typer.Option("--node-id", help="The host's node in the reconciler.")]
 Slots = Annotated[Path | None, typer.Option("--slots", help="Approved bundles, without the API.")]
-Tags = Annotated[
-    list[str] | None,
-    typer.Option("--maas-tag", help="The machine's tags in MAAS; may be repeated."),
-]
 FabricInterface = Annotated[
     str, typer.Option("--fabric-interface", help="Its interface on the InfiniBand fabric.")
 ]
@@ -64,7 +60,7 @@ def parity(
     node_id: NodeId = "",
     slots: Slots = None,
     intent: Annotated[Literal["slice", "baremetal"], typer.Option(help="Its purpose.")] = "slice",
-    maas_tag: Tags = None,
+    maas_tag: maastags.Tags = None,
     fabric_interface: FabricInterface = "",
     fabric_address: FabricAddress = "",
     remediate: Annotated[bool, typer.Option("--remediate", help="Repair, check again.")] = False,
@@ -81,7 +77,7 @@ def parity(
         slice_slots=handwork.slots_of(slots) or known.slots,
         slice_intent=intent,
         slice_api_topology=known.topology,
-        slice_maas_tags=maas_tag or [],
+        **_maas(maas_tag),
         slice_remediate=remediate,
         slice_allow_reboot=allow_reboot,
     )
@@ -227,6 +223,12 @@ def _own(fabric_interface: str, fabric_address: str) -> dict[str, Any]:
     """What the caller says of this host; what he leaves out is the record's or the profile's."""
     given = {"fabric_interface": fabric_interface, "fabric_address": fabric_address}
     return {name: value for name, value in given.items() if value}
+
+
+def _maas(words: list[str] | None) -> dict[str, Any]:
+    """Left out when nothing was said: given as [], they would be a failed check."""
+    tags = maastags.said(words)
+    return {} if tags is None else {"slice_maas_tags": tags}
 
 
 def _tell_repairs(evidence: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from reconciler.cli import approvals, session, show, waiting
+from reconciler.cli import approvals, maastags, session, show, waiting
 from reconciler.domain.errors import Problem
 
 app = typer.Typer(no_args_is_help=True, help="Machines: add, prepare, prove, sell.")
@@ -43,6 +43,7 @@ def add(
     ] = "",
     fabric_interface: FabricInterface = "",
     fabric_address: FabricAddress = "",
+    maas_tag: maastags.Tags = None,
 ) -> None:
     """Add a machine. It is not trusted before its userdata has enrolled it."""
     here = session.of(context)
@@ -59,6 +60,7 @@ def add(
         "tenant_address": tenant_address,
         "fabric_interface": fabric_interface,
         "fabric_address": fabric_address,
+        "maas_tags": maastags.said(maas_tag),
     }
     show.record(here, here.client.post("/admin/nodes", body))
 
@@ -79,9 +81,15 @@ def change(
     tenant_address: Changed = None,
     fabric_interface: Changed = None,
     fabric_address: Changed = None,
+    maas_tag: maastags.Tags = None,
+    maas_tags_unknown: Annotated[
+        bool, typer.Option("--maas-tags-unknown", help="Nobody knows its tags in MAAS any more.")
+    ] = False,
 ) -> None:
     """Change what is known of a machine; what is left out stays, "" empties."""
-    here = session.of(context)
+    here, tags = session.of(context), maastags.said(maas_tag)
+    if maas_tags_unknown and tags is not None:
+        raise typer.BadParameter("give either --maas-tag or --maas-tags-unknown")
     given = {
         "name": name,
         "address": address,
@@ -93,8 +101,11 @@ def change(
         "tenant_address": tenant_address,
         "fabric_interface": fabric_interface,
         "fabric_address": fabric_address,
+        "maas_tags": tags,
     }
-    body = {field: value for field, value in given.items() if value is not None}
+    body: dict[str, Any] = {field: value for field, value in given.items() if value is not None}
+    if maas_tags_unknown:
+        body["maas_tags"] = None
     show.record(here, here.client.patch(f"/admin/nodes/{node}", body | {"reason": reason}))
 
 

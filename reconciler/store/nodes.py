@@ -44,6 +44,7 @@ CHANGEABLE = (
     "region",
     "pool",
     "profile",
+    "maas_tags",
     "health_state",
     "health_detail",
 )
@@ -75,9 +76,13 @@ def create(
     region: str = "",
     pool: str = "default",
     profile: str = "",
+    maas_tags: Sequence[str] | None = None,
     mode: NodeMode = NodeMode.CONVERTING_TO_SLICE,
 ) -> Record:
-    """A machine that is to be enrolled; mode says what it will be."""
+    """A machine that is to be enrolled; mode says what it will be.
+
+    maas_tags: None when they are not known, which is not the same as no tags.
+    """
     taken = sa.or_(nodes.c.id == id, nodes.c.name == (name or id))
     if rows.first(conn, sa.select(nodes).where(taken)):
         raise Problem(
@@ -104,6 +109,7 @@ def create(
             "region": region,
             "pool": pool,
             "profile": profile,
+            "maas_tags": None if maas_tags is None else list(maas_tags),
             "mode": str(mode),
             "mode_deadline_at": lifecycle.limit("node_mode", mode),
             "state": NodeState.ENROLLING.value,

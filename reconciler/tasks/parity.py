@@ -16,7 +16,7 @@ from reconciler.tasks.handler import Handler, Work
 def variables(work: Work) -> dict[str, Any]:
     node_id, asked = work.task["node_id"], NodeMode(work.node["mode"]).purpose
     if asked != "slice":
-        return {"slice_slots": [], "slice_intent": asked}
+        return {"slice_slots": [], "slice_intent": asked, **_maas(work)}
     latest = discoveries.latest(work.conn, node_id)
     topology: dict[str, Any] = {"source": "reconciler", "completed": latest is not None}
     summary = latest["document"]["candidate_summary"] if latest else {}
@@ -25,6 +25,7 @@ def variables(work: Work) -> dict[str, Any]:
         "slice_slots": slots.bundles(work.conn, node_id),
         "slice_intent": asked,
         "slice_api_topology": topology,
+        **_maas(work),
     }
 
 
@@ -43,6 +44,12 @@ def succeed(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
         return result
     gate = slots.open_gate(work.conn, node_id, work.act.because("parity passed", result))
     return {**result, **gate}
+
+
+def _maas(work: Work) -> dict[str, Any]:
+    """Left out when nobody has said the tags: given as [], they would be a failed check."""
+    tags = work.node["maas_tags"]
+    return {} if tags is None else {"slice_maas_tags": tags}
 
 
 HANDLER = Handler("parity", variables, succeed)

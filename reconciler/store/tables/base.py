@@ -21,6 +21,7 @@ metadata = sa.MetaData(
 )
 
 DOCUMENT = sa.JSON().with_variant(JSONB(), "postgresql")
+MAYBE_DOCUMENT = sa.JSON(none_as_null=True).with_variant(JSONB(none_as_null=True), "postgresql")
 SEQUENCE = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 
@@ -52,6 +53,11 @@ def flag(name: str) -> sa.Column[bool]:
 def document(name: str, default: type = dict) -> sa.Column[Any]:
     """JSON; empty unless given."""
     return sa.Column(name, DOCUMENT, nullable=False, default=default, info={"holds": default})
+
+
+def maybe_list(name: str) -> sa.Column[Any]:
+    """A JSON list, or null where nothing is known: not the JSON value null, and not []."""
+    return sa.Column(name, MAYBE_DOCUMENT, info={"holds": list})
 
 
 def moment(name: str) -> sa.Column[float]:

@@ -10,6 +10,7 @@ from reconciler.store.tables.base import (
     flag,
     key,
     lifecycle,
+    maybe_list,
     metadata,
     moment,
     number,
@@ -36,6 +37,8 @@ nodes = sa.Table(
     text("region"),
     text("pool", "default"),
     text("profile"),
+    # Its tags in MAAS. Null: not known, or there is no MAAS; []: MAAS has none for it.
+    maybe_list("maas_tags"),
     text("mode", None),
     text("mode_reason"),
     stamp("mode_since"),

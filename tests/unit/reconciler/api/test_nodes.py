@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from reconciler.runs import contract
 from tests.unit.reconciler.api.world import NODE, World
 
 BODY = {"id": "n2", "name": "Rack 2", "address": "192.0.2.8", "profile": "lab"}
@@ -56,6 +57,84 @@ def test_a_nodes_own_place_on_the_fabric(new: World) -> None:
     changed = admin.patch("admin/nodes/n2", json={"fabric_address": "10.20.0.8/16"}).json()
     assert (changed["fabric_interface"], changed["fabric_address"]) == ("ibp65s0", "10.20.0.8/16")
     assert admin.patch("admin/nodes/n2", json={"fabric_address": ""}).json()["fabric_address"] == ""
+
+
+@pytest.mark.covers("HOST-10", "CTRL-10")
+def test_a_machines_tags_in_maas_are_unknown_none_or_some(new: World) -> None:
+    admin = new.client("admin")
+    assert admin.post("admin/nodes", json=BODY).json()["maas_tags"] is None
+    other = {**BODY, "id": "n3", "name": "Rack 3", "maas_tags": ["virtual", "a_B-1", "virtual"]}
+    # In another order or twice they are the same tags.
+    assert admin.post("admin/nodes", json=other).json()["maas_tags"] == ["a_B-1", "virtual"]
+    same = admin.patch("admin/nodes/n3", json={"maas_tags": ["virtual", "a_B-1"]})
+    assert same.json()["generation"] == 0
+    told: list[Any] = []
+    for tags in ([], None, ["gpuaas-profile-slice-vm"]):
+        answer = admin.patch("admin/nodes/n3", json={"maas_tags": tags, "reason": "as in MAAS"})
+        told.insert(0, answer.json()["maas_tags"])
+        assert told[0] == tags
+        # What is left out stays.
+        after = admin.patch("admin/nodes/n3", json={"pool": f"p{len(told)}"})
+        assert after.json()["maas_tags"] == tags
+    asked = {"subject_id": "n3", "action": "admin.node.changed"}
+    log = admin.get("admin/audit", params=asked).json()["items"]
+    changes = [row for row in log if "maas_tags" in row["detail"]]
+    assert [row["detail"]["maas_tags"]["to"] for row in changes] == told
+    assert {row["reason"] for row in changes} == {"as in MAAS"}
+
+
+@pytest.mark.covers("HOST-10", "CTRL-5")
+def test_tags_put_nothing_on_sale_and_take_nothing_off(selling: World) -> None:
+    """They are judged by the next parity run, as every other change of a node is."""
+    admin, path = selling.client("admin"), f"admin/nodes/{NODE}"
+
+    def statuses() -> list[str]:
+        rows = admin.get(f"{path}/resource-slots").json()["items"]
+        return [row["status"] for row in rows]
+
+    before = statuses()
+    assert "available" in before
+    for tags in (["gpuaas-profile-baremetal"], ["gpuaas-profile-slice-vm"], None):
+        assert admin.patch(path, json={"maas_tags": tags}).status_code == 200
+        assert statuses() == before
+
+
+@pytest.mark.parametrize(
+    "tags",
+    [
+        "gpuaas-profile-slice-vm",
+        [""],
+        ["a b"],
+        ["a.b"],
+        ["ü"],
+        ["a\n"],
+        ["a" * 65],
+        [1],
+        [None],
+        [f"t{number}" for number in range(65)],
+    ],
+)
+def test_what_maas_would_not_call_a_tag_is_refused(new: World, tags: Any) -> None:
+    admin = new.client("admin")
+    for answer in (
+        admin.post("admin/nodes", json={**BODY, "maas_tags": tags}),
+        admin.patch(f"admin/nodes/{NODE}", json={"maas_tags": tags}),
+    ):
+        assert answer.json()["code"] == "request_invalid"
+    assert admin.get(f"admin/nodes/{NODE}").json()["maas_tags"] is None
+    assert len(admin.get("admin/nodes").json()["items"]) == 1
+
+
+@pytest.mark.covers("HOST-10")
+def test_the_most_and_longest_tags_are_let_through_to_the_host(new: World) -> None:
+    """What a node may have and a run may not would keep the node from parity for ever."""
+    tags = sorted(f"{number:064d}" for number in range(64))
+    answer = new.client("admin").patch(f"admin/nodes/{NODE}", json={"maas_tags": tags})
+    assert answer.json()["maas_tags"] == tags
+    run = {"id": "r", "task_id": "t", "kind": "k", "node_id": "n", "correlation_id": "c"}
+    lab = yaml.safe_load((new.settings.profiles_dir / "lab.yml").read_text())
+    given = {"slice_run": run, "slice_profile": lab, "slice_slots": [], "slice_intent": "slice"}
+    contract.check_vars("parity", {**given, "slice_maas_tags": tags})
 
 
 def test_an_id_is_made_when_none_is_given(new: World) -> None:

@@ -227,7 +227,16 @@ def test_what_is_the_hosts_own_and_its_tags_go_along(
     for work in played.works[1:]:
         fabric = work.variables["slice_profile"]["fabric"]
         assert (fabric["interface"], fabric["site_address"]) == ("ibp1s0", "10.20.0.9/16")
-    assert played.works[1].variables["slice_maas_tags"] == []
+    # Nothing said is not the same as no tags, which is a failed check.
+    assert "slice_maas_tags" not in played.works[1].variables
+
+
+@pytest.mark.covers("HOST-10")
+def test_a_machine_without_tags_can_be_said_to_be_so(gpuaas: Gpuaas, played: Played) -> None:
+    played.evidence = [PASSING]
+    gpuaas("host", "parity", "--profile", "lab", "--maas-tag", "")
+    assert gpuaas.status == 0, gpuaas.err
+    assert played.works[0].variables["slice_maas_tags"] == []
 
 
 @pytest.mark.covers("HOST-10")

@@ -35,6 +35,29 @@ def test_what_is_known_of_a_machine_can_be_changed(new: World, gpuaas: Gpuaas) -
     assert (found["address"], found["region"]) == ("192.0.2.8", "")
 
 
+@pytest.mark.covers("HOST-10")
+def test_tags_of_maas_are_said_one_by_one_or_none_or_taken_back(new: World, gpuaas: Gpuaas) -> None:
+    gpuaas.at(new)
+
+    def tags(verb: str, node: str, *words: str) -> Any:
+        gpuaas("nodes", verb, node, *words, "--output", "json")
+        assert gpuaas.status == 0, gpuaas.err
+        return json.loads(gpuaas.out)["maas_tags"]
+
+    machine = ("--address", "192.0.2.8", "--profile", "lab")
+    assert tags("add", "n2", *machine) is None
+    assert tags("add", "n3", *machine, "--maas-tag", "") == []
+    assert tags("add", "n4", *machine, "--maas-tag", "b", "--maas-tag", "a") == ["a", "b"]
+    assert tags("change", "n4", "--region", "r2") == ["a", "b"]
+    assert tags("change", "n4", "--maas-tag", "") == []
+    assert tags("change", "n4", "--maas-tags-unknown") is None
+    assert tags("change", "n4", "--maas-tag", "c") == ["c"]
+    gpuaas("nodes", "change", "n4", "--maas-tag", "", "--maas-tags-unknown")
+    assert gpuaas.status == 2
+    assert "either --maas-tag or --maas-tags-unknown" in gpuaas.err
+    assert tags("show", "n4") == ["c"]
+
+
 def test_userdata_is_a_script(new: World, gpuaas: Gpuaas) -> None:
     script = gpuaas.at(new)("nodes", "userdata", NODE)
     assert script.startswith("#!/bin/sh")

@@ -14,6 +14,7 @@ from reconciler.store import (
     allocations,
     audit,
     claims,
+    discoveries,
     history,
     invariants,
     lifecycle,
@@ -175,6 +176,32 @@ def test_change_and_views(sold: Any) -> None:
         assert [node["id"] for node in nodes.every(conn, state=NodeState.READY)] == ["n1"]
         assert nodes.every(conn, mode=NodeMode.BAREMETAL) == []
         assert code(nodes.get, conn, "n9") == "node_not_found"
+
+
+@pytest.mark.covers("HOST-10", "CTRL-10")
+def test_unknown_tags_are_not_the_same_as_none(sold: Any) -> None:
+    """Also for whoever asks the database: unknown is null there, not a document that says null."""
+    nobody_knows = sa.select(tables.nodes.c.id).where(tables.nodes.c.maas_tags.is_(None))
+    with transaction(sold.engine) as conn:
+        assert nodes.get(conn, "n1")["maas_tags"] is None
+        assert nodes.create(conn, sold.act, id="n2", maas_tags=[])["maas_tags"] == []
+        assert nodes.create(conn, sold.act, id="n3", maas_tags=["a"])["maas_tags"] == ["a"]
+        assert conn.execute(nobody_knows).scalars().all() == ["n1"]
+        assert nodes.change(conn, "n3", sold.act, maas_tags=None)["maas_tags"] is None
+        assert set(conn.execute(nobody_knows).scalars()) == {"n1", "n3"}
+        (told,) = audit.every(conn, action="admin.node.changed")
+        assert told["detail"] == {"maas_tags": {"from": ["a"], "to": None}}
+
+
+@pytest.mark.covers("HOST-10", "CTRL-5")
+def test_tags_open_nothing_and_are_judged_by_the_next_parity(sold: Any) -> None:
+    with transaction(sold.engine) as conn:
+        discoveries.record_parity(conn, "n1", sold.parity(failures=1), sold.act)
+        for tags in (["gpuaas-profile-slice-vm"], ["gpuaas-profile-baremetal"], [], None):
+            nodes.change(conn, "n1", sold.act, maas_tags=tags)
+            assert sold.statuses(conn) == ["disabled", "disabled"]
+            slot_id = slots.of_node(conn, "n1")[0]["id"]
+            assert "parity_failed" in {row.code for row in slots.gate(conn, slot_id)}
 
 
 @pytest.mark.covers("I12")

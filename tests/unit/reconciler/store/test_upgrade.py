@@ -77,6 +77,25 @@ def test_nothing_is_lost_on_the_way_to_this_version(empty: sa.Engine, revision: 
         assert compare_metadata(MigrationContext.configure(conn), tables.metadata) == []
 
 
+@pytest.mark.covers("CTRL-2", "HOST-10")
+def test_of_nodes_from_before_nobody_knows_the_tags(empty: sa.Engine) -> None:
+    """Taken for none, they would close the gate of every host at the next parity run."""
+    migrate(empty, "0020")
+    with transaction(empty) as conn:
+        (old,) = (table for table in _tables(conn) if table.name == "nodes")
+        assert "maas_tags" not in old.columns
+        _fill(conn, old)
+    migrate(empty)
+    unknown = tables.nodes.c.maas_tags.is_(None)
+    with transaction(empty) as conn:
+        assert conn.execute(sa.select(tables.nodes.c.maas_tags, unknown)).one() == (None, True)
+        conn.execute(sa.update(tables.nodes).values(maas_tags=["a", "b"]))
+        found = conn.execute(sa.select(tables.nodes.c.maas_tags, unknown)).one()
+        assert found == (["a", "b"], False)
+        conn.execute(sa.update(tables.nodes).values(maas_tags=None))
+        assert conn.execute(sa.select(unknown)).scalar_one() is True
+
+
 def _dropped(table: str) -> frozenset[str]:
     return DROPPED.get(table, frozenset())
 

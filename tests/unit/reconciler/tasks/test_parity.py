@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,24 @@ def test_a_bare_metal_node_is_asked_for_absence_and_opens_nothing(sold: Site) ->
         kept = discoveries.latest_parity(conn, "n1", "baremetal")
         assert kept is not None and kept["task_id"] == found.task["id"]
         assert set(sold.statuses(conn)) == {"disabled"}
+
+
+@pytest.mark.covers("HOST-10")
+@pytest.mark.parametrize(
+    "tags", [[], ["gpuaas-profile-baremetal"], ["a", "gpuaas-profile-slice-vm"]]
+)
+@pytest.mark.parametrize("mode", [NodeMode.SLICE, NodeMode.BAREMETAL])
+def test_the_machines_tags_in_maas_go_along_once_somebody_has_said_them(
+    sold: Site, mode: NodeMode, tags: list[str]
+) -> None:
+    """Given as none while nobody knows them, they would keep every site without MAAS closed."""
+    with transaction(sold.engine) as conn:
+        if mode is NodeMode.BAREMETAL:
+            nodes.convert(conn, "n1", mode, ADMIN)
+        found = work(conn, "n1")
+        assert "slice_maas_tags" not in variables(found)
+        node = nodes.change(conn, "n1", ADMIN, maas_tags=tags)
+        assert variables(dataclasses.replace(found, node=node))["slice_maas_tags"] == tags
 
 
 @pytest.mark.parametrize(
