@@ -181,7 +181,8 @@ def manifest_step(devices: Sequence[Device], directory: str, moment: str) -> lis
         "fstab_backup": _fstab.BACKUP + moment if any(one.fstab for one in taken) else "",
         "devices": [document_of(device) for device in taken],
     }
-    path = f"{directory}/slice-storage-transition-{moment}.json"
+    # Ends as the contract's does; what is in it is JSON all the same.
+    path = f"{directory}/slice-storage-transition-{moment}.txt"
     return [_change.Step("write_manifest", path, after=document)]
 
 

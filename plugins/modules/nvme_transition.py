@@ -115,7 +115,7 @@ manifest:
   description: The newest manifest that covers one of the disks; empty when there is none.
   returned: always
   type: str
-  sample: /var/log/gpuaas/slice-storage-transition-20260417152532.json
+  sample: /var/log/gpuaas/slice-storage-transition-20260417152532.txt
 applied:
   description: Whether this was more than a dry run.
   returned: always

@@ -18,10 +18,11 @@ from reconciler.runs.collect import Outcome, Phase
 from reconciler.runs.errors import RunError
 from reconciler.runs.launch import Site, launch
 from reconciler.runs.reach import Reach, Work
-from reconciler.runs.spec import RunSpec
+from reconciler.runs.spec import LONGEST_S, RunSpec
 
-# Bootstrap with a slow reboot, or the overwriting of a large disk. A run that takes longer is
-# ended, and what it did is then unknown; much shorter would end good ones.
+# For all that a run does beside the parts that its profile has a limit for, such as packages from
+# a slow mirror. A run that takes longer is ended, and what it did is then unknown; much shorter
+# would end good ones.
 DEADLINE_S = 4 * 3600
 _EVERY_S = 0.3
 # How long a run that was told to stop gets before the command gives up on it.
@@ -43,13 +44,26 @@ def play(
     run_id, node = f"hand-{uuid.uuid4().hex[:16]}", reach.access()
     run = {"id": run_id, "task_id": "", "kind": work.kind, "node_id": node.node_id}
     variables = {"slice_run": {**run, "correlation_id": run_id}, **work.variables}
-    spec = RunSpec(run_id, work.playbook, node, variables, DEADLINE_S, run_id)
+    spec = RunSpec(run_id, work.playbook, node, variables, deadline_s(work), run_id)
     with tempfile.TemporaryDirectory(prefix="gpuaas-", ignore_cleanup_errors=True) as folder:
         state_dir = Path(folder)
         site = Site(state_dir, collections, ssh=None, environment=reach.environment(state_dir))
         run_dir = launch(site, spec)
         outcome = _follow(run_dir, tell)
         return _evidence(outcome, collect.output(run_dir, _TAIL))
+
+
+def deadline_s(work: Work) -> int:
+    """Seconds that a run of this work may take; the disks that it wipes come one by one."""
+    given = work.variables
+    parts: list[str] = []
+    if given.get("slice_apply"):
+        parts += ["wipe"] * len(given["slice_devices"])
+    if given.get("slice_allow_reboot"):
+        # Ansible takes it twice: for the new boot to begin, and for an answer of it.
+        parts += ["reboot"] * 2
+    allowed = sum(int(given["slice_profile"]["deadlines"][part]) for part in parts)
+    return min(LONGEST_S, DEADLINE_S + allowed)
 
 
 def _follow(run_dir: Path, tell: Callable[[str], None]) -> Outcome:

@@ -20,8 +20,9 @@ _ADDRESS = re.compile(r"[A-Za-z0-9:][A-Za-z0-9.:%-]{0,252}")
 _USER = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
 _HOST_KEY = re.compile(r"[a-z0-9@.-]{1,64} [A-Za-z0-9+/=]{1,8000}")
 _PYTHON = re.compile(r"/[A-Za-z0-9/._-]{1,200}")
-# Longer than any run of ours should take; what goes on for longer is ended.
-LONGEST_S = 86_400
+# Longer than any run of ours should take, which is to overwrite eight disks one after another; what
+# goes on for longer is ended.
+LONGEST_S = 2 * 86_400
 _CORRELATION = re.compile(r"[A-Za-z0-9._:-]{0,128}")
 
 

@@ -33,4 +33,5 @@ def succeed(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     return evidence
 
 
-HANDLER = Handler("bootstrap", variables, succeed, start=start, deadlines=("reboot",))
+# Ansible takes a reboot's limit twice: for the new boot to begin, and for an answer of it.
+HANDLER = Handler("bootstrap", variables, succeed, start=start, deadlines=("reboot", "reboot"))

@@ -371,6 +371,25 @@ def test_the_cards_link_is_there_now_and_after_the_next_boot(
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("took", "verdict"),
+    [
+        (None, _parity.failed("192.168.100.2 is silent")),
+        (0.26, _parity.passed("0.3 ms")),
+        # So fast that no clock sees it is an answer too.
+        (0.0, _parity.passed("0.0 ms")),
+    ],
+)
+def test_the_cards_own_system_must_answer(
+    parity: Any, monkeypatch: pytest.MonkeyPatch, took: float | None, verdict: _parity.Verdict
+) -> None:
+    """The link may be up, with its address, while the system on the card is down."""
+    monkeypatch.setattr(
+        _parity_probe, "echo", lambda target: took if target == "192.168.100.2" else 9.9
+    )
+    assert _parity_checks_network.rshim_peer(parity.facts()) == verdict
+
+
 def test_a_linux_bridge_of_the_right_name_is_not_enough(
     parity: Any, script: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

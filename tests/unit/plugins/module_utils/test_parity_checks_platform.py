@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _parity,
     _parity_checks_platform,
     _parity_facts,
+    _parity_table,
     _resolution,
 )
 
@@ -136,6 +141,63 @@ def test_intent_of_the_machine(parity: Any, tags: list[str] | None, status: str)
 def test_firmware_virtualization(parity: Any, machine: Any, cpuinfo: str, status: str) -> None:
     machine.file("/proc/cpuinfo", cpuinfo)
     assert _parity_checks_platform.firmware_virtualization(parity.facts()).status == status
+
+
+def kvm(parity: Any) -> dict[str, str]:
+    """The outcome as it gets into the report: a check that cannot look has failed."""
+    (check,) = (one for one in _parity_table.CHECKS if one.name == "kvm")
+    facts = parity.facts()
+    before = set(Path("/proc/self/fd").iterdir())
+    (found,) = _parity.evaluate([check], facts, intent="slice", not_applicable=())
+    assert set(Path("/proc/self/fd").iterdir()) <= before, "nothing stays open"
+    return found
+
+
+def answering(
+    monkeypatch: pytest.MonkeyPatch, *, version: int = 12, refusal: OSError | None = None
+) -> None:
+    """The kernel's side of /dev/kvm: its API's version, and a new VM or why there is none."""
+
+    def ioctl(_descriptor: int, request: int) -> int:
+        if request == 0xAE00:
+            return version
+        assert request == 0xAE01
+        if refusal is not None:
+            raise refusal
+        return os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+
+    monkeypatch.setattr(fcntl, "ioctl", ioctl)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda _machine: None, "FileNotFoundError"),
+        # Nobody can open this one for writing.
+        (lambda machine: machine.folder("/dev/kvm"), "IsADirectoryError"),
+        (lambda machine: machine.file("/dev/kvm"), "Inappropriate ioctl for device"),
+    ],
+)
+def test_a_file_of_kvms_name_is_no_kvm(parity: Any, machine: Any, make: Any, why: str) -> None:
+    make(machine)
+    found = kvm(parity)
+    assert (found["status"], why in found["detail"]) == ("FAIL", True), found
+
+
+def test_kvm_is_proven_by_a_machine_that_it_makes(
+    parity: Any, machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Firmware without VMX, or a hypervisor that has it already: the file is there all the same."""
+    machine.file("/dev/kvm")
+    answering(monkeypatch, refusal=OSError(errno.EBUSY, "Device or resource busy"))
+    found = kvm(parity)
+    assert (found["status"], "Device or resource busy" in found["detail"]) == ("FAIL", True)
+    answering(monkeypatch, version=11)
+    found = kvm(parity)
+    assert (found["status"], found["detail"]) == ("FAIL", "KVM API 11, not 12")
+    answering(monkeypatch)
+    found = kvm(parity)
+    assert (found["status"], found["detail"]) == ("PASS", "a VM can be created")
 
 
 @pytest.mark.covers("HOST-1")

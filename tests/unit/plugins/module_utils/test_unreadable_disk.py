@@ -110,7 +110,7 @@ def test_only_a_device_that_is_not_there_is_claimed_by_nobody(tree: Path) -> Non
 @pytest.mark.parametrize("text", [None, "", "{", "[]", b"{\xe9}"])
 def test_a_manifest_that_cannot_be_read_is_not_written_anew(bench, text: Any) -> None:
     bench.disk()
-    manifest = "/var/log/gpuaas/slice-storage-transition-1.json"
+    manifest = "/var/log/gpuaas/slice-storage-transition-20261121093831.txt"
     proof = {"disk": f"eui.{EUI}", "verified": True, "finished_at": "2020-01-01T00:00:00+00:00"}
     _proof.record(f"eui.{EUI}", proof, manifest=manifest)
     assert _transition.observe("nvme1n1").manifest == ""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -118,7 +119,7 @@ def test_an_approved_disk_is_taken_once(shared) -> None:
     assert backup.read_text() == FSTAB
 
     path = outcome.facts["manifest"]
-    assert path.startswith("/var/log/gpuaas/slice-storage-transition-")
+    assert re.fullmatch(r"/var/log/gpuaas/slice-storage-transition-\d{14}\.txt", path), path
     manifest = json.loads(_host.read(path) or "")
     (device,) = manifest["devices"]
     assert device["mounts"] == ["/share 0"] and device["proof"]["verified"]

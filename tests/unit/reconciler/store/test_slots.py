@@ -80,7 +80,7 @@ def test_a_slot_says_whose_its_disk_is_and_where_its_former_use_is_written_down(
     site: Any, approved_first: bool
 ) -> None:
     bundle = candidate(site, 0)
-    manifest = "/var/log/gpuaas/slice-storage-transition-20261121093831.json"
+    manifest = "/var/log/gpuaas/slice-storage-transition-20261121093831.txt"
     device = {
         "proof": {"disk": bundle.identity, "method": "discard", "verified": True},
         "manifest": manifest,
