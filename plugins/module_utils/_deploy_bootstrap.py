@@ -34,7 +34,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _slice_mode,
     _tenancy,
     _tuning,
-    _tuning_profiles,
+    _tuning_opted,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
@@ -50,9 +50,19 @@ settings, from the environment:
   GPUAAS_SLICE_FABRIC_ADDRESS      interface, address with prefix length and
   GPUAAS_SLICE_FABRIC_ROUTE        subnet of the InfiniBand fabric
   GPUAAS_SLICE_TUNING              tuned profiles beside those of the hardware profile, with commas:
-                                   hugepages-1g, network-buffers
+                                   hugepages-1g, network-buffers. Kept on the host, in
+                                   /etc/gpuaas/tuning.json: it takes the place of what was named
+                                   before, not set it changes nothing, and none takes all back
   GPUAAS_SLICE_API_NAMES           name=address,... of the control plane where DNS does not know it
 exit codes: 0 done, 1 a step failed, 2 wrong settings, 3 a reboot is needed and not allowed
+"""
+
+NETWORK_SETTINGS = f"""\
+settings, from the environment:
+  GPUAAS_SLICE_PROFILE             hardware profile ({DEFAULT_PROFILE}), for its network
+The other settings of gpuaas_slice_host_deploy_bootstrap.sh are refused here, since nothing here
+would come of them.
+exit codes: 0 done, 1 a step failed, 2 wrong settings
 """
 
 _FABRIC = {
@@ -60,6 +70,14 @@ _FABRIC = {
     "site_address": "GPUAAS_SLICE_FABRIC_ADDRESS",
     "route": "GPUAAS_SLICE_FABRIC_ROUTE",
 }
+_REBOOT = "GPUAAS_SLICE_REBOOT_IF_REQUIRED"
+# What the network alone does not use.
+_WHOLE_ONLY = (
+    _REBOOT,
+    *_FABRIC.values(),
+    _tuning_opted.SETTING,
+    "GPUAAS_SLICE_API_NAMES",
+)
 _NETWORK = _change.Subject(_baseline.observe, _baseline.plan, _baseline.apply, _baseline.facts)
 
 
@@ -87,14 +105,16 @@ def _run(words: Sequence[str], environment: Mapping[str, str], about: str, only:
     parser = argparse.ArgumentParser(
         prog="sh <this file>",
         description=about,
-        epilog=SETTINGS,
+        epilog=NETWORK_SETTINGS if only else SETTINGS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--check", action="store_true", help="say what would be done")
     check = parser.parse_args(words).check
     try:
-        profile = _profile(environment)
-        may_reboot = _switch(environment, "GPUAAS_SLICE_REBOOT_IF_REQUIRED")
+        if only:
+            _refuse_unused(environment)
+        profile = _profile(environment, only)
+        may_reboot = _switch(environment, _REBOOT)
     except Refusal as refusal:
         _say("settings", "FAIL", str(refusal))
         return WRONG_CALL
@@ -126,7 +146,7 @@ def parts(profile: Mapping[str, Any]) -> Iterator[Part]:
     yield Part("gpu_services", _gpu_services.SUBJECT, services)
     if profile.get("api_names"):
         yield Part("api_names", _resolution.SUBJECT, {"names": profile["api_names"]})
-    yield Part("tuning", _tuning.SUBJECT, {"profiles": profile.get("tuning", [])})
+    yield Part("tuning", _tuning.SUBJECT, _tuned(profile))
     yield Part("kernel", _grub.SUBJECT, _kernel(profile))
     yield Part("libvirt", _libvirt_host.SUBJECT, {"directory": "/var/lib/libvirt"})
     if fabric["pf_ids"]:
@@ -140,10 +160,20 @@ def parts(profile: Mapping[str, Any]) -> Iterator[Part]:
     yield Part("slice_mode", _slice_mode.SUBJECT, {"profile": profile["name"]})
 
 
+def _tuned(profile: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "profiles": profile.get("tuning", []),
+        "opted_in": profile.get("opted_in"),
+        "hugepages_1g": profile.get("hugepages_1g"),
+    }
+
+
 def _kernel(profile: Mapping[str, Any], *, in_effect: bool = False) -> dict[str, Any]:
     return {
         "arguments": profile["kernel_arguments"],
         "tuning": profile.get("tuning", []),
+        # Nothing beside them: a forecast has not yet taken back what is recorded.
+        "opted_in": [],
         "hugepages_1g": profile.get("hugepages_1g"),
         "state": "present",
         "in_effect": in_effect,
@@ -207,7 +237,7 @@ def _reboot(profile: Mapping[str, Any], *, may_reboot: bool) -> int:
     return DONE
 
 
-def _profile(environment: Mapping[str, str]) -> dict[str, Any]:
+def _profile(environment: Mapping[str, str], only: str = "") -> dict[str, Any]:
     name = environment.get("GPUAAS_SLICE_PROFILE") or DEFAULT_PROFILE
     try:
         profile: dict[str, Any] = json.loads(_carried(name))
@@ -221,23 +251,29 @@ def _profile(environment: Mapping[str, str]) -> dict[str, Any]:
     for key, variable in _FABRIC.items():
         if environment.get(variable):
             profile["fabric"][key] = environment[variable]
-    profile["tuning"] = _tuned(profile.get("tuning", []), environment)
+    if not only:
+        profile["opted_in"] = _tuning_opted.setting(environment.get(_tuning_opted.SETTING, ""))
+        # All of them, since a forecast records nothing that a later part could read.
+        profile["tuning"] = _tuning_opted.names(profile.get("tuning", []), profile["opted_in"])
     pairs = [pair for pair in environment.get("GPUAAS_SLICE_API_NAMES", "").split(",") if pair]
     profile["api_names"] = dict(pair.partition("=")[::2] for pair in pairs)
     return profile
 
 
-def _tuned(asked: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    more = [name for name in environment.get("GPUAAS_SLICE_TUNING", "").split(",") if name]
-    unknown = [name for name in more if name not in _tuning_profiles.PROFILES]
-    if unknown:
+def _refuse_unused(environment: Mapping[str, str]) -> None:
+    """A setting that is taken and comes to nothing looks as if it were in force."""
+    unused = [name for name in _WHOLE_ONLY if environment.get(name)]
+    if environment.get(_REBOOT) == "0":
+        # There is none, as asked.
+        unused.remove(_REBOOT)
+    if unused:
         raise Refusal(
-            "setting_invalid",
-            expected=f"GPUAAS_SLICE_TUNING of {', '.join(_tuning_profiles.PROFILES)}",
-            found=", ".join(unknown),
-            remedy="nothing was done; correct the setting",
+            "setting_unused",
+            expected="GPUAAS_SLICE_PROFILE as the only setting of the network alone",
+            found=", ".join(unused),
+            remedy="nothing was done; leave it out, or run gpuaas_slice_host_deploy_bootstrap.sh,"
+            " which uses it",
         )
-    return list(dict.fromkeys([*asked, *more]))
 
 
 def _carried(name: str) -> str:

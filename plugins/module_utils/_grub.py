@@ -21,6 +21,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _host,
     _hugepages,
     _marked,
+    _tuning_opted,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
@@ -438,7 +439,14 @@ def _sets_pages(argument: str) -> bool:
 
 
 def _huge(params: Params) -> _hugepages.Asked | None:
-    return _hugepages.asked(params.get("tuning") or [], params.get("hugepages_1g"))
+    """With what was opted in to on this host, unless all of it is to go.
+
+    opted_in: in place of what the host has recorded.
+    """
+    names = params.get("tuning") or []
+    if params["state"] == "present":
+        names = _tuning_opted.names(names, params.get("opted_in"))
+    return _hugepages.asked(names, params.get("hugepages_1g"))
 
 
 def _count(absolute: str) -> int:

@@ -97,7 +97,7 @@ def image_cache(_facts: Facts) -> Verdict:
 
 def hugepages(facts: Facts) -> Verdict:
     """Pages of 1 GiB node by node, in use or free: as tuned, and enough for every approved slot."""
-    pages = _hugepages.asked(facts.profile.get("tuning") or [], facts.profile.get("hugepages_1g"))
+    pages = _hugepages.asked(_tuning.asked(facts.profile), facts.profile.get("hugepages_1g"))
     problems = _hugepages.problems(pages) if pages else []
     virtual = facts.profile["vm"]
     if not virtual.get("hugepages"):

@@ -281,6 +281,7 @@ def _tuned(_facts: Facts) -> Iterator[Item]:
     for path in _tuning.FILES:
         ours = (_host.kept(path) or "").startswith(_MARKER)
         yield _none("tuning", path, ["a file of ours"] if ours else [], "no file of ours")
+    yield _gone("tuning", _tuning.OPTED_IN)
     yield _given_back("tuning", "tuning")
 
 

@@ -36,11 +36,13 @@ def mode() -> str:
 
 def boot_params(profile: Mapping[str, Any], intent: str = "slice") -> dict[str, Any]:
     """What the profile asks of the boot, as the module kernel_arguments is asked."""
+    slices = intent == "slice"
     return {
         "arguments": profile["kernel_arguments"],
-        "tuning": profile.get("tuning") or [],
+        # An ordinary machine has no record, and one that is left is a remnant.
+        "tuning": _tuning.asked(profile) if slices else profile.get("tuning") or [],
         "hugepages_1g": profile.get("hugepages_1g"),
-        "state": "present" if intent == "slice" else "absent",
+        "state": "present" if slices else "absent",
         "in_effect": False,
     }
 
@@ -57,7 +59,8 @@ def kernel(params: Mapping[str, Any], found: _grub.State) -> Kernel:
 
 
 def resources(profile: Mapping[str, Any]) -> dict[str, Any]:
-    """The `host` part of the discovery document. tuning: profiles that are wholly in force."""
+    """The `host` part of the discovery document. tuning: profiles that are wholly in force, also
+    those that were opted in to on this host."""
     return {
         "tuning": [name for name, left in _tuning.problems(profile).items() if not left],
         "kernel": _host.read("/proc/sys/kernel/osrelease") or "",

@@ -1,7 +1,8 @@
 """Tuned profiles on a host: files for the next boot, values for this one, and what is in force.
 
-One file per mechanism holds what all wanted profiles ask for. What a value was before is remembered
-when it is first changed, and comes back when no profile wants it any more.
+One file per mechanism holds what all wanted profiles ask for: those of the hardware profile, and
+those that an operator opted in to on this host (_tuning_opted). What a value was before is
+remembered when it is first changed, and comes back when no profile wants it any more.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _command,
     _host,
     _hugepages,
+    _tuning_opted,
     _written,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
@@ -29,6 +31,7 @@ SYSCTL = "/etc/sysctl.d/60-gpuaas-slice-tuning.conf"
 MODPROBE = "/etc/modprobe.d/gpuaas-slice-tuning.conf"
 LIMITS = "/etc/security/limits.d/60-gpuaas-slice-tuning.conf"
 FILES = (SYSCTL, MODPROBE, LIMITS)
+OPTED_IN = _tuning_opted.FILE
 MARKER = "# Written by the gpuaas.slice collection; changed by its playbooks only."
 RECORD = "tuning"
 
@@ -40,27 +43,47 @@ Params = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class State:
-    """files: content, None when absent. values: of every sysctl that a profile knows."""
+    """files: content, None when absent. values: of every sysctl that a profile knows.
+
+    recorded: names opted in to, None without a record. record: its content. lacking: why this
+    machine cannot give what is newly opted in to.
+    """
 
     files: Mapping[str, str | None]
     values: Mapping[str, str]
     before: Mapping[str, Any] | None
+    recorded: tuple[str, ...] | None = None
+    record: str | None = None
+    lacking: tuple[Refusal, ...] = ()
 
 
-def observe(_params: Params) -> State:
+def observe(params: Params) -> State:
+    """params, beside `profiles`, all of them optional: state; opted_in, which replaces what the
+    host has recorded; hugepages_1g, with opted_in.
+    """
     before = _before.recalled(RECORD)
     keys = {key for one in DEFINITIONS.values() for key in one.sysctl} | set(before or {})
+    pages = _hugepages.asked(params.get("opted_in") or [], params.get("hugepages_1g"))
     return State(
         files={path: _host.kept(path) for path in FILES},
         values={key: value(key) for key in sorted(keys)},
         before=before,
+        recorded=_tuning_opted.recorded(),
+        record=_host.kept(OPTED_IN),
+        # Pages are made by a later step. Recorded before its refusal, they would fail every
+        # bootstrap to come.
+        lacking=tuple(_hugepages.refusals(pages)),
     )
 
 
 def plan(params: Params, state: State) -> _change.Plan:
-    chosen = [DEFINITIONS[name] for name in params["profiles"]]
+    names = _names(params, state)
+    if refused := [*_tuning_opted.unknown(names), *state.lacking]:
+        return _change.Plan(blockers=tuple(refused))
+    chosen = [DEFINITIONS[name] for name in names]
     wanted = {key: text for one in chosen for key, text in one.sysctl.items()}
-    steps = []
+    # First: what a later step is stopped at, the next run goes on with.
+    steps = _recording(params, state)
     if wanted:
         there = {key: state.values[key] for key in wanted}
         steps += _before.remembering(RECORD, state.before, there)
@@ -99,34 +122,61 @@ def apply(_params: Params, step: _change.Step) -> dict[str, Any] | None:
     return None
 
 
-def facts(params: Params, _state: State) -> dict[str, Any]:
+def facts(params: Params, state: State) -> dict[str, Any]:
     """What waits for a reboot: a module's options hold when it is loaded, limits at a login."""
-    chosen = [DEFINITIONS[name] for name in params["profiles"]]
-    return {"pending": [problem for one in chosen for problem in _options(one)]}
+    names = _names(params, state)
+    chosen = [DEFINITIONS[name] for name in names if name in DEFINITIONS]
+    pending = [problem for one in chosen for problem in _options(one)]
+    return {"profiles": names, "pending": pending}
 
 
 SUBJECT = _change.Subject(observe, plan, apply, facts)
 
 
 def problems(profile: Mapping[str, Any]) -> dict[str, list[str]]:
-    """By tuned profile that the hardware profile asks for, what of it is not in force.
+    """By tuned profile that is asked for, by the hardware profile or on this host, what of it is
+    not in force.
 
     Read from the running kernel and from a login, never from our files.
     """
-    names = profile.get("tuning") or []
-    return {name: _problems(name, profile) for name in names}
+    return {name: _problems(name, profile) for name in asked(profile)}
 
 
 def edited(profile: Mapping[str, Any]) -> list[str]:
-    """Why the next boot would not find the files that the hardware profile asks for as written."""
-    chosen = [DEFINITIONS[name] for name in profile.get("tuning") or [] if name in DEFINITIONS]
+    """Why the next boot would not find the files of what is asked for as written."""
+    chosen = [DEFINITIONS[name] for name in asked(profile) if name in DEFINITIONS]
     texts = _texts(chosen).items()
     return [problem for path, text in texts if text for problem in _written.unlike(path, text)]
+
+
+def asked(profile: Mapping[str, Any]) -> list[str]:
+    """The tuned profiles of this host: the hardware profile's, and those opted in to here."""
+    return _tuning_opted.names(profile.get("tuning") or [])
 
 
 def value(key: str) -> str:
     """A sysctl as the kernel has it now; "" when there is no such one."""
     return _words(_host.read(f"/proc/sys/{key.replace('.', '/')}") or "")
+
+
+def _names(params: Params, state: State) -> list[str]:
+    if params.get("state") == "absent":
+        return []
+    given = params.get("opted_in")
+    return _tuning_opted.names(params["profiles"], state.recorded or () if given is None else given)
+
+
+def _recording(params: Params, state: State) -> list[_change.Step]:
+    """The record as the operator's word has it; without a word it stays as it is."""
+    given = [] if params.get("state") == "absent" else params.get("opted_in")
+    if given is None:
+        return []
+    if not given:
+        there = state.recorded is not None
+        return [_change.Step("remove_file", OPTED_IN, state.record, None)] if there else []
+    if tuple(given) == state.recorded:
+        return []
+    return [_change.Step("write_file", OPTED_IN, state.record, _tuning_opted.text(given))]
 
 
 def _problems(name: str, profile: Mapping[str, Any]) -> list[str]:

@@ -13,21 +13,31 @@ description:
   - Writes what the named profiles ask for into C(60-gpuaas-slice-tuning.conf) in C(/etc/sysctl.d),
     C(gpuaas-slice-tuning.conf) in C(/etc/modprobe.d) and C(60-gpuaas-slice-tuning.conf) in
     C(/etc/security/limits.d), each with one owner marker, and sets the sysctl values now.
-  - A profile that is no longer named is taken back. What a value was before the first change is
-    kept in C(/var/lib/gpuaas/before/tuning.json).
+  - Takes the profiles that an operator opted in to on this host as well. They are recorded in
+    C(/etc/gpuaas/tuning.json) by C(gpuaas_slice_host_deploy_bootstrap.sh), which takes them back
+    too (C(GPUAAS_SLICE_TUNING=none)).
+  - A profile that is neither named nor recorded is taken back. What a value was before the first
+    change is kept in C(/var/lib/gpuaas/before/tuning.json).
   - V(network-buffers) is socket buffers, backlog, queues of C(ib_ipoib), and locked memory.
   - V(hugepages-1g) has no files here. Its pages are kernel arguments, which
     M(gpuaas.slice.kernel_arguments) takes care of.
   - Whether a profile is in force is read by M(gpuaas.slice.slice_parity), and reported as a
     capability of the host by M(gpuaas.slice.slice_discovery).
-  - Refuses with C(file_not_ours).
+  - Refuses with C(file_not_ours), C(tuning_unknown) for a recorded name that means nothing here,
+    and C(tuning_record_unreadable).
 options:
   profiles:
-    description: Names of the wanted profiles; with none everything of ours goes.
+    description: Names of the wanted profiles, beside those that are recorded on the host.
     type: list
     elements: str
     choices: [hugepages-1g, network-buffers]
     default: []
+  state:
+    description: With V(absent) everything of ours goes, also what is recorded on the host, and
+      O(profiles) is not looked at.
+    type: str
+    choices: [present, absent]
+    default: present
 extends_documentation_fragment: [gpuaas.slice.change]
 """
 
@@ -36,11 +46,21 @@ EXAMPLES = r"""
   gpuaas.slice.host_tuning:
     profiles: [network-buffers]
 
+- name: Only what was opted in to on the host itself, if anything
+  gpuaas.slice.host_tuning:
+
 - name: Back to what the host had
   gpuaas.slice.host_tuning:
+    state: absent
 """
 
 RETURN = r"""
+profiles:
+  description: Names of all profiles that the host has now, named and recorded ones.
+  returned: always
+  type: list
+  elements: str
+  sample: ["network-buffers"]
 pending:
   description: What holds only after a module is loaded again or after a reboot, in sentences.
   returned: always
@@ -66,6 +86,7 @@ def main() -> None:
                 "choices": list(_tuning_profiles.PROFILES),
                 "default": [],
             },
+            "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
         },
         supports_check_mode=True,
     )

@@ -18,9 +18,11 @@ description:
   - Where the machine has an AMD IOMMU, C(intel_iommu=) is left out, since the kernel turns that
     IOMMU on by itself; elsewhere C(amd_iommu=) is.
   - With the tuned profile V(hugepages-1g) it adds pages of 1 GiB, as even over the NUMA nodes as
-    they go (C(hugepages=0:256,1:256)). Refuses with C(hugepages_unsupported), and with
+    they go (C(hugepages=0:256,1:256)), also where it was opted in to on this host
+    (M(gpuaas.slice.host_tuning)). Refuses with C(hugepages_unsupported), and with
     C(hugepages_leave_no_reserve) when a node would not keep the host's reserve.
   - Does not reboot; says whether a reboot is needed.
+  - Refuses with C(tuning_record_unreadable) where it cannot be known what was opted in to.
   - Refuses with C(machine_leased) while a tenant has the whole machine.
 options:
   arguments:

@@ -404,7 +404,7 @@ def apply(step: _change.Step) -> None:
         _host.remove(step.subject)
 '''
 
-# sha256 1ae418b204a5036db4d7a68a66a12fffd040553fa3caa3876ead39f04c03d24c
+# sha256 fe7039ab37d916fc60ef09524b924bcd8535d671228ed10855e87b5dbf304105
 SOURCES["_boot"] = r'''"""What survives a reboot: a oneshot service per concern that runs the collection's code at boot.
 
 The host needs no Ansible for it: the sources that the concern imports are copied below LIBRARY
@@ -664,7 +664,8 @@ def _imported(source: str) -> list[str]:
 
 def _own(unit: Unit) -> tuple[str, ...]:
     """The files of this unit alone; the library is shared with the other units."""
-    return (unit.path, unit.program, unit.settings_path, *_boot_files.additions(unit))
+    settings = () if unit.borrowed else (unit.settings_path,)
+    return (unit.path, unit.program, *settings, *_boot_files.additions(unit))
 
 
 def _traces(unit: Unit) -> Iterator[str]:
@@ -690,8 +691,11 @@ def _remove_folders(unit: Unit) -> None:
 
 def _files(unit: Unit) -> dict[str, tuple[str, int]]:
     library = {path: (text, 0o644) for path, text in _library(unit).items()}
-    settings = json.dumps(unit.settings, indent=2, sort_keys=True) + "\n"
-    return {**library, unit.settings_path: (settings, 0o644), **_boot_files.frame(unit)}
+    own = {**library, **_boot_files.frame(unit)}
+    if not unit.borrowed:
+        settings = json.dumps(unit.settings, indent=2, sort_keys=True) + "\n"
+        own[unit.settings_path] = (settings, 0o644)
+    return own
 
 
 def _library(unit: Unit) -> dict[str, str]:
@@ -755,7 +759,7 @@ def _say(text: str) -> None:
     sys.stdout.flush()
 '''
 
-# sha256 573a8ebfd69f7a4c3f47ac19357acbcb427745c50d78b6582f3582a1237729e8
+# sha256 62c942e6dd96ff84e4d960bb4697342672df59ed64347ecc9d64a180edf3136d
 SOURCES["_boot_files"] = r'''"""What a boot service consists of on disk: unit, program, settings, and the code that it runs.
 
 Apart from `_boot`, which installs and removes them, since parity needs only this: whether what the
@@ -807,7 +811,7 @@ Description={description}
 Type={type}
 RemainAfterExit=yes
 ExecStart={program}
-{after}TimeoutStartSec=180
+{after}TimeoutStartSec={limit}
 
 [Install]
 WantedBy={target}
@@ -819,10 +823,11 @@ class Unit:
     """A concern that is brought back at boot.
 
     module, entry: the file of module_utils and its function that is called. settings: what it is
-    given, kept as JSON in `settings_path`. order: lines of the [Unit] section. target: what pulls
-    the unit in. after: ExecStartPost or "". patient: `entry` goes on waiting for what is optional
-    after it has told systemd that the rest is there; `after` and units that wait for this one are
-    not kept waiting.
+    given, kept as JSON in `settings_path`. borrowed: that file is another unit's, which writes and
+    removes it. order: lines of the [Unit] section. target: what pulls the unit in. limit_s: how
+    long it may take. after: ExecStartPost or "". patient: `entry` goes on waiting for what is
+    optional after it has told systemd that the rest is there; `after` and units that wait for this
+    one are not kept waiting.
     """
 
     name: str
@@ -833,6 +838,8 @@ class Unit:
     order: tuple[str, ...] = ()
     entry: str = "boot"
     target: str = "multi-user.target"
+    limit_s: int = 180
+    borrowed: bool = False
     after: str = ""
     patient: bool = False
 
@@ -865,6 +872,7 @@ def frame(unit: Unit) -> dict[str, tuple[str, int]]:
         program=unit.program,
         after=f"ExecStartPost={unit.after}\n" if unit.after else "",
         target=unit.target,
+        limit=unit.limit_s,
     )
     return {unit.program: (program, 0o755), unit.path: (definition, 0o644)}
 
@@ -1053,7 +1061,7 @@ def _environment(text: str) -> dict[str, str]:
     return {name: value for name, sign, value in rows if sign}
 '''
 
-# sha256 593a802ec11706e06b02e5ea8c363384c92bf1a39073b57fa97701f890308607
+# sha256 065b9d6c59086d7bd725382ba6ff66c85294d7ee931bb97589291d51194a2dc7
 SOURCES["_boot_units"] = r'''"""The boot services that a slice host has, without their settings, which depend on the host.
 
 Paths of settings are said again here: the code that is run at boot does not know of its unit.
@@ -1085,7 +1093,8 @@ FABRIC = Unit(
     settings_path="/etc/gpuaas/fabric.json",
     order=("After=systemd-modules-load.service", "Before=gpuaas-slice-vfio.service"),
 )
-# Before anything loads drivers. The functions of fabric cards are made later, and wait for BINDING.
+# Before anything loads drivers; all of the boot waits for it, so not for long. What it needs is on
+# the root file system. The functions of fabric cards are made later, and wait for BINDING.
 CLAIM = Unit(
     name="gpuaas-slice-vfio-claim",
     description="Keep the approved PCI functions of this slice host from its own drivers",
@@ -1095,8 +1104,12 @@ CLAIM = Unit(
     order=(
         "DefaultDependencies=no",
         "Before=systemd-modules-load.service systemd-udevd.service systemd-udev-trigger.service",
+        "Conflicts=shutdown.target",
+        "Before=shutdown.target",
     ),
     target="sysinit.target",
+    limit_s=60,
+    borrowed=True,
 )
 BINDING = Unit(
     name="gpuaas-slice-vfio",
@@ -1349,7 +1362,7 @@ def _lines(argv: list[str]) -> list[str]:
     return [line for line in _command.run(argv).out.splitlines() if line.strip()]
 '''
 
-# sha256 d414f03aaff3820fa0c992ae9d520e913537e1ef42bb7affc1817e39a2683b2e
+# sha256 f9ca0d299eedeb24792bd3f8ec4ac57c1158e373f4be50c9839f1a276fe3fc3e
 SOURCES["_change"] = r'''"""The driver of every module: observe, plan, apply, verify for those that change something.
 
 `check_mode` is looked at here and nowhere else in the collection. *changed*, *diff* and the actions
@@ -1421,12 +1434,17 @@ class Outcome:
 
     plan: Plan
     changed: bool = False
-    done: list[str] = field(default_factory=list)
+    steps_done: list[Step] = field(default_factory=list)
     evidence: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     failure: Refusal | None = None
     failed_step: str | None = None
     doubts: list[Refusal] = field(default_factory=list)
+
+    @property
+    def done(self) -> list[str]:
+        """Names of the steps that were done, in order."""
+        return [step.name for step in self.steps_done]
 
     def document(self) -> dict[str, Any]:
         steps = self.plan.steps
@@ -1490,7 +1508,6 @@ def _drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
         return outcome
 
     outcome.changed = False
-    done: list[Step] = []
     told: list[Refusal] = []
     for step in outcome.plan.steps:
         try:
@@ -1502,15 +1519,14 @@ def _drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
             if step.soft:
                 told.append(refusal)
                 continue
-            outcome.failure = subject.recover(params, done, step, refusal)
+            outcome.failure = subject.recover(params, outcome.steps_done, step, refusal)
             outcome.failed_step = step.name
             # What was seen before the first act is not what is now; it stays where nothing is seen.
             with contextlib.suppress(Refusal, OSError, ValueError):
                 outcome.facts = subject.facts(params, subject.observe(params))
             return outcome
         outcome.changed = True
-        done.append(step)
-        outcome.done.append(step.name)
+        outcome.steps_done.append(step)
         if evidence is not None:
             outcome.evidence[step.name] = evidence
     _verify(subject, params, outcome, told)
@@ -1673,7 +1689,7 @@ def run(
     return Result(done.returncode, done.stdout, done.stderr)
 '''
 
-# sha256 c95ee8941093a2ed85340d2d8b78447890a8fdafdfef0a0d176da9a357d32cf4
+# sha256 46ff8fd6dc29345c36fa71fbf1f2545f3c7307bd0983330cb02d223738d7a2c2
 SOURCES["_deploy_bootstrap"] = r'''"""Bootstrap of a deployed machine by itself, for cloud-init or an operator's shell.
 
 The same subjects in the same order as the playbook bootstrap, one line each on standard output. A
@@ -1710,7 +1726,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _slice_mode,
     _tenancy,
     _tuning,
-    _tuning_profiles,
+    _tuning_opted,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
@@ -1726,9 +1742,19 @@ settings, from the environment:
   GPUAAS_SLICE_FABRIC_ADDRESS      interface, address with prefix length and
   GPUAAS_SLICE_FABRIC_ROUTE        subnet of the InfiniBand fabric
   GPUAAS_SLICE_TUNING              tuned profiles beside those of the hardware profile, with commas:
-                                   hugepages-1g, network-buffers
+                                   hugepages-1g, network-buffers. Kept on the host, in
+                                   /etc/gpuaas/tuning.json: it takes the place of what was named
+                                   before, not set it changes nothing, and none takes all back
   GPUAAS_SLICE_API_NAMES           name=address,... of the control plane where DNS does not know it
 exit codes: 0 done, 1 a step failed, 2 wrong settings, 3 a reboot is needed and not allowed
+"""
+
+NETWORK_SETTINGS = f"""\
+settings, from the environment:
+  GPUAAS_SLICE_PROFILE             hardware profile ({DEFAULT_PROFILE}), for its network
+The other settings of gpuaas_slice_host_deploy_bootstrap.sh are refused here, since nothing here
+would come of them.
+exit codes: 0 done, 1 a step failed, 2 wrong settings
 """
 
 _FABRIC = {
@@ -1736,6 +1762,14 @@ _FABRIC = {
     "site_address": "GPUAAS_SLICE_FABRIC_ADDRESS",
     "route": "GPUAAS_SLICE_FABRIC_ROUTE",
 }
+_REBOOT = "GPUAAS_SLICE_REBOOT_IF_REQUIRED"
+# What the network alone does not use.
+_WHOLE_ONLY = (
+    _REBOOT,
+    *_FABRIC.values(),
+    _tuning_opted.SETTING,
+    "GPUAAS_SLICE_API_NAMES",
+)
 _NETWORK = _change.Subject(_baseline.observe, _baseline.plan, _baseline.apply, _baseline.facts)
 
 
@@ -1763,14 +1797,16 @@ def _run(words: Sequence[str], environment: Mapping[str, str], about: str, only:
     parser = argparse.ArgumentParser(
         prog="sh <this file>",
         description=about,
-        epilog=SETTINGS,
+        epilog=NETWORK_SETTINGS if only else SETTINGS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--check", action="store_true", help="say what would be done")
     check = parser.parse_args(words).check
     try:
-        profile = _profile(environment)
-        may_reboot = _switch(environment, "GPUAAS_SLICE_REBOOT_IF_REQUIRED")
+        if only:
+            _refuse_unused(environment)
+        profile = _profile(environment, only)
+        may_reboot = _switch(environment, _REBOOT)
     except Refusal as refusal:
         _say("settings", "FAIL", str(refusal))
         return WRONG_CALL
@@ -1802,7 +1838,7 @@ def parts(profile: Mapping[str, Any]) -> Iterator[Part]:
     yield Part("gpu_services", _gpu_services.SUBJECT, services)
     if profile.get("api_names"):
         yield Part("api_names", _resolution.SUBJECT, {"names": profile["api_names"]})
-    yield Part("tuning", _tuning.SUBJECT, {"profiles": profile.get("tuning", [])})
+    yield Part("tuning", _tuning.SUBJECT, _tuned(profile))
     yield Part("kernel", _grub.SUBJECT, _kernel(profile))
     yield Part("libvirt", _libvirt_host.SUBJECT, {"directory": "/var/lib/libvirt"})
     if fabric["pf_ids"]:
@@ -1816,10 +1852,20 @@ def parts(profile: Mapping[str, Any]) -> Iterator[Part]:
     yield Part("slice_mode", _slice_mode.SUBJECT, {"profile": profile["name"]})
 
 
+def _tuned(profile: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "profiles": profile.get("tuning", []),
+        "opted_in": profile.get("opted_in"),
+        "hugepages_1g": profile.get("hugepages_1g"),
+    }
+
+
 def _kernel(profile: Mapping[str, Any], *, in_effect: bool = False) -> dict[str, Any]:
     return {
         "arguments": profile["kernel_arguments"],
         "tuning": profile.get("tuning", []),
+        # Nothing beside them: a forecast has not yet taken back what is recorded.
+        "opted_in": [],
         "hugepages_1g": profile.get("hugepages_1g"),
         "state": "present",
         "in_effect": in_effect,
@@ -1848,7 +1894,7 @@ def _done(part: Part, *, check: bool) -> bool:
         _say(part.name, "FAIL", str(outcome.failure))
         return False
     # A step for something optional may have failed: a warning below tells it.
-    told = [step for step in outcome.plan.steps if check or step.name in outcome.done]
+    told = outcome.plan.steps if check else outcome.steps_done
     steps = [f"{step.name}({step.subject})" for step in told]
     status = "PASS" if not steps else "PLANNED" if check else "CHANGED"
     without = outcome.facts.get("unavailable", [])
@@ -1883,7 +1929,7 @@ def _reboot(profile: Mapping[str, Any], *, may_reboot: bool) -> int:
     return DONE
 
 
-def _profile(environment: Mapping[str, str]) -> dict[str, Any]:
+def _profile(environment: Mapping[str, str], only: str = "") -> dict[str, Any]:
     name = environment.get("GPUAAS_SLICE_PROFILE") or DEFAULT_PROFILE
     try:
         profile: dict[str, Any] = json.loads(_carried(name))
@@ -1897,23 +1943,29 @@ def _profile(environment: Mapping[str, str]) -> dict[str, Any]:
     for key, variable in _FABRIC.items():
         if environment.get(variable):
             profile["fabric"][key] = environment[variable]
-    profile["tuning"] = _tuned(profile.get("tuning", []), environment)
+    if not only:
+        profile["opted_in"] = _tuning_opted.setting(environment.get(_tuning_opted.SETTING, ""))
+        # All of them, since a forecast records nothing that a later part could read.
+        profile["tuning"] = _tuning_opted.names(profile.get("tuning", []), profile["opted_in"])
     pairs = [pair for pair in environment.get("GPUAAS_SLICE_API_NAMES", "").split(",") if pair]
     profile["api_names"] = dict(pair.partition("=")[::2] for pair in pairs)
     return profile
 
 
-def _tuned(asked: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    more = [name for name in environment.get("GPUAAS_SLICE_TUNING", "").split(",") if name]
-    unknown = [name for name in more if name not in _tuning_profiles.PROFILES]
-    if unknown:
+def _refuse_unused(environment: Mapping[str, str]) -> None:
+    """A setting that is taken and comes to nothing looks as if it were in force."""
+    unused = [name for name in _WHOLE_ONLY if environment.get(name)]
+    if environment.get(_REBOOT) == "0":
+        # There is none, as asked.
+        unused.remove(_REBOOT)
+    if unused:
         raise Refusal(
-            "setting_invalid",
-            expected=f"GPUAAS_SLICE_TUNING of {', '.join(_tuning_profiles.PROFILES)}",
-            found=", ".join(unknown),
-            remedy="nothing was done; correct the setting",
+            "setting_unused",
+            expected="GPUAAS_SLICE_PROFILE as the only setting of the network alone",
+            found=", ".join(unused),
+            remedy="nothing was done; leave it out, or run gpuaas_slice_host_deploy_bootstrap.sh,"
+            " which uses it",
         )
-    return list(dict.fromkeys([*asked, *more]))
 
 
 def _carried(name: str) -> str:
@@ -2450,7 +2502,7 @@ def _defined(absolute: str) -> bool:
     return place.exists()
 '''
 
-# sha256 7db3449d1cf7496e97ceda7f231c9e2bc320f556f6cb74ad457cd5f8f7d81705
+# sha256 1cc5ab7f8f9d3d836a05d27b5c48eea9d1f60f7a9875f50bc5cf29e4900487c4
 SOURCES["_grub"] = r'''"""Kernel arguments and early modules of a slice host: what is configured, and what this boot has.
 
 Configured and in effect are two things: between them lie update-grub, update-initramfs, a reboot.
@@ -2474,6 +2526,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _host,
     _hugepages,
     _marked,
+    _tuning_opted,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
@@ -2891,7 +2944,14 @@ def _sets_pages(argument: str) -> bool:
 
 
 def _huge(params: Params) -> _hugepages.Asked | None:
-    return _hugepages.asked(params.get("tuning") or [], params.get("hugepages_1g"))
+    """With what was opted in to on this host, unless all of it is to go.
+
+    opted_in: in place of what the host has recorded.
+    """
+    names = params.get("tuning") or []
+    if params["state"] == "present":
+        names = _tuning_opted.names(names, params.get("opted_in"))
+    return _hugepages.asked(names, params.get("hugepages_1g"))
 
 
 def _count(absolute: str) -> int:
@@ -3078,7 +3138,7 @@ def identity() -> dict[str, str]:
     }
 '''
 
-# sha256 63b793920fb7e3f667d35e3c0e6f2c4288b8f75324da66a00552e848c1daad69
+# sha256 2fcdf8eb38f5eed0d79e2318cf6afa52afc25b22959b9871b1c78357226cbc39
 SOURCES["_hugepages"] = r'''"""Pages of 1 GiB for the memory of guests: how many on which NUMA node, and what they leave.
 
 They are taken at boot, node by node, since later no node has that much memory in one piece.
@@ -3101,6 +3161,7 @@ PROFILE = "hugepages-1g"
 PAGES = 512
 RESERVE_MIB = 16384
 
+_ASKED_IN = "the profile's tuning or GPUAAS_SLICE_TUNING, whichever names it"
 # The first kernel that understands `hugepages=<node>:<pages>`; an older one takes no page for it.
 _PER_NODE = (5, 16)
 _RELEASE = "/proc/sys/kernel/osrelease"
@@ -3151,7 +3212,7 @@ def refusals(wanted: Asked | None) -> list[Refusal]:
                 "hugepages_unsupported",
                 expected="processors with pages of 1 GiB (pdpe1gb)",
                 found="no such flag in /proc/cpuinfo",
-                remedy=f"take {PROFILE} out of the profile's tuning",
+                remedy=f"take {PROFILE} out of {_ASKED_IN}",
             )
         )
     release = _host.read(_RELEASE) or ""
@@ -3162,7 +3223,7 @@ def refusals(wanted: Asked | None) -> list[Refusal]:
                 expected="a kernel that shares pages out by node (5.16 or newer)",
                 found=f"Linux {release}" if release else f"no release in {_RELEASE}",
                 remedy="boot a newer kernel (Ubuntu 22.04: linux-generic-hwe-22.04), or take"
-                f" {PROFILE} out of the profile's tuning",
+                f" {PROFILE} out of {_ASKED_IN}",
             )
         )
     memory = _memory()
@@ -5826,11 +5887,12 @@ def _dotted(little_endian: str) -> str:
     return str(ipaddress.IPv4Address(bytes.fromhex(little_endian)[::-1]))
 '''
 
-# sha256 0c0aa907363e6e8e866f1b29db0f9eec7754a2f83132b01f65eb1c25b9d8780e
+# sha256 5f08fe6bef641aadf7bf749225589614c7fa4bb63c16e40436814839707ed98f
 SOURCES["_tuning"] = r'''"""Tuned profiles on a host: files for the next boot, values for this one, and what is in force.
 
-One file per mechanism holds what all wanted profiles ask for. What a value was before is remembered
-when it is first changed, and comes back when no profile wants it any more.
+One file per mechanism holds what all wanted profiles ask for: those of the hardware profile, and
+those that an operator opted in to on this host (_tuning_opted). What a value was before is
+remembered when it is first changed, and comes back when no profile wants it any more.
 """
 
 from __future__ import annotations
@@ -5846,6 +5908,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _command,
     _host,
     _hugepages,
+    _tuning_opted,
     _written,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
@@ -5858,6 +5921,7 @@ SYSCTL = "/etc/sysctl.d/60-gpuaas-slice-tuning.conf"
 MODPROBE = "/etc/modprobe.d/gpuaas-slice-tuning.conf"
 LIMITS = "/etc/security/limits.d/60-gpuaas-slice-tuning.conf"
 FILES = (SYSCTL, MODPROBE, LIMITS)
+OPTED_IN = _tuning_opted.FILE
 MARKER = "# Written by the gpuaas.slice collection; changed by its playbooks only."
 RECORD = "tuning"
 
@@ -5869,27 +5933,47 @@ Params = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class State:
-    """files: content, None when absent. values: of every sysctl that a profile knows."""
+    """files: content, None when absent. values: of every sysctl that a profile knows.
+
+    recorded: names opted in to, None without a record. record: its content. lacking: why this
+    machine cannot give what is newly opted in to.
+    """
 
     files: Mapping[str, str | None]
     values: Mapping[str, str]
     before: Mapping[str, Any] | None
+    recorded: tuple[str, ...] | None = None
+    record: str | None = None
+    lacking: tuple[Refusal, ...] = ()
 
 
-def observe(_params: Params) -> State:
+def observe(params: Params) -> State:
+    """params, beside `profiles`, all of them optional: state; opted_in, which replaces what the
+    host has recorded; hugepages_1g, with opted_in.
+    """
     before = _before.recalled(RECORD)
     keys = {key for one in DEFINITIONS.values() for key in one.sysctl} | set(before or {})
+    pages = _hugepages.asked(params.get("opted_in") or [], params.get("hugepages_1g"))
     return State(
         files={path: _host.kept(path) for path in FILES},
         values={key: value(key) for key in sorted(keys)},
         before=before,
+        recorded=_tuning_opted.recorded(),
+        record=_host.kept(OPTED_IN),
+        # Pages are made by a later step. Recorded before its refusal, they would fail every
+        # bootstrap to come.
+        lacking=tuple(_hugepages.refusals(pages)),
     )
 
 
 def plan(params: Params, state: State) -> _change.Plan:
-    chosen = [DEFINITIONS[name] for name in params["profiles"]]
+    names = _names(params, state)
+    if refused := [*_tuning_opted.unknown(names), *state.lacking]:
+        return _change.Plan(blockers=tuple(refused))
+    chosen = [DEFINITIONS[name] for name in names]
     wanted = {key: text for one in chosen for key, text in one.sysctl.items()}
-    steps = []
+    # First: what a later step is stopped at, the next run goes on with.
+    steps = _recording(params, state)
     if wanted:
         there = {key: state.values[key] for key in wanted}
         steps += _before.remembering(RECORD, state.before, there)
@@ -5928,34 +6012,61 @@ def apply(_params: Params, step: _change.Step) -> dict[str, Any] | None:
     return None
 
 
-def facts(params: Params, _state: State) -> dict[str, Any]:
+def facts(params: Params, state: State) -> dict[str, Any]:
     """What waits for a reboot: a module's options hold when it is loaded, limits at a login."""
-    chosen = [DEFINITIONS[name] for name in params["profiles"]]
-    return {"pending": [problem for one in chosen for problem in _options(one)]}
+    names = _names(params, state)
+    chosen = [DEFINITIONS[name] for name in names if name in DEFINITIONS]
+    pending = [problem for one in chosen for problem in _options(one)]
+    return {"profiles": names, "pending": pending}
 
 
 SUBJECT = _change.Subject(observe, plan, apply, facts)
 
 
 def problems(profile: Mapping[str, Any]) -> dict[str, list[str]]:
-    """By tuned profile that the hardware profile asks for, what of it is not in force.
+    """By tuned profile that is asked for, by the hardware profile or on this host, what of it is
+    not in force.
 
     Read from the running kernel and from a login, never from our files.
     """
-    names = profile.get("tuning") or []
-    return {name: _problems(name, profile) for name in names}
+    return {name: _problems(name, profile) for name in asked(profile)}
 
 
 def edited(profile: Mapping[str, Any]) -> list[str]:
-    """Why the next boot would not find the files that the hardware profile asks for as written."""
-    chosen = [DEFINITIONS[name] for name in profile.get("tuning") or [] if name in DEFINITIONS]
+    """Why the next boot would not find the files of what is asked for as written."""
+    chosen = [DEFINITIONS[name] for name in asked(profile) if name in DEFINITIONS]
     texts = _texts(chosen).items()
     return [problem for path, text in texts if text for problem in _written.unlike(path, text)]
+
+
+def asked(profile: Mapping[str, Any]) -> list[str]:
+    """The tuned profiles of this host: the hardware profile's, and those opted in to here."""
+    return _tuning_opted.names(profile.get("tuning") or [])
 
 
 def value(key: str) -> str:
     """A sysctl as the kernel has it now; "" when there is no such one."""
     return _words(_host.read(f"/proc/sys/{key.replace('.', '/')}") or "")
+
+
+def _names(params: Params, state: State) -> list[str]:
+    if params.get("state") == "absent":
+        return []
+    given = params.get("opted_in")
+    return _tuning_opted.names(params["profiles"], state.recorded or () if given is None else given)
+
+
+def _recording(params: Params, state: State) -> list[_change.Step]:
+    """The record as the operator's word has it; without a word it stays as it is."""
+    given = [] if params.get("state") == "absent" else params.get("opted_in")
+    if given is None:
+        return []
+    if not given:
+        there = state.recorded is not None
+        return [_change.Step("remove_file", OPTED_IN, state.record, None)] if there else []
+    if tuple(given) == state.recorded:
+        return []
+    return [_change.Step("write_file", OPTED_IN, state.record, _tuning_opted.text(given))]
 
 
 def _problems(name: str, profile: Mapping[str, Any]) -> list[str]:
@@ -6025,6 +6136,93 @@ def _foreign(texts: Mapping[str, str | None], state: State) -> list[Refusal]:
 def _words(text: str) -> str:
     """The kernel separates with tabs what people separate with blanks."""
     return re.sub(r"\s+", " ", str(text)).strip()
+'''
+
+# sha256 c25461e7fa6fe39a11b5b26fc2852940cf6aa652a507b4dfb3935a09d04ddcc5
+SOURCES["_tuning_opted"] = r'''"""Tuned profiles that an operator opted in to on this host, beside those of its hardware profile.
+
+They are kept on the host: nothing else knows of the operator's word, and whoever looks at or sets
+up the host later, with the hardware profile alone, must neither miss nor undo them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from ansible_collections.gpuaas.slice.plugins.module_utils import _host
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils._tuning_profiles import PROFILES
+
+FILE = "/etc/gpuaas/tuning.json"
+SETTING = "GPUAAS_SLICE_TUNING"
+# The operator's word that nothing more is wanted. Not "": templates make that of what nobody said.
+NOTHING = "none"
+
+_UNREADABLE = "tuning_record_unreadable"
+_REPAIR = (
+    "nothing was done; repair the file, or remove it and bootstrap the host again"
+    f" with {SETTING} naming what is wanted"
+)
+
+
+def recorded() -> tuple[str, ...] | None:
+    """What the host has recorded; None without a record. One that cannot be read is a Refusal."""
+    found = _host.document(FILE, code=_UNREADABLE, remedy=_REPAIR)
+    if found is None:
+        return None
+    names = found.get("profiles")
+    if isinstance(names, list) and all(isinstance(name, str) for name in names):
+        return tuple(names)
+    raise Refusal(
+        _UNREADABLE,
+        expected=f"a list of names as `profiles` in {FILE}",
+        found=f"{FILE}: {json.dumps(names)}",
+        remedy=_REPAIR,
+    )
+
+
+def names(profiles: Sequence[str], opted_in: Sequence[str] | None = None) -> list[str]:
+    """The hardware profile's names and those opted in to, without an `opted_in` the recorded."""
+    more = (recorded() or ()) if opted_in is None else opted_in
+    return list(dict.fromkeys([*profiles, *more]))
+
+
+def unknown(asked: Sequence[str]) -> list[Refusal]:
+    """Names in the record that mean nothing here; a newer release may have written them."""
+    found = [name for name in asked if name not in PROFILES]
+    if not found:
+        return []
+    return [
+        Refusal(
+            "tuning_unknown",
+            expected=f"{', '.join(PROFILES)} in the hardware profile and in {FILE}",
+            found=", ".join(found),
+            remedy="nothing was done; run a release that knows the name, or bootstrap the host"
+            f" with {SETTING} naming what is wanted, or {NOTHING}",
+        )
+    ]
+
+
+def text(opted_in: Sequence[str]) -> str | None:
+    """Content of the record; None for one that is not needed."""
+    return json.dumps({"profiles": list(opted_in)}) + "\n" if opted_in else None
+
+
+def setting(value: str) -> list[str] | None:
+    """What the operator's setting asks for; None when it says nothing."""
+    found = list(dict.fromkeys(name for name in value.split(",") if name))
+    if found == [NOTHING]:
+        return []
+    wrong = [name for name in found if name not in PROFILES]
+    if wrong:
+        raise Refusal(
+            "setting_invalid",
+            expected=f"{SETTING} of {', '.join(PROFILES)}, or {NOTHING} alone",
+            found=", ".join(wrong),
+            remedy="nothing was done; correct the setting",
+        )
+    return found or None
 '''
 
 # sha256 dc78c54afab1b92f450e05f0fc7ec9ea9b9bdcd33eabf7298bb68f2c9f5aa0e4

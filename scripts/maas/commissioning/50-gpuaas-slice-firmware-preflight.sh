@@ -2893,7 +2893,7 @@ def _defined(absolute: str) -> bool:
     return place.exists()
 '''
 
-# sha256 7db3449d1cf7496e97ceda7f231c9e2bc320f556f6cb74ad457cd5f8f7d81705
+# sha256 1cc5ab7f8f9d3d836a05d27b5c48eea9d1f60f7a9875f50bc5cf29e4900487c4
 SOURCES["_grub"] = r'''"""Kernel arguments and early modules of a slice host: what is configured, and what this boot has.
 
 Configured and in effect are two things: between them lie update-grub, update-initramfs, a reboot.
@@ -2917,6 +2917,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _host,
     _hugepages,
     _marked,
+    _tuning_opted,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
@@ -3334,7 +3335,14 @@ def _sets_pages(argument: str) -> bool:
 
 
 def _huge(params: Params) -> _hugepages.Asked | None:
-    return _hugepages.asked(params.get("tuning") or [], params.get("hugepages_1g"))
+    """With what was opted in to on this host, unless all of it is to go.
+
+    opted_in: in place of what the host has recorded.
+    """
+    names = params.get("tuning") or []
+    if params["state"] == "present":
+        names = _tuning_opted.names(names, params.get("opted_in"))
+    return _hugepages.asked(names, params.get("hugepages_1g"))
 
 
 def _count(absolute: str) -> int:
@@ -3521,7 +3529,7 @@ def identity() -> dict[str, str]:
     }
 '''
 
-# sha256 63b793920fb7e3f667d35e3c0e6f2c4288b8f75324da66a00552e848c1daad69
+# sha256 2fcdf8eb38f5eed0d79e2318cf6afa52afc25b22959b9871b1c78357226cbc39
 SOURCES["_hugepages"] = r'''"""Pages of 1 GiB for the memory of guests: how many on which NUMA node, and what they leave.
 
 They are taken at boot, node by node, since later no node has that much memory in one piece.
@@ -3544,6 +3552,7 @@ PROFILE = "hugepages-1g"
 PAGES = 512
 RESERVE_MIB = 16384
 
+_ASKED_IN = "the profile's tuning or GPUAAS_SLICE_TUNING, whichever names it"
 # The first kernel that understands `hugepages=<node>:<pages>`; an older one takes no page for it.
 _PER_NODE = (5, 16)
 _RELEASE = "/proc/sys/kernel/osrelease"
@@ -3594,7 +3603,7 @@ def refusals(wanted: Asked | None) -> list[Refusal]:
                 "hugepages_unsupported",
                 expected="processors with pages of 1 GiB (pdpe1gb)",
                 found="no such flag in /proc/cpuinfo",
-                remedy=f"take {PROFILE} out of the profile's tuning",
+                remedy=f"take {PROFILE} out of {_ASKED_IN}",
             )
         )
     release = _host.read(_RELEASE) or ""
@@ -3605,7 +3614,7 @@ def refusals(wanted: Asked | None) -> list[Refusal]:
                 expected="a kernel that shares pages out by node (5.16 or newer)",
                 found=f"Linux {release}" if release else f"no release in {_RELEASE}",
                 remedy="boot a newer kernel (Ubuntu 22.04: linux-generic-hwe-22.04), or take"
-                f" {PROFILE} out of the profile's tuning",
+                f" {PROFILE} out of {_ASKED_IN}",
             )
         )
     memory = _memory()

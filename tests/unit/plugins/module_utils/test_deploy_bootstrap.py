@@ -23,6 +23,9 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _host,
     _lease,
     _packages,
+    _tuning,
+    _tuning_opted,
+    _tuning_profiles,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
@@ -268,6 +271,7 @@ def test_a_machine_that_a_tenant_has_is_left_alone(
         {"GPUAAS_SLICE_PROFILE": "nope"},
         {"GPUAAS_SLICE_REBOOT_IF_REQUIRED": "yes"},
         {"GPUAAS_SLICE_TUNING": "network-buffers,hugepages-2m"},
+        {"GPUAAS_SLICE_TUNING": "none,network-buffers"},
     ],
 )
 def test_wrong_settings_do_nothing(
@@ -293,8 +297,43 @@ def test_tuning_and_names_of_the_site_come_from_the_environment(
         "api6.example": "2001:db8::20",
     }
     assert parts["tuning"]["profiles"] == ["hugepages-1g", "network-buffers"]
+    assert parts["tuning"]["opted_in"] == parts["tuning"]["profiles"]
+    assert parts["tuning"]["hugepages_1g"] == parts["kernel"]["hugepages_1g"]
     assert parts["kernel"]["tuning"] == parts["tuning"]["profiles"]
     assert "api_names" not in {one.name for one in _deploy_bootstrap.parts(profile("lab"))}
+
+
+@pytest.mark.covers("HOST-5")
+@pytest.mark.parametrize(
+    ("word", "opted_in", "names"),
+    [
+        ({}, None, ["network-buffers"]),
+        ({"GPUAAS_SLICE_TUNING": ""}, None, ["network-buffers"]),
+        ({"GPUAAS_SLICE_TUNING": "none"}, [], []),
+        ({"GPUAAS_SLICE_TUNING": "hugepages-1g"}, ["hugepages-1g"], ["hugepages-1g"]),
+    ],
+)
+def test_without_a_word_what_was_opted_in_to_stays(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, word: dict[str, str], opted_in: Any, names: Any
+) -> None:
+    monkeypatch.setattr(_deploy_bootstrap, "_carried", lambda _name: json.dumps(profile("lab")))
+    _host.write(_tuning.OPTED_IN, '{"profiles": ["network-buffers"]}')
+    parts = {part.name: part for part in _deploy_bootstrap.parts(_deploy_bootstrap._profile(word))}
+    assert parts["tuning"].params["opted_in"] == opted_in
+    assert parts["kernel"].params["tuning"] == names
+
+
+@pytest.mark.covers("HOST-5")
+def test_a_record_of_the_host_that_cannot_be_read_is_named_before_anything_is_done(
+    machine: Machine, script: Any, capsys: Any
+) -> None:
+    _host.write(_tuning.OPTED_IN, "{")
+    assert _deploy_bootstrap.main([], {"GPUAAS_SLICE_PROFILE": "lab"}) == 2
+    said = capsys.readouterr().out
+    assert "tuning_record_unreadable" in said and _tuning.OPTED_IN in said
+    assert _host.read("/etc/one") is None
+    # The network has nothing to do with it.
+    assert _deploy_bootstrap.network([], {"GPUAAS_SLICE_PROFILE": "lab"}) == 0
 
 
 def test_slice_mode_is_what_the_playbook_writes(tree: Path) -> None:
@@ -315,6 +354,39 @@ def test_the_network_alone_proves_nothing_of_the_kernel(
     code = _deploy_bootstrap.network([], {"GPUAAS_SLICE_PROFILE": "lab"})
     assert (code, _host.read("/etc/one"), _host.read("/etc/two")) == (0, "on", None)
     assert capsys.readouterr().out.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", _deploy_bootstrap._WHOLE_ONLY)
+def test_the_network_alone_refuses_a_setting_that_it_does_not_use(
+    machine: Machine, script: Any, capsys: Any, name: str
+) -> None:
+    code = _deploy_bootstrap.network([], {"GPUAAS_SLICE_PROFILE": "lab", name: "1"})
+    said = capsys.readouterr().out
+    assert (code, "setting_unused" in said, name in said) == (2, True, True)
+    assert _host.read("/etc/one") is None
+    settings = {"GPUAAS_SLICE_PROFILE": "lab", name: ""}
+    settings |= {"GPUAAS_SLICE_REBOOT_IF_REQUIRED": "0"}
+    assert _deploy_bootstrap.network(["--check"], settings) == 0
+
+
+def test_the_help_of_each_file_names_the_settings_that_it_uses(capsys: Any) -> None:
+    helped = []
+    for entry in (_deploy_bootstrap.main, _deploy_bootstrap.network):
+        with pytest.raises(SystemExit):
+            entry(["--help"], {})
+        helped.append(set(re.findall(r"^  (GPUAAS_SLICE_\w+)", capsys.readouterr().out, re.M)))
+    assert helped[0] == {"GPUAAS_SLICE_PROFILE", *_deploy_bootstrap._WHOLE_ONLY}
+    assert helped[1] == {"GPUAAS_SLICE_PROFILE"}
+
+
+@pytest.mark.covers("HOST-5")
+def test_the_help_says_how_tuning_is_taken_back(capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        _deploy_bootstrap.main(["--help"], {})
+    said = capsys.readouterr().out
+    back = f"{_tuning_opted.NOTHING} takes all back"
+    for words in (_tuning.OPTED_IN, back, *_tuning_profiles.PROFILES):
+        assert words in said
 
 
 def test_boot_services_get_their_sources_from_the_generated_file() -> None:

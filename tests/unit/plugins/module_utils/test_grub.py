@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _command, _grub, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils import (
+    _change,
+    _command,
+    _grub,
+    _host,
+    _tuning_opted,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 pytestmark = pytest.mark.covers("HOST-4")
@@ -447,6 +453,24 @@ def test_huge_pages_are_asked_per_node_and_go_again(machine: Machine) -> None:
     assert drive(in_effect=True, **TUNED).plan.steps == ()
     assert drive().facts["reboot_required"]
     assert "hugepages" not in machine.given()
+
+
+@pytest.mark.covers("HOST-5")
+def test_pages_that_were_opted_in_to_outlive_a_run_with_the_profile_alone(machine: Machine) -> None:
+    memory(machine, 4, 4)
+    assert drive(**TUNED).failure is None
+    machine.reboot()
+    machine.write(_tuning_opted.FILE.lstrip("/"), '{"profiles": ["hugepages-1g"]}')
+    outcome = drive(tuning=[], hugepages_1g=TUNED["hugepages_1g"], in_effect=True)
+    assert (outcome.failure, outcome.changed) == (None, False)
+    # Taken back, which a forecast has not done yet, they go; on the way back as well.
+    for word in ({"opted_in": []}, {"state": "absent"}):
+        params = {"arguments": ARGUMENTS, "state": "present", **word}
+        assert _grub.observe(params).arguments == tuple(ARGUMENTS)
+    machine.write(_tuning_opted.FILE.lstrip("/"), "{")
+    with pytest.raises(Refusal, match="tuning_record_unreadable"):
+        drive()
+    assert "hugepages" in machine.given()
 
 
 @pytest.mark.covers("HOST-5")

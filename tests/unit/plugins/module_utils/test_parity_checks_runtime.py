@@ -135,6 +135,25 @@ def test_tuning_only_when_asked(parity: Any, machine: Any, script: Any) -> None:
 
 
 @pytest.mark.covers("HOST-5")
+def test_tuning_that_was_opted_in_to_on_the_host_is_asked_for(
+    parity: Any, machine: Any, script: Any
+) -> None:
+    machine.file(_tuning.OPTED_IN, '{"profiles": ["network-buffers"]}')
+    script.on(*_tuning._LOGIN, out="unlimited\nunlimited\n")
+    for key, text in _tuning_profiles.DEFINITIONS["network-buffers"].sysctl.items():
+        machine.file(f"/proc/sys/{key.replace('.', '/')}", text)
+    found = _parity_checks_runtime.tuning(parity.facts())
+    assert found.detail == "; ".join(f"{path} is missing" for path in _tuning.FILES)
+    for step in _tuning.plan({"profiles": []}, _tuning.observe({})).steps:
+        _tuning.apply({}, step)
+    found = _parity_checks_runtime.tuning(parity.facts())
+    assert found == _parity.passed("network-buffers")
+    machine.file(_tuning.OPTED_IN, '{"profiles": ["hugepages-2m"]}')
+    found = _parity_checks_runtime.tuning(parity.facts())
+    assert (found.status, "no tuned profile hugepages-2m" in found.detail) == ("FAIL", True)
+
+
+@pytest.mark.covers("HOST-5")
 def test_tuned_pages_are_there_whether_a_slot_needs_them_or_not(parity: Any, machine: Any) -> None:
     node = f"{_topology_host.NODES}/node0"
     machine.file(f"{node}/meminfo", "Node 0 MemTotal: 8388608 kB\n")
@@ -144,6 +163,11 @@ def test_tuned_pages_are_there_whether_a_slot_needs_them_or_not(parity: Any, mac
     assert found.detail == "node 0 has 2 pages of 1 GiB, not 3"
     asked["hugepages_1g"] = {"pages": 2}
     assert _parity_checks_runtime.hugepages(parity.facts(**asked)).status == "PASS"
+    machine.file(_tuning.OPTED_IN, '{"profiles": ["hugepages-1g"]}')
+    opted_in = parity.facts(hugepages_1g={"pages": 3})
+    assert _parity_checks_runtime.hugepages(opted_in).detail == (
+        "node 0 has 2 pages of 1 GiB, not 3"
+    )
     vm = {"hugepages": True, "memory_mib_per_gpu": 4096}
     found = _parity_checks_runtime.hugepages(parity.facts(parity.slot, vm=vm, **asked))
     assert found.detail == "node 0 has 2 pages of 1 GiB, its slots need 4"

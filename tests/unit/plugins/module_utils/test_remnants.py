@@ -97,6 +97,7 @@ FILES = [
     ("tuning", _tuning.LIMITS, f"{_tuning.MARKER}\n"),
     ("ipoib_netplan", "/etc/netplan/60-ipoib.yaml", f"{_tuning.MARKER}\n"),
     ("tuning", _tuning.SYSCTL, f"{_tuning.MARKER}\n"),
+    ("tuning", "/etc/gpuaas/tuning.json", "not json"),
     ("boot_services", f"{UNITS}/gpuaas-slice-anything.service", "x"),
     ("boot_services", f"{UNITS}/multi-user.target.wants/gpuaas-slice-vfio.service", "x"),
     ("boot_services", "/usr/local/sbin/gpuaas-slice-network-baseline.sh", "x"),

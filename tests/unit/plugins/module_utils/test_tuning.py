@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _hugepages,
     _topology_host,
     _tuning,
+    _tuning_opted,
     _tuning_profiles,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
@@ -59,8 +61,14 @@ def kernel(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Kernel:
     return Kernel(tree, monkeypatch)
 
 
-def drive(*profiles: str) -> _change.Outcome:
-    return _change.drive(_tuning.SUBJECT, {"profiles": list(profiles)}, check_mode=False)
+def drive(*profiles: str, check: bool = False, **more: Any) -> _change.Outcome:
+    params = {"profiles": list(profiles), **more}
+    return _change.drive(_tuning.SUBJECT, params, check_mode=check)
+
+
+def ours(tree: Path) -> list[Path]:
+    """Every file that anything here writes."""
+    return [one for path in ("etc", "var") for one in (tree / path).rglob("*") if one.is_file()]
 
 
 def test_off_by_default_and_nothing_is_touched(kernel: Kernel) -> None:
@@ -95,9 +103,7 @@ def test_what_was_there_before_comes_back(kernel: Kernel, tree: Path) -> None:
     assert drive(_tuning_profiles.NETWORK).done == ["set_sysctl"]
     assert drive().failure is None
     assert kernel.values() == before
-    assert [
-        file for path in ("etc", "var") for file in (tree / path).rglob("*.*") if file.is_file()
-    ] == []
+    assert ours(tree) == []
     assert not drive().changed
 
 
@@ -173,3 +179,167 @@ def test_a_profile_in_force_is_a_capability_of_the_host(kernel: Kernel) -> None:
     assert _topology_host.resources(ASKED)["tuning"] == []
     drive(_tuning_profiles.NETWORK)
     assert _topology_host.resources(ASKED)["tuning"] == [_tuning_profiles.NETWORK]
+
+
+def test_what_is_opted_in_to_is_recorded_by_the_plan_that_applies_it(
+    kernel: Kernel, tree: Path
+) -> None:
+    foretold = drive(opted_in=[_tuning_profiles.NETWORK], check=True)
+    assert (foretold.changed, ours(tree)) == (True, [])
+    outcome = drive(opted_in=[_tuning_profiles.NETWORK])
+    assert outcome.failure is None
+    assert outcome.plan == foretold.plan
+    assert outcome.plan.steps[0] == _change.Step(
+        "write_file", _tuning.OPTED_IN, None, '{"profiles": ["network-buffers"]}\n'
+    )
+    assert outcome.facts["profiles"] == [_tuning_profiles.NETWORK]
+    assert not drive(opted_in=[_tuning_profiles.NETWORK]).changed
+
+
+def test_what_was_opted_in_to_is_a_capability_and_outlives_a_run_with_the_profile_alone(
+    kernel: Kernel,
+) -> None:
+    drive(opted_in=[_tuning_profiles.NETWORK])
+    # As the playbook and a repair call it: of the operator they know nothing.
+    outcome = drive()
+    assert (outcome.changed, outcome.facts["profiles"]) == (False, [_tuning_profiles.NETWORK])
+    assert kernel.values() == NETWORK.sysctl
+    assert _topology_host.resources({})["tuning"] == [_tuning_profiles.NETWORK]
+    kernel.set("net.core.rmem_max", "1")
+    assert _topology_host.resources({})["tuning"] == []
+    assert _tuning.problems({}) == {
+        _tuning_profiles.NETWORK: ["net.core.rmem_max is 1, not 268435456"]
+    }
+    _host.remove(_tuning.MODPROBE)
+    assert _tuning.edited({}) == [f"{_tuning.MODPROBE} is missing"]
+    assert drive().failure is None
+    assert (_tuning.problems({}), _tuning.edited({})) == ({_tuning_profiles.NETWORK: []}, [])
+
+
+def test_what_is_asked_for_twice_is_written_once(kernel: Kernel) -> None:
+    drive(_tuning_profiles.NETWORK)
+    text = _host.read(_tuning.SYSCTL)
+    outcome = drive(_tuning_profiles.NETWORK, opted_in=[_tuning_profiles.NETWORK])
+    assert outcome.done == ["write_file"] and outcome.plan.steps[0].subject == _tuning.OPTED_IN
+    assert not drive(_tuning_profiles.NETWORK).changed
+    assert _host.read(_tuning.SYSCTL) == text
+
+
+def test_pages_that_were_opted_in_to_are_asked_of_the_boot(kernel: Kernel) -> None:
+    profile: dict[str, Any] = {"kernel_arguments": [], "tuning": [_tuning_profiles.NETWORK]}
+    _host.write(_tuning.OPTED_IN, json.dumps({"profiles": [_hugepages.PROFILE]}))
+    assert _topology_host.boot_params(profile)["tuning"] == [
+        _tuning_profiles.NETWORK, _hugepages.PROFILE
+    ]  # fmt: skip
+    # On an ordinary machine the record is a remnant, which asks for nothing.
+    ordinary = _topology_host.boot_params(profile, "baremetal")
+    assert (ordinary["tuning"], ordinary["state"]) == ([_tuning_profiles.NETWORK], "absent")
+
+
+@pytest.mark.parametrize("back", [{"opted_in": []}, {"state": "absent"}], ids=repr)
+@pytest.mark.parametrize("also", [[], ["hugepages-2m"]], ids=repr)
+@pytest.mark.covers("HOST-15")
+def test_what_is_taken_back_leaves_nothing_whatever_the_record_names(
+    kernel: Kernel, tree: Path, back: dict[str, Any], also: list[str]
+) -> None:
+    before = kernel.values()
+    drive(opted_in=[_tuning_profiles.NETWORK])
+    if also:
+        _host.write(_tuning.OPTED_IN, json.dumps({"profiles": [_tuning_profiles.NETWORK, *also]}))
+    record = _host.kept(_tuning.OPTED_IN)
+    foretold = drive(**back, check=True)
+    assert _host.kept(_tuning.OPTED_IN) == record
+    outcome = drive(**back)
+    assert (outcome.failure, outcome.plan) == (None, foretold.plan)
+    assert outcome.plan.steps[0] == _change.Step("remove_file", _tuning.OPTED_IN, record, None)
+    assert (ours(tree), kernel.values()) == ([], before)
+    assert not drive(**back).changed
+
+
+def test_the_way_back_takes_what_is_named_as_well(kernel: Kernel, tree: Path) -> None:
+    before = kernel.values()
+    drive(_tuning_profiles.NETWORK)
+    assert drive(_tuning_profiles.NETWORK, state="absent").failure is None
+    assert (ours(tree), kernel.values()) == ([], before)
+
+
+def test_another_word_takes_the_place_of_the_one_before(kernel: Kernel, tree: Path) -> None:
+    drive(opted_in=[_tuning_profiles.NETWORK])
+    kernel.write("proc/cpuinfo", "flags : pdpe1gb\n")
+    kernel.write("proc/sys/kernel/osrelease", "6.8.0-51-generic\n")
+    assert drive(opted_in=[_hugepages.PROFILE]).failure is None
+    assert _tuning_opted.recorded() == (_hugepages.PROFILE,)
+    assert ours(tree) == [tree / _tuning.OPTED_IN.lstrip("/")]
+    # What the hardware profile asks for is not the operator's to take back.
+    drive(_tuning_profiles.NETWORK, opted_in=[])
+    assert _tuning.problems(ASKED) == {_tuning_profiles.NETWORK: []}
+
+
+def test_a_recorded_name_that_means_nothing_here_is_refused_by_name(
+    kernel: Kernel, tree: Path
+) -> None:
+    drive(opted_in=[_tuning_profiles.NETWORK])
+    _host.write(_tuning.OPTED_IN, '{"profiles": ["network-buffers", "hugepages-2m"]}')
+    there = {file: file.read_text() for file in ours(tree)}
+    kernel.calls.clear()
+    outcome = drive()
+    assert outcome.failure is not None and outcome.failure.code == "tuning_unknown"
+    assert (outcome.failure.found, _tuning.OPTED_IN in outcome.failure.expected) == (
+        "hugepages-2m", True
+    )  # fmt: skip
+    assert ({file: file.read_text() for file in ours(tree)}, kernel.calls) == (there, [])
+    assert _tuning.problems({})["hugepages-2m"] == [
+        "this collection has no tuned profile hugepages-2m"
+    ]
+    assert _topology_host.resources({})["tuning"] == [_tuning_profiles.NETWORK]
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", '{"profiles": "x"}', '{"profiles": [1]}'])
+@pytest.mark.parametrize("word", [{}, {"opted_in": []}, {"state": "absent"}], ids=repr)
+def test_on_a_record_that_cannot_be_read_nothing_is_done(
+    kernel: Kernel, tree: Path, text: str, word: dict[str, Any]
+) -> None:
+    drive(opted_in=[_tuning_profiles.NETWORK])
+    _host.write(_tuning.OPTED_IN, text)
+    there = ours(tree)
+    kernel.calls.clear()
+    looks = (
+        lambda: drive(**word),
+        lambda: _topology_host.resources({}),
+        lambda: _tuning.edited({}),
+        lambda: _topology_host.boot_params({"kernel_arguments": []}),
+    )
+    for look in looks:
+        with pytest.raises(Refusal) as caught:
+            look()
+        assert caught.value.code == "tuning_record_unreadable"
+        assert _tuning.OPTED_IN in caught.value.found
+    assert (ours(tree), kernel.calls) == (there, [])
+
+
+def test_pages_that_this_machine_cannot_give_are_not_recorded(kernel: Kernel, tree: Path) -> None:
+    """Recorded, they would fail every bootstrap to come, whoever starts it."""
+    kernel.write("proc/cpuinfo", "flags : fpu\n")
+    outcome = drive(opted_in=[_hugepages.PROFILE])
+    assert outcome.failure is not None and outcome.failure.code == "hugepages_unsupported"
+    assert ours(tree) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        ("", None),
+        (",", None),
+        ("none", []),
+        ("network-buffers,", ["network-buffers"]),
+        ("network-buffers,hugepages-1g,network-buffers", ["network-buffers", "hugepages-1g"]),
+    ],
+)
+def test_the_operators_word(value: str, names: list[str] | None) -> None:
+    assert _tuning_opted.setting(value) == names
+
+
+@pytest.mark.parametrize("value", ["none,network-buffers", "hugepages-2m", " network-buffers"])
+def test_a_word_that_means_nothing_is_refused(value: str) -> None:
+    with pytest.raises(Refusal, match="setting_invalid"):
+        _tuning_opted.setting(value)

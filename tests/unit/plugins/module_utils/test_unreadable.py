@@ -30,6 +30,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _slice_mode,
     _tenant_account,
     _tuning,
+    _tuning_opted,
     _usage,
     _vfio,
     _whole_machine,
@@ -114,6 +115,9 @@ CASES: dict[str, tuple[str, Callable[[], object], str]] = {
         _ipoib.FILE, lambda: list(_remnants._ipoib(_parity_facts.Facts(ASKED))), "file_unreadable",
     ),
     "the site's own tuning": (_tuning.FILES[0], lambda: _tuning.observe({}), "file_unreadable"),
+    "what was opted in to on this host": (
+        _tuning_opted.FILE, _tuning_opted.recorded, "tuning_record_unreadable",
+    ),
     "the certificate that sshd has": (_host_certificate.FILE, certificate, "file_unreadable"),
     "mounts": ("/proc/self/mountinfo", _usage.mounts, "file_unreadable"),
     "a mount that is to go": ("/proc/self/mountinfo", unmount, "file_unreadable"),
