@@ -155,7 +155,7 @@ def apply(_params: Params, step: _change.Step) -> dict[str, Any]:
 
 
 def _load_driver(address: str) -> None:
-    """Where every card of its kind was claimed at boot, their driver found none and did not stay."""
+    """Where all of its kind were claimed at boot, their driver found none and did not stay."""
     alias = _host.read(f"{_pci.DEVICES}/{address}/modalias")
     if alias:
         _command.run(["modprobe", "-q", "-b", "--", alias], ok=(0, 1))
