@@ -248,13 +248,14 @@ def _profile(environment: Mapping[str, str], only: str = "") -> dict[str, Any]:
             found=name,
             remedy="set GPUAAS_SLICE_PROFILE to the name of one; see the end of this file",
         ) from unknown
+    if only:
+        return profile
     for key, variable in _FABRIC.items():
         if environment.get(variable):
             profile["fabric"][key] = environment[variable]
-    if not only:
-        profile["opted_in"] = _tuning_opted.setting(environment.get(_tuning_opted.SETTING, ""))
-        # All of them, since a forecast records nothing that a later part could read.
-        profile["tuning"] = _tuning_opted.names(profile.get("tuning", []), profile["opted_in"])
+    profile["opted_in"] = _tuning_opted.setting(environment.get(_tuning_opted.SETTING, ""))
+    # All of them, since a forecast records nothing that a later part could read.
+    profile["tuning"] = _tuning_opted.names(profile.get("tuning", []), profile["opted_in"])
     pairs = [pair for pair in environment.get("GPUAAS_SLICE_API_NAMES", "").split(",") if pair]
     profile["api_names"] = dict(pair.partition("=")[::2] for pair in pairs)
     return profile

@@ -68,7 +68,7 @@ def observe(params: Params) -> State:
         files={path: _host.kept(path) for path in FILES},
         values={key: value(key) for key in sorted(keys)},
         before=before,
-        recorded=_tuning_opted.recorded(),
+        recorded=_recorded(params),
         record=_host.kept(OPTED_IN),
         # Pages are made by a later step. Recorded before its refusal, they would fail every
         # bootstrap to come.
@@ -166,13 +166,23 @@ def _names(params: Params, state: State) -> list[str]:
     return _tuning_opted.names(params["profiles"], state.recorded or () if given is None else given)
 
 
+def _recorded(params: Params) -> tuple[str, ...] | None:
+    """What is recorded. A record that somebody broke is written anew by who says what it holds."""
+    try:
+        return _tuning_opted.recorded()
+    except Refusal:
+        if params.get("state") == "absent" or params.get("opted_in") is not None:
+            return None
+        raise
+
+
 def _recording(params: Params, state: State) -> list[_change.Step]:
     """The record as the operator's word has it; without a word it stays as it is."""
     given = [] if params.get("state") == "absent" else params.get("opted_in")
     if given is None:
         return []
     if not given:
-        there = state.recorded is not None
+        there = state.record is not None
         return [_change.Step("remove_file", OPTED_IN, state.record, None)] if there else []
     if tuple(given) == state.recorded:
         return []

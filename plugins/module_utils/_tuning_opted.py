@@ -20,8 +20,8 @@ NOTHING = "none"
 
 _UNREADABLE = "tuning_record_unreadable"
 _REPAIR = (
-    "nothing was done; repair the file, or remove it and bootstrap the host again"
-    f" with {SETTING} naming what is wanted"
+    "nothing was done; repair the file, or bootstrap the host again with"
+    f" {SETTING} naming what is wanted, or {NOTHING}"
 )
 
 

@@ -195,8 +195,8 @@ def boot(settings_path: str) -> int:
 def claim(settings_path: str) -> int:
     """Early at boot: let no driver of the host take what was recorded and what is there by then.
 
-    A GPU driver that finds the cards first opens them, and must be made to let go again. This binds
-    nothing: `boot` does, and refuses what is not as it was.
+    A GPU driver that finds the cards first opens them, and must be made to let go again. The kernel
+    may bind them as soon as vfio-pci is loaded; `boot` binds the rest and judges all of them.
     """
     return _boot.boot(_CLAIM, settings_path) if _boot.slice_mode() else 0
 

@@ -37,13 +37,14 @@ class Api:
 class Known:
     """What the reconciler knows of the host. topology {}: it was not asked.
 
-    own: its place on the fabric, as its node's record has it.
+    own: its place on the fabric, as its node's record has it. maas_tags: as the record has them.
     """
 
     profile: str = ""
     slots: list[Record] = field(default_factory=list)
     topology: Record = field(default_factory=dict)
     own: Record = field(default_factory=dict)
+    maas_tags: list[str] | None = None
 
 
 def ask(api: Api) -> Known:
@@ -64,12 +65,13 @@ def ask(api: Api) -> Known:
         document = client.get(f"{node}/slice-topology/discovery")["document"]
         record = client.get(node)
         profile, own = str(record["profile"]), {name: record[name] for name in hardware.OWN}
+        tags = record["maas_tags"]
     except (Problem, ValueError, LookupError, TypeError) as refused:
         code = refused.code if isinstance(refused, Problem) else "api_answer_unreadable"
         show.line(f"no evidence from the API: {refused}")
         reasons = [code] if _CODE.fullmatch(code) else ["api_refused"]
         return Known(topology={"source": "api", "completed": False, "blockers": reasons})
-    return Known(profile, [_bundle(slot) for slot in slots], _topology(document), own)
+    return Known(profile, [_bundle(slot) for slot in slots], _topology(document), own, tags)
 
 
 def work(

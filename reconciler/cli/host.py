@@ -77,7 +77,7 @@ def parity(
         slice_slots=handwork.slots_of(slots) or known.slots,
         slice_intent=intent,
         slice_api_topology=known.topology,
-        **_maas(maas_tag),
+        **_maas(maas_tag, known.maas_tags),
         slice_remediate=remediate,
         slice_allow_reboot=allow_reboot,
     )
@@ -225,9 +225,10 @@ def _own(fabric_interface: str, fabric_address: str) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value}
 
 
-def _maas(words: list[str] | None) -> dict[str, Any]:
-    """Left out when nothing was said: given as [], they would be a failed check."""
-    tags = maastags.said(words)
+def _maas(words: list[str] | None, known: list[str] | None) -> dict[str, Any]:
+    """The caller's, else the record's; left out when neither says any: [] is a failed check."""
+    said = maastags.said(words)
+    tags = known if said is None else said
     return {} if tags is None else {"slice_maas_tags": tags}
 
 

@@ -41,8 +41,10 @@ def parts(profile: Mapping[str, Any]) -> list[dict[str, str]]:
     """
     gpu = profile["gpu"]
     return [
-        {"GPUAAS_SLICE_GPU_IDS": ",".join(gpu["ids"])},
-        {"GPUAAS_SLICE_GPU_EXPECTED": str(gpu.get("expected") or "")},
+        {
+            "GPUAAS_SLICE_GPU_IDS": ",".join(gpu["ids"]),
+            "GPUAAS_SLICE_GPU_EXPECTED": str(gpu.get("expected") or ""),
+        },
         _fabric(profile["fabric"]),
         {"GPUAAS_SLICE_NVME_EXCLUDE": ",".join(profile["nvme"].get("exclude_models") or [])},
         {"GPUAAS_SLICE_NOT_APPLICABLE": ",".join(profile.get("not_applicable") or [])},

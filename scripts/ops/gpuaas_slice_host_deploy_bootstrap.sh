@@ -1689,7 +1689,7 @@ def run(
     return Result(done.returncode, done.stdout, done.stderr)
 '''
 
-# sha256 46ff8fd6dc29345c36fa71fbf1f2545f3c7307bd0983330cb02d223738d7a2c2
+# sha256 adf1b451e737256c38e341319f0f4b4f05653c1b2779d26f0cceb35a1f00d53c
 SOURCES["_deploy_bootstrap"] = r'''"""Bootstrap of a deployed machine by itself, for cloud-init or an operator's shell.
 
 The same subjects in the same order as the playbook bootstrap, one line each on standard output. A
@@ -1940,13 +1940,14 @@ def _profile(environment: Mapping[str, str], only: str = "") -> dict[str, Any]:
             found=name,
             remedy="set GPUAAS_SLICE_PROFILE to the name of one; see the end of this file",
         ) from unknown
+    if only:
+        return profile
     for key, variable in _FABRIC.items():
         if environment.get(variable):
             profile["fabric"][key] = environment[variable]
-    if not only:
-        profile["opted_in"] = _tuning_opted.setting(environment.get(_tuning_opted.SETTING, ""))
-        # All of them, since a forecast records nothing that a later part could read.
-        profile["tuning"] = _tuning_opted.names(profile.get("tuning", []), profile["opted_in"])
+    profile["opted_in"] = _tuning_opted.setting(environment.get(_tuning_opted.SETTING, ""))
+    # All of them, since a forecast records nothing that a later part could read.
+    profile["tuning"] = _tuning_opted.names(profile.get("tuning", []), profile["opted_in"])
     pairs = [pair for pair in environment.get("GPUAAS_SLICE_API_NAMES", "").split(",") if pair]
     profile["api_names"] = dict(pair.partition("=")[::2] for pair in pairs)
     return profile
@@ -5887,7 +5888,7 @@ def _dotted(little_endian: str) -> str:
     return str(ipaddress.IPv4Address(bytes.fromhex(little_endian)[::-1]))
 '''
 
-# sha256 5f08fe6bef641aadf7bf749225589614c7fa4bb63c16e40436814839707ed98f
+# sha256 9f3b09db2e0ea18103b45ec46826d30c3293013980d22c38a1a3f7c9b3145d68
 SOURCES["_tuning"] = r'''"""Tuned profiles on a host: files for the next boot, values for this one, and what is in force.
 
 One file per mechanism holds what all wanted profiles ask for: those of the hardware profile, and
@@ -5958,7 +5959,7 @@ def observe(params: Params) -> State:
         files={path: _host.kept(path) for path in FILES},
         values={key: value(key) for key in sorted(keys)},
         before=before,
-        recorded=_tuning_opted.recorded(),
+        recorded=_recorded(params),
         record=_host.kept(OPTED_IN),
         # Pages are made by a later step. Recorded before its refusal, they would fail every
         # bootstrap to come.
@@ -6056,13 +6057,23 @@ def _names(params: Params, state: State) -> list[str]:
     return _tuning_opted.names(params["profiles"], state.recorded or () if given is None else given)
 
 
+def _recorded(params: Params) -> tuple[str, ...] | None:
+    """What is recorded. A record that somebody broke is written anew by who says what it holds."""
+    try:
+        return _tuning_opted.recorded()
+    except Refusal:
+        if params.get("state") == "absent" or params.get("opted_in") is not None:
+            return None
+        raise
+
+
 def _recording(params: Params, state: State) -> list[_change.Step]:
     """The record as the operator's word has it; without a word it stays as it is."""
     given = [] if params.get("state") == "absent" else params.get("opted_in")
     if given is None:
         return []
     if not given:
-        there = state.recorded is not None
+        there = state.record is not None
         return [_change.Step("remove_file", OPTED_IN, state.record, None)] if there else []
     if tuple(given) == state.recorded:
         return []
@@ -6138,7 +6149,7 @@ def _words(text: str) -> str:
     return re.sub(r"\s+", " ", str(text)).strip()
 '''
 
-# sha256 c25461e7fa6fe39a11b5b26fc2852940cf6aa652a507b4dfb3935a09d04ddcc5
+# sha256 ce0814298087edf130266f859d267b6769bfc18a5bcd898a1486f34623de71b4
 SOURCES["_tuning_opted"] = r'''"""Tuned profiles that an operator opted in to on this host, beside those of its hardware profile.
 
 They are kept on the host: nothing else knows of the operator's word, and whoever looks at or sets
@@ -6161,8 +6172,8 @@ NOTHING = "none"
 
 _UNREADABLE = "tuning_record_unreadable"
 _REPAIR = (
-    "nothing was done; repair the file, or remove it and bootstrap the host again"
-    f" with {SETTING} naming what is wanted"
+    "nothing was done; repair the file, or bootstrap the host again with"
+    f" {SETTING} naming what is wanted, or {NOTHING}"
 )
 
 

@@ -19,8 +19,8 @@ EXPECTED = {
     r"/etc/ssh/sshd_config\.d/60-gpuaas\.conf": "the machine stays enrolled: what sshd shows",
     r"/etc/fstab": "the disks that were taken over were wiped: their lines stay out of force",
     r"/etc/fstab\.gpuaas-slice-storage-backup-\d+": "how fstab was before the first wipe",
-    r"/etc/(passwd|group|shadow|gshadow|subuid|subgid)-": "useradd's copies: test_roles",
-    r"/etc/\.pwd\.lock": "useradd's lock, which is empty: test_roles",
+    r"/etc/(passwd|group|shadow|gshadow|subuid|subgid)-": "useradd's copies: test_upkeep, roles",
+    r"/etc/\.pwd\.lock": "useradd's lock, which is empty: test_upkeep, roles",
     r"/boot/grub/grub\.cfg": "the image's own was written by hand; now update-grub wrote it",
     r"/boot/grub/grubenv": "GRUB's record of the last boot",
     # These programs may come to their first start after the first look.

@@ -295,16 +295,15 @@ def test_a_recorded_name_that_means_nothing_here_is_refused_by_name(
 
 
 @pytest.mark.parametrize("text", ["", "{", "{}", '{"profiles": "x"}', '{"profiles": [1]}'])
-@pytest.mark.parametrize("word", [{}, {"opted_in": []}, {"state": "absent"}], ids=repr)
 def test_on_a_record_that_cannot_be_read_nothing_is_done(
-    kernel: Kernel, tree: Path, text: str, word: dict[str, Any]
+    kernel: Kernel, tree: Path, text: str
 ) -> None:
     drive(opted_in=[_tuning_profiles.NETWORK])
     _host.write(_tuning.OPTED_IN, text)
     there = ours(tree)
     kernel.calls.clear()
     looks = (
-        lambda: drive(**word),
+        drive,
         lambda: _topology_host.resources({}),
         lambda: _tuning.edited({}),
         lambda: _topology_host.boot_params({"kernel_arguments": []}),
@@ -315,6 +314,28 @@ def test_on_a_record_that_cannot_be_read_nothing_is_done(
         assert caught.value.code == "tuning_record_unreadable"
         assert _tuning.OPTED_IN in caught.value.found
     assert (ours(tree), kernel.calls) == (there, [])
+
+
+@pytest.mark.covers("HOST-15")
+@pytest.mark.parametrize("text", ["", "{", '{"profiles": "x"}'])
+@pytest.mark.parametrize("word", [{"opted_in": []}, {"state": "absent"}], ids=repr)
+def test_a_record_that_cannot_be_read_is_no_bar_to_who_wants_nothing_of_it(
+    kernel: Kernel, tree: Path, text: str, word: dict[str, Any]
+) -> None:
+    """The way back would stop half way, on a host that is no slice host any more."""
+    drive(opted_in=[_tuning_profiles.NETWORK])
+    _host.write(_tuning.OPTED_IN, text)
+    assert drive(**word).failure is None
+    assert ours(tree) == []
+
+
+@pytest.mark.parametrize("text", ["", "{"])
+def test_a_record_that_cannot_be_read_is_written_anew_by_who_says_what_it_holds(
+    kernel: Kernel, tree: Path, text: str
+) -> None:
+    _host.write(_tuning.OPTED_IN, text)
+    assert drive(opted_in=[_tuning_profiles.NETWORK]).failure is None
+    assert _tuning_opted.recorded() == (_tuning_profiles.NETWORK,)
 
 
 def test_pages_that_this_machine_cannot_give_are_not_recorded(kernel: Kernel, tree: Path) -> None:

@@ -85,7 +85,6 @@ def test_a_machines_tags_in_maas_are_unknown_none_or_some(new: World) -> None:
 
 @pytest.mark.covers("HOST-10", "CTRL-5")
 def test_tags_put_nothing_on_sale_and_take_nothing_off(selling: World) -> None:
-    """They are judged by the next parity run, as every other change of a node is."""
     admin, path = selling.client("admin"), f"admin/nodes/{NODE}"
 
     def statuses() -> list[str]:

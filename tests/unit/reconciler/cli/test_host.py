@@ -213,7 +213,7 @@ def test_what_is_the_hosts_own_and_its_tags_go_along(
 ) -> None:
     own = {"fabric_interface": "ibp65s0", "fabric_address": "10.20.0.7/16"}
     selling.client("admin").patch(f"admin/nodes/{NODE}", json=own)
-    played.evidence = [PASSING, PASSING, {}]
+    played.evidence = [PASSING, PASSING, {}, PASSING, PASSING]
     token = str(selling.settings.state_dir / "admin.token")
     words = ["--api-base", "http://test", "--api-token-file", token, "--node-id", NODE]
     tags = ["--maas-tag", "virtual", "--maas-tag", "gpuaas-profile-slice-vm"]
@@ -229,6 +229,12 @@ def test_what_is_the_hosts_own_and_its_tags_go_along(
         assert (fabric["interface"], fabric["site_address"]) == ("ibp1s0", "10.20.0.9/16")
     # Nothing said is not the same as no tags, which is a failed check.
     assert "slice_maas_tags" not in played.works[1].variables
+    known = {"maas_tags": ["gpuaas-profile-baremetal"]}
+    selling.client("admin").patch(f"admin/nodes/{NODE}", json=known)
+    gpuaas("host", "parity", *words)
+    gpuaas("host", "parity", *words, *tags)
+    told = [work.variables["slice_maas_tags"] for work in played.works[3:]]
+    assert told == [["gpuaas-profile-baremetal"], tags[1::2]]
 
 
 @pytest.mark.covers("HOST-10")

@@ -194,7 +194,7 @@ def test_unknown_tags_are_not_the_same_as_none(sold: Any) -> None:
 
 
 @pytest.mark.covers("HOST-10", "CTRL-5")
-def test_tags_open_nothing_and_are_judged_by_the_next_parity(sold: Any) -> None:
+def test_tags_open_nothing_after_a_parity_that_failed(sold: Any) -> None:
     with transaction(sold.engine) as conn:
         discoveries.record_parity(conn, "n1", sold.parity(failures=1), sold.act)
         for tags in (["gpuaas-profile-slice-vm"], ["gpuaas-profile-baremetal"], [], None):
