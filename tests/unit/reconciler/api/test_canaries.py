@@ -18,7 +18,7 @@ from reconciler.store import apps, discoveries, outcomes, tables, tasks
 from reconciler.store.engine import transaction
 from reconciler.store.tables import nodes, slots
 from tests.unit.reconciler.api.test_launches import BODY, PATH, activate, launch
-from tests.unit.reconciler.api.world import ACT, KEY, NODE, World, discovery
+from tests.unit.reconciler.api.world import ACT, IMAGE, KEY, NODE, World, discovery
 
 PLANTED = {
     "address": "canary-transport.invalid",
@@ -50,7 +50,7 @@ def canaries(world: World) -> set[str]:
         for slot in conn.execute(sa.select(slots)).mappings():
             told |= {str(slot[name]) for name in ("id", "nvme_identity", *columns)}
     told |= {word for text in ERROR.values() for word in text.split() if ":" in word or "/" in word}
-    told |= {"canary", BMC}
+    told |= {"canary", BMC, IMAGE["url"]}
     assert len(told) > 25
     return {text.lower() for text in told - {"", "None"} if len(text) > 3}
 
@@ -101,6 +101,7 @@ def test_a_member_is_told_nothing_of_the_host(selling: World) -> None:
     assert member.look(second)["connection"]["host"] == "gate.example"
     deploy(selling, member, second)
     assert [row["id"] for row in member.ask("GET", "projects")["items"]] == ["demo"]
+    assert member.ask("GET", "images")["items"]
     member.ask("POST", f"{PATH}/{second}/release")
     member.look(second)
     member.ask("GET", f"admin/nodes/{NODE}/resource-slots")
