@@ -353,6 +353,9 @@ def test_a_tenant_from_before_the_rule_is_past_every_proof(
     """An older version gave whole machines away with their disks' generations as they were."""
     engine = open_engine(f"sqlite:///{tmp_path / 'old.db'}")
     migrate(engine, "0018")
+    with transaction(engine) as conn:
+        # Today's code makes the site, and asks for what came later.
+        conn.execute(sa.text("ALTER TABLE nodes ADD COLUMN maas_tags JSON"))
     site = Site(engine)
     site.node()
     with transaction(engine) as conn:
@@ -360,6 +363,7 @@ def test_a_tenant_from_before_the_rule_is_past_every_proof(
         slot = second(conn)
         change(conn, slot, status="disabled")
         insert(conn, whole(conn, slot) | {"state": state.value})
+        conn.execute(sa.text("ALTER TABLE nodes DROP COLUMN maas_tags"))
     migrate(engine)
     with transaction(engine) as conn:
         generations = dict(
