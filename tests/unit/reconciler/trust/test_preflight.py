@@ -150,6 +150,9 @@ def test_where_maas_sets_nothing_the_script_asks_what_a_first_boot_asks() -> Non
     assert settled({}) == asked
     assert asked["GPUAAS_SLICE_GPU_EXPECTED"] == "8"
     assert asked["GPUAAS_SLICE_NVME_EXCLUDE"] == "Dell BOSS"
+    # How many of another GPU there must be is not the profile's to say.
+    others = settled({"GPUAAS_SLICE_GPU_IDS": "10de:26b9"})
+    assert "GPUAAS_SLICE_GPU_EXPECTED" not in others
 
 
 def test_what_a_profile_leaves_open_is_not_asked_of_its_machines() -> None:
