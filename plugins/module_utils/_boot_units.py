@@ -29,24 +29,6 @@ FABRIC = Unit(
     settings_path="/etc/gpuaas/fabric.json",
     order=("After=systemd-modules-load.service", "Before=gpuaas-slice-vfio.service"),
 )
-# Before anything loads drivers; all of the boot waits for it, so not for long. What it needs is on
-# the root file system. The functions of fabric cards are made later, and wait for BINDING.
-CLAIM = Unit(
-    name="gpuaas-slice-vfio-claim",
-    description="Keep the approved PCI functions of this slice host from its own drivers",
-    module="_vfio",
-    entry="claim",
-    settings_path="/etc/gpuaas/vfio-binding.json",
-    order=(
-        "DefaultDependencies=no",
-        "Before=systemd-modules-load.service systemd-udevd.service systemd-udev-trigger.service",
-        "Conflicts=shutdown.target",
-        "Before=shutdown.target",
-    ),
-    target="sysinit.target",
-    limit_s=60,
-    borrowed=True,
-)
 BINDING = Unit(
     name="gpuaas-slice-vfio",
     description="Bind the approved PCI functions of this slice host to vfio-pci",
@@ -56,4 +38,22 @@ BINDING = Unit(
         "After=systemd-modules-load.service gpuaas-slice-fabric.service",
         "Before=libvirtd.service",
     ),
+)
+# Before anything loads drivers; all of the boot waits for it, so not for long. What it needs is on
+# the root file system. The functions of fabric cards are made later, and wait for BINDING.
+CLAIM = Unit(
+    name="gpuaas-slice-vfio-claim",
+    description="Keep the approved PCI functions of this slice host from its own drivers",
+    module="_vfio",
+    entry="claim",
+    settings_path=BINDING.settings_path,
+    order=(
+        "DefaultDependencies=no",
+        "Before=systemd-modules-load.service systemd-udevd.service systemd-udev-trigger.service",
+        "Conflicts=shutdown.target",
+        "Before=shutdown.target",
+    ),
+    target="sysinit.target",
+    limit_s=60,
+    borrowed=True,
 )

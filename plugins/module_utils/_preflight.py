@@ -225,11 +225,11 @@ def nvme(facts: Facts) -> Verdict:
     """
     if not facts.disks:
         return failed("no NVMe namespace")
-    codes = [(one, [blocker["code"] for blocker in one["blockers"]]) for one in facts.disks]
-    judged = [(one["kernel_name"], found) for one, found in codes if "excluded_model" not in found]
+    excluded = "excluded_model"
+    judged = [d for d in facts.disks if excluded not in {b["code"] for b in d["blockers"]}]
     if not judged:
         return failed("no NVMe namespace but those of excluded models")
-    told = [(name, code) for name, found in judged for code in found]
+    told = [(one["kernel_name"], blocker["code"]) for one in judged for blocker in one["blockers"]]
     broken = [f"{name}: {code}" for name, code in told if code in _BROKEN]
     if broken:
         return failed("; ".join(broken))

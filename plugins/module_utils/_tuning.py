@@ -159,11 +159,16 @@ def value(key: str) -> str:
     return _words(_host.read(f"/proc/sys/{key.replace('.', '/')}") or "")
 
 
+def _word(params: Params) -> Sequence[str] | None:
+    """What the record is to hold; None where nobody says, and it stays as it is."""
+    return [] if params.get("state") == "absent" else params.get("opted_in")
+
+
 def _names(params: Params, state: State) -> list[str]:
     if params.get("state") == "absent":
         return []
-    given = params.get("opted_in")
-    return _tuning_opted.names(params["profiles"], state.recorded or () if given is None else given)
+    word = _word(params)
+    return _tuning_opted.names(params["profiles"], state.recorded or () if word is None else word)
 
 
 def _recorded(params: Params) -> tuple[str, ...] | None:
@@ -171,22 +176,21 @@ def _recorded(params: Params) -> tuple[str, ...] | None:
     try:
         return _tuning_opted.recorded()
     except Refusal:
-        if params.get("state") == "absent" or params.get("opted_in") is not None:
-            return None
-        raise
+        if _word(params) is None:
+            raise
+        return None
 
 
 def _recording(params: Params, state: State) -> list[_change.Step]:
-    """The record as the operator's word has it; without a word it stays as it is."""
-    given = [] if params.get("state") == "absent" else params.get("opted_in")
-    if given is None:
+    word = _word(params)
+    if word is None:
         return []
-    if not given:
+    if not word:
         there = state.record is not None
         return [_change.Step("remove_file", OPTED_IN, state.record, None)] if there else []
-    if tuple(given) == state.recorded:
+    if tuple(word) == state.recorded:
         return []
-    return [_change.Step("write_file", OPTED_IN, state.record, _tuning_opted.text(given))]
+    return [_change.Step("write_file", OPTED_IN, state.record, _tuning_opted.text(word))]
 
 
 def _problems(name: str, profile: Mapping[str, Any]) -> list[str]:

@@ -63,9 +63,9 @@ def unknown(asked: Sequence[str]) -> list[Refusal]:
     ]
 
 
-def text(opted_in: Sequence[str]) -> str | None:
-    """Content of the record; None for one that is not needed."""
-    return json.dumps({"profiles": list(opted_in)}) + "\n" if opted_in else None
+def text(opted_in: Sequence[str]) -> str:
+    """Content of the record."""
+    return json.dumps({"profiles": list(opted_in)}) + "\n"
 
 
 def setting(value: str) -> list[str] | None:

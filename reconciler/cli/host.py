@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from reconciler.cli import approvals, benchmark, handwork, maastags, parityreport, session, show
+from reconciler.domain import hardware
 from reconciler.domain.errors import Problem
 from reconciler.runs.reach import Reach
 
@@ -69,6 +70,7 @@ def parity(
     """Check every target condition: a line each, exit 0 only when none has failed."""
     here = session.of(context)
     known = handwork.ask(handwork.Api(api_base or here.url, api_token_file, node_id))
+    said = maastags.said(maas_tag)
     work = handwork.work(
         "parity",
         "node.parity",
@@ -77,7 +79,7 @@ def parity(
         slice_slots=handwork.slots_of(slots) or known.slots,
         slice_intent=intent,
         slice_api_topology=known.topology,
-        **_maas(maas_tag, known.maas_tags),
+        **hardware.maas_tags(known.maas_tags if said is None else said),
         slice_remediate=remediate,
         slice_allow_reboot=allow_reboot,
     )
@@ -223,13 +225,6 @@ def _own(fabric_interface: str, fabric_address: str) -> dict[str, Any]:
     """What the caller says of this host; what he leaves out is the record's or the profile's."""
     given = {"fabric_interface": fabric_interface, "fabric_address": fabric_address}
     return {name: value for name, value in given.items() if value}
-
-
-def _maas(words: list[str] | None, known: list[str] | None) -> dict[str, Any]:
-    """The caller's, else the record's; left out when neither says any: [] is a failed check."""
-    said = maastags.said(words)
-    tags = known if said is None else said
-    return {} if tags is None else {"slice_maas_tags": tags}
 
 
 def _tell_repairs(evidence: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from reconciler.domain.errors import Problem
@@ -15,6 +15,17 @@ def of_node(profile: dict[str, Any], node: Mapping[str, Any]) -> dict[str, Any]:
     """The profile with the node's own values over it. The profile itself stays as it is."""
     own = {name: node[field] for field, name in OWN.items() if node.get(field)}
     return {**profile, "fabric": {**profile["fabric"], **own}} if own else profile
+
+
+def limit_s(profile: Mapping[str, Any], parts: Iterable[str]) -> int:
+    """Seconds that the profile allows for these parts of a run, one after another."""
+    # Ansible takes a reboot's twice: for the new boot to begin, and for an answer of it.
+    return sum(int(profile["deadlines"][part]) * (1 + (part == "reboot")) for part in parts)
+
+
+def maas_tags(tags: list[str] | None) -> dict[str, Any]:
+    """The variable of a parity run; left out of tags that nobody knows: [] is a failed check."""
+    return {} if tags is None else {"slice_maas_tags": tags}
 
 
 def check(profile: Mapping[str, Any], name: str) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from reconciler.domain import hardware
 from reconciler.runs import collect
 from reconciler.runs.collect import Outcome, Phase
 from reconciler.runs.errors import RunError
@@ -60,9 +61,8 @@ def deadline_s(work: Work) -> int:
     if given.get("slice_apply"):
         parts += ["wipe"] * len(given["slice_devices"])
     if given.get("slice_allow_reboot"):
-        # Ansible takes it twice: for the new boot to begin, and for an answer of it.
-        parts += ["reboot"] * 2
-    allowed = sum(int(given["slice_profile"]["deadlines"][part]) for part in parts)
+        parts.append("reboot")
+    allowed = hardware.limit_s(given["slice_profile"], parts) if parts else 0
     return min(LONGEST_S, DEADLINE_S + allowed)
 
 

@@ -33,5 +33,4 @@ def succeed(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     return evidence
 
 
-# Ansible takes a reboot's limit twice: for the new boot to begin, and for an answer of it.
-HANDLER = Handler("bootstrap", variables, succeed, start=start, deadlines=("reboot", "reboot"))
+HANDLER = Handler("bootstrap", variables, succeed, start=start, deadlines=("reboot",))

@@ -36,5 +36,4 @@ def succeed(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
 
 
 # A failure leaves the node in conversion, where nothing is sold; asking again goes on from there.
-# Ansible takes a reboot's limit twice, as in bootstrap.
-HANDLER = Handler("restore_baremetal", variables, succeed, deadlines=("reboot", "reboot"))
+HANDLER = Handler("restore_baremetal", variables, succeed, deadlines=("reboot",))

@@ -8,6 +8,7 @@ from typing import Any
 
 from sqlalchemy import Connection
 
+from reconciler.domain import hardware
 from reconciler.domain.act import Act
 from reconciler.runs.spec import LONGEST_S
 from reconciler.settings import Settings
@@ -91,8 +92,6 @@ class Handler:
 
     def deadline_s(self, work: Work, variables: dict[str, Any]) -> int:
         """Seconds that a run may take: what the profile allows for its parts, and some for us."""
-        allowed = sum(int(work.profile["deadlines"][name]) for name in self.deadlines)
-        if self.wiped:
-            disks = len(variables[self.wiped])
-            allowed += int(work.profile["deadlines"]["wipe"]) * max(1, disks)
+        wipes = max(1, len(variables[self.wiped])) if self.wiped else 0
+        allowed = hardware.limit_s(work.profile, (*self.deadlines, *("wipe",) * wipes))
         return min(LONGEST_S, max(int(work.task["deadline_s"]), allowed + 600))

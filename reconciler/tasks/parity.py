@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from reconciler.domain import hardware
 from reconciler.domain.states import NodeMode
 from reconciler.store import discoveries, slots
 from reconciler.tasks.handler import Handler, Work
@@ -15,8 +16,9 @@ from reconciler.tasks.handler import Handler, Work
 
 def variables(work: Work) -> dict[str, Any]:
     node_id, asked = work.task["node_id"], NodeMode(work.node["mode"]).purpose
+    tags = hardware.maas_tags(work.node["maas_tags"])
     if asked != "slice":
-        return {"slice_slots": [], "slice_intent": asked, **_maas(work)}
+        return {"slice_slots": [], "slice_intent": asked, **tags}
     latest = discoveries.latest(work.conn, node_id)
     topology: dict[str, Any] = {"source": "reconciler", "completed": latest is not None}
     summary = latest["document"]["candidate_summary"] if latest else {}
@@ -25,7 +27,7 @@ def variables(work: Work) -> dict[str, Any]:
         "slice_slots": slots.bundles(work.conn, node_id),
         "slice_intent": asked,
         "slice_api_topology": topology,
-        **_maas(work),
+        **tags,
     }
 
 
@@ -44,12 +46,6 @@ def succeed(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
         return result
     gate = slots.open_gate(work.conn, node_id, work.act.because("parity passed", result))
     return {**result, **gate}
-
-
-def _maas(work: Work) -> dict[str, Any]:
-    """Left out when nobody has said the tags: given as [], they would be a failed check."""
-    tags = work.node["maas_tags"]
-    return {} if tags is None else {"slice_maas_tags": tags}
 
 
 HANDLER = Handler("parity", variables, succeed)

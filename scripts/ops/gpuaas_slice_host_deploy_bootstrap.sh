@@ -1061,7 +1061,7 @@ def _environment(text: str) -> dict[str, str]:
     return {name: value for name, sign, value in rows if sign}
 '''
 
-# sha256 065b9d6c59086d7bd725382ba6ff66c85294d7ee931bb97589291d51194a2dc7
+# sha256 54cf6da37785527e218def108be41249b00719fda8696a5031f512bdb54631c0
 SOURCES["_boot_units"] = r'''"""The boot services that a slice host has, without their settings, which depend on the host.
 
 Paths of settings are said again here: the code that is run at boot does not know of its unit.
@@ -1093,24 +1093,6 @@ FABRIC = Unit(
     settings_path="/etc/gpuaas/fabric.json",
     order=("After=systemd-modules-load.service", "Before=gpuaas-slice-vfio.service"),
 )
-# Before anything loads drivers; all of the boot waits for it, so not for long. What it needs is on
-# the root file system. The functions of fabric cards are made later, and wait for BINDING.
-CLAIM = Unit(
-    name="gpuaas-slice-vfio-claim",
-    description="Keep the approved PCI functions of this slice host from its own drivers",
-    module="_vfio",
-    entry="claim",
-    settings_path="/etc/gpuaas/vfio-binding.json",
-    order=(
-        "DefaultDependencies=no",
-        "Before=systemd-modules-load.service systemd-udevd.service systemd-udev-trigger.service",
-        "Conflicts=shutdown.target",
-        "Before=shutdown.target",
-    ),
-    target="sysinit.target",
-    limit_s=60,
-    borrowed=True,
-)
 BINDING = Unit(
     name="gpuaas-slice-vfio",
     description="Bind the approved PCI functions of this slice host to vfio-pci",
@@ -1120,6 +1102,24 @@ BINDING = Unit(
         "After=systemd-modules-load.service gpuaas-slice-fabric.service",
         "Before=libvirtd.service",
     ),
+)
+# Before anything loads drivers; all of the boot waits for it, so not for long. What it needs is on
+# the root file system. The functions of fabric cards are made later, and wait for BINDING.
+CLAIM = Unit(
+    name="gpuaas-slice-vfio-claim",
+    description="Keep the approved PCI functions of this slice host from its own drivers",
+    module="_vfio",
+    entry="claim",
+    settings_path=BINDING.settings_path,
+    order=(
+        "DefaultDependencies=no",
+        "Before=systemd-modules-load.service systemd-udevd.service systemd-udev-trigger.service",
+        "Conflicts=shutdown.target",
+        "Before=shutdown.target",
+    ),
+    target="sysinit.target",
+    limit_s=60,
+    borrowed=True,
 )
 '''
 
@@ -5888,7 +5888,7 @@ def _dotted(little_endian: str) -> str:
     return str(ipaddress.IPv4Address(bytes.fromhex(little_endian)[::-1]))
 '''
 
-# sha256 9f3b09db2e0ea18103b45ec46826d30c3293013980d22c38a1a3f7c9b3145d68
+# sha256 60f33faebdfcb4ca41b96244eec6371efe4180c55251e781a26eeb74eec0155e
 SOURCES["_tuning"] = r'''"""Tuned profiles on a host: files for the next boot, values for this one, and what is in force.
 
 One file per mechanism holds what all wanted profiles ask for: those of the hardware profile, and
@@ -6050,11 +6050,16 @@ def value(key: str) -> str:
     return _words(_host.read(f"/proc/sys/{key.replace('.', '/')}") or "")
 
 
+def _word(params: Params) -> Sequence[str] | None:
+    """What the record is to hold; None where nobody says, and it stays as it is."""
+    return [] if params.get("state") == "absent" else params.get("opted_in")
+
+
 def _names(params: Params, state: State) -> list[str]:
     if params.get("state") == "absent":
         return []
-    given = params.get("opted_in")
-    return _tuning_opted.names(params["profiles"], state.recorded or () if given is None else given)
+    word = _word(params)
+    return _tuning_opted.names(params["profiles"], state.recorded or () if word is None else word)
 
 
 def _recorded(params: Params) -> tuple[str, ...] | None:
@@ -6062,22 +6067,21 @@ def _recorded(params: Params) -> tuple[str, ...] | None:
     try:
         return _tuning_opted.recorded()
     except Refusal:
-        if params.get("state") == "absent" or params.get("opted_in") is not None:
-            return None
-        raise
+        if _word(params) is None:
+            raise
+        return None
 
 
 def _recording(params: Params, state: State) -> list[_change.Step]:
-    """The record as the operator's word has it; without a word it stays as it is."""
-    given = [] if params.get("state") == "absent" else params.get("opted_in")
-    if given is None:
+    word = _word(params)
+    if word is None:
         return []
-    if not given:
+    if not word:
         there = state.record is not None
         return [_change.Step("remove_file", OPTED_IN, state.record, None)] if there else []
-    if tuple(given) == state.recorded:
+    if tuple(word) == state.recorded:
         return []
-    return [_change.Step("write_file", OPTED_IN, state.record, _tuning_opted.text(given))]
+    return [_change.Step("write_file", OPTED_IN, state.record, _tuning_opted.text(word))]
 
 
 def _problems(name: str, profile: Mapping[str, Any]) -> list[str]:
@@ -6149,7 +6153,7 @@ def _words(text: str) -> str:
     return re.sub(r"\s+", " ", str(text)).strip()
 '''
 
-# sha256 ce0814298087edf130266f859d267b6769bfc18a5bcd898a1486f34623de71b4
+# sha256 293bfdfe3d44ad4fa6627545b4d25425d8b93fcb133f246c651de6addc9e7883
 SOURCES["_tuning_opted"] = r'''"""Tuned profiles that an operator opted in to on this host, beside those of its hardware profile.
 
 They are kept on the host: nothing else knows of the operator's word, and whoever looks at or sets
@@ -6215,9 +6219,9 @@ def unknown(asked: Sequence[str]) -> list[Refusal]:
     ]
 
 
-def text(opted_in: Sequence[str]) -> str | None:
-    """Content of the record; None for one that is not needed."""
-    return json.dumps({"profiles": list(opted_in)}) + "\n" if opted_in else None
+def text(opted_in: Sequence[str]) -> str:
+    """Content of the record."""
+    return json.dumps({"profiles": list(opted_in)}) + "\n"
 
 
 def setting(value: str) -> list[str] | None:
