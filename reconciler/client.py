@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx
 
-from reconciler.domain.errors import Problem
-from reconciler.patience import Patience
+from reconciler.model.errors import Problem
+from reconciler.wait_timeout import Patience
 
 API = "/api/v1"
 ENDED = frozenset({"succeeded", "failed", "canceled", "lost"})

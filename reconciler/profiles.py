@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
-from reconciler.domain import hardware
-from reconciler.domain.errors import Problem
+from reconciler.model import hardware
+from reconciler.model.errors import Problem
 
 # When and how large: what tells one state of a file from the next.
 _State = tuple[int, int]

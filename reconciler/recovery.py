@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from reconciler.client import Client
-from reconciler.domain.errors import Problem
-from reconciler.patience import Patience
+from reconciler.model.errors import Problem
+from reconciler.wait_timeout import Patience
 
 Record = dict[str, Any]
 OnStep = Callable[[str, Record], None]

@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from reconciler import shipped
-from reconciler.domain.errors import Problem
+from reconciler.model.errors import Problem
 
 PROJECT = shipped.PROJECT
 PREFIX = "GPUAAS_"

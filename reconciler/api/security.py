@@ -13,11 +13,11 @@ from fastapi.security.utils import get_authorization_scheme_param
 
 from reconciler.api.context import Context
 from reconciler.api.models import Id
-from reconciler.domain.errors import Problem, not_found
-from reconciler.domain.states import Role
+from reconciler.db.engine import asking
+from reconciler.model.errors import Problem, not_found
+from reconciler.model.states import Role
+from reconciler.records import projects, tokens
 from reconciler.settings import Settings
-from reconciler.store import projects, tokens
-from reconciler.store.engine import asking
 from reconciler.trust import oidc
 
 _bearer = HTTPBearer(

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from reconciler.backup import database, unfinished
-from reconciler.domain.errors import Problem
+from reconciler.db import migrations
+from reconciler.db.engine import open_existing
+from reconciler.model.errors import Problem
 from reconciler.settings import PREFIX, Settings, config_file
-from reconciler.store import migrations
-from reconciler.store.existing import existing
 
 SCHEMA = 1
 MANIFEST, DATABASE, SETTINGS, TRUST = "manifest.json", "database", "settings.env", "trust/"
@@ -50,7 +50,7 @@ def write(settings: Settings, file: Path) -> dict[str, Any]:
             found="none",
             remedy="make it, for the service's user only: a backup holds private keys",
         )
-    with existing(settings) as engine, tempfile.TemporaryDirectory(dir=file.parent) as folder:
+    with open_existing(settings) as engine, tempfile.TemporaryDirectory(dir=file.parent) as folder:
         # One picture: whatever changes meanwhile is in the next backup.
         copy = database.copy(engine, Path(folder) / DATABASE)
         manifest = {

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from psycopg.pq import Conninfo
 from sqlalchemy import Engine
 
-from reconciler.domain.errors import Problem
+from reconciler.model.errors import Problem
 
 _SERVICE = "gpuaas"
 # A password may end in white space, which libpq takes off there; a service cannot name another.

@@ -15,15 +15,17 @@ from typing import Any
 from sqlalchemy import Connection, Engine
 
 from reconciler.backup import archive, database, unfinished
-from reconciler.domain.act import Act
-from reconciler.domain.errors import Problem
-from reconciler.domain.states import TaskState
+from reconciler.db import clock, migrations
+from reconciler.db.engine import open_engine, transaction
+from reconciler.lifecycle import restore as restored
+from reconciler.model.act import Act
+from reconciler.model.errors import Problem
+from reconciler.model.states import TaskState
+from reconciler.records import certificates, queue, tokens
 from reconciler.runs.paths import write_text
 from reconciler.settings import Settings
-from reconciler.store import certificates, clock, migrations, restored, tasks, tokens
-from reconciler.store.engine import open_engine, transaction
-from reconciler.tasks import overdue
-from reconciler.tasks.cancel import cancel
+from reconciler.work import deadlines as overdue
+from reconciler.work.cancel import cancel
 
 
 def restore(settings: Settings, file: Path) -> dict[str, Any]:
@@ -88,7 +90,7 @@ def _doubt(
         " `gpuaas recover`, a machine `gpuaas nodes clean-machine`; then ask for it again",
     }
     waiting = restored.unfinished(conn)
-    lost = tasks.every(conn, state=TaskState.RUNNING, limit=100_000)
+    lost = queue.every(conn, state=TaskState.RUNNING, limit=100_000)
     for task in lost:
         overdue.lose(conn, settings, {**task, "error": error}, act)
     for task in waiting:

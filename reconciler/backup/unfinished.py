@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from reconciler.domain.errors import Problem
+from reconciler.model.errors import Problem
 from reconciler.runs.paths import write_text
 from reconciler.settings import Settings
 

@@ -15,7 +15,7 @@ from reconciler.benchmark import bundle, document
 from reconciler.benchmark.harness.main import longest_s
 from reconciler.benchmark.harness.request import Request
 from reconciler.benchmark.target import Target, command
-from reconciler.domain.errors import Problem
+from reconciler.model.errors import Problem
 
 # Connecting, starting Python and sending the document.
 _SLACK_S = 120

@@ -11,7 +11,7 @@ from typing import Any
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
-from reconciler.domain.errors import Problem
+from reconciler.model.errors import Problem
 from reconciler.shipped import PROJECT
 
 SCHEMA = PROJECT / "contracts" / "benchmark.schema.json"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from reconciler.benchmark.compare import Capture, Record, compare
-from reconciler.domain.errors import Problem
+from reconciler.model.errors import Problem
 
 OFF = "off"
 PROBES = ("cpu", "memory", "disk", "rdma", "gpu", "vllm")

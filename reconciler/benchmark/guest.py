@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from reconciler.benchmark.target import Target, remote
-from reconciler.domain.errors import Problem
-from reconciler.domain.states import AllocationState, CapacityShape
+from reconciler.model.errors import Problem
+from reconciler.model.states import AllocationState, CapacityShape
 from reconciler.runs.ssh import SshAccess
 
 Record = Mapping[str, Any]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from reconciler.domain.errors import Problem
+from reconciler.model.errors import Problem
 from reconciler.runs.ssh import SshAccess, options
 
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.:%_-]{0,252}")

@@ -10,8 +10,8 @@ import typer
 
 from reconciler.cli import runbook, session, show
 from reconciler.cli.projects import known, or_name_one
-from reconciler.domain.errors import Problem
-from reconciler.patience import Patience
+from reconciler.model.errors import Problem
+from reconciler.wait_timeout import Patience
 
 Project = Annotated[
     str,

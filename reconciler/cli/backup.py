@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from reconciler.cli import session, show
-from reconciler.domain.errors import Problem
+from reconciler.model.errors import Problem
 
 
 def mount(app: typer.Typer) -> None:

@@ -19,7 +19,7 @@ from reconciler.benchmark.harness.request import Request
 from reconciler.benchmark.target import Target, jump
 from reconciler.benchmark.text import cell, percent
 from reconciler.cli import session, show
-from reconciler.domain.errors import Problem
+from reconciler.model.errors import Problem
 from reconciler.runs.ssh import SshAccess
 
 app = typer.Typer(

@@ -19,16 +19,15 @@ def check(context: typer.Context) -> None:
     """
     from reconciler.backup import unfinished
     from reconciler.cli.database import outdated
+    from reconciler.db.engine import open_existing, reading
+    from reconciler.db.migrations import current, head
+    from reconciler.lifecycle import invariants
     from reconciler.settings import Settings
-    from reconciler.store import invariants
-    from reconciler.store.engine import reading
-    from reconciler.store.existing import existing
-    from reconciler.store.migrations import current, head
 
     here = session.of(context)
     settings = Settings()
     unfinished.refuse(settings)
-    with existing(settings) as engine:
+    with open_existing(settings) as engine:
         revision = current(engine)
         if revision != head():
             # Its tables are not those that the questions are about.

@@ -7,10 +7,10 @@ import os
 from sqlalchemy import Engine
 
 from reconciler.backup import unfinished
-from reconciler.domain.errors import Problem
+from reconciler.db.engine import open_engine
+from reconciler.db.migrations import current, head, migrate
+from reconciler.model.errors import Problem
 from reconciler.settings import Settings
-from reconciler.store.engine import open_engine
-from reconciler.store.migrations import current, head, migrate
 
 
 def opened(settings: Settings | None = None) -> tuple[Engine, str]:

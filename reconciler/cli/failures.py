@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from reconciler.domain.errors import Problem, Refusal
+from reconciler.model.errors import Problem, Refusal
 
 if TYPE_CHECKING:
     from sqlalchemy.exc import DBAPIError

@@ -11,9 +11,9 @@ from typing import Any
 
 from reconciler.cli import show
 from reconciler.cli.session import secret
-from reconciler.domain import hardware
-from reconciler.domain.bundle import BUNDLE_FIELDS
-from reconciler.domain.errors import Problem, Refusal
+from reconciler.model import hardware
+from reconciler.model.bundle import BUNDLE_FIELDS
+from reconciler.model.errors import Problem, Refusal
 from reconciler.runs.reach import Reach, Work
 
 # The hardware class that this product is for; another host is named by --profile or by its node.
@@ -82,7 +82,7 @@ def work(
     from reconciler.settings import Settings
 
     shared = hardware_profile(Settings().profiles_dir, profile or DEFAULT_PROFILE)
-    resolved = hardware.of_node(shared, own or {})
+    resolved = hardware.node_profile(shared, own or {})
     return Work(playbook, kind, {"slice_profile": resolved, **variables})
 
 

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from reconciler.cli import approvals, benchmark, handwork, maastags, parityreport, session, show
-from reconciler.domain import hardware
-from reconciler.domain.errors import Problem
+from reconciler.model import hardware
+from reconciler.model.errors import Problem
 from reconciler.runs.reach import Reach
 
 app = typer.Typer(

@@ -10,7 +10,7 @@ import typer
 
 from reconciler.cli import session, show, waiting
 from reconciler.cli.nodes import Node, Wait
-from reconciler.domain.errors import Problem
+from reconciler.model.errors import Problem
 
 app = typer.Typer(no_args_is_help=True, help="Images that virtual machines start from.")
 

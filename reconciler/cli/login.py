@@ -14,7 +14,7 @@ import typer
 from reconciler.cli import session, show
 from reconciler.cli.session import default_token_file
 from reconciler.cli.tokens import write_token
-from reconciler.domain.errors import Problem
+from reconciler.model.errors import Problem
 
 _GRANT = "urn:ietf:params:oauth:grant-type:device_code"
 _TIMEOUT_S = 10.0

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from reconciler.cli import approvals, maastags, session, show, waiting
-from reconciler.domain.errors import Problem
+from reconciler.model.errors import Problem
 
 app = typer.Typer(no_args_is_help=True, help="Machines: add, prepare, prove, sell.")
 

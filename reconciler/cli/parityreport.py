@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from reconciler.domain.errors import Problem
+from reconciler.model.errors import Problem
 
 _PRINTABLE = re.compile(r"[ -~]*")
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from reconciler.cli import session, show
-from reconciler.domain.errors import Problem
+from reconciler.model.errors import Problem
 
 app = typer.Typer(no_args_is_help=True, help="Projects: whose allocations they are.")
 

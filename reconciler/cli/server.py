@@ -11,10 +11,11 @@ import uvicorn
 from fastapi import FastAPI
 from sqlalchemy import Engine
 
+from reconciler import logs
 from reconciler.api.app import create_app
 from reconciler.api.operator import create_operator_app
 from reconciler.cli.database import opened
-from reconciler.service import addresses, listener, logs, process
+from reconciler.service import addresses, listener, process
 from reconciler.service.authorities import adopt
 from reconciler.settings import Settings
 

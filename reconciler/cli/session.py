@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import typer
 
-from reconciler.domain.errors import Problem
+from reconciler.model.errors import Problem
 
 if TYPE_CHECKING:
     from reconciler.client import Client

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from reconciler.cli.session import Session
-from reconciler.domain.errors import Problem
+from reconciler.model.errors import Problem
 
 Record = Mapping[str, Any]
 

@@ -14,7 +14,7 @@ import typer
 
 from reconciler.cli import session, show
 from reconciler.cli.session import default_token_file
-from reconciler.domain.errors import Problem
+from reconciler.model.errors import Problem
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -63,10 +63,10 @@ def revoke(
 
 def _issue(role: RoleName, name: str, project: str, node: str, days: int) -> str:
     from reconciler.cli.database import as_it_is
-    from reconciler.domain.act import Act
-    from reconciler.domain.states import Role
-    from reconciler.store import nodes, tokens
-    from reconciler.store.engine import transaction
+    from reconciler.db.engine import transaction
+    from reconciler.model.act import Act
+    from reconciler.model.states import Role
+    from reconciler.records import nodes, tokens
 
     if bool(project) is not (role == "project-member") or bool(node) is not (role == "node"):
         raise Problem(
@@ -96,7 +96,7 @@ def _issue(role: RoleName, name: str, project: str, node: str, days: int) -> str
 
 
 def _project_id(conn: Connection, given: str) -> str:
-    from reconciler.store import projects
+    from reconciler.records import projects
 
     every = projects.every(conn)
     if given not in {row["id"] for row in every}:

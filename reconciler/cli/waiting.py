@@ -7,7 +7,7 @@ from typing import Any
 
 from reconciler.cli import show
 from reconciler.cli.session import Session
-from reconciler.domain.errors import Problem
+from reconciler.model.errors import Problem
 
 Record = dict[str, Any]
 

@@ -6,9 +6,10 @@ import logging
 import signal
 import threading
 
+from reconciler import logs
 from reconciler.cli.database import opened
-from reconciler.domain.errors import Problem
-from reconciler.service import logs, process
+from reconciler.model.errors import Problem
+from reconciler.service import process
 from reconciler.service.authorities import adopt
 from reconciler.settings import Settings
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from reconciler.domain.errors import Refusal
+from reconciler.model.errors import Refusal
 
 Status = Literal["ok", "warn", "fail"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from reconciler.doctor.finding import Finding, ok, refused, warn
-from reconciler.domain.errors import Problem
+from reconciler.model.errors import Problem
 from reconciler.service import addresses
 from reconciler.service.addresses import Address
 from reconciler.settings import Settings

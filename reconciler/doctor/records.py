@@ -9,18 +9,19 @@ import sqlalchemy as sa
 from sqlalchemy import Connection, Engine, exc
 
 from reconciler.backup import unfinished
+from reconciler.db import clock, leader, migrations, rows
+from reconciler.db import settings as site
+from reconciler.db.engine import open_engine, reading
+from reconciler.db.schema import api_tokens, slots, tasks
 from reconciler.doctor.finding import Finding, fail, ok, refused, warn
-from reconciler.domain.errors import Problem
-from reconciler.domain.states import Role, SlotState, TaskState
+from reconciler.model.errors import Problem
+from reconciler.model.states import Role, SlotState, TaskState
+from reconciler.records import certificates
 from reconciler.runs import lock
 from reconciler.runs.paths import RunPaths, runs_directory
 from reconciler.service.authorities import NAME
 from reconciler.service.process import NEEDED
 from reconciler.settings import Settings
-from reconciler.store import certificates, clock, leader, migrations, processes, rows
-from reconciler.store import settings as site
-from reconciler.store.engine import open_engine, reading
-from reconciler.store.tables import api_tokens, slots, tasks
 from reconciler.trust.ca import Trust, authorities
 
 # Certificates and tokens are judged by several clocks; within this nobody notices.
@@ -157,14 +158,14 @@ def _hosts(conn: Connection) -> Iterator[Finding]:
 
 
 def _processes(conn: Connection) -> Iterator[Finding]:
-    living = processes.roles(conn)
+    living = leader.live_roles(conn)
     for role in NEEDED:
         if living.get(role):
             yield ok("processes", f"{living[role]} of the role {role}")
         else:
             yield warn(
                 "processes",
-                f"none of the role {role} has been heard of for {processes.STALE_S:.0f} s",
+                f"none of the role {role} has been heard of for {leader.STALE_S:.0f} s",
                 expected="one that lives",
                 remedy="start gpuaas.service, or gpuaas-worker.service beside gpuaas-api.service",
             )

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from reconciler.domain import hardware
+from reconciler.model import hardware
 from reconciler.runs import collect
 from reconciler.runs.collect import Outcome, Phase
 from reconciler.runs.errors import RunError

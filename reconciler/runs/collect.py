@@ -14,7 +14,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from reconciler.runs import legible, lock, orphans
+from reconciler.runs import lock, orphans
+from reconciler.runs import storable as legible
 from reconciler.runs.errors import RunError
 from reconciler.runs.launch import resume
 from reconciler.runs.paths import RunPaths, read_json, write_text

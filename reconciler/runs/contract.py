@@ -16,7 +16,7 @@ from jsonschema import Draft202012Validator, ValidationError
 from jsonschema.validators import extend
 from referencing import Registry, Resource
 
-from reconciler.runs import legible
+from reconciler.runs import storable as legible
 from reconciler.runs.errors import ContractError
 from reconciler.shipped import PROJECT
 

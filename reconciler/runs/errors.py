@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reconciler.domain.errors import Refusal
+from reconciler.model.errors import Refusal
 
 
 class RunError(Refusal):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ipaddress import ip_address
 
-from reconciler.domain.errors import Problem
+from reconciler.model.errors import Problem
 from reconciler.settings import Settings
 
 Address = tuple[str, int]

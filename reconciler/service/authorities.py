@@ -9,11 +9,11 @@ from functools import partial
 
 from sqlalchemy import Connection, Engine
 
-from reconciler.domain.act import Act
-from reconciler.domain.errors import Problem
+from reconciler.db import settings as site
+from reconciler.db.engine import reading, retrying
+from reconciler.model.act import Act
+from reconciler.model.errors import Problem
 from reconciler.settings import Settings
-from reconciler.store import settings as site
-from reconciler.store.engine import reading, retrying
 from reconciler.trust.ca import authorities, open_trust
 
 NAME = "ssh_authorities"

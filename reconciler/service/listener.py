@@ -13,7 +13,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from reconciler.domain.errors import Problem
+from reconciler.model.errors import Problem
 from reconciler.service import addresses
 from reconciler.service.addresses import Address
 from reconciler.settings import Settings

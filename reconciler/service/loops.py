@@ -1,6 +1,6 @@
 """The loops that must be single: they run in the process that leads, and nowhere else.
 
-Each gets a database in which it can write only as long as this process leads (`store.leader`). So a
+Each gets a database in which it can write only as long as this process leads (`db.leader`). So a
 loop need not ask whether it is still the one; what it takes no part in is deciding that.
 """
 
@@ -14,14 +14,16 @@ from dataclasses import dataclass
 
 from sqlalchemy import Engine
 
+from reconciler.db.leader import Deposed, Lease, led_by
 from reconciler.settings import Settings
-from reconciler.store.leader import Deposed, Lease, led_by
-from reconciler.tasks.drift import ask_hosts
-from reconciler.tasks.enrol import renew_ending
-from reconciler.tasks.managed_key import tend
-from reconciler.tasks.overdue import end_overdue
-from reconciler.tasks.recovery import recover_blocked
-from reconciler.tasks.retention import forget
+from reconciler.work.deadlines import end_overdue
+from reconciler.work.loops import (
+    compare_hosts,
+    forget,
+    recover_blocked,
+    renew_certificates,
+    tend_apps,
+)
 
 log = logging.getLogger("gpuaas.loops")
 
@@ -38,9 +40,9 @@ class Loop:
 LOOPS: tuple[Loop, ...] = (
     Loop("overdue", 10.0, end_overdue),
     Loop("recovery", 10.0, recover_blocked),
-    Loop("drift", 10.0, ask_hosts),
-    Loop("certificates", 600.0, renew_ending),
-    Loop("apps", 30.0, tend),
+    Loop("drift", 10.0, compare_hosts),
+    Loop("certificates", 600.0, renew_certificates),
+    Loop("apps", 30.0, tend_apps),
     Loop("retention", 600.0, forget),
 )
 

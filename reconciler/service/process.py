@@ -10,7 +10,7 @@ from sqlalchemy import Engine
 from reconciler.service.loops import Loops
 from reconciler.service.pulse import Pulse
 from reconciler.settings import Settings
-from reconciler.tasks.worker import Worker
+from reconciler.work.worker import Worker
 
 API, WORKER, LOOPS = "api", "worker", "loops"
 # What a site needs beside its API, wherever it runs: without these nothing is done or ended.

@@ -13,9 +13,9 @@ from importlib.metadata import version
 
 from sqlalchemy import Connection, Engine, exc
 
-from reconciler.store import leader, processes
-from reconciler.store.engine import retrying
-from reconciler.store.leader import Lease
+from reconciler.db import leader
+from reconciler.db.engine import retrying
+from reconciler.db.leader import Lease
 
 # Runbooks name this logger's lines; they are kept as they are.
 log = logging.getLogger("gpuaas.leader")
@@ -84,7 +84,7 @@ class Pulse:
         self._held = None if lease is None else (lease, asked)
 
     def _say(self, conn: Connection) -> Lease | None:
-        processes.beat(
+        leader.record_process(
             conn,
             self.id,
             self._roles(),
@@ -105,6 +105,6 @@ class Pulse:
         self._refused = lease is None
 
     def _leave(self, conn: Connection) -> None:
-        processes.gone(conn, self.id)
+        leader.remove_process(conn, self.id)
         if self._held is not None:
             leader.resign(conn, self._held[0])

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import httpx
 import jwt
 
-from reconciler.domain.errors import Problem
+from reconciler.model.errors import Problem
 
 log = logging.getLogger("gpuaas.oidc")
 

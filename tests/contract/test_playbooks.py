@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from reconciler.domain.states import TaskKind
+from reconciler.model.states import TaskKind
 from reconciler.runs import contract
-from reconciler.tasks import registry, story
+from reconciler.work import chaining as story
+from reconciler.work import kinds
 
 FOLDER = Path(__file__).resolve().parents[2] / "playbooks"
 RESULT = contract.schema("result")
@@ -62,7 +63,7 @@ def test_each_schema_has_its_playbook_and_the_reverse() -> None:
 def test_the_way_forth_by_hand_is_what_the_one_call_chains() -> None:
     chain = (TaskKind.NODE_BOOTSTRAP, *story.TO_SLICE)
     played = imported(FOLDER / "convert_to_slice.yml")
-    assert played == [registry.HANDLERS[kind].playbook for kind in chain]
+    assert played == [kinds.HANDLERS[kind].playbook for kind in chain]
 
 
 @pytest.mark.parametrize("playbook", contract.PLAYBOOKS)

@@ -18,7 +18,7 @@ from reconciler.cli.worker import work
 from reconciler.runs import launch
 from reconciler.runs.paths import RunPaths, read_json, write_json
 from reconciler.runs.spec import RunSpec
-from reconciler.tasks import worker
+from reconciler.work import worker
 
 EMPTY = Path(__file__).parent / "empty"
 

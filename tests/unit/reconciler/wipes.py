@@ -6,7 +6,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from reconciler.store import allocations
+from reconciler.records import claims
 
 
 def proofs(conn: sa.Connection, allocation_id: str) -> dict[str, dict[str, Any]]:
@@ -19,5 +19,5 @@ def proofs(conn: sa.Connection, allocation_id: str) -> dict[str, dict[str, Any]]
             "method": "user_data_erase",
             "verified": True,
         }
-        for claim in allocations.claims(conn, allocation_id)
+        for claim in claims.of_allocation(conn, allocation_id)
     }

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from reconciler.tasks import worker
 from reconciler.trust import ca, enrolment, keygen
 from reconciler.trust.errors import TrustError
+from reconciler.work import worker
 from tests.unit.reconciler.api.world import NODE, World, discovery
 
 pytestmark = pytest.mark.covers("HOST-13")

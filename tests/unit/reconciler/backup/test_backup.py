@@ -22,30 +22,22 @@ import reconciler.backup.restore as restoring
 from reconciler.backup import archive, database, unfinished
 from reconciler.backup.restore import restore
 from reconciler.cli.database import opened
-from reconciler.domain.errors import Problem
-from reconciler.domain.states import Role, TaskKind
+from reconciler.db import clock, migrations
+from reconciler.db import schema as tables
+from reconciler.db.engine import open_engine, reading, transaction
+from reconciler.db.migrations import migrate
+from reconciler.db.settings import site_scheduling
+from reconciler.lifecycle import gate, invariants, slices
+from reconciler.lifecycle.restore import LEAP
+from reconciler.model.errors import Problem
+from reconciler.model.states import Role, TaskKind
+from reconciler.records import allocations, claims, leasing, nodes, queue, slots, tokens
 from reconciler.service.authorities import adopt
 from reconciler.settings import Settings
-from reconciler.store import (
-    allocations,
-    clock,
-    invariants,
-    migrations,
-    nodes,
-    outcomes,
-    slots,
-    tables,
-    tasks,
-    tokens,
-)
-from reconciler.store.engine import open_engine, reading, transaction
-from reconciler.store.migrations import migrate
-from reconciler.store.restored import LEAP
-from reconciler.store.settings import site_scheduling
 from reconciler.trust.ca import known_hosts, open_trust, user_ca
 from tests.postgresql import Server, running
 from tests.unit.reconciler.conftest import ADMIN, Site
-from tests.unit.reconciler.store.whole_machines import Machines
+from tests.unit.reconciler.whole_machines import Machines
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +64,10 @@ class Life:
         with transaction(self.engine) as conn:
             self.active = site.active(conn)
             self.building = site.allocate(conn)
-            (task,) = tasks.lease(conn, "w", runner="r", kinds=[TaskKind.SLICE_VM_PROVISION])
-            run = tasks.run_id(task)
-            tasks.started(conn, task["id"], task["lease_token"], run_id=run, run_directory="/r")
-            outcomes.provision_started(conn, self.building, ADMIN)
+            (task,) = leasing.lease(conn, "w", runner="r", kinds=[TaskKind.SLICE_VM_PROVISION])
+            run = queue.run_id(task)
+            queue.started(conn, task["id"], task["lease_token"], run_id=run, run_directory="/r")
+            slices.provision_started(conn, self.building, ADMIN)
             self.task = task["id"]
 
 
@@ -124,7 +116,7 @@ def test_the_same_allocations_and_nothing_done_twice(
         assert known == ({"p1"} if urls[0] else {"p1", "late"})
         assert allocations.get(conn, before.active)["state"] == "active"
         assert allocations.get(conn, before.building)["state"] == "failed"
-        assert tasks.get(conn, before.task)["state"] == "lost"
+        assert queue.get(conn, before.task)["state"] == "lost"
         found = {slot["status"]: slot for slot in slots.of_node(conn, "n1")}
         assert set(found) == {"active", "cleanup_blocked", "disabled"}
         # Whatever hosts have seen since the backup, new claims are above it.
@@ -134,8 +126,8 @@ def test_the_same_allocations_and_nothing_done_twice(
         # Nothing is on sale before the host is discovered and proven again.
         assert nodes.get(conn, "n1")["boot_id"] == ""
     with transaction(engine) as conn:
-        assert slots.open_gate(conn, "n1", ADMIN)["opened"] == []
-        assert tasks.lease(conn, "w", runner="another") == []
+        assert gate.open_gate(conn, "n1", ADMIN)["opened"] == []
+        assert leasing.lease(conn, "w", runner="another") == []
     engine.dispose()
     # The hosts of the old site trust the new one.
     assert user_ca(open_trust(after.state_dir)) == user_ca(before.trust)
@@ -153,11 +145,11 @@ def test_what_was_still_to_begin_may_have_begun_since(
     with transaction(before.engine) as conn:
         asked = site.allocate(conn)
         whole = machines.launch(conn)["id"]
-        reboot = tasks.Enqueue(
+        reboot = queue.Enqueue(
             TaskKind.NODE_BOOTSTRAP, "n1", "node", "n1", parameters={"allow_reboot": True}
         )
-        begins = tasks.enqueue(conn, reboot, ADMIN)
-        held = {claim["slot_id"] for claim in allocations.claims(conn, asked)}
+        begins = queue.enqueue(conn, reboot, ADMIN)
+        held = {claim["slot_id"] for claim in claims.of_allocation(conn, asked)}
     file = tmp_path / "site.tar.gz"
     archive.write(before.settings, file)
     after = settled(tmp_path / "after", urls[1])
@@ -168,9 +160,9 @@ def test_what_was_still_to_begin_may_have_begun_since(
     engine = open_engine(after.database)
     with transaction(engine) as conn:
         assert invariants.check(conn) == []
-        assert tasks.lease(conn, "w", runner="another", limit=9) == [], "nothing begins by itself"
+        assert leasing.lease(conn, "w", runner="another", limit=9) == [], "nothing begins by itself"
         for task_id in done["canceled_tasks"]:
-            task = tasks.get(conn, task_id)
+            task = queue.get(conn, task_id)
             assert (task["state"], task["error"]["code"]) == ("canceled", "restored")
         assert allocations.get(conn, asked)["state"] == "failed"
         blocked = {slot["id"]: slot for slot in slots.of_node(conn, "n1") if slot["id"] in held}
@@ -335,7 +327,7 @@ def test_a_restore_that_was_cut_off_is_opened_by_nobody_and_begun_again(
     engine, _ = opened(after)
     adopt(after, engine)
     with reading(engine) as conn:
-        assert tasks.get(conn, before.task)["state"] == "lost"
+        assert queue.get(conn, before.task)["state"] == "lost"
         found = {slot["status"]: slot for slot in slots.of_node(conn, "n1")}
         assert set(found) == {"active", "cleanup_blocked", "disabled"}
         assert LEAP <= found["disabled"]["fence"] < 2 * LEAP, "doubted once"
@@ -422,7 +414,7 @@ def test_a_backup_of_a_newer_version_is_refused(
     made.engine.dispose()
     file = tmp_path / "site.tar.gz"
     archive.write(made.settings, file)
-    monkeypatch.setattr("reconciler.store.migrations.revisions", lambda: ("0001",))
+    monkeypatch.setattr("reconciler.db.migrations.revisions", lambda: ("0001",))
     with pytest.raises(Problem, match="backup_newer"):
         restore(settled(tmp_path / "new"), file)
     assert not (tmp_path / "new" / "reconciler.db").exists()

@@ -9,9 +9,9 @@ import pytest
 
 from reconciler import client
 from reconciler.cli.main import main
-from reconciler.domain.states import TaskState
-from reconciler.store import tasks
-from reconciler.store.engine import transaction
+from reconciler.db.engine import transaction
+from reconciler.model.states import TaskState
+from reconciler.records import queue
 from tests.unit.reconciler.api.conftest import new, prepared, selling, stages
 from tests.unit.reconciler.api.world import ACT, World
 
@@ -58,7 +58,7 @@ class Gpuaas:
                 error = found.pop("error", None)
                 state = TaskState.FAILED if error else TaskState.SUCCEEDED
                 held = (task["id"], task["lease_token"])
-                tasks.finish(conn, *held, state, ACT, result=found, error=error)
+                queue.finish(conn, *held, state, ACT, result=found, error=error)
             return own.get(f"/admin/tasks/{task_id}")
 
         self._patch.setattr(client.Client, "wait", wait)

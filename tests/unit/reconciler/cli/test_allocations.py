@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from reconciler import recovery
-from reconciler.domain.states import TaskState
-from reconciler.store import outcomes, tasks
-from reconciler.store.engine import transaction
+from reconciler.db.engine import transaction
+from reconciler.lifecycle import slices
+from reconciler.model.states import TaskState
+from reconciler.records import queue
 from tests.unit.reconciler.api.test_launches import activate, launch
 from tests.unit.reconciler.api.world import ACT, KEY, NODE, World
 from tests.unit.reconciler.cli.conftest import Gpuaas
@@ -54,7 +55,7 @@ def test_an_image_is_cached_by_what_people_call_it(gpuaas: Gpuaas, selling: Worl
     for image in ("base", "base:2"):
         run("images", "cache", NODE, image, "--no-wait", "--output", "json")
         assert gpuaas.status == 0, gpuaas.err
-        tasks.add(json.loads(gpuaas.out)["id"])
+        queue.add(json.loads(gpuaas.out)["id"])
     assert len(tasks) == 1
     run("images", "cache", NODE, "base:3", "--no-wait")
     assert (gpuaas.status, "image_not_found" in gpuaas.err) == (1, True)
@@ -75,8 +76,8 @@ def test_a_failed_launch_is_an_error(
     monkeypatch.setattr("time.sleep", lambda _seconds: None)
     error = {"code": "readiness_failed"}
     with transaction(selling.engine) as conn:
-        outcomes.provision_started(conn, launched["id"], ACT)
-        outcomes.provision_failed(
+        slices.provision_started(conn, launched["id"], ACT)
+        slices.provision_failed(
             conn, launched["id"], ACT, step="ready", error=error, untouched=None
         )
     gpuaas("release", launched["id"], "--project", "demo")
@@ -232,8 +233,8 @@ def test_nobody_waits_for_a_release_that_has_failed(
     def fail(_seconds: float) -> None:
         task = selling.lease()
         with transaction(selling.engine) as conn:
-            tasks.finish(conn, task["id"], task["lease_token"], TaskState.FAILED, ACT, error=error)
-            outcomes.release_failed(conn, key, ACT, step="wipe", error=error)
+            queue.finish(conn, task["id"], task["lease_token"], TaskState.FAILED, ACT, error=error)
+            slices.release_failed(conn, key, ACT, step="wipe", error=error)
 
     monkeypatch.setattr("time.sleep", fail)
     gpuaas.at(selling, "member")("release", key, "--project", "demo", "--output", "json")

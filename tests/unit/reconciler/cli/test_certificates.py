@@ -12,17 +12,18 @@ import httpx
 import pytest
 import sqlalchemy as sa
 
+from reconciler.db import clock
+from reconciler.db import schema as tables
+from reconciler.db.engine import transaction
 from reconciler.settings import Settings
-from reconciler.store import clock, tables
-from reconciler.store.engine import transaction
-from reconciler.tasks import worker
-from reconciler.tasks.registry import HANDLERS
-from reconciler.tasks.work import open_work
 from reconciler.trust import ca, keygen
+from reconciler.work import worker
+from reconciler.work.handler import open_work
+from reconciler.work.kinds import HANDLERS
 from tests.unit.reconciler.api.world import NODE, World, discovery
 from tests.unit.reconciler.cli.conftest import Gpuaas
 from tests.unit.reconciler.cli.test_doctor import Doctor, doctor, sound
-from tests.unit.reconciler.tasks.test_attend import Runs, runs
+from tests.unit.reconciler.work.test_attend import Runs, runs
 
 pytestmark = pytest.mark.covers("HOST-13")
 __all__ = ["doctor", "runs", "sound"]

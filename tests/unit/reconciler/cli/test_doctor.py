@@ -15,11 +15,12 @@ import sqlalchemy as sa
 import yaml
 
 from reconciler.backup import unfinished
+from reconciler.db import leader
+from reconciler.db import schema as tables
+from reconciler.db.engine import transaction
 from reconciler.doctor import configured, folders, records, tools
 from reconciler.service.authorities import adopt
 from reconciler.settings import Settings
-from reconciler.store import leader, processes, tables
-from reconciler.store.engine import transaction
 from reconciler.trust.ca import Trust, open_trust
 from tests.unit.reconciler.api.world import World
 from tests.unit.reconciler.cli.conftest import Gpuaas
@@ -35,7 +36,7 @@ def sound(selling: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch) -> Wo
     (folder / "reconciler.db").chmod(0o600)
     adopt(selling.settings, selling.engine)
     with transaction(selling.engine) as conn:
-        processes.beat(conn, "p1", ["api", "worker", "loops"], host="h", pid=1, version="1")
+        leader.record_process(conn, "p1", ["api", "worker", "loops"], host="h", pid=1, version="1")
         leader.campaign(conn, leader.LOOPS, "p1", 3600)
     monkeypatch.setenv("GPUAAS_STATE_DIR", str(folder))
     monkeypatch.setenv("GPUAAS_PUBLIC_URL", "https://gpuaas.example")
@@ -118,7 +119,7 @@ def _no_admin(world: World) -> None:
 
 def _nobody_works(world: World) -> None:
     with transaction(world.engine) as conn:
-        processes.beat(conn, "p1", ["api"], host="h", pid=1, version="1")
+        leader.record_process(conn, "p1", ["api"], host="h", pid=1, version="1")
 
 
 def _nobody_leads(world: World) -> None:

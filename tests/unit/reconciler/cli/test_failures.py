@@ -15,11 +15,11 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy import exc
 
+from reconciler import logs
 from reconciler.cli import failures
-from reconciler.service import logs
+from reconciler.db import migrations
+from reconciler.db.engine import open_engine, transaction
 from reconciler.settings import Settings
-from reconciler.store import migrations
-from reconciler.store.engine import open_engine, transaction
 from reconciler.trust.errors import TrustError
 from tests.postgresql import running
 from tests.unit.reconciler.api.world import World

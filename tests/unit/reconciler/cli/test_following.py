@@ -11,9 +11,10 @@ import sqlalchemy as sa
 
 from reconciler.cli import waiting
 from reconciler.cli.session import Session
-from reconciler.domain.states import TaskState
-from reconciler.store import tables, tasks
-from reconciler.store.engine import transaction
+from reconciler.db import schema as tables
+from reconciler.db.engine import transaction
+from reconciler.model.states import TaskState
+from reconciler.records import queue
 from tests.unit.reconciler.api.test_launches import launch
 from tests.unit.reconciler.api.world import ACT, NODE, World
 from tests.unit.reconciler.cli.conftest import Gpuaas
@@ -27,11 +28,11 @@ def ended(world: World, state: TaskState = TaskState.SUCCEEDED) -> dict[str, Any
     task = world.lease()
     with transaction(world.engine) as conn:
         held = (task["id"], task["lease_token"])
-        tasks.progress(
+        queue.progress(
             conn, *held, {"at": "now", "event": "failed", "task": "look", "code": "no_nat"}
         )
         error = {"code": "no_nat", "found": "no rule"} if state is TaskState.FAILED else None
-        tasks.finish(conn, *held, state, ACT, error=error)
+        queue.finish(conn, *held, state, ACT, error=error)
     return task
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reconciler.cli import parityreport
-from reconciler.domain.errors import Problem
+from reconciler.model.errors import Problem
 
 pytestmark = pytest.mark.covers("HOST-10")
 

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import uvicorn
 
+from reconciler import logs
 from reconciler.cli import worker
-from reconciler.service import logs, process
-from reconciler.store import leader, processes
-from reconciler.store.engine import reading
+from reconciler.db import leader
+from reconciler.db.engine import reading
+from reconciler.service import process
 from tests.unit.reconciler.api.world import World
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
@@ -103,7 +104,7 @@ def test_nothing_begins_where_the_port_is_taken(
     assert (gpuaas.status, "listen_unavailable" in gpuaas.err, story) == (1, True, [])
     with reading(new.engine) as conn:
         assert leader.read(conn, leader.LOOPS) is None
-        assert processes.roles(conn) == {}
+        assert leader.live_roles(conn) == {}
     monkeypatch.setenv("GPUAAS_LISTEN", "no.such.name.invalid:80")
     gpuaas(*words)
     assert (gpuaas.status, "listen_unavailable" in gpuaas.err, story) == (1, True, [])

@@ -7,8 +7,8 @@ import stat
 
 import pytest
 
-from reconciler.store import tokens
-from reconciler.store.engine import reading
+from reconciler.db.engine import reading
+from reconciler.records import tokens
 from tests.unit.reconciler.api.world import World
 from tests.unit.reconciler.cli.conftest import Gpuaas
 

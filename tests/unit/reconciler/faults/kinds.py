@@ -6,14 +6,16 @@ from collections.abc import Callable
 
 import sqlalchemy as sa
 
-from reconciler.domain.states import AllocationState, SlotState, TaskKind
-from reconciler.store import allocations, baremetal, nodes, recovery, slots
-from reconciler.store.engine import reading, transaction
-from reconciler.tasks.registry import HANDLERS
+from reconciler.db.engine import reading, transaction
+from reconciler.lifecycle import baremetal, recovery
+from reconciler.lifecycle import launch as launching
+from reconciler.model.states import AllocationState, SlotState, TaskKind
+from reconciler.records import allocations, nodes, slots
+from reconciler.work.kinds import HANDLERS
 from tests.unit.reconciler.conftest import ADMIN
 from tests.unit.reconciler.faults.playing import How, Step
 from tests.unit.reconciler.faults.stage import Run, Stage
-from tests.unit.reconciler.store.whole_machines import Machines
+from tests.unit.reconciler.whole_machines import Machines
 
 OPEN = (AllocationState.REQUESTED, AllocationState.PROVISIONING, AllocationState.FAILED)
 
@@ -27,7 +29,7 @@ class Slice(Stage):
 
     def release(self, allocation_id: str) -> None:
         with transaction(self.engine) as conn:
-            allocations.release(conn, allocation_id, ADMIN)
+            launching.release(conn, allocation_id, ADMIN)
 
     def recover(self) -> bool:
         with transaction(self.engine) as conn:
@@ -72,7 +74,7 @@ class Whole(Stage):
 
     def release(self, allocation_id: str) -> None:
         with transaction(self.engine) as conn:
-            allocations.release(conn, allocation_id, ADMIN)
+            launching.release(conn, allocation_id, ADMIN)
 
     def recover(self) -> bool:
         with transaction(self.engine) as conn:

@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
-from reconciler.domain.states import TaskState
+from reconciler.db.engine import reading, transaction
+from reconciler.lifecycle import host
+from reconciler.model.states import TaskState
+from reconciler.records import nodes, queue
 from reconciler.runs import probe
 from reconciler.runs.spec import NodeAccess
 from reconciler.runs.ssh import SshAccess
-from reconciler.store import nodes, reachability, tasks
-from reconciler.store.engine import reading, transaction
 from tests.unit.reconciler.conftest import ADMIN
 from tests.unit.reconciler.faults import test_steps
 from tests.unit.reconciler.faults.playing import How, Step
@@ -152,7 +153,7 @@ def test_a_task_whose_host_was_never_reached_waits_and_goes_on(
         stage.runner.faults[kind] = _no_way
         stage.work()
         with reading(stage.engine) as conn:
-            (task,) = (one for one in tasks.every(conn) if one["kind"] == kind)
+            (task,) = (one for one in queue.every(conn) if one["kind"] == kind)
         assert (task["state"], task["unreached"]) == (TaskState.WAITING, times)
         assert _unreachable(stage, task["node_id"])
         _nothing_is_freed(stage, kind)
@@ -180,7 +181,7 @@ def _unreachable(stage: Stage, node_id: str) -> bool:
 
 def _answers(stage: Stage, node_id: str) -> None:
     with transaction(stage.engine) as conn:
-        reachability.answered(conn, node_id, ADMIN)
+        host.record_answer(conn, node_id, ADMIN)
 
 
 @pytest.fixture

@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from reconciler.domain.states import TaskKind, TaskState
-from reconciler.store import allocations, nodes, tasks
-from reconciler.store.engine import reading, transaction
-from reconciler.tasks.registry import HANDLERS
+from reconciler.db.engine import reading, transaction
+from reconciler.model.states import TaskKind, TaskState
+from reconciler.records import allocations, nodes, queue
+from reconciler.work.kinds import HANDLERS
 from tests.unit.reconciler.conftest import ADMIN, Database, Site
 from tests.unit.reconciler.faults.host import Host
 from tests.unit.reconciler.faults.kinds import MOMENTS, REGISTERED, fail_before
 from tests.unit.reconciler.faults.playing import How, Killed, Step, rescue_of, steps_of
 from tests.unit.reconciler.faults.stage import Run, Runner, Stage, Stopped, staged
-from tests.unit.reconciler.store.whole_machines import Machines
+from tests.unit.reconciler.whole_machines import Machines
 
 pytestmark = pytest.mark.covers("CTRL-9", "I6", "I10", "I11", "I12", "I13")
 
@@ -151,7 +151,7 @@ def ended(stage: Stage, kind: str) -> dict[str, Any]:
     """The task that the fault was in."""
     with reading(stage.engine) as conn:
         return min(
-            (task for task in tasks.every(conn) if task["kind"] == kind),
+            (task for task in queue.every(conn) if task["kind"] == kind),
             key=lambda task: (task["finished_at"] or 0, task["created_at"]),
         )
 

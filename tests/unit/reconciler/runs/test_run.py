@@ -20,8 +20,8 @@ from reconciler.runs.collect import Phase
 from reconciler.runs.errors import RunError, SpecError
 from reconciler.runs.launch import Site, launch
 from reconciler.runs.paths import RunPaths, read_json
-from reconciler.runs.silence import is_untouched
 from reconciler.runs.spec import NodeAccess, RunSpec
+from reconciler.runs.ssh_failure import is_untouched
 
 LIMIT_S = 45
 MakeSpec = Callable[..., RunSpec]

@@ -24,12 +24,12 @@ from sqlalchemy import create_engine
 from reconciler.api.app import create_app
 from reconciler.cli import server
 from reconciler.cli.worker import work
+from reconciler.db import idempotency, migrations
 from reconciler.runs import launch
 from reconciler.runs.paths import RunPaths, run_directory
 from reconciler.runs.spec import RunSpec
 from reconciler.settings import Settings
-from reconciler.store import idempotency, migrations
-from reconciler.tasks import worker
+from reconciler.work import worker
 
 # Without anything but what every interpreter has loaded: it starts in no time.
 HOST = """

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from reconciler.domain.errors import Problem
+from reconciler.model.errors import Problem
 from reconciler.service.authorities import adopt
 from reconciler.settings import Settings
 from reconciler.trust.ca import open_trust

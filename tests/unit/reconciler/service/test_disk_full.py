@@ -17,17 +17,19 @@ import httpx
 import pytest
 import sqlalchemy as sa
 
-from reconciler.domain.states import TaskState
+from reconciler.db import schema as tables
+from reconciler.db.engine import reading, transaction
+from reconciler.lifecycle import invariants
+from reconciler.model.states import TaskState
+from reconciler.records import allocations, queue
 from reconciler.runs import collect
 from reconciler.runs.errors import LauncherAway
 from reconciler.runs.launch import Site, launch
 from reconciler.runs.spec import NodeAccess, RunSpec
 from reconciler.runs.ssh import SshAccess
 from reconciler.settings import PROJECT, Settings
-from reconciler.store import allocations, invariants, tables, tasks
-from reconciler.store.engine import reading, transaction
-from reconciler.tasks import worker
 from reconciler.trust.ca import open_trust
+from reconciler.work import worker
 from tests.unit.reconciler.api.test_launches import BODY, PATH
 from tests.unit.reconciler.api.world import World
 
@@ -117,7 +119,7 @@ def test_its_task_waits_and_says_why(
     stopping.set()
     worker.attend(selling.engine, settings, task, stopping)
     with transaction(selling.engine) as conn:
-        waits = tasks.get(conn, task["id"])
+        waits = queue.get(conn, task["id"])
         assert (waits["state"], waits["unreached"]) == (TaskState.WAITING, 1)
         assert "run_folder_unwritable" in waits["state_reason"]
         assert allocations.get(conn, made["id"])["state"] == "provisioning"
@@ -149,7 +151,7 @@ def test_so_does_one_for_which_no_identity_can_be_made(
     task = selling.lease()
     worker.attend(selling.engine, settings, task, stopping)
     with transaction(selling.engine) as conn:
-        waits = tasks.get(conn, task["id"])
+        waits = queue.get(conn, task["id"])
         assert (waits["state"], waits["run_id"]) == (TaskState.WAITING, "")
         assert allocations.get(conn, made["id"])["state"] == "provisioning"
     shown = selling.client("admin").get(f"admin/tasks/{task['id']}").json()["waits_for"]

@@ -14,20 +14,15 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy import exc
 
-from reconciler.domain.errors import Problem
-from reconciler.domain.states import AllocationState, Role, TaskState
-from reconciler.store import (
-    allocations,
-    idempotency,
-    leader,
-    nodes,
-    processes,
-    tables,
-    tokens,
-)
-from reconciler.store.engine import open_engine, reading, retrying, transaction
-from reconciler.store.idempotency import Answer, Call, once
-from reconciler.store.migrations import migrate
+from reconciler.db import idempotency, leader
+from reconciler.db import schema as tables
+from reconciler.db.engine import open_engine, reading, retrying, transaction
+from reconciler.db.idempotency import Answer, Call, once
+from reconciler.db.migrations import migrate
+from reconciler.lifecycle import launch
+from reconciler.model.errors import Problem
+from reconciler.model.states import AllocationState, Role, TaskState
+from reconciler.records import allocations, nodes, tokens
 from reconciler.trust.ca import open_trust
 from tests.unit.reconciler.conftest import ADMIN, Site
 from tests.unit.reconciler.service.postgres import Postgres
@@ -97,7 +92,7 @@ class Load:
         with reading(self._site.engine) as conn:
             state = allocations.get(conn, name)["state"]
         if state == AllocationState.ACTIVE:
-            retrying(self._site.engine, lambda conn: allocations.release(conn, name, ADMIN))
+            retrying(self._site.engine, lambda conn: launch.release(conn, name, ADMIN))
         return state in (AllocationState.RELEASED, AllocationState.FAILED)
 
 
@@ -159,7 +154,7 @@ def test_two_workers_and_a_database_that_ends_again_and_again(
 def _roles(engine: sa.Engine) -> dict[str, int]:
     """How many live of each: the API runs no tasks, and the workers answer nobody."""
     with reading(engine) as conn:
-        return dict(processes.roles(conn))
+        return dict(leader.live_roles(conn))
 
 
 def _token(site: Site) -> str:

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from reconciler.domain.states import TaskKind, TaskState
+from reconciler.db import schema as tables
+from reconciler.db.engine import transaction
+from reconciler.db.rows import Record
+from reconciler.model.states import TaskKind, TaskState
+from reconciler.records import leasing, queue
 from reconciler.settings import Settings
-from reconciler.store import tables, tasks
-from reconciler.store.engine import transaction
-from reconciler.store.rows import Record
-from reconciler.tasks import worker as module
-from reconciler.tasks.worker import Worker
+from reconciler.work import worker as module
+from reconciler.work.worker import Worker
 from tests.unit.reconciler.conftest import ADMIN, Site
 from tests.unit.reconciler.service.service import until
 
@@ -32,16 +33,16 @@ def held(sold: Site, worker: Worker, owner: str, folder: Path) -> Record:
     """A task with a run in this worker's folder, held by somebody for an hour."""
     with transaction(sold.engine) as conn:
         sold.allocate(conn)
-        (task,) = tasks.lease(conn, owner, runner=worker._runner, seconds=3600)
-        run = tasks.run_id(task)
-        tasks.started(conn, task["id"], task["lease_token"], run_id=run, run_directory=str(folder))
+        (task,) = leasing.lease(conn, owner, runner=worker._runner, seconds=3600)
+        run = queue.run_id(task)
+        queue.started(conn, task["id"], task["lease_token"], run_id=run, run_directory=str(folder))
     return task
 
 
 def free(sold: Site, worker: Worker) -> list[str]:
     """The ids of what another worker on the same machine could take now."""
     with transaction(sold.engine) as conn:
-        return [task["id"] for task in tasks.lease(conn, "next", runner=worker._runner)]
+        return [task["id"] for task in leasing.lease(conn, "next", runner=worker._runner)]
 
 
 def test_what_the_dead_hold_is_free_at_once(sold: Site, worker: Worker, tmp_path: Path) -> None:
@@ -69,16 +70,16 @@ def test_it_takes_the_next_task_as_soon_as_it_has_a_place(
 ) -> None:
     def attend(engine: sa.Engine, _settings: Settings, task: Record, _stopping: object) -> None:
         with transaction(engine) as conn:
-            tasks.finish(conn, task["id"], task["lease_token"], TaskState.SUCCEEDED, ADMIN)
+            queue.finish(conn, task["id"], task["lease_token"], TaskState.SUCCEEDED, ADMIN)
 
     def succeeded() -> int:
         with transaction(sold.engine) as conn:
-            return len(tasks.every(conn, state=TaskState.SUCCEEDED))
+            return len(queue.every(conn, state=TaskState.SUCCEEDED))
 
     with transaction(sold.engine) as conn:
         for number in range(3):
-            work = tasks.Enqueue(TaskKind.NODE_IMAGE_CACHE, "n1", "image", str(number))
-            tasks.enqueue(conn, work, ADMIN)
+            work = queue.Enqueue(TaskKind.NODE_IMAGE_CACHE, "n1", "image", str(number))
+            queue.enqueue(conn, work, ADMIN)
     monkeypatch.setattr(module, "attend", attend)
     # With this pause between its looks, one at a time would take minutes.
     worker = Worker(Settings(state_dir=tmp_path, workers=1, poll_s=100), sold.engine)
@@ -109,7 +110,7 @@ def test_a_run_that_nobody_wants_is_told_where_its_folder_is(
     worker._end_unwanted_runs()
     assert not (run / "cancel").exists()
     with transaction(sold.engine) as conn:
-        tasks.cancel(conn, task["id"], ADMIN)
+        queue.cancel(conn, task["id"], ADMIN)
     worker._end_unwanted_runs()
     assert (run / "cancel").exists()
     with transaction(sold.engine) as conn:

@@ -11,10 +11,10 @@ import time
 
 from sqlalchemy import exc
 
+from reconciler.db import journal
+from reconciler.db.engine import open_engine, transaction
+from reconciler.db.leader import Deposed, led_by
 from reconciler.service.pulse import Pulse
-from reconciler.store import outbox
-from reconciler.store.engine import open_engine, transaction
-from reconciler.store.leader import Deposed, led_by
 
 LEASE_S = 0.25
 
@@ -30,7 +30,7 @@ def main(url: str, manner: str) -> None:
             continue
         try:
             with transaction(led_by(engine, lease) if manner == "fenced" else engine) as conn:
-                outbox.add(conn, "written", "epoch", str(lease.epoch), payload={})
+                journal.emit(conn, "written", "epoch", str(lease.epoch), payload={})
         except (Deposed, exc.DBAPIError):
             continue
 
