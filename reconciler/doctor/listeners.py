@@ -23,8 +23,8 @@ def listeners(settings: Settings) -> Iterator[Finding]:
         except Problem as refusal:
             yield refused(check, refusal)
             continue
-        told = "off" if found is None else f"{addresses.told(found)}: {who}"
-        if check == "listen" and not addresses.local(found):
+        told = "off" if found is None else f"{addresses.host_port(found)}: {who}"
+        if check == "listen" and not addresses.is_local(found):
             yield warn(
                 check,
                 f"{told}, in clear on the way to it",

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from reconciler.service.heartbeat import Heartbeat
 from reconciler.service.loops import Loop, Loops
-from reconciler.service.pulse import Pulse
 from reconciler.settings import Settings
 from reconciler.store import leader, outbox, processes, tables
 from reconciler.store.engine import open_engine, reading, transaction
@@ -86,20 +86,20 @@ def test_loops_run_where_the_lease_is(engine: sa.Engine, tmp_path: Path) -> None
 
     every = (Loop("broken", 0, broken), Loop("write", 0, write), Loop("rare", 3600, write))
     loops = Loops(Settings(state_dir=tmp_path), engine, lambda: held[0], every)
-    assert loops.look() == []
+    assert loops.run_due() == []
     with transaction(engine) as conn:
         held[0] = campaign(conn, LOOPS, "a", 30)
-    assert loops.look() == ["write", "rare"]
-    assert loops.look() == ["write"]
+    assert loops.run_due() == ["write", "rare"]
+    assert loops.run_due() == ["write"]
     with transaction(engine) as conn:
         _expire(conn)
     # The process still believes that it leads.
-    assert loops.look() == []
+    assert loops.run_due() == []
     assert told == ["written"] * 3
 
 
 def test_a_process_that_ends_in_order_leaves_at_once(engine: sa.Engine) -> None:
-    first, second = (Pulse(engine, lambda: ["loops"], candidate=True) for _ in range(2))
+    first, second = (Heartbeat(engine, lambda: ["loops"], candidate=True) for _ in range(2))
     first.start()
     second.start()
     assert first.lease() is not None and second.lease() is None
