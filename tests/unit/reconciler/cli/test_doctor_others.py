@@ -82,7 +82,7 @@ def test_a_ca_of_the_sites_own(
 @pytest.mark.parametrize(
     ("faults", "wanted"),
     [
-        ({}, [("ok", "17 job templates as they must be")]),
+        ({}, [("ok", "17 job templates as required")]),
         ({"without": ["gpuaas.slice.parity"]}, [("fail", "parity: 0 of that name")]),
         ({"status": {TEMPLATES: [401, 99]}}, [("fail", "awx_unauthorized")]),
     ],
