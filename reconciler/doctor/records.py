@@ -103,10 +103,10 @@ def _clock(conn: Connection) -> Iterator[Finding]:
 
 def _authorities(settings: Settings, conn: Connection) -> Iterator[Finding]:
     trust = Trust(settings.state_dir.resolve() / "trust")
-    known = site.read(conn, NAME)
-    if known is None or not trust.host_authority.exists() or not trust.user_authority.exists():
+    recorded = site.read(conn, NAME)
+    if recorded is None or not trust.host_authority.exists() or not trust.user_authority.exists():
         return  # Missing keys are a finding of the check of the folder.
-    if authorities(trust) == known:
+    if authorities(trust) == recorded:
         yield ok("authorities", "the keys of the site")
     else:
         yield fail(

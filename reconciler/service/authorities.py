@@ -23,22 +23,22 @@ NAME = "ssh_authorities"
 def adopt(settings: Settings, engine: Engine) -> None:
     """Create the site's authorities at its first start, or raise a Problem if they differ here."""
     with reading(engine) as conn:
-        known = site.read(conn, NAME)
-    if known is not None and not (settings.state_dir / "trust" / "host_ca").exists():
+        recorded = site.read(conn, NAME)
+    if recorded is not None and not (settings.state_dir / "trust" / "host_ca").exists():
         raise _differ(settings, "no keys")
     local = authorities(open_trust(settings.state_dir))
-    if known is None:
-        known = retrying(engine, partial(_record, local))
-    if known != local:
+    if recorded is None:
+        recorded = retrying(engine, partial(_record, local))
+    if recorded != local:
         raise _differ(settings, "other keys")
 
 
 def _record(local: dict[str, str], conn: Connection) -> dict[str, str]:
     # Another machine may have recorded its authorities first.
-    known: dict[str, str] | None = site.read(conn, NAME)
-    if known is None:
+    recorded: dict[str, str] | None = site.read(conn, NAME)
+    if recorded is None:
         site.write(conn, NAME, local, Act("service", "the site's first start"))
-    return known or local
+    return recorded or local
 
 
 def _differ(settings: Settings, found: str) -> Problem:
