@@ -60,7 +60,7 @@ def awx(settings: Settings) -> Iterator[Finding]:
     except RunError as away:
         yield refused("awx", away, f"{away.code}: {away.found}")
         return
-    for playbook, refusal in wrong.items():
-        yield refused("awx", refusal, f"{playbook}: {refusal.found}")
+    for playbook, problem in wrong.items():
+        yield refused("awx", problem, f"{playbook}: {problem.found}")
     if not wrong:
         yield ok("awx", f"{access.url}: {len(contract.PLAYBOOKS)} job templates as required")
