@@ -190,12 +190,12 @@ def user_ca(trust: Trust) -> str:
 
 
 def authorities(trust: Trust) -> dict[str, str]:
-    """Public keys of both authorities by file name. Machines of one site have the same."""
+    """Public keys of both authorities by file name. Machines of a site have the same."""
     return {key.name: _public(key) for key in (trust.host_authority, trust.user_authority)}
 
 
 def derived_key(trust: Trust, purpose: str) -> bytes:
-    """A secret for one purpose, the same on every machine of the site.
+    """A secret for a single purpose, the same on every machine of the site.
 
     It is derived from the user authority's key and does not reveal it.
     """

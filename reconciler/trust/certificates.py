@@ -76,7 +76,7 @@ class Signature:
 
 
 def certify(authority: Path, key: str, signature: Signature) -> str:
-    """One line with a certificate of the public key, signed by the key file `authority`."""
+    """A line with a certificate of the public key, signed by the key file `authority`."""
     signer = _signing_key(authority)
     try:
         subject = load_ssh_public_identity(public_key(key).encode())

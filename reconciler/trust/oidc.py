@@ -228,7 +228,7 @@ def verifier(provider: Provider) -> Verifier:
 
 
 def looks_like_jwt(token: str) -> bool:
-    """Whether this could be a token of a provider: it has three parts, and ours have one part."""
+    """Whether this could be a token of a provider: three parts, while our tokens have no dots."""
     return token.count(".") == 2
 
 
