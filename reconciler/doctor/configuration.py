@@ -1,4 +1,4 @@
-"""The settings themselves: what is refused, what is misspelt, who can read them."""
+"""Checks of the settings: invalid values, unknown names, permissions of the file."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from reconciler.service.configuration import OTHERS
 from reconciler.settings import CONFIG_FILE_VARIABLE, PREFIX, Settings, config_file, refused
 
 CHECK = "settings"
-# Names of other programs of this project: the lab, the scripts that hosts run.
-_NOT_OURS = ("GPUAAS_LAB_", "GPUAAS_SLICE_", "GPUAAS_RUN_", "GPUAAS_MAAS_")
+# Variables of other programs of this project: the lab, and scripts that run on hosts.
+_OTHER_PREFIXES = ("GPUAAS_LAB_", "GPUAAS_SLICE_", "GPUAAS_RUN_", "GPUAAS_MAAS_")
 
 
 def settings() -> tuple[Settings | None, list[Finding]]:
-    """The settings as the service would have them; None when it would not start with them."""
-    found = list(_file())
+    """The settings of the service, None when it could not start with them, and the findings."""
+    findings = list(_file())
     try:
         read = Settings()
     except ValidationError as wrong:
         for name, rule in refused(wrong):
-            found.append(
+            findings.append(
                 fail(
                     CHECK,
                     f"{name}: {rule}",
@@ -32,11 +32,11 @@ def settings() -> tuple[Settings | None, list[Finding]]:
                     remedy=f"correct {name} in the environment or in {config_file()}",
                 )
             )
-        return None, found
+        return None, findings
     except OSError as closed:
         return None, [_closed(closed)]
-    found += _misspelt()
-    return read, found or [ok(CHECK, f"environment and {config_file()}")]
+    findings += _unknown_names()
+    return read, findings or [ok(CHECK, f"environment and {config_file()}")]
 
 
 def _file() -> Iterator[Finding]:
@@ -44,25 +44,25 @@ def _file() -> Iterator[Finding]:
     if file.is_file() and file.stat().st_mode & 0o007:
         yield warn(
             CHECK,
-            f"{file} is open to everybody (mode {file.stat().st_mode & 0o777:03o})",
-            expected="mode 640: a database URL holds a password",
+            f"{file} is accessible to all users (mode {file.stat().st_mode & 0o777:03o})",
+            expected="mode 640, because a database URL contains a password",
             remedy=f"chmod 640 {file}",
         )
 
 
-def _misspelt() -> Iterator[Finding]:
-    known = {PREFIX + name.upper() for name in Settings.model_fields} | set(OTHERS)
+def _unknown_names() -> Iterator[Finding]:
+    names = {PREFIX + name.upper() for name in Settings.model_fields} | set(OTHERS)
     file = config_file()
-    given = dict.fromkeys(os.environ, "the environment")
+    sources = dict.fromkeys(os.environ, "the environment")
     if file.is_file():
-        given |= dict.fromkeys(dotenv_values(file), str(file))
-    for name, where in sorted(given.items()):
-        if name.startswith(PREFIX) and name not in known and not name.startswith(_NOT_OURS):
+        sources |= dict.fromkeys(dotenv_values(file), str(file))
+    for name, source in sorted(sources.items()):
+        if name.startswith(PREFIX) and name not in names and not name.startswith(_OTHER_PREFIXES):
             yield warn(
                 CHECK,
-                f"{name} in {where}, which no setting is called",
+                f"{name} in {source}, which is the name of no setting",
                 expected="names of docs/configuration.md",
-                remedy="correct the name or remove it; now it does nothing",
+                remedy="correct the name or remove it; it has no effect",
             )
 
 
@@ -71,6 +71,6 @@ def _closed(failure: OSError) -> Finding:
         CHECK,
         f"{config_file()} cannot be read: {failure.strerror}",
         expected="a text file that the service's user can read",
-        remedy="give it the service's group and mode 640; of one that is not there, correct"
+        remedy="give it the service's group and mode 640; if the file does not exist, correct"
         f" {CONFIG_FILE_VARIABLE}",
     )

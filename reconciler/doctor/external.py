@@ -1,4 +1,4 @@
-"""The services that this one leans on: the provider of identities, and AWX."""
+"""Checks of external services: the OpenID provider and AWX."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from reconciler.settings import Settings
 from reconciler.trust import oidc
 
 
-def identities(settings: Settings) -> Iterator[Finding]:
-    """Whether the provider answers with keys, now and by its own name."""
+def identity_provider(settings: Settings) -> Iterator[Finding]:
+    """The OpenID provider publishes usable keys under the configured issuer."""
     if not settings.oidc_issuer:
         return
     try:
         keys = oidc.Verifier(provider(settings)).read()
     except oidc.UNREADABLE as failure:
-        said = " ".join(str(failure).split())[:200]
+        text = " ".join(str(failure).split())[:200]
         yield warn(
             "identity_provider",
-            f"{settings.oidc_issuer}: {said or type(failure).__name__}",
-            expected="a provider that publishes its keys under that very name",
-            remedy="correct GPUAAS_OIDC_ISSUER, or GPUAAS_OIDC_CA_FILE for a CA of your own;"
-            " until then none of its tokens counts, and those of `gpuaas token create` do",
+            f"{settings.oidc_issuer}: {text or type(failure).__name__}",
+            expected="a provider that publishes its keys under this issuer",
+            remedy="correct GPUAAS_OIDC_ISSUER, or GPUAAS_OIDC_CA_FILE for a private CA;"
+            " until then only tokens of `gpuaas token create` are accepted",
         )
         return
     if keys:
@@ -36,14 +36,14 @@ def identities(settings: Settings) -> Iterator[Finding]:
         return
     yield warn(
         "identity_provider",
-        f"{settings.oidc_issuer} publishes no key that counts",
+        f"{settings.oidc_issuer} publishes no usable key",
         expected="a key for signatures with RSA, EC or Ed25519",
-        remedy="give the provider's client such a key",
+        remedy="configure such a key for the client at the provider",
     )
 
 
 def awx(settings: Settings) -> Iterator[Finding]:
-    """Whether AWX answers us and has a job template for each playbook."""
+    """AWX answers and has a job template for each playbook."""
     if settings.launcher != "awx":
         return
     access = awx_access(settings)
@@ -60,7 +60,7 @@ def awx(settings: Settings) -> Iterator[Finding]:
     except RunError as away:
         yield refused("awx", away, f"{away.code}: {away.found}")
         return
-    for playbook, one in wrong.items():
-        yield refused("awx", one, f"{playbook}: {one.found}")
+    for playbook, problem in wrong.items():
+        yield refused("awx", problem, f"{playbook}: {problem.found}")
     if not wrong:
-        yield ok("awx", f"{access.url}: {len(contract.PLAYBOOKS)} job templates as they must be")
+        yield ok("awx", f"{access.url}: {len(contract.PLAYBOOKS)} job templates as required")

@@ -1,4 +1,4 @@
-"""A process says that it lives, and asks to lead if it may."""
+"""Heartbeat of a process in the database, and its candidacy for the leader's term."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from reconciler.db import leader
 from reconciler.db.engine import retrying
 from reconciler.db.leader import Lease
 
-# Runbooks name this logger's lines; they are kept as they are.
+# Runbooks quote the lines of this logger, so their wording must not change.
 log = logging.getLogger("gpuaas.leader")
 
 
-class Pulse:
-    """roles: what the process does at this moment. candidate: whether it may lead."""
+class Heartbeat:
+    """roles: the current roles of the process. candidate: whether it may become the leader."""
 
     def __init__(
         self,
@@ -38,52 +38,52 @@ class Pulse:
         self._candidate = candidate
         self._lease_s = lease_s
         self._every_s = min(leader.ELECTION_S, lease_s / 4)
-        self._held: tuple[Lease, float] | None = None
+        self._term: tuple[Lease, float] | None = None
         self._refused = False
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
-        """The first beat is over when this returns: whoever asks next hears of the process."""
+        """Beat once before returning, so that the process is listed from then on."""
         self._beat()
         self._thread.start()
 
     def stop(self) -> None:
-        """Resign and be gone, so that nobody has to wait for it."""
+        """Resign and sign off, so that another process need not wait for the end of the term."""
         self._stopping.set()
         self._thread.join(timeout=10)
         try:
             retrying(self._engine, self._leave)
         except exc.SQLAlchemyError:
-            log.warning("the database did not hear of the end; the lease runs out by itself")
+            log.warning("could not sign off in the database; the term ends when it expires")
 
     def lease(self) -> Lease | None:
-        """What this process holds, as far as it knows. The database has the last word."""
-        held = self._held
-        if held is None or time.monotonic() - held[1] > self._lease_s:
+        """The term that this process holds by its own clock; the database decides on each write."""
+        term = self._term
+        if term is None or time.monotonic() - term[1] > self._lease_s:
             return None
-        return held[0]
+        return term[0]
 
     def _run(self) -> None:
         while not self._stopping.wait(self._every_s):
             self._beat()
 
     def _beat(self) -> None:
-        asked = time.monotonic()
+        sent_at = time.monotonic()
         try:
-            lease = retrying(self._engine, self._say)
+            lease = retrying(self._engine, self._report)
         except Exception as failure:
-            if self._held is not None:
+            if self._term is not None:
                 log.error("Leader DB connection lost: %s", failure)
-                self._held = None
+                self._term = None
             else:
-                log.warning("the database did not hear that this process lives: %s", failure)
+                log.warning("could not write the heartbeat of this process: %s", failure)
             return
-        self._told(lease)
-        # From before the question: the lease began while it was being answered.
-        self._held = None if lease is None else (lease, asked)
+        self._log_change(lease)
+        # Measured from before the request, because the term began while it was answered.
+        self._term = None if lease is None else (lease, sent_at)
 
-    def _say(self, conn: Connection) -> Lease | None:
+    def _report(self, conn: Connection) -> Lease | None:
         leader.record_process(
             conn,
             self.id,
@@ -96,8 +96,8 @@ class Pulse:
             return None
         return leader.campaign(conn, leader.LOOPS, self.id, self._lease_s)
 
-    def _told(self, lease: Lease | None) -> None:
-        before = self._held[0].epoch if self._held else None
+    def _log_change(self, lease: Lease | None) -> None:
+        before = self._term[0].epoch if self._term else None
         if lease is not None and lease.epoch != before:
             log.info("leading, epoch %d", lease.epoch)
         if lease is None and self._candidate and (before is not None or not self._refused):
@@ -106,5 +106,5 @@ class Pulse:
 
     def _leave(self, conn: Connection) -> None:
         leader.remove_process(conn, self.id)
-        if self._held is not None:
-            leader.resign(conn, self._held[0])
+        if self._term is not None:
+            leader.resign(conn, self._term[0])

@@ -1,4 +1,4 @@
-"""The same work on several CPUs at once, timed from the start of all to the end of the last."""
+"""Timing of the same work on all CPUs at the same time."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 from reconciler.benchmark.harness.reasons import Failed
 
 
-def together(prepare: Callable[[], Callable[[], Any]], repetitions: int) -> list[float]:
-    """Seconds of each repetition with one process pinned to each usable CPU.
+def on_all_cpus(prepare: Callable[[], Callable[[], Any]], repetitions: int) -> list[float]:
+    """Seconds of each repetition, from the common start to the end of the last process.
 
-    prepare() runs in each process before the clock does and returns the work.
+    A process is pinned to each usable CPU. prepare() runs in each process before the measurement
+    and returns the work.
     """
     cpus = sorted(os.sched_getaffinity(0))
     workers = [_Worker(cpu, prepare) for cpu in cpus]
@@ -31,7 +32,7 @@ def together(prepare: Callable[[], Callable[[], Any]], repetitions: int) -> list
             seconds.append(time.perf_counter() - began)
         return seconds
     finally:
-        # All first: each process also holds the question pipes of those made before it.
+        # Dismiss all before joining any: a process inherits the pipes of earlier processes.
         for worker in workers:
             worker.dismiss()
         for worker in workers:
@@ -39,49 +40,49 @@ def together(prepare: Callable[[], Callable[[], Any]], repetitions: int) -> list
 
 
 class _Worker:
-    """A process that does its work once for each byte it gets, and answers each with a byte."""
+    """A process that runs its work once for each byte it receives, and answers with a byte."""
 
     def __init__(self, cpu: int, prepare: Callable[[], Callable[[], Any]]) -> None:
-        asked, self._ask = os.pipe()
-        self._answered, answer = os.pipe()
+        commands, self._commands = os.pipe()
+        self._answers, answers = os.pipe()
         self._pid = os.fork()
         if self._pid == 0:
-            os.close(self._ask)
-            os.close(self._answered)
-            _serve(cpu, prepare, asked, answer)
-        os.close(asked)
-        os.close(answer)
+            os.close(self._commands)
+            os.close(self._answers)
+            _serve(cpu, prepare, commands, answers)
+        os.close(commands)
+        os.close(answers)
 
     def go(self) -> None:
-        # `wait` reports a process that is gone.
+        # `wait` reports a process that has died.
         with contextlib.suppress(BrokenPipeError):
-            os.write(self._ask, b".")
+            os.write(self._commands, b".")
 
     def wait(self) -> None:
-        if os.read(self._answered, 1) != b".":
+        if os.read(self._answers, 1) != b".":
             raise Failed(
                 "worker_died",
                 expected="every CPU's process to finish its work",
-                found="one ended early; its message is on standard error",
-                remedy="look for memory pressure on the machine",
+                found="a process ended early; its message is on standard error",
+                remedy="check the machine for memory pressure",
             )
 
     def dismiss(self) -> None:
-        os.close(self._ask)
-        os.close(self._answered)
+        os.close(self._commands)
+        os.close(self._answers)
 
     def join(self) -> None:
         os.waitpid(self._pid, 0)
 
 
-def _serve(cpu: int, prepare: Callable[[], Callable[[], Any]], asked: int, answer: int) -> None:
+def _serve(cpu: int, prepare: Callable[[], Callable[[], Any]], commands: int, answers: int) -> None:
     try:
         os.sched_setaffinity(0, {cpu})
         work = prepare()
-        os.write(answer, b".")
-        while os.read(asked, 1):
+        os.write(answers, b".")
+        while os.read(commands, 1):
             work()
-            os.write(answer, b".")
+            os.write(answers, b".")
     except BaseException as error:
         os.write(2, f"worker on CPU {cpu}: {error!r}\n".encode())
     finally:
