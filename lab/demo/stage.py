@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -75,14 +76,15 @@ class Stage:
         self.known["project"] = project["id"]
 
     def close(self) -> None:
-        """Stop what this stage started."""
-        for client in (self.admin, self.member):
-            if client is not None:
-                client.close()
-        if self.service is not None:
-            self.service.stop()
-        if self.lab is not None and self.lab.alive():
-            machine.power_cut()
+        """Stop what this stage started; each of it, also when another cannot be stopped."""
+        with contextlib.ExitStack() as stack:
+            if self.lab is not None and self.lab.alive():
+                stack.callback(machine.power_cut)
+            if self.service is not None:
+                stack.callback(self.service.stop)
+            for client in (self.admin, self.member):
+                if client is not None:
+                    stack.callback(client.close)
 
     def api(self) -> Client:
         if self.admin is None:
