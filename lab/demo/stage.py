@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ class Stage:
     folder: Path
     firmware: str = "bios"
     console: Console = field(default_factory=lambda: Console(stderr=True))
+    # Environment variables of the service, over those that the stage sets.
+    settings: Mapping[str, str] = field(default_factory=dict)
     # Set by `open`, and by the steps as they go.
     lab: Lab | None = None
     service: Service | None = None
@@ -60,7 +63,10 @@ class Stage:
             raise LabError("boot the lab host before the reconciler is started")
         shutil.rmtree(self.folder / "reconciler", ignore_errors=True)
         self.service = Service(
-            self.folder / "reconciler", gateway=self.lab.gateway, profiles=self._profiles()
+            self.folder / "reconciler",
+            gateway=self.lab.gateway,
+            profiles=self._profiles(),
+            settings=self.settings,
         )
         self.service.start()
         words = ("token", "create", "--role", "platform-admin", "--name", "demo")
