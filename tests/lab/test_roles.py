@@ -88,7 +88,7 @@ def looks(stage: Stage) -> list[str]:
 def test_drift_of_what_a_role_owns_is_repaired(
     name: str, stage: Stage, story: Chapter, looks: list[str]
 ) -> None:
-    story.needs("recover")
+    story.needs("prepared")
     try:
         scenario.play(stage, name)
     finally:
@@ -98,7 +98,7 @@ def test_drift_of_what_a_role_owns_is_repaired(
 
 @pytest.mark.covers("HOST-10")
 def test_the_host_is_still_one_that_may_be_sold(stage: Stage, story: Chapter) -> None:
-    story.needs("recover")
+    story.needs("prepared")
     prove_again(stage)
 
 

@@ -27,9 +27,7 @@ from tests.unit.reconciler.conftest import ADMIN, Site
 
 ROOT = Path(__file__).resolve().parents[4]
 # A variable of the run that its playbook gives to a role or a module as a limit.
-HANDED = re.compile(
-    r'^\s+(?:\w+_)?(?:timeout|deadline): "\{\{ ([\w.]+) \}\}"$', re.MULTILINE
-)
+HANDED = re.compile(r'^\s+(?:\w+_)?(?:timeout|deadline): "\{\{ ([\w.]+) \}\}"$', re.MULTILINE)
 # What has no limit on the host, by the module that does it: the profile says how long it may be.
 UNLIMITED = {
     "gpuaas.slice.image_clone": "slice_profile.deadlines.clone",
