@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.etree import ElementTree as ET
 
-from reconciler.benchmark.picture import element
+from reconciler.benchmark.chart import element
 from reconciler.benchmark.text import cell, percent, plain
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, get_args
 
+from pydantic import IPvAnyAddress
 from pydantic.fields import FieldInfo
 
 from reconciler.settings import CONFIG_FILE, CONFIG_FILE_VARIABLE, PREFIX, PROJECT, Settings
@@ -81,6 +82,7 @@ def _kind(field: FieldInfo) -> str:
         str: "text",
         bool: "`true`, `false`",
         Path: "path",
+        IPvAnyAddress: "IP address",
     }
     options = [one for one in (field.annotation, *get_args(field.annotation)) if one in kinds]
     return kinds[options[0]] if options else "text"

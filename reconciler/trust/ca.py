@@ -19,15 +19,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from reconciler.trust.errors import TrustError
-from reconciler.trust.keygen import (
+from reconciler.trust.certificates import (
     CertificateInfo,
     Signature,
     certify,
-    new_key,
-    public_key,
     read_certificate,
 )
+from reconciler.trust.errors import TrustError
+from reconciler.trust.keygen import new_key, public_key
 
 __all__ = [
     "CertificateInfo",
@@ -52,7 +51,7 @@ HOST_DAYS = 90
 
 _PRINCIPAL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 # Hosts judge our certificate by their clock, which may be behind before their time is set.
-_BACKDATE = "-1h"
+_BACKDATE = timedelta(hours=1)
 
 
 @dataclass(frozen=True)
@@ -130,13 +129,15 @@ def certify_host(
                 found=repr(name)[:100],
                 remedy="register the node under such an id",
             )
+    now = datetime.now(UTC)
     text = certify(
         trust.host_authority,
         host_key,
         Signature(
             key_id=f"node {node_id}",
             principals=names,
-            validity=f"{_BACKDATE}:+{days}d",
+            valid_after=now - _BACKDATE,
+            valid_before=now + timedelta(days=days),
             serial=secrets.randbits(63),
             host=True,
         ),
@@ -158,7 +159,8 @@ def operator_identity(trust: Trust, valid_s: int = 3600) -> Identity:
     A run outlives the reconciler that would renew it: ask for longer than its deadline.
     """
     path = trust.directory / "operator-cert.pub"
-    needed = datetime.now(UTC) + timedelta(seconds=valid_s)
+    now = datetime.now(UTC)
+    needed = now + timedelta(seconds=valid_s)
     with _alone(trust):
         if path.exists():
             info = read_certificate(path.read_text())
@@ -170,8 +172,9 @@ def operator_identity(trust: Trust, valid_s: int = 3600) -> Identity:
             Signature(
                 key_id=OPERATOR,
                 principals=(OPERATOR,),
-                # Some more than asked, or the next launch would need another one at once.
-                validity=f"{_BACKDATE}:+{valid_s + 1800}s",
+                valid_after=now - _BACKDATE,
+                # Longer than needed, so that the next launch can use the same certificate.
+                valid_before=needed + timedelta(minutes=30),
                 serial=secrets.randbits(63),
                 host=False,
             ),

@@ -9,6 +9,7 @@ import re
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from ipaddress import IPv4Interface
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -34,11 +35,7 @@ _FIELDS = {
     "boot_id": re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"),
     "hostname": re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,252})"),
 }
-# What a host may leave out.
-_OPTIONAL = {
-    "fabric_interface": re.compile(r"([a-z][a-z0-9]{0,14})?"),
-    "fabric_address": re.compile(r"(([0-9]{1,3}\.){3}[0-9]{1,3}/[0-9]{1,2})?"),
-}
+_FABRIC_INTERFACE = re.compile(r"([a-z][a-z0-9]{0,14})?")
 
 
 @dataclass(frozen=True)
@@ -62,12 +59,13 @@ class EnrolmentRequest:
         for name, pattern in _FIELDS.items():
             # The token's own text must not come back in an error.
             _match(name, pattern, body.get(name), show=name != "token")
-        for name, pattern in _OPTIONAL.items():
-            _match(name, pattern, body.get(name, ""))
+        fabric = {name: body.get(name, "") for name in ("fabric_interface", "fabric_address")}
+        _match("fabric_interface", _FABRIC_INTERFACE, fabric["fabric_interface"])
+        _check_interface_address("fabric_address", fabric["fabric_address"])
         key = body.get("host_key")
         return cls(
             **{name: body[name] for name in _FIELDS},
-            **{name: body.get(name, "") for name in _OPTIONAL},
+            **fabric,
             host_key=public_key(key if isinstance(key, str) else ""),
         )
 
@@ -161,6 +159,22 @@ def _only_tls(url: str) -> None:
             found=url,
             remedy="set GPUAAS_PUBLIC_URL to that address, or unset GPUAAS_ENROLMENT_CA_FILE",
         )
+
+
+def _check_interface_address(name: str, value: object) -> None:
+    """The empty string, or an IPv4 address with its prefix length and nothing else."""
+    try:
+        # The comparison refuses every other way to write it, such as a netmask.
+        if value == "" or (isinstance(value, str) and str(IPv4Interface(value)) == value):
+            return
+    except ValueError:
+        pass
+    raise TrustError(
+        "enrolment_invalid",
+        expected=f"{name}: an IPv4 address with a prefix length, such as 10.20.0.7/16",
+        found=repr(value)[:100],
+        remedy="run the enrolment script as it was generated",
+    )
 
 
 def _match(name: str, pattern: re.Pattern[str], value: object, *, show: bool = True) -> None:
