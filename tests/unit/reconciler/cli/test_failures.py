@@ -161,12 +161,12 @@ def test_a_state_folder_that_cannot_be_written(
 
 
 def test_a_defect_stays_one() -> None:
-    assert failures.told(ValueError("a defect")) is None
-    assert failures.told(BrokenPipeError(32, "Broken pipe")) is None
-    assert failures.told(exc.ProgrammingError("SELECT 1", {}, Exception(SECRET))) is None
+    assert failures.as_problem(ValueError("a defect")) is None
+    assert failures.as_problem(BrokenPipeError(32, "Broken pipe")) is None
+    assert failures.as_problem(exc.ProgrammingError("SELECT 1", {}, Exception(SECRET))) is None
     refused = TrustError("key_invalid", expected="a", found="b", remedy="c")
-    assert failures.told(refused).document()["code"] == "key_invalid"  # type: ignore[union-attr]
-    unreadable = failures.told(PermissionError(13, "Permission denied", "/etc/x"))
+    assert failures.as_problem(refused).document()["code"] == "key_invalid"  # type: ignore[union-attr]
+    unreadable = failures.as_problem(PermissionError(13, "Permission denied", "/etc/x"))
     assert unreadable is not None and unreadable.found == "/etc/x: Permission denied"
 
 
@@ -178,7 +178,7 @@ def asked(url: str, *statements: str) -> failures.Problem | None:
             for statement in statements:
                 conn.execute(sa.text(statement), {"value": SECRET} if ":value" in statement else {})
     except exc.DBAPIError as failure:
-        return failures.told(failure)
+        return failures.as_problem(failure)
     finally:
         engine.dispose()
     raise AssertionError("not refused")
@@ -199,7 +199,7 @@ def test_of_a_database_only_what_keeps_it_away_is_no_defect(tmp_path: Path) -> N
         with pytest.raises(exc.OperationalError) as caught, locked.connect() as conn:
             conn.exec_driver_sql("BEGIN IMMEDIATE")
         locked.dispose()
-    held = failures.told(caught.value)
+    held = failures.as_problem(caught.value)
     assert held is not None and held.found == "database is locked"
 
 
@@ -223,21 +223,21 @@ def _of_a_server(server: str) -> None:
 
 def test_of_files_only_those_that_let_nobody_in() -> None:
     for number in (errno.ENOENT, errno.EEXIST, errno.ENOSPC):
-        assert failures.told(OSError(number, os.strerror(number), "/etc/x")) is None
+        assert failures.as_problem(OSError(number, os.strerror(number), "/etc/x")) is None
     for number in (errno.EACCES, errno.EPERM, errno.EROFS):
-        told = failures.told(OSError(number, os.strerror(number), "/etc/x"))
+        told = failures.as_problem(OSError(number, os.strerror(number), "/etc/x"))
         assert told is not None and told.code == "file_unusable"
 
 
 def test_a_program_that_is_not_installed(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as program:
         subprocess.run(["no-such-program"], check=True)
-    told = failures.told(program.value)
+    told = failures.as_problem(program.value)
     assert told is not None
     assert (told.code, told.expected) == ("program_missing", "no-such-program on this machine")
     with pytest.raises(FileNotFoundError) as folder:
         subprocess.run(["true"], check=True, cwd=tmp_path / "none")
-    assert failures.told(folder.value) is None
+    assert failures.as_problem(folder.value) is None
 
 
 def test_the_log_keeps_where_it_came_from(caplog: pytest.LogCaptureFixture) -> None:

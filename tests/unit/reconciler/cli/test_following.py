@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from reconciler.cli import waiting
+from reconciler.cli import tasks
 from reconciler.cli.session import Session
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
@@ -134,7 +134,7 @@ def test_who_waits_for_a_task_reads_what_it_waits_for(
     told: str,
 ) -> None:
     moments = iter((100.0, 100.0 + after_s, 100.0 + after_s))
-    monkeypatch.setattr("reconciler.cli.waiting.time.monotonic", lambda: next(moments))
+    monkeypatch.setattr("reconciler.cli.tasks.time.monotonic", lambda: next(moments))
     states = [
         {"id": "t-1", "state": "queued", "waits_for": waits},
         {"id": "t-1", "state": "succeeded", "result": {}, "waits_for": {}},
@@ -148,6 +148,6 @@ def test_who_waits_for_a_task_reads_what_it_waits_for(
 
     here = Session()
     here.__dict__["client"] = Played()
-    waiting.follow(here, "t-1")
+    tasks.wait_for(here, "t-1")
     line = capsys.readouterr().err.splitlines()[0].split("s", 1)[1].strip()
     assert line == f"queued  waits for {told}".removesuffix("  waits for ")

@@ -14,8 +14,9 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import _parity
 
 from reconciler.cli import host
 from reconciler.runs import byhand, contract
-from reconciler.runs.errors import RunError
-from reconciler.runs.reach import Reach, Work
+from reconciler.runs.byhand import Work
+from reconciler.runs.spec import RunError
+from reconciler.runs.ssh import Reach
 from tests.unit.reconciler.api.world import NODE, World, bundle, discovery
 from tests.unit.reconciler.cli.conftest import Gpuaas
 

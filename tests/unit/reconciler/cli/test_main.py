@@ -13,8 +13,8 @@ import pytest
 
 import lab.cli
 from reconciler.cli.main import hoist
+from reconciler.cli.output import clean
 from reconciler.cli.session import DEFAULT_API, Session
-from reconciler.cli.show import clean
 from tests.unit.reconciler.api.world import World
 from tests.unit.reconciler.cli.conftest import Gpuaas
 

@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 
 from reconciler import logs
-from reconciler.cli import worker
+from reconciler.cli import service
 from reconciler.db import leader
 from reconciler.db.engine import reading
 from reconciler.service import process
@@ -155,7 +155,7 @@ def test_worker_alone(new: World, gpuaas: Gpuaas, story: list[str], monkeypatch:
                 signal.raise_signal(signal.SIGTERM)
             return super().wait(timeout)
 
-    monkeypatch.setattr(worker.threading, "Event", Event)
+    monkeypatch.setattr(service.threading, "Event", Event)
     gpuaas("worker")
     told = [f"worker of {new.settings.state_dir.name}", "start", "stop"]
     assert (gpuaas.status, story) == (0, told)

@@ -12,7 +12,7 @@ import ansible.constants
 import ansible.plugins.action
 import pytest
 
-from reconciler.runs.events import AT_HOME, Recorder, judge
+from reconciler.runs.events import ON_CONTROLLER, Recorder, judge
 
 GOOD = {
     "schema": 1,
@@ -130,7 +130,7 @@ def test_what_ansible_does_by_itself_is_what_it_says_of_itself() -> None:
         if name.startswith("ansible.builtin.")
     }
     assert own and no_action
-    assert own | no_action == AT_HOME
+    assert own | no_action == ON_CONTROLLER
 
 
 @pytest.mark.covers("I13")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from reconciler.runs.errors import RunError
-from reconciler.runs.runner import runner_id
+from reconciler.runs.paths import runner_id
+from reconciler.runs.spec import RunError
 
 
 def test_all_processes_on_a_folder_share_its_id_and_no_other_folder_has_it(tmp_path: Path) -> None:

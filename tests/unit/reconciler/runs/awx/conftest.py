@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from reconciler.runs import collect, launch, orphans
+from reconciler.runs import collect, launch, lock
 from reconciler.runs.awx import follow
-from reconciler.runs.awx.rhythm import Pace
+from reconciler.runs.awx.start import Pace
 from reconciler.runs.launch import Site
 from reconciler.runs.paths import RunPaths, read_json
 from reconciler.runs.spec import NodeAccess, RunSpec
@@ -71,7 +71,7 @@ def site(awx: Controller, tmp_path: Path) -> Iterator[Site]:
     """A site whose runs are followed no longer than the test, whatever became of them."""
     yield Site(tmp_path, ROOT / "build" / "collections", None, awx=awx.access)
     for run_dir in (tmp_path / "runs").glob("*"):
-        assert orphans.end(run_dir) == []
+        assert lock.end_processes(run_dir) == []
 
 
 Play = Callable[..., dict[str, Any] | None]

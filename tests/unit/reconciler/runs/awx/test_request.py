@@ -30,7 +30,7 @@ def test_a_host_key_that_was_revoked_is_refused_by_a_job_too(tmp_path: Path) -> 
 
     def said(at: NodeAccess) -> tuple[int, str]:
         job = replace(spec(), node=at)
-        words = shlex.split(request.document(job)["extra_vars"]["ansible_ssh_args"])
+        words = shlex.split(request.body(job)["extra_vars"]["ansible_ssh_args"])
         alone = ["-o", "ControlPath=none", "-o", f"GlobalKnownHostsFile={image}"]
         to = ["-i", f"{tmp_path}/login", "-p", str(at.port), "-l", at.user, at.address, "true"]
         argv = ["ssh", *words, *alone, *to]

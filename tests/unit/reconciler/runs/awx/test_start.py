@@ -10,7 +10,7 @@ import pytest
 
 from reconciler.runs import collect
 from reconciler.runs.awx import request
-from reconciler.runs.awx.record import load
+from reconciler.runs.awx.request import JobRecord
 from reconciler.runs.paths import RunPaths
 from tests.standin.controller import Controller
 from tests.unit.reconciler.runs.awx.conftest import LAUNCH, RESULT, Play, spec
@@ -46,7 +46,7 @@ def test_a_launch_whose_answer_was_lost_is_found_and_not_repeated(
     awx.change(cut={LAUNCH: 1}, page_size=2)
     ended(play())
     assert len(awx.jobs()) == others + 1
-    record = load(prepared)
+    record = JobRecord.load(prepared)
     assert record is not None
     assert (record.posted, record.job) == (True, others + 1)
 
@@ -74,7 +74,7 @@ def test_a_process_that_died_after_asking_finds_its_job(
 ) -> None:
     """Killed between the request and the record of its answer."""
     ended(play())
-    record = load(prepared)
+    record = JobRecord.load(prepared)
     assert record is not None
     record.job = 0
     record.save(prepared)
@@ -87,7 +87,7 @@ def test_a_process_told_to_go_before_its_launch_is_known_leaves_that_to_the_next
 ) -> None:
     awx.change(cut={LAUNCH: 1}, later_s=0.4)
     assert play(lambda: True) is None
-    record = load(prepared)
+    record = JobRecord.load(prepared)
     assert record is not None
     assert (record.posted, record.job) == (True, 0)
     ended(play())
