@@ -18,24 +18,26 @@ PAGE = PROJECT / "docs" / "configuration.md"
 _HEAD = f"""\
 # Configuration
 
-The service and every command that opens its database read these settings. Each is an environment
-variable; the same names may stand in `{CONFIG_FILE}`, one `NAME=value` per line (another file with
-`{CONFIG_FILE_VARIABLE}`). The environment goes before the file, the file before the default.
-`gpuaas doctor` names values that are refused and names that no setting has.
+Reference of all settings, for operators of the reconciler. The service and every command that opens
+its database read them.
 
-This page is made from `reconciler/settings.py` by `python -m reconciler.service.configuration`; a
-test compares.
+Each setting is an environment variable. The file `{CONFIG_FILE}` may contain the same names, one
+`NAME=value` per line; `{CONFIG_FILE_VARIABLE}` names another file. The environment overrides the
+file, and the file overrides the default. `gpuaas doctor` reports refused values and unknown names.
+
+This page is generated from `reconciler/settings.py` by
+`python -m reconciler.service.configuration`; a test compares them.
 
 | variable | default | allowed | meaning |
 |---|---|---|---|
 """
 # Of commands that talk to a service, or choose where these settings are: no setting of the service.
 OTHERS = {
-    CONFIG_FILE_VARIABLE: f"The file of settings, which must be there; {CONFIG_FILE} unless set.",
-    f"{PREFIX}API": "Where the commands find the service; unless set, at `GPUAAS_LISTEN`.",
+    CONFIG_FILE_VARIABLE: f"The file of settings, which must exist. Default: {CONFIG_FILE}.",
+    f"{PREFIX}API": "Address of the service for commands. Default: `GPUAAS_LISTEN`.",
     f"{PREFIX}TOKEN_FILE": "A file with the token that the commands use.",
-    f"{PREFIX}PROJECT": "The project that launches belong to unless told otherwise.",
-    f"{PREFIX}OIDC_CLIENT_ID": "What `gpuaas login` calls itself at the provider (docs/access.md).",
+    f"{PREFIX}PROJECT": "The default project of commands.",
+    f"{PREFIX}OIDC_CLIENT_ID": "Client id of `gpuaas login` at the provider (docs/access.md).",
 }
 
 
