@@ -44,7 +44,7 @@ def config_file() -> Path:
 class Settings(BaseSettings):
     """All settings of the reconciler; `GPUAAS_STATE_DIR=/srv/gpuaas` sets `state_dir`."""
 
-    # A refused value may be a secret, or contain one.
+    # A refused value may be a secret, or contain secrets.
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", hide_input_in_errors=True)
 
     state_dir: Path = Field(
@@ -224,7 +224,7 @@ class Settings(BaseSettings):
     @field_validator("database_url")
     @classmethod
     def _database_is_supported(cls, url: str) -> str:
-        """Accept the schemes of other programs, and set the driver of this one."""
+        """Accept the schemes of other programs, and set our driver."""
         scheme, separator, rest = url.partition("://")
         if not url or (scheme == "sqlite" and separator):
             return url

@@ -1,4 +1,4 @@
-"""Playbook runs: checked input, a process that outlives the reconciler, one result document.
+"""Playbook runs: checked input, a process that outlives the reconciler, a result document.
 
 Only `process` imports ansible_runner.
 """

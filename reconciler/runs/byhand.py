@@ -1,4 +1,4 @@
-"""Run a playbook on one host by hand: without database or task, and nothing is kept afterwards.
+"""Run a playbook on a host by hand: without database or task, and nothing is kept afterwards.
 
 The run follows the same contract and process model as the reconciler's runs. Only the connection
 differs: the operator's own SSH, or none on the host itself.
@@ -62,7 +62,7 @@ def play(
 
 
 def deadline_s(work: Work) -> int:
-    """Seconds that a run of this work may take. Disks are wiped one after another."""
+    """Seconds that a run of this work may take. Disks are wiped in turn."""
     variables = work.variables
     parts: list[str] = []
     if variables.get("slice_apply"):

@@ -19,7 +19,7 @@ _LONGEST_SOCKET_DIRECTORY = 75
 
 @dataclass(frozen=True)
 class RunPaths:
-    """The folder of one run."""
+    """The folder of a run."""
 
     root: Path
 
@@ -118,10 +118,10 @@ def runner_id(state_dir: Path) -> str:
 
 
 def socket_directory(state_dir: Path, node_id: str) -> Path:
-    """A private folder with a short path for SSH's shared connections to one node.
+    """A private folder with a short path for SSH's shared connections to a node.
 
-    Each node has its own: SSH shares connections by address, and an address may move from one node
-    to another. A shared connection would then skip the check of the new host key.
+    Each node has its own: SSH shares connections by address, and an address may move to another
+    node. A shared connection would then skip the check of the new host key.
     """
     name = hashlib.sha256(node_id.encode()).hexdigest()[:10]
     directory = state_dir.resolve() / "cp" / name
@@ -137,7 +137,7 @@ def socket_directory(state_dir: Path, node_id: str) -> Path:
 
 
 def write_text(path: Path, text: str, mode: int = 0o600) -> None:
-    """Replace a file in one step; a crash leaves the old file or the new file."""
+    """Replace a file atomically; a crash leaves the old file or the new file."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     with os.fdopen(descriptor, "w", encoding="utf-8") as handle:
         os.fchmod(descriptor, mode)

@@ -1,4 +1,4 @@
-"""The process of one run: `python -m reconciler.runs.process <run dir> <lock descriptor>`.
+"""The process of a run: `python -m reconciler.runs.process <run dir> <lock descriptor>`.
 
 It detaches from the reconciler at once, holds the lock of the folder as long as it lives, and ends
 by writing outcome.json. Without that file the run is lost: its effect is unknown. Only a run that

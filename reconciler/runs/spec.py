@@ -20,7 +20,7 @@ _ADDRESS = re.compile(r"[A-Za-z0-9:][A-Za-z0-9.:%-]{0,252}")
 _USER = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
 _HOST_KEY = re.compile(r"[a-z0-9@.-]{1,64} [A-Za-z0-9+/=]{1,8000}")
 _PYTHON = re.compile(r"/[A-Za-z0-9/._-]{1,200}")
-# Longer than the longest useful run, which overwrites eight disks one after another. A run that
+# Longer than the longest useful run, which overwrites eight disks in turn. A run that
 # exceeds it is ended.
 LONGEST_S = 2 * 86_400
 _CORRELATION = re.compile(r"[A-Za-z0-9._:-]{0,128}")
@@ -31,7 +31,7 @@ class RunError(Refusal):
 
 
 class SpecError(RunError):
-    """A run specification that is invalid, or that differs from the first one under its id."""
+    """A run specification that is invalid, or that differs from the first under its id."""
 
 
 class LauncherAway(RunError):
@@ -65,7 +65,7 @@ class NodeAccess:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """One run with all its values. A run_id always means the same run."""
+    """A run with all its values. A run_id always means the same run."""
 
     run_id: str
     playbook: str

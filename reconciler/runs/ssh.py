@@ -40,7 +40,7 @@ _NO_ROUTE = "|".join(
         errno.ETIMEDOUT,
     )
 )
-# Only the end of the message counts: SSH may have tried another address before one answered.
+# Only the end of the message counts: SSH may have tried another address first.
 _UNREACHABLE = re.compile(
     rf"connect to (?:host|address) \S+ port \d+: (?:{_NO_ROUTE})\s*$"
     # The connection is accepted, but no SSH server is behind it: the host is starting, or a port
@@ -150,7 +150,7 @@ def arguments(settings: Mapping[str, str]) -> list[str]:
 
 
 def environment(access: SshAccess, node_id: str, sockets: Path) -> dict[str, str]:
-    """The same options for Ansible, with one shared connection per node."""
+    """The same options for Ansible, with a shared connection per node."""
     sharing = ["-o", "ControlMaster=auto", "-o", "ControlPersist=60s"]
     return {
         "ANSIBLE_SSH_ARGS": shlex.join(options(access, node_id) + sharing),
@@ -160,7 +160,7 @@ def environment(access: SshAccess, node_id: str, sockets: Path) -> dict[str, str
         # because it knows how far the run got. The reboot of bootstrap does not need retries: it
         # waits with connections of its own until the host answers.
         "ANSIBLE_SSH_RETRIES": "0",
-        # An emulated or busy host gets one long chance to answer a connection, not several.
+        # An emulated or busy host gets a single long chance to answer a connection.
         "ANSIBLE_TIMEOUT": "90",
     }
 
@@ -191,8 +191,8 @@ def probe(access: SshAccess, node: NodeAccess) -> str:
 def is_unreachable(message: str) -> bool:
     """Whether the last words of SSH mean that no host answered, rather than that it refused us.
 
-    An unreachable host may come back by itself; a refusal does not end by itself. SSH has one exit
-    status for both. Only messages from before any data was sent count; unknown messages count as
+    An unreachable host may come back by itself; a refusal does not end by itself. Both have the
+    same exit status. Only messages from before any data was sent count; unknown messages count as
     a refusal.
     """
     return _UNREACHABLE.search(message) is not None

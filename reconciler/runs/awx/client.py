@@ -87,7 +87,7 @@ def awx_access(settings: Settings) -> AwxAccess:
 
 
 class Client:
-    """One connection at a time; used from one thread."""
+    """Not thread-safe; a single connection at a time."""
 
     def __init__(self, access: AwxAccess) -> None:
         self._access = access
@@ -145,7 +145,7 @@ class Client:
 
 
 def results(answer: dict[str, Any]) -> list[dict[str, Any]]:
-    """The objects of one page."""
+    """The objects of a page."""
     objects = answer.get("results")
     if not isinstance(objects, list):
         raise _away(Silent, "a list", "an answer without results")

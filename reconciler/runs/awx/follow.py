@@ -104,7 +104,7 @@ class Follower:
     def _look(self) -> dict[str, Any] | None:
         job = self._client.get(self._path)
         if job.get("limit") != self._limit:
-            # The template was changed during the launch, so the job is not the one requested.
+            # The template was changed during the launch, so the job differs from the request.
             self._paths.cancel.touch(mode=0o600)
         over = job.get("status") in _OVER
         last = over and self._all_saved(job)

@@ -179,8 +179,8 @@ def _wrong_fields(template: dict[str, Any], playbook: str) -> str:
 def _check_host(client: Client, inventory: int, node_id: str) -> None:
     hosts = list(client.every(f"/inventories/{inventory}/hosts/", name=node_id))
     if [host.get("enabled") for host in hosts] != [True]:
-        found = "a disabled one" if hosts else "none"
-        raise _refuse("awx_host_missing", f"a host {node_id} in the template's inventory", found)
+        state = "a disabled host" if hosts else "none"
+        raise _refuse("awx_host_missing", f"a host {node_id} in the template's inventory", state)
     groups = list(client.every(f"/inventories/{inventory}/groups/", name=node_id))
     if groups or node_id in _GROUPS:
         raise _refuse("awx_host_ambiguous", f"{node_id} to mean one host", "a group of that name")

@@ -1,4 +1,4 @@
-"""Start of a run's job: find the existing job or launch one, never a second.
+"""Start of a run's job: find the existing job or launch it, never a second.
 
 AWX has no idempotency key, and its lists cannot be searched by a job's variables. So the newest
 job is recorded before the launch, and our job is searched among the later jobs by the run's id in
@@ -104,7 +104,7 @@ class Poll:
 
 
 class Starter:
-    """Launches the job of one run. deadline: wall clock, after which no job is launched."""
+    """Launches the job of a run. deadline: wall clock, after which no job is launched."""
 
     def __init__(
         self, paths: RunPaths, client: Client, poll: Poll, *, pace: Pace, deadline: float
@@ -172,7 +172,7 @@ class Starter:
             raise
         self._save_job(record, job)
         if job.get("ignored_fields"):
-            # The template was changed meanwhile, so the job is not the one that was requested.
+            # The template was changed meanwhile, so the job differs from the request.
             self._paths.cancel.touch(mode=0o600)
 
     def _save_unsent(self, record: JobRecord) -> None:

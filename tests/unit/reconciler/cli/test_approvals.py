@@ -1,4 +1,4 @@
-"""What a discovery saw is approved as far as it is a plain share, and the rest by name."""
+"""Approvals from a discovery: plain shares by default, other filesystem types by name."""
 
 from __future__ import annotations
 

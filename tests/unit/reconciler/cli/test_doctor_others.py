@@ -19,14 +19,14 @@ TEMPLATES = "GET /job_templates/"
 
 @pytest.fixture(scope="module")
 def provider() -> Iterator[Provider]:
-    with running() as found:
-        yield found
+    with running() as provider:
+        yield provider
 
 
 @pytest.fixture(scope="module")
 def controller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Controller]:
-    with standing(tmp_path_factory.mktemp("awx")) as found:
-        yield found
+    with standing(tmp_path_factory.mktemp("awx")) as controller:
+        yield controller
 
 
 @pytest.fixture
@@ -35,8 +35,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def said(gpuaas: Gpuaas, check: str) -> list[tuple[str, str]]:
-    found = json.loads(gpuaas("doctor", "--output", "json"))["findings"]
-    return [(one["status"], one["found"]) for one in found if one["check"] == check]
+    document = json.loads(gpuaas("doctor", "--output", "json"))["findings"]
+    return [(one["status"], one["found"]) for one in document if one["check"] == check]
 
 
 @pytest.mark.covers("CTRL-10")
@@ -50,15 +50,15 @@ def test_the_provider_of_identities(
     monkeypatch.setenv("GPUAAS_OIDC_AUDIENCE", "gpuaas")
     assert said(gpuaas, check) == [("ok", f"{provider.url}: 3 keys")]
     provider.set(issuer="https://elsewhere.example")
-    ((status, found),) = said(gpuaas, check)
-    assert (status, "calls itself by another name" in found) == ("warn", True)
+    ((status, result),) = said(gpuaas, check)
+    assert (status, "calls itself by another name" in result) == ("warn", True)
     provider.set(issuer="", down=True)
-    ((status, found),) = said(gpuaas, check)
-    assert (status, provider.url in found) == ("warn", True)
+    ((status, result),) = said(gpuaas, check)
+    assert (status, provider.url in result) == ("warn", True)
     monkeypatch.setenv("GPUAAS_OIDC_CA_FILE", "/none/ca.pem")
     provider.set(down=False)
-    ((status, found),) = said(gpuaas, check)
-    assert (status, "No such file" in found) == ("warn", True)
+    ((status, result),) = said(gpuaas, check)
+    assert (status, "No such file" in result) == ("warn", True)
 
 
 @pytest.mark.covers("CTRL-10")
@@ -70,11 +70,11 @@ def test_a_ca_of_the_sites_own(
     controller.begin()
     monkeypatch.setenv("GPUAAS_OIDC_ISSUER", controller.url)
     monkeypatch.setenv("GPUAAS_OIDC_AUDIENCE", "gpuaas")
-    ((_, found),) = said(gpuaas, "identity_provider")
-    assert "CERTIFICATE_VERIFY_FAILED" in found
+    ((_, result),) = said(gpuaas, "identity_provider")
+    assert "CERTIFICATE_VERIFY_FAILED" in result
     monkeypatch.setenv("GPUAAS_OIDC_CA_FILE", str(controller.ca_file))
-    ((_, found),) = said(gpuaas, "identity_provider")
-    assert "401" in found
+    ((_, result),) = said(gpuaas, "identity_provider")
+    assert "401" in result
 
 
 @pytest.mark.covers("CTRL-9")
@@ -99,9 +99,9 @@ def test_awx(
     monkeypatch.setenv("GPUAAS_AWX_URL", controller.url)
     monkeypatch.setenv("GPUAAS_AWX_TOKEN_FILE", str(controller.token_file))
     monkeypatch.setenv("GPUAAS_AWX_CA_FILE", str(controller.ca_file))
-    found = said(gpuaas, "awx")
-    assert [status for status, _ in found] == [status for status, _ in wanted]
-    assert all(part in told for (_, told), (_, part) in zip(found, wanted, strict=True)), found
+    result = said(gpuaas, "awx")
+    assert [status for status, _ in result] == [status for status, _ in wanted]
+    assert all(part in told for (_, told), (_, part) in zip(result, wanted, strict=True)), result
 
 
 @pytest.mark.usefixtures("site")
@@ -113,5 +113,5 @@ def test_an_awx_that_nobody_vouches_for(
     monkeypatch.setenv("GPUAAS_AWX_URL", controller.url)
     monkeypatch.setenv("GPUAAS_AWX_TOKEN_FILE", str(controller.token_file))
     monkeypatch.setenv("GPUAAS_AWX_CA_FILE", str(certificate))
-    ((status, found),) = said(gpuaas, "awx")
-    assert (status, "awx_untrusted" in found) == ("fail", True)
+    ((status, result),) = said(gpuaas, "awx")
+    assert (status, "awx_untrusted" in result) == ("fail", True)

@@ -1,4 +1,4 @@
-"""What an operator gets wrong is said in three lines, without what may be secret in it."""
+"""Operators' mistakes are reported in three lines, without possible secrets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SECRET = "s3cret-canary"
 
 @pytest.fixture(autouse=True)
 def _log_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set up once for a process; here it would write to what pytest has closed by then."""
+    """Logging is set up once for a process; here it would write to a stream that pytest closed."""
     monkeypatch.setattr(logs, "configure", lambda _settings: None)
 
 
@@ -67,10 +67,10 @@ def test_a_refused_setting_is_named_without_its_value(
 
 def test_a_backup_that_is_not_there(gpuaas: Gpuaas, tmp_path: Path) -> None:
     missing = tmp_path / "none.tar.gz"
-    for file, found in ((missing, "No such file or directory"), (tmp_path, "Is a directory")):
+    for file, reason in ((missing, "No such file or directory"), (tmp_path, "Is a directory")):
         gpuaas("restore", str(file), "--output", "json")
         told = json.loads(gpuaas.err)
-        assert (gpuaas.status, told["code"], told["found"]) == (1, "backup_unreadable", found)
+        assert (gpuaas.status, told["code"], told["found"]) == (1, "backup_unreadable", reason)
         assert str(file) in told["expected"]
 
 
@@ -116,9 +116,9 @@ def test_a_file_of_settings_that_is_named_and_not_there(
     ],
 )
 def test_postgresql_by_any_of_its_names(url: str) -> None:
-    found = Settings(database_url=url).database
-    assert found == "postgresql+psycopg://u:p%40@h:5432/x?sslmode=require"
-    assert sa.make_url(found).password == "p@"
+    result = Settings(database_url=url).database
+    assert result == "postgresql+psycopg://u:p%40@h:5432/x?sslmode=require"
+    assert sa.make_url(result).password == "p@"
     here = "postgresql:///gpuaas?host=/run/postgresql"
     assert Settings(database_url=here).database.startswith("postgresql+psycopg:///gpuaas?")
     assert Settings(database_url="sqlite:////tmp/x.db").database == "sqlite:////tmp/x.db"
@@ -171,7 +171,7 @@ def test_a_defect_stays_one() -> None:
 
 
 def asked(url: str, *statements: str) -> failures.Problem | None:
-    """How the refusal of one of these statements is told."""
+    """The refusal of such a statement, as a Problem."""
     engine = open_engine(url)
     try:
         with transaction(engine) as conn:
@@ -205,8 +205,8 @@ def test_of_a_database_only_what_keeps_it_away_is_no_defect(tmp_path: Path) -> N
 
 @pytest.mark.postgres
 def test_of_a_server_too() -> None:
-    with running(fsync=False) as found:
-        _of_a_server(found.url)
+    with running(fsync=False) as result:
+        _of_a_server(result.url)
 
 
 def _of_a_server(server: str) -> None:

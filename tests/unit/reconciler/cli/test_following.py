@@ -1,4 +1,4 @@
-"""Nodes out of use and back, what a task does while it does it, and whether all is sound."""
+"""Nodes out of use and back, progress of a running task, and `gpuaas check`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.covers("CTRL-8", "CTRL-12")
 
 
 def ended(world: World, state: TaskState = TaskState.SUCCEEDED) -> dict[str, Any]:
-    """A task that has said one thing and is over."""
+    """An ended task with a single event."""
     world.client("admin").post(f"admin/nodes/{NODE}/parity")
     task = world.lease()
     with transaction(world.engine) as conn:
@@ -42,8 +42,8 @@ def test_out_of_use_and_back(selling: World, gpuaas: Gpuaas) -> None:
     assert (gpuaas.status, "--reason" in gpuaas.err) == (2, True)
     for verb, state in (("drain", "draining"), ("maintain", "maintenance"), ("resume", "ready")):
         run("nodes", verb, NODE, "--reason", "a new disk", "--output", "json")
-        found = json.loads(gpuaas.out)
-        assert (found["state"], found["state_reason"]) == (state, "a new disk")
+        document = json.loads(gpuaas.out)
+        assert (document["state"], document["state_reason"]) == (state, "a new disk")
         assert ("nothing is on it" in gpuaas.err) == (verb == "drain")
     told = run("nodes", "timeline", NODE, "--limit", "20")
     assert "draining -> maintenance (maintain by admin:admin): a new disk" in told

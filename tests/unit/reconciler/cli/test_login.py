@@ -41,7 +41,7 @@ def words(provider: Provider, *more: str, client: str = AUDIENCE) -> tuple[str, 
 
 
 def both(provider: Provider, **wishes: Any) -> dict[str, Any]:
-    """What a provider gives to a device that somebody has confirmed."""
+    """A provider's answer for a confirmed device."""
     access = {"typ": "at+jwt"}
     return {
         "id_token": provider.order(**wishes),

@@ -1,4 +1,4 @@
-"""Lines of a host are printed only when they say what its checks say."""
+"""Parity lines of a host are printed only when they agree with its checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes of `gpuaas serve` and `gpuaas worker`: what starts, and that all of it ends."""
+"""The processes of `gpuaas serve` and `gpuaas worker`: their parts start, and all of them end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.unit.reconciler.cli.conftest import Gpuaas
 
 @pytest.fixture
 def story(new: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What happened, in order; the service is configured by its environment as in real life."""
+    """Events in order; the environment configures the service, as in real life."""
     told: list[str] = []
 
     class Worker:
@@ -125,7 +125,7 @@ def test_of_a_name_those_addresses_are_served_that_this_machine_has(
     places: list[str],
     served: bool,
 ) -> None:
-    """As of `localhost` with ::1 where IPv6 is off; 192.0.2.1 is an example, and nobody's."""
+    """Like `localhost` with ::1 where IPv6 is off; 192.0.2.1 is an address for examples."""
 
     def named(*_name: object, **_kinds: object) -> list[tuple[Any, ...]]:
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (place, 0)) for place in places]

@@ -76,7 +76,7 @@ def test_a_refusal_comes_back_with_its_code(site: Site, spec: MakeSpec) -> None:
 
 
 def test_an_unreachable_node_is_said_to_be_one(site: Site, spec: MakeSpec) -> None:
-    """What is dialled is its address: the name that MAAS gave it may resolve nowhere."""
+    """SSH uses the address, because the name from MAAS may not resolve."""
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
         node = NodeAccess("j27u15", "127.0.0.1", nobody.getsockname()[1])

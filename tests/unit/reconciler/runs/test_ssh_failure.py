@@ -1,4 +1,4 @@
-"""Which last words of SSH mean that nobody was there."""
+"""Messages of SSH that mean an unreachable host."""
 
 from __future__ import annotations
 

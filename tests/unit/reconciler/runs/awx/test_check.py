@@ -1,4 +1,4 @@
-"""What is refused, and with which name, before AWX is asked for anything."""
+"""Refusals before AWX gets a launch request, and their codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job of AWX is told of SSH, said to a real sshd."""
+"""SSH options of an AWX job, tried with a real sshd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One job for each run, wherever the connection, AWX or our process breaks."""
+"""Exactly one job per run, wherever the connection, AWX or our process breaks."""
 
 from __future__ import annotations
 
