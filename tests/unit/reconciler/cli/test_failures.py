@@ -170,7 +170,7 @@ def test_a_defect_stays_one() -> None:
     assert unreadable is not None and unreadable.found == "/etc/x: Permission denied"
 
 
-def asked(url: str, *statements: str) -> failures.Problem | None:
+def refusal_of(url: str, *statements: str) -> failures.Problem | None:
     """The refusal of such a statement, as a Problem."""
     engine = open_engine(url)
     try:
@@ -187,11 +187,11 @@ def asked(url: str, *statements: str) -> failures.Problem | None:
 def test_of_a_database_only_what_keeps_it_away_is_no_defect(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'x.db'}"
     table = "CREATE TABLE t (a INT)"
-    assert asked(url, table, "INSERT INTO t (b) VALUES (:value)") is None, "no such column"
-    assert asked(url, table, "ALTER TABLE t ADD COLUMN a INT") is None, "duplicate column"
-    away = asked(f"sqlite:///{tmp_path / 'none' / 'x.db'}", "SELECT 1")
+    assert refusal_of(url, table, "INSERT INTO t (b) VALUES (:value)") is None, "no such column"
+    assert refusal_of(url, table, "ALTER TABLE t ADD COLUMN a INT") is None, "duplicate column"
+    away = refusal_of(f"sqlite:///{tmp_path / 'none' / 'x.db'}", "SELECT 1")
     assert away is not None and away.found == "unable to open database file"
-    reads = asked(url, table, "PRAGMA query_only = ON", "INSERT INTO t VALUES (1)")
+    reads = refusal_of(url, table, "PRAGMA query_only = ON", "INSERT INTO t VALUES (1)")
     assert reads is not None and reads.code == "database_unavailable"
     with closing(sqlite3.connect(tmp_path / "x.db")) as other:
         other.execute("BEGIN EXCLUSIVE")
@@ -210,14 +210,14 @@ def test_of_a_server_too() -> None:
 
 
 def _of_a_server(server: str) -> None:
-    assert asked(server, "SELECT no_such_column") is None
-    assert asked(server, "SET LOCAL statement_timeout = 1", "SELECT pg_sleep(9)") is None
-    ended = asked(server, "SELECT pg_terminate_backend(pg_backend_pid())")
+    assert refusal_of(server, "SELECT no_such_column") is None
+    assert refusal_of(server, "SET LOCAL statement_timeout = 1", "SELECT pg_sleep(9)") is None
+    ended = refusal_of(server, "SELECT pg_terminate_backend(pg_backend_pid())")
     assert ended is not None and ended.code == "database_unavailable"
-    reads = asked(server, "SET TRANSACTION READ ONLY", "CREATE TABLE t (a INT)")
+    reads = refusal_of(server, "SET TRANSACTION READ ONLY", "CREATE TABLE t (a INT)")
     assert reads is not None and reads.code == "database_unavailable"
     unknown = sa.make_url(server).set(database="no_such_database")
-    none = asked(unknown.render_as_string(hide_password=False), "SELECT 1")
+    none = refusal_of(unknown.render_as_string(hide_password=False), "SELECT 1")
     assert none is not None and none.code == "database_unavailable"
 
 

@@ -109,12 +109,12 @@ def test_a_run_canceled_while_its_launch_is_unknown_is_found_and_ended(
 ) -> None:
     awx.change(cut={LAUNCH: 1}, later_s=0.3, steps=1000)
 
-    def told() -> bool:
+    def stop_requested() -> bool:
         if LAUNCH in awx.record()["requests"]:
             collect.cancel(prepared.root)
         return False
 
-    verdict = play(told)
+    verdict = play(stop_requested)
     assert verdict is not None
     assert (verdict["status"], verdict["result"]) == ("canceled", None)
     assert awx.record()["canceled"] == [1]
