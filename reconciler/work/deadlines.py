@@ -22,7 +22,7 @@ from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.records import claims, queue
 from reconciler.runs import collect
-from reconciler.runs.runner import runner_id
+from reconciler.runs.paths import runner_id
 from reconciler.settings import Settings
 from reconciler.work.cancel import cancel
 from reconciler.work.handler import Failure, Record, failed_work

@@ -17,8 +17,8 @@ from reconciler.lifecycle.app_operations import Look
 from reconciler.model.act import Act
 from reconciler.model.recovery import Move
 from reconciler.runs import collect
-from reconciler.runs.errors import RunError
 from reconciler.runs.paths import runs_directory
+from reconciler.runs.spec import RunError
 from reconciler.settings import Settings
 
 _DRIFT_LOG = logging.getLogger("gpuaas.drift")

@@ -16,7 +16,7 @@ from reconciler.model.bundle import Bundle
 from reconciler.model.states import TaskState
 from reconciler.records import leasing, nodes, queue, slots
 from reconciler.runs import contract
-from reconciler.runs.errors import ContractError
+from reconciler.runs.contract import ContractError
 from reconciler.service.loops import LOOPS
 from reconciler.settings import Settings
 from reconciler.work import loops
