@@ -9,6 +9,7 @@ they are named.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +93,12 @@ def _doubt(
     waiting = restored.unfinished(conn)
     lost = queue.every(conn, state=TaskState.RUNNING, limit=100_000)
     for task in lost:
-        overdue.lose(conn, settings, {**task, "error": error}, act)
+        overdue.lose(conn, settings, replace(task, error=error), act)
     for task in waiting:
-        cancel(conn, settings, task["id"], act, error=undone, believed=False)
+        cancel(conn, settings, task.id, act, error=undone, believed=False)
     ended = {
-        "lost_tasks": [task["id"] for task in lost],
-        "canceled_tasks": [task["id"] for task in waiting],
+        "lost_tasks": [task.id for task in lost],
+        "canceled_tasks": [task.id for task in waiting],
     }
     return restored.doubt(conn, act, backup=backup, ended=ended)
 

@@ -14,8 +14,8 @@ from reconciler.db.engine import asking, open_engine, reading, transaction
 from reconciler.db.journal import advance
 from reconciler.db.migrations import migrate
 from reconciler.db.rows import batch_insert
+from reconciler.db.schema import Project, Slot, outbox, slots
 from reconciler.db.schema import history as history_table
-from reconciler.db.schema import outbox, projects, slots
 from reconciler.lifecycle import launch
 from reconciler.model.errors import Problem
 from reconciler.records import allocations
@@ -75,9 +75,9 @@ def test_a_change_whose_telling_failed_is_not_committed(selling: Site) -> None:
     with pytest.raises(sa.exc.InvalidRequestError), transaction(selling.engine) as conn:
         with pytest.raises(Problem):
             half(conn)
-        rows.add(conn, projects, {"id": "other", "name": "other"})
+        rows.add(conn, Project, {"id": "other", "name": "other"})
     with reading(selling.engine) as conn:
-        assert rows.get(conn, slots, slot["id"], "slot") == slot
+        assert rows.get(conn, Slot, slot["id"]) == slot
         assert all(
             change["event"] != "disable" for change in journal.history_of(conn, "slot", slot["id"])
         )

@@ -13,6 +13,7 @@ import sqlalchemy as sa
 from reconciler.db import locks, rows
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading, retrying, transaction
+from reconciler.db.schema import Slot
 from reconciler.lifecycle import gate, host, launch, placement, recovery, slices
 from reconciler.lifecycle import slots as slot_life
 from reconciler.model.errors import Problem
@@ -172,7 +173,7 @@ def test_a_clean_up_decides_nothing_about_a_slot_that_is_fenced_off_meanwhile(
                 slice_kinds.wipe_failed(work, Failure("nvme_wipe", dict(ERROR), {}, known=False))
 
     with transaction(sold.engine) as conn:
-        slot = rows.get(conn, tables.slots, claim["slot_id"], "slot", lock=True)
+        slot = rows.get(conn, Slot, claim["slot_id"], lock=True)
         slices.block(conn, slot, key, ADMIN, step="deadline", error=ERROR)
         recovery.repair(conn, slot["id"], ADMIN)
         second = beside(late)

@@ -57,7 +57,7 @@ class Compared:
 
     def bundles(self, *indexes: int) -> dict[str, Bundle]:
         found = self.slots()
-        return {found[index]["id"]: Bundle.of(found[index]) for index in indexes or (0, 1)}
+        return {found[index]["id"]: Bundle.of(vars(found[index])) for index in indexes or (0, 1)}
 
     def told(self, index: int = 0) -> tuple[str, str, str]:
         """Status, health, and the code of its detail."""
@@ -198,7 +198,7 @@ def test_a_disk_that_somebody_used_is_not_clean_in_its_next_slot(
     """What is known of the disk goes with the slot; the proof from before must not outlast it."""
     compare(stranger(compare))
     slot = compare.slots()[0]
-    bundle = Bundle.of(slot)
+    bundle = Bundle.of(vars(slot))
     with transaction(compare.engine) as conn:
         before = proofs.current(conn, slot)
         assert before is not None

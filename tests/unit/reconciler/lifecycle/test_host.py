@@ -10,6 +10,7 @@ import sqlalchemy as sa
 from reconciler.db import journal, rows
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
+from reconciler.db.schema import Allocation
 from reconciler.lifecycle import evidence, gate, host, invariants, launch, recovery, slices
 from reconciler.lifecycle import slots as slot_life
 from reconciler.model.bundle import Bundle
@@ -216,5 +217,5 @@ def test_deadlines_end_in_events(sold: Any) -> None:
         assert not acted["allocation"], "it went with its slot"
         assert not acted["node"]
         assert sold.statuses(conn)[0] == "available", "nobody had begun anything"
-        allocation = rows.get(conn, tables.allocations, allocation_id, "allocation")
+        allocation = rows.get(conn, Allocation, allocation_id)
         assert allocation["error"]["code"] == "deadline_passed"

@@ -13,6 +13,7 @@ import sqlalchemy as sa
 from reconciler.db import rows
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading, retrying, transaction
+from reconciler.db.schema import Node, Slot
 from reconciler.lifecycle import host, invariants, launch, placement
 from reconciler.model.errors import Problem
 from reconciler.model.scheduler.snapshot import Want
@@ -93,7 +94,7 @@ def test_no_run_begins_for_an_allocation_that_has_ended(sold: Site) -> None:
 def test_a_launch_does_not_wait_for_who_holds_its_node(sold: Site, beside: Beside) -> None:
     """He may be about to wait for its slots."""
     with transaction(sold.engine) as conn:
-        rows.get(conn, tables.nodes, "n1", "node", lock=True)
+        rows.get(conn, Node, "n1", lock=True)
         launched = beside(lambda: retrying(sold.engine, sold.allocate))
         assert launched.result(SOON_S)
 
@@ -146,7 +147,7 @@ def test_who_waits_for_a_set_keeps_no_part_of_it(sold: Site, beside: Beside) -> 
     with transaction(sold.engine) as conn:
         held, other = sorted(slots.of_node(conn, "n1"), key=lambda slot: str(slot["id"]))
     with transaction(sold.engine) as conn:
-        rows.get(conn, tables.slots, held["id"], "slot", lock=True)
+        rows.get(conn, Slot, held["id"], lock=True)
         both = beside(lambda: retrying(sold.engine, lambda own: sold.allocate(own, 2)))
         with pytest.raises(TimeoutError):
             both.result(A_WHILE_S)

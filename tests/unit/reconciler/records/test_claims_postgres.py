@@ -12,6 +12,7 @@ import sqlalchemy as sa
 from reconciler.db import rows
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
+from reconciler.db.schema import Slot
 from reconciler.lifecycle import slices
 from reconciler.model.states import ClaimState, ProofKind
 from reconciler.records import claims, proofs
@@ -37,7 +38,7 @@ def test_a_claim_and_a_sale_take_turns(engine: sa.Engine, beside: Beside, first:
         key = site.allocate(conn)
         (claim,) = claims.of_allocation(conn, key)
         slices.move_claims(conn, key, "fail", ADMIN)
-        slot = rows.get(conn, tables.slots, claim["slot_id"], "slot")
+        slot = rows.get(conn, Slot, claim["slot_id"])
     del claim["live_mode"]
 
     def claim_it(conn: sa.Connection) -> None:

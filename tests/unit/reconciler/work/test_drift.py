@@ -72,7 +72,7 @@ def test_the_leader_asks_and_the_records_learn(
     with transaction(sold.engine) as conn:
         first = slots.of_node(conn, "n1")[0]
     holdings = nothing()
-    tenant(holdings, STRANGER, {first["id"]: Bundle.of(first)})
+    tenant(holdings, STRANGER, {first["id"]: Bundle.of(vars(first))})
     runs.ends(evidence=evidence(sold, holdings))
     ended = attend()
     assert ended["state"] == "succeeded", ended["error"]
