@@ -18,6 +18,7 @@ from sqlalchemy import Connection, Engine
 from reconciler.backup import archive, database, unfinished
 from reconciler.db import clock, migrations
 from reconciler.db.engine import open_engine, transaction
+from reconciler.db.schema import ApiToken
 from reconciler.lifecycle import restore as restored
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
@@ -111,13 +112,13 @@ def _believed(conn: Connection) -> dict[str, Any]:
     }
 
 
-def _token(token: dict[str, Any]) -> dict[str, Any]:
+def _token(token: ApiToken) -> dict[str, Any]:
     """One that was revoked after the backup opens everything again, and nobody knows which."""
     return {
-        "name": token["name"],
-        "role": token["role"],
-        "created_at": clock.iso(token["created_at"]),
-        "if_revoked_since": f"gpuaas token revoke {token['id']}",
+        "name": token.name,
+        "role": token.role,
+        "created_at": clock.iso(token.created_at),
+        "if_revoked_since": f"gpuaas token revoke {token.id}",
     }
 
 

@@ -312,14 +312,15 @@ def _emit_change(
 
 
 def _refused(entity: str, record: Row, source: str, event: str) -> Problem:
-    can = " or ".join(f"`{command}`" for command in asked.commands(entity, vars(record), source))
+    fields = vars(record)
+    can = " or ".join(f"`{command}`" for command in asked.commands(entity, fields, source))
     states = " or ".join(asked.sources(entity, event)) or "no state at all"
     return Problem(
         "transition_refused",
         409,
-        expected=f"{entity} {record.id} in {states}, for {asked.named(entity, vars(record), event)}",
+        expected=f"{entity} {record.id} in {states}, for {asked.named(entity, fields, event)}",
         found=f"{source}; what can be asked for there: {can}" if can else source,
-        remedy=asked.remedy(entity, vars(record), source, event),
+        remedy=asked.remedy(entity, fields, source, event),
         detail={"entity": entity, "id": record.id, "state": source},
     )
 

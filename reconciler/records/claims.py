@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import sqlalchemy as sa
@@ -120,19 +121,16 @@ def held_slots(conn: sa.Connection, allocation_id: str) -> list[Slot]:
         claims.c.disk_generation == slot_table.c.disk_generation,
     )
     query = (
-        sa.select(slot_table)
+        sa.select(slot_table, claims.c.position)
         .join(claims, join)
         .where(claims.c.allocation_id == allocation_id)
         .order_by(slot_table.c.id)
     )
-    locked = {
-        slot.id: slot for slot in rows.every(conn, query.with_for_update(of=slot_table), Slot)
-    }
-    return [
-        locked[claim.slot_id]
-        for claim in of_allocation(conn, allocation_id)
-        if claim.slot_id in locked
-    ]
+    found = rows.every(conn, query.with_for_update(of=slot_table))
+    found.sort(key=itemgetter("position"))
+    for row in found:
+        del row["position"]
+    return [Slot(**row) for row in found]
 
 
 def unfenced(conn: sa.Connection, fences: Mapping[str, int]) -> list[str]:

@@ -24,9 +24,9 @@ from reconciler.model.act import Act
 from reconciler.model.errors import Problem, not_found
 from reconciler.model.states import Role
 
-# A stolen enrolment token is worth a host: it lives no longer than a first boot needs.
 T = TypeVar("T", ApiToken, EnrolmentToken)
 
+# A stolen enrolment token is worth a host: it lives no longer than a first boot needs.
 ENROLMENT_MAX_S = 900
 ORDER = Order(api_tokens, ("created_at", "id"), descending=True)
 _OPEN = (

@@ -264,7 +264,7 @@ def drift_variables(work: Work) -> dict[str, Any]:
 
 def drift_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     # From when the task was taken on, not from when the host looked: of the two, the earlier.
-    since = work.task.started_at
+    since = work.task.started_at or 0.0
     return drift.reconcile(
         work.conn, work.task.node_id, evidence, work.act.because("compared"), since=since
     )

@@ -64,7 +64,7 @@ def test_a_launch_is_told_as_it_is_stored(selling: Site) -> None:
 @pytest.mark.covers("I3", "I20")
 def test_a_change_whose_telling_failed_is_not_committed(selling: Site) -> None:
     with reading(selling.engine) as conn:
-        slot = rows.every(conn, sa.select(slots))[0]
+        slot = rows.every(conn, sa.select(slots), Slot)[0]
 
     def half(conn: sa.Connection) -> None:
         with batch_insert(conn):

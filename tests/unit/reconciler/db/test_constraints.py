@@ -70,6 +70,12 @@ def refused(conn: sa.Connection, *told: str) -> Iterator[None]:
     assert any(word in str(caught.value.orig) for word in told), caught.value.orig
 
 
+def stored(conn: sa.Connection, slot_id: str) -> dict[str, Any]:
+    """The columns of a slot, to be written again with some of them changed."""
+    query = sa.select(tables.slots).where(tables.slots.c.id == slot_id)
+    return dict(conn.execute(query).mappings().one())
+
+
 def another(conn: sa.Connection, **same: Any) -> dict[str, Any]:
     """A second claim that has nothing in common with the first but what is asked for."""
     (first,) = rows.every(conn, sa.select(tables.claims))
@@ -174,7 +180,7 @@ def test_a_disks_generation_only_grows(conn: sa.Connection) -> None:
         change(conn, slot, nvme_identity="eui.another")
     # Nor does the disk begin anew in a new slot.
     change(conn, slot, retired_at=1.0)
-    again = rows.get(conn, Slot, slot["id"]) | {"retired_at": None}
+    again = stored(conn, slot["id"]) | {"retired_at": None}
     again |= {"id": rows.new_id(), "status": "disabled"}
     with refused(conn, told):
         rows.add(conn, Slot, again | {"disk_generation": 6})
@@ -243,7 +249,7 @@ def test_no_slot_is_available_under_a_live_claim(conn: sa.Connection) -> None:
     # Nor is its disk in a slot that has come after it.
     with conn.begin_nested() as attempt:
         change(conn, slot, retired_at=1.0)
-        again = rows.get(conn, Slot, slot["id"]) | {"id": rows.new_id()}
+        again = stored(conn, slot["id"]) | {"id": rows.new_id()}
         with refused(conn, told):
             rows.add(conn, Slot, again | {"retired_at": None} | fresh)
         attempt.rollback()

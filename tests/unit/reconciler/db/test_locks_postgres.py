@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -191,7 +192,7 @@ def maintain(conn: sa.Connection) -> Any:
 
 def prepare(conn: sa.Connection) -> Any:
     """The start of a bootstrap that may restart the host."""
-    task = {"node_id": "n1", "parameters": {"allow_reboot": True}}
+    task: Any = SimpleNamespace(node_id="n1", parameters={"allow_reboot": True})
     return node.bootstrap_start(Work(conn, task, nodes.get(conn, "n1"), {}, Settings()))
 
 

@@ -39,10 +39,11 @@ def test_a_claim_and_a_sale_take_turns(engine: sa.Engine, beside: Beside, first:
         (claim,) = claims.of_allocation(conn, key)
         slices.move_claims(conn, key, "fail", ADMIN)
         slot = rows.get(conn, Slot, claim["slot_id"])
-    del claim["live_mode"]
+    values = vars(claim) | {"id": rows.new_id()}
+    del values["live_mode"]
 
     def claim_it(conn: sa.Connection) -> None:
-        conn.execute(sa.insert(tables.claims).values(claim | {"id": rows.new_id()}))
+        conn.execute(sa.insert(tables.claims).values(values))
 
     def sell_it(conn: sa.Connection) -> None:
         proof = proofs.record(conn, slot, ProofKind.UNTOUCHED, {})
