@@ -30,9 +30,10 @@ class Order:
     columns: tuple[str, ...]
     descending: bool = False
 
-    def keys(self, row: Mapping[str, Any]) -> tuple[Key, ...]:
+    def keys(self, row: Row | Mapping[str, Any]) -> tuple[Key, ...]:
         """The row's place in the list."""
-        return tuple(row[name] for name in self.columns)
+        values = vars(row) if isinstance(row, Row) else row
+        return tuple(values[name] for name in self.columns)
 
     def fits(self, keys: tuple[object, ...]) -> bool:
         """Whether these can be the keys of a row."""

@@ -160,11 +160,11 @@ def test_available_needs_the_proof_of_its_own_disk_as_it_is_now(conn: sa.Connect
     change(conn, slot, disk_generation=slot["disk_generation"] + 1)
     with refused(conn, *key):
         change(conn, slot, status="available", available_proof_id=slot["available_proof_id"])
-    slot = rows.get(conn, Slot, slot["id"])
+    slot = stored(conn, slot["id"])
     proof = proofs.record_transition(
         conn, "n1", {"disk": slot["nvme_identity"], "method": "discard", "verified": True}, Site.act
     )
-    change(conn, slot, status="available", available_proof_id=proof["id"])
+    change(conn, slot, status="available", available_proof_id=proof.id)
 
 
 @pytest.mark.covers("I4")
@@ -184,7 +184,7 @@ def test_a_disks_generation_only_grows(conn: sa.Connection) -> None:
     again |= {"id": rows.new_id(), "status": "disabled"}
     with refused(conn, told):
         rows.add(conn, Slot, again | {"disk_generation": 6})
-    assert rows.add(conn, Slot, again)["disk_generation"] == 7
+    assert rows.add(conn, Slot, again).disk_generation == 7
 
 
 def prove(conn: sa.Connection, slot: dict[str, Any], generation: int) -> str:
@@ -192,7 +192,7 @@ def prove(conn: sa.Connection, slot: dict[str, Any], generation: int) -> str:
     same_disk = tables.proofs.c.disk_identity == slot["nvme_identity"]
     proof = rows.every(conn, sa.select(tables.proofs).where(same_disk))[0]
     proof |= {"id": rows.new_id(), "disk_generation": generation}
-    return str(rows.add(conn, Proof, proof)["id"])
+    return str(rows.add(conn, Proof, proof).id)
 
 
 def move(conn: sa.Connection, claim: dict[str, Any], state: ClaimState) -> None:

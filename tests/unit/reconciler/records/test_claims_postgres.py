@@ -38,7 +38,7 @@ def test_a_claim_and_a_sale_take_turns(engine: sa.Engine, beside: Beside, first:
         key = site.allocate(conn)
         (claim,) = claims.of_allocation(conn, key)
         slices.move_claims(conn, key, "fail", ADMIN)
-        slot = rows.get(conn, Slot, claim["slot_id"])
+        slot = rows.get(conn, Slot, claim.slot_id)
     values = vars(claim) | {"id": rows.new_id()}
     del values["live_mode"]
 
@@ -47,8 +47,8 @@ def test_a_claim_and_a_sale_take_turns(engine: sa.Engine, beside: Beside, first:
 
     def sell_it(conn: sa.Connection) -> None:
         proof = proofs.record(conn, slot, ProofKind.UNTOUCHED, {})
-        sold = {"status": "available", "available_proof_id": proof["id"]}
-        mine = tables.slots.c.id == slot["id"]
+        sold = {"status": "available", "available_proof_id": proof.id}
+        mine = tables.slots.c.id == slot.id
         conn.execute(sa.update(tables.slots).where(mine).values(sold))
 
     order = (claim_it, sell_it) if first == "claim" else (sell_it, claim_it)
