@@ -30,7 +30,7 @@ __all__ = ["attend", "runs"]
 pytestmark = pytest.mark.covers("CTRL-8", "I14")
 
 STRANGER = "43bd713b-6073-4ef7-8a51-2897e902365d"
-Attend = Callable[[], dict[str, Any]]
+Attend = Callable[[], Task]
 
 
 @pytest.fixture
@@ -76,8 +76,8 @@ def test_the_leader_asks_and_the_records_learn(
     tenant(holdings, STRANGER, {first.id: Bundle.of(vars(first))})
     runs.ends(evidence=evidence(sold, holdings))
     ended = attend()
-    assert ended["state"] == "succeeded", ended["error"]
-    assert ended["result"]["shut"] == [first.id]
+    assert ended.state == "succeeded", ended.error
+    assert ended.result["shut"] == [first.id]
     (spec,) = runs.launched
     assert spec.playbook == "reconcile_drift"
     assert spec.variables["slice_slots"][0]["slot_id"] == first.id
@@ -101,7 +101,7 @@ def test_a_host_that_falls_silent_with_nothing_to_do_is_lost_and_comes_back(
 ) -> None:
     loop()
     runs.outcome = SILENT
-    assert attend()["state"] == "waiting"
+    assert attend().state == "waiting"
     with transaction(sold.engine) as conn:
         assert nodes.get(conn, "n1").state == "unreachable"
         assert sold.statuses(conn) == ["available", "available"]
@@ -111,7 +111,7 @@ def test_a_host_that_falls_silent_with_nothing_to_do_is_lost_and_comes_back(
         assert nodes.get(conn, "n1").state == "ready"
     runs.alive = False
     runs.ends(evidence=evidence(sold, nothing()))
-    assert attend()["state"] == "succeeded"
+    assert attend().state == "succeeded"
 
 
 @pytest.mark.covers("I13")
@@ -123,7 +123,7 @@ def test_a_look_that_fails_changes_nothing(
 ) -> None:
     loop()
     runs.ends(status)
-    assert attend()["state"] == state
+    assert attend().state == state
     with transaction(sold.engine) as conn:
         assert sold.statuses(conn) == ["available", "available"]
         assert nodes.get(conn, "n1").state == "ready"

@@ -215,7 +215,7 @@ def test_one_member_that_cannot_be_looked_after_keeps_no_other_waiting(
 
     def planted(conn: sa.Connection, found: Any, *given: Any) -> None:
         left(conn, found, *given)
-        if found["id"] == broken:
+        if found.id == broken:
             raise ValueError("planted")
 
     monkeypatch.setattr(app_operations, "left", planted)
