@@ -36,7 +36,7 @@ def compare_hosts(engine: Engine, settings: Settings) -> None:
         found = drift.due(conn, every_s=every_s, at_once=at_once)
     for node_id in found:
         task = retrying(engine, partial(drift.queue_comparison, node_id=node_id, act=_DRIFT_ACT))
-        _DRIFT_LOG.info("task %s compares host %s with the records", task["id"], node_id)
+        _DRIFT_LOG.info("task %s compares host %s with the records", task.id, node_id)
 
 
 _CERTIFICATES_LOG = logging.getLogger("gpuaas.certificates")
