@@ -1,4 +1,4 @@
-"""`gpuaas launch`, `release`, `allocations`, `recover`."""
+"""`gpuaas launch`, `release`, `allocations`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from reconciler.cli import runbook, session, show
+from reconciler.cli import session, show
 from reconciler.cli.projects import known, or_name_one
 from reconciler.model.errors import Problem
 from reconciler.wait_timeout import Patience
@@ -22,11 +22,10 @@ COLUMNS = ("id", "state", "gpu_count", "hostname", "connection.host", "created_a
 
 
 def mount(app: typer.Typer) -> None:
-    """Add what tenants type, and what operators type when it went wrong."""
+    """Add the commands of a tenant."""
     app.command("launch")(launch)
     app.command("release")(release)
     app.command("allocations")(list_allocations)
-    app.command("recover")(recover)
 
 
 def launch(
@@ -109,29 +108,6 @@ def list_allocations(
     with or_name_one():
         found = list(here.client.items("/admin/allocations", **query))
     show.rows(here, found, "id", "project_id", "state", "node_id", "gpu_count", "error.code")
-
-
-def recover(
-    context: typer.Context,
-    allocation: Allocation,
-    reason: Annotated[str, typer.Option(help="Kept in the audit log.")],
-) -> None:
-    """Bring the slots of a failed allocation back, with evidence at every step."""
-    here = session.of(context)
-    from reconciler import recovery
-
-    def told(step: str, found: dict[str, Any]) -> None:
-        show.line(f"  {step}")
-        for line in runbook.lines(step, found):
-            show.line(f"    {line}")
-
-    evidence = recovery.recover(here.client, allocation, reason, told)
-    if here.output == "json":
-        show.document(evidence)
-        return
-    # All of it was told as it came; what is asked at the end is how the slots are.
-    after = [{"id": key, **slot} for key, slot in evidence["inventory_after"].items()]
-    show.rows(here, after, "slot_index", "id", "status", "health_state")
 
 
 def _until(here: session.Session, allocation: dict[str, Any], states: set[str]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from reconciler.cli import (
     nodes,
     policy,
     projects,
+    recovery,
     service,
     show,
     slots,
@@ -53,6 +54,7 @@ app.add_typer(tokens.app, name="token")
 service.mount(app)
 login.mount(app)
 allocations.mount(app)
+recovery.mount(app)
 audit.mount(app)
 capacity.mount(app)
 policy.mount(app)

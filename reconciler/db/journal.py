@@ -22,6 +22,7 @@ from reconciler.db.schema import (
     history,
     nodes,
     outbox,
+    recovery_cases,
     slots,
     tasks,
 )
@@ -55,6 +56,7 @@ ENTITIES = {
     "app_instance": Entity(app_instances, "status"),
     "app_member": Entity(app_members, "status"),
     "app_operation": Entity(app_operations, "status"),
+    "recovery_case": Entity(recovery_cases),
 }
 
 

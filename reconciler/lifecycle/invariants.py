@@ -15,7 +15,16 @@ import sqlalchemy as sa
 from reconciler.db import clock, rows
 from reconciler.db.journal import ENTITIES
 from reconciler.db.rows import Record
-from reconciler.db.schema import allocations, claims, history, nodes, slots, tasks, usage
+from reconciler.db.schema import (
+    allocations,
+    claims,
+    history,
+    nodes,
+    recovery_cases,
+    slots,
+    tasks,
+    usage,
+)
 from reconciler.db.schema import proofs as proof_table
 from reconciler.lifecycle import gate
 from reconciler.model import transitions
@@ -28,6 +37,7 @@ from reconciler.model.states import (
     NodeMode,
     NodeState,
     ProofKind,
+    RecoveryState,
     SlotState,
     TaskState,
 )
@@ -293,6 +303,18 @@ def in_time(conn: sa.Connection) -> Found:
                 yield Violation("I12", f"{entity} {key}", f"{value} past {clock.iso(at)}, unseen")
 
 
+def recovered_by_proof(conn: sa.Connection) -> Found:
+    """I4: a recovery case that succeeded names a proof for each of its slots."""
+    query = sa.select(recovery_cases).where(recovery_cases.c.state == RecoveryState.RECOVERED)
+    for case in stream(conn, query):
+        count = len(case["slot_ids"])
+        named = sa.select(sa.func.count()).where(proof_table.c.id.in_(case["proof_ids"]))
+        known = conn.execute(named).scalar_one()
+        if known != count:
+            found = f"recovered with {known} proofs for {count} slots"
+            yield Violation("I4", f"recovery_case {case['id']}", found)
+
+
 def unknown_frees_nothing(conn: sa.Connection) -> Found:
     """I13: a run of which no outcome was seen is followed by a wipe before anything is sold."""
     known = {row["id"]: row for row in rows.every(conn, _proofs_in_use())}
@@ -368,6 +390,7 @@ CHECKS: tuple[Callable[[sa.Connection], Found], ...] = (
     whole_or_sliced,
     committed_together,
     proven,
+    recovered_by_proof,
     fenced,
     in_time,
     unknown_frees_nothing,

@@ -17,6 +17,7 @@ from reconciler.db.schema.capacity import allocations, claims, images, proofs, s
 from reconciler.db.schema.evidence import absences, baselines, discoveries, parities
 from reconciler.db.schema.nodes import nodes
 from reconciler.db.schema.record import audit_log, history, outbox
+from reconciler.db.schema.recovery import recovery_cases
 from reconciler.db.schema.service import leaders, service_processes
 from reconciler.db.schema.work import task_events, tasks
 
@@ -43,6 +44,7 @@ __all__ = [
     "parities",
     "projects",
     "proofs",
+    "recovery_cases",
     "service_processes",
     "settings",
     "slots",
