@@ -81,10 +81,10 @@ def literal_topics() -> set[str]:
     found = set()
     for file in (PROJECT / "reconciler").rglob("*.py"):
         text = file.read_text()
-        if "outbox" not in text:
+        if "emit" not in text:
             continue
         for node in ast.walk(ast.parse(text)):
-            if not isinstance(node, ast.Call):
+            if not isinstance(node, ast.Call) or len(node.args) < 2:
                 continue
             if ast.unparse(node.func).rpartition(".")[2] in ("emit", "emit_report"):
                 topic = node.args[1]
