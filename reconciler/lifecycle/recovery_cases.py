@@ -100,10 +100,9 @@ def open_case(
 def _adopt(conn: sa.Connection, case: Record, act: Act) -> Record:
     """A person's word replaces the policy's, and an older word that keeps the slots as they are."""
     case = case_records.hold(conn, case["id"])
-    held_back = recovery_policy.kept(conn, case["allocation_id"], case=case)
     if not act.reason.strip() or act.actor == ACTOR:
         return case
-    if case["requested_by"] != ACTOR and not held_back:
+    if case["requested_by"] != ACTOR and not _kept(conn, case):
         return case
     allocation = rows.get(conn, allocations, case["allocation_id"], "allocation")
     _audit(conn, ADOPTED, case, allocation, act)
@@ -273,7 +272,10 @@ def _task_reason(conn: sa.Connection, task_id: str) -> tuple[str, str]:
 def _judge(conn: sa.Connection, case: Record) -> Judgement:
     seen = _progress(conn, case)
     move, why = next_move(seen)
-    return Judgement(move, why, seen, {} if move == Move.WAIT else _held_back(conn, case))
+    # Once the clean-up has begun there is nothing left that could stay as it is.
+    early = seen.state in (RecoveryState.OPENED, RecoveryState.VERIFYING)
+    hold = _held_back(conn, case) if early and move != Move.WAIT else {}
+    return Judgement(move, why, seen, hold)
 
 
 def _progress(conn: sa.Connection, case: Record) -> Progress:
@@ -293,7 +295,7 @@ def _progress(conn: sa.Connection, case: Record) -> Progress:
 
 def _held_back(conn: sa.Connection, case: Record) -> Record:
     """What a person has said since, and the policy's switch."""
-    kept = recovery_policy.kept(conn, case["allocation_id"], case=case)
+    kept = _kept(conn, case)
     if kept:
         return {
             "code": "kept_for_inspection",
@@ -311,6 +313,12 @@ def _held_back(conn: sa.Connection, case: Record) -> Record:
             f" `gpuaas recover {case['allocation_id']} --reason WHY`",
         }
     return {}
+
+
+def _kept(conn: sa.Connection, case: Record) -> str:
+    """A word that keeps the slots: for the policy any, for a person what was said since."""
+    since = 0.0 if case["requested_by"] == ACTOR else case["requested_at"]
+    return recovery_policy.kept(conn, case["allocation_id"], since=since)
 
 
 def _wait(conn: sa.Connection, case: Record, hold: Record, act: Act) -> Record | None:

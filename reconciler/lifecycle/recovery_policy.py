@@ -91,21 +91,17 @@ def _judge(
     return BlockedAllocation(allocation_id, node_id, tuple(held), move, why)
 
 
-def kept(conn: sa.Connection, allocation_id: str, *, case: Record | None = None) -> str:
+def kept(conn: sa.Connection, allocation_id: str, *, since: float = 0.0) -> str:
     """Why a person who ended the allocation wants its slots to stay as they are; "" for nobody.
 
     The newest word counts: with `runtime_verified_absent` true the slots are on their way back.
-    case: what it did itself, or what was said before a person asked for it, does not count.
+    What a recovery case does in a person's name is no such word. since: older words do not count.
     """
     said = [
         row
         for row in journal.audit_rows(conn, action=FORCE_CLEANUP, subject_id=allocation_id)
-        if row["actor"] != ACTOR
+        if row["actor"] != ACTOR and CASE not in row["detail"] and row["at"] > since
     ]
-    if case is not None:
-        said = [row for row in said if row["detail"].get(CASE) != case["id"]]
-        if case["requested_by"] != ACTOR:
-            said = [row for row in said if row["at"] > case["requested_at"]]
     if not said or said[0]["detail"]["runtime_verified_absent"]:
         return ""
     return f"{said[0]['actor']}: {said[0]['reason']}"
