@@ -367,7 +367,7 @@ def _clean(conn: sa.Connection, case: Record, judged: Judgement, act: Act) -> Re
         }
         steps.append(_step("repair", {"tasks": repairs}))
         tasks += repairs.values()
-    columns = {
+    columns: Record = {
         "confirm": released or not absent,
         "task_ids": list(dict.fromkeys(tasks)),
         "waits_for": {},
