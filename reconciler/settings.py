@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, IPvAnyAddress, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from reconciler import shipped
@@ -68,9 +68,8 @@ class Settings(BaseSettings):
         description="URL under which hosts reach the API; empty: the listen address, with which a"
         " host enrols only if that is one which other machines can reach.",
     )
-    public_address: str = Field(
-        default="",
-        pattern=r"^([0-9]{1,3}(\.[0-9]{1,3}){3}|[0-9a-f:]*:[0-9a-f:.]*)?$",
+    public_address: IPvAnyAddress | None = Field(
+        default=None,
         description="IP address behind the name in public_url, for a site whose DNS does not know"
         " the name: hosts use it to enrol, and bootstrap writes it into their /etc/hosts.",
     )
@@ -204,6 +203,16 @@ class Settings(BaseSettings):
         default=30, ge=0, le=120, description="How far the provider's clock may be from ours."
     )
 
+    @field_validator("public_address", mode="before")
+    @classmethod
+    def _address_without_zone(cls, text: Any) -> Any:
+        """An empty variable sets no address. A zone (fe80::1%eth0) means something to one machine
+        only, and this address is for others.
+        """
+        if isinstance(text, str) and "%" in text:
+            raise ValueError("an IP address without a zone")
+        return text or None
+
     @field_validator("database_url")
     @classmethod
     def _database_is_one_of_ours(cls, url: str) -> str:
@@ -273,7 +282,7 @@ class Settings(BaseSettings):
     def api_names(self) -> dict[str, str]:
         """Address by name of the API, as hosts must know it; {} where their DNS does."""
         name = urlsplit(self.api_url).hostname or ""
-        return {name: self.public_address} if name and self.public_address else {}
+        return {name: str(self.public_address)} if name and self.public_address else {}
 
 
 def _of_this_machine(name: str) -> bool:

@@ -54,7 +54,7 @@ def issue(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResp
             secret,
             user=node["ssh_user"],
             ca=enrolment.read_pin(context.settings.enrolment_ca_file),
-            address=context.settings.public_address,
+            address=str(context.settings.public_address or ""),
         )
         return views.record(record), {"token": secret, "userdata": script}
 

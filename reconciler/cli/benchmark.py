@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from reconciler.benchmark import document, guest, page, picture
+from reconciler.benchmark import document, guest
 from reconciler.benchmark import gate as judge
 from reconciler.benchmark.capture import capture as measure
 from reconciler.benchmark.compare import compare as differences
@@ -132,10 +132,13 @@ def compare(
     if len(files) < 2:
         raise _refused("captures_few", "two captures or more", str(len(files)), "the files")
     found = differences([document.load(file) for file in files])
-    if svg:
-        document.write(svg, picture.svg(found))
-    if html:
-        document.write(html, page.html(found))
+    if svg or html:
+        from reconciler.benchmark import chart, page  # the charting library takes a while to load
+
+        if svg:
+            document.write(svg, chart.svg(found))
+        if html:
+            document.write(html, page.html(found))
     if here.output == "json":
         show.document(found)
         return
