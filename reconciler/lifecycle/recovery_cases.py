@@ -124,7 +124,7 @@ def open_by_policy(conn: sa.Connection, allocation_id: str) -> BlockedAllocation
     policy = recovery_policy.hold(conn)
     if not policy.enabled:
         return None
-    found = next(
+    candidate = next(
         (
             one
             for one in recovery_policy.blocked_allocations(conn)
@@ -132,23 +132,23 @@ def open_by_policy(conn: sa.Connection, allocation_id: str) -> BlockedAllocation
         ),
         None,
     )
-    if found is None or found.move == Move.WAIT:
-        return found
+    if candidate is None or candidate.move == Move.WAIT:
+        return candidate
     # The request with which all of it began.
     allocation = rows.get(conn, allocations, allocation_id, "allocation")
-    act = Act(ACTOR, recovery_policy.REASON + found.why, allocation["correlation_id"])
-    if found.move == Move.STOP:
-        recovery_policy.stop(conn, allocation_id, found.node_id, found.why, act)
-        return found
+    act = Act(ACTOR, recovery_policy.REASON + candidate.why, allocation["correlation_id"])
+    if candidate.move == Move.STOP:
+        recovery_policy.stop(conn, allocation_id, candidate.node_id, candidate.why, act)
+        return candidate
     try:
         with conn.begin_nested():
-            recovery_policy.record_begun(conn, found, act)
+            recovery_policy.record_begun(conn, candidate, act)
             open_case(conn, allocation_id, act, remove_leftovers=policy.remove_leftovers)
     except Problem as refusal:
         if refusal.code not in _PASSING:
             why = f"{refusal.code}: {refusal.found}"
-            recovery_policy.stop(conn, allocation_id, found.node_id, why, act)
-    return found
+            recovery_policy.stop(conn, allocation_id, candidate.node_id, why, act)
+    return candidate
 
 
 def refuse(allocation: Record, held: list[Record]) -> None:
@@ -185,12 +185,12 @@ def refuse(allocation: Record, held: list[Record]) -> None:
 
 def due(conn: sa.Connection) -> list[str]:
     """The open cases that can go on, or whose reason for waiting has changed. Locks nothing."""
-    found = []
+    case_ids = []
     for case in case_records.every_open(conn):
         judged = _judge(conn, case)
         if judged.hold != case["waits_for"] or not (judged.hold or judged.move == Move.WAIT):
-            found.append(case["id"])
-    return found
+            case_ids.append(case["id"])
+    return case_ids
 
 
 def play(conn: sa.Connection, case_id: str) -> Record | None:
@@ -456,8 +456,8 @@ def _report_steps(conn: sa.Connection, case: Record, name: str) -> Steps:
 def _last_steps(conn: sa.Connection, case: Record) -> Steps:
     confirmed = case["state"] == RecoveryState.CONFIRMING
     before = _report_steps(conn, case, "runtime_absence_after") if confirmed else []
-    found = recovery_evidence.after_cleanup(conn, case)
-    return [*before, *(_step(name, evidence) for name, evidence in found)]
+    last = recovery_evidence.after_cleanup(conn, case)
+    return [*before, *(_step(name, evidence) for name, evidence in last)]
 
 
 def _step(name: str, evidence: Record) -> Record:

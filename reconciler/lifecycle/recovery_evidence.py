@@ -36,9 +36,9 @@ def unsold_slots(conn: sa.Connection, case: Record) -> list[Record]:
     ]
 
 
-def stuck(found: Sequence[Record]) -> str:
+def stuck(slot_rows: Sequence[Record]) -> str:
     """Why a slot has not come back: of the one that was blocked last; "" when all have."""
-    left = _stuck_slots(found)
+    left = _stuck_slots(slot_rows)
     if not left:
         return ""
     last = max(left, key=lambda slot: float(slot["status_since"]))
@@ -47,19 +47,19 @@ def stuck(found: Sequence[Record]) -> str:
     return str(last["health_detail"].get("reason") or last["status"])
 
 
-def not_recovered(found: Sequence[Record]) -> Record:
+def not_recovered(slot_rows: Sequence[Record]) -> Record:
     """The failure of a case whose slots did not all come back."""
     return {
         "code": "slots_not_recovered",
         "expected": "every slot of the allocation proven clean",
-        "found": ", ".join(f"{slot['id']} {slot['status']}" for slot in _stuck_slots(found)),
+        "found": ", ".join(f"{slot['id']} {slot['status']}" for slot in _stuck_slots(slot_rows)),
         "remedy": "read the slot's health_detail and the task that failed; when the host is mended,"
         " recover again",
     }
 
 
-def _stuck_slots(found: Sequence[Record]) -> list[Record]:
-    return [slot for slot in found if slot["status"] not in _RECOVERED or slot["retired_at"]]
+def _stuck_slots(slot_rows: Sequence[Record]) -> list[Record]:
+    return [slot for slot in slot_rows if slot["status"] not in _RECOVERED or slot["retired_at"]]
 
 
 def cleaning(conn: sa.Connection, case: Record) -> str:
@@ -71,7 +71,7 @@ def cleaning(conn: sa.Connection, case: Record) -> str:
     )
 
 
-def inventory(conn: sa.Connection, found: Sequence[Record]) -> Record:
+def inventory(conn: sa.Connection, slot_rows: Sequence[Record]) -> Record:
     """How slots are, by id."""
     return {
         slot["id"]: {
@@ -83,7 +83,7 @@ def inventory(conn: sa.Connection, found: Sequence[Record]) -> Record:
             "health_detail": slot["health_detail"],
             "last_proof": _proof(conn, slot),
         }
-        for slot in found
+        for slot in slot_rows
     }
 
 
@@ -104,23 +104,23 @@ def proof_ids(conn: sa.Connection, case: Record) -> list[str]:
 
 def after_cleanup(conn: sa.Connection, case: Record) -> list[tuple[str, Record]]:
     """The last steps of the runbook, in order."""
-    found = slots_of(conn, case)
+    slot_rows = slots_of(conn, case)
     forced = journal.audit_rows(conn, action=FORCE_CLEANUP, subject_id=case["allocation_id"])
     steps: list[tuple[str, Record]] = [
-        ("inventory_after", inventory(conn, found)),
-        ("disk_evidence_after", {slot["id"]: _proof(conn, slot) for slot in found}),
+        ("inventory_after", inventory(conn, slot_rows)),
+        ("disk_evidence_after", {slot["id"]: _proof(conn, slot) for slot in slot_rows}),
         ("audit", {"events": [_audit_event(row) for row in forced[:1]]}),
     ]
     closed = {
-        slot["id"]: _gate(conn, slot) for slot in found if slot["status"] == SlotState.DISABLED
+        slot["id"]: _gate(conn, slot) for slot in slot_rows if slot["status"] == SlotState.DISABLED
     }
     return [*steps, ("not_on_sale", closed)] if closed else steps
 
 
 def _gate(conn: sa.Connection, slot: Record) -> Record:
     """Why a clean slot is not sold, and the command that comes next."""
-    found = [blocker.document() for blocker in gate.gate(conn, slot["id"])]
-    codes = [row["code"] for row in found]
+    blockers = [blocker.document() for blocker in gate.gate(conn, slot["id"])]
+    codes = [row["code"] for row in blockers]
     node = slot["node_id"]
     if slot["wanted"] == SlotState.DISABLED or "launches_failed" in codes:
         command = f"gpuaas slots enable {node} {slot['id']} --reason WHY"
@@ -128,7 +128,7 @@ def _gate(conn: sa.Connection, slot: Record) -> Record:
         command = f"gpuaas nodes transition {node} --device {slot['nvme_device']}"
     else:
         command = f"gpuaas nodes discover {node} && gpuaas nodes parity {node}"
-    return {"gate": found, "wanted": slot["wanted"], "next": command}
+    return {"gate": blockers, "wanted": slot["wanted"], "next": command}
 
 
 def _proof(conn: sa.Connection, slot: Record) -> Record | None:

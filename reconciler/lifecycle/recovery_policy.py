@@ -64,8 +64,8 @@ def blocked_allocations(conn: sa.Connection) -> list[BlockedAllocation]:
         if STOPPED_KEY not in slot["health_detail"] and slot["allocation_id"]:
             by_allocation[slot["allocation_id"]].append(slot)
     begun = _begun_since(conn, clock.read(conn) - HOUR_S) if by_allocation else []
-    found = [_judge(conn, policy, key, held, begun) for key, held in by_allocation.items()]
-    return sorted(found, key=lambda one: (_blocked_since(one.slots), one.allocation_id))
+    judged = [_judge(conn, policy, key, held, begun) for key, held in by_allocation.items()]
+    return sorted(judged, key=lambda one: (_blocked_since(one.slots), one.allocation_id))
 
 
 def _judge(
@@ -97,19 +97,19 @@ def kept(conn: sa.Connection, allocation_id: str, *, since: float = 0.0) -> str:
     The newest word counts: with `runtime_verified_absent` true the slots are on their way back.
     What a recovery case does in a person's name is no such word. since: older words do not count.
     """
-    said = [
+    words = [
         row
         for row in journal.audit_rows(conn, action=FORCE_CLEANUP, subject_id=allocation_id)
         if row["actor"] != ACTOR and CASE not in row["detail"] and row["at"] > since
     ]
-    if not said or said[0]["detail"]["runtime_verified_absent"]:
+    if not words or words[0]["detail"]["runtime_verified_absent"]:
         return ""
-    return f"{said[0]['actor']}: {said[0]['reason']}"
+    return f"{words[0]['actor']}: {words[0]['reason']}"
 
 
-def record_begun(conn: sa.Connection, found: BlockedAllocation, act: Act) -> None:
+def record_begun(conn: sa.Connection, judged: BlockedAllocation, act: Act) -> None:
     """The audit row that counts for the limits."""
-    _audit(conn, BEGUN, found.allocation_id, found.node_id, found.slots, act)
+    _audit(conn, BEGUN, judged.allocation_id, judged.node_id, judged.slots, act)
 
 
 def stop(conn: sa.Connection, allocation_id: str, node_id: str, why: str, act: Act) -> None:

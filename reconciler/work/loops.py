@@ -107,11 +107,11 @@ def recover_blocked(engine: Engine, _settings: Settings) -> None:
     """The loop: open a recovery case where the policy of the site allows it."""
     with reading(engine) as conn:
         enabled = recovery_policy.read(conn).enabled
-        found = recovery_policy.blocked_allocations(conn) if enabled else []
-    for one in found:
-        if one.move == Move.WAIT:
+        candidates = recovery_policy.blocked_allocations(conn) if enabled else []
+    for candidate in candidates:
+        if candidate.move == Move.WAIT:
             continue
-        key = one.allocation_id
+        key = candidate.allocation_id
         try:
             done = retrying(engine, partial(recovery_cases.open_by_policy, allocation_id=key))
         except Deposed:
@@ -127,8 +127,8 @@ def recover_blocked(engine: Engine, _settings: Settings) -> None:
 def play_recovery_cases(engine: Engine, _settings: Settings) -> None:
     """The loop: do the next move of every recovery case that can go on."""
     with reading(engine) as conn:
-        found = recovery_cases.due(conn)
-    for case_id in found:
+        case_ids = recovery_cases.due(conn)
+    for case_id in case_ids:
         try:
             case = retrying(engine, partial(recovery_cases.play, case_id=case_id))
         except Deposed:
