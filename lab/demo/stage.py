@@ -23,7 +23,7 @@ from lab.paths import REPOSITORY
 from lab.saved import Saved
 from lab.state import Lab
 from reconciler.client import Client
-from reconciler.domain.bundle import run_bundle
+from reconciler.model.bundle import run_bundle
 
 NODE = "lab-host"
 # The lab host for Ansible by hand, past the reconciler; it follows GPUAAS_LAB_DIR.

@@ -14,8 +14,9 @@ from reconciler.api.guards import IfMatch
 from reconciler.api.models import Filter, Id, Reasoned
 from reconciler.api.paging import Paging
 from reconciler.api.security import Admin
-from reconciler.domain.states import AllocationState
-from reconciler.store import allocations, recovery, tasks
+from reconciler.lifecycle import recovery
+from reconciler.model.states import AllocationState
+from reconciler.records import allocations, queue
 
 router = APIRouter(prefix="/admin/allocations", tags=["recovery"])
 
@@ -52,8 +53,8 @@ def show(allocation_id: Id, context: Admin) -> JSONResponse:
 
     def read(conn: Connection) -> Record:
         return views.record(allocations.get(conn, allocation_id)) | {
-            "tasks": views.items(tasks.every(conn, allocation_id=allocation_id))["items"],
-            "timeline": views.items(tasks.timeline(conn, allocation_id=allocation_id))["items"],
+            "tasks": views.items(queue.every(conn, allocation_id=allocation_id))["items"],
+            "timeline": views.items(queue.timeline(conn, allocation_id=allocation_id))["items"],
         }
 
     return guards.tagged(context.read(read))

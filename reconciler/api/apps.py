@@ -15,8 +15,8 @@ from reconciler.api.guards import IfMatch
 from reconciler.api.models import Body, Id, Name, PublicKey, Reasoned
 from reconciler.api.paging import Paging
 from reconciler.api.security import Member
-from reconciler.domain.states import AppSlug, Role
-from reconciler.store import apps, appwork
+from reconciler.lifecycle import app_operations, apps
+from reconciler.model.states import AppSlug, Role
 
 router = APIRouter(prefix="/projects/{project_id}/app-instances", tags=["apps"])
 
@@ -102,13 +102,13 @@ def members(project_id: Id, app_instance_id: Id, context: Member, part: Paging) 
 @router.get("/{app_instance_id}/member-operations")
 def operations(project_id: Id, app_instance_id: Id, context: Member, part: Paging) -> Record:
     """What was done with its members, and how it ended."""
-    page = part.page(appwork.OPERATIONS)
+    page = part.page(app_operations.OPERATIONS)
 
     def read(conn: Connection) -> list[Record]:
         apps.get(conn, project_id, app_instance_id)
-        return appwork.every(conn, app_instance_id, page)
+        return app_operations.every(conn, app_instance_id, page)
 
-    return part.told(appwork.OPERATIONS, context.read(read), appview.operation)
+    return part.told(app_operations.OPERATIONS, context.read(read), appview.operation)
 
 
 @router.post("/{app_instance_id}/bootstrap-ssh/reconcile", status_code=202)

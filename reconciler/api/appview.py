@@ -9,8 +9,8 @@ from typing import Any
 
 from reconciler.api import views
 from reconciler.api.shapes import Schema, array, closed, nullable, ref
-from reconciler.domain.states import AllocationState
-from reconciler.store import apps
+from reconciler.lifecycle import apps
+from reconciler.model.states import AllocationState
 
 Record = dict[str, Any]
 

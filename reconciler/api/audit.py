@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from reconciler.api.models import Filter
 from reconciler.api.paging import Paging
 from reconciler.api.security import Admin
-from reconciler.store import audit
+from reconciler.db import journal
 
 router = APIRouter(prefix="/admin/audit", tags=["audit"])
 
@@ -23,7 +23,7 @@ def list_audit(
     correlation_id: Filter = None,
 ) -> dict[str, Any]:
     """Newest first."""
-    page = part.page(audit.ORDER)
+    page = part.page(journal.AUDIT_ORDER)
     wanted = {"action": action, "subject_id": subject_id, "correlation_id": correlation_id}
-    rows = context.read(lambda conn: audit.every(conn, **wanted, page=page))
-    return part.told(audit.ORDER, rows)
+    rows = context.read(lambda conn: journal.audit_rows(conn, **wanted, page=page))
+    return part.told(journal.AUDIT_ORDER, rows)

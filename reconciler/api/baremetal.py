@@ -13,7 +13,7 @@ from reconciler.api import queueing, views
 from reconciler.api.guards import IfMatch
 from reconciler.api.models import Id, Reasoned
 from reconciler.api.security import Admin
-from reconciler.store import baremetal
+from reconciler.lifecycle import baremetal
 
 router = APIRouter(prefix="/admin/nodes/{node_id}", tags=["bare metal"])
 

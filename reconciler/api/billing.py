@@ -19,9 +19,10 @@ from reconciler.api.context import Context
 from reconciler.api.models import Filter, Id
 from reconciler.api.paging import Paging, Part
 from reconciler.api.security import Admin, Member
-from reconciler.store import clock, projects, usage
-from reconciler.store.paging import Page
-from reconciler.store.usage import Period
+from reconciler.db import clock
+from reconciler.db.rows import Page
+from reconciler.records import projects, usage
+from reconciler.records.usage import Period
 
 router = APIRouter(tags=["usage"])
 

@@ -5,7 +5,7 @@ A test compares this list with what the code raises; the contract has it as `Pro
 
 from __future__ import annotations
 
-from reconciler.domain.approval import REMEDIES
+from reconciler.model.approval import REMEDIES
 
 _REQUEST = """
     body_too_large conflict cursor_invalid database_missing database_unavailable

@@ -13,10 +13,10 @@ from pydantic import BaseModel
 from sqlalchemy import Connection, Engine
 
 from reconciler.api import correlation, guards, idempotency
-from reconciler.domain.act import Act
+from reconciler.db.engine import reading, retrying
+from reconciler.db.idempotency import Answer, Call, once
+from reconciler.model.act import Act
 from reconciler.settings import Settings
-from reconciler.store.engine import reading, retrying
-from reconciler.store.idempotency import Answer, Call, once
 
 T = TypeVar("T")
 

@@ -12,7 +12,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from reconciler.service import logs, metrics
+from reconciler import logs
+from reconciler.api import metrics
 
 log = logging.getLogger("gpuaas.api.request")
 

@@ -12,12 +12,12 @@ from sqlalchemy import Connection
 from reconciler.api import correlation, queueing, secrecy, views
 from reconciler.api.models import Body, Id, Reasoned
 from reconciler.api.security import Admin
-from reconciler.domain.act import Act
-from reconciler.domain.errors import Problem
+from reconciler.db.engine import reading, retrying
+from reconciler.lifecycle import host
+from reconciler.model.act import Act
+from reconciler.model.errors import Problem
 from reconciler.profiles import hardware_profile
-from reconciler.store import nodes, tokens
-from reconciler.store.engine import reading, retrying
-from reconciler.tasks import enrol as renewal
+from reconciler.records import nodes, tokens
 from reconciler.trust import ca, enrolment, preflight
 
 router = APIRouter(tags=["enrolment"])
@@ -54,7 +54,7 @@ def issue(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResp
             secret,
             user=node["ssh_user"],
             ca=enrolment.read_pin(context.settings.enrolment_ca_file),
-            address=context.settings.public_address,
+            address=str(context.settings.public_address or ""),
         )
         return views.record(record), {"token": secret, "userdata": script}
 
@@ -72,7 +72,7 @@ def renew(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResp
 
     def work(conn: Connection) -> dict[str, Any]:
         nodes.get(conn, node_id)
-        task = renewal.queue(conn, context.settings, node_id, act)
+        task = host.queue_renewal(conn, context.settings, node_id, act)
         return queueing.told(conn, task, act)
 
     return context.write(work, body=body, status=202)
@@ -115,7 +115,7 @@ def enrol(node_id: Id, body: EnrolmentBody, request: Request) -> dict[str, Any]:
             valid_until=certificate.valid_before.timestamp(),
         )
         tokens.replace_certificates(conn, node_id, asked.host_key, act)
-        nodes.enrolled(
+        host.enrolled(
             conn,
             node_id,
             act,
@@ -123,7 +123,7 @@ def enrol(node_id: Id, body: EnrolmentBody, request: Request) -> dict[str, Any]:
             host_key=asked.host_key,
             boot_id=asked.boot_id,
         )
-        nodes.learn_fabric(
+        host.learn_fabric(
             conn,
             node_id,
             act,

@@ -10,7 +10,7 @@ from fastapi import Depends, Header
 from fastapi.responses import JSONResponse
 from sqlalchemy import Connection
 
-from reconciler.store import guard
+from reconciler.db import locks
 
 Record = dict[str, Any]
 
@@ -27,7 +27,7 @@ class Guard:
     def check(self, conn: Connection, entity: str, key: str) -> None:
         """Problem precondition_failed when the record has changed since the caller read it."""
         if self.generations is not None:
-            guard.require(conn, entity, key, self.generations)
+            locks.require_generation(conn, entity, key, self.generations)
 
 
 def _guard(

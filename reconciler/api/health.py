@@ -6,11 +6,11 @@ from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse, Response
 from sqlalchemy import Engine
 
+from reconciler.api import metrics
 from reconciler.api.security import Admin
-from reconciler.domain.errors import Problem
-from reconciler.service import metrics
-from reconciler.store import leader, migrations, processes
-from reconciler.store.engine import reading
+from reconciler.db import leader, migrations
+from reconciler.db.engine import reading
+from reconciler.model.errors import Problem
 
 router = APIRouter(tags=["health"])
 
@@ -60,7 +60,7 @@ def numbers(context: Admin) -> Response:
 
 def _working(engine: Engine, needed: tuple[str, ...]) -> None:
     with reading(engine) as conn:
-        living = processes.roles(conn)
+        living = leader.live_roles(conn)
         leads = leader.read(conn, leader.LOOPS)
     missing = [role for role in needed if not living.get(role)]
     if missing:

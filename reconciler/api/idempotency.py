@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from reconciler.domain.errors import Problem
+from reconciler.model.errors import Problem
 
 HEADERS = ("Idempotency-Key", "X-Idempotency-Key")
 _KEY = re.compile(r"[!-~]{1,255}")

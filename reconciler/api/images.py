@@ -9,15 +9,16 @@ from fastapi.responses import FileResponse, JSONResponse
 from pydantic import Field, StringConstraints
 from sqlalchemy import Connection
 
-from reconciler.api import downloads, views
-from reconciler.api.downloads import url as download_url
+from reconciler.api import views
 from reconciler.api.memberview import MemberImages
 from reconciler.api.models import Bytes, Id, Label, Name, Reasoned
 from reconciler.api.paging import Paging
 from reconciler.api.security import Admin, Holder
-from reconciler.domain.errors import Problem
-from reconciler.store import images
-from reconciler.store.engine import reading
+from reconciler.db.engine import reading
+from reconciler.model.errors import Problem
+from reconciler.records import images
+from reconciler.trust import downloads
+from reconciler.trust.downloads import url as download_url
 
 __all__ = ["download_url", "router"]
 

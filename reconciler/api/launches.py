@@ -27,12 +27,14 @@ from reconciler.api.models import (
 )
 from reconciler.api.paging import Paging
 from reconciler.api.security import Member
-from reconciler.domain.errors import Problem, not_found
-from reconciler.domain.states import AllocationState, CapacityShape, Role
-from reconciler.planning.explain import public
+from reconciler.lifecycle import launch as launching
+from reconciler.lifecycle import placement
+from reconciler.model.errors import Problem, not_found
+from reconciler.model.scheduler.explain import public
+from reconciler.model.states import AllocationState, CapacityShape, Role
 from reconciler.profiles import profile_skus
+from reconciler.records import allocations
 from reconciler.settings import Settings
-from reconciler.store import allocations, placement
 
 router = APIRouter(prefix="/projects/{project_id}/allocations", tags=["allocations"])
 
@@ -99,7 +101,7 @@ def create(project_id: Id, body: NewAllocation, context: Member) -> JSONResponse
     act = context.act("launched by its project")
 
     def work(conn: Connection) -> MemberAllocation:
-        launch = allocations.Launch(
+        launch = launching.Launch(
             project_id=project_id,
             image=body.image or "",
             gpu_count=body.gpu_count or 0,
@@ -107,7 +109,7 @@ def create(project_id: Id, body: NewAllocation, context: Member) -> JSONResponse
             catalogue=_catalogue(context.settings, body.capacity_shape),
             **body.model_dump(mode="json", include=_AS_GIVEN),
         )
-        return tell(allocations.allocate(conn, launch, act))
+        return tell(launching.allocate(conn, launch, act))
 
     for _ in range(placement.TRIES):
         try:
@@ -155,7 +157,7 @@ def release(
     def work(conn: Connection) -> MemberAllocation:
         _of(conn, project_id, allocation_id)
         guard.check(conn, "allocation", allocation_id)
-        return tell(allocations.release(conn, allocation_id, act))
+        return tell(launching.release(conn, allocation_id, act))
 
     return context.write(work, body=body)
 

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from reconciler.api import views
-from reconciler.domain.states import AllocationState, CapacityShape
+from reconciler.model.states import AllocationState, CapacityShape
 
 # What the contract does not name is not sent.
 _SHOWN = ConfigDict(extra="ignore", json_schema_extra={"additionalProperties": False})

@@ -15,11 +15,13 @@ from reconciler.api.guards import IfMatch
 from reconciler.api.models import Address, Body, Id, Label, Name, Reason, Switch, Text, Username
 from reconciler.api.paging import Paging
 from reconciler.api.security import Admin
-from reconciler.domain import hardware
-from reconciler.domain.states import NodeMode, NodeState
+from reconciler.db import settings
+from reconciler.lifecycle import host
+from reconciler.model import hardware
+from reconciler.model.states import NodeMode, NodeState
 from reconciler.profiles import hardware_profile
+from reconciler.records import certificates, nodes, tokens
 from reconciler.settings import Settings
-from reconciler.store import certificates, nodes, settings, tokens
 
 router = APIRouter(prefix="/admin", tags=["nodes"])
 
@@ -170,7 +172,7 @@ def schedule(node_id: Id, body: Switch, context: Admin, guard: IfMatch) -> JSONR
 
     def work(conn: Connection) -> dict[str, Any]:
         guard.check(conn, "node", node_id)
-        nodes.set_scheduling(conn, node_id, body.enabled, act)
+        host.set_scheduling(conn, node_id, body.enabled, act)
         return views.record(nodes.get(conn, node_id))
 
     return context.write(work, body=body)

@@ -15,8 +15,9 @@ from reconciler.api.context import Context
 from reconciler.api.guards import Guard, IfMatch
 from reconciler.api.models import Body, Id, Reason
 from reconciler.api.security import Admin
-from reconciler.domain.act import Act
-from reconciler.store import gates, nodes
+from reconciler.lifecycle import gate, host
+from reconciler.model.act import Act
+from reconciler.records import nodes
 
 router = APIRouter(prefix="/admin/nodes/{node_id}", tags=["node state"])
 
@@ -30,13 +31,13 @@ class WhyNode(Body):
 @router.post("/drain")
 def drain(node_id: Id, body: WhyNode, context: Admin, guard: IfMatch) -> JSONResponse:
     """Sell nothing new on it; what runs on it ends by itself."""
-    return _move(context, node_id, body, guard, nodes.drain)
+    return _move(context, node_id, body, guard, host.drain)
 
 
 @router.post("/maintain")
 def maintain(node_id: Id, body: WhyNode, context: Admin, guard: IfMatch) -> JSONResponse:
     """Out of use; refused while anything of a tenant is on it."""
-    return _move(context, node_id, body, guard, nodes.maintain)
+    return _move(context, node_id, body, guard, host.maintain)
 
 
 @router.post("/resume")
@@ -44,8 +45,8 @@ def resume(node_id: Id, body: WhyNode, context: Admin, guard: IfMatch) -> JSONRe
     """Back into use: slots whose gate is open are sold again."""
 
     def back(conn: Connection, node: str, act: Act) -> None:
-        nodes.resume(conn, node, act)
-        gates.open_gate(conn, node, act)
+        host.resume(conn, node, act)
+        gate.open_gate(conn, node, act)
 
     return _move(context, node_id, body, guard, back)
 
@@ -53,7 +54,7 @@ def resume(node_id: Id, body: WhyNode, context: Admin, guard: IfMatch) -> JSONRe
 @router.post("/retire")
 def retire(node_id: Id, body: WhyNode, context: Admin, guard: IfMatch) -> JSONResponse:
     """Gone for good; from maintenance only, or when it never enrolled."""
-    return _move(context, node_id, body, guard, nodes.retire)
+    return _move(context, node_id, body, guard, host.retire)
 
 
 def _move(

@@ -15,10 +15,11 @@ from reconciler.api.context import Context
 from reconciler.api.guards import IfMatch
 from reconciler.api.models import Body, Id, Reasoned, Text
 from reconciler.api.security import Admin
-from reconciler.domain.errors import Problem
-from reconciler.domain.states import NodeMode, TaskKind
-from reconciler.store import images, nodes, writeoff
-from reconciler.tasks import story
+from reconciler.lifecycle import host, slots
+from reconciler.model.errors import Problem
+from reconciler.model.states import NodeMode, TaskKind
+from reconciler.records import images, nodes
+from reconciler.work import chaining as story
 
 router = APIRouter(prefix="/admin/nodes/{node_id}", tags=["node work"])
 
@@ -96,9 +97,9 @@ def convert(node_id: Id, body: Conversion, context: Admin, guard: IfMatch) -> JS
 
     def parameters(conn: Connection) -> dict[str, Any]:
         guard.check(conn, "node", node_id)
-        nodes.convert(conn, node_id, target, act)
+        host.convert(conn, node_id, target, act)
         back = target is NodeMode.BAREMETAL
-        given_up = {"written_off": writeoff.leases(conn, node_id)} if back else {}
+        given_up = {"written_off": slots.written_off_holds(conn, node_id)} if back else {}
         return {"allow_reboot": body.allow_reboot, **given_up, **following}
 
     following = story.then(story.TO_SLICE) if target is NodeMode.SLICE else {}
@@ -155,7 +156,7 @@ def _for_slice_host(
     """Queue work that makes a slice host: never by accident on a bare-metal node."""
 
     def checked(conn: Connection) -> dict[str, Any]:
-        nodes.require_slice_mode(conn, node_id)
+        host.require_slice_mode(conn, node_id)
         return parameters(conn)
 
     return queueing.for_node(context, node_id, kind, body, checked)

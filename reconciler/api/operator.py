@@ -19,10 +19,10 @@ from sqlalchemy import Connection, Engine
 from reconciler.api import health, problems, views
 from reconciler.api.correlation import Correlation
 from reconciler.api.security import Admin, Caller, caller
-from reconciler.domain.errors import Problem
-from reconciler.domain.states import Role
+from reconciler.db import leader
+from reconciler.model.errors import Problem
+from reconciler.model.states import Role
 from reconciler.settings import Settings
-from reconciler.store import leader, processes
 
 NAME = "local-operator"
 _HOST = re.compile(r"(?P<name>[A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
@@ -101,7 +101,7 @@ def _is_loopback(request: Request) -> bool:
 def site(request: Request, context: Admin) -> dict[str, Any]:
     """As `/readyz`, with who does the site's work: 503 when it cannot be done."""
     found = health.ready(request)
-    living = context.read(processes.roles)
+    living = context.read(leader.live_roles)
     return {**found, "processes": living, "leader": context.read(_leader)}
 
 
@@ -116,7 +116,7 @@ def _leader(conn: Connection) -> dict[str, Any]:
     if found is None:
         return {**_NOBODY}
     names = ("live", "holder", "epoch", "acquired_at", "expires_at")
-    known = {process["id"]: process for process in processes.every(conn)}
+    known = {process["id"]: process for process in leader.processes(conn)}
     # A process that ended in order is not there any more.
     process = known.get(found["holder"], {})
     told = {name: found[name] for name in names}

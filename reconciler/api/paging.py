@@ -12,8 +12,8 @@ from typing import Annotated, Any
 from fastapi import Depends, Query
 
 from reconciler.api import views
-from reconciler.domain.errors import Problem
-from reconciler.store.paging import Key, Order, Page
+from reconciler.db.rows import Key, Order, Page
+from reconciler.model.errors import Problem
 
 Record = dict[str, Any]
 

@@ -9,8 +9,8 @@ from sqlalchemy import Connection
 
 from reconciler.api.models import Filter
 from reconciler.api.security import Admin
-from reconciler.planning.snapshot import Want
-from reconciler.store import placement
+from reconciler.lifecycle import placement
+from reconciler.model.scheduler.snapshot import Want
 
 router = APIRouter(prefix="/admin/placement", tags=["placement"])
 

@@ -17,7 +17,7 @@ from sqlalchemy.exc import DBAPIError, IntegrityError, InterfaceError, Operation
 from starlette.exceptions import HTTPException
 
 from reconciler.api import correlation
-from reconciler.domain.errors import Problem
+from reconciler.model.errors import Problem
 from reconciler.trust.errors import TrustError
 
 log = logging.getLogger("gpuaas.api")

@@ -12,10 +12,10 @@ from reconciler.api import views
 from reconciler.api.models import Name, Reasoned
 from reconciler.api.paging import Paging
 from reconciler.api.security import Admin, Holder
-from reconciler.domain.errors import Problem
-from reconciler.domain.states import Role
-from reconciler.store import projects
-from reconciler.store.engine import reading
+from reconciler.db.engine import reading
+from reconciler.model.errors import Problem
+from reconciler.model.states import Role
+from reconciler.records import projects
 
 router = APIRouter(tags=["projects"])
 

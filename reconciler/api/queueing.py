@@ -11,9 +11,10 @@ from sqlalchemy import Connection
 
 from reconciler.api import views
 from reconciler.api.context import Context
-from reconciler.domain.act import Act
-from reconciler.domain.states import TaskKind
-from reconciler.store import audit, nodes, tasks
+from reconciler.db import journal
+from reconciler.model.act import Act
+from reconciler.model.states import TaskKind
+from reconciler.records import nodes, queue
 
 Record = dict[str, Any]
 
@@ -30,14 +31,14 @@ def for_node(
 
     def work(conn: Connection) -> Record:
         nodes.require_enrolled(conn, node_id)
-        item = tasks.Enqueue(
+        item = queue.Enqueue(
             kind=kind,
             node_id=node_id,
             subject_kind="node",
             subject_id=node_id,
             parameters=parameters(conn),
         )
-        return told(conn, tasks.enqueue(conn, item, act), act)
+        return told(conn, queue.enqueue(conn, item, act), act)
 
     return context.write(work, body=body, status=202)
 
@@ -45,7 +46,7 @@ def for_node(
 def told(conn: Connection, task: Record, act: Act) -> Record:
     """The task as the answer, with an audit row: asking for work on a host is an admin's act."""
     detail = {"kind": task["kind"], "task_id": task["id"]}
-    audit.write(
+    journal.audit(
         conn, act, "admin.task.queued", task["subject_kind"], task["subject_id"], detail=detail
     )
     return views.record(task)

@@ -11,8 +11,8 @@ from sqlalchemy import Connection
 
 from reconciler.api.models import Reasoned
 from reconciler.api.security import Admin
-from reconciler.domain.recovery import Policy
-from reconciler.store import policy
+from reconciler.lifecycle import recovery
+from reconciler.model.recovery import Policy
 
 router = APIRouter(prefix="/admin/settings/recovery-policy", tags=["recovery policy"])
 
@@ -40,14 +40,14 @@ def change(body: PolicyBody, context: Admin) -> JSONResponse:
     act = context.act(body.reason)
 
     def work(conn: Connection) -> Record:
-        policy.write(conn, Policy(**body.model_dump(exclude={"reason"})), act)
+        recovery.write_policy(conn, Policy(**body.model_dump(exclude={"reason"})), act)
         return _told(conn)
 
     return context.write(work, body=body)
 
 
 def _told(conn: Connection) -> Record:
-    now = policy.read(conn)
+    now = recovery.read_policy(conn)
     return {
         "enabled": now.enabled,
         "per_node": now.per_node,
@@ -61,6 +61,6 @@ def _told(conn: Connection) -> Record:
                 "move": case.move,
                 "why": case.why,
             }
-            for case in policy.cases(conn)
+            for case in recovery.cases(conn)
         ],
     }

@@ -7,10 +7,11 @@ from typing import Any
 from reconciler.api import appview, shapes
 from reconciler.api.codes import CODES
 from reconciler.api.shapes import Schema, array, closed, nullable, page, record, ref
-from reconciler.domain import states
-from reconciler.domain.recovery import Move
-from reconciler.domain.states import Described
-from reconciler.store import tables, waiting
+from reconciler.db import schema as tables
+from reconciler.model import states
+from reconciler.model.recovery import Move
+from reconciler.model.states import Described
+from reconciler.records import leasing
 
 _TEXT: Schema = {"type": "string"}
 _WHOLE: Schema = {"type": "integer"}
@@ -89,7 +90,7 @@ _RECORDS: dict[str, Schema] = {
                 "enum": [
                     "host_unreachable",
                     "host_certificate_expired",
-                    *waiting.OURS,
+                    *leasing.CONTROLLER_CODES,
                     "later",
                     "node_busy",
                     "exclusive_first",

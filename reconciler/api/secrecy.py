@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from sqlalchemy import Connection
 
 from reconciler.api.context import Context
-from reconciler.domain.errors import Problem
+from reconciler.model.errors import Problem
 
 Document = dict[str, Any]
 

@@ -13,11 +13,11 @@ from fastapi.security.utils import get_authorization_scheme_param
 
 from reconciler.api.context import Context
 from reconciler.api.models import Id
-from reconciler.domain.errors import Problem, not_found
-from reconciler.domain.states import Role
+from reconciler.db.engine import asking
+from reconciler.model.errors import Problem, not_found
+from reconciler.model.states import Role
+from reconciler.records import projects, tokens
 from reconciler.settings import Settings
-from reconciler.store import projects, tokens
-from reconciler.store.engine import asking
 from reconciler.trust import oidc
 
 _bearer = HTTPBearer(
@@ -127,7 +127,7 @@ def _exists(request: Request, project_id: str) -> None:
 
 def _known(request: Request, secret: str) -> Caller | None:
     settings: Settings = request.app.state.settings
-    if settings.oidc_issuer and oidc.looks_like_one(secret):
+    if settings.oidc_issuer and oidc.looks_like_jwt(secret):
         identity = oidc.verifier(provider(settings)).identity(secret)
         return None if identity is None else _of_provider(identity)
     with asking(request.app.state.engine) as conn:

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from pydantic import TypeAdapter
 
 from reconciler.api.views import HIDDEN, is_moment
-from reconciler.domain.states import Described
+from reconciler.model.states import Described
 
 Schema = dict[str, Any]
 

@@ -14,11 +14,15 @@ from reconciler.api.guards import IfMatch
 from reconciler.api.models import Body, Bytes, Id, Reason, Reasoned, Text
 from reconciler.api.paging import Paging, Part
 from reconciler.api.security import Admin
-from reconciler.domain.bundle import Bundle
-from reconciler.domain.errors import Problem, not_found
-from reconciler.domain.proof import DEFAULT_POLICY
+from reconciler.db import journal
+from reconciler.lifecycle import gate, recovery
+from reconciler.lifecycle import slots as slot_life
+from reconciler.model.bundle import Bundle
+from reconciler.model.errors import Problem, not_found
+from reconciler.model.proof import DEFAULT_POLICY
 from reconciler.profiles import hardware_profile
-from reconciler.store import history, nodes, orphans, proofs, slots
+from reconciler.records import nodes, proofs
+from reconciler.records import slots as slot_records
 
 router = APIRouter(prefix="/admin/nodes/{node_id}/resource-slots", tags=["slots"])
 
@@ -26,7 +30,11 @@ Record = dict[str, Any]
 Action = Literal["disable", "enable", "withdraw"]
 # What a slot is shown with of lists that only grow. A tenant makes about five changes.
 _NEWEST = Part(20, "")
-_ACTIONS = {"disable": slots.disable, "enable": slots.enable, "withdraw": slots.withdraw}
+_ACTIONS = {
+    "disable": slot_life.disable,
+    "enable": slot_life.enable,
+    "withdraw": slot_life.withdraw,
+}
 
 
 class BundleBody(Body):
@@ -66,9 +74,9 @@ class Approval(Body):
 @router.get("")
 def list_slots(node_id: Id, context: Admin, part: Paging) -> Record:
     """The node's approved slots, each with its last proof."""
-    page = part.page(slots.ORDER)
-    rows = context.read(lambda conn: slots.of_node(conn, node_id, page))
-    return part.told(slots.ORDER, rows, _listed)
+    page = part.page(slot_records.ORDER)
+    rows = context.read(lambda conn: slot_records.of_node(conn, node_id, page))
+    return part.told(slot_records.ORDER, rows, _listed)
 
 
 @router.post("", status_code=201)
@@ -82,12 +90,12 @@ def approve(node_id: Id, body: Approval, context: Admin) -> JSONResponse:
             bundle = Bundle.of(wanted.model_dump())
             metadata = _from_profile(profile, bundle)
             try:
-                slots.approve(conn, node_id, bundle, act, capacity_metadata=metadata)
+                slot_life.approve(conn, node_id, bundle, act, capacity_metadata=metadata)
             except Problem as problem:
                 problem.detail.setdefault("slot_index", wanted.slot_index)
                 raise
         mine = {wanted.slot_index for wanted in body.slots}
-        rows = slots.of_node(conn, node_id)
+        rows = slot_records.of_node(conn, node_id)
         return {"items": [_listed(row) for row in rows if row["slot_index"] in mine]}
 
     return context.write(work, body=body, status=201)
@@ -109,7 +117,7 @@ def show(node_id: Id, slot_id: Id, context: Admin) -> JSONResponse:
         changes = _changes(conn, slot_id, _NEWEST)
         proven = _proofs(conn, slot_id, _NEWEST)
         return views.record(slot) | {
-            "gate": [blocker.document() for blocker in slots.gate(conn, slot_id)],
+            "gate": [blocker.document() for blocker in gate.gate(conn, slot_id)],
             "history": changes["items"][::-1],
             "history_next": changes["next"],
             "proofs": proven["items"],
@@ -156,7 +164,7 @@ def repair(
     def work(conn: Connection) -> Record:
         _of(conn, node_id, slot_id)
         guard.check(conn, "slot", slot_id)
-        return views.record(slots.repair(conn, slot_id, act))
+        return views.record(recovery.repair(conn, slot_id, act))
 
     return context.write(work, body=body, status=202)
 
@@ -171,7 +179,7 @@ def remove_orphan(
     def work(conn: Connection) -> Record:
         _of(conn, node_id, slot_id)
         guard.check(conn, "slot", slot_id)
-        return views.record(orphans.remove(conn, slot_id, body.allocation_id, act))
+        return views.record(recovery.remove_orphan(conn, slot_id, body.allocation_id, act))
 
     return context.write(work, body=body, status=202)
 
@@ -216,8 +224,8 @@ def _from_profile(profile: Record, bundle: Bundle) -> Record:
 
 
 def _changes(conn: Connection, slot_id: str, wanted: Part) -> Record:
-    page = wanted.page(history.ORDER)
-    return wanted.told(history.ORDER, history.newest(conn, "slot", slot_id, page))
+    page = wanted.page(journal.HISTORY_ORDER)
+    return wanted.told(journal.HISTORY_ORDER, journal.history_page(conn, "slot", slot_id, page))
 
 
 def _proofs(conn: Connection, slot_id: str, wanted: Part) -> Record:
@@ -226,7 +234,7 @@ def _proofs(conn: Connection, slot_id: str, wanted: Part) -> Record:
 
 
 def _of(conn: Connection, node_id: str, slot_id: str) -> Record:
-    slot = slots.get(conn, slot_id)
+    slot = slot_records.get(conn, slot_id)
     if slot["node_id"] != node_id:
         raise not_found("slot", slot_id)
     return slot

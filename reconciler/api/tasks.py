@@ -15,12 +15,13 @@ from reconciler.api.guards import IfMatch
 from reconciler.api.models import Filter, Id, Reasoned
 from reconciler.api.paging import Paging
 from reconciler.api.security import Admin
-from reconciler.domain.states import TaskKind, TaskState
+from reconciler.db import journal
+from reconciler.model.states import TaskKind, TaskState
+from reconciler.records import leasing, queue
+from reconciler.records.queue import Position
 from reconciler.runs import collect
 from reconciler.runs.scrub import scrub
-from reconciler.store import audit, following, tasks, waiting
-from reconciler.store.following import Place
-from reconciler.tasks.cancel import cancel as cancel_task
+from reconciler.work.cancel import cancel as cancel_task
 
 router = APIRouter(prefix="/admin/tasks", tags=["tasks"])
 
@@ -42,16 +43,16 @@ def list_tasks(
 ) -> dict[str, Any]:
     """Newest first."""
 
-    page = part.page(tasks.ORDER)
+    page = part.page(queue.ORDER)
 
     def read(conn: Connection) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
-        rows = tasks.every(
+        rows = queue.every(
             conn, node_id=node_id, allocation_id=allocation_id, kind=kind, state=state, page=page
         )
-        return rows, waiting.reasons(conn, rows)
+        return rows, leasing.wait_reasons(conn, rows)
 
     rows, reasons = context.read(read)
-    return part.told(tasks.ORDER, rows, lambda row: _told(row, reasons))
+    return part.told(queue.ORDER, rows, lambda row: _told(row, reasons))
 
 
 @router.get("/{task_id}")
@@ -59,9 +60,9 @@ def show(task_id: Id, context: Admin) -> JSONResponse:
     """One task with its events and the end of its run's output."""
 
     def read(conn: Connection) -> dict[str, Any]:
-        row = tasks.get(conn, task_id)
-        task = _told(row, waiting.reasons(conn, [row]))
-        return task | {"events": views.items(tasks.events(conn, task_id))["items"]}
+        row = queue.get(conn, task_id)
+        task = _told(row, leasing.wait_reasons(conn, [row]))
+        return task | {"events": views.items(queue.events(conn, task_id))["items"]}
 
     task = context.read(read)
     return guards.tagged(task | {"output": _output(task, OUTPUT_LIMIT)})
@@ -78,7 +79,7 @@ def output(
     """The end of what the task's run printed, without secrets. The run may be on another machine:
     then `here` is false and there is nothing to show.
     """
-    task = context.read(lambda conn: tasks.get(conn, task_id))
+    task = context.read(lambda conn: queue.get(conn, task_id))
     here = bool(task["run_directory"]) and Path(task["run_directory"]).is_dir()
     return {"task_id": task_id, "here": here, "output": _output(task, limit)}
 
@@ -103,7 +104,7 @@ def events(
     start = last_event_id or "0.0"
 
     def read(place: str) -> Batch:
-        news = context.read(lambda conn: following.after(conn, task_id, _place(place)))
+        news = context.read(lambda conn: queue.events_after(conn, task_id, _place(place)))
         found = [_event(row) for row in news.rows]
         if news.over:
             last = found[-1].place if found else place.removesuffix(_END)
@@ -115,7 +116,7 @@ def events(
     if start.endswith(_END) and read(start).over:
         return Response(status_code=204)
     # Also so that a task that is not there is a plain refusal.
-    context.read(lambda conn: tasks.get(conn, task_id))
+    context.read(lambda conn: queue.get(conn, task_id))
     return EventStream(read, start, every_s=context.settings.poll_s, allowed=context.allowed)
 
 
@@ -132,7 +133,7 @@ def cancel(
     def work(conn: Connection) -> dict[str, Any]:
         guard.check(conn, "task", task_id)
         task = cancel_task(conn, context.settings, task_id, act)
-        audit.write(conn, act, "admin.task.canceled", "task", task_id)
+        journal.audit(conn, act, "admin.task.canceled", "task", task_id)
         return views.record(task)
 
     return context.write(work, body=body)
@@ -148,13 +149,13 @@ def _output(task: dict[str, Any], limit: int) -> str:
     return scrub(collect.output(Path(directory), limit)) if directory else ""
 
 
-def _place(text: str) -> Place:
+def _place(text: str) -> Position:
     change, _, line = text.removesuffix(_END).partition(".")
-    return Place(int(change), int(line))
+    return Position(int(change), int(line))
 
 
 def _event(row: dict[str, Any]) -> Event:
-    place: Place = row["place"]
+    place: Position = row["place"]
     names = ("at", "event", "source", "target", "actor", "reason")
     document = {name: row[name] for name in names} if row["type"] == "state" else row["document"]
     return Event(row["type"], f"{place.change}.{place.line}", views.record(document))

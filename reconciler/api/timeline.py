@@ -10,7 +10,7 @@ from sqlalchemy import Connection
 from reconciler.api.models import Id
 from reconciler.api.paging import Paging
 from reconciler.api.security import Admin
-from reconciler.store import allocations, nodes, timeline
+from reconciler.records import allocations, nodes, timeline
 
 router = APIRouter(prefix="/admin", tags=["timeline"])
 

@@ -13,8 +13,8 @@ from reconciler.api import secrecy, views
 from reconciler.api.models import Id, Name, Reasoned
 from reconciler.api.paging import Paging
 from reconciler.api.security import Admin
-from reconciler.domain.states import Role
-from reconciler.store import nodes, projects, tokens
+from reconciler.model.states import Role
+from reconciler.records import nodes, projects, tokens
 
 router = APIRouter(prefix="/admin/tokens", tags=["tokens"])
 

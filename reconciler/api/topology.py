@@ -11,8 +11,9 @@ from sqlalchemy import Connection
 from reconciler.api import queueing, views
 from reconciler.api.models import Id, Reasoned
 from reconciler.api.security import Admin
-from reconciler.domain.states import NodeMode, TaskKind
-from reconciler.store import discoveries, nodes, tasks
+from reconciler.lifecycle import host
+from reconciler.model.states import NodeMode, TaskKind
+from reconciler.records import nodes, queue, reports
 
 router = APIRouter(prefix="/admin/nodes/{node_id}", tags=["topology"])
 
@@ -31,7 +32,7 @@ def discovery(node_id: Id, context: Admin) -> Record:
 
     def read(conn: Connection) -> Record:
         nodes.get(conn, node_id)
-        found = discoveries.latest(conn, node_id)
+        found = reports.latest_discovery(conn, node_id)
         return _report(conn, node_id, found, TaskKind.SLICE_TOPOLOGY_DISCOVER)
 
     return context.read(read)
@@ -52,7 +53,7 @@ def parity(node_id: Id, context: Admin) -> Record:
 
     def read(conn: Connection) -> Record:
         mode = NodeMode(nodes.get(conn, node_id)["mode"])
-        found = discoveries.latest_parity(conn, node_id, mode.purpose)
+        found = reports.latest_parity(conn, node_id, mode.purpose)
         return _report(conn, node_id, found, TaskKind.NODE_PARITY)
 
     return context.read(read)
@@ -66,7 +67,7 @@ def compare(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONRe
     """
 
     def sliced(conn: Connection) -> Record:
-        nodes.require_slice_mode(conn, node_id)
+        host.require_slice_mode(conn, node_id)
         return {}
 
     kind = TaskKind.SLICE_DRIFT_RECONCILE
@@ -75,5 +76,5 @@ def compare(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONRe
 
 def _report(conn: Connection, node_id: str, found: Record | None, kind: TaskKind) -> Record:
     told = {"document": None} if found is None else views.record(found)
-    latest = tasks.every(conn, node_id=node_id, kind=kind, limit=1)
+    latest = queue.every(conn, node_id=node_id, kind=kind, limit=1)
     return told | {"task": views.record(latest[0]) if latest else None}

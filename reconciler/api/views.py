@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from reconciler.store import clock
+from reconciler.db import clock
 
 Record = dict[str, Any]
 

@@ -1,7 +1,7 @@
-"""The loops that must be single: they run in the process that leads, and nowhere else.
+"""Periodic work of the leader: the loops run only in the process that holds the leader's term.
 
-Each gets a database in which it can write only as long as this process leads (`store.leader`). So a
-loop need not ask whether it is still the one; what it takes no part in is deciding that.
+A loop gets an engine whose writes fail as soon as this process is no longer the leader
+(`db.leader`), so it need not check that itself.
 """
 
 from __future__ import annotations
@@ -14,21 +14,23 @@ from dataclasses import dataclass
 
 from sqlalchemy import Engine
 
+from reconciler.db.leader import Deposed, Lease, led_by
 from reconciler.settings import Settings
-from reconciler.store.leader import Deposed, Lease, led_by
-from reconciler.tasks.drift import ask_hosts
-from reconciler.tasks.enrol import renew_ending
-from reconciler.tasks.managed_key import tend
-from reconciler.tasks.overdue import end_overdue
-from reconciler.tasks.recovery import recover_blocked
-from reconciler.tasks.retention import forget
+from reconciler.work.deadlines import end_overdue
+from reconciler.work.loops import (
+    compare_hosts,
+    forget,
+    recover_blocked,
+    renew_certificates,
+    tend_apps,
+)
 
 log = logging.getLogger("gpuaas.loops")
 
 
 @dataclass(frozen=True)
 class Loop:
-    """Work without input, done every so often. every_s counts from an end to the next beginning."""
+    """Periodic work without input. every_s is the time from an end to the next start."""
 
     name: str
     every_s: float
@@ -38,15 +40,15 @@ class Loop:
 LOOPS: tuple[Loop, ...] = (
     Loop("overdue", 10.0, end_overdue),
     Loop("recovery", 10.0, recover_blocked),
-    Loop("drift", 10.0, ask_hosts),
-    Loop("certificates", 600.0, renew_ending),
-    Loop("apps", 30.0, tend),
+    Loop("drift", 10.0, compare_hosts),
+    Loop("certificates", 600.0, renew_certificates),
+    Loop("apps", 30.0, tend_apps),
     Loop("retention", 600.0, forget),
 )
 
 
 class Loops:
-    """Runs what is due while there is a lease. lease: the one that this process holds now."""
+    """Runs the loops that are due while this process leads. lease: its current term, if any."""
 
     def __init__(
         self,
@@ -61,7 +63,7 @@ class Loops:
         self._loops = loops
         self._due = {loop.name: 0.0 for loop in loops}
         self._stopping = threading.Event()
-        # A daemon: what it does can be cut off anywhere.
+        # A daemon thread, because its work can be interrupted anywhere.
         self._thread = threading.Thread(target=self._run, name="loops", daemon=True)
 
     def start(self) -> None:
@@ -73,10 +75,10 @@ class Loops:
 
     def _run(self) -> None:
         while not self._stopping.wait(self._settings.poll_s):
-            self.look()
+            self.run_due()
 
-    def look(self) -> list[str]:
-        """Do what is due, if this process leads; the names of what was done."""
+    def run_due(self) -> list[str]:
+        """Run the loops that are due, if this process leads, and return their names."""
         done = []
         for loop in self._loops:
             lease = self._lease()
@@ -88,7 +90,7 @@ class Loops:
             except Deposed as deposed:
                 log.warning("%s stopped: %s", loop.name, deposed)
             except Exception:
-                # One loop that fails must not keep the others from their work.
-                log.exception("%s failed; it is tried again", loop.name)
+                # The failure of a loop must not stop the others.
+                log.exception("%s failed; it runs again later", loop.name)
             self._due[loop.name] = time.monotonic() + loop.every_s
         return done

@@ -1,9 +1,9 @@
-"""Errors of trust."""
+"""Errors of the trust package."""
 
 from __future__ import annotations
 
-from reconciler.domain.errors import Refusal
+from reconciler.model.errors import Refusal
 
 
 class TrustError(Refusal):
-    """A certificate that is not given, or cannot be read."""
+    """A certificate or key cannot be made or read."""

@@ -32,8 +32,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from reconciler.store import allocations, images
-from reconciler.store.engine import open_engine, reading, retrying
+from reconciler.db.engine import open_engine, reading, retrying
+from reconciler.lifecycle import launch as launching
+from reconciler.records import images
 from tests.bench import document
 from tests.bench.fleet import openstack, records, service, timed
 from tests.postgresql import Server, running
@@ -153,18 +154,18 @@ def allocate(url: str, client: int, claims: int) -> list[float]:
         image = images.find(conn, records.IMAGE, "")
     if image is None:
         raise RuntimeError("the fleet has no image")
-    launch = allocations.Launch(
+    launch = launching.Launch(
         project_id=records.PROJECT,
         gpu_count=1,
         username="bench",
         ssh_keys=[records.KEY],
         hostname=f"bench-{client}",
-        image_id=image["id"],
+        image_id=image.id,
     )
     times = []
     for _ in range(claims):
         began = time.perf_counter()
-        retrying(engine, lambda conn: allocations.allocate(conn, launch, records.ACT))
+        retrying(engine, lambda conn: launching.allocate(conn, launch, records.ACT))
         times.append(time.perf_counter() - began)
     return times
 

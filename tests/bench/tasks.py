@@ -21,13 +21,13 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy import event
 
-from reconciler.runs.runner import runner_id
+from reconciler.db.engine import open_engine, retrying
+from reconciler.db.schema import Task
+from reconciler.records import leasing
+from reconciler.runs.paths import runner_id
 from reconciler.service.authorities import adopt
 from reconciler.settings import Settings
-from reconciler.store import tasks
-from reconciler.store.engine import open_engine, retrying
-from reconciler.tasks.handler import Record
-from reconciler.tasks.worker import attend
+from reconciler.work.worker import attend
 from tests.bench import document
 from tests.bench.fleet import queue, records, usage
 from tests.bench.fleet.worker import noop
@@ -38,13 +38,13 @@ Figures = dict[str, Any]
 WARM = 2
 # By file and function: what a task passes through in `attend`, in this order.
 PARTS = {
-    "take": ("store/leasing.py", "lease"),
-    "prepare": ("tasks/worker.py", "prepare"),
-    "identity": ("tasks/worker.py", "_site"),
+    "take": ("records/leasing.py", "lease"),
+    "prepare": ("work/worker.py", "prepare"),
+    "identity": ("work/worker.py", "_site"),
     "run_folder": ("runs/launch.py", "launch"),
     "look": ("runs/collect.py", "observe"),
-    "progress": ("tasks/worker.py", "_report"),
-    "settle": ("tasks/settle.py", "settle"),
+    "progress": ("work/worker.py", "_report"),
+    "settle": ("work/settle.py", "settle"),
 }
 # What the parts spend it on; these cut across them.
 INSIDE = {
@@ -158,8 +158,8 @@ def _one_by_one(engine: sa.Engine, settings: Settings, count: int) -> None:
         attend(engine, settings, task, never)
 
 
-def _take(settings: Settings, conn: sa.Connection) -> list[Record]:
-    return tasks.lease(conn, "bench", runner=runner_id(settings.state_dir))
+def _take(settings: Settings, conn: sa.Connection) -> list[Task]:
+    return leasing.lease(conn, "bench", runner=runner_id(settings.state_dir))
 
 
 class _Stats:

@@ -32,7 +32,7 @@ SEEDS = {
     },
 }
 # What a caller of the API can run into; the others are programs of their own.
-RAISING = ("api", "domain", "planning", "store", "trust", "profiles.py", "settings.py")
+RAISING = ("api", "model", "db", "records", "lifecycle", "trust", "profiles.py", "settings.py")
 
 
 @pytest.fixture(scope="module")

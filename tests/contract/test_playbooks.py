@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 import yaml
 
-from reconciler.domain.states import TaskKind
+from reconciler.model.states import TaskKind
 from reconciler.runs import contract
-from reconciler.tasks import registry, story
+from reconciler.work import chaining as story
+from reconciler.work import kinds
 
 FOLDER = Path(__file__).resolve().parents[2] / "playbooks"
 RESULT = contract.schema("result")
+SPECS = yaml.safe_load((FOLDER / "vars" / "argument_specs.yml").read_text())["argument_specs"]
+# What a run by hand may leave out although the reconciler always sends it.
+BY_HAND = {"slice_run", "slice_profile", "slice_apply"}
 
 
 def tasks(node: Any) -> Iterator[dict[str, Any]]:
@@ -62,7 +66,7 @@ def test_each_schema_has_its_playbook_and_the_reverse() -> None:
 def test_the_way_forth_by_hand_is_what_the_one_call_chains() -> None:
     chain = (TaskKind.NODE_BOOTSTRAP, *story.TO_SLICE)
     played = imported(FOLDER / "convert_to_slice.yml")
-    assert played == [registry.HANDLERS[kind].playbook for kind in chain]
+    assert played == [kinds.HANDLERS[kind].playbook for kind in chain]
 
 
 @pytest.mark.parametrize("playbook", contract.PLAYBOOKS)
@@ -85,3 +89,25 @@ def test_a_playbook_uses_what_it_is_given(playbook: str) -> None:
     text = (FOLDER / f"{playbook}.yml").read_text()
     given = set(contract.schema(playbook)["required"]) - {"slice_run", "slice_profile"}
     assert {name for name in given if not re.search(rf"\b{name}\b", text)} == set()
+
+
+def test_playbooks_without_variables_of_their_own_have_an_argument_specification() -> None:
+    plays = {
+        name: yaml.safe_load((FOLDER / f"{name}.yml").read_text())[0] for name in contract.PLAYBOOKS
+    }
+    assert set(SPECS) == {name for name, play in plays.items() if "vars" not in play}
+    for name in SPECS:
+        check = plays[name]["tasks"][0]["ansible.builtin.validate_argument_spec"]
+        assert check == {"argument_spec": f"{{{{ argument_specs.{name}.options }}}}"}
+
+
+@pytest.mark.parametrize("playbook", SPECS)
+def test_an_argument_specification_names_the_variables_of_the_contract(playbook: str) -> None:
+    schema, options = contract.schema(playbook), SPECS[playbook]["options"]
+    required = {name for name, option in options.items() if option.get("required")}
+    assert set(options) == set(schema["properties"])
+    assert required <= set(schema["required"])
+    assert set(schema["required"]) - required <= BY_HAND
+    text = (FOLDER / f"{playbook}.yml").read_text()
+    optional = {name for name in set(options) - required if re.search(rf"\b{name}\b", text)}
+    assert {name for name in optional if f"{name} | default(" not in text} == set()

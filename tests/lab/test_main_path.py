@@ -15,7 +15,7 @@ import pytest
 
 from lab.demo import host_steps, slice_steps
 from lab.demo.stage import Stage
-from reconciler.domain.errors import Problem
+from reconciler.model.errors import Problem
 from tests.lab import byhand, captures, prepared, traces
 from tests.lab.conftest import Chapter
 

@@ -17,7 +17,7 @@ import pytest
 from lab import machine
 from lab.demo import slice_steps
 from lab.demo.stage import Stage
-from reconciler.domain.errors import Problem
+from reconciler.model.errors import Problem
 from tests.lab.conftest import Chapter
 from tests.lab.proof import prove_again
 

@@ -1,4 +1,4 @@
-"""Each role by itself on the slice host: idempotence, drift and repair, nothing left behind.
+"""Each Molecule scenario on the slice host: idempotence, drift, repair, nothing left behind.
 
 Plays on the host that test_main_path.py left: two slots, bound and available. No scenario touches
 what the slots have: where one needs a device or a disk, it takes a candidate that nobody approved.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lab.demo.stage import Stage
-from reconciler.domain.errors import Problem
+from reconciler.model.errors import Problem
 from tests.lab import traces
 from tests.lab.conftest import Chapter
 

@@ -20,7 +20,7 @@ from lab import canary
 from lab.command import LabError
 from lab.demo import slice_steps
 from lab.demo.stage import NODE, Stage
-from reconciler.domain.errors import Problem
+from reconciler.model.errors import Problem
 from reconciler.trust.ca import known_hosts, open_trust
 from tests.lab.conftest import Chapter
 

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from reconciler.domain.states import TaskKind, TaskState
+from reconciler.db.engine import reading, transaction
+from reconciler.db.schema import nodes
+from reconciler.db.schema import tasks as task_table
+from reconciler.model.states import TaskKind, TaskState
+from reconciler.records import images, queue
 from reconciler.runs.paths import RunPaths, read_json
-from reconciler.store import images, tasks
-from reconciler.store.engine import reading, transaction
-from reconciler.store.tables import nodes
-from reconciler.store.tables import tasks as task_table
 from tests.bench.fleet import records
 
 _ENDED = (TaskState.SUCCEEDED, TaskState.FAILED, TaskState.CANCELED, TaskState.LOST)
@@ -39,10 +39,10 @@ def fill(engine: sa.Engine, count: int) -> list[str]:
         for turn in range(begun, begun + count):
             host = hosts[turn % len(hosts)]
             # The same work twice is queued once; the kind reads nothing but the image.
-            parameters = {"image_id": image["id"], "turn": turn}
+            parameters = {"image_id": image.id, "turn": turn}
             kind = TaskKind.NODE_IMAGE_CACHE
-            item = tasks.Enqueue(kind, host, "node", host, parameters)
-            added.append(tasks.enqueue(conn, item, records.ACT)["id"])
+            item = queue.Enqueue(kind, host, "node", host, parameters)
+            added.append(queue.enqueue(conn, item, records.ACT).id)
     return added
 
 

@@ -6,12 +6,13 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from reconciler.domain.act import Act
-from reconciler.domain.states import HealthState, NodeMode, NodeState, ProofKind, Role, SlotState
-from reconciler.store import clock, images, projects, settings, tokens
-from reconciler.store.engine import open_engine, transaction
-from reconciler.store.migrations import migrate
-from reconciler.store.tables import nodes, proofs, slots
+from reconciler.db import clock, settings
+from reconciler.db.engine import open_engine, transaction
+from reconciler.db.migrations import migrate
+from reconciler.db.schema import nodes, proofs, slots
+from reconciler.model.act import Act
+from reconciler.model.states import HealthState, NodeMode, NodeState, ProofKind, Role, SlotState
+from reconciler.records import images, projects, tokens
 
 ACT = Act("bench", "a fleet for the benchmark")
 PROJECT = "bench"

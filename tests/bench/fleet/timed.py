@@ -24,11 +24,11 @@ from fastapi import FastAPI
 from sqlalchemy.engine.default import DefaultDialect
 
 from reconciler.cli.main import main
-from reconciler.store import allocations
+from reconciler.lifecycle import launch
 
 T = TypeVar("T")
 WHERE: tuple[tuple[str, Any, str], ...] = (
-    ("launch", allocations, "allocate"),
+    ("launch", launch, "allocate"),
     ("statements", DefaultDialect, "do_execute"),
     ("statements", DefaultDialect, "do_executemany"),
     ("commits", DefaultDialect, "do_commit"),

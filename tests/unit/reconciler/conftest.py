@@ -11,26 +11,20 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from reconciler.domain.act import Act
-from reconciler.domain.bundle import Bundle
-from reconciler.domain.states import TaskKind, TaskState
-from reconciler.store import (
-    allocations,
-    discoveries,
-    images,
-    lifecycle,
-    nodes,
-    outcomes,
-    projects,
-    proofs,
-    settings,
-    slots,
-    tasks,
-)
-from reconciler.store.engine import open_engine, transaction
-from reconciler.store.lifecycle import ENTITIES, Overdue
-from reconciler.store.migrations import migrate
-from reconciler.store.rows import Record
+from reconciler.db import journal, settings
+from reconciler.db.engine import open_engine, transaction
+from reconciler.db.journal import ENTITIES, Overdue
+from reconciler.db.migrations import migrate
+from reconciler.db.schema import Slot, Task
+from reconciler.lifecycle import evidence, gate, host, slices
+from reconciler.lifecycle import launch as launching
+from reconciler.lifecycle import slots as slot_life
+from reconciler.model.act import Act
+from reconciler.model.bundle import Bundle
+from reconciler.model.states import TaskKind, TaskState
+from reconciler.records import images, leasing, nodes, projects, queue, slots
+from reconciler.records import proofs as proof_records
+from tests.postgresql import running
 from tests.unit.reconciler import wipes
 
 DATA = Path(__file__).resolve().parents[2] / "data"
@@ -67,6 +61,13 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Database]:
 
 
 @pytest.fixture(scope="session")
+def server() -> Iterator[str]:
+    """The URL of a PostgreSQL database on a server that these tests started."""
+    with running(fsync=False) as postgres:
+        yield postgres.url
+
+
+@pytest.fixture(scope="session")
 def template(database: Database) -> Path:
     """A migrated database, made once."""
     migrate(database.restore(None))
@@ -95,8 +96,8 @@ class Site:
     def __init__(self, engine: sa.Engine) -> None:
         self.engine = engine
         with transaction(engine) as conn:
-            known = [project["id"] for project in projects.every(conn)]
-            self.project = "p1" if known else projects.create(conn, "p1", ADMIN, id="p1")["id"]
+            known = [project.id for project in projects.every(conn)]
+            self.project = "p1" if known else projects.create(conn, "p1", ADMIN, id="p1").id
             self.image = images.register(
                 conn,
                 ADMIN,
@@ -105,7 +106,7 @@ class Site:
                 digest=f"sha256:{'a' * 64}",
                 size_bytes=1 << 20,
                 url="https://images.invalid/base.raw",
-            )["id"]
+            ).id
             settings.set_site_scheduling(conn, True, ADMIN)
 
     def document(self, number: int) -> dict[str, Any]:
@@ -120,29 +121,29 @@ class Site:
         """Enrolled, bootstrapped, discovered."""
         identity = self.document(number)["identity"]
         nodes.create(conn, ADMIN, id=node_id, address="10.0.2.15")
-        nodes.enrolled(
+        host.enrolled(
             conn,
             node_id,
             ADMIN,
             machine_id=identity["machine_id"],
             host_key=identity["host_key"],
         )
-        nodes.bootstrapped(conn, node_id, ADMIN, identity=identity)
-        discoveries.record(conn, node_id, self.document(number), ADMIN)
+        host.bootstrapped(conn, node_id, ADMIN, identity=identity)
+        evidence.record_discovery(conn, node_id, self.document(number), ADMIN)
 
-    def approve(self, conn: sa.Connection, node_id: str, index: int, number: int = 0) -> Record:
+    def approve(self, conn: sa.Connection, node_id: str, index: int, number: int = 0) -> Slot:
         """A slot from the candidate with this index, its disk taken over with proof."""
         bundle = Bundle.of(self.document(number)["candidates"][index]["bundle"])
         proof = {"disk": bundle.identity, "method": "discard", "verified": True}
-        proofs.record_transition(conn, node_id, proof, ADMIN)
-        return slots.approve(conn, node_id, bundle, ADMIN)
+        proof_records.record_transition(conn, node_id, proof, ADMIN)
+        return slot_life.approve(conn, node_id, bundle, ADMIN)
 
     def prove(self, conn: sa.Connection, node_id: str, number: int = 0) -> dict[str, Any]:
         """Discovery and parity after the approval; slots open; scheduling on."""
-        discoveries.record(conn, node_id, self.document(number), ADMIN)
-        discoveries.record_parity(conn, node_id, self.parity(number), ADMIN)
-        opened = slots.open_gate(conn, node_id, ADMIN)
-        nodes.set_scheduling(conn, node_id, True, ADMIN)
+        evidence.record_discovery(conn, node_id, self.document(number), ADMIN)
+        evidence.record_parity(conn, node_id, self.parity(number), ADMIN)
+        opened = gate.open_gate(conn, node_id, ADMIN)
+        host.set_scheduling(conn, node_id, True, ADMIN)
         return opened
 
     def parity(self, number: int = 0, failures: int = 0) -> dict[str, Any]:
@@ -159,9 +160,9 @@ class Site:
             opened = self.prove(conn, node_id, number)
             assert len(opened["opened"]) == len(indexes), opened
 
-    def launch(self, gpus: int = 1, **fields: Any) -> allocations.Launch:
+    def launch(self, gpus: int = 1, **fields: Any) -> launching.Launch:
         """A request."""
-        return allocations.Launch(
+        return launching.Launch(
             project_id=self.project,
             gpu_count=gpus,
             username="alice",
@@ -173,31 +174,31 @@ class Site:
 
     def allocate(self, conn: sa.Connection, gpus: int = 1) -> str:
         """The id of a new allocation."""
-        return str(allocations.allocate(conn, self.launch(gpus), ADMIN)["id"])
+        return str(launching.allocate(conn, self.launch(gpus), ADMIN).id)
 
     def active(self, conn: sa.Connection, gpus: int = 1) -> str:
         """The id of an allocation that runs."""
         allocation_id = self.allocate(conn, gpus)
-        outcomes.provision_started(conn, allocation_id, ADMIN)
+        slices.provision_started(conn, allocation_id, ADMIN)
         self.finish(conn, TaskKind.SLICE_VM_PROVISION)
-        outcomes.provision_succeeded(conn, allocation_id, ADMIN, connection={"host": "gw"})
+        slices.provision_succeeded(conn, allocation_id, ADMIN, connection={"host": "gw"})
         return allocation_id
 
     def failed(self, conn: sa.Connection, gpus: int = 1) -> str:
         """The id of an allocation whose readiness gate failed."""
         allocation_id = self.allocate(conn, gpus)
-        outcomes.provision_started(conn, allocation_id, ADMIN)
+        slices.provision_started(conn, allocation_id, ADMIN)
         self.finish(conn, TaskKind.SLICE_VM_PROVISION, TaskState.FAILED)
         error = {"code": "readiness_failed", "found": "no lease"}
-        outcomes.provision_failed(conn, allocation_id, ADMIN, step="slice_ready", error=error)
+        slices.provision_failed(conn, allocation_id, ADMIN, step="slice_ready", error=error)
         return allocation_id
 
     def finish(
         self, conn: sa.Connection, kind: TaskKind, state: TaskState = TaskState.SUCCEEDED
-    ) -> Record:
+    ) -> Task:
         """Lease and finish the one task of a kind."""
-        (task,) = tasks.lease(conn, "worker", kinds=[kind])
-        return tasks.finish(conn, task["id"], task["lease_token"], state, ADMIN)
+        (task,) = leasing.lease(conn, "worker", kinds=[kind])
+        return queue.finish(conn, task.id, task.lease_token, state, ADMIN)
 
     def proofs(self, conn: sa.Connection, allocation_id: str) -> dict[str, dict[str, Any]]:
         """Wipe proofs as the host would give them."""
@@ -207,12 +208,12 @@ class Site:
         """A record whose deadline passes now, as whoever looks for such finds it."""
         table = ENTITIES[entity].table
         conn.execute(sa.update(table).where(table.c.id == key).values(deadline_at=1.0))
-        (found,) = (one for one in lifecycle.overdue(conn) if (one.entity, one.id) == (entity, key))
+        (found,) = (one for one in journal.overdue(conn) if (one.entity, one.id) == (entity, key))
         return found
 
     def statuses(self, conn: sa.Connection, node_id: str = "n1") -> list[str]:
         """The states of the node's slots, by index."""
-        return [slot["status"] for slot in slots.of_node(conn, node_id)]
+        return [slot.status for slot in slots.of_node(conn, node_id)]
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from reconciler.domain.bundle import Bundle
+from reconciler.model.bundle import Bundle
 
 PARTS = (
     "domains",

@@ -20,9 +20,10 @@ import pytest
 import uvicorn
 
 from reconciler.api.app import create_app
-from reconciler.domain.states import TaskState
-from reconciler.store import allocations, outcomes, tasks
-from reconciler.store.engine import transaction
+from reconciler.db.engine import transaction
+from reconciler.lifecycle import slices
+from reconciler.model.states import TaskState
+from reconciler.records import claims, queue
 from tests.unit.reconciler.api.conftest import new, prepared, selling, stages
 from tests.unit.reconciler.api.test_allocations import failed
 from tests.unit.reconciler.api.world import ACT, NODE, World
@@ -147,15 +148,15 @@ def _clean(world: World, allocation_id: str) -> None:
         conn.exec_driver_sql("UPDATE tasks SET state = 'canceled' WHERE state = 'running'")
     task = world.lease()
     with transaction(world.engine) as conn:
-        (claim,) = allocations.claims(conn, allocation_id)
+        (claim,) = claims.of_allocation(conn, allocation_id)
         proof = {
-            "disk": claim["nvme_identity"],
-            "serial": claim["nvme_serial"],
-            "size_bytes": claim["nvme_size_bytes"],
+            "disk": claim.nvme_identity,
+            "serial": claim.nvme_serial,
+            "size_bytes": claim.nvme_size_bytes,
             "method": "user_data_erase",
             "verified": True,
         }
-        given = {claim["slot_id"]: proof}
+        given = {claim.slot_id: proof}
         absence = {"absent": True}
-        assert outcomes.wiped(conn, allocation_id, ACT, proofs=given, absence=absence)
-        tasks.finish(conn, task["id"], task["lease_token"], TaskState.SUCCEEDED, ACT)
+        assert slices.wiped(conn, allocation_id, ACT, proofs=given, absence=absence)
+        queue.finish(conn, task["id"], task["lease_token"], TaskState.SUCCEEDED, ACT)

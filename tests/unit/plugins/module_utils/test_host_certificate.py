@@ -112,13 +112,13 @@ def test_a_host_that_never_enrolled_is_told_to(trust: ca.Trust, old: str, script
 
 
 def test_a_certificate_without_an_end_is_refused_and_replaced(
-    trust: ca.Trust, old: str, script: Any
+    trust: ca.Trust, old: str, script: Any, tmp_path: Path
 ) -> None:
     """No renewal would ever be due. One that is installed is no obstacle to a new one."""
-    signature = keygen.Signature("by hand", (NODE,), "always:forever", serial=7, host=True)
-    endless = keygen.certify(
-        trust.host_authority, _host.read(_host_certificate.KEY) or "", signature
-    )
+    (tmp_path / "subject.pub").write_text(_host.read(_host_certificate.KEY) or "")
+    words = ["-I", "by hand", "-n", NODE, "-V", "always:forever", "-z", "7", "-h"]
+    keygen.run("-q", "-s", str(trust.host_authority), *words, str(tmp_path / "subject.pub"))
+    endless = (tmp_path / "subject-cert.pub").read_text().strip()
     refused = drive(endless)
     assert refused.failure is not None and refused.failure.code == "certificate_unreadable"
     assert "no date" in refused.failure.found

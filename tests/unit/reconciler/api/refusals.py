@@ -8,8 +8,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from reconciler.store.engine import reading
-from reconciler.store.tables import metadata
+from reconciler.db.engine import reading
+from reconciler.db.schema import metadata
 from tests.unit.reconciler.api.world import World
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from reconciler.store import nodes, outcomes
-from reconciler.store.engine import transaction
+from reconciler.db.engine import transaction
+from reconciler.lifecycle import host, slices
 from tests.unit.reconciler.api.refusals import refused
 from tests.unit.reconciler.api.test_launches import activate, launch
 from tests.unit.reconciler.api.world import ACT, NODE, World
@@ -20,10 +20,8 @@ def failed(world: World) -> str:
     allocation_id = str(launch(world).json()["id"])
     task = world.lease()
     with transaction(world.engine) as conn:
-        outcomes.provision_started(conn, allocation_id, ACT)
-        outcomes.provision_failed(
-            conn, allocation_id, ACT, step="ready", error=ERROR, untouched=None
-        )
+        slices.provision_started(conn, allocation_id, ACT)
+        slices.provision_failed(conn, allocation_id, ACT, step="ready", error=ERROR, untouched=None)
     world.client("admin").post(f"admin/tasks/{task['id']}/cancel")
     return allocation_id
 
@@ -102,7 +100,7 @@ def test_force_release_keeps_the_slot_blocked(selling: World) -> None:
     answers = selling.client("admin").post(path, json={"reason": "host is gone"})
     assert (answers.status_code, answers.json()["code"]) == (409, "node_reachable")
     with transaction(selling.engine) as conn:
-        nodes.lost(conn, NODE, ACT)
+        host.lost(conn, NODE, ACT)
     answer = selling.client("admin").post(path, json={"reason": "host is gone"})
     assert answer.json()["state"] == "released"
     assert slot_of(selling, allocation_id)["status"] == "cleanup_blocked"

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from reconciler.domain.states import TaskKind, TaskState
-from reconciler.store import apps, appwork, tasks
-from reconciler.store.engine import transaction
+from reconciler.db.engine import transaction
+from reconciler.lifecycle import app_operations, apps
+from reconciler.model.states import TaskKind, TaskState
+from reconciler.records import leasing, queue
 from tests.unit.reconciler.api.refusals import refused
 from tests.unit.reconciler.api.test_baremetal import launch as launch_metal
 from tests.unit.reconciler.api.test_baremetal import let_in, metal
@@ -49,12 +50,12 @@ def create(world: World, allocation: str, key: str = "k", who: str = "member", *
 def put_there(world: World) -> None:
     """A worker ends what is queued of keys."""
     with transaction(world.engine) as conn:
-        for task in tasks.lease(conn, "w", kinds=[KIND], limit=9):
+        for task in leasing.lease(conn, "w", kinds=[KIND], limit=9):
             given = task["parameters"]
-            appwork.begun(conn, given["operation_id"], ACT)
+            app_operations.began(conn, given["operation_id"], ACT)
             ends = float(given["managed_key"]["expires_at"])
-            appwork.done(conn, given["operation_id"], ACT, expires_at=ends)
-            tasks.finish(conn, task["id"], task["lease_token"], TaskState.SUCCEEDED, ACT)
+            app_operations.succeeded(conn, given["operation_id"], ACT, expires_at=ends)
+            queue.finish(conn, task["id"], task["lease_token"], TaskState.SUCCEEDED, ACT)
 
 
 @pytest.mark.covers("CTRL-1")
@@ -135,9 +136,9 @@ def test_a_failure_shows_its_code_and_no_address(metal: World, allocation: str) 
     at = f"{PATH}/{made['id']}"
     found = {"code": "host_unreachable", "found": "ssh: connect to host 192.0.2.9 port 22"}
     with transaction(metal.engine) as conn:
-        (task,) = tasks.lease(conn, "w", kinds=[KIND])
-        appwork.failed(conn, task["parameters"]["operation_id"], ACT, found)
-        tasks.finish(conn, task["id"], task["lease_token"], TaskState.FAILED, ACT, error=found)
+        (task,) = leasing.lease(conn, "w", kinds=[KIND])
+        app_operations.failed(conn, task["parameters"]["operation_id"], ACT, found)
+        queue.finish(conn, task["id"], task["lease_token"], TaskState.FAILED, ACT, error=found)
     member = metal.client("member")
     shown = [member.get(f"{at}{part}") for part in ("", "/members", "/member-operations")]
     assert shown[0].json()["waits_for"] == {

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from reconciler.domain.states import NodeMode, TaskState
-from reconciler.store import baremetal, discoveries, nodes, outcomes, tasks
-from reconciler.store.engine import transaction
+from reconciler.db.engine import transaction
+from reconciler.lifecycle import baremetal, host, slices
+from reconciler.lifecycle import evidence as host_evidence
+from reconciler.model.states import NodeMode, TaskState
+from reconciler.records import nodes, queue
 from tests.unit.reconciler.api.world import ACT, KEY, World, discovery
 
 PATH = "projects/demo/allocations"
@@ -31,9 +33,9 @@ def metal(new: World) -> World:
     assert new.client("admin").post("admin/nodes", json=NODE).status_code == 201
     with transaction(new.engine) as conn:
         assert nodes.get(conn, "metal")["mode"] == NodeMode.BAREMETAL
-        nodes.enrolled(conn, "metal", ACT, **discovery()["identity"])
-        nodes.bootstrapped(conn, "metal", ACT, identity=discovery()["identity"])
-        discoveries.record(conn, "metal", discovery(), ACT)
+        host.enrolled(conn, "metal", ACT, **discovery()["identity"])
+        host.bootstrapped(conn, "metal", ACT, identity=discovery()["identity"])
+        host_evidence.record_discovery(conn, "metal", discovery(), ACT)
     return new
 
 
@@ -45,10 +47,10 @@ def launch(world: World, **changes: Any) -> Any:
 def let_in(world: World, allocation_id: str) -> None:
     task = world.lease()
     with transaction(world.engine) as conn:
-        outcomes.provision_started(conn, allocation_id, ACT)
+        slices.provision_started(conn, allocation_id, ACT)
         before = {"accounts": {"root": "1"}}
         baremetal.provision_succeeded(conn, allocation_id, ACT, baseline=before, task_id="t")
-        tasks.finish(conn, task["id"], task["lease_token"], TaskState.SUCCEEDED, ACT)
+        queue.finish(conn, task["id"], task["lease_token"], TaskState.SUCCEEDED, ACT)
 
 
 @pytest.mark.covers("CTRL-15", "CTRL-10")
@@ -98,11 +100,11 @@ def test_force_release_and_cleaning(metal: World) -> None:
     assert admin.post(f"{at}/verify-absent").json()["code"] == "allocation_baremetal"
     assert admin.post(f"{ADMIN}/clean-machine").json()["code"] == "machine_clean"
     with transaction(metal.engine) as conn:
-        nodes.lost(conn, "metal", ACT)
+        host.lost(conn, "metal", ACT)
     ended = admin.post(f"{at}/force-release", json={"reason": "the host is gone"})
     assert ended.json()["state"] == "released"
     with transaction(metal.engine) as conn:
-        nodes.regained(conn, "metal", ACT)
+        host.regained(conn, "metal", ACT)
     assert admin.get(ADMIN).json()["health_detail"]["step"] == "force_release"
     converted = admin.post(f"{ADMIN}/conversion", json={"to": "slice"})
     assert (converted.status_code, converted.json()["code"]) == (409, "machine_not_clean")
@@ -135,7 +137,7 @@ def test_a_release_that_failed_is_news_to_who_would_force_it(metal: World) -> No
     with transaction(metal.engine) as conn:
         fence = nodes.get(conn, "metal")["fence"]
         assert baremetal.release_failed(conn, mine, ACT, fence=fence, step="wipe", error=error)
-        tasks.finish(conn, task["id"], task["lease_token"], TaskState.FAILED, ACT)
+        queue.finish(conn, task["id"], task["lease_token"], TaskState.FAILED, ACT)
     shown = admin.get(at).json()
     assert (shown["state"], shown["error"]) == ("releasing", error)
     stale = admin.post(
@@ -162,7 +164,7 @@ def test_drift_is_accepted_as_it_was_read(metal: World) -> None:
 def _leaves(world: World, what: str) -> None:
     """A tenant comes, goes, and leaves a difference."""
     with transaction(world.engine) as conn:
-        discoveries.record(conn, "metal", discovery(), ACT)
+        host_evidence.record_discovery(conn, "metal", discovery(), ACT)
     if world.client("admin").get(ADMIN).json()["health_detail"]:
         world.client("admin").post(f"{ADMIN}/accept-drift", json={"reason": "it is ours"})
     member, headers = world.client("member"), {"Idempotency-Key": what}
@@ -184,4 +186,4 @@ def _leaves(world: World, what: str) -> None:
 
 def _finished(world: World, task: dict[str, Any]) -> None:
     with transaction(world.engine) as conn:
-        tasks.finish(conn, task["id"], task["lease_token"], TaskState.SUCCEEDED, ACT)
+        queue.finish(conn, task["id"], task["lease_token"], TaskState.SUCCEEDED, ACT)

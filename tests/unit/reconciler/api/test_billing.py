@@ -14,8 +14,9 @@ from sqlalchemy.pool import QueuePool
 
 from reconciler.api import billing
 from reconciler.api.app import PREFIX
-from reconciler.store import allocations, nodes, recovery
-from reconciler.store.engine import transaction
+from reconciler.db.engine import transaction
+from reconciler.lifecycle import host, recovery
+from reconciler.records import allocations
 from tests.unit.reconciler.api.test_launches import activate, launch
 from tests.unit.reconciler.api.world import ACT, NODE, World
 
@@ -30,9 +31,9 @@ def used(selling: World) -> tuple[World, list[str]]:
         made.append(str(launch(selling, key=key).json()["id"]))
         activate(selling, made[-1])
     with transaction(selling.engine) as conn:
-        nodes.lost(conn, NODE, ACT)
+        host.lost(conn, NODE, ACT)
         recovery.force_release(conn, made[0], ACT)
-        nodes.regained(conn, NODE, ACT)
+        host.regained(conn, NODE, ACT)
     return selling, made
 
 
@@ -130,9 +131,9 @@ def test_a_reader_that_does_not_read_keeps_no_connection_from_others(
         # What ends now, and what begins, is of the time after the period that was asked for.
         told.extend(world.client("admin").get(SITE).json()["items"])
         with transaction(world.engine) as conn:
-            nodes.lost(conn, NODE, ACT)
+            host.lost(conn, NODE, ACT)
             recovery.force_release(conn, made[1], ACT)
-            nodes.regained(conn, NODE, ACT)
+            host.regained(conn, NODE, ACT)
 
     over, running = _table(_read_slowly(world, f"{PREFIX}/{SITE}", rests))
     assert [over["allocation_id"], running["allocation_id"]] == made

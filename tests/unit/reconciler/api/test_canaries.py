@@ -12,11 +12,13 @@ import pytest
 import sqlalchemy as sa
 
 from reconciler.api import contract
-from reconciler.domain.bundle import Bundle
-from reconciler.domain.states import TaskState
-from reconciler.store import apps, discoveries, outcomes, tables, tasks
-from reconciler.store.engine import transaction
-from reconciler.store.tables import nodes, slots
+from reconciler.db import schema as tables
+from reconciler.db.engine import transaction
+from reconciler.db.schema import nodes, slots
+from reconciler.lifecycle import apps, evidence, slices
+from reconciler.model.bundle import Bundle
+from reconciler.model.states import TaskState
+from reconciler.records import queue
 from tests.unit.reconciler.api.test_launches import BODY, PATH, activate, launch
 from tests.unit.reconciler.api.world import ACT, IMAGE, KEY, NODE, World, discovery
 
@@ -42,7 +44,7 @@ def canaries(world: World) -> set[str]:
     """Every text of the node and its slots, and what was planted where texts are kept."""
     with transaction(world.engine) as conn:
         found = {"bmc": {"address": BMC}, **discovery()}
-        discoveries.record(conn, NODE, found, ACT)
+        evidence.record_discovery(conn, NODE, found, ACT)
         conn.execute(sa.update(nodes).where(nodes.c.id == NODE).values(**PLANTED))
         node = conn.execute(sa.select(nodes).where(nodes.c.id == NODE)).mappings().one()
         told = {str(node[name]) for name in (*IDENTITIES, *PLANTED)}
@@ -77,9 +79,9 @@ class Watch:
 def fail(world: World, allocation_id: str) -> None:
     task = world.lease()
     with transaction(world.engine) as conn:
-        outcomes.provision_started(conn, allocation_id, ACT)
-        outcomes.provision_failed(conn, allocation_id, ACT, step="slice_ready", error=ERROR)
-        tasks.finish(conn, task["id"], task["lease_token"], TaskState.FAILED, ACT, error=ERROR)
+        slices.provision_started(conn, allocation_id, ACT)
+        slices.provision_failed(conn, allocation_id, ACT, step="slice_ready", error=ERROR)
+        queue.finish(conn, task["id"], task["lease_token"], TaskState.FAILED, ACT, error=ERROR)
 
 
 @pytest.mark.covers("CTRL-10")

@@ -6,14 +6,19 @@ from typing import Any
 
 import pytest
 
-from reconciler.domain.states import SlotState, TaskKind
+from reconciler.db.engine import transaction
+from reconciler.lifecycle import evidence as host_evidence
+from reconciler.lifecycle import launch as launching
+from reconciler.lifecycle import recovery, slices
+from reconciler.lifecycle import slots as slot_life
+from reconciler.model.states import SlotState, TaskKind
+from reconciler.records import claims, nodes, queue
+from reconciler.records import slots as slot_records
 from reconciler.runs import contract
 from reconciler.runs.collect import Outcome
-from reconciler.store import allocations, discoveries, nodes, outcomes, recovery, slots, tasks
-from reconciler.store.engine import transaction
-from reconciler.tasks.registry import HANDLERS
-from reconciler.tasks.settle import settle
-from reconciler.tasks.work import open_work
+from reconciler.work.handler import open_work
+from reconciler.work.kinds import HANDLERS
+from reconciler.work.settle import settle
 from tests.unit.reconciler.api.test_launches import launch
 from tests.unit.reconciler.api.world import ACT, NODE, World, discovery
 
@@ -74,20 +79,20 @@ def test_a_dead_slot_goes_to_the_host_with_the_conversion(selling: World) -> Non
     key = launch(selling).json()["id"]
     why = ACT.because("{{ lookup('pipe', 'id') }}: given up")
     with transaction(selling.engine) as conn:
-        outcomes.provision_started(conn, key, ACT)
+        slices.provision_started(conn, key, ACT)
         error = {"code": "readiness_failed", "found": "no lease"}
-        outcomes.provision_failed(conn, key, ACT, step="slice_ready", error=error)
-        (slot,) = recovery.held_slots(conn, key)
+        slices.provision_failed(conn, key, ACT, step="slice_ready", error=error)
+        (slot,) = claims.held_slots(conn, key)
         document = discovery()
         alive = [one for one in document["nvme"] if one["identity"] != slot["nvme_identity"]]
-        discoveries.record(conn, NODE, {**document, "nvme": alive}, ACT)
-        dead = slots.withdraw(conn, slot["id"], why)
-        (kept,) = slots.of_node(conn, NODE)
+        host_evidence.record_discovery(conn, NODE, {**document, "nvme": alive}, ACT)
+        dead = slot_life.withdraw(conn, slot["id"], why)
+        (kept,) = slot_records.of_node(conn, NODE)
         # One that was free is withdrawn as well: the host holds nothing of it.
-        slots.withdraw(conn, slots.disable(conn, kept["id"], ACT)["id"], ACT)
+        slot_life.withdraw(conn, slot_life.disable(conn, kept["id"], ACT)["id"], ACT)
     selling.client("admin").post(PATH, json={"to": "baremetal"})
     with transaction(selling.engine) as conn:
-        (task,) = tasks.every(conn, kind=TaskKind.NODE_CONVERT)
+        (task,) = queue.every(conn, kind=TaskKind.NODE_CONVERT)
         work = open_work(conn, selling.settings, task)
         given = HANDLERS["node.convert"].variables(work)
     run = dict.fromkeys(("id", "task_id", "kind", "node_id", "correlation_id"), "1")
@@ -121,15 +126,15 @@ def on_the_way(world: World, state: SlotState) -> None:
     error = {"code": "readiness_failed", "found": "no lease"}
     with transaction(world.engine) as conn:
         if state != SlotState.RESERVED:
-            outcomes.provision_started(conn, key, ACT)
+            slices.provision_started(conn, key, ACT)
         if state in (SlotState.ACTIVE, SlotState.RELEASING):
-            outcomes.provision_succeeded(conn, key, ACT, connection={"host": "gate"})
+            slices.provision_succeeded(conn, key, ACT, connection={"host": "gate"})
         if state == SlotState.RELEASING:
-            allocations.release(conn, key, ACT)
+            launching.release(conn, key, ACT)
         if state in (SlotState.CLEANUP, SlotState.CLEANUP_BLOCKED):
-            outcomes.provision_failed(conn, key, ACT, step="slice_ready", error=error)
+            slices.provision_failed(conn, key, ACT, step="slice_ready", error=error)
         if state == SlotState.CLEANUP:
-            recovery.repair(conn, recovery.held_slots(conn, key)[0]["id"], ACT)
+            recovery.repair(conn, claims.held_slots(conn, key)[0]["id"], ACT)
 
 
 @pytest.mark.parametrize("state", nodes.BUSY)

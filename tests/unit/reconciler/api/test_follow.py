@@ -18,10 +18,11 @@ from reconciler import client
 from reconciler.api import eventstream
 from reconciler.api.app import create_app
 from reconciler.client import Client, Event
-from reconciler.domain.states import Role, TaskState
+from reconciler.db import schema as tables
+from reconciler.db.engine import transaction
+from reconciler.model.states import Role, TaskState
+from reconciler.records import queue, tokens
 from reconciler.runs.paths import RunPaths
-from reconciler.store import tables, tasks, tokens
-from reconciler.store.engine import transaction
 from tests.unit.reconciler.api.world import ACT, NODE, World
 
 pytestmark = pytest.mark.covers("CTRL-8")
@@ -32,7 +33,7 @@ def running(world: World) -> dict[str, Any]:
     world.client("admin").post(f"admin/nodes/{NODE}/parity")
     task = world.lease()
     with transaction(world.engine) as conn:
-        tasks.started(
+        queue.started(
             conn, task["id"], task["lease_token"], run_id="r", run_directory=str(folder(world))
         )
     say(world, task, "look")
@@ -46,13 +47,13 @@ def folder(world: World) -> Path:
 def say(world: World, task: dict[str, Any], *names: str) -> None:
     with transaction(world.engine) as conn:
         lines = [{"at": "2026-01-01T00:00:00", "event": "ok", "task": name} for name in names]
-        tasks.progress(conn, task["id"], task["lease_token"], *lines)
+        queue.progress(conn, task["id"], task["lease_token"], *lines)
 
 
 def end(world: World, task: dict[str, Any], state: TaskState = TaskState.SUCCEEDED) -> None:
     with transaction(world.engine) as conn:
         error = {"code": "no_kvm"} if state is TaskState.FAILED else None
-        tasks.finish(conn, task["id"], task["lease_token"], state, ACT, error=error)
+        queue.finish(conn, task["id"], task["lease_token"], state, ACT, error=error)
 
 
 @pytest.fixture

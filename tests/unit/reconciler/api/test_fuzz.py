@@ -14,9 +14,9 @@ from schemathesis import GenerationMode
 
 from reconciler.api import contract
 from reconciler.api.idempotency import HEADERS
+from reconciler.db.engine import open_engine
+from reconciler.db.migrations import migrate
 from reconciler.settings import Settings
-from reconciler.store.engine import open_engine
-from reconciler.store.migrations import migrate
 from tests.postgresql import running
 from tests.unit.reconciler.api.conformity import Client
 from tests.unit.reconciler.api.test_launches import launch

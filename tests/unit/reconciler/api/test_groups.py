@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils import _block, _topology
 
-from reconciler.store import discoveries, nodes
-from reconciler.store.engine import transaction
+from reconciler.db.engine import transaction
+from reconciler.lifecycle import evidence, host
 from tests.unit.plugins.module_utils.conftest import Machine
 from tests.unit.plugins.module_utils.test_topology import LEFT, PROFILE, disk, fill, prepared
 from tests.unit.reconciler.api.refusals import refused
@@ -39,9 +39,9 @@ def discovered(world: World) -> list[dict[str, Any]]:
     document = _topology.discover(PROFILE)
     identity = document["identity"] | {"host_key": "ssh-ed25519 AAAA"}
     with transaction(world.engine) as conn:
-        nodes.enrolled(conn, NODE, ACT, **identity)
-        nodes.bootstrapped(conn, NODE, ACT, identity=identity)
-        discoveries.record(conn, NODE, document | {"identity": identity}, ACT)
+        host.enrolled(conn, NODE, ACT, **identity)
+        host.bootstrapped(conn, NODE, ACT, identity=identity)
+        evidence.record_discovery(conn, NODE, document | {"identity": identity}, ACT)
     return [candidate["bundle"] for candidate in document["candidates"]]
 
 

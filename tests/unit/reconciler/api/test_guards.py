@@ -11,8 +11,8 @@ import pytest
 
 from reconciler.api import contract
 from reconciler.api.document import MUTATING
-from reconciler.store import outcomes
-from reconciler.store.engine import transaction
+from reconciler.db.engine import transaction
+from reconciler.lifecycle import slices
 from tests.unit.reconciler.api.refusals import refused
 from tests.unit.reconciler.api.test_launches import PATH as MINE
 from tests.unit.reconciler.api.test_launches import activate, launch
@@ -130,7 +130,7 @@ def test_what_is_forced_on_an_allocation_is_guarded(
     selling.client("member").post(f"{MINE}/{made}/release")
     seen = admin.get(at).headers["ETag"]
     with transaction(selling.engine) as conn:
-        outcomes.release_failed(conn, made, ACT, step="test", error={"code": "failed"})
+        slices.release_failed(conn, made, ACT, step="test", error={"code": "failed"})
 
     def forced(tag: str) -> Any:
         headers = {"If-Match": tag, "Idempotency-Key": tag.strip('"')}

@@ -9,10 +9,11 @@ import sqlalchemy as sa
 from fastapi.testclient import TestClient
 
 from reconciler.api.app import create_app
+from reconciler.db import leader
+from reconciler.db import schema as tables
+from reconciler.db.engine import open_engine, transaction
 from reconciler.service import process
 from reconciler.settings import Settings
-from reconciler.store import leader, processes, tables
-from reconciler.store.engine import open_engine, transaction
 from tests.unit.reconciler.api.world import World
 
 
@@ -47,13 +48,13 @@ def test_a_site_is_ready_when_somebody_works_and_leads(new: World) -> None:
 
     assert told() == (503, "process_missing")
     with transaction(new.engine) as conn:
-        processes.beat(conn, "p1", ["worker", "loops"], host="h", pid=1, version="1")
+        leader.record_process(conn, "p1", ["worker", "loops"], host="h", pid=1, version="1")
     assert told() == (503, "leader_missing")
     with transaction(new.engine) as conn:
         leader.campaign(conn, leader.LOOPS, "p1", 3600)
     assert told() == (200, "")
     with transaction(new.engine) as conn:
-        old = tables.service_processes.c.seen_at - processes.STALE_S
+        old = tables.service_processes.c.seen_at - leader.STALE_S
         conn.execute(sa.update(tables.service_processes).values(seen_at=old))
     assert told() == (503, "process_missing")
     assert client.get("/healthz").status_code == 200, "the process itself lives"

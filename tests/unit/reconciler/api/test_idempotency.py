@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reconciler.api.idempotency import key
-from reconciler.domain.errors import Problem
+from reconciler.model.errors import Problem
 from tests.unit.reconciler.api.world import IMAGE, NODE, World
 
 

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection
 
-from reconciler.domain.errors import Problem
-from reconciler.domain.states import TaskState
-from reconciler.planning.snapshot import Want
+from reconciler.db import settings
+from reconciler.db.engine import transaction
+from reconciler.lifecycle import placement, slices
+from reconciler.model.errors import Problem
+from reconciler.model.scheduler.snapshot import Want
+from reconciler.model.states import TaskState
 from reconciler.profiles import hardware_profile, profile_skus
-from reconciler.store import outcomes, placement, settings, tasks
-from reconciler.store.engine import transaction
+from reconciler.records import queue
 from tests.unit.reconciler.api.refusals import refused
 from tests.unit.reconciler.api.world import ACT, KEY, NODE, World, bundle
 
@@ -38,9 +40,9 @@ def activate(world: World, allocation_id: str) -> None:
     task = world.lease()
     connection = {"host": "gate.example", "port": 2200, "username": "tenant", "node": NODE}
     with transaction(world.engine) as conn:
-        outcomes.provision_started(conn, allocation_id, ACT)
-        outcomes.provision_succeeded(conn, allocation_id, ACT, connection=connection)
-        tasks.finish(conn, task["id"], task["lease_token"], TaskState.SUCCEEDED, ACT)
+        slices.provision_started(conn, allocation_id, ACT)
+        slices.provision_succeeded(conn, allocation_id, ACT, connection=connection)
+        queue.finish(conn, task["id"], task["lease_token"], TaskState.SUCCEEDED, ACT)
 
 
 @pytest.mark.covers("CTRL-4")
@@ -90,8 +92,8 @@ def test_a_failure_shows_its_code_only(selling: World) -> None:
     selling.lease()
     error = {"code": "readiness_failed", "found": bundle(1)["gpu_pci_address"]}
     with transaction(selling.engine) as conn:
-        outcomes.provision_started(conn, mine["id"], ACT)
-        outcomes.provision_failed(conn, mine["id"], ACT, step="ready", error=error, untouched=None)
+        slices.provision_started(conn, mine["id"], ACT)
+        slices.provision_failed(conn, mine["id"], ACT, step="ready", error=error, untouched=None)
     answer = selling.client("member").get(f"{PATH}/{mine['id']}")
     assert (answer.json()["state"], answer.json()["error_code"]) == ("failed", "readiness_failed")
     assert error["found"] not in answer.text
@@ -114,13 +116,13 @@ def test_room_that_is_there_a_moment_later_is_given(
     selling: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The look for a reason finds a place: nobody is refused for what another did meanwhile."""
-    look, blind = placement.capacity.likely, iter([True, True])
+    look, blind = placement.likely, iter([True, True])
 
     def looked(*given: Any, **options: Any) -> Any:
         found = look(*given, **options)
         return type(found)(()) if next(blind, False) else found
 
-    monkeypatch.setattr(placement.capacity, "likely", looked)
+    monkeypatch.setattr(placement, "likely", looked)
     assert launch(selling).status_code == 201
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from reconciler.domain.errors import Problem
-from reconciler.store import tasks
-from reconciler.store.engine import transaction
-from reconciler.tasks.registry import HANDLERS
-from reconciler.tasks.work import open_work
+from reconciler.db.engine import transaction
+from reconciler.model.errors import Problem
+from reconciler.records import queue
+from reconciler.work.handler import open_work
+from reconciler.work.kinds import HANDLERS
 from tests.unit.reconciler.api.test_launches import activate, launch
 from tests.unit.reconciler.api.world import IMAGE, NODE, World
 
@@ -91,7 +91,7 @@ def test_a_host_is_not_restarted_under_its_tenants(selling: World) -> None:
     # Somebody came after it was asked for: asked again when its run would begin.
     with transaction(selling.engine) as conn, pytest.raises(Problem) as caught:
         HANDLERS["node.bootstrap"].start(
-            open_work(conn, selling.settings, tasks.get(conn, early["id"]))
+            open_work(conn, selling.settings, queue.get(conn, early["id"]))
         )
     assert caught.value.code == "node_in_use"
 

@@ -13,11 +13,11 @@ from sqlalchemy import Connection
 
 from reconciler.api.operator import create_operator_app
 from reconciler.api.security import Admin
-from reconciler.domain.errors import Problem
+from reconciler.db import journal, leader
+from reconciler.db.engine import transaction
+from reconciler.model.errors import Problem
 from reconciler.service import addresses, listener, process
 from reconciler.settings import Settings
-from reconciler.store import audit, leader, processes
-from reconciler.store.engine import transaction
 from tests.unit.reconciler.api.world import World, _judge
 
 pytestmark = pytest.mark.covers("CTRL-10")
@@ -28,7 +28,7 @@ ROUTES = ("/health", "/status/leader", "/metrics")
 def working(world: World) -> None:
     """A process that works and leads."""
     with transaction(world.engine) as conn:
-        processes.beat(conn, "p1", ["worker", "loops"], host="h1", pid=7, version="1")
+        leader.record_process(conn, "p1", ["worker", "loops"], host="h1", pid=7, version="1")
         leader.campaign(conn, leader.LOOPS, "p1", 3600)
 
 
@@ -45,7 +45,7 @@ def local(new: World) -> Iterator[httpx.Client]:
         done = context.act("by hand")
 
         def work(conn: Connection) -> dict[str, str]:
-            audit.write(conn, done, "test.act", "site", "s")
+            journal.audit(conn, done, "test.act", "site", "s")
             return {}
 
         return context.write(work)
@@ -85,7 +85,7 @@ def test_who_is_on_the_machine_needs_none(new: World, local: httpx.Client) -> No
 
     # A process that ended in order is forgotten; its lease is not.
     with transaction(new.engine) as conn:
-        processes.gone(conn, "p1")
+        leader.remove_process(conn, "p1")
     gone = local.get("/status/leader")
     assert (gone.json()["holder"], gone.json()["host"], gone.json()["pid"]) == ("p1", "", None)
     _judge().check(gone)
@@ -141,7 +141,7 @@ def test_which_addresses_are_taken() -> None:
     assert addresses.operators(Settings()) is None
     for text, found in (("127.0.0.1:8008", ("127.0.0.1", 8008)), ("[::1]:8008", ("::1", 8008))):
         assert addresses.operators(Settings(operator_listen=text)) == found
-        assert addresses.told(found) == text
+        assert addresses.host_port(found) == text
 
 
 def test_off_there_is_no_listener_and_a_taken_port_is_said(new: World) -> None:
@@ -149,7 +149,7 @@ def test_off_there_is_no_listener_and_a_taken_port_is_said(new: World) -> None:
     with listener.operators(new.settings, app) as address:
         assert address == ""
     with socket.create_server(("127.0.0.1", 0)) as other:
-        taken = addresses.told(other.getsockname())
+        taken = addresses.host_port(other.getsockname())
         settings = new.settings.model_copy(update={"operator_listen": taken})
         with (
             pytest.raises(Problem, match="operator_listen_unavailable"),

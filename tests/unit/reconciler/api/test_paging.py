@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from reconciler.api import contract
-from reconciler.store import nodes, projects
-from reconciler.store.engine import transaction
+from reconciler.db.engine import transaction
+from reconciler.records import nodes, projects
 from tests.unit.reconciler.api.conformity import Client
 from tests.unit.reconciler.api.world import ACT, NODE, World
 

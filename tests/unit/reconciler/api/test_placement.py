@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from reconciler.domain.states import SlotState
-from reconciler.store import discoveries, slots
-from reconciler.store.engine import transaction
+from reconciler.db.engine import transaction
+from reconciler.lifecycle import evidence, gate
+from reconciler.model.states import SlotState
 from tests.unit.reconciler.api.test_launches import BODY, PATH, launch
 from tests.unit.reconciler.api.world import ACT, FREE, NODE, World, bundle, discovery
 
@@ -107,9 +107,9 @@ def test_what_nvlink_joins_is_the_profiles_and_kept_with_the_slot(
     assert told[0]["nvlink_sets"] == [[1, 2], [3, 4]]
     report = {"failures": 0, "warnings": 0, "checks": [], "identity": discovery()["identity"]}
     with transaction(world.engine) as conn:
-        discoveries.record(conn, NODE, discovery(), ACT)
-        discoveries.record_parity(conn, NODE, report, ACT)
-        assert len(slots.open_gate(conn, NODE, ACT)["opened"]) == len(FREE)
+        evidence.record_discovery(conn, NODE, discovery(), ACT)
+        evidence.record_parity(conn, NODE, report, ACT)
+        assert len(gate.open_gate(conn, NODE, ACT)["opened"]) == len(FREE)
     found = admin.get(EXPLAIN, params={"gpus": 2}).json()
     assert found["explanation"]["summary"] == "2 GPUs free, no 2 that NVLink joins on one node"
     assert admin.get(EXPLAIN, params={"gpus": 1}).json()["placement"]

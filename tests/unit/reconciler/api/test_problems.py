@@ -14,7 +14,7 @@ from sqlalchemy.exc import (
     TimeoutError,
 )
 
-from reconciler.store import nodes
+from reconciler.records import nodes
 from tests.unit.reconciler.api.world import World
 
 FIELDS = {

@@ -13,8 +13,10 @@ import sqlalchemy as sa
 
 from reconciler.api import contract
 from reconciler.api.document import MUTATING
-from reconciler.store import nodes, proofs, tables
-from reconciler.store.engine import transaction
+from reconciler.db import schema as tables
+from reconciler.db.engine import transaction
+from reconciler.lifecycle import host
+from reconciler.records import proofs
 from tests.unit.reconciler.api.refusals import kept, refused
 from tests.unit.reconciler.api.test_allocations import failed
 from tests.unit.reconciler.api.test_apps import body as app_body
@@ -108,7 +110,7 @@ def _active(world: World) -> str:
 def _lost(world: World) -> tuple[Names, Body]:
     made = _active(world)
     with transaction(world.engine) as conn:
-        nodes.lost(conn, NODE, ACT)
+        host.lost(conn, NODE, ACT)
     return {"allocation_id": made}, {"reason": "the host is gone"}
 
 
@@ -139,10 +141,10 @@ def _unclean(world: World) -> tuple[Names, Body]:
     made, admin = launch_metal(world).json()["id"], world.client("admin")
     let_in(world, made)
     with transaction(world.engine) as conn:
-        nodes.lost(conn, MACHINE["id"], ACT)
+        host.lost(conn, MACHINE["id"], ACT)
     admin.post(f"admin/allocations/{made}/force-release", json={"reason": "the host is gone"})
     with transaction(world.engine) as conn:
-        nodes.regained(conn, MACHINE["id"], ACT)
+        host.regained(conn, MACHINE["id"], ACT)
     return {"node_id": MACHINE["id"]}, {}
 
 

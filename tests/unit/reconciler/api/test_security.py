@@ -10,10 +10,11 @@ import pytest
 import sqlalchemy as sa
 
 from reconciler.api import contract
-from reconciler.domain.states import Role
-from reconciler.store import apps, tokens
-from reconciler.store.engine import transaction
-from reconciler.store.tables import api_tokens
+from reconciler.db.engine import transaction
+from reconciler.db.schema import api_tokens
+from reconciler.lifecycle import apps
+from reconciler.model.states import Role
+from reconciler.records import tokens
 from tests.unit.reconciler.api.refusals import kept
 from tests.unit.reconciler.api.test_launches import activate, launch
 from tests.unit.reconciler.api.world import ACT, NODE, World

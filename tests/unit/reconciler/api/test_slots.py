@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 
+from reconciler.db import journal
+from reconciler.db.engine import transaction
+from reconciler.lifecycle import evidence, slices
 from reconciler.profiles import hardware_profile
+from reconciler.records import proofs
+from reconciler.records import slots as slot_records
 from reconciler.settings import Settings
-from reconciler.store import discoveries, history, lifecycle, outbox, outcomes, proofs, slots
-from reconciler.store.engine import transaction
 from tests.unit.reconciler.api.refusals import refused
 from tests.unit.reconciler.api.test_paging import pages
 from tests.unit.reconciler.api.world import ACT, NODE, World, bundle, discovery
@@ -170,10 +173,10 @@ def test_who_gives_no_reason_is_named(selling: World) -> None:
     audited = admin.get("admin/audit", params={"limit": 7}).json()["items"]
     assert [row["reason"] for row in audited] == ["why", *[nobody] * 6]
     with transaction(selling.engine) as conn:
-        changes = history.of(conn, "slot", slot)
+        changes = journal.history_of(conn, "slot", slot)
         payloads = [
             event["payload"]
-            for event in outbox.pending(conn, 10_000)
+            for event in journal.pending_events(conn, 10_000)
             if event["topic"] == "slot.disabled" and event["subject_id"] == slot
         ]
     assert [row["reason"] for row in changes][-3:] == [nobody, "gate passed", nobody]
@@ -197,8 +200,8 @@ def test_a_machine_that_no_record_knows_goes_on_an_admins_word(selling: World) -
     assert (slot["status"], slot["health_detail"]["step"]) == ("cleanup", "remove_orphan")
     # Blocked for want of evidence, it is written off only where a device of it has died.
     with transaction(selling.engine) as conn:
-        found = slots.get(conn, slot["id"])
-        outcomes.block(conn, found, "", ACT, step="nvme_wipe", error={"code": "device_not_found"})
+        found = slot_records.get(conn, slot["id"])
+        slices.block(conn, found, "", ACT, step="nvme_wipe", error={"code": "device_not_found"})
     why = {"reason": "the disk is dead"}
     assert admin.post(f"{at}/withdraw", json=why).json()["code"] == "slot_in_use"
     document = discovery()
@@ -255,11 +258,11 @@ def grow(world: World, slot_id: str, *, proven: int, changes: int) -> None:
         for _ in range(proven):
             proofs.record_transition(conn, NODE, proof, ACT)
         for _ in range(changes // 2):
-            slot = slots.get(conn, slot_id)
-            outcomes.block(conn, slot, "", ACT, step="test", error={"code": "test"})
-            lifecycle.advance(conn, "slot", slot_id, "park", ACT)
+            slot = slot_records.get(conn, slot_id)
+            slices.block(conn, slot, "", ACT, step="test", error={"code": "test"})
+            journal.advance(conn, "slot", slot_id, "park", ACT)
 
 
 def _rediscover(world: World, document: dict[str, Any]) -> None:
     with transaction(world.engine) as conn:
-        discoveries.record(conn, NODE, document, ACT)
+        evidence.record_discovery(conn, NODE, document, ACT)

@@ -12,13 +12,13 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from reconciler.api.app import PREFIX
-from reconciler.domain import transitions
-from reconciler.domain.states import TaskState
+from reconciler.db.engine import transaction
+from reconciler.model import transitions
+from reconciler.model.states import TaskState
+from reconciler.records import queue
 from reconciler.runs import collect, events
 from reconciler.runs.paths import RunPaths
 from reconciler.settings import PROJECT
-from reconciler.store import tasks
-from reconciler.store.engine import transaction
 from tests.unit.reconciler.api.world import ACT, NODE, World
 
 pytestmark = pytest.mark.covers("CTRL-1", "CTRL-8")
@@ -94,13 +94,13 @@ def told(world: World, state: TaskState, folder: Path) -> str:
     lines, offset = collect.progress(folder)
     with transaction(world.engine) as conn:
         held = (task["id"], task["lease_token"])
-        tasks.progress(conn, *held, *lines, offset=offset)
-        tasks.wait(conn, *held, "host_unreachable", seconds=0, act=ACT)
+        queue.progress(conn, *held, *lines, offset=offset)
+        queue.wait(conn, *held, "host_unreachable", seconds=0, act=ACT)
     task = world.lease()
     with transaction(world.engine) as conn:
         error = {"code": "no_kvm"} if state is TaskState.FAILED else None
-        tasks.cancel(conn, task["id"], ACT)
-        tasks.finish(conn, task["id"], task["lease_token"], state, ACT, error=error)
+        queue.cancel(conn, task["id"], ACT)
+        queue.finish(conn, task["id"], task["lease_token"], state, ACT, error=error)
     return str(task["id"])
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from reconciler.db.engine import transaction
+from reconciler.records import queue
 from reconciler.runs import collect
-from reconciler.store import tasks
-from reconciler.store.engine import transaction
 from tests.unit.reconciler.api.test_launches import launch
 from tests.unit.reconciler.api.world import NODE, World
 
@@ -21,8 +21,8 @@ def test_read(prepared: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     task = prepared.lease()
     with transaction(prepared.engine) as conn:
         held = (task["id"], task["lease_token"])
-        tasks.started(conn, *held, run_id="r", run_directory=str(tmp_path))
-        tasks.progress(conn, *held, {"at": 1.0, "event": "ok", "task": "look"})
+        queue.started(conn, *held, run_id="r", run_directory=str(tmp_path))
+        queue.progress(conn, *held, {"at": 1.0, "event": "ok", "task": "look"})
     monkeypatch.setattr(collect, "output", lambda folder, limit: f"{folder} {limit}")
 
     found = admin.get(f"admin/tasks/{task['id']}").json()

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from reconciler.store import allocations, images, outbox, tasks
-from reconciler.store.engine import transaction
+from reconciler.db import journal
+from reconciler.db.engine import transaction
+from reconciler.lifecycle import launch
+from reconciler.records import images, queue
 from tests.unit.reconciler.api.test_launches import BODY, PATH
 from tests.unit.reconciler.api.world import ACT, KEY, NODE, World
 
@@ -17,17 +19,17 @@ pytestmark = pytest.mark.covers("CTRL-8")
 def launched(world: World) -> str:
     """An allocation whose run has said two things."""
     with transaction(world.engine) as conn:
-        wanted = allocations.Launch(
+        wanted = launch.Launch(
             project_id="demo", gpu_count=1, username="u", ssh_keys=[KEY], hostname="h",
             image_id=images.every(conn)[0]["id"],
         )  # fmt: skip
-        allocation = allocations.allocate(conn, wanted, ACT)
+        allocation = launch.allocate(conn, wanted, ACT)
     task = world.lease()
     with transaction(world.engine) as conn:
         held = (task["id"], task["lease_token"])
-        tasks.started(conn, *held, run_id="r", run_directory="r")
+        queue.started(conn, *held, run_id="r", run_directory="r")
         lines = ({"event": "started", "task": "one"}, {"event": "ok", "task": "one"})
-        tasks.progress(conn, *held, *lines, offset=7)
+        queue.progress(conn, *held, *lines, offset=7)
     return str(allocation["id"])
 
 
@@ -79,9 +81,9 @@ def test_of_a_request(selling: World) -> None:
     task = selling.lease()
     with transaction(selling.engine) as conn:
         held = (task["id"], task["lease_token"])
-        tasks.started(conn, *held, run_id="r", run_directory="r")
-        tasks.progress(conn, *held, {"event": "started", "task": "one"}, offset=7)
-        told = outbox.pending(conn, 10_000)
+        queue.started(conn, *held, run_id="r", run_directory="r")
+        queue.progress(conn, *held, {"event": "started", "task": "one"}, offset=7)
+        told = journal.pending_events(conn, 10_000)
     admin.post(f"admin/nodes/{NODE}/parity", headers={"X-Correlation-Id": "other"})
     path = "admin/correlations/asked-once/timeline"
     whole = read(selling, path, 1000)

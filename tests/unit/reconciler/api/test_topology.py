@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from reconciler.store import discoveries, nodes
-from reconciler.store.engine import transaction
+from reconciler.db.engine import transaction
+from reconciler.lifecycle import evidence, host
 from tests.unit.reconciler.api.world import ACT, NODE, World, discovery
 
 pytestmark = pytest.mark.covers("HOST-11")
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.covers("HOST-11")
 def test_before_the_first_report(new: World) -> None:
     admin = new.client("admin")
     with transaction(new.engine) as conn:
-        nodes.enrolled(conn, NODE, ACT, **discovery()["identity"])
+        host.enrolled(conn, NODE, ACT, **discovery()["identity"])
     for noun in ("slice-topology/discovery", "parity"):
         path = f"admin/nodes/{NODE}/{noun}"
         assert admin.get(path).json() == {"document": None, "task": None}
@@ -32,7 +32,7 @@ def test_a_bare_metal_nodes_report_is_the_one_that_it_was_asked_for(new: World) 
     with transaction(new.engine) as conn:
         for intent, failures in (("baremetal", 3), ("slice", 0)):
             report = {"intent": intent, "failures": failures, "identity": identity}
-            discoveries.record_parity(conn, "m1", report, ACT)
+            evidence.record_parity(conn, "m1", report, ACT)
     assert admin.get("admin/nodes/m1/parity").json()["document"]["failures"] == 3
 
 

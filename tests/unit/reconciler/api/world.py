@@ -15,12 +15,13 @@ from fastapi import FastAPI
 from sqlalchemy import Engine
 
 from reconciler.api.app import PREFIX, create_app
-from reconciler.domain.act import Act
-from reconciler.domain.states import Role
+from reconciler.db.engine import open_engine, transaction
+from reconciler.db.migrations import migrate
+from reconciler.lifecycle import evidence, gate, host
+from reconciler.model.act import Act
+from reconciler.model.states import Role
+from reconciler.records import images, leasing, nodes, projects, proofs, tokens
 from reconciler.settings import Settings
-from reconciler.store import discoveries, images, nodes, projects, proofs, slots, tasks, tokens
-from reconciler.store.engine import open_engine, transaction
-from reconciler.store.migrations import migrate
 from tests.unit.reconciler.api.conformity import Client, Conformity, client
 
 ACT = Act("test", "prepared by the test")
@@ -110,9 +111,9 @@ class World:
         """The node is enrolled, bootstrapped and discovered."""
         identity = discovery()["identity"]
         with transaction(self.engine) as conn:
-            nodes.enrolled(conn, NODE, ACT, **identity)
-            nodes.bootstrapped(conn, NODE, ACT, identity=identity)
-            discoveries.record(conn, NODE, discovery(), ACT)
+            host.enrolled(conn, NODE, ACT, **identity)
+            host.bootstrapped(conn, NODE, ACT, identity=identity)
+            evidence.record_discovery(conn, NODE, discovery(), ACT)
 
     def sell(self) -> None:
         """Two slots proven clean, parity passed, an image, switches on."""
@@ -127,9 +128,9 @@ class World:
         assert admin.post(f"admin/nodes/{NODE}/resource-slots", json=body).status_code == 201
         report = {"failures": 0, "warnings": 0, "checks": [], "identity": discovery()["identity"]}
         with transaction(self.engine) as conn:
-            discoveries.record(conn, NODE, discovery(), ACT)
-            discoveries.record_parity(conn, NODE, report, ACT)
-            assert len(slots.open_gate(conn, NODE, ACT)["opened"]) == len(FREE)
+            evidence.record_discovery(conn, NODE, discovery(), ACT)
+            evidence.record_parity(conn, NODE, report, ACT)
+            assert len(gate.open_gate(conn, NODE, ACT)["opened"]) == len(FREE)
         on = {"enabled": True}
         assert admin.put(f"admin/nodes/{NODE}/scheduling", json=on).status_code == 200
         assert admin.put("admin/settings/slice-scheduling", json=on).status_code == 200
@@ -137,7 +138,7 @@ class World:
     def lease(self) -> dict[str, Any]:
         """Take the next task as a worker would."""
         with transaction(self.engine) as conn:
-            (task,) = tasks.lease(conn, "test")
+            (task,) = leasing.lease(conn, "test")
         return task
 
 

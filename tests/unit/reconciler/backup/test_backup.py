@@ -21,31 +21,23 @@ import sqlalchemy as sa
 import reconciler.backup.restore as restoring
 from reconciler.backup import archive, database, unfinished
 from reconciler.backup.restore import restore
-from reconciler.cli.database import opened
-from reconciler.domain.errors import Problem
-from reconciler.domain.states import Role, TaskKind
+from reconciler.cli.service import open_migrated
+from reconciler.db import clock, migrations
+from reconciler.db import schema as tables
+from reconciler.db.engine import open_engine, reading, transaction
+from reconciler.db.migrations import migrate
+from reconciler.db.settings import site_scheduling
+from reconciler.lifecycle import gate, invariants, slices
+from reconciler.lifecycle.restore import LEAP
+from reconciler.model.errors import Problem
+from reconciler.model.states import Role, TaskKind
+from reconciler.records import allocations, claims, leasing, nodes, queue, slots, tokens
 from reconciler.service.authorities import adopt
 from reconciler.settings import Settings
-from reconciler.store import (
-    allocations,
-    clock,
-    invariants,
-    migrations,
-    nodes,
-    outcomes,
-    slots,
-    tables,
-    tasks,
-    tokens,
-)
-from reconciler.store.engine import open_engine, reading, transaction
-from reconciler.store.migrations import migrate
-from reconciler.store.restored import LEAP
-from reconciler.store.settings import site_scheduling
 from reconciler.trust.ca import known_hosts, open_trust, user_ca
 from tests.postgresql import Server, running
 from tests.unit.reconciler.conftest import ADMIN, Site
-from tests.unit.reconciler.store.whole_machines import Machines
+from tests.unit.reconciler.whole_machines import Machines
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +64,11 @@ class Life:
         with transaction(self.engine) as conn:
             self.active = site.active(conn)
             self.building = site.allocate(conn)
-            (task,) = tasks.lease(conn, "w", runner="r", kinds=[TaskKind.SLICE_VM_PROVISION])
-            run = tasks.run_id(task)
-            tasks.started(conn, task["id"], task["lease_token"], run_id=run, run_directory="/r")
-            outcomes.provision_started(conn, self.building, ADMIN)
-            self.task = task["id"]
+            (task,) = leasing.lease(conn, "w", runner="r", kinds=[TaskKind.SLICE_VM_PROVISION])
+            run = queue.run_id(task)
+            queue.started(conn, task.id, task.lease_token, run_id=run, run_directory="/r")
+            slices.provision_started(conn, self.building, ADMIN)
+            self.task = task.id
 
 
 def life(folder: Path, url: str) -> Iterator[Life]:
@@ -122,20 +114,20 @@ def test_the_same_allocations_and_nothing_done_twice(
         known = set(conn.execute(sa.select(tables.projects.c.id)).scalars())
         # One engine was copied beside the open transaction, the other after it.
         assert known == ({"p1"} if urls[0] else {"p1", "late"})
-        assert allocations.get(conn, before.active)["state"] == "active"
-        assert allocations.get(conn, before.building)["state"] == "failed"
-        assert tasks.get(conn, before.task)["state"] == "lost"
-        found = {slot["status"]: slot for slot in slots.of_node(conn, "n1")}
+        assert allocations.get(conn, before.active).state == "active"
+        assert allocations.get(conn, before.building).state == "failed"
+        assert queue.get(conn, before.task).state == "lost"
+        found = {slot.status: slot for slot in slots.of_node(conn, "n1")}
         assert set(found) == {"active", "cleanup_blocked", "disabled"}
         # Whatever hosts have seen since the backup, new claims are above it.
-        assert found["disabled"]["fence"] >= LEAP and found["cleanup_blocked"]["fence"] >= LEAP
-        assert found["active"]["fence"] < LEAP
+        assert found["disabled"].fence >= LEAP and found["cleanup_blocked"].fence >= LEAP
+        assert found["active"].fence < LEAP
         assert not site_scheduling(conn)
         # Nothing is on sale before the host is discovered and proven again.
-        assert nodes.get(conn, "n1")["boot_id"] == ""
+        assert nodes.get(conn, "n1").boot_id == ""
     with transaction(engine) as conn:
-        assert slots.open_gate(conn, "n1", ADMIN)["opened"] == []
-        assert tasks.lease(conn, "w", runner="another") == []
+        assert gate.open_gate(conn, "n1", ADMIN)["opened"] == []
+        assert leasing.lease(conn, "w", runner="another") == []
     engine.dispose()
     # The hosts of the old site trust the new one.
     assert user_ca(open_trust(after.state_dir)) == user_ca(before.trust)
@@ -152,32 +144,32 @@ def test_what_was_still_to_begin_may_have_begun_since(
     machines.machine()
     with transaction(before.engine) as conn:
         asked = site.allocate(conn)
-        whole = machines.launch(conn)["id"]
-        reboot = tasks.Enqueue(
+        whole = machines.launch(conn).id
+        reboot = queue.Enqueue(
             TaskKind.NODE_BOOTSTRAP, "n1", "node", "n1", parameters={"allow_reboot": True}
         )
-        begins = tasks.enqueue(conn, reboot, ADMIN)
-        held = {claim["slot_id"] for claim in allocations.claims(conn, asked)}
+        begins = queue.enqueue(conn, reboot, ADMIN)
+        held = {claim.slot_id for claim in claims.of_allocation(conn, asked)}
     file = tmp_path / "site.tar.gz"
     archive.write(before.settings, file)
     after = settled(tmp_path / "after", urls[1])
 
     done = restore(after, file)
 
-    assert len(done["canceled_tasks"]) == 3 and begins["id"] in done["canceled_tasks"]
+    assert len(done["canceled_tasks"]) == 3 and begins.id in done["canceled_tasks"]
     engine = open_engine(after.database)
     with transaction(engine) as conn:
         assert invariants.check(conn) == []
-        assert tasks.lease(conn, "w", runner="another", limit=9) == [], "nothing begins by itself"
+        assert leasing.lease(conn, "w", runner="another", limit=9) == [], "nothing begins by itself"
         for task_id in done["canceled_tasks"]:
-            task = tasks.get(conn, task_id)
-            assert (task["state"], task["error"]["code"]) == ("canceled", "restored")
-        assert allocations.get(conn, asked)["state"] == "failed"
-        blocked = {slot["id"]: slot for slot in slots.of_node(conn, "n1") if slot["id"] in held}
-        assert [slot["status"] for slot in blocked.values()] == ["cleanup_blocked"]
-        assert {slot["health_detail"]["code"] for slot in blocked.values()} == {"restored"}
-        assert allocations.get(conn, whole)["state"] == "failed"
-        assert nodes.get(conn, "m1")["unclean_allocation_id"] == whole
+            task = queue.get(conn, task_id)
+            assert (task.state, task.error["code"]) == ("canceled", "restored")
+        assert allocations.get(conn, asked).state == "failed"
+        blocked = {slot.id: slot for slot in slots.of_node(conn, "n1") if slot.id in held}
+        assert [slot.status for slot in blocked.values()] == ["cleanup_blocked"]
+        assert {slot.health_detail["code"] for slot in blocked.values()} == {"restored"}
+        assert allocations.get(conn, whole).state == "failed"
+        assert nodes.get(conn, "m1").unclean_allocation_id == whole
     engine.dispose()
 
 
@@ -190,18 +182,18 @@ def test_the_tokens_that_come_back_to_life_are_named(
         leaked, secret = tokens.issue(conn, ADMIN, role=role, name="leaked")
         revoked, _ = tokens.issue(conn, ADMIN, role=role, name="revoked")
         tokens.issue(conn, ADMIN, role=role, name="ended", ttl_s=-1)
-        tokens.revoke(conn, revoked["id"], ADMIN)
+        tokens.revoke(conn, revoked.id, ADMIN)
         _, enrolment = tokens.issue_enrolment(conn, "n1", ADMIN)
     file = tmp_path / "site.tar.gz"
     archive.write(before.settings, file)
     with transaction(before.engine) as conn:
-        tokens.revoke(conn, leaked["id"], ADMIN)
+        tokens.revoke(conn, leaked.id, ADMIN)
     after = settled(tmp_path / "after", urls[1])
 
     (named,) = restore(after, file)["valid_tokens"]
 
     assert (named["name"], named["role"]) == ("leaked", "platform-admin")
-    assert named["if_revoked_since"] == f"gpuaas token revoke {leaked['id']}"
+    assert named["if_revoked_since"] == f"gpuaas token revoke {leaked.id}"
     engine = open_engine(after.database)
     with transaction(engine) as conn:
         assert tokens.authenticate(conn, secret), "which is why it is named"
@@ -275,7 +267,7 @@ def test_a_site_is_never_restored_over_another(
     with pytest.raises(Problem, match="backup_exists"):
         archive.write(before.settings, file)
     with reading(before.engine) as conn:
-        assert allocations.get(conn, before.active)["state"] == "active"
+        assert allocations.get(conn, before.active).state == "active"
 
 
 def cut_off(after: Settings, file: Path, module: ModuleType, name: str, when: str) -> None:
@@ -324,7 +316,7 @@ def test_a_restore_that_was_cut_off_is_opened_by_nobody_and_begun_again(
     cut_off(after, file, module, name, when)
 
     with pytest.raises(Problem, match="restore_unfinished"):
-        opened(after)
+        open_migrated(after)
     with pytest.raises(Problem, match="restore_unfinished"):
         archive.write(after, tmp_path / "half.tar.gz")
     if (name, when) != ("put_back", "before"):
@@ -332,13 +324,13 @@ def test_a_restore_that_was_cut_off_is_opened_by_nobody_and_begun_again(
             restore(after, other)
     done = restore(after, file)
     assert (done["lost_tasks"], len(done["closed_slots"])) == ([before.task], 1)
-    engine, _ = opened(after)
+    engine, _ = open_migrated(after)
     adopt(after, engine)
     with reading(engine) as conn:
-        assert tasks.get(conn, before.task)["state"] == "lost"
-        found = {slot["status"]: slot for slot in slots.of_node(conn, "n1")}
+        assert queue.get(conn, before.task).state == "lost"
+        found = {slot.status: slot for slot in slots.of_node(conn, "n1")}
         assert set(found) == {"active", "cleanup_blocked", "disabled"}
-        assert LEAP <= found["disabled"]["fence"] < 2 * LEAP, "doubted once"
+        assert LEAP <= found["disabled"].fence < 2 * LEAP, "doubted once"
     engine.dispose()
     # Nothing of what was unpacked is left: it holds keys.
     left = {path.name for path in after.state_dir.iterdir()}
@@ -356,8 +348,8 @@ def test_a_restore_that_goes_on_is_left_alone(tmp_path: Path) -> None:
     new.state_dir.mkdir(parents=True, exist_ok=True)
     file = tmp_path / "backup.tar"
     file.write_bytes(b"of no matter")
-    with unfinished.alone(new), unfinished.workplace(new) as folder:
-        with pytest.raises(Problem, match="one that goes on"):
+    with unfinished.locked(new), unfinished.work_folder(new) as folder:
+        with pytest.raises(Problem, match="another restore that is running"):
             restore(new, file)
         assert folder.exists()
 
@@ -422,7 +414,7 @@ def test_a_backup_of_a_newer_version_is_refused(
     made.engine.dispose()
     file = tmp_path / "site.tar.gz"
     archive.write(made.settings, file)
-    monkeypatch.setattr("reconciler.store.migrations.revisions", lambda: ("0001",))
+    monkeypatch.setattr("reconciler.db.migrations.revisions", lambda: ("0001",))
     with pytest.raises(Problem, match="backup_newer"):
         restore(settled(tmp_path / "new"), file)
     assert not (tmp_path / "new" / "reconciler.db").exists()

@@ -19,7 +19,7 @@ from reconciler.benchmark import bundle, document
 from reconciler.benchmark.capture import capture
 from reconciler.benchmark.harness.request import Request
 from reconciler.benchmark.target import Target, command
-from reconciler.domain.errors import Problem
+from reconciler.model.errors import Problem
 from reconciler.runs.ssh import SshAccess
 
 pytestmark = pytest.mark.covers("HOST-12")

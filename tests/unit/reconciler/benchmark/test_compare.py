@@ -9,7 +9,7 @@ import pytest
 
 from reconciler.benchmark.compare import compare
 from reconciler.benchmark.gate import gate
-from reconciler.domain.errors import Problem
+from reconciler.model.errors import Problem
 from tests.unit.reconciler.benchmark.conftest import Samples, made
 
 pytestmark = pytest.mark.covers("HOST-12")

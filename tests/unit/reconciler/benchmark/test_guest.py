@@ -14,7 +14,7 @@ from reconciler.benchmark import guest
 from reconciler.benchmark.capture import capture
 from reconciler.benchmark.harness.request import Request
 from reconciler.benchmark.target import Target, command, jump
-from reconciler.domain.errors import Problem
+from reconciler.model.errors import Problem
 from reconciler.runs.ssh import SshAccess
 from reconciler.trust import ca
 from tests.unit.reconciler.benchmark.sshd import USER, Boot, Machine, boot, new_key

@@ -1,4 +1,4 @@
-"""What tenants type, and what operators type when it went wrong."""
+"""Commands of tenants, and commands of operators after a failure."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from reconciler import recovery
-from reconciler.domain.states import TaskState
-from reconciler.store import outcomes, tasks
-from reconciler.store.engine import transaction
+from reconciler.db.engine import transaction
+from reconciler.lifecycle import slices
+from reconciler.model.states import TaskState
+from reconciler.records import queue
 from tests.unit.reconciler.api.test_launches import activate, launch
 from tests.unit.reconciler.api.world import ACT, KEY, NODE, World
 from tests.unit.reconciler.cli.conftest import Gpuaas
@@ -43,8 +44,8 @@ def launched(selling: World, gpuaas: Gpuaas, tmp_path: Path) -> dict[str, Any]:
     ]
     assert offered.items() < made.items() and "url" not in offered
     words = ("launch", "--project", "demo", "--image", "base", "--key", str(key), "--no-wait")
-    found: dict[str, Any] = json.loads(gpuaas.at(selling, "member")(*words, "--output", "json"))
-    return found
+    document: dict[str, Any] = json.loads(gpuaas.at(selling, "member")(*words, "--output", "json"))
+    return document
 
 
 @pytest.mark.usefixtures("launched")
@@ -75,8 +76,8 @@ def test_a_failed_launch_is_an_error(
     monkeypatch.setattr("time.sleep", lambda _seconds: None)
     error = {"code": "readiness_failed"}
     with transaction(selling.engine) as conn:
-        outcomes.provision_started(conn, launched["id"], ACT)
-        outcomes.provision_failed(
+        slices.provision_started(conn, launched["id"], ACT)
+        slices.provision_failed(
             conn, launched["id"], ACT, step="ready", error=error, untouched=None
         )
     gpuaas("release", launched["id"], "--project", "demo")
@@ -182,8 +183,8 @@ def test_a_project_by_its_name(
 
 @pytest.mark.covers("CTRL-10")
 def test_a_members_projects(new: World, gpuaas: Gpuaas) -> None:
-    found = json.loads(gpuaas.at(new, "member")("projects", "list", "--output", "json"))
-    assert [row["name"] for row in found] == ["demo"]
+    document = json.loads(gpuaas.at(new, "member")("projects", "list", "--output", "json"))
+    assert [row["name"] for row in document] == ["demo"]
 
 
 def test_projects(new: World, gpuaas: Gpuaas) -> None:
@@ -232,23 +233,25 @@ def test_nobody_waits_for_a_release_that_has_failed(
     def fail(_seconds: float) -> None:
         task = selling.lease()
         with transaction(selling.engine) as conn:
-            tasks.finish(conn, task["id"], task["lease_token"], TaskState.FAILED, ACT, error=error)
-            outcomes.release_failed(conn, key, ACT, step="wipe", error=error)
+            queue.finish(conn, task["id"], task["lease_token"], TaskState.FAILED, ACT, error=error)
+            slices.release_failed(conn, key, ACT, step="wipe", error=error)
 
     monkeypatch.setattr("time.sleep", fail)
     gpuaas.at(selling, "member")("release", key, "--project", "demo", "--output", "json")
-    found = json.loads(gpuaas.err.partition("\n")[2])
-    assert (gpuaas.status, found["code"]) == (1, "wipe_failed")
-    assert f"gpuaas recover {key}" in found["remedy"] and "0x2" not in gpuaas.err
+    document = json.loads(gpuaas.err.partition("\n")[2])
+    assert (gpuaas.status, document["code"]) == (1, "wipe_failed")
+    assert f"gpuaas recover {key}" in document["remedy"] and "0x2" not in gpuaas.err
 
 
 @pytest.mark.covers("CTRL-7")
 def test_an_admin_reads_an_allocation_as_tables(
     selling: World, gpuaas: Gpuaas, launched: dict[str, Any]
 ) -> None:
-    found = json.loads(gpuaas.at(selling)("allocation", "show", launched["id"], "--output", "json"))
-    assert found["claims"] and found["tasks"] and found["timeline"]
+    document = json.loads(
+        gpuaas.at(selling)("allocation", "show", launched["id"], "--output", "json")
+    )
+    assert document["claims"] and document["tasks"] and document["timeline"]
     told = gpuaas("allocation", "show", launched["id"])
-    assert all(task["id"] in told for task in found["tasks"])
-    assert all(claim["nvme_identity"] in told for claim in found["claims"])
+    assert all(task["id"] in told for task in document["tasks"])
+    assert all(claim["nvme_identity"] in told for claim in document["claims"])
     assert "launched by its project" in told and '{"' not in told

@@ -12,17 +12,18 @@ import httpx
 import pytest
 import sqlalchemy as sa
 
+from reconciler.db import clock
+from reconciler.db import schema as tables
+from reconciler.db.engine import transaction
 from reconciler.settings import Settings
-from reconciler.store import clock, tables
-from reconciler.store.engine import transaction
-from reconciler.tasks import worker
-from reconciler.tasks.registry import HANDLERS
-from reconciler.tasks.work import open_work
 from reconciler.trust import ca, keygen
+from reconciler.work import worker
+from reconciler.work.handler import open_work
+from reconciler.work.kinds import HANDLERS
 from tests.unit.reconciler.api.world import NODE, World, discovery
 from tests.unit.reconciler.cli.conftest import Gpuaas
 from tests.unit.reconciler.cli.test_doctor import Doctor, doctor, sound
-from tests.unit.reconciler.tasks.test_attend import Runs, runs
+from tests.unit.reconciler.work.test_attend import Runs, runs
 
 pytestmark = pytest.mark.covers("HOST-13")
 __all__ = ["doctor", "runs", "sound"]
@@ -41,7 +42,7 @@ def enrolled(sound: World, tmp_path: Path) -> World:
 
 
 def enrol(world: World, folder: Path, token: str) -> httpx.Response:
-    """What the script of the userdata sends, from the host that has the key in this folder."""
+    """The request of the userdata script, from the host that has the key in this folder."""
     key = keygen.public_key((folder / "host.pub").read_text())
     body = discovery()["identity"] | {"host_key": key, "token": token, "node_id": NODE}
     return world.client().post(f"nodes/{NODE}/enrol", json=body | {"hostname": "lab"})
@@ -87,9 +88,9 @@ def test_the_end_of_a_certificate_is_seen_before_it_comes(
         'gpuaas_host_certificates{validity="valid"}': 1.0,
         'gpuaas_host_certificates{validity="expired"}': 0.0,
     }
-    found = metrics(enrolled)
-    assert found.items() >= valid.items()
-    assert 89 * DAY < found["gpuaas_host_certificate_seconds"] < 90 * DAY
+    result = metrics(enrolled)
+    assert result.items() >= valid.items()
+    assert 89 * DAY < result["gpuaas_host_certificate_seconds"] < 90 * DAY
 
     left(enrolled, 10)
     said = doctor()["host_certificates"]

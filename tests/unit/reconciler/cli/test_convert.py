@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from reconciler.domain.states import TaskKind
-from reconciler.tasks import story
-from reconciler.tasks.registry import HANDLERS
-from reconciler.tasks.work import open_work
+from reconciler.model.states import TaskKind
+from reconciler.work import chaining as story
+from reconciler.work.handler import open_work
+from reconciler.work.kinds import HANDLERS
 from tests.unit.reconciler.api.world import NODE, World, discovery
 from tests.unit.reconciler.cli.conftest import Gpuaas
 

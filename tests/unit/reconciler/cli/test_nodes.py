@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from reconciler.store import discoveries, tasks
-from reconciler.store.engine import reading
+from reconciler.db.engine import reading
+from reconciler.lifecycle import evidence
+from reconciler.records import queue
 from tests.unit.reconciler.api.world import ACT, NODE, World, bundle, discovery
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
@@ -30,9 +31,9 @@ def test_what_is_known_of_a_machine_can_be_changed(new: World, gpuaas: Gpuaas) -
     assert gpuaas.status == 0, gpuaas.err
     words = ["--fabric-address", "10.20.0.8/16", "--region", "", "--output", "json"]
     gpuaas("nodes", "change", "n2", *words)
-    found = json.loads(gpuaas.out)
-    assert (found["fabric_interface"], found["fabric_address"]) == ("ibp65s0", "10.20.0.8/16")
-    assert (found["address"], found["region"]) == ("192.0.2.8", "")
+    document = json.loads(gpuaas.out)
+    assert (document["fabric_interface"], document["fabric_address"]) == ("ibp65s0", "10.20.0.8/16")
+    assert (document["address"], document["region"]) == ("192.0.2.8", "")
 
 
 @pytest.mark.covers("HOST-10")
@@ -66,7 +67,7 @@ def test_userdata_is_a_script(new: World, gpuaas: Gpuaas) -> None:
 
 def test_discover_shows_candidates(prepared: World, gpuaas: Gpuaas) -> None:
     def act(conn: Any, task: Any) -> dict[str, Any]:
-        discoveries.record(conn, NODE, discovery(), ACT, task_id=task["id"])
+        evidence.record_discovery(conn, NODE, discovery(), ACT, task_id=task["id"])
         return {}
 
     gpuaas.at(prepared).ending(prepared, act)("nodes", "discover", NODE)
@@ -136,7 +137,7 @@ def test_parity_shows_what_is_open(prepared: World, gpuaas: Gpuaas) -> None:
     report = {"failures": 1, "warnings": 0, "checks": checks, "identity": discovery()["identity"]}
 
     def act(conn: Any, task: Any) -> dict[str, Any]:
-        discoveries.record_parity(conn, NODE, report, ACT, task_id=task["id"])
+        evidence.record_parity(conn, NODE, report, ACT, task_id=task["id"])
         return {}
 
     gpuaas.at(prepared).ending(prepared, act)("nodes", "parity", NODE)
@@ -165,7 +166,7 @@ def test_a_transition_asks_before_it_wipes(
     )
     assert (gpuaas.status, "serial LABNVME0" in gpuaas.err) == (1, True)
     with reading(prepared.engine) as conn:
-        assert tasks.every(conn) == []
+        assert queue.every(conn) == []
 
 
 def test_switches(selling: World, gpuaas: Gpuaas) -> None:

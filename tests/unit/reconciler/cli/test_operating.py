@@ -10,19 +10,14 @@ from typing import Any
 import pytest
 
 from reconciler.client import Client
-from reconciler.domain.states import TaskKind, TaskState
-from reconciler.store import (
-    audit,
-    discoveries,
-    history,
-    nodes,
-    outcomes,
-    recovery,
-    slots,
-    tasks,
-)
-from reconciler.store.allocations import claims
-from reconciler.store.engine import reading, transaction
+from reconciler.db import journal
+from reconciler.db.engine import reading, transaction
+from reconciler.lifecycle import host as host_life
+from reconciler.lifecycle import recovery, slices
+from reconciler.model.states import TaskKind, TaskState
+from reconciler.records import queue, reports
+from reconciler.records import slots as slot_records
+from reconciler.records.claims import of_allocation
 from tests.unit.reconciler.api.test_allocations import failed
 from tests.unit.reconciler.api.test_launches import activate, launch
 from tests.unit.reconciler.api.world import ACT, NODE, World
@@ -35,8 +30,8 @@ def test_explain(selling: World, gpuaas: Gpuaas) -> None:
     out = gpuaas.at(selling)("explain", "--gpus", "3")
     assert "2 GPUs free, no 3 on one node" in out
     assert NODE in out
-    found = json.loads(gpuaas("explain", "--pool", "none", "--output", "json"))
-    assert found["explanation"]["reasons"] == {"other_pool": 2}
+    document = json.loads(gpuaas("explain", "--pool", "none", "--output", "json"))
+    assert document["explanation"]["reasons"] == {"other_pool": 2}
 
 
 @pytest.mark.covers("CTRL-7")
@@ -44,8 +39,8 @@ def test_recovery_policy(selling: World, gpuaas: Gpuaas) -> None:
     gpuaas.at(selling)("recovery-policy", "on", "--per-hour", "9", "--output", "json")
     assert json.loads(gpuaas.out)["per_hour"] == 9
     gpuaas("recovery-policy", "off", "--output", "json")
-    found = json.loads(gpuaas("recovery-policy", "--output", "json"))
-    assert (found["enabled"], found["per_hour"]) == (False, 9), "limits stay"
+    document = json.loads(gpuaas("recovery-policy", "--output", "json"))
+    assert (document["enabled"], document["per_hour"]) == (False, 9), "limits stay"
 
 
 def test_the_switch_of_the_site_is_shown(selling: World, gpuaas: Gpuaas) -> None:
@@ -74,7 +69,7 @@ def test_usage(selling: World, gpuaas: Gpuaas) -> None:
 
 
 class Host:
-    """Does the tasks that `recover` waits for. absent: what it says, look after look."""
+    """Carries out the tasks that `recover` waits for. absent: its answers, in order."""
 
     def __init__(self, world: World, *absent: bool) -> None:
         self.world = world
@@ -83,7 +78,7 @@ class Host:
     def look(self, conn: Any, task: dict[str, Any]) -> dict[str, Any]:
         report = {"absent": self.absent.pop(0), "checks": {}}
         times = {"task_id": task["id"], "observed_at": task["started_at"]}
-        discoveries.record_absence(conn, task["allocation_id"], report, ACT, **times)
+        reports.record_absence(conn, task["allocation_id"], report, ACT, **times)
         return {"absence": report}
 
     def wipe(self, _seconds: float = 0) -> None:
@@ -92,8 +87,8 @@ class Host:
         with transaction(self.world.engine) as conn:
             allocation_id = task["allocation_id"]
             given = proofs(conn, allocation_id)
-            outcomes.wiped(conn, allocation_id, ACT, proofs=given, absence={"absent": True})
-            tasks.finish(conn, task["id"], task["lease_token"], TaskState.SUCCEEDED, ACT)
+            slices.wiped(conn, allocation_id, ACT, proofs=given, absence={"absent": True})
+            queue.finish(conn, task["id"], task["lease_token"], TaskState.SUCCEEDED, ACT)
 
 
 @pytest.fixture
@@ -161,9 +156,9 @@ def test_recover_does_the_whole_runbook(
     (event,) = evidence["audit"]["events"]
     assert event["detail"]["runtime_verified_absent"] is looks[0]
     with reading(selling.engine) as conn:
-        asked = tasks.every(conn, allocation_id=allocation_id, kind=TaskKind.SLICE_ABSENCE_VERIFY)
-        begun = [history.of(conn, "task", task["id"])[0] for task in asked]
-        acts = [*begun, *audit.every(conn, action="admin.slot.repair")]
+        asked = queue.every(conn, allocation_id=allocation_id, kind=TaskKind.SLICE_ABSENCE_VERIFY)
+        begun = [journal.history_of(conn, "task", task["id"])[0] for task in asked]
+        acts = [*begun, *journal.audit_rows(conn, action="admin.slot.repair")]
     assert {row["reason"] for row in acts} == {"demo"}
     # Each step said what it found as it found it, not at the end.
     told = said(gpuaas.err)
@@ -189,14 +184,14 @@ def test_recover_first_ends_a_run_that_is_alive(
     allocation_id = launch(selling).json()["id"]
     task = selling.lease()
     with transaction(selling.engine) as conn:
-        outcomes.provision_started(conn, allocation_id, ACT)
+        slices.provision_started(conn, allocation_id, ACT)
     waits = Client.wait
 
     def wait(own: Client, task_id: str, **options: Any) -> Any:
         with transaction(selling.engine) as conn:
-            run = tasks.get(conn, task["id"])
+            run = queue.get(conn, task["id"])
             assert run["cancel_requested"], "it was told to end before anything waits for it"
-            tasks.finish(conn, run["id"], task["lease_token"], TaskState.CANCELED, ACT)
+            queue.finish(conn, run["id"], task["lease_token"], TaskState.CANCELED, ACT)
         return waits(own, task_id, **options)
 
     monkeypatch.setattr(Client, "wait", wait)
@@ -208,9 +203,9 @@ def test_recover_first_ends_a_run_that_is_alive(
     assert ended["status"] == "cleanup_blocked"
     assert [slot["status"] for slot in evidence["inventory_after"].values()] == ["available"]
     with reading(selling.engine) as conn:
-        (claim,) = claims(conn, allocation_id)
+        (claim,) = of_allocation(conn, allocation_id)
         # Once when it was ended, once for the clean-up.
-        assert slots.get(conn, claim["slot_id"])["fence"] == claim["fence"] + 2
+        assert slot_records.get(conn, claim["slot_id"])["fence"] == claim["fence"] + 2
 
 
 @pytest.mark.covers("CTRL-7")
@@ -229,7 +224,7 @@ def test_recover_succeeds_where_the_gate_is_shut_and_says_what_comes_next(
 ) -> None:
     allocation_id = stuck(selling)
     with transaction(selling.engine) as conn:
-        nodes.observed(conn, NODE, ACT, identity={"boot_id": "another"})
+        host_life.observed(conn, NODE, ACT, identity={"boot_id": "another"})
     host.absent = [True]
     gpuaas("recover", allocation_id, "--reason", "rebooted", "--output", "json")
     assert gpuaas.status == 0, gpuaas.err
@@ -245,9 +240,9 @@ def test_recover_after_a_forced_release(selling: World, gpuaas: Gpuaas, host: Ho
     allocation_id = launch(selling).json()["id"]
     activate(selling, allocation_id)
     with transaction(selling.engine) as conn:
-        nodes.lost(conn, NODE, ACT)
+        host_life.lost(conn, NODE, ACT)
         recovery.force_release(conn, allocation_id, ACT)
-        nodes.regained(conn, NODE, ACT)
+        host_life.regained(conn, NODE, ACT)
     host.absent = [False, True]
     gpuaas("recover", allocation_id, "--reason", "host is back", "--output", "json")
     assert gpuaas.status == 0, gpuaas.err
@@ -278,7 +273,7 @@ def test_recover_stops_where_a_person_must_decide(
 
     def breaks(_seconds: float) -> None:
         with transaction(selling.engine) as conn:
-            outcomes.wipe_failed(conn, allocation_id, ACT, step="nvme_wipe", error=error)
+            slices.wipe_failed(conn, allocation_id, ACT, step="nvme_wipe", error=error)
 
     monkeypatch.setattr("reconciler.recovery.time.sleep", breaks)
     gpuaas("recover", allocation_id, "--reason", "x", "--output", "json")
@@ -314,10 +309,8 @@ def stuck_beside(world: World) -> str:
     task = world.lease()
     error: dict[str, Any] = {"code": "readiness_failed"}
     with transaction(world.engine) as conn:
-        outcomes.provision_started(conn, allocation_id, ACT)
-        outcomes.provision_failed(
-            conn, allocation_id, ACT, step="ready", error=error, untouched=None
-        )
+        slices.provision_started(conn, allocation_id, ACT)
+        slices.provision_failed(conn, allocation_id, ACT, step="ready", error=error, untouched=None)
         assert task["allocation_id"] == allocation_id
         conn.exec_driver_sql("UPDATE tasks SET state = 'canceled'")
     return allocation_id

@@ -7,8 +7,8 @@ import stat
 
 import pytest
 
-from reconciler.store import tokens
-from reconciler.store.engine import reading
+from reconciler.db.engine import reading
+from reconciler.records import tokens
 from tests.unit.reconciler.api.world import World
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
@@ -46,8 +46,8 @@ def test_tokens_belong_to_somebody(
 def test_a_leaked_token_is_found_and_revoked(
     new: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = json.loads(gpuaas.at(new)("token", "list", "--output", "json"))
-    (leaked,) = [row["id"] for row in found if row["name"] == "member"]
+    document = json.loads(gpuaas.at(new)("token", "list", "--output", "json"))
+    (leaked,) = [row["id"] for row in document if row["name"] == "member"]
     gpuaas("token", "revoke", leaked)
     assert gpuaas.status == 0, gpuaas.err
     gpuaas.at(new, "member")("projects", "list")

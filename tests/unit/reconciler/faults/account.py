@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from reconciler.domain.states import TaskKind
+from reconciler.model.states import TaskKind
 from tests.unit.reconciler.faults.truth import BLOCKED, BUILDING, IDLE, MACHINE, Run, Truth
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy import event
 
-from reconciler.store.migrations import migrate
+from reconciler.db.migrations import migrate
 from tests.unit.reconciler.conftest import Database
 
 

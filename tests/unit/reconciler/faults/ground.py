@@ -7,16 +7,17 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from reconciler.domain.states import LIVE_CLAIMS
+from reconciler.db import schema as tables
+from reconciler.db.engine import reading, transaction
+from reconciler.model.states import LIVE_CLAIMS
+from reconciler.records import nodes, slots
 from reconciler.runs.collect import RunState
 from reconciler.runs.spec import RunSpec
 from reconciler.settings import Settings
-from reconciler.store import nodes, slots, tables
-from reconciler.store.engine import reading, transaction
 from tests.unit.reconciler.conftest import ADMIN, Database, Site
 from tests.unit.reconciler.faults.hearsay import Runs
 from tests.unit.reconciler.faults.truth import Host, Slot, Truth
-from tests.unit.reconciler.store.whole_machines import Machines
+from tests.unit.reconciler.whole_machines import Machines
 
 FREE = (0, 1, 3)  # disk 2 of the prepared host is in use
 STATES = sa.select(tables.allocations.c.id, tables.allocations.c.state)
@@ -73,5 +74,5 @@ class Ground:
             truth.hosts[name] = Host(number, boot, boot, boot, passed, sliced=name == "n1")
         with reading(self.site.engine) as conn:
             for row in slots.of_node(conn, "n1"):
-                truth.slots[row["id"]] = Slot("n1", row["nvme_identity"])
+                truth.slots[row.id] = Slot("n1", row.nvme_identity)
         return truth

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from reconciler.domain.proof import NOTHING_DONE
-from reconciler.domain.states import TaskKind
+from reconciler.model.proof import NOTHING_DONE
+from reconciler.model.states import TaskKind
 from reconciler.runs.collect import Outcome, Phase, RunState
 from reconciler.runs.paths import run_directory
 from reconciler.runs.spec import RunSpec

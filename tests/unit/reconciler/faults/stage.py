@@ -15,18 +15,21 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from reconciler.domain.errors import Problem
-from reconciler.domain.states import TaskState
+from reconciler.db import clock
+from reconciler.db import schema as tables
+from reconciler.db.engine import reading, transaction
+from reconciler.lifecycle import invariants
+from reconciler.model.errors import Problem
+from reconciler.model.states import TaskState
+from reconciler.records import leasing, queue
 from reconciler.runs import collect, contract
 from reconciler.runs.collect import Outcome, Phase, RunState
 from reconciler.runs.events import Recorder, judge
 from reconciler.runs.paths import RunPaths, run_directory
 from reconciler.runs.spec import RunSpec
 from reconciler.settings import Settings
-from reconciler.store import clock, invariants, tables, tasks
-from reconciler.store.engine import reading, transaction
-from reconciler.tasks import worker
-from reconciler.tasks.overdue import end_overdue
+from reconciler.work import worker
+from reconciler.work.deadlines import end_overdue
 from tests.unit.reconciler.conftest import Database, Site
 from tests.unit.reconciler.faults.host import Host
 from tests.unit.reconciler.faults.playing import How, Killed, Playing, Step, play
@@ -175,7 +178,7 @@ class Stage:
         stopping.set()
         for _ in range(20):
             with transaction(self.engine) as conn:
-                leased = tasks.lease(conn, "worker", limit=5)
+                leased = leasing.lease(conn, "worker", limit=5)
             if not leased:
                 return
             for task in leased:
@@ -191,14 +194,14 @@ class Stage:
     def restart(self) -> None:
         """Another reconciler takes up what the first one left."""
         with transaction(self.engine) as conn:
-            tasks.abandon(conn, "worker")
+            queue.abandon(conn, "worker")
         self.work()
 
     def deadlines_pass(self) -> None:
         """All running tasks are late, nobody holds them any more, and somebody looks, twice."""
         for _ in range(2):
             with transaction(self.engine) as conn:
-                tasks.abandon(conn, "worker")
+                queue.abandon(conn, "worker")
                 running = tables.tasks.c.state == TaskState.RUNNING
                 past = clock.now() - 1
                 conn.execute(sa.update(tables.tasks).where(running).values(deadline_at=past))

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils import _lease
 
-from reconciler.domain.states import SlotState, TaskKind
+from reconciler.db.engine import reading, transaction
+from reconciler.lifecycle import drift, recovery
+from reconciler.model.states import SlotState, TaskKind
+from reconciler.records import leasing, queue, slots
 from reconciler.runs import contract
 from reconciler.runs.collect import Outcome
-from reconciler.store import drift, slots, tasks
-from reconciler.store.engine import reading, transaction
-from reconciler.tasks.drift import HANDLER
-from reconciler.tasks.settle import settle
+from reconciler.work.kinds.slices import DRIFT
+from reconciler.work.settle import settle
 from tests.unit.reconciler.conftest import ADMIN
 from tests.unit.reconciler.faults.kinds import MOMENTS, Slice
 from tests.unit.reconciler.faults.playing import How, Step, play
@@ -46,9 +47,9 @@ class Look:
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
         with transaction(stage.engine) as conn:
-            drift.ask(conn, "n1", ADMIN)
+            drift.queue_comparison(conn, "n1", ADMIN)
             kinds = [TaskKind.SLICE_DRIFT_RECONCILE]
-            (self.task,) = tasks.lease(conn, "looker", kinds=kinds)
+            (self.task,) = leasing.lease(conn, "looker", kinds=kinds)
             bundles = slots.bundles(conn, "n1")
         self._given = {"slice_slots": bundles, "slice_profile": {"network": {"bridge": "ovsbr0"}}}
         self.result: Record = {}
@@ -65,11 +66,11 @@ class Look:
         """The records hear of it; what they made of it."""
         outcome = Outcome("run", "successful", 0, self.result, "", "", "", unreachable=False)
         stage = self._stage
-        settle(stage.engine, stage.settings, HANDLER, self.task, outcome)
+        settle(stage.engine, stage.settings, DRIFT, self.task, outcome)
         with reading(stage.engine) as conn:
-            task = tasks.get(conn, self.task["id"])
-        assert task["state"] == "succeeded", task["error"]
-        result: Record = task["result"]
+            task = queue.get(conn, self.task.id)
+        assert task.state == "succeeded", task.error
+        result: Record = task.result
         return result
 
 
@@ -154,12 +155,12 @@ def test_what_a_lost_run_goes_on_to_do_is_found_and_cleaned(at: Open) -> None:
     assert sorted(statuses(stage)) == ["available", "cleanup_blocked"]
     assert stage.host.running == seen.running, "a comparison touches nothing on the host"
     with transaction(stage.engine) as conn:
-        (slot,) = [s for s in slots.of_node(conn, "n1") if s["status"] != SlotState.AVAILABLE]
-        assert (slot["health_detail"]["step"], slot["health_detail"]["allocation_id"]) == (
+        (slot,) = [s for s in slots.of_node(conn, "n1") if s.status != SlotState.AVAILABLE]
+        assert (slot.health_detail["step"], slot.health_detail["allocation_id"]) == (
             "drift",
             key,
         )
-        slots.repair(conn, slot["id"], ADMIN)
+        recovery.repair(conn, slot.id, ADMIN)
     stage.work()
     stage.pristine("after the repair")
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,26 +28,21 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from reconciler.domain.bundle import Bundle
-from reconciler.domain.errors import Problem
-from reconciler.domain.states import NodeMode, NodeState, TaskKind, TaskState
+from reconciler.db import clock
+from reconciler.db import schema as tables
+from reconciler.db.engine import reading, transaction
+from reconciler.db.schema import Task
+from reconciler.lifecycle import baremetal, gate, invariants, recovery
+from reconciler.lifecycle import host as host_life
+from reconciler.lifecycle import launch as launching
+from reconciler.lifecycle import slots as slot_life
+from reconciler.model.bundle import Bundle
+from reconciler.model.errors import Problem
+from reconciler.model.states import NodeMode, NodeState, TaskKind, TaskState
+from reconciler.records import leasing, nodes, proofs, queue, slots
 from reconciler.runs import collect
-from reconciler.store import (
-    allocations,
-    baremetal,
-    clock,
-    invariants,
-    nodes,
-    proofs,
-    reachability,
-    recovery,
-    slots,
-    tables,
-    tasks,
-)
-from reconciler.store.engine import reading, transaction
-from reconciler.tasks import cancel, worker
-from reconciler.tasks.overdue import end_overdue
+from reconciler.work import cancel, worker
+from reconciler.work.deadlines import end_overdue
 from tests.unit.reconciler.conftest import ADMIN, Database
 from tests.unit.reconciler.faults import account
 from tests.unit.reconciler.faults.ground import (
@@ -70,7 +65,7 @@ from tests.unit.reconciler.faults.truth import (
     Run,
     Slot,
 )
-from tests.unit.reconciler.store.whole_machines import Machines
+from tests.unit.reconciler.whole_machines import Machines
 
 # A story costs a second of processor time: these take a minute and a half, 500 of them nine.
 STORIES, STEPS = 80, 50
@@ -107,7 +102,7 @@ class Story(RuleBasedStateMachine):
         self.runs = Runs(self.truth, self.ground.documents)
         self.ground.runs = self.runs
         # By task, what this worker holds.
-        self.held: dict[str, dict[str, Any]] = {}
+        self.held: dict[str, Task] = {}
         self.stopping = threading.Event()
         self.stopping.set()
         self.act = ADMIN.because("the model says so")
@@ -119,23 +114,23 @@ class Story(RuleBasedStateMachine):
     def launch(self, gpus: int) -> None:
         with transaction(self.engine) as conn:
             try:
-                made = allocations.allocate(conn, self.site.launch(gpus), ADMIN)
+                made = launching.allocate(conn, self.site.launch(gpus), ADMIN)
             except Problem as problem:
                 assert problem.code == "no_capacity", problem
                 assert max(self._sellable(conn).values(), default=0) < gpus
                 return
-            own = {row["slot_id"]: row["nvme_identity"] for row in made["claims"]}
+            own = {row.slot_id: row.nvme_identity for row in made.claims}
         assert len(own) == gpus
-        self.truth.promise(made["id"], made["node_id"], tuple(own.values()), tuple(own))
+        self.truth.promise(made.id, made.node_id, tuple(own.values()), tuple(own))
 
     @rule()
     def launch_whole(self) -> None:
         def ask(conn: sa.Connection) -> None:
             made = Machines(self.site).launch(conn)
-            disks = baremetal.claim_of(conn, made["id"])["disks"]
+            disks = baremetal.claim_of(conn, made.id).disks
             given = tuple(f"eui.{disk['nvme_eui']}" for disk in disks)
-            assert not self.truth.hosts[made["node_id"]].sliced
-            self.truth.promise(made["id"], made["node_id"], given, ())
+            assert not self.truth.hosts[made.node_id].sliced
+            self.truth.promise(made.id, made.node_id, given, ())
 
         self._ask(ask, "no_capacity")
 
@@ -180,13 +175,13 @@ class Story(RuleBasedStateMachine):
         name = _one(list(self.truth.slots), pick)
         self.truth.slots[name].wanted = wanted
         with transaction(self.engine) as conn:
-            (slots.enable if wanted else slots.disable)(conn, name, ADMIN)
+            (slot_life.enable if wanted else slot_life.disable)(conn, name, ADMIN)
 
     @precondition(lambda self: self._slots(IDLE))
     @rule(pick=PICK)
     def withdraw(self, pick: int) -> None:
         name = _one(self._slots(IDLE), pick)
-        if self._ask(lambda conn: slots.withdraw(conn, name, self.act), "slot_in_use"):
+        if self._ask(lambda conn: slot_life.withdraw(conn, name, self.act), "slot_in_use"):
             del self.truth.slots[name]
 
     @rule(node=NODE, pick=PICK)
@@ -203,58 +198,58 @@ class Story(RuleBasedStateMachine):
         def ask(conn: sa.Connection) -> str:
             proof = {"disk": bundle.identity, "method": "discard", "verified": True}
             proofs.record_transition(conn, node, proof, ADMIN)
-            return str(slots.approve(conn, node, bundle, ADMIN)["id"])
+            return str(slot_life.approve(conn, node, bundle, ADMIN).id)
 
         refusals = ("node_not_slice", "discovery_stale", "discovery_missing", "disk_not_found")
         if made := self._ask(ask, *refusals):
             self.truth.bytes_of[bundle.identity] = ""
             self.truth.slots[made] = Slot(node, bundle.identity)
 
-    @rule(node=NODE, event=st.sampled_from((nodes.drain, nodes.maintain, nodes.resume)))
+    @rule(node=NODE, event=st.sampled_from((host_life.drain, host_life.maintain, host_life.resume)))
     def operate(self, node: str, event: Callable[..., Any]) -> None:
         self._ask(lambda conn: event(conn, node, ADMIN), "transition_refused", "node_in_use")
 
     @rule(node=NODE)
     def sell(self, node: str) -> None:
         refused = "scheduling_not_ready"
-        self._ask(lambda conn: nodes.set_scheduling(conn, node, True, ADMIN), refused)
+        self._ask(lambda conn: host_life.set_scheduling(conn, node, True, ADMIN), refused)
 
     @rule(node=NODE)
     def convert(self, node: str) -> None:
         host = self.truth.hosts[node]
         to = NodeMode.BAREMETAL if host.sliced else NodeMode.SLICE
         refusals = ("node_in_use", "transition_refused", "machine_not_clean")
-        if self._ask(lambda conn: nodes.convert(conn, node, to, ADMIN), *refusals):
+        if self._ask(lambda conn: host_life.convert(conn, node, to, ADMIN), *refusals):
             host.sliced = False
 
     @rule(node=NODE, back=st.booleans())
     def conversion_ends(self, node: str, back: bool) -> None:
         """Well, or with everything as it was."""
         with reading(self.engine) as conn:
-            mode = nodes.get(conn, node)["mode"]
+            mode = nodes.get(conn, node).mode
         host = self.truth.hosts[node]
         if not mode.startswith("converting"):
             return
         with transaction(self.engine) as conn:
             if back:
-                nodes.conversion_reverted(conn, node, ADMIN)
+                host_life.conversion_reverted(conn, node, ADMIN)
             elif mode == NodeMode.CONVERTING_TO_SLICE:
                 found = self.ground.documents[node]["identity"] | {"boot_id": host.boot}
-                nodes.bootstrapped(conn, node, ADMIN, identity=found)
+                host_life.bootstrapped(conn, node, ADMIN, identity=found)
                 host.known = host.boot
             else:
-                nodes.converted(conn, node, ADMIN)
+                host_life.converted(conn, node, ADMIN)
         host.sliced = back != (mode == NodeMode.CONVERTING_TO_SLICE)
 
     @rule(node=NODE, kind=st.sampled_from(LOOKS))
     def look(self, node: str, kind: TaskKind) -> None:
         with transaction(self.engine) as conn:
-            tasks.enqueue(conn, tasks.Enqueue(kind, node, "node", node), ADMIN)
+            queue.enqueue(conn, queue.Enqueue(kind, node, "node", node), ADMIN)
 
     @rule(pick=PICK)
     def cancel_task(self, pick: int) -> None:
         with reading(self.engine) as conn:
-            found = [task for task in tasks.every(conn) if task["state"] in OPEN]
+            found = [task for task in queue.every(conn) if task.state in OPEN]
         if not found:
             return
         task = _one(sorted(found, key=lambda one: one["id"]), pick)
@@ -270,9 +265,9 @@ class Story(RuleBasedStateMachine):
     def work(self) -> None:
         """Take the next task: begin its run, or attend to the one that somebody left."""
         with transaction(self.engine) as conn:
-            leased = tasks.lease(conn, "worker")
+            leased = leasing.lease(conn, "worker")
         for task in leased:
-            self.held[task["id"]] = task
+            self.held[task.id] = task
             self._attend(task)
 
     @precondition(lambda self: self._going())
@@ -298,7 +293,7 @@ class Story(RuleBasedStateMachine):
         """The task's deadline passes; its run goes on, and nobody can tell."""
         run = _one(self._going(), pick)
         with reading(self.engine) as conn:
-            ours = self._ours(tasks.get(conn, run.task))
+            ours = self._ours(queue.get(conn, run.task))
         for _ in range(2):
             with transaction(self.engine) as conn:
                 past = {"deadline_at": clock.now() - 1, "lease_expires_at": clock.now() - 1}
@@ -306,7 +301,7 @@ class Story(RuleBasedStateMachine):
                 conn.execute(late.values(**past))
             end_overdue(self.engine, self.settings)
         with reading(self.engine) as conn:
-            assert tasks.get(conn, run.task)["state"] == TaskState.LOST
+            assert queue.get(conn, run.task).state == TaskState.LOST
         self.held.pop(run.task, None)
         run.told = "given up"
         account.ended(self.truth, run, "lost", ours)
@@ -322,7 +317,7 @@ class Story(RuleBasedStateMachine):
     @rule()
     def reconciler_is_killed(self) -> None:
         with transaction(self.engine) as conn:
-            tasks.abandon(conn, "worker")
+            queue.abandon(conn, "worker")
         self.held.clear()
 
     @rule(node=NODE)
@@ -335,7 +330,7 @@ class Story(RuleBasedStateMachine):
     @rule(node=NODE)
     def host_answers(self, node: str) -> None:
         with transaction(self.engine) as conn:
-            reachability.answered(conn, node, ADMIN)
+            host_life.record_answer(conn, node, ADMIN)
 
     @rule(node=NODE, broken=st.booleans())
     def host_drifts(self, node: str, broken: bool) -> None:
@@ -405,13 +400,13 @@ class Story(RuleBasedStateMachine):
         with reading(self.engine) as conn:
             for row in conn.execute(SLOTS).mappings():
                 sliced = truth.hosts[truth.slots[row["id"]].node].sliced
-                told = slots.gate(conn, row["id"])
+                told = gate.gate(conn, row["id"])
                 assert row["status"] == ("available" if sliced else "disabled"), told
 
     def _bring_back(self) -> None:
         for node in self.truth.hosts:
             self.host_answers(node)
-            self.operate(node, nodes.resume)
+            self.operate(node, host_life.resume)
             self.conversion_ends(node, back=True)
             for kind in LOOKS:
                 self.look(node, kind)
@@ -425,7 +420,7 @@ class Story(RuleBasedStateMachine):
         self.reconciler_is_killed()
         for _ in range(30):
             with reading(self.engine) as conn:
-                if not any(task["state"] in OPEN for task in tasks.every(conn)):
+                if not any(task.state in OPEN for task in queue.every(conn)):
                     break
             self.all_goes_well(1)
         for pick in range(len(self.truth.slots)):
@@ -442,49 +437,49 @@ class Story(RuleBasedStateMachine):
             assert problem.code in refusals, problem
             return None
 
-    def _attend(self, task: dict[str, Any]) -> None:
-        run_id = tasks.run_id(task)
+    def _attend(self, task: Task) -> None:
+        run_id = queue.run_id(task)
         ours = self._ours(task)
         try:
             worker.attend(self.engine, self.settings, task, self.stopping)
         except Problem as problem:
             assert problem.code == "stale_lease", problem
-            self.held.pop(task["id"], None)
+            self.held.pop(task.id, None)
             return
         run = self.runs.known.get(run_id)
         with reading(self.engine) as conn:
-            state = tasks.get(conn, task["id"])["state"]
+            state = queue.get(conn, task.id).state
         if state == TaskState.RUNNING:
             assert run is not None
             account.begun(self.truth, run)
             return
-        self.held.pop(task["id"], None)
+        self.held.pop(task.id, None)
         if run is None:
             self._dropped(task, ours, "before")
         elif state != TaskState.WAITING:
             account.ended(self.truth, run, run.told, ours)
 
-    def _dropped(self, task: dict[str, Any], ours: list[str], told: str) -> None:
+    def _dropped(self, task: Task, ours: list[str], told: str) -> None:
         """A task has ended without a run."""
-        kind, key = task["kind"], task["allocation_id"] or ""
+        kind, key = task.kind, task.allocation_id or ""
         if kind in BUILDING:
             account.built(self.truth, key, told)
         elif kind not in LOOKS:
-            none = Run("", task["id"], kind, task["node_id"], key, (), (), {}, "", {})
+            none = Run("", task.id, kind, task.node_id, key, (), (), {}, "", {})
             account.ended(self.truth, none, "lost", ours)
 
-    def _ours(self, task: Mapping[str, Any]) -> list[str]:
+    def _ours(self, task: Task) -> list[str]:
         """The fences of a task that nobody has raised since it was given them."""
-        given = {slot["slot_id"]: slot["fence"] for slot in task["parameters"].get("slots", ())}
+        given = {slot["slot_id"]: slot["fence"] for slot in task.parameters.get("slots", ())}
         with reading(self.engine) as conn:
             known = pairs(conn, FENCES)
-            machine = nodes.get(conn, task["node_id"])["fence"]
+            machine = nodes.get(conn, task.node_id).fence
         ours = [key for key, fence in given.items() if known[key] == fence]
-        return [*ours, *([MACHINE] if task["parameters"].get("fence") == machine else [])]
+        return [*ours, *([MACHINE] if task.parameters.get("fence") == machine else [])]
 
     def _release(self, key: str) -> None:
         refused = "allocation_not_releasable"
-        if not self._ask(lambda conn: allocations.release(conn, key, ADMIN), refused):
+        if not self._ask(lambda conn: launching.release(conn, key, ADMIN), refused):
             return
         tenant, at_once = self.truth.tenants[key], self.truth.tenants[key].state == "requested"
         if at_once:
@@ -495,7 +490,7 @@ class Story(RuleBasedStateMachine):
             self.truth.slots[name].where = IDLE if at_once else "releasing"
 
     def _repair(self, name: str) -> None:
-        if self._ask(lambda conn: slots.repair(conn, name, self.act), "claim_live"):
+        if self._ask(lambda conn: recovery.repair(conn, name, self.act), "claim_live"):
             self.truth.slots[name].where = "cleanup"
 
     def _force_cleanup(self, key: str, absent: bool) -> None:
@@ -525,9 +520,9 @@ class Story(RuleBasedStateMachine):
         """By node that may be sold from now, how many slots are available."""
         count: dict[str, int] = {}
         for node in nodes.every(conn, state=NodeState.READY, mode=NodeMode.SLICE):
-            if node["slice_scheduling"]:
-                there = [slot["status"] for slot in slots.of_node(conn, node["id"])]
-                count[node["id"]] = there.count("available")
+            if node.slice_scheduling:
+                there = [slot.status for slot in slots.of_node(conn, node.id)]
+                count[node.id] = there.count("available")
         return count
 
     def _tenants(self, *states: str) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from reconciler.domain.states import TaskKind
+from reconciler.model.states import TaskKind
 
 IDLE = "idle"  # available or disabled: nobody has it, and it is clean
 BLOCKED = "cleanup_blocked"

@@ -23,13 +23,13 @@ from sqlalchemy import create_engine
 
 from reconciler.api.app import create_app
 from reconciler.cli import server
-from reconciler.cli.worker import work
+from reconciler.cli.service import run_worker
+from reconciler.db import idempotency, migrations
 from reconciler.runs import launch
 from reconciler.runs.paths import RunPaths, run_directory
 from reconciler.runs.spec import RunSpec
 from reconciler.settings import Settings
-from reconciler.store import idempotency, migrations
-from reconciler.tasks import worker
+from reconciler.work import worker
 
 # Without anything but what every interpreter has loaded: it starts in no time.
 HOST = """
@@ -129,7 +129,7 @@ def main() -> None:
             if what in {"serve", "api"}:
                 server.serve(api_only=what == "api")
             else:
-                work()
+                run_worker()
             os._exit(0)
         sys.stdout.write(f"{child}\n")
         sys.stdout.flush()

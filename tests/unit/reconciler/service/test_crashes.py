@@ -10,9 +10,10 @@ from collections import Counter
 import pytest
 import sqlalchemy as sa
 
-from reconciler.domain.states import TaskState
-from reconciler.store import leader, processes, tables
-from reconciler.store.engine import reading
+from reconciler.db import leader
+from reconciler.db import schema as tables
+from reconciler.db.engine import reading
+from reconciler.model.states import TaskState
 from tests.unit.reconciler.api.world import World
 from tests.unit.reconciler.service.service import Service, alive, pauses, serving, until
 from tests.unit.reconciler.service.tenants import Tenants
@@ -47,7 +48,7 @@ def test_told_to_end_it_leaves_nothing_behind(selling: World) -> None:
         os.kill(pid, signal.SIGTERM)
         until(lambda: not alive(pid))
         with reading(selling.engine) as conn:
-            assert processes.every(conn) == []
+            assert leader.processes(conn) == []
             leads = leader.read(conn, leader.LOOPS)
         # The next one need not wait for the end of a lease.
         assert leads is not None and not leads["live"]
@@ -58,7 +59,7 @@ def test_told_to_end_it_leaves_nothing_behind(selling: World) -> None:
 
 def _lives(world: World, role: str) -> bool:
     with reading(world.engine) as conn:
-        return role in processes.roles(conn)
+        return role in leader.live_roles(conn)
 
 
 def _comes_to_rest(world: World, service: Service) -> None:

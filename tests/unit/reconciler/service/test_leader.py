@@ -17,13 +17,14 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from reconciler.db import journal, leader
+from reconciler.db import schema as tables
+from reconciler.db.engine import open_engine, reading, transaction
+from reconciler.db.leader import LOOPS, Deposed, campaign, led_by, resign
+from reconciler.db.migrations import migrate
+from reconciler.service.heartbeat import Heartbeat
 from reconciler.service.loops import Loop, Loops
-from reconciler.service.pulse import Pulse
 from reconciler.settings import Settings
-from reconciler.store import leader, outbox, processes, tables
-from reconciler.store.engine import open_engine, reading, transaction
-from reconciler.store.leader import LOOPS, Deposed, campaign, led_by, resign
-from reconciler.store.migrations import migrate
 from tests.unit.reconciler.service.postgres import Postgres
 from tests.unit.reconciler.service.writer import LEASE_S
 
@@ -62,13 +63,13 @@ def test_one_leads_until_its_lease_ends_or_it_resigns(
 def test_a_lease_that_ran_out_writes_nothing(engine: sa.Engine, leading: leader.Lease) -> None:
     mine = led_by(engine, leading)
     with transaction(mine) as conn:
-        outbox.add(conn, "written", "epoch", "1", payload={})
+        journal.emit(conn, "written", "epoch", "1", payload={})
     with transaction(engine) as conn:
         _expire(conn)
     with pytest.raises(Deposed), transaction(mine) as conn:
-        outbox.add(conn, "written", "epoch", "1", payload={})
+        journal.emit(conn, "written", "epoch", "1", payload={})
     with reading(mine) as conn:
-        assert len(outbox.pending(conn)) == 1
+        assert len(journal.pending_events(conn)) == 1
 
 
 @pytest.mark.covers("I9")
@@ -78,7 +79,7 @@ def test_loops_run_where_the_lease_is(engine: sa.Engine, tmp_path: Path) -> None
 
     def write(led: sa.Engine, _settings: Settings) -> None:
         with transaction(led) as conn:
-            outbox.add(conn, "written", "epoch", "1", payload={})
+            journal.emit(conn, "written", "epoch", "1", payload={})
         told.append("written")
 
     def broken(_led: sa.Engine, _settings: Settings) -> None:
@@ -86,31 +87,31 @@ def test_loops_run_where_the_lease_is(engine: sa.Engine, tmp_path: Path) -> None
 
     every = (Loop("broken", 0, broken), Loop("write", 0, write), Loop("rare", 3600, write))
     loops = Loops(Settings(state_dir=tmp_path), engine, lambda: held[0], every)
-    assert loops.look() == []
+    assert loops.run_due() == []
     with transaction(engine) as conn:
         held[0] = campaign(conn, LOOPS, "a", 30)
-    assert loops.look() == ["write", "rare"]
-    assert loops.look() == ["write"]
+    assert loops.run_due() == ["write", "rare"]
+    assert loops.run_due() == ["write"]
     with transaction(engine) as conn:
         _expire(conn)
     # The process still believes that it leads.
-    assert loops.look() == []
+    assert loops.run_due() == []
     assert told == ["written"] * 3
 
 
 def test_a_process_that_ends_in_order_leaves_at_once(engine: sa.Engine) -> None:
-    first, second = (Pulse(engine, lambda: ["loops"], candidate=True) for _ in range(2))
+    first, second = (Heartbeat(engine, lambda: ["loops"], candidate=True) for _ in range(2))
     first.start()
     second.start()
     assert first.lease() is not None and second.lease() is None
     with reading(engine) as conn:
-        assert processes.roles(conn) == {"loops": 2}
+        assert leader.live_roles(conn) == {"loops": 2}
     first.stop()
     second._beat()
     assert second.lease() is not None
     second.stop()
     with reading(engine) as conn:
-        assert processes.every(conn) == []
+        assert leader.processes(conn) == []
 
 
 @pytest.mark.covers("I9", "I22")
@@ -190,7 +191,7 @@ def _writers(url: str, manner: str) -> Iterator[None]:
 def _leader(engine: sa.Engine) -> tuple[int, int] | None:
     with reading(engine) as conn:
         leads = leader.read(conn, LOOPS)
-        pids = {row["id"]: row["pid"] for row in processes.every(conn)}
+        pids = {row["id"]: row["pid"] for row in leader.processes(conn)}
     return (pids[leads["holder"]], leads["epoch"]) if leads and leads["live"] else None
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Engine
 
-from reconciler.service import logs
+from reconciler import logs
+from reconciler.db import migrations
 from reconciler.settings import Settings
-from reconciler.store import migrations
 from tests.unit.reconciler.api.world import World
 
 log = logging.getLogger("gpuaas.test")

@@ -1,0 +1,1 @@
+"""The database: engine, schema, migrations, and what every write goes through."""

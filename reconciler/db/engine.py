@@ -1,0 +1,174 @@
+"""Connections and transactions, so that both engines behave alike."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+from sqlalchemy import Engine, event, exc, pool
+
+from reconciler.model.errors import Problem
+from reconciler.settings import Settings
+
+T = TypeVar("T")
+# Two writers of one SQLite file take turns: longer than any transaction of ours lasts.
+BUSY_MS = 30_000
+_READING = "gpuaas_reading"
+_GUARD = "gpuaas_guard"
+# A connection that rested longer is asked whether its server still answers: what lies between may
+# have dropped it in silence. Too low, and every transaction begins with a question.
+_REST_S = 10
+# Kept open once opened. Too few, and requests wait for each other; too many, and the processes of a
+# site ask for more than the server gives to all.
+_CONNECTIONS = 15
+_SINCE = "gpuaas_rests_since"
+# serialization_failure and deadlock_detected: the transaction did nothing and may be repeated.
+_REPEATABLE = frozenset({"40001", "40P01"})
+
+
+def open_engine(url: str) -> sa.Engine:
+    """An engine for sqlite:///file or postgresql+psycopg://…"""
+    if url.startswith("sqlite"):
+        engine = sa.create_engine(url)
+        event.listen(engine, "connect", _sqlite_connect)
+        event.listen(engine, "begin", _sqlite_begin)
+    else:
+        engine = sa.create_engine(url, pool_size=_CONNECTIONS, max_overflow=0)
+        event.listen(engine, "checkout", partial(_still_there, engine.dialect))
+        event.listen(engine, "checkin", _rests)
+    return engine
+
+
+@contextlib.contextmanager
+def transaction(engine: sa.Engine) -> Iterator[sa.Connection]:
+    """A writing transaction: all of it or nothing."""
+    with engine.connect() as conn, conn.begin():
+        guard = conn.get_execution_options().get(_GUARD)
+        if guard is not None:
+            guard(conn)
+        yield conn
+
+
+def guarded(engine: sa.Engine, guard: Callable[[sa.Connection], None]) -> sa.Engine:
+    """The same database; every writing transaction begins with the guard, which may refuse it."""
+    return engine.execution_options(**{_GUARD: guard})
+
+
+@contextlib.contextmanager
+def reading(engine: sa.Engine) -> Iterator[sa.Connection]:
+    """One consistent picture; holds up no writer."""
+    with engine.connect() as conn:
+        conn.execution_options(**{_READING: True})
+        if engine.dialect.name == "postgresql":
+            conn.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
+        with conn.begin():
+            yield conn
+
+
+@contextlib.contextmanager
+def asking(engine: sa.Engine) -> Iterator[sa.Connection]:
+    """For one statement that only reads: by itself it is one consistent picture."""
+    with _alone(engine) if engine.dialect.name == "postgresql" else reading(engine) as conn:
+        yield conn
+
+
+@contextlib.contextmanager
+def alone(engine: sa.Engine) -> Iterator[sa.Connection]:
+    """For one statement that writes: by itself it is a transaction, but for one with a guard."""
+    guarded = _GUARD in engine.get_execution_options()
+    plain = engine.dialect.name == "postgresql" and not guarded
+    with _alone(engine) if plain else transaction(engine) as conn:
+        yield conn
+
+
+def retrying(engine: sa.Engine, work: Callable[[sa.Connection], T], attempts: int = 5) -> T:
+    """Do the work in a transaction; again when somebody else was quicker."""
+    for attempt in range(1, attempts + 1):
+        try:
+            with transaction(engine) as conn:
+                return work(conn)
+        except (Problem, exc.DBAPIError) as failure:
+            if attempt == attempts or not _may_repeat(failure):
+                raise
+            time.sleep(0.01 * attempt)
+    raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def _may_repeat(failure: Problem | exc.DBAPIError) -> bool:
+    if isinstance(failure, Problem):
+        return failure.code == "generation_conflict"
+    # A uniqueness that another transaction took first: the next look names it properly.
+    if isinstance(failure, exc.IntegrityError):
+        return True
+    return getattr(failure.orig, "sqlstate", None) in _REPEATABLE
+
+
+@contextlib.contextmanager
+def _alone(engine: sa.Engine) -> Iterator[sa.Connection]:
+    with engine.connect() as conn:
+        yield conn.execution_options(isolation_level="AUTOCOMMIT")
+
+
+def _rests(_connection: object, record: pool.ConnectionPoolEntry) -> None:
+    record.info[_SINCE] = time.monotonic()
+
+
+def _still_there(
+    dialect: sa.Dialect, connection: Any, record: pool.ConnectionPoolEntry, _fairy: object
+) -> None:
+    """Have the pool open a new connection when this one's server has gone."""
+    since = record.info.get(_SINCE)
+    if since is None:
+        return
+    # A server that ends says so or closes the socket, and says nothing else to one that rests.
+    socket = select.poll()
+    socket.register(connection.fileno(), select.POLLIN)
+    if time.monotonic() - since < _REST_S and not socket.poll(0):
+        return
+    try:
+        dialect.do_ping(connection)
+        connection.rollback()
+    except dialect.loaded_dbapi.Error as error:
+        raise exc.DisconnectionError("the server has gone") from error
+
+
+def _sqlite_connect(connection: Any, _record: object) -> None:
+    # Transactions are begun by the listener below, not guessed at by the driver.
+    connection.isolation_level = None
+    for pragma in (
+        "journal_mode = WAL",
+        "synchronous = FULL",
+        "foreign_keys = ON",
+        f"busy_timeout = {BUSY_MS}",
+    ):
+        connection.execute(f"PRAGMA {pragma}")
+
+
+def _sqlite_begin(conn: sa.Connection) -> None:
+    # A writer takes the write lock at once: upgrading later fails without waiting.
+    reads = conn.get_execution_options().get(_READING)
+    conn.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
+
+
+@contextmanager
+def open_existing(settings: Settings) -> Iterator[Engine]:
+    """The site's database; Problem `database_missing` rather than a new one."""
+    if not settings.database_url and not (settings.state_dir / "reconciler.db").is_file():
+        raise Problem(
+            "database_missing",
+            404,
+            expected=f"a database in {settings.state_dir}",
+            found="none",
+            remedy="set GPUAAS_STATE_DIR or GPUAAS_DATABASE_URL as the service has it",
+        )
+    engine = open_engine(settings.database)
+    try:
+        yield engine
+    finally:
+        engine.dispose()

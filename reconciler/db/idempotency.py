@@ -1,0 +1,199 @@
+"""The same key gives the same answer, also after a crash; with another body it is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.functions import FunctionElement
+
+from reconciler.db import clock, rows
+from reconciler.db.engine import alone, retrying, transaction
+from reconciler.db.schema import idempotency_keys as table
+from reconciler.model.errors import Problem
+
+_NOTHING_YET: dict[str, Any] = {"completed_at": None, "status": 0, "body": {}}
+# How long a caller that vanished keeps its key: longer than any request of ours takes.
+IN_FLIGHT_S = 30
+
+
+@dataclass(frozen=True)
+class Call:
+    """scope: route and caller; two callers may use the same key."""
+
+    scope: str
+    key: str
+    body: Any
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal bodies, whatever the order of their keys."""
+        text = json.dumps(self.body, sort_keys=True, separators=(",", ":"), default=str)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the caller gets; replayed is True when the work was done before."""
+
+    status: int
+    body: Any
+    replayed: bool = False
+
+
+def once(engine: sa.Engine, call: Call, work: Callable[[sa.Connection], Answer]) -> Answer:
+    """Do the work in one transaction with the memory of its answer; a Problem is not remembered."""
+    if not call.key:
+        raise Problem(
+            "idempotency_key_required",
+            400,
+            expected="a header Idempotency-Key or X-Idempotency-Key",
+            found="none",
+            remedy="send a new key for a new request, the same one to repeat it",
+        )
+    holder = rows.new_id()
+    # The key is taken in a transaction of its own: others must see that the work is in flight.
+    if not _new(engine, call, holder):
+        remembered = retrying(engine, lambda conn: _take(conn, call, holder))
+        if remembered is not None:
+            return remembered
+
+    def act(conn: sa.Connection) -> Answer:
+        answer = work(conn)
+        _complete(conn, call, holder, answer)
+        return answer
+
+    try:
+        return retrying(engine, act)
+    except BaseException:
+        with transaction(engine) as conn:
+            conn.execute(sa.delete(table).where(*_mine(call, holder)))
+        raise
+
+
+def _new(engine: sa.Engine, call: Call, holder: str) -> bool:
+    """Take a key that nobody has used; False when somebody has."""
+    values = {
+        "scope": call.scope,
+        "key": call.key,
+        "fingerprint": call.fingerprint,
+        "holder": holder,
+        **_NOTHING_YET,
+    }
+    with alone(engine) as conn:
+        return conn.execute(_insert(engine.dialect.name), values).first() is not None
+
+
+@cache
+def _insert(dialect: str) -> sa.Insert:
+    made = {
+        "expires_at": clock.now() + IN_FLIGHT_S,
+        "created_at": clock.now(),
+    }
+    plain = ("scope", "key", "fingerprint", "holder", *_NOTHING_YET)
+    insert = postgresql.insert if dialect == "postgresql" else sqlite.insert
+    statement = insert(table).values({**made, **{name: sa.bindparam(name) for name in plain}})
+    return statement.on_conflict_do_nothing().returning(soon())
+
+
+class soon(FunctionElement[str]):
+    """Have this transaction committed without waiting for the disk.
+
+    A key that is taken is lost only together with all that was committed later: with the work that
+    it stands for, so that the work may be done anew.
+    """
+
+    type = sa.Text()
+    inherit_cache = True
+
+
+@compiles(soon, "sqlite")
+def _sqlite(*_: Any, **__: Any) -> str:
+    return "''"
+
+
+@compiles(soon, "postgresql")
+def _postgresql(*_: Any, **__: Any) -> str:
+    return "set_config('synchronous_commit', 'off', true)"
+
+
+def _take(conn: sa.Connection, call: Call, holder: str) -> Answer | None:
+    same = (table.c.scope == call.scope, table.c.key == call.key)
+    found = rows.first(conn, sa.select(table).where(*same).with_for_update())
+    if found is None:
+        rows.insert(
+            conn,
+            table,
+            {
+                "scope": call.scope,
+                "key": call.key,
+                "fingerprint": call.fingerprint,
+                "holder": holder,
+                "expires_at": clock.now() + IN_FLIGHT_S,
+            },
+        )
+        return None
+    if found["fingerprint"] != call.fingerprint:
+        raise Problem(
+            "idempotency_key_reused",
+            422,
+            expected="the body that this key was first used with",
+            found="another body",
+            remedy="use a new key for a new request",
+        )
+    if found["completed_at"] is not None:
+        return Answer(found["status"], found["body"], replayed=True)
+    take_over = (
+        sa.update(table)
+        .where(*same, table.c.holder == found["holder"], table.c.expires_at < clock.now())
+        .values(holder=holder, expires_at=clock.now() + IN_FLIGHT_S)
+    )
+    if not conn.execute(take_over).rowcount:
+        raise _in_flight()
+    return None
+
+
+def _complete(conn: sa.Connection, call: Call, holder: str, answer: Answer) -> None:
+    values = {"status": answer.status, "body": answer.body}
+    only = {"is_scope": call.scope, "is_key": call.key, "is_holder": holder}
+    if not conn.execute(_COMPLETE, values | only).rowcount:
+        # Somebody took the key over while we were slow: their work counts, ours rolls back.
+        raise _in_flight()
+
+
+def _mine(call: Call, holder: str) -> tuple[sa.ColumnElement[bool], ...]:
+    return (
+        table.c.scope == call.scope,
+        table.c.key == call.key,
+        table.c.holder == holder,
+        table.c.completed_at.is_(None),
+    )
+
+
+_COMPLETE = (
+    sa.update(table)
+    .where(
+        table.c.scope == sa.bindparam("is_scope"),
+        table.c.key == sa.bindparam("is_key"),
+        table.c.holder == sa.bindparam("is_holder"),
+        table.c.completed_at.is_(None),
+    )
+    .values(completed_at=clock.now(), status=sa.bindparam("status"), body=sa.bindparam("body"))
+)
+
+
+def _in_flight() -> Problem:
+    return Problem(
+        "idempotency_in_flight",
+        409,
+        expected="the first request with this key to have ended",
+        found="it is still being worked on",
+        remedy="repeat the request in a few seconds with the same key",
+    )

@@ -1,0 +1,476 @@
+"""The one function that changes lifecycle state, and the history, events and audit beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any, Literal, overload
+
+import sqlalchemy as sa
+from sqlalchemy.sql.dml import ReturningUpdate
+
+from reconciler.db import clock, rows
+from reconciler.db.rows import Order, Page, part
+from reconciler.db.schema import (
+    Allocation,
+    AppInstance,
+    AppMember,
+    AppOperation,
+    AuditEntry,
+    Claim,
+    Node,
+    OutboxEvent,
+    Row,
+    Slot,
+    StateChange,
+    Task,
+    audit_log,
+    history,
+    outbox,
+)
+from reconciler.model import commands as asked
+from reconciler.model import transitions
+from reconciler.model.act import Act
+from reconciler.model.errors import Problem
+
+
+@dataclass(frozen=True)
+class Entity:
+    """Where an entity's state is kept."""
+
+    kind: type[Row]
+    state: str = "state"
+    deadline: str = "deadline_at"
+
+    @property
+    def table(self) -> sa.Table:
+        return self.kind.TABLE
+
+    @property
+    def computed(self) -> tuple[str, ...]:
+        """Columns that the database derives from the others."""
+        return tuple(column.name for column in self.table.columns if column.computed is not None)
+
+
+ENTITIES = {
+    "node": Entity(Node),
+    "node_mode": Entity(Node, "mode", "mode_deadline_at"),
+    "slot": Entity(Slot, "status"),
+    "allocation": Entity(Allocation),
+    "claim": Entity(Claim),
+    "task": Entity(Task),
+    "app_instance": Entity(AppInstance, "status"),
+    "app_member": Entity(AppMember, "status"),
+    "app_operation": Entity(AppOperation, "status"),
+}
+
+
+@dataclass(frozen=True)
+class Overdue:
+    """Something that stayed in an unstable state too long; event is what follows, "" a warning."""
+
+    entity: str
+    id: str
+    state: str
+    deadline_at: float
+    event: str
+
+
+@overload
+def advance(
+    conn: sa.Connection,
+    entity: Literal["node", "node_mode"],
+    key: str,
+    event: str,
+    act: Act,
+    *,
+    expect_generation: int | None = None,
+    columns: Mapping[str, Any] | None = None,
+    held: Row | None = None,
+) -> Node: ...
+@overload
+def advance(
+    conn: sa.Connection,
+    entity: Literal["slot"],
+    key: str,
+    event: str,
+    act: Act,
+    *,
+    expect_generation: int | None = None,
+    columns: Mapping[str, Any] | None = None,
+    held: Row | None = None,
+) -> Slot: ...
+@overload
+def advance(
+    conn: sa.Connection,
+    entity: Literal["allocation"],
+    key: str,
+    event: str,
+    act: Act,
+    *,
+    expect_generation: int | None = None,
+    columns: Mapping[str, Any] | None = None,
+    held: Row | None = None,
+) -> Allocation: ...
+@overload
+def advance(
+    conn: sa.Connection,
+    entity: Literal["claim"],
+    key: str,
+    event: str,
+    act: Act,
+    *,
+    expect_generation: int | None = None,
+    columns: Mapping[str, Any] | None = None,
+    held: Row | None = None,
+) -> Claim: ...
+@overload
+def advance(
+    conn: sa.Connection,
+    entity: Literal["task"],
+    key: str,
+    event: str,
+    act: Act,
+    *,
+    expect_generation: int | None = None,
+    columns: Mapping[str, Any] | None = None,
+    held: Row | None = None,
+) -> Task: ...
+@overload
+def advance(
+    conn: sa.Connection,
+    entity: Literal["app_instance"],
+    key: str,
+    event: str,
+    act: Act,
+    *,
+    expect_generation: int | None = None,
+    columns: Mapping[str, Any] | None = None,
+    held: Row | None = None,
+) -> AppInstance: ...
+@overload
+def advance(
+    conn: sa.Connection,
+    entity: Literal["app_member"],
+    key: str,
+    event: str,
+    act: Act,
+    *,
+    expect_generation: int | None = None,
+    columns: Mapping[str, Any] | None = None,
+    held: Row | None = None,
+) -> AppMember: ...
+@overload
+def advance(
+    conn: sa.Connection,
+    entity: Literal["app_operation"],
+    key: str,
+    event: str,
+    act: Act,
+    *,
+    expect_generation: int | None = None,
+    columns: Mapping[str, Any] | None = None,
+    held: Row | None = None,
+) -> AppOperation: ...
+@overload
+def advance(
+    conn: sa.Connection,
+    entity: str,
+    key: str,
+    event: str,
+    act: Act,
+    *,
+    expect_generation: int | None = None,
+    columns: Mapping[str, Any] | None = None,
+    held: Row | None = None,
+) -> Row: ...
+def advance(
+    conn: sa.Connection,
+    entity: str,
+    key: str,
+    event: str,
+    act: Act,
+    *,
+    expect_generation: int | None = None,
+    columns: Mapping[str, Any] | None = None,
+    held: Row | None = None,
+) -> Any:
+    """Apply an event: conditional on id, state and generation, with history and outbox row.
+
+    columns are set by the same update, so that they cannot disagree with the state. held: the whole
+    row, for a caller whose transaction has read and locked it already.
+    """
+    where = ENTITIES[entity]
+    before = held or rows.get(conn, where.kind, key, lock=True)
+    source = str(getattr(before, where.state))
+    target = transitions.target(entity, source, event)
+    if expect_generation is not None and expect_generation != before.generation:
+        raise _outpaced(entity, key, expect_generation, before.generation)
+    if target is None:
+        raise _refused(entity, before, source, event)
+    values = {
+        where.state: str(target),
+        f"{where.state}_reason": act.why,
+        f"{where.state}_since": _NOW,
+        where.deadline: limit(entity, target),
+        "generation": before.generation + 1,
+        **(columns or {}),
+    }
+    made = {name: value for name, value in values.items() if isinstance(value, sa.ClauseElement)}
+    plain = {name: value for name, value in values.items() if name not in made}
+    update = _update(entity, tuple(plain), tuple(made.items()))
+    only = {"is_id": key, "is_state": source, "is_generation": before.generation}
+    found = conn.execute(update, plain | only).mappings().first()
+    if found is None:
+        raise _outpaced(entity, key, before.generation, None)
+    # The row was locked before: nobody has changed the rest of it.
+    after = where.kind(**{**vars(before), **plain, **found})
+    write_history(conn, entity, after, act, source=source, event=event, target=target)
+    _emit_change(conn, entity, after, act, change=(source, event, target))
+    return after
+
+
+def begin(conn: sa.Connection, entity: str, record: Row, act: Act) -> None:
+    """History and outbox of a row that has just been inserted in its first state."""
+    state = str(getattr(record, ENTITIES[entity].state))
+    write_history(conn, entity, record, act, source="", event="create", target=state)
+    _emit_change(conn, entity, record, act, change=("", "create", state))
+
+
+def remark(conn: sa.Connection, entity: str, record: Row, act: Act, event: str) -> None:
+    """History and outbox of what was asked of a row, which changed it and left it in its state."""
+    state = str(getattr(record, ENTITIES[entity].state))
+    write_history(conn, entity, record, act, source=state, event=event, target=state)
+    _emit_change(conn, entity, record, act, change=(state, event, state))
+
+
+@cache
+def limit(entity: str, state: str) -> Any:
+    """The deadline of a row inserted in this state; an SQL expression or None."""
+    deadline = transitions.DEADLINES.get((entity, state))
+    return clock.now() + deadline.seconds if deadline else None
+
+
+def overdue(conn: sa.Connection) -> list[Overdue]:
+    """Everything past its deadline, by the database's clock."""
+    found = []
+    for entity, where in ENTITIES.items():
+        state, deadline = where.table.c[where.state], where.table.c[where.deadline]
+        query = sa.select(where.table.c.id, state, deadline).where(deadline < clock.now())
+        for key, value, at in conn.execute(query.order_by(deadline)):
+            rule = transitions.DEADLINES.get((entity, value))
+            found.append(Overdue(entity, key, value, at, rule.event if rule else ""))
+    return found
+
+
+_NOW = clock.now()
+
+
+@lru_cache(maxsize=256)
+def _update(
+    entity: str, plain: tuple[str, ...], made: tuple[tuple[str, sa.ColumnElement[Any]], ...]
+) -> ReturningUpdate[Any]:
+    # With names for values, built once: to build a statement takes longer than to run it.
+    where = ENTITIES[entity]
+    update = sa.update(where.table).where(
+        where.table.c.id == sa.bindparam("is_id"),
+        where.table.c[where.state] == sa.bindparam("is_state"),
+        where.table.c.generation == sa.bindparam("is_generation"),
+    )
+    values: dict[str, Any] = {name: sa.bindparam(name) for name in plain}
+    asked = (*(name for name, _ in made), *where.computed)
+    return update.values(values | dict(made)).returning(*(where.table.c[name] for name in asked))
+
+
+def _emit_change(
+    conn: sa.Connection, entity: str, record: Row, act: Act, *, change: tuple[str, str, str]
+) -> None:
+    source, event, target = change
+    payload = {
+        "id": record.id,
+        "from": source,
+        "event": event,
+        "to": target,
+        "generation": record.generation,
+        "actor": act.actor,
+        "reason": act.why,
+    }
+    for name in ("allocation_id", "slot_id", "kind", "subject_kind", "subject_id"):
+        if value := getattr(record, name, None):
+            payload[name] = value
+    emit(
+        conn,
+        f"{entity}.{target}",
+        entity,
+        record.id,
+        payload=payload,
+        node_id=record.id if entity.startswith("node") else getattr(record, "node_id", "") or "",
+        project_id=getattr(record, "project_id", "") or "",
+        correlation_id=act.correlation_id,
+    )
+
+
+def _refused(entity: str, record: Row, source: str, event: str) -> Problem:
+    fields = vars(record)
+    can = " or ".join(f"`{command}`" for command in asked.commands(entity, fields, source))
+    states = " or ".join(asked.sources(entity, event)) or "no state at all"
+    return Problem(
+        "transition_refused",
+        409,
+        expected=f"{entity} {record.id} in {states}, for {asked.named(entity, fields, event)}",
+        found=f"{source}; what can be asked for there: {can}" if can else source,
+        remedy=asked.remedy(entity, fields, source, event),
+        detail={"entity": entity, "id": record.id, "state": source},
+    )
+
+
+def _outpaced(entity: str, key: str, expected: int, found: int | None) -> Problem:
+    return Problem(
+        "generation_conflict",
+        409,
+        expected=f"{entity} {key} at generation {expected}",
+        found="a later one" if found is None else f"generation {found}",
+        remedy=f"read the {entity} again and decide anew",
+    )
+
+
+HISTORY_ORDER = Order(history, ("id",), descending=True)
+
+
+def write_history(
+    conn: sa.Connection,
+    entity: str,
+    record: Row,
+    act: Act,
+    *,
+    source: str,
+    event: str,
+    target: str,
+) -> None:
+    """One row per change, with who, why and on what evidence."""
+    own = str(record.id)
+    rows.insert(
+        conn,
+        history,
+        {
+            "entity": entity,
+            "entity_id": own,
+            "source": source,
+            "event": event,
+            "target": target,
+            "generation": record.generation,
+            "actor": act.actor,
+            "reason": act.why,
+            "evidence": dict(act.evidence),
+            "correlation_id": act.correlation_id,
+            "node_id": own if entity.startswith("node") else getattr(record, "node_id", "") or "",
+            "allocation_id": own
+            if entity == "allocation"
+            else getattr(record, "allocation_id", "") or act.evidence.get("allocation_id") or "",
+        },
+    )
+
+
+def history_of(conn: sa.Connection, entity: str, key: str) -> list[StateChange]:
+    """Oldest first."""
+    query = sa.select(history).where(history.c.entity == entity, history.c.entity_id == key)
+    return rows.every(conn, query.order_by(history.c.id), StateChange)
+
+
+def history_page(conn: sa.Connection, entity: str, key: str, page: Page) -> list[StateChange]:
+    """A page of it, newest first."""
+    query = sa.select(history).where(history.c.entity == entity, history.c.entity_id == key)
+    return rows.every(conn, part(query, HISTORY_ORDER, page), StateChange)
+
+
+def emit(
+    conn: sa.Connection,
+    topic: str,
+    subject_kind: str,
+    subject_id: str,
+    *,
+    payload: Mapping[str, Any],
+    node_id: str = "",
+    project_id: str = "",
+    correlation_id: str = "",
+) -> None:
+    """Say it when, and only when, this transaction commits."""
+    rows.insert(
+        conn,
+        outbox,
+        {
+            "topic": topic,
+            "subject_kind": subject_kind,
+            "subject_id": subject_id,
+            "node_id": node_id,
+            "project_id": project_id,
+            "payload": dict(payload),
+            "correlation_id": correlation_id,
+        },
+    )
+
+
+def pending_events(conn: sa.Connection, limit: int = 100) -> list[OutboxEvent]:
+    """What no relay has taken yet, oldest first."""
+    query = sa.select(outbox).where(outbox.c.published_at.is_(None))
+    return rows.every(conn, query.order_by(outbox.c.id).limit(limit), OutboxEvent)
+
+
+def mark_published(conn: sa.Connection, ids: Sequence[int]) -> None:
+    """The relay has delivered these. Delivered twice is possible, never is not."""
+    conn.execute(
+        sa.update(outbox)
+        .where(outbox.c.id.in_(ids), outbox.c.published_at.is_(None))
+        .values(published_at=clock.now())
+    )
+
+
+AUDIT_ORDER = Order(audit_log, ("id",), descending=True)
+
+
+def audit(
+    conn: sa.Connection,
+    act: Act,
+    action: str,
+    subject_kind: str,
+    subject_id: str,
+    *,
+    detail: Mapping[str, Any] | None = None,
+    project_id: str = "",
+) -> None:
+    """In the same transaction as what it tells of."""
+    rows.insert(
+        conn,
+        audit_log,
+        {
+            "actor": act.actor,
+            "role": act.role,
+            "action": action,
+            "subject_kind": subject_kind,
+            "subject_id": subject_id,
+            "project_id": project_id,
+            "reason": act.why,
+            "detail": dict(detail or {}),
+            "correlation_id": act.correlation_id,
+        },
+    )
+
+
+def audit_rows(
+    conn: sa.Connection,
+    *,
+    action: str | None = None,
+    subject_id: str | None = None,
+    correlation_id: str | None = None,
+    page: Page | None = None,
+) -> list[AuditEntry]:
+    """Newest first."""
+    query = rows.where(
+        sa.select(audit_log),
+        audit_log,
+        action=action,
+        subject_id=subject_id,
+        correlation_id=correlation_id,
+    )
+    return rows.every(conn, part(query, AUDIT_ORDER, page), AuditEntry)

@@ -1,0 +1,334 @@
+"""Rows of the database: reading, inserting one by one or as a batch, and paging."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any, TypeVar, overload
+
+import sqlalchemy as sa
+from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.sql.dml import ReturningInsert
+
+from reconciler.db.schema.base import Row
+from reconciler.model.errors import not_found
+
+Key = str | int | float
+
+
+@dataclass(frozen=True)
+class Order:
+    """The columns by which a list is sorted; together they are unique among its rows."""
+
+    table: sa.Table | sa.Subquery
+    columns: tuple[str, ...]
+    descending: bool = False
+
+    def keys(self, row: Row | Mapping[str, Any]) -> tuple[Key, ...]:
+        """The row's place in the list."""
+        values = vars(row) if isinstance(row, Row) else row
+        return tuple(values[name] for name in self.columns)
+
+    def fits(self, keys: tuple[object, ...]) -> bool:
+        """Whether these can be the keys of a row."""
+        wanted = [self.table.c[name].type.python_type for name in self.columns]
+        return [type(key) for key in keys] == wanted
+
+
+@dataclass(frozen=True)
+class Page:
+    """At most `limit` rows behind the place `after`; () is the beginning."""
+
+    limit: int
+    after: tuple[Key, ...] = ()
+
+
+def part(query: sa.Select[Any], order: Order, page: Page | None) -> sa.Select[Any]:
+    """The query in this order, narrowed to one page; None is the whole list."""
+    columns = [order.table.c[name] for name in order.columns]
+    sorting = [column.desc() if order.descending else column.asc() for column in columns]
+    query = query.order_by(*sorting)
+    if page is None:
+        return query
+    if page.after:
+        place = sa.tuple_(*columns)
+        last = sa.tuple_(
+            *(sa.literal(key, column.type) for key, column in zip(page.after, columns, strict=True))
+        )
+        query = query.where(place < last if order.descending else place > last)
+    return query.limit(page.limit)
+
+
+Record = dict[str, Any]
+R = TypeVar("R", bound=Row)
+Made = tuple[tuple[str, sa.ColumnElement[Any]], ...]
+_PENDING = "gpuaas_kept_together"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is alike in rows that one INSERT takes: columns that are given, and those asked back.
+
+    made: given as SQL expressions.
+    """
+
+    table: sa.Table
+    plain: tuple[str, ...]
+    made: Made
+    asked: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class BatchRow:
+    """record: where the columns that are asked back go."""
+
+    shape: Shape
+    plain: Record
+    record: Record
+
+
+@contextmanager
+def batch_insert(conn: sa.Connection) -> Iterator[None]:
+    """What is inserted meanwhile is written at the end, in the same transaction.
+
+    Columns that the database makes are in the records only then. Whoever fails in here after
+    something was inserted has the whole transaction undone: what was done beside it, such as the
+    change of a state, may not be committed without it.
+    """
+    # Held here: a connection that was lost meanwhile has another one, or refuses to say.
+    info = conn.info
+    if _PENDING in info:
+        yield
+        return
+    kept: list[BatchRow] = []
+    info[_PENDING] = kept
+    try:
+        yield
+    except BaseException:
+        transaction = conn.get_transaction()
+        if kept and transaction is not None:
+            transaction.rollback()
+        raise
+    finally:
+        info.pop(_PENDING, None)
+    _write(conn, kept)
+
+
+def _insert(conn: sa.Connection, row: BatchRow) -> None:
+    """Insert the row, now or with the others."""
+    kept: list[BatchRow] | None = conn.info.get(_PENDING)
+    if kept is None:
+        _single(conn, row)
+    else:
+        kept.append(row)
+
+
+def _write(conn: sa.Connection, kept: Sequence[BatchRow]) -> None:
+    if conn.dialect.name != "postgresql":
+        for row in kept:
+            _single(conn, row)
+        return
+    alike: dict[Shape, list[BatchRow]] = {}
+    for row in kept:
+        alike.setdefault(row.shape, []).append(row)
+    given = {
+        f"rows{number}": [row.plain for row in rows] for number, rows in enumerate(alike.values())
+    }
+    asking = {row.plain["id"]: row for row in kept if row.shape.asked}
+    for found in conn.execute(_combined(tuple(alike)), given).mappings():
+        row = asking[found["id"]]
+        row.record.update({name: found[name] for name in row.shape.asked})
+
+
+def _single(conn: sa.Connection, row: BatchRow) -> None:
+    found = conn.execute(_single_statement(row.shape), row.plain)
+    if row.shape.asked:
+        row.record.update(found.mappings().one())
+
+
+@lru_cache(maxsize=256)
+def _single_statement(shape: Shape) -> sa.Insert:
+    values: Record = {name: sa.bindparam(name) for name in shape.plain}
+    insert = sa.insert(shape.table).values(values | dict(shape.made))
+    if not shape.asked:
+        return insert.inline()
+    return insert.returning(*(shape.table.c[name] for name in shape.asked))
+
+
+@lru_cache(maxsize=64)
+def _combined(shapes: tuple[Shape, ...]) -> sa.Select[Any] | sa.CompoundSelect[Any]:
+    """One statement with an INSERT for each shape; its rows: ids, and what was asked for."""
+    parts = [(shape, _into(shape, f"rows{at}").cte(f"into{at}")) for at, shape in enumerate(shapes)]
+    silent = [part for shape, part in parts if not shape.asked]
+    asked = {name: shape.table.c[name].type for shape in shapes for name in shape.asked}
+    found = [
+        sa.select(
+            part.c.id,
+            *(
+                part.c[name] if name in shape.asked else sa.cast(sa.null(), kind).label(name)
+                for name, kind in asked.items()
+            ),
+        )
+        for shape, part in parts
+        if shape.asked
+    ]
+    if not found:
+        return sa.select(sa.literal("").label("id")).where(sa.false()).add_cte(*silent)
+    return sa.union_all(*found).add_cte(*silent)
+
+
+def _into(shape: Shape, name: str) -> sa.Insert | ReturningInsert[Any]:
+    # All rows are one parameter: psycopg takes a statement apart anew each time that has many.
+    columns = [sa.column(name, shape.table.c[name].type) for name in shape.plain]
+    rows = sa.func.jsonb_to_recordset(sa.bindparam(name, type_=JSONB()))
+    given = rows.table_valued(*columns).render_derived(name, with_types=True)
+    made = [value.label(name) for name, value in shape.made]
+    names = [*shape.plain, *(name for name, _ in shape.made)]
+    insert = sa.insert(shape.table).from_select(
+        names, sa.select(*given.c, *made), include_defaults=False
+    )
+    if not shape.asked:
+        return insert.inline()
+    return insert.returning(*(shape.table.c[name] for name in ("id", *shape.asked)))
+
+
+def new_id() -> str:
+    """A fresh identifier."""
+    return str(uuid.uuid4())
+
+
+class _Ordered:
+    """Version 8 of RFC 9562: nanoseconds since the machine started, then what nobody can guess."""
+
+    def __init__(self) -> None:
+        self._last = 0
+        self._lock = threading.Lock()
+
+    def __call__(self) -> str:
+        with self._lock:
+            self._last = max(time.monotonic_ns(), self._last + 1)
+            high, low = divmod(self._last, 1 << 12)
+        value = high << 80 | 8 << 76 | low << 64 | 2 << 62 | secrets.randbits(62)
+        return str(uuid.UUID(int=value))
+
+
+# A fresh identifier, as text behind all that this process has given: it decides where the
+# database's clock, of whole milliseconds in SQLite, sees no order. It tells no time.
+ordered_id = _Ordered()
+
+
+@overload
+def first(conn: sa.Connection, query: sa.Select[Any]) -> Record | None: ...
+@overload
+def first(conn: sa.Connection, query: sa.Select[Any], kind: type[R]) -> R | None: ...
+def first(conn: sa.Connection, query: sa.Select[Any], kind: type[R] | None = None) -> Any:
+    """The first row, if there is one: of this kind, or with the columns that the query names."""
+    row = conn.execute(query.limit(1)).mappings().first()
+    return None if row is None else (kind or dict)(**row)
+
+
+@overload
+def every(conn: sa.Connection, query: sa.Select[Any]) -> list[Record]: ...
+@overload
+def every(conn: sa.Connection, query: sa.Select[Any], kind: type[R]) -> list[R]: ...
+def every(conn: sa.Connection, query: sa.Select[Any], kind: type[R] | None = None) -> Any:
+    """All rows: of this kind, or with the columns that the query names."""
+    make = kind or dict
+    return [make(**row) for row in conn.execute(query).mappings()]
+
+
+def get(conn: sa.Connection, kind: type[R], key: str, *, lock: bool = False) -> R:
+    """The row with an id; Problem `<entity>_not_found` when there is none.
+
+    lock keeps other writers of the row out until the transaction ends. It does not keep out those
+    who insert rows that refer to it: a launch would wait for the holder of its node, who may wait
+    for the launch's slots.
+    """
+    query = sa.select(kind.TABLE).where(kind.TABLE.c.id == key)
+    row = first(conn, query.with_for_update(key_share=True) if lock else query, kind)
+    if row is None:
+        raise not_found(kind.ENTITY, key)
+    return row
+
+
+def add(conn: sa.Connection, kind: type[R], values: Mapping[str, Any]) -> R:
+    """Insert a row and return it as stored; a value may be an SQL expression.
+
+    Only what the database makes itself is asked back: reading a wide row takes longer than to
+    write it.
+    """
+    table = kind.TABLE
+    plain, made = _split(table, values)
+    asked = (*made, *(name for name in _generated(table) if name not in plain))
+    row = kind(**{name: plain.get(name) for name in _names(table)})
+    shape = Shape(table, tuple(plain), tuple(made.items()), asked)
+    # Columns that the database makes are filled in when the batch is written; until then nobody
+    # but the writer has the row.
+    _insert(conn, BatchRow(shape, plain, vars(row)))
+    return row
+
+
+def insert(conn: sa.Connection, table: sa.Table, values: Mapping[str, Any]) -> None:
+    """Insert a row that the writer has no further use for."""
+    plain, made = _split(table, values)
+    shape = Shape(table, tuple(plain), tuple(made.items()), ())
+    _insert(conn, BatchRow(shape, plain, {}))
+
+
+def _split(table: sa.Table, values: Mapping[str, Any]) -> tuple[Record, dict[str, Any]]:
+    """What goes beside the statement, and the SQL expressions that are part of it."""
+    made = {name: value for name, value in values.items() if isinstance(value, sa.ClauseElement)}
+    plain = {name: value() if callable(value) else value for name, value in _defaults(table)}
+    plain.update(values)
+    for name in made:
+        del plain[name]
+    made.update((name, value) for name, value in _expressions(table) if name not in values)
+    return plain, made
+
+
+@cache
+def _names(table: sa.Table) -> tuple[str, ...]:
+    return tuple(column.name for column in table.columns)
+
+
+@cache
+def _generated(table: sa.Table) -> tuple[str, ...]:
+    """What the database fills by itself: numbers of a log, and what it derives."""
+    number = table.autoincrement_column
+    found = [column.name for column in table.columns if column.computed is not None]
+    return (*found, number.name) if number is not None else tuple(found)
+
+
+@cache
+def _defaults(table: sa.Table) -> tuple[tuple[str, Any], ...]:
+    """What a column holds when nobody says."""
+    return tuple(
+        # A document's is its type: an empty one of it for each row.
+        (column.name, column.info.get("holds", column.default.arg))
+        for column in table.columns
+        if isinstance(column.default, sa.ColumnDefault) and not column.default.is_clause_element
+    )
+
+
+@cache
+def _expressions(table: sa.Table) -> tuple[tuple[str, sa.ColumnElement[Any]], ...]:
+    """The same for what the database is to work out."""
+    return tuple(
+        (column.name, column.default.arg)
+        for column in table.columns
+        if isinstance(column.default, sa.ColumnDefault) and column.default.is_clause_element
+    )
+
+
+def where(query: sa.Select[Any], table: sa.Table, **wanted: Any) -> sa.Select[Any]:
+    """Narrow the query to the columns that have a wanted value; None wants nothing."""
+    for name, value in wanted.items():
+        if value is not None:
+            query = query.where(table.c[name] == value)
+    return query

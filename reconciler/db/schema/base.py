@@ -1,0 +1,147 @@
+"""Column kinds that mean the same in SQLite and PostgreSQL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import sqlalchemy as sa
+from sqlalchemy.dialects.postgresql import JSONB
+
+from reconciler.db import clock
+
+metadata = sa.MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "ck": "ck_%(table_name)s_%(constraint_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+DOCUMENT = sa.JSON().with_variant(JSONB(), "postgresql")
+MAYBE_DOCUMENT = sa.JSON(none_as_null=True).with_variant(JSONB(none_as_null=True), "postgresql")
+SEQUENCE = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+
+
+class Row:
+    """A row of one table as it was read. Its fields are the table's columns, in their order."""
+
+    TABLE: ClassVar[sa.Table]
+    # What it is called in errors, in history and in the table of transitions.
+    ENTITY: ClassVar[str]
+
+    if TYPE_CHECKING:
+        # Every row with states has these; each class names them with its columns.
+        id: Any
+        generation: int
+
+    if not TYPE_CHECKING:
+
+        def __getitem__(self, name: str) -> Any:
+            return getattr(self, name)
+
+        def get(self, name: str, default: Any = None) -> Any:
+            return getattr(self, name, default)
+
+        def keys(self) -> list[str]:
+            return list(vars(self))
+
+        def items(self) -> Any:
+            return vars(self).items()
+
+
+R = TypeVar("R", bound=type[Row])
+
+
+def row_of(table: sa.Table, entity: str) -> Callable[[R], R]:
+    """Name the table that rows of this class are read from."""
+
+    def register(kind: R) -> R:
+        kind.TABLE, kind.ENTITY = table, entity
+        return kind
+
+    return register
+
+
+def key() -> sa.Column[str]:
+    """The primary key of everything but logs."""
+    return sa.Column("id", sa.Text, primary_key=True)
+
+
+def sequence() -> sa.Column[int]:
+    """The primary key of a log: later rows have larger numbers."""
+    return sa.Column("id", SEQUENCE, primary_key=True, autoincrement=True)
+
+
+def text(name: str, default: str | None = "") -> sa.Column[str]:
+    """Text that is never null; default None means that the writer must give it."""
+    return sa.Column(name, sa.Text, nullable=False, default=default)
+
+
+def number(name: str, default: int | None = 0) -> sa.Column[int]:
+    """A whole number that is never null."""
+    return sa.Column(name, sa.BigInteger, nullable=False, default=default)
+
+
+def flag(name: str) -> sa.Column[bool]:
+    """False unless set."""
+    return sa.Column(name, sa.Boolean, nullable=False, default=False)
+
+
+def document(name: str, default: type = dict) -> sa.Column[Any]:
+    """JSON; empty unless given."""
+    return sa.Column(name, DOCUMENT, nullable=False, default=default, info={"holds": default})
+
+
+def maybe_list(name: str) -> sa.Column[Any]:
+    """A JSON list, or null where nothing is known: not the JSON value null, and not []."""
+    return sa.Column(name, MAYBE_DOCUMENT, info={"holds": list})
+
+
+def moment(name: str) -> sa.Column[float]:
+    """A time that may not have come: epoch seconds of the database's clock."""
+    return sa.Column(name, sa.Double)
+
+
+def stamp(name: str = "created_at") -> sa.Column[float]:
+    """The time at which the row was written."""
+    return sa.Column(name, sa.Double, nullable=False, default=clock.now())
+
+
+def reference(name: str, target: str, *, required: bool = True) -> sa.Column[str]:
+    """The id of another row, which cannot go away while this one is there."""
+    return sa.Column(name, sa.Text, sa.ForeignKey(f"{target}.id"), nullable=not required)
+
+
+def lifecycle(state: str = "state") -> list[sa.Column[Any]]:
+    """What `db.journal` keeps of everything that has states."""
+    return [
+        text(state, None),
+        text(f"{state}_reason"),
+        stamp(f"{state}_since"),
+        moment("deadline_at"),
+        number("generation"),
+    ]
+
+
+def one_of(column: str, states: type[StrEnum]) -> sa.CheckConstraint:
+    """The column holds nothing but these states, whoever writes."""
+    names = ", ".join(f"'{state.value}'" for state in states)
+    told = {"column": column, "states": states}
+    return sa.CheckConstraint(f"{column} IN ({names})", name=column, info=told)
+
+
+def unique(name: str, *columns: str, where: str) -> sa.Index:
+    """Uniqueness over some of the rows; both engines have partial indexes."""
+    return partial(name, *columns, where=where, unique=True)
+
+
+def partial(name: str, *columns: str, where: str, unique: bool = False) -> sa.Index:
+    """An index of some of the rows."""
+    condition = sa.text(where)
+    return sa.Index(
+        name, *columns, unique=unique, sqlite_where=condition, postgresql_where=condition
+    )

@@ -1,0 +1,71 @@
+"""Usage: what a tenant had, and from when to when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.db.schema.base import (
+    Row,
+    document,
+    metadata,
+    moment,
+    number,
+    one_of,
+    reference,
+    row_of,
+    stamp,
+    text,
+)
+from reconciler.model.states import CapacityShape, ClaimState
+
+# Opened when an allocation becomes active, closed when its claims end; triggers let nobody change
+# or remove anything else. It refers to the allocation and copies what was sold.
+usage = sa.Table(
+    "usage_records",
+    metadata,
+    sa.Column(
+        "allocation_id", sa.Text, sa.ForeignKey("allocations.id"), primary_key=True, nullable=False
+    ),
+    reference("project_id", "projects"),
+    reference("node_id", "nodes"),
+    text("capacity_shape", None),
+    text("sku"),
+    text("region"),
+    text("pool"),
+    number("gpu_count", None),
+    # The claims as they were: kind, slot, index and disk size.
+    document("claims", list),
+    stamp("started_at"),
+    moment("ended_at"),
+    text("end_state"),
+    one_of("capacity_shape", CapacityShape),
+    sa.CheckConstraint(
+        f"(ended_at IS NULL AND end_state = '') OR (ended_at >= started_at AND"
+        f" end_state IN ('{ClaimState.RELEASED}', '{ClaimState.FAILED}'))",
+        name="ended_with_state",
+    ),
+    sa.Index("ix_usage_records_project_id", "project_id", "started_at"),
+    sa.Index("ix_usage_records_ended_at", "ended_at"),
+)
+
+
+@row_of(usage, "usage")
+@dataclass(frozen=True, kw_only=True)
+class Usage(Row):
+    """Use of capacity by one allocation, for billing."""
+
+    allocation_id: str
+    project_id: str
+    node_id: str
+    capacity_shape: str
+    sku: str
+    region: str
+    pool: str
+    gpu_count: int
+    claims: list[Any]
+    started_at: float
+    ended_at: float | None
+    end_state: str

@@ -1,1 +1,0 @@
-"""States, transitions and rules: no input, no output."""

@@ -1,0 +1,401 @@
+"""Work on the members of applications: the managed key on a member's host, and off it again.
+
+Locks are taken in one order: behind the allocation (`db.locks`) the instance, its members, their
+operations, and then tasks.
+
+A key has an end of its own, written into its line on the host. So one that cannot be taken away,
+because its host does not answer, is good for a limited time only; one that is wanted is put there
+again before it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.db import clock, journal, rows
+from reconciler.db.journal import advance
+from reconciler.db.rows import Order, Page, part
+from reconciler.db.schema import (
+    Allocation,
+    AppInstance,
+    AppMember,
+    AppOperation,
+    Task,
+    allocations,
+    app_instances,
+    app_members,
+    app_operations,
+    tasks,
+)
+from reconciler.lifecycle import baremetal
+from reconciler.model.act import Act
+from reconciler.model.states import (
+    AllocationState,
+    AppStatus,
+    CapacityShape,
+    MemberRole,
+    MemberStatus,
+    OperationKind,
+    OperationStatus,
+    TaskKind,
+    TaskState,
+)
+from reconciler.records import queue
+from reconciler.records.leasing import DUE
+
+# How long a key is good for on its host. Too low, and a host that is away for a night locks its
+# application out; too high, and a key that could not be taken away opens the host for that long.
+KEY_S = 86_400
+OPERATIONS = Order(app_operations, ("created_at", "id"))
+OPEN = (OperationStatus.ACCEPTED, OperationStatus.RUNNING)
+# Instances that want no key any more.
+ENDED = (AppStatus.FAILED, AppStatus.STOPPED)
+_GUEST = {
+    "code": "guest_unreachable_by_design",
+    "expected": "a member whose accounts the reconciler can change",
+    "found": "a slice: the reconciler has no identity inside a tenant's machine",
+    "remedy": "put the key into the guest yourself, or use a whole machine",
+}
+
+
+def request(
+    conn: sa.Connection,
+    instance: AppInstance,
+    member: AppMember,
+    allocation: Allocation,
+    kind: OperationKind,
+    act: Act,
+) -> AppOperation:
+    """The operation, with its task; one that is under way already is not asked for twice.
+
+    Fails at once, by name, for a member that nobody can do this for.
+    """
+    same = rows.first(conn, _open_of(member.id), AppOperation)
+    if same is not None:
+        return same
+    id, whole = rows.ordered_id(), allocation.capacity_shape == CapacityShape.BAREMETAL
+    task = _enqueue(conn, instance, allocation, kind, id, act) if whole else None
+    operation = rows.add(
+        conn,
+        AppOperation,
+        {
+            "id": id,
+            "instance_id": instance.id,
+            "member_id": member.id,
+            "kind": kind.value,
+            "status": OperationStatus.ACCEPTED.value,
+            "deadline_at": journal.limit("app_operation", OperationStatus.ACCEPTED),
+            "task_id": task.id if task else None,
+            "requested_by": act.actor,
+            "correlation_id": act.correlation_id,
+        },
+    )
+    journal.begin(conn, "app_operation", operation, act)
+    if not whole:
+        _fail(conn, operation, act, _GUEST)
+        operation = rows.get(conn, AppOperation, id)
+    return operation
+
+
+def every(conn: sa.Connection, instance_id: str, page: Page | None = None) -> list[AppOperation]:
+    """What was ever done with the instance's members, in order."""
+    query = sa.select(app_operations).where(app_operations.c.instance_id == instance_id)
+    return rows.every(conn, part(query, OPERATIONS, page), AppOperation)
+
+
+def began(conn: sa.Connection, operation_id: str, act: Act) -> str:
+    """Its run starts now; answers why nobody wants that any more, and then changes nothing."""
+    operation, member, instance = held(conn, operation_id)
+    allocation = rows.get(conn, Allocation, member.allocation_id)
+    removes = operation.kind == OperationKind.BOOTSTRAP_SSH_REMOVE
+    if operation.status not in OPEN:
+        return f"operation {operation.status}"
+    if allocation.state != AllocationState.ACTIVE:
+        return f"allocation {allocation.state}: its account goes with all its keys"
+    if not removes and instance.status in ENDED:
+        return f"its app instance {instance.status}"
+    if operation.status == OperationStatus.ACCEPTED:
+        advance(conn, "app_operation", operation_id, "begin", act, held=operation)
+    return ""
+
+
+def succeeded(
+    conn: sa.Connection, operation_id: str, act: Act, *, expires_at: float | None
+) -> bool:
+    """The host says so; expires_at: of the key that it has now, None when it has none."""
+    operation, member, _ = held(conn, operation_id)
+    if operation.status != OperationStatus.RUNNING:
+        return False
+    over = {"finished_at": clock.now()}
+    advance(conn, "app_operation", operation_id, "succeed", act, columns=over, held=operation)
+    _set(conn, member, key_expires_at=expires_at)
+    return True
+
+
+def failed(conn: sa.Connection, operation_id: str, act: Act, error: Mapping[str, Any]) -> bool:
+    """It was not done. A member that has a key already keeps its place until that one ends."""
+    operation, _, _ = held(conn, operation_id)
+    if operation.status not in OPEN:
+        return False
+    _fail(conn, operation, act, error)
+    return True
+
+
+def leave(conn: sa.Connection, member: AppMember) -> None:
+    """From now on the allocation is free for another application."""
+    _set(conn, member, left_at=clock.now())
+
+
+def left(conn: sa.Connection, instance: AppInstance, member: AppMember, act: Act) -> None:
+    """Its allocation has ended: it cannot come back, and no instance lives without its controller.
+
+    Its key is gone with the account that had it.
+    """
+    own = act.because("allocation_ended", {"allocation_id": member.allocation_id})
+    if member.status != MemberStatus.FAILED:
+        advance(conn, "app_member", member.id, "fail", own)
+    _set(conn, member, left_at=clock.now(), key_expires_at=None)
+    living = instance.status in (AppStatus.DEPLOYING, AppStatus.RUNNING)
+    if living and member.role == MemberRole.CONTROLLER:
+        ended = {"ended_at": clock.now()}
+        advance(conn, "app_instance", instance.id, "fail", own, columns=ended)
+
+
+def withdraw(conn: sa.Connection, member: AppMember, act: Act) -> None:
+    """End what nobody has begun; what runs is left to end by itself."""
+    for operation in rows.every(conn, _open_of(member.id), AppOperation):
+        if operation.status != OperationStatus.ACCEPTED:
+            continue
+        error = {
+            "code": "canceled",
+            "expected": "an app instance that wants it",
+            "found": "one that has ended",
+            "remedy": "nothing to do: no run was started",
+        }
+        _fail(conn, operation, act, error)
+        if operation.task_id:
+            queue.cancel(conn, operation.task_id, act)
+
+
+def held(conn: sa.Connection, operation_id: str) -> tuple[AppOperation, AppMember, AppInstance]:
+    """Operation, member and instance, locked in the order in which everybody does it."""
+    operation = rows.get(conn, AppOperation, operation_id)
+    instance, member = member_held(conn, operation.member_id)
+    operation = rows.get(conn, AppOperation, operation_id, lock=True)
+    return operation, member, instance
+
+
+def member_held(conn: sa.Connection, member_id: str) -> tuple[AppInstance, AppMember]:
+    member = rows.get(conn, AppMember, member_id)
+    key = member.instance_id
+    instance = rows.get(conn, AppInstance, key, lock=True)
+    return instance, rows.get(conn, AppMember, member_id, lock=True)
+
+
+def _enqueue(
+    conn: sa.Connection,
+    instance: AppInstance,
+    allocation: Allocation,
+    kind: OperationKind,
+    operation_id: str,
+    act: Act,
+) -> Task:
+    removes = kind == OperationKind.BOOTSTRAP_SSH_REMOVE
+    parameters = {
+        "operation_id": operation_id,
+        "allocation": {key: getattr(allocation, key) for key in ("id", "username")},
+        "fence": baremetal.claim_of(conn, allocation.id).fence,
+        "managed_key": {
+            "instance_id": instance.id,
+            "public_key": instance.managed_key,
+            "expires_at": int(clock.read(conn)) + KEY_S,
+            "state": "absent" if removes else "present",
+        },
+    }
+    item = queue.Enqueue(
+        kind=TaskKind.ALLOCATION_RECONCILE_MANAGED_AUTHORIZED_KEY,
+        node_id=allocation.node_id,
+        # One at a time on an allocation, and none beside its release.
+        subject_kind="allocation",
+        subject_id=allocation.id,
+        allocation_id=allocation.id,
+        parameters=parameters,
+        deadline_s=600,
+    )
+    return queue.add(conn, item, act)
+
+
+def _fail(conn: sa.Connection, operation: AppOperation, act: Act, error: Mapping[str, Any]) -> None:
+    names = ("code", "expected", "found", "remedy")
+    failure = {name: str(error.get(name, "")) for name in names}
+    own = act.because(failure["code"])
+    columns = {"failure": failure, "finished_at": clock.now()}
+    advance(conn, "app_operation", operation.id, "fail", own, columns=columns)
+    member = rows.get(conn, AppMember, operation.member_id, lock=True)
+    present = operation.kind != OperationKind.BOOTSTRAP_SSH_REMOVE
+    if present and member.status == MemberStatus.RECONCILING and member.left_at is None:
+        advance(conn, "app_member", member.id, "fail", own, held=member)
+
+
+def _open_of(member_id: str) -> sa.Select[Any]:
+    query = sa.select(app_operations).where(
+        app_operations.c.member_id == member_id, app_operations.c.status.in_(OPEN)
+    )
+    return query.order_by(app_operations.c.id)
+
+
+def _set(conn: sa.Connection, member: AppMember, **values: Any) -> None:
+    conn.execute(sa.update(app_members).where(app_members.c.id == member.id).values(values))
+
+
+# With a third left a new end is written.
+RENEW_S = KEY_S / 3
+# What failed by itself is tried again this much later.
+RETRY_S = 1_800.0
+
+
+@dataclass(frozen=True)
+class Look:
+    """Which rows something follows for, and what, one by one: of each in a transaction of its own,
+    so that one which cannot be looked after keeps no other waiting.
+    """
+
+    id: sa.Column[str]
+    query: Callable[[], sa.Select[Any]]
+    follow: Callable[[sa.Connection, str, Act], None]
+
+    def due(self, conn: sa.Connection, *which: sa.ColumnElement[bool]) -> list[str]:
+        """The ids of those rows, in the order in which they are locked."""
+        query = self.query().where(*which).order_by(self.id.table.c.instance_id, self.id)
+        return list(conn.execute(query).scalars())
+
+    def __call__(self, conn: sa.Connection, act: Act, *which: sa.ColumnElement[bool]) -> int:
+        """Do what follows for those of them that are due still; how many."""
+        found = self.due(conn, *which)
+        for id in found:
+            self.follow(conn, id, act)
+        return len(found)
+
+
+def _keys_to_remove() -> sa.Select[Any]:
+    """Those that instances which have ended may have left.
+
+    Not of those that have ended by themselves, nor where something is still under way.
+    """
+    done_already = _exists(
+        app_operations.c.kind == OperationKind.BOOTSTRAP_SSH_REMOVE,
+        app_operations.c.status == OperationStatus.SUCCEEDED,
+    )
+    return _of_active().where(
+        app_instances.c.status.in_(ENDED),
+        # Before that, all that is under way about a member is withdrawn.
+        app_members.c.left_at.is_not(None),
+        app_instances.c.ended_at > clock.now() - KEY_S,
+        _exists(app_operations.c.task_id.is_not(None)),
+        ~done_already,
+        ~_exists(app_operations.c.status.in_(OPEN)),
+        ~_tried_lately(app_operations.c.kind == OperationKind.BOOTSTRAP_SSH_REMOVE),
+    )
+
+
+def _keys_to_renew() -> sa.Select[Any]:
+    """Those that are wanted and end soon."""
+    return _of_active().where(
+        app_instances.c.status.in_((AppStatus.DEPLOYING, AppStatus.RUNNING)),
+        app_members.c.left_at.is_(None),
+        app_members.c.key_expires_at < clock.now() + RENEW_S,
+        ~_exists(app_operations.c.status.in_(OPEN)),
+        ~_tried_lately(),
+    )
+
+
+def _members_to_leave() -> sa.Select[Any]:
+    """Those whose allocation has ended, and those whose instance failed without them."""
+    over = sa.or_(
+        allocations.c.state != AllocationState.ACTIVE, app_instances.c.status == AppStatus.FAILED
+    )
+    return _members().where(app_members.c.left_at.is_(None), over)
+
+
+def _leave(conn: sa.Connection, member_id: str, act: Act) -> None:
+    instance, member = member_held(conn, member_id)
+    if member.left_at is not None:
+        return
+    allocation = rows.get(conn, Allocation, member.allocation_id)
+    if allocation.state != AllocationState.ACTIVE:
+        left(conn, instance, member, act)
+    else:
+        leave(conn, member)
+        withdraw(conn, member, act)
+
+
+def _operations_to_close() -> sa.Select[Any]:
+    """Those whose task has ended without a word to them.
+
+    Tasks are also ended by those who end what they are about, such as a node.
+    """
+    return (
+        sa.select(app_operations.c.id)
+        .join(tasks, tasks.c.id == app_operations.c.task_id)
+        .where(
+            app_operations.c.status.in_(OPEN),
+            tasks.c.state.not_in((*DUE, TaskState.RUNNING)),
+        )
+    )
+
+
+def _close(conn: sa.Connection, operation_id: str, act: Act) -> None:
+    operation = rows.get(conn, AppOperation, operation_id)
+    state = rows.get(conn, Task, str(operation.task_id)).state
+    error = {
+        "code": f"task_{state}",
+        "expected": "a task that ends with a result",
+        "found": f"a task that is {state}",
+        "remedy": "reconcile again",
+    }
+    failed(conn, operation_id, act, error)
+
+
+def _request_work(kind: OperationKind, conn: sa.Connection, member_id: str, act: Act) -> None:
+    instance, member = member_held(conn, member_id)
+    allocation = rows.get(conn, Allocation, member.allocation_id)
+    request(conn, instance, member, allocation, kind, act)
+
+
+def _members() -> sa.Select[Any]:
+    return (
+        sa.select(app_members.c.id)
+        .join(app_instances, app_instances.c.id == app_members.c.instance_id)
+        .join(allocations, allocations.c.id == app_members.c.allocation_id)
+    )
+
+
+def _of_active() -> sa.Select[Any]:
+    """Members on whole machines that their tenant still has."""
+    return _members().where(
+        allocations.c.state == AllocationState.ACTIVE,
+        allocations.c.capacity_shape == CapacityShape.BAREMETAL,
+    )
+
+
+def _exists(*conditions: sa.ColumnElement[bool]) -> sa.Exists:
+    return sa.exists().where(app_operations.c.member_id == app_members.c.id, *conditions)
+
+
+def _tried_lately(*conditions: sa.ColumnElement[bool]) -> sa.Exists:
+    return _exists(app_operations.c.created_at > clock.now() - RETRY_S, *conditions)
+
+
+LET_GO = Look(app_members.c.id, _members_to_leave, _leave)
+CLOSE = Look(app_operations.c.id, _operations_to_close, _close)
+RENEW_KEYS = Look(
+    app_members.c.id, _keys_to_renew, partial(_request_work, OperationKind.BOOTSTRAP_SSH_RECONCILE)
+)
+REMOVE_KEYS = Look(
+    app_members.c.id, _keys_to_remove, partial(_request_work, OperationKind.BOOTSTRAP_SSH_REMOVE)
+)

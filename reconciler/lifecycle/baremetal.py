@@ -1,0 +1,479 @@
+"""Finding a whole machine for a tenant and keeping others off it until the claim is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.db import journal, rows
+from reconciler.db.schema import Allocation, Claim, Discovery, Node, Task, claims, nodes, slots
+from reconciler.lifecycle import gate, slices
+from reconciler.lifecycle import slots as slot_life
+from reconciler.model.act import Act, require_reason
+from reconciler.model.errors import Problem
+from reconciler.model.proof import DEFAULT_POLICY
+from reconciler.model.scheduler.machine import MachineView, MachineWant, choose
+from reconciler.model.scheduler.place import NoFit
+from reconciler.model.states import (
+    LIVE_CLAIMS,
+    AllocationState,
+    CapacityShape,
+    ClaimKind,
+    HealthState,
+    NodeMode,
+    NodeState,
+    SlotState,
+    TaskKind,
+)
+from reconciler.records import nodes as node_records
+from reconciler.records import proofs, queue, reports
+from reconciler.records.claims import exclusive_ended_at, next_node_fence, of_allocation
+
+# How often another one is looked for when somebody else took it meanwhile (PostgreSQL only).
+_TRIES = 20
+_IDLE = (SlotState.DISABLED, SlotState.AVAILABLE)
+
+
+def reserve(conn: sa.Connection, want: MachineWant) -> tuple[Node, Discovery]:
+    """A machine that is free, locked until the transaction ends, and its discovery.
+
+    One that others hold locked is passed over while another fits; only then are they waited for.
+    """
+    passed: frozenset[str] = frozenset()
+    for _ in range(_TRIES):
+        found = choose(_views(conn, passed), want)
+        if isinstance(found, NoFit) and passed:
+            rows.get(conn, Node, min(passed), lock=True)
+            passed = frozenset()
+        elif isinstance(found, NoFit):
+            raise _none(found)
+        else:
+            query = sa.select(nodes).where(nodes.c.id == found)
+            node = rows.first(conn, query.with_for_update(skip_locked=True), Node)
+            discovery = reports.latest_discovery(conn, found)
+            if node is None:
+                passed |= {found}
+            elif discovery is not None and not _refusal(conn, node):
+                return node, discovery
+    raise Problem(
+        "generation_conflict",
+        409,
+        expected="a machine that stays free while it is being claimed",
+        found=f"others took it {_TRIES} times",
+        remedy="repeat the request",
+    )
+
+
+def _views(conn: sa.Connection, without: frozenset[str]) -> Iterator[MachineView]:
+    sliced = set(conn.execute(sa.select(slots.c.node_id).distinct()).scalars())
+    query = sa.select(nodes).where(nodes.c.state != NodeState.RETIRED)
+    for node in rows.every(conn, query.order_by(nodes.c.id), Node):
+        if node.id not in without:
+            yield MachineView(
+                id=node.id,
+                region=node.region,
+                pool=node.pool,
+                profile=node.profile,
+                refusal=_refusal(conn, node),
+                sliced=node.id in sliced,
+            )
+
+
+def _refusal(conn: sa.Connection, node: Node) -> str:
+    """Why a node is not given away, as a code; "" when it is."""
+    for wrong, reason in (
+        (node.mode != NodeMode.BAREMETAL, "not_baremetal"),
+        (node.state != NodeState.READY, f"node_{node.state}"),
+        (node.unclean_allocation_id, "not_clean"),
+        (node.health_state == HealthState.FAILED, "node_unhealthy"),
+        (node.health_state == HealthState.DEGRADED, "node_degraded"),
+        (node.reboot_required, "reboot_required"),
+        (not node.tenant_address, "tenant_address_missing"),
+    ):
+        if wrong:
+            return reason
+    return _in_use(conn, node.id) or _unknown(conn, node)
+
+
+def _in_use(conn: sa.Connection, node_id: str) -> str:
+    live = sa.select(claims.c.id).where(
+        claims.c.node_id == node_id, claims.c.state.in_(LIVE_CLAIMS)
+    )
+    if rows.first(conn, live) is not None:
+        return "claimed"
+    busy = sa.select(slots.c.id).where(slots.c.node_id == node_id, slots.c.status.not_in(_IDLE))
+    return "slots_in_use" if rows.first(conn, busy) is not None else ""
+
+
+def _unknown(conn: sa.Connection, node: Node) -> str:
+    """What is there must have been seen since the last tenant, under the present boot (I16)."""
+    seen = reports.latest_discovery(conn, node.id)
+    if seen is None:
+        return "not_discovered"
+    same = node.boot_id and seen.boot_id == node.boot_id
+    if not same or seen.install_id != node.install_id:
+        return "discovery_stale"
+    before = (seen.observed_at or 0.0) < exclusive_ended_at(conn, node.id)
+    return "discovery_stale" if before else ""
+
+
+def _none(found: NoFit) -> Problem:
+    return Problem(
+        "no_capacity",
+        409,
+        expected="a free machine in bare-metal mode",
+        found=found.explanation["summary"],
+        remedy="ask later, or for GPU slices",
+        detail={"explanation": found.explanation},
+    )
+
+
+DRIFT = "machine_drifted"
+IN_SLICE_MODE = "node_in_slice_mode"
+OURS = (node_records.NOT_CLEAN, DRIFT, IN_SLICE_MODE)
+# Shown with the node; all of it is in the result of the task.
+_SHOWN = 50
+
+
+def claim_of(conn: sa.Connection, allocation_id: str) -> Claim:
+    """The allocation's claim on its node."""
+    found = [c for c in of_allocation(conn, allocation_id) if c.kind == ClaimKind.NODE_EXCLUSIVE]
+    if not found:
+        raise Problem(
+            "allocation_not_baremetal",
+            409,
+            expected="an allocation of a whole machine",
+            found=f"{allocation_id}, which has no claim on a node",
+            remedy="use the routes for slices",
+        )
+    return found[0]
+
+
+def queue_provision(conn: sa.Connection, allocation: Allocation, boot_id: str, act: Act) -> Task:
+    """Queue the work that lets the tenant in."""
+    named = {key: getattr(allocation, key) for key in ("id", "username", "ssh_keys")}
+    claim = claim_of(conn, allocation.id)
+    parameters = {"allocation": named, "fence": claim.fence, "boot_id": boot_id}
+    return _enqueue(conn, TaskKind.BAREMETAL_PROVISION, allocation, parameters, act)
+
+
+def queue_release(
+    conn: sa.Connection, allocation: Allocation, act: Act, *, written_off: Sequence[str] = ()
+) -> Task:
+    """Queue the work that cleans the machine, under a new fence; one at a time.
+
+    written_off: disks, by the name that the host's ledger has for them, that are not waited for.
+    """
+    for task in queue.open_of_allocation(conn, allocation.id):
+        if task.kind == TaskKind.BAREMETAL_RELEASE:
+            return task
+    named = {key: getattr(allocation, key) for key in ("id", "username")}
+    fence = next_node_fence(conn, allocation.node_id)
+    parameters: dict[str, Any] = {"allocation": named, "fence": fence}
+    if written_off:
+        parameters["written_off"] = list(written_off)
+    return _enqueue(conn, TaskKind.BAREMETAL_RELEASE, allocation, parameters, act)
+
+
+def entered(conn: sa.Connection, node_id: str) -> None:
+    """A tenant is let onto the machine and is root there: no proof so far says anything of any of
+    its disks any more. The schema then refuses to sell a slot on one (I4).
+    """
+    there = (slots.c.node_id == node_id, slots.c.retired_at.is_(None))
+    conn.execute(sa.update(slots).where(*there).values(disk_generation=slots.c.disk_generation + 1))
+
+
+def provision_succeeded(
+    conn: sa.Connection,
+    allocation_id: str,
+    act: Act,
+    *,
+    baseline: Mapping[str, Any],
+    task_id: str,
+) -> bool:
+    """The tenant can enter; what the machine was like before is kept where no tenant reaches."""
+    allocation = rows.get(conn, Allocation, allocation_id)
+    node = rows.get(conn, Node, allocation.node_id)
+    connection: dict[str, Any] = {
+        "host": node.tenant_address,
+        "port": node.tenant_port,
+        "username": allocation.username,
+    }
+    if node.telemetry_url:
+        connection["telemetry_url"] = node.telemetry_url
+    reports.record_baseline(conn, node.id, allocation_id, baseline, task_id=task_id)
+    return slices.provision_succeeded(conn, allocation_id, act, connection=connection)
+
+
+def provision_failed(
+    conn: sa.Connection,
+    allocation_id: str,
+    act: Act,
+    *,
+    step: str,
+    error: Mapping[str, Any],
+    untouched: bool,
+    baseline: Mapping[str, Any] | None = None,
+    task_id: str = "",
+) -> bool:
+    """The tenant never came. Free again only when the host says that nothing was touched."""
+    if not slices.provision_failed(conn, allocation_id, act, step=step, error=error):
+        return False
+    allocation = rows.get(conn, Allocation, allocation_id)
+    reports.record_baseline(
+        conn, allocation.node_id, allocation_id, baseline or {}, task_id=task_id
+    )
+    if not untouched:
+        left_behind(conn, allocation_id, act, step=step, error=error)
+    elif error.get("code") == IN_SLICE_MODE:
+        # The records and the host disagree about what it is: not to be sold before that is settled.
+        detail = _detail(IN_SLICE_MODE, allocation_id, error, step)
+        _set_health(conn, allocation.node_id, HealthState.FAILED, detail)
+    else:
+        _look_again(conn, allocation.node_id, act)
+    return True
+
+
+def release_succeeded(
+    conn: sa.Connection,
+    allocation_id: str,
+    act: Act,
+    *,
+    fence: int,
+    evidence: Mapping[str, Any],
+    written_off: Sequence[str] = (),
+    policy: str = DEFAULT_POLICY,
+    task_id: str | None = None,
+) -> bool:
+    """Nothing is left and every disk is proven clean: the machine is free again.
+
+    Raises when a proof does not say so. False, and nothing changed, when the run was fenced off.
+    """
+    allocation = rows.get(conn, Allocation, allocation_id, lock=True)
+    node = rows.get(conn, Node, allocation.node_id, lock=True)
+    if fence != node.fence or not _owed(allocation, node):
+        return False
+    absence = evidence["absence"]
+    if not slices.release_succeeded(conn, allocation_id, act, proofs={}, absence=absence):
+        slices.require_absence(conn, allocation_id, absence, act)
+    for disk in claim_of(conn, allocation_id).disks:
+        if disk["slot_id"] in written_off:
+            continue
+        # After the claim has ended: only then is the proof newer than the last tenant.
+        proofs.record_disk(
+            conn,
+            node.id,
+            disk,
+            evidence["proofs"].get(disk["slot_id"]),
+            policy=policy,
+            allocation_id=allocation_id,
+            task_id=task_id,
+        )
+    _mark(conn, node.id, "")
+    _name_drift(conn, node.id, allocation_id, evidence)
+    _look_again(conn, node.id, act)
+    return True
+
+
+def release_failed(
+    conn: sa.Connection,
+    allocation_id: str,
+    act: Act,
+    *,
+    fence: int,
+    step: str,
+    error: Mapping[str, Any],
+) -> bool:
+    """Something may be left: the allocation stays as it is, the node waits for evidence."""
+    allocation = rows.get(conn, Allocation, allocation_id, lock=True)
+    node = rows.get(conn, Node, allocation.node_id, lock=True)
+    if fence != node.fence or not _owed(allocation, node):
+        return False
+    # An allocation that is on its way out says so itself; it has no slots to block.
+    slices.release_failed(conn, allocation_id, act, step=step, error=error)
+    left_behind(conn, allocation_id, act, step=step, error=error)
+    return True
+
+
+def left_behind(
+    conn: sa.Connection, allocation_id: str, act: Act, *, step: str, error: Mapping[str, Any]
+) -> bool:
+    """Keep the node from everybody until it is proven clean; False when it never was near it."""
+    allocation = rows.get(conn, Allocation, allocation_id)
+    if allocation.capacity_shape != CapacityShape.BAREMETAL:
+        return False
+    if not any(task.started_at for task in queue.every(conn, allocation_id=allocation_id)):
+        return False
+    node_id = allocation.node_id
+    _mark(conn, node_id, allocation_id)
+    _set_health(
+        conn,
+        node_id,
+        HealthState.FAILED,
+        _detail(node_records.NOT_CLEAN, allocation_id, error, step),
+    )
+    journal.audit(
+        conn,
+        act,
+        "node.machine.not_clean",
+        "node",
+        node_id,
+        detail={"allocation_id": allocation_id},
+    )
+    return True
+
+
+def clean(conn: sa.Connection, node_id: str, act: Act, *, without_dead_disks: bool = False) -> Task:
+    """Queue the release of what the last tenant left; the task that does it.
+
+    without_dead_disks: disks that the latest discovery lacks are written off, not waited for.
+    """
+    node = rows.get(conn, Node, node_id, lock=True)
+    allocation_id = node.unclean_allocation_id or (
+        node.health_detail.get("allocation_id", "")
+        if node.health_detail.get("code") in OURS
+        else ""
+    )
+    if not allocation_id:
+        raise Problem(
+            "machine_clean",
+            409,
+            expected="a node on which a tenant may have left something",
+            found=f"health {node.health_state}, nothing known to be left",
+            remedy="nothing to clean; a tenant that is there is released first",
+        )
+    live = sa.select(claims).where(
+        claims.c.node_id == node_id,
+        claims.c.allocation_id != allocation_id,
+        claims.c.state.in_(LIVE_CLAIMS),
+    )
+    if rows.first(conn, live, Claim) is not None:
+        raise Problem(
+            "node_in_use",
+            409,
+            expected="a node without another tenant",
+            found="a live claim of another allocation",
+            remedy="release it first",
+        )
+    dead = _dead_disks(conn, node_id, allocation_id, act) if without_dead_disks else []
+    detail = {"written_off": dead}
+    journal.audit(conn, act, "admin.node.machine.clean", "node", node_id, detail=detail)
+    allocation = rows.get(conn, Allocation, allocation_id)
+    _mark(conn, node_id, allocation_id)
+    return queue_release(conn, allocation, act, written_off=dead)
+
+
+def _dead_disks(conn: sa.Connection, node_id: str, allocation_id: str, act: Act) -> list[str]:
+    """The tenant's disks that a discovery after everything that was tried does not show."""
+    require_reason(act, gate.WHY_GIVEN_UP)
+    ended = [task.finished_at or 0.0 for task in queue.every(conn, allocation_id=allocation_id)]
+    disks = claim_of(conn, allocation_id).disks
+    dead = slot_life.dead_disks(conn, node_id, disks, max(ended, default=0.0))
+    if not dead:
+        raise Problem(
+            "disk_present",
+            409,
+            expected="a disk of the tenant's that the latest discovery does not show",
+            found="all of them, or no discovery since the machine was last cleaned",
+            remedy="discover the node and ask again; clean it with all disks that are there",
+        )
+    return [disk["slot_id"] for disk in disks if f"eui.{disk['nvme_eui']}" in dead]
+
+
+def accept_drift(conn: sa.Connection, node_id: str, act: Act) -> Node:
+    """A person has looked at what is different and answers for it."""
+    node = rows.get(conn, Node, node_id, lock=True)
+    require_reason(act, "say why the differences may stay")
+    detail = node.health_detail
+    if detail.get("code") != DRIFT:
+        raise Problem(
+            "no_drift",
+            409,
+            expected="a node whose last tenant left named differences",
+            found=f"health {node.health_state}",
+            remedy="nothing to accept",
+        )
+    journal.audit(conn, act, "admin.node.drift.accepted", "node", node_id, detail=detail)
+    _set_health(conn, node_id, HealthState.HEALTHY, {})
+    return rows.get(conn, Node, node_id)
+
+
+def _owed(allocation: Allocation, node: Node) -> bool:
+    """Whether a release of the allocation still means something for the node."""
+    releasing = allocation.state == AllocationState.RELEASING
+    return bool(releasing or node.unclean_allocation_id == allocation.id)
+
+
+def _name_drift(
+    conn: sa.Connection, node_id: str, allocation_id: str, evidence: Mapping[str, Any]
+) -> None:
+    """What could let the last tenant in again keeps the next one out until a person has looked."""
+    serious = [row for row in evidence["drift"] if row["access"]]
+    if not serious and evidence["compared"]:
+        _set_health(conn, node_id, HealthState.HEALTHY, {})
+        return
+    detail = {
+        "code": DRIFT,
+        "allocation_id": allocation_id,
+        "reason": f"{len(serious)} differences"
+        if evidence["compared"]
+        else "nothing to compare with: what the machine was like before was never recorded",
+        "drift": serious[:_SHOWN],
+    }
+    _set_health(conn, node_id, HealthState.DEGRADED, detail)
+
+
+def _detail(code: str, allocation_id: str, error: Mapping[str, Any], step: str) -> dict[str, Any]:
+    reason = str(error.get("found") or error.get("code") or "unknown")
+    return {"code": code, "allocation_id": allocation_id, "reason": reason, "step": step}
+
+
+def _set_health(
+    conn: sa.Connection, node_id: str, state: HealthState, detail: Mapping[str, Any]
+) -> None:
+    """Say how the machine is, but for what others have found wrong with it."""
+    node = rows.get(conn, Node, node_id, lock=True)
+    troubled = node.health_state in (HealthState.FAILED, HealthState.DEGRADED)
+    if troubled and node.health_detail.get("code") not in OURS:
+        return
+    _change(conn, node_id, health_state=state.value, health_detail=dict(detail))
+
+
+def _mark(conn: sa.Connection, node_id: str, allocation_id: str) -> None:
+    _change(conn, node_id, unclean_allocation_id=allocation_id)
+
+
+def _change(conn: sa.Connection, node_id: str, **values: Any) -> None:
+    """Whoever read the node before decides on something else: drift is accepted as it was read."""
+    later = {"generation": nodes.c.generation + 1}
+    conn.execute(sa.update(nodes).where(nodes.c.id == node_id).values(**later, **values))
+
+
+def _look_again(conn: sa.Connection, node_id: str, act: Act) -> None:
+    """What the next tenant would get is seen anew."""
+    kind = TaskKind.SLICE_TOPOLOGY_DISCOVER
+    item = queue.Enqueue(kind=kind, node_id=node_id, subject_kind="node", subject_id=node_id)
+    queue.enqueue(conn, item, act)
+
+
+def _enqueue(
+    conn: sa.Connection,
+    kind: TaskKind,
+    allocation: Allocation,
+    parameters: Mapping[str, Any],
+    act: Act,
+) -> Task:
+    return queue.enqueue(
+        conn,
+        queue.Enqueue(
+            kind=kind,
+            node_id=allocation.node_id,
+            subject_kind="allocation",
+            subject_id=allocation.id,
+            allocation_id=allocation.id,
+            parameters=parameters,
+        ),
+        act,
+    )

@@ -1,0 +1,420 @@
+"""What the records say of one node, for a comparison with what its host holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.db import clock, journal, rows
+from reconciler.db.journal import advance
+from reconciler.db.schema import (
+    Allocation,
+    Node,
+    Slot,
+    Task,
+    allocations,
+    claims,
+    nodes,
+    slots,
+    tasks,
+)
+from reconciler.db.schema import tasks as task_table
+from reconciler.lifecycle import gate, host, slices
+from reconciler.model.act import Act
+from reconciler.model.bundle import Bundle
+from reconciler.model.drift import (
+    STEP,
+    Difference,
+    ExpectedAllocation,
+    ExpectedSlot,
+    Findings,
+    Records,
+    compare,
+)
+from reconciler.model.states import (
+    AllocationState,
+    HealthState,
+    NodeMode,
+    NodeState,
+    SlotState,
+    TaskKind,
+    TaskState,
+)
+from reconciler.records import proofs, queue
+from reconciler.records import slots as slot_records
+from reconciler.records.queue import OPEN
+
+# They change nothing on a host, so a snapshot is as good during them as without.
+LOOKS = (
+    TaskKind.SLICE_TOPOLOGY_DISCOVER,
+    TaskKind.SLICE_ABSENCE_VERIFY,
+    TaskKind.SLICE_DRIFT_RECONCILE,
+    TaskKind.NODE_PARITY,
+)
+_AT_WORK = (
+    SlotState.RESERVED,
+    SlotState.PROVISIONING,
+    SlotState.RELEASING,
+    SlotState.CLEANUP,
+)
+_UNDER_WAY = (
+    AllocationState.REQUESTED,
+    AllocationState.PROVISIONING,
+    AllocationState.RELEASING,
+)
+# More names than a host can have use for are the host's own invention; they stay nobody's.
+_NAMES = 500
+
+
+def expected_state(
+    conn: sa.Connection, node_id: str, holdings: Mapping[str, Any], *, since: float
+) -> Records:
+    """The node's approved slots, held still until this transaction ends, and the allocations that
+    have them or that the host names. since: when the host was asked; what an operation has touched
+    from then on is not settled (I14).
+    """
+    query = sa.select(slots).where(slots.c.node_id == node_id, slots.c.retired_at.is_(None))
+    # Locked first: nobody can claim one between this look and what follows from it.
+    found = rows.every(conn, query.order_by(slots.c.id).with_for_update(), Slot)
+    busy = _busy(conn, node_id, since)
+    holders = _holders(conn, [slot.id for slot in found])
+    known = {
+        slot.id: ExpectedSlot(
+            slot.id,
+            Bundle.of(vars(slot)),
+            slot.status,
+            holders.get(slot.id, ""),
+            _settled(slot, "status", _AT_WORK, busy, since),
+        )
+        for slot in found
+    }
+    named = {slot.holder for slot in known.values()} | _live(conn, node_id)
+    records = {row.id: row for row in _read(conn, named)}
+    records |= {row.id: row for row in _named(conn, holdings, records)}
+    return Records(
+        tuple(known.values()),
+        tuple(
+            ExpectedAllocation(
+                key,
+                one.state == AllocationState.ACTIVE and one.node_id == node_id,
+                _settled(one, "state", _UNDER_WAY, busy, since),
+                tuple(slot.id for slot in known.values() if slot.holder == key),
+            )
+            for key, one in sorted(records.items())
+        ),
+    )
+
+
+def _settled(
+    record: Slot | Allocation, state: str, moving: tuple[str, ...], busy: set[str], since: float
+) -> bool:
+    return (
+        getattr(record, state) not in moving
+        and getattr(record, f"{state}_since") < since
+        and record.id not in busy
+    )
+
+
+def _busy(conn: sa.Connection, node_id: str, since: float) -> set[str]:
+    """Allocations and slots on which something works, or has worked since."""
+    query = sa.select(tasks).where(
+        tasks.c.node_id == node_id,
+        tasks.c.kind.not_in(LOOKS),
+        sa.or_(tasks.c.state == TaskState.RUNNING, tasks.c.finished_at >= since),
+    )
+    found: set[str] = set()
+    for task in rows.every(conn, query, Task):
+        given = task.parameters.get("slots") or []
+        found |= {*task.fences, *(slot["slot_id"] for slot in given)}
+        found |= {task.allocation_id} if task.allocation_id else set()
+    return found
+
+
+def _holders(conn: sa.Connection, slot_ids: list[str]) -> dict[str, str]:
+    """Who claimed each slot last."""
+    query = sa.select(claims.c.slot_id, claims.c.allocation_id)
+    of_these = query.where(claims.c.slot_id.in_(slot_ids)).order_by(claims.c.disk_generation)
+    return {row.slot_id: row.allocation_id for row in conn.execute(of_these)}
+
+
+def _live(conn: sa.Connection, node_id: str) -> set[str]:
+    query = sa.select(allocations.c.id).where(
+        allocations.c.node_id == node_id,
+        allocations.c.state.in_((*_UNDER_WAY, AllocationState.ACTIVE)),
+    )
+    return set(conn.execute(query).scalars())
+
+
+def _read(conn: sa.Connection, ids: set[str]) -> list[Allocation]:
+    return rows.every(
+        conn, sa.select(allocations).where(allocations.c.id.in_(sorted(ids))), Allocation
+    )
+
+
+def _named(
+    conn: sa.Connection, holdings: Mapping[str, Any], known: Mapping[str, Allocation]
+) -> list[Allocation]:
+    """The allocations that the host names and that are not known yet, wherever they are."""
+    starts = [key.replace("-", "") for key in known]
+    names = sorted(
+        name
+        for name in set(_names(holdings))
+        if len(name) >= 12 and not any(start.startswith(name) for start in starts)
+    )
+    found: list[Allocation] = []
+    for name in names[:_NAMES]:
+        pattern = f"{_dashed(name)}%"
+        query = sa.select(allocations).where(allocations.c.id.like(pattern))
+        found += rows.every(conn, query.limit(2), Allocation)
+    return found
+
+
+def _names(holdings: Mapping[str, Any]) -> Iterator[str]:
+    """As hexadecimal digits; anything else is no id of ours."""
+    for part in holdings.values():
+        for one in part["found"]:
+            said = str(one.get("allocation_id", "")).replace("-", "")
+            if said and set(said) <= set("0123456789abcdef"):
+                yield said
+    for one in holdings["ports"]["found"]:
+        yield one["port"].removeprefix("gs")
+    for one in holdings["guards"]["found"]:
+        yield f"{int(one['cookie'], 16):016x}"
+
+
+def _dashed(digits: str) -> str:
+    """As much of an allocation id as these are."""
+    parts = [digits[begin:end] for begin, end in pairwise((0, 8, 12, 16, 20, 32))]
+    return "-".join(part for part in parts if part)
+
+
+# A lost host is asked by the watch; one that is not prepared has nothing to compare.
+ASKED = (NodeState.READY, NodeState.DRAINING, NodeState.MAINTENANCE)
+_COMPARED = sa.and_(nodes.c.mode == NodeMode.SLICE, nodes.c.state.in_(ASKED))
+# The host has been seen without a stranger's use of the disk; no proof of a clean disk is newer.
+UNPROVEN = "disk_unproven"
+
+
+def reconcile(
+    conn: sa.Connection, node_id: str, evidence: Mapping[str, Any], act: Act, *, since: float
+) -> dict[str, Any]:
+    """Compare, and do what follows; since: when the host was asked, by the database's clock.
+
+    The task's result: differences, skipped, unknown, and the slots that were blocked, shut, healed
+    and opened.
+    """
+    node = rows.get(conn, Node, node_id, lock=True)
+    if node.mode != NodeMode.SLICE:
+        # Being converted: what is there now is on its way.
+        return {"differences": [], "skipped": [node_id], "unknown": {}}
+    _heed_boot(conn, node, evidence["identity"], act)
+    holdings = evidence["holdings"]
+    records = expected_state(conn, node_id, holdings, since=since)
+    findings = compare(holdings, records)
+    done: dict[str, list[str]] = {"blocked": [], "shut": [], "healed": [], "opened": []}
+    for slot in records.slots:
+        if slot.settled:
+            mine = [one for one in findings.differences if one.slot_id == slot.id]
+            for what in _of_slot(conn, slot, mine, findings, act, since):
+                done[what].append(slot.id)
+    _of_node(conn, node, findings, act)
+    counts = {
+        "differences": len(findings.differences),
+        "skipped": len(findings.skipped),
+        "unknown": len(findings.unknown),
+    }
+    journal.emit(
+        conn,
+        "node.drift",
+        "node",
+        node_id,
+        payload=counts,
+        node_id=node_id,
+        correlation_id=act.correlation_id,
+    )
+    return {
+        "differences": [one.document() for one in findings.differences],
+        "skipped": list(findings.skipped),
+        "unknown": dict(findings.unknown),
+        **done,
+    }
+
+
+def due(conn: sa.Connection, *, every_s: float, at_once: int) -> list[str]:
+    """The slice hosts whose turn it is, the longest unseen first: so many that, with those that are
+    asked already, no more than at_once are asked together.
+    """
+    asked = (
+        sa.select(nodes.c.id, nodes.c.state)
+        .join(task_table, task_table.c.node_id == nodes.c.id)
+        .where(task_table.c.kind == TaskKind.SLICE_DRIFT_RECONCILE, task_table.c.state.in_(OPEN))
+    )
+    open_ones = {row.id: row.state for row in conn.execute(asked)}
+    # Those that wait for a host that is lost keep no other host from being looked at.
+    under_way = sum(state in ASKED for state in open_ones.values())
+    since = _asked_at()
+    query = sa.select(nodes.c.id).where(
+        _COMPARED,
+        nodes.c.id.not_in(list(open_ones)),
+        since < clock.now() - every_s,
+    )
+    free = max(at_once - under_way, 0)
+    return list(conn.execute(query.order_by(since, nodes.c.id).limit(free)).scalars())
+
+
+def overdue_nodes(conn: sa.Connection) -> float:
+    """Seconds since the host that was asked longest ago was asked; 0 without any."""
+    longest = sa.select(clock.now() - sa.func.min(_asked_at())).where(_COMPARED)
+    return float(conn.execute(longest).scalar() or 0)
+
+
+def queue_comparison(conn: sa.Connection, node_id: str, act: Act) -> Task:
+    """Queue one look at one host; it gives way to all work that somebody waits for."""
+    item = queue.Enqueue(
+        kind=TaskKind.SLICE_DRIFT_RECONCILE,
+        node_id=node_id,
+        subject_kind="node",
+        subject_id=node_id,
+        deadline_s=600,
+        priority=-1,
+    )
+    return queue.enqueue(conn, item, act)
+
+
+def forget(conn: sa.Connection, node_id: str, act: Act) -> None:
+    """The node is no slice host any more: what was found of its slices is the past's."""
+    node = rows.get(conn, Node, node_id, lock=True)
+    if node.health_detail.get("step") == STEP:
+        _node_health(conn, node, HealthState.UNKNOWN, {}, act.because("no slice host any more"))
+
+
+def _asked_at() -> sa.ColumnElement[Any]:
+    """When a node was last asked, or became one to ask."""
+    mine = sa.and_(
+        task_table.c.node_id == nodes.c.id, task_table.c.kind == TaskKind.SLICE_DRIFT_RECONCILE
+    )
+    last = sa.select(sa.func.max(task_table.c.created_at)).where(mine).correlate(nodes)
+    return sa.func.coalesce(last.scalar_subquery(), nodes.c.mode_since)
+
+
+def _heed_boot(conn: sa.Connection, node: Node, identity: Mapping[str, Any], act: Act) -> None:
+    """Another boot than the proven one closes the gate (I16). Which one it is, a discovery says:
+    from here it could be an older one than is known by now, and open what is closed (I14).
+    """
+    host.contacted(conn, node.id)
+    if node.boot_id and identity["boot_id"] != node.boot_id:
+        own = act.because(f"boot {identity['boot_id'] or 'unknown'}")
+        host.restarted(conn, node.id, own, since=node.boot_id)
+
+
+def _of_slot(
+    conn: sa.Connection,
+    slot: ExpectedSlot,
+    found: Sequence[Difference],
+    findings: Findings,
+    act: Act,
+    since: float,
+) -> list[str]:
+    record = rows.get(conn, Slot, slot.id)
+    if not found:
+        # A part that could not be looked at may hide what was found there before (I13).
+        clean = not findings.unknown and record.health_detail.get("step") == STEP
+        if not clean or record.status == SlotState.CLEANUP_BLOCKED:
+            return []
+        return _heal(conn, record, act, since)
+    told = "; ".join(f"{one.code}: {one.found}" for one in found)[:2000]
+    own = act.because(
+        f"the host differs from the records: {told}",
+        {"differences": [one.document() for one in found], "observed_since": since},
+    )
+    if not slot.idle:
+        worst = HealthState.FAILED if any(_failed(one) for one in found) else HealthState.DEGRADED
+        slot_records.set_health(conn, slot.id, worst, _detail(found, told), own)
+        return []
+    if slot.holder and any(one.orphan and one.allocation_id == slot.holder for one in found):
+        own = own.because(own.reason, {**own.evidence, "allocation_id": slot.holder})
+        error = {"code": found[0].code, "found": told}
+        slices.block(conn, record, slot.holder, own, step=STEP, error=error)
+        return ["blocked"]
+    detail = _detail(found, told)
+    before = record.health_detail
+    if any(one.disk_used for one in found) or before.get("disk_used") or before.get("clean_since"):
+        detail["disk_used"] = True
+    slot_records.set_health(conn, slot.id, HealthState.FAILED, detail, own)
+    if record.status != SlotState.AVAILABLE:
+        return []
+    advance(conn, "slot", slot.id, "disable", own, columns={"available_proof_id": None})
+    return ["shut"]
+
+
+def _heal(conn: sa.Connection, record: Slot, act: Act, since: float) -> list[str]:
+    """The host was seen without what it had. A disk that somebody used needs a newer proof."""
+    slot_id, detail = record.id, record.health_detail
+    if detail.get("disk_used"):
+        told = {
+            "step": STEP,
+            "code": UNPROVEN,
+            "reason": f"{detail['reason']}; gone, and no proof of a clean disk is newer",
+            "clean_since": since,
+        }
+        own = act.because("the use of the disk has ended; it must be proven clean")
+        slot_records.set_health(conn, slot_id, HealthState.FAILED, told, own)
+        return []
+    proof = proofs.current(conn, record)
+    if "clean_since" in detail and (proof is None or proof.created_at < detail["clean_since"]):
+        return []
+    own = act.because("the host is as the records say", {"observed_since": since})
+    slot_records.set_health(conn, slot_id, HealthState.HEALTHY, {}, own)
+    wanted = record.wanted == SlotState.AVAILABLE and record.status == SlotState.DISABLED
+    if not wanted or gate.gate(conn, slot_id):
+        return ["healed"]
+    gate.make_available(conn, slot_id, own)
+    return ["healed", "opened"]
+
+
+def _detail(found: Sequence[Difference], told: str) -> dict[str, Any]:
+    """As of a blocked slot, so that whoever reads one finds it where it always is."""
+    detail: dict[str, Any] = {"step": STEP, "code": found[0].code, "reason": told}
+    named = [one.allocation_id for one in found if one.allocation_id]
+    return detail | ({"allocation_id": named[0]} if named else {})
+
+
+def _failed(one: Difference) -> bool:
+    return one.severity == HealthState.FAILED
+
+
+def _of_node(conn: sa.Connection, node: Node, findings: Findings, act: Act) -> None:
+    """What concerns no slot is the node's health, unless that tells of something else already."""
+    loose = [one for one in findings.differences if not one.slot_id]
+    told = [f"{one.code}: {one.found}" for one in loose]
+    told += [f"{name} {why}" for name, why in sorted(findings.unknown.items())]
+    ours = node.health_detail.get("step") == STEP
+    if told and (ours or not node.health_detail):
+        reason = "; ".join(told)[:2000]
+        detail = {"step": STEP, "code": loose[0].code if loose else "unknown", "reason": reason}
+        if node.health_detail != detail:
+            _node_health(conn, node, HealthState.DEGRADED, detail, act.because(reason))
+    elif ours and not told:
+        own = act.because("the host is as the records say")
+        _node_health(conn, node, HealthState.HEALTHY, {}, own)
+
+
+def _node_health(
+    conn: sa.Connection, node: Node, health: HealthState, detail: dict[str, Any], act: Act
+) -> None:
+    update = sa.update(nodes).where(nodes.c.id == node.id)
+    values = {"health_state": health.value, "health_detail": detail}
+    conn.execute(update.values(generation=nodes.c.generation + 1, **values))
+    journal.write_history(
+        conn,
+        "node_health",
+        replace(node, generation=node.generation + 1),
+        act.because(act.reason, {**act.evidence, "detail": detail}),
+        source=node.health_state,
+        event="observe",
+        target=health.value,
+    )

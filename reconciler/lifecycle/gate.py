@@ -1,0 +1,246 @@
+"""Collecting what the gate looks at, and opening slots that pass it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.db import locks, rows, settings
+from reconciler.db.journal import advance
+from reconciler.db.schema import Discovery, Node, Parity, Proof, Slot, slots
+from reconciler.model import drift
+from reconciler.model.act import Act
+from reconciler.model.bundle import Bundle
+from reconciler.model.discovery import Blocker
+from reconciler.model.errors import Problem
+from reconciler.model.gate import FAILING, DiskProof, GateEvidence, Sighting, blockers
+from reconciler.model.states import HealthState, ProofKind, SlotState
+from reconciler.records import proofs, reports
+from reconciler.records.claims import exclusive_ended_at
+
+
+@dataclass(frozen=True)
+class Host:
+    """What every slot of a node is judged by. bundles: of its approved slots, by the slot's id."""
+
+    node: Node
+    discovery: Sighting | None
+    parity: Sighting | None
+    exclusive_ended_at: float
+    restored_at: float
+    bundles: Mapping[str, Bundle]
+
+
+def host(conn: sa.Connection, node_id: str) -> Host:
+    """One look at a node. Whoever acts on the answer holds the node (order)."""
+    return Host(
+        node=rows.get(conn, Node, node_id),
+        discovery=_sighting(reports.latest_discovery(conn, node_id)),
+        parity=_sighting(reports.latest_parity(conn, node_id)),
+        exclusive_ended_at=exclusive_ended_at(conn, node_id),
+        restored_at=float(settings.read(conn, settings.RESTORED, 0.0)),
+        bundles=approved(conn, node_id),
+    )
+
+
+def gate(conn: sa.Connection, slot_id: str) -> tuple[Blocker, ...]:
+    """What keeps a slot from being sold; empty when nothing does."""
+    slot = rows.get(conn, Slot, slot_id)
+    return judge(conn, slot, proofs.current(conn, slot))
+
+
+def judge(
+    conn: sa.Connection, slot: Slot, proof: Proof | None, seen: Host | None = None
+) -> tuple[Blocker, ...]:
+    """The gate for a slot with this proof; seen: the look at its node, where one serves many."""
+    seen = seen or host(conn, slot.node_id)
+    return blockers(
+        GateEvidence(
+            bundle=Bundle.of(vars(slot)),
+            approved_at=slot.approved_at,
+            disk_generation=slot.disk_generation,
+            node_state=seen.node.state,
+            node_mode=seen.node.mode,
+            boot_id=seen.node.boot_id,
+            install_id=seen.node.install_id,
+            reboot_required=seen.node.reboot_required,
+            discovery=seen.discovery,
+            parity=seen.parity,
+            proof=_proof(proof),
+            exclusive_ended_at=seen.exclusive_ended_at,
+            restored_at=seen.restored_at,
+            wipe_policy=proofs.policy(slot),
+            others=tuple(bundle for key, bundle in seen.bundles.items() if key != slot.id),
+            drift=_drift(slot),
+            failures=proofs.launch_failures(conn, slot),
+        )
+    )
+
+
+def approved(conn: sa.Connection, node_id: str) -> dict[str, Bundle]:
+    """The bundles of the node's approved slots, by the slot's id."""
+    query = sa.select(slots).where(slots.c.node_id == node_id, slots.c.retired_at.is_(None))
+    found = rows.every(conn, query.order_by(slots.c.slot_index), Slot)
+    return {slot.id: Bundle.of(vars(slot)) for slot in found}
+
+
+def make_available(conn: sa.Connection, slot_id: str, act: Act) -> Slot:
+    """Sell a disabled slot; refused with every blocker that there is."""
+    slot = locks.hold_slot(conn, slot_id)
+    proof = proofs.current(conn, slot)
+    found = judge(conn, slot, proof)
+    if found or proof is None:
+        raise Problem(
+            "gate_closed",
+            409,
+            expected="a slot without blockers",
+            found="; ".join(f"{row.code}: {row.detail}" for row in found),
+            remedy="remove the causes on the host, then run discovery and parity again",
+            detail={"blockers": [row.document() for row in found]},
+        )
+    return advance(
+        conn,
+        "slot",
+        slot_id,
+        "enable",
+        act.because(act.reason or "gate passed", {**act.evidence, "proof_id": proof.id}),
+        columns={
+            "available_proof_id": proof.id,
+            "last_proof_id": proof.id,
+            "health_state": HealthState.HEALTHY.value,
+            "health_detail": {},
+        },
+    )
+
+
+def open_gate(conn: sa.Connection, node_id: str, act: Act) -> dict[str, Any]:
+    """Sell every slot of the node that is wanted and passes; say why the others do not."""
+    locks.hold_node(conn, node_id)
+    query = sa.select(slots).where(
+        slots.c.node_id == node_id,
+        slots.c.retired_at.is_(None),
+        slots.c.status == SlotState.DISABLED,
+        slots.c.wanted == SlotState.AVAILABLE,
+    )
+    opened: list[str] = []
+    closed: dict[str, list[dict[str, str]]] = {}
+    seen = host(conn, node_id)
+    for slot in rows.every(conn, query.order_by(slots.c.slot_index), Slot):
+        found = judge(conn, slot, proofs.current(conn, slot), seen)
+        if found:
+            closed[slot.id] = [row.document() for row in found]
+        else:
+            make_available(conn, slot.id, act)
+            opened.append(slot.id)
+    return {"opened": opened, "closed": closed}
+
+
+def review(conn: sa.Connection, node_id: str, act: Act) -> list[str]:
+    """Take off sale what does not pass any more; the ids. What is wanted of it stays as it was."""
+    query = sa.select(slots).where(
+        slots.c.node_id == node_id, slots.c.status == SlotState.AVAILABLE
+    )
+    shut = []
+    # Locked, in the order of everybody else: nobody claims one between its judgement and what
+    # follows from it.
+    found_on_sale = rows.every(conn, query.order_by(slots.c.id).with_for_update(), Slot)
+    seen = host(conn, node_id)
+    for slot in found_on_sale:
+        found = judge(conn, slot, proofs.current(conn, slot), seen)
+        if found:
+            why = "; ".join(f"{row.code}: {row.detail}" for row in found)
+            evidence = {**act.evidence, "blockers": [row.document() for row in found]}
+            own = act.because(f"gate closed: {why}", evidence)
+            advance(conn, "slot", slot.id, "disable", own, columns={"available_proof_id": None})
+            shut.append(str(slot.id))
+    return shut
+
+
+def give_back(conn: sa.Connection, slot: Slot, proof: Proof, act: Act) -> Slot:
+    """A slot that is proven clean again: on sale, or disabled while its gate is closed.
+
+    The caller holds the slot, and its node since before that.
+    """
+    found = judge(conn, slot, proof)
+    wanted = slot.wanted == SlotState.AVAILABLE
+    columns: dict[str, Any] = {
+        "last_proof_id": proof.id,
+        "health_state": HealthState.HEALTHY.value,
+        "health_detail": {},
+    }
+    evidence = {**act.evidence, "proof_id": proof.id}
+    if wanted and not found:
+        columns["available_proof_id"] = proof.id
+        return advance(
+            conn, "slot", slot.id, "return", act.because(act.reason, evidence), columns=columns
+        )
+    for row in found:
+        if row.code in FAILING:
+            detail = {"code": row.code, "reason": row.detail}
+            columns |= {"health_state": HealthState.DEGRADED.value, "health_detail": detail}
+    why = "; ".join(row.code for row in found) if found else "it is wanted disabled"
+    evidence["blockers"] = [row.document() for row in found]
+    parked = act.because(f"{act.reason}; disabled: {why}", evidence)
+    return advance(conn, "slot", slot.id, "park", parked, columns=columns)
+
+
+def _drift(slot: Slot) -> str:
+    """A slot that comes back from its clean-up was looked at since; its detail is the old one."""
+    detail = slot.health_detail
+    known = detail.get("step") == drift.STEP and slot.status in drift.IDLE
+    return str(detail["reason"]) if known else ""
+
+
+def _proof(record: Proof | None) -> DiskProof | None:
+    if record is None:
+        return None
+    # An untouched disk is as clean as the proof that it was sold on.
+    method = None if record.kind == ProofKind.UNTOUCHED else record.method
+    return DiskProof(
+        disk_identity=record.disk_identity,
+        disk_generation=record.disk_generation,
+        recorded_at=record.created_at,
+        method=method,
+        install_id=record.install_id,
+    )
+
+
+def _sighting(record: Discovery | Parity | None) -> Sighting | None:
+    if record is None:
+        return None
+    return Sighting(
+        observed_at=record.observed_at or 0.0,
+        boot_id=record.boot_id,
+        install_id=record.install_id,
+        document=record.document,
+        failures=getattr(record, "failures", 0),
+    )
+
+
+def close(conn: sa.Connection, node_id: str, act: Act) -> list[str]:
+    """Take the node's available slots off sale. What is wanted of them stays as it was."""
+    query = sa.select(slots.c.id).where(
+        slots.c.node_id == node_id, slots.c.status == SlotState.AVAILABLE
+    )
+    # Locked, in the order of everybody else: what a launch has taken meanwhile is no more on sale.
+    locked = conn.execute(query.order_by(slots.c.id).with_for_update())
+    closed = [str(slot) for slot in locked.scalars()]
+    for slot_id in closed:
+        advance(conn, "slot", slot_id, "disable", act, columns={"available_proof_id": None})
+    return closed
+
+
+# What is given up is given up by somebody.
+WHY_GIVEN_UP = "say why this is given up"
+
+
+def doubted(slot: Slot) -> bool:
+    """Whether the host was last seen to hold something in an idle slot.
+
+    Only the slot's own gate knows that: before the slot is retired, its disk gets the next
+    generation, or the proof from before would count in the slot that gets the disk next.
+    """
+    return bool(slot.health_detail.get("step") == drift.STEP)

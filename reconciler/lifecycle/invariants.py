@@ -1,0 +1,432 @@
+"""What the checks of the invariants answer, and how they read more than fits into memory."""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.db import clock, rows
+from reconciler.db.journal import ENTITIES
+from reconciler.db.rows import Record
+from reconciler.db.schema import (
+    Claim,
+    Node,
+    Proof,
+    Slot,
+    Task,
+    allocations,
+    claims,
+    history,
+    nodes,
+    slots,
+    tasks,
+    usage,
+)
+from reconciler.db.schema import proofs as proof_table
+from reconciler.lifecycle import gate
+from reconciler.model import transitions
+from reconciler.model.proof import accepts, nothing_written
+from reconciler.model.states import (
+    LIVE_CLAIMS,
+    AllocationState,
+    ClaimKind,
+    ClaimState,
+    NodeMode,
+    NodeState,
+    ProofKind,
+    SlotState,
+    TaskState,
+)
+from reconciler.records import proofs, reports
+from reconciler.records.claims import exclusive_ended_at
+from reconciler.records.leasing import DUE
+from reconciler.records.queue import GRACE_S
+
+# Rows that are read at once.
+_AT_ONCE = 500
+
+
+@dataclass(frozen=True)
+class Violation:
+    """invariant: I1 … I20, or the CTRL row that promises it. subject: by kind and id."""
+
+    invariant: str
+    subject: str
+    found: str
+
+
+Found = Iterator[Violation]
+
+
+def stream(conn: sa.Connection, query: sa.Select[Any]) -> Iterator[Record]:
+    """The rows, a few at a time."""
+    for row in conn.execute(query, execution_options={"yield_per": _AT_ONCE}).mappings():
+        yield dict(row)
+
+
+def beside(
+    conn: sa.Connection, *queries: sa.Select[Any]
+) -> Iterator[tuple[str, tuple[list[Record], ...]]]:
+    """What each query has of a key, its first column; never all of a site's past at once."""
+    streams = (_in_order(conn, number, query) for number, query in enumerate(queries))
+    for key, rows_of in groupby(heapq.merge(*streams, key=itemgetter(0)), key=itemgetter(0)):
+        found: tuple[list[Record], ...] = tuple([] for _ in queries)
+        for _, number, row in rows_of:
+            found[number].append(row)
+        yield key, found
+
+
+def _in_order(
+    conn: sa.Connection, number: int, query: sa.Select[Any]
+) -> Iterator[tuple[str, int, Record]]:
+    key = query.selected_columns[0]
+    # As Python compares: the database's own order may be that of a language.
+    order = sa.collate(key, "C" if conn.dialect.name == "postgresql" else "BINARY")
+    for row in stream(conn, query.order_by(order)):
+        yield row[key.name], number, row
+
+
+# What a usage record keeps of a claim.
+_SOLD = ("kind", "slot_id", "slot_index", "nvme_size_bytes")
+
+
+def history_told(conn: sa.Connection) -> Found:
+    """I20: every state has its history, without a gap."""
+    for entity, where in ENTITIES.items():
+        states = sa.select(where.table.c.id, where.table.c[where.state].label("state"))
+        for key, (now, written) in beside(conn, states, _gaps_and_ends(entity)):
+            # The mode that a node is made with belongs to the history of the node itself.
+            last = now[0]["state"] if now and entity == "node_mode" else None
+            for row in written:
+                if row["gap"]:
+                    said = f"comes from {row['source']}, it was {row['before']}"
+                    yield Violation("I20", f"{entity} {key}", f"history row {row['id']} {said}")
+                if row["after"] is None:
+                    last = row["target"]
+            if now and last != now[0]["state"]:
+                seen = "nothing" if last is None else last
+                found = f"{now[0]['state']}, its history ends with {seen}"
+                yield Violation("I20", f"{entity} {key}", found)
+
+
+def _gaps_and_ends(entity: str) -> sa.Select[Any]:
+    """Of each history the last row, and those that do not begin where the one before them ended."""
+    whose, when = history.c.entity_id, history.c.id
+    before = sa.func.lag(history.c.target).over(partition_by=whose, order_by=when)
+    after = sa.func.lead(when).over(partition_by=whose, order_by=when)
+    row = (whose, when, history.c.source, history.c.target)
+    query = sa.select(*row, before.label("before"), after.label("after"))
+    chain = query.where(history.c.entity == entity).subquery()
+    gap = sa.and_(chain.c.before.is_not(None), chain.c.before != chain.c.source)
+    found = sa.select(chain, gap.label("gap"))
+    return found.where(sa.or_(gap, chain.c.after.is_(None)))
+
+
+def usage_counted(conn: sa.Connection) -> Found:
+    """CTRL-14: what was ever used is recorded once, from its first moment to its claims' last."""
+    active = sa.select(history.c.entity_id).where(
+        history.c.entity == "allocation", history.c.target == AllocationState.ACTIVE
+    )
+    used = sa.or_(allocations.c.activated_at.is_not(None), allocations.c.id.in_(active))
+    first = sa.select(allocations.c.id, allocations.c.activated_at).where(used)
+    ended = (usage.c.started_at, usage.c.ended_at, usage.c.end_state)
+    recorded = sa.select(usage.c.allocation_id, *ended, usage.c.claims)
+    sold = (claims.c[name] for name in _SOLD)
+    held = sa.select(claims.c.allocation_id, claims.c.state, claims.c.ended_at, *sold)
+    for key, (began, records, own) in beside(conn, first, recorded, held):
+        if len(records) != len(began):
+            told = f"{len(records)} usage records, {'ever' if began else 'never'} active"
+            yield Violation("CTRL-14", f"allocation {key}", told)
+            continue
+        if not began:
+            continue
+        (record,) = records
+        last, state = _end_of(own, record)
+        for name, expected in (
+            ("started_at", began[0]["activated_at"]),
+            ("ended_at", last),
+            ("end_state", state),
+            ("claims", _sold(own)),
+        ):
+            seen = _sold(record[name]) if name == "claims" else record[name]
+            if seen != expected:
+                told = f"usage record with {name} {seen}, from allocation and claims {expected}"
+                yield Violation("CTRL-14", f"allocation {key}", told)
+
+
+def _end_of(held: list[Record], record: Record) -> tuple[float | None, str]:
+    """When all its claims had ended, and how; a clock that went back counts as no time."""
+    ends = [claim["ended_at"] for claim in held]
+    if None in ends:
+        return None, ""
+    return max([*ends, record["started_at"]]), min((claim["state"] for claim in held), default="")
+
+
+def _sold(listed: list[Record]) -> list[tuple[str, ...]]:
+    return sorted(tuple(str(one[name]) for name in _SOLD) for one in listed)
+
+
+# A deadline is looked at every few seconds by every worker, and one that ends a run takes GRACE_S
+# more. Something that is later than this, nobody looks at.
+UNSEEN_S = 2 * GRACE_S
+_CLAIMS_OF = {
+    AllocationState.REQUESTED: ClaimState.RESERVED,
+    AllocationState.PROVISIONING: ClaimState.PROVISIONING,
+    AllocationState.ACTIVE: ClaimState.ACTIVE,
+    AllocationState.RELEASING: ClaimState.RELEASING,
+}
+_HELD = (SlotState.RESERVED, SlotState.PROVISIONING, SlotState.ACTIVE, SlotState.RELEASING)
+_BEING_PROVEN = (SlotState.CLEANUP, SlotState.CLEANUP_BLOCKED)
+
+
+def check(conn: sa.Connection) -> list[Violation]:
+    """Every violation; in one consistent picture, so do it in a reading transaction."""
+    return [violation for ask in CHECKS for violation in ask(conn)]
+
+
+def one_claim_each(conn: sa.Connection) -> Found:
+    """I1: at most one live claim per slot, GPU, disk, fabric function, MAC and address."""
+    live = _live(conn, ClaimKind.SLICE)
+    for names in (
+        ("slot_id",),
+        ("node_id", "gpu_pci_address"),
+        ("nvme_identity",),
+        ("node_id", "fabric_vf_pci_address"),
+        ("management_mac",),
+        ("node_id", "private_ip"),
+    ):
+        holders = defaultdict(list)
+        for claim in live:
+            if getattr(claim, names[-1]):
+                holders[tuple(getattr(claim, name) for name in names)].append(claim.id)
+        for key, ids in holders.items():
+            if len(ids) > 1:
+                what = f"{names[-1]} {' '.join(map(str, key))}"
+                yield Violation("I1", what, f"live claims {', '.join(ids)}")
+
+
+def whole_or_sliced(conn: sa.Connection) -> Found:
+    """I2: a claim on the whole machine excludes those on its slots, and each needs its mode."""
+    modes = _pairs(conn, nodes.c.id, nodes.c.mode)
+    whole: dict[str, list[str]] = defaultdict(list)
+    for claim in _live(conn, ClaimKind.NODE_EXCLUSIVE):
+        whole[claim.node_id].append(claim.id)
+    for node_id, ids in whole.items():
+        if len(ids) > 1:
+            yield Violation("I2", f"node {node_id}", f"whole machine claimed by {', '.join(ids)}")
+    for kind, mode in (
+        (ClaimKind.NODE_EXCLUSIVE, NodeMode.BAREMETAL),
+        (ClaimKind.SLICE, NodeMode.SLICE),
+    ):
+        for claim in _live(conn, kind):
+            if modes[claim.node_id] != mode:
+                found = f"live on node {claim.node_id} in mode {modes[claim.node_id]}"
+                yield Violation("I2", f"claim {claim.id}", found)
+
+
+def committed_together(conn: sa.Connection) -> Found:
+    """I3: allocation, claims and slots say the same."""
+    live: dict[str, list[Claim]] = defaultdict(list)
+    for claim in _live(conn):
+        live[claim.allocation_id].append(claim)
+    for row in stream(conn, sa.select(allocations.c.id, allocations.c.state)):
+        expected = _CLAIMS_OF.get(row["state"])
+        found = {claim.state for claim in live.get(row["id"], ())}
+        if found != ({expected} if expected else set()):
+            said = f"{row['state']}, with claims {', '.join(sorted(found)) or 'none'}"
+            yield Violation("I3", f"allocation {row['id']}", said)
+    held = {claim.slot_id: claim for listed in live.values() for claim in listed if claim.slot_id}
+    for slot in rows.every(conn, sa.select(slots), Slot):
+        holding = held.get(slot.id)
+        state, status = (holding.state if holding else ""), slot.status
+        fine = status == state if status in _HELD else not state or status in _BEING_PROVEN
+        if not fine or (holding and holding.disk_generation != slot.disk_generation):
+            said = f"{status} at disk generation {slot.disk_generation}, its claim"
+            theirs = f"{state} at {holding.disk_generation}" if holding else "none"
+            yield Violation("I3", f"slot {slot.id}", f"{said} {theirs}")
+
+
+def proven(conn: sa.Connection) -> Found:
+    """I4, I6: what is on sale is proven clean since its disk was last given to anybody."""
+    known = {row.id: row for row in rows.every(conn, _proofs_in_use(), Proof)}
+    installed = _pairs(conn, nodes.c.id, nodes.c.install_id)
+    left: dict[str, float] = {}
+    for slot in _on_sale(conn):
+        proof = known.get(slot.available_proof_id or "")
+        if proof is None:
+            yield Violation("I4", f"slot {slot.id}", "available without a proof")
+            continue
+        node_id = slot.node_id
+        if node_id not in left:
+            left[node_id] = exclusive_ended_at(conn, node_id)
+        for wrong, found in (
+            (proof.disk_identity != slot.nvme_identity, "a proof of another disk"),
+            (proof.node_id != slot.node_id, "a proof from another node"),
+            (proof.disk_generation != slot.disk_generation, "a proof from before its tenant"),
+            (proof.created_at < left[node_id], "a proof from before the machine's tenant"),
+            (proof.install_id != installed[slot.node_id], "a proof to another installation"),
+            (not _says_clean(slot, proof), f"a {proof.kind} proof that does not say so"),
+        ):
+            if wrong:
+                yield Violation("I4", f"slot {slot.id}", f"available with {found}")
+
+
+def fenced(conn: sa.Connection) -> Found:
+    """I10: nobody works under a fence that was never given out."""
+    fences = _pairs(conn, slots.c.id, slots.c.fence)
+    for claim in _live(conn, ClaimKind.SLICE):
+        if claim.fence > fences[claim.slot_id or ""]:
+            found = f"fence {claim.fence}, of its slot {fences[claim.slot_id or '']}"
+            yield Violation("I10", f"claim {claim.id}", found)
+    for task in _tasks(conn, *DUE, TaskState.RUNNING):
+        for slot_id, fence in task.fences.items():
+            if fence > fences.get(slot_id, fence):
+                found = f"fence {fence} for slot {slot_id}, which is at {fences[slot_id]}"
+                yield Violation("I10", f"task {task.id}", found)
+
+
+def in_time(conn: sa.Connection) -> Found:
+    """I12: nothing stays in an unstable state unseen."""
+    now = clock.read(conn)
+    for entity, where in ENTITIES.items():
+        state, deadline = where.table.c[where.state], where.table.c[where.deadline]
+        rules = {name: rule for (of, name), rule in transitions.DEADLINES.items() if of == entity}
+        unstable = sa.select(where.table.c.id, state, deadline).where(state.in_(rules))
+        for key, value, at in conn.execute(unstable):
+            if at is None:
+                yield Violation("I12", f"{entity} {key}", f"{value} without a deadline")
+            elif rules[value].event and at < now - UNSEEN_S:
+                yield Violation("I12", f"{entity} {key}", f"{value} past {clock.iso(at)}, unseen")
+
+
+def unknown_frees_nothing(conn: sa.Connection) -> Found:
+    """I13: a run of which no outcome was seen is followed by a wipe before anything is sold."""
+    known = {row.id: row for row in rows.every(conn, _proofs_in_use(), Proof)}
+    holders = _last_holders(conn)
+    last = sa.func.max(sa.func.coalesce(tasks.c.finished_at, 0.0))
+    query = sa.select(tasks.c.allocation_id, last).where(tasks.c.state == TaskState.LOST)
+    lost = {row[0]: row[1] for row in conn.execute(query.group_by(tasks.c.allocation_id))}
+    for slot in _on_sale(conn):
+        at = lost.get(holders.get((slot.id, slot.disk_generation), ""))
+        proof = known.get(slot.available_proof_id or "")
+        if at is None or proof is None:
+            continue
+        if proof.kind != ProofKind.WIPE or proof.created_at < at:
+            found = f"available by a {proof.kind} proof, a lost run of its last tenant unanswered"
+            yield Violation("I13", f"slot {slot.id}", found)
+
+
+def this_boot(conn: sa.Connection) -> Found:
+    """I16: what is on sale was looked at under this boot and installation, and passed."""
+    by_node: dict[str, list[Slot]] = defaultdict(list)
+    for slot in _on_sale(conn):
+        by_node[slot.node_id].append(slot)
+    for node_id, found in by_node.items():
+        node = rows.get(conn, Node, node_id)
+        parity = reports.latest_parity(conn, node_id)
+        why = "reboot required" if node.reboot_required else ""
+        if parity and parity.failures:
+            why = f"parity with {parity.failures} failures"
+        for name, seen in (
+            ("discovery", reports.latest_discovery(conn, node_id)),
+            ("parity", parity),
+        ):
+            if seen is None:
+                why = f"no {name}"
+            elif any(
+                not getattr(node, key) or getattr(seen, key) != getattr(node, key)
+                for key in ("boot_id", "install_id")
+            ):
+                why = f"{name} of another boot or installation"
+        if why:
+            ids = ", ".join(slot.id for slot in found)
+            yield Violation("I16", f"node {node_id}", f"{why}, and on sale: {ids}")
+
+
+def unblocked(conn: sa.Connection) -> Found:
+    """I16: nothing is on sale against which the latest discovery speaks."""
+    hosts: dict[str, gate.Host] = {}
+    for slot in _on_sale(conn):
+        node_id = slot.node_id
+        if node_id not in hosts:
+            hosts[node_id] = gate.host(conn, node_id)
+        found = gate.judge(conn, slot, proofs.current(conn, slot), hosts[node_id])
+        codes = [row.code for row in found if row.code.startswith("discovery:")]
+        if codes:
+            yield Violation("I16", f"slot {slot.id}", f"on sale with {', '.join(codes)}")
+
+
+def gone(conn: sa.Connection) -> Found:
+    """I3: of a retired node nothing is sold, claimed or approved any more."""
+    retired = sa.select(nodes.c.id).where(nodes.c.state == NodeState.RETIRED)
+    live = sa.select(claims.c.node_id, claims.c.id).where(
+        claims.c.node_id.in_(retired), claims.c.state.in_(LIVE_CLAIMS)
+    )
+    kept = sa.select(slots.c.node_id, slots.c.id).where(
+        slots.c.node_id.in_(retired), slots.c.retired_at.is_(None)
+    )
+    for what, query in (("live claim", live), ("approved slot", kept)):
+        for node_id, key in conn.execute(query):
+            yield Violation("I3", f"node {node_id}", f"retired, with {what} {key}")
+
+
+CHECKS: tuple[Callable[[sa.Connection], Found], ...] = (
+    one_claim_each,
+    whole_or_sliced,
+    committed_together,
+    proven,
+    fenced,
+    in_time,
+    unknown_frees_nothing,
+    this_boot,
+    unblocked,
+    gone,
+    history_told,
+    usage_counted,
+)
+
+
+def _pairs(conn: sa.Connection, key: sa.Column[Any], value: sa.Column[Any]) -> dict[str, Any]:
+    return {row[0]: row[1] for row in conn.execute(sa.select(key, value))}
+
+
+def _live(conn: sa.Connection, kind: ClaimKind | None = None) -> list[Claim]:
+    query = sa.select(claims).where(claims.c.state.in_(LIVE_CLAIMS))
+    return rows.every(conn, rows.where(query, claims, kind=kind), Claim)
+
+
+def _on_sale(conn: sa.Connection) -> list[Slot]:
+    return rows.every(conn, sa.select(slots).where(slots.c.status == SlotState.AVAILABLE), Slot)
+
+
+def _proofs_in_use() -> sa.Select[Any]:
+    return sa.select(proof_table).join(slots, slots.c.available_proof_id == proof_table.c.id)
+
+
+def _says_clean(slot: Slot, proof: Proof) -> bool:
+    document = proof.document
+    if proof.kind == ProofKind.UNTOUCHED:
+        return nothing_written(document)
+    return document.get("verified") is True and accepts(proofs.policy(slot), proof.method)
+
+
+def _last_holders(conn: sa.Connection) -> dict[tuple[str, int], str]:
+    """Of what is on sale; of all that was ever sold they would be too many."""
+    columns = (claims.c.slot_id, claims.c.disk_generation, claims.c.allocation_id)
+    this = sa.and_(
+        claims.c.slot_id == slots.c.id, claims.c.disk_generation == slots.c.disk_generation
+    )
+    query = sa.select(*columns).join(slots, this)
+    query = query.where(claims.c.kind == ClaimKind.SLICE, slots.c.status == SlotState.AVAILABLE)
+    return {(slot, number): key for slot, number, key in conn.execute(query)}
+
+
+def _tasks(conn: sa.Connection, *states: TaskState) -> list[Task]:
+    return rows.every(conn, sa.select(tasks).where(tasks.c.state.in_(states)), Task)

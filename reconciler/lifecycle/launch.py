@@ -1,0 +1,352 @@
+"""What tenants asked for: placing it, giving it back, reading it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.db import clock, journal, locks, rows
+from reconciler.db.journal import advance
+from reconciler.db.rows import Record, batch_insert
+from reconciler.db.schema import Allocation, Claim, Image, Task, nodes
+from reconciler.db.schema import images as image_table
+from reconciler.db.schema import projects as project_table
+from reconciler.lifecycle import baremetal, gate, placement
+from reconciler.lifecycle.slices import move_claims
+from reconciler.model.act import Act
+from reconciler.model.errors import Problem, not_found
+from reconciler.model.hardware import gpu_count, tenant_disks
+from reconciler.model.proof import NOTHING_DONE
+from reconciler.model.scheduler.machine import MachineWant
+from reconciler.model.scheduler.snapshot import Want
+from reconciler.model.states import AllocationState, CapacityShape, ProofKind, TaskKind, TaskState
+from reconciler.records import allocations as allocation_records
+from reconciler.records import projects, proofs, queue
+from reconciler.records.claims import claim_node, claim_slot, held_slots, of_allocation, run_bundles
+
+_OF_NODE = ("id", "boot_id", "profile", "region", "pool")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """A tenant's request, checked for its form by the API.
+
+    A slice names its image by id, or by name, maybe with a version. catalogue: what a machine is
+    sold as, by the name of its hardware profile; a SKU that is asked for is one of these.
+    """
+
+    project_id: str
+    gpu_count: int
+    username: str
+    ssh_keys: Sequence[str]
+    hostname: str
+    image_id: str = ""
+    image: str = ""
+    image_version: str = ""
+    capacity_shape: str = CapacityShape.GPU_SLICE.value
+    region: str = ""
+    pool: str = ""
+    sku: str = ""
+    runtime_profile: str = ""
+    node_id: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    catalogue: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def profiles(self) -> tuple[str, ...]:
+        """The hardware that is sold as the SKU that is asked for; () when any will do."""
+        if not (self.sku and self.catalogue):
+            return ()
+        found = tuple(name for name, sold in self.catalogue.items() if sold == self.sku)
+        if not found:
+            raise Problem(
+                "sku_unknown",
+                422,
+                expected=", ".join(sorted({sold for sold in self.catalogue.values() if sold})),
+                found=self.sku,
+                remedy="ask for one of these, or for none in particular",
+            )
+        return found
+
+
+def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
+    """Place, claim, reserve, record and queue the work: together or not at all."""
+    if launch.capacity_shape == CapacityShape.BAREMETAL:
+        return _whole_machine(conn, launch, act)
+    _check(launch)
+    want = Want(
+        launch.gpu_count, launch.region, launch.pool, launch.node_id, profiles=launch.profiles
+    )
+    try:
+        node_id, chosen = placement.reserve(conn, want)
+    except Problem:
+        # A name that nothing has is the answer that helps, not that there is no room for it.
+        _require_image(conn, launch)
+        raise
+    # The slots are locked and were available, so this is the boot that their gate was proven under
+    # (I16).
+    image, node = _named(conn, launch, node_id)
+    with batch_insert(conn):
+        allocation = _record(
+            conn, launch, act, node, gpu_count=launch.gpu_count, image_id=image["id"]
+        )
+        own = act.because(act.reason or "allocated", {"allocation_id": allocation.id})
+        held = [
+            claim_slot(conn, allocation.id, slot, position, own)
+            for position, slot in enumerate(chosen)
+        ]
+        extra = {**_parameters(launch, image), "boot_id": node["boot_id"]}
+        item = _item(allocation, TaskKind.SLICE_VM_PROVISION, held, extra=extra)
+        task = queue.add(conn, item, act)
+    # As `get` would read it, were it read again.
+    return replace(allocation, claims=tuple(held), task_ids=(task.id,))
+
+
+def _whole_machine(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
+    """The same for a machine as a whole, with every disk that was taken over and nothing uses."""
+    projects.get(conn, launch.project_id)
+    want = MachineWant(launch.region, launch.pool, launch.node_id, profiles=launch.profiles)
+    node, discovery = baremetal.reserve(conn, want)
+    document = discovery.document
+    allocation = _record(conn, launch, act, vars(node), gpu_count=gpu_count(document))
+    own = act.because(act.reason or "allocated", {"allocation_id": allocation.id})
+    disks = tenant_disks(document, proofs.taken_over(conn, node))
+    claim_node(conn, allocation.id, node.id, own, disks=disks)
+    baremetal.queue_provision(conn, allocation, node.boot_id, act)
+    return allocation_records.get(conn, allocation.id)
+
+
+def _record(
+    conn: sa.Connection,
+    launch: Launch,
+    act: Act,
+    node: Mapping[str, Any],
+    *,
+    gpu_count: int,
+    image_id: str | None = None,
+) -> Allocation:
+    allocation = rows.add(
+        conn,
+        Allocation,
+        {
+            "id": rows.new_id(),
+            "project_id": launch.project_id,
+            "node_id": node["id"],
+            "capacity_shape": launch.capacity_shape,
+            # Where it is and what it is, which bills are made of: not what was written on it.
+            "sku": launch.catalogue.get(node["profile"], launch.sku),
+            "region": node["region"],
+            "pool": node["pool"],
+            "gpu_count": gpu_count,
+            "name": launch.hostname,
+            "hostname": launch.hostname,
+            "username": launch.username,
+            "ssh_keys": list(launch.ssh_keys),
+            "image_id": image_id,
+            "runtime_profile": launch.runtime_profile,
+            "parameters": dict(launch.parameters),
+            "state": AllocationState.REQUESTED.value,
+            "state_reason": act.reason,
+            "deadline_at": journal.limit("allocation", AllocationState.REQUESTED),
+            "requested_by": act.actor,
+            "correlation_id": act.correlation_id,
+        },
+    )
+    journal.begin(conn, "allocation", allocation, act)
+    journal.audit(
+        conn,
+        act,
+        "allocation.created",
+        "allocation",
+        allocation.id,
+        detail={
+            "capacity_shape": launch.capacity_shape,
+            "gpu_count": gpu_count,
+            "node_id": node["id"],
+        },
+        project_id=launch.project_id,
+    )
+    return allocation
+
+
+def release(conn: sa.Connection, id: str, act: Act) -> Allocation:
+    """The tenant gives it back. One that nobody has begun to build goes back at once."""
+    allocation = rows.get(conn, Allocation, id, lock=True)
+    state = allocation.state
+    queued = queue.open_of_allocation(conn, id)
+    unstarted = all(task.started_at is None for task in queued)
+    if state == AllocationState.ACTIVE:
+        _move(conn, id, "release", act)
+        if allocation.capacity_shape == CapacityShape.BAREMETAL:
+            baremetal.queue_release(conn, allocation, act)
+        else:
+            held = of_allocation(conn, id)
+            queue.enqueue(conn, _item(allocation, TaskKind.SLICE_VM_RELEASE, held), act)
+    elif state == AllocationState.REQUESTED and unstarted:
+        _withdraw(conn, id, queued, act)
+    else:
+        raise Problem(
+            "allocation_not_releasable",
+            409,
+            expected="an allocation that is active, or requested and not begun",
+            found=str(state),
+            remedy=_instead_of_release(allocation),
+        )
+    journal.audit(
+        conn,
+        act,
+        "allocation.released",
+        "allocation",
+        id,
+        project_id=allocation.project_id,
+    )
+    return allocation_records.get(conn, id)
+
+
+def _instead_of_release(allocation: Allocation) -> str:
+    """What helps who cannot give it back as it is now."""
+    state = allocation.state
+    recover = f"an operator, `gpuaas recover {allocation.id} --reason WHY`"
+    if state == AllocationState.RELEASED:
+        return "nothing: it is given back already"
+    if state == AllocationState.FAILED:
+        return f"nothing: it has ended; launch again. Slots that it left blocked take {recover}"
+    if state == AllocationState.RELEASING and allocation.error:
+        return f"its clean-up has failed and takes {recover}"
+    if state == AllocationState.RELEASING:
+        return "wait: it is being given back, until its disks are proven clean"
+    return f"wait until it is active, and ask again; a launch that is stuck takes {recover}"
+
+
+def _check(launch: Launch) -> None:
+    if launch.capacity_shape != CapacityShape.GPU_SLICE:
+        raise Problem(
+            "shape_not_schedulable",
+            422,
+            expected=", ".join(CapacityShape),
+            found=launch.capacity_shape,
+            remedy="ask for a shape that this site sells",
+        )
+    if launch.gpu_count < 1:
+        raise Problem(
+            "gpu_count_invalid",
+            422,
+            expected="at least one GPU",
+            found=str(launch.gpu_count),
+            remedy="ask for one GPU or more",
+        )
+
+
+def _require_image(conn: sa.Connection, launch: Launch) -> None:
+    """Problem when the project or the image does not exist."""
+    projects.get(conn, launch.project_id)
+    named = {"id": launch.image_id} if launch.image_id else {"name": launch.image}
+    if launch.image_version and not launch.image_id:
+        named["version"] = launch.image_version
+    if rows.first(conn, rows.where(sa.select(image_table), image_table, **named), Image) is None:
+        raise not_found(
+            "image", launch.image_id or f"{launch.image} {launch.image_version}".strip()
+        )
+
+
+def _named(conn: sa.Connection, launch: Launch, node_id: str) -> tuple[Record, Record]:
+    """The request's image, and of the node what is asked of it; Problem when there is no such
+    project or image.
+    """
+    how = "id" if launch.image_id else "version" if launch.image_version else "name"
+    wanted = {"image": launch.image_id or launch.image, "version": launch.image_version}
+    given = {"node": node_id, "project": launch.project_id, **wanted}
+    found = conn.execute(_naming(how), given).mappings().first()
+    if found is None:
+        _require_image(conn, launch)
+        raise not_found("node", node_id)
+    image = dict(found)
+    return image, {name: image.pop(f"node_{name}") for name in _OF_NODE}
+
+
+@cache
+def _naming(how: str) -> sa.Select[Any]:
+    """The image by id, by name and version, or by name, the newest; with it the node."""
+    image, version = sa.bindparam("image", type_=sa.Text), sa.bindparam("version", type_=sa.Text)
+    project = sa.exists().where(project_table.c.id == sa.bindparam("project"))
+    node = [nodes.c[name].label(f"node_{name}") for name in _OF_NODE]
+    query = sa.select(image_table, *node).join_from(image_table, nodes, sa.true())
+    query = query.where(project, nodes.c.id == sa.bindparam("node"))
+    if how == "id":
+        return query.where(image_table.c.id == image)
+    query = query.where(image_table.c.name == image).order_by(image_table.c.created_at.desc())
+    return query.where(image_table.c.version == version) if how == "version" else query
+
+
+def _parameters(launch: Launch, image: Record) -> dict[str, Any]:
+    return {
+        "allocation": {
+            "username": launch.username,
+            "ssh_keys": list(launch.ssh_keys),
+            "hostname": launch.hostname,
+        },
+        "image": {name: value for name, value in image.items() if name != "created_at"},
+        "runtime_profile": launch.runtime_profile,
+        "parameters": dict(launch.parameters),
+    }
+
+
+def _item(
+    allocation: Allocation,
+    kind: TaskKind,
+    held: Sequence[Claim],
+    *,
+    extra: Mapping[str, Any] | None = None,
+) -> queue.Enqueue:
+    slots = run_bundles(held)
+    given = dict(extra or {})
+    named = {"id": allocation.id, **given.pop("allocation", {})}
+    return queue.Enqueue(
+        kind=kind,
+        node_id=allocation.node_id,
+        subject_kind="allocation",
+        subject_id=allocation.id,
+        allocation_id=allocation.id,
+        parameters={"allocation": named, "slots": slots, **given},
+        fences={slot["slot_id"]: slot["fence"] for slot in slots},
+    )
+
+
+def _move(conn: sa.Connection, id: str, event: str, act: Act) -> None:
+    own = act.because(act.reason, {**act.evidence, "allocation_id": id})
+    advance(conn, "allocation", id, event, act)
+    move_claims(conn, id, event, act)
+    for slot in held_slots(conn, id):
+        advance(conn, "slot", slot.id, event, own)
+
+
+def _withdraw(conn: sa.Connection, id: str, queued: Sequence[Task], act: Act) -> None:
+    locks.hold_allocation(conn, id)
+    for task in queued:
+        ended = queue.cancel(conn, task.id, act)
+        # A worker may have taken it since it was read: then nobody knows that nothing was begun.
+        if ended.state != TaskState.CANCELED or ended.started_at is not None:
+            raise Problem(
+                "generation_conflict",
+                409,
+                expected=f"task {task.id} not begun",
+                found=f"{ended.state}, begun meanwhile",
+                remedy="read the allocation again and decide anew",
+            )
+    evidence = {
+        "allocation_id": id,
+        "never_started": [task.id for task in queued],
+        "state": TaskState.CANCELED.value,
+        **NOTHING_DONE,
+    }
+    own = act.because("withdrawn before any run began", evidence)
+    # The claims first: the schema sells no slot that one still holds (I4).
+    move_claims(conn, id, "finish", own)
+    for slot in held_slots(conn, id):
+        proof = proofs.record(conn, slot, ProofKind.UNTOUCHED, evidence, allocation_id=id)
+        gate.give_back(conn, slot, proof, own)
+    advance(conn, "allocation", id, "withdraw", own, columns={"ended_at": clock.now()})

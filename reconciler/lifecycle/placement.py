@@ -1,0 +1,423 @@
+"""Finding slots for a slice and keeping others off them until they are claimed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.db import settings
+from reconciler.db.schema import Slot, nodes, slots
+from reconciler.db.schema import settings as settings_table
+from reconciler.model.bundle import REQUIRED
+from reconciler.model.errors import Problem
+from reconciler.model.scheduler.explain import Explanation, explain
+from reconciler.model.scheduler.feasible import IDLE
+from reconciler.model.scheduler.place import Placement, place
+from reconciler.model.scheduler.snapshot import NodeView, NvlinkSets, SlotView, Snapshot, Want
+from reconciler.model.states import HealthState, NodeMode, NodeState, SharingMechanism, SlotState
+
+# How often a place is looked for again when somebody else took it meanwhile (PostgreSQL only).
+TRIES = 20
+# How many nodes a launch looks at slot by slot, and by which factor it goes on: what the counts do
+# not know (a slot that somebody holds at this moment, an incomplete row, an NVLink set) seldom
+# leaves none of the first ones.
+_FIRST = 6
+_WIDER = 3
+# How many single slots are asked for in one statement once the best one was somebody else's.
+_AT_ONCE = 6
+_OFF = frozenset({"site_off", "scheduling_off"})
+
+
+class NoRoom(Problem):
+    """Nothing was found for `want`. Why is for `refusal` to say, which takes long and locks none:
+    the transaction of a launch holds up other writers.
+    """
+
+    def __init__(self, want: Want) -> None:
+        super().__init__(
+            "no_capacity",
+            expected=f"{want.gpus} free GPUs on one node",
+            found="none",
+            remedy="ask later",
+        )
+        self.want = want
+
+
+def reserve(conn: sa.Connection, want: Want) -> tuple[str, list[Slot]]:
+    """A node and its slots for the request, locked; they are checked again by the claim.
+
+    A few nodes that look best are tried, then more and more of the others. Slots that others hold
+    locked are passed over while anything else fits; only then are those others waited for, since
+    they may yet give back what they hold.
+    """
+    for _ in range(TRIES):
+        passed: set[str] = set()
+        # No node without slices is as good as any with one: those are looked at only afterwards.
+        for sliced in (True, False):
+            found = _search(conn, want, passed, sliced=sliced)
+            if found is not None:
+                return found
+        if not passed:
+            raise NoRoom(want)
+        _wait(conn, passed)
+    raise contended()
+
+
+def contended() -> Problem:
+    """Others were there first, each time."""
+    return Problem(
+        "generation_conflict",
+        409,
+        expected="slots that stay free while they are being reserved",
+        found=f"others took them {TRIES} times",
+        remedy="repeat the request",
+    )
+
+
+def refusal(conn: sa.Connection, want: Want) -> Problem | None:
+    """Why there is no room; None when there is by now.
+
+    Said of one picture, as `reserve` has two: between them, a node may have got its first slice.
+    """
+    found, explanation = judge(conn, want)
+    return None if found is not None else _no_capacity(explanation, want)
+
+
+def judge(conn: sa.Connection, want: Want) -> tuple[Placement | None, Explanation]:
+    """Where the request would go now, and how every slot was judged; nothing is reserved."""
+    everything = snapshot(conn)
+    return place(everything, want), explain(everything, want)
+
+
+def _search(
+    conn: sa.Connection, want: Want, passed: set[str], *, sliced: bool
+) -> tuple[str, list[Slot]] | None:
+    seen: set[str] = set()
+    while True:
+        limit = _FIRST + len(seen) * _WIDER
+        picture = likely(conn, want, limit, sliced=sliced, beside=seen)
+        found = _take(conn, picture, want, passed)
+        if found is not None or len(picture.nodes) < limit:
+            return found
+        seen |= {node.id for node in picture.nodes}
+
+
+def _take(
+    conn: sa.Connection, snapshot: Snapshot, want: Want, passed: set[str]
+) -> tuple[str, list[Slot]] | None:
+    """Lock the best place; what others hold is added to `passed`, and the next best is tried."""
+    at_once = 1
+    while True:
+        places = _places(snapshot, want, passed, at_once if want.gpus == 1 else 1)
+        if not places:
+            return None
+        wanted = [slot_id for found in places for slot_id in found.slot_ids]
+        if want.gpus > 1:
+            locked = _all_or_none(conn, wanted)
+        else:
+            locked = _first(conn, wanted) if len(places) > 1 else _lock(conn, wanted, skip=True)
+        for found in places:
+            if set(found.slot_ids) <= set(locked):
+                return found.node_id, [locked[slot_id] for slot_id in found.slot_ids]
+            passed |= set(found.slot_ids) - set(locked)
+        # Others are about: they want the same ones, in the same order.
+        at_once = _AT_ONCE
+
+
+def _places(snapshot: Snapshot, want: Want, passed: set[str], most: int) -> list[Placement]:
+    """The best place, then those that are best without the slots of the ones before."""
+    places: list[Placement] = []
+    without = set(passed)
+    while len(places) < most:
+        found = place(snapshot.without(frozenset(without)) if without else snapshot, want)
+        if found is None:
+            break
+        places.append(found)
+        without |= set(found.slot_ids)
+    return places
+
+
+def _lock(conn: sa.Connection, slot_ids: Sequence[str], *, skip: bool) -> dict[str, Slot]:
+    found = conn.execute(_locking(skip), {"ids": slot_ids}).mappings()
+    return {slot["id"]: Slot(**slot) for slot in found}
+
+
+def _all_or_none(conn: sa.Connection, slot_ids: Sequence[str]) -> dict[str, Slot]:
+    """Lock what nobody else holds; kept only when it is the whole set: others may want a part."""
+    savepoint = conn.begin_nested()
+    locked = _lock(conn, slot_ids, skip=True)
+    if len(locked) == len(slot_ids):
+        savepoint.commit()
+    else:
+        savepoint.rollback()
+    return locked
+
+
+def _wait(conn: sa.Connection, slot_ids: Collection[str]) -> None:
+    """Until others hold them no longer. None is kept: two launches would wait for each other."""
+    savepoint = conn.begin_nested()
+    _lock(conn, sorted(slot_ids), skip=False)
+    savepoint.rollback()
+
+
+def _first(conn: sa.Connection, slot_ids: Sequence[str]) -> dict[str, Slot]:
+    """Lock the first of them, in this order, that nobody else holds."""
+    padded = [*slot_ids, *[""] * (_AT_ONCE - len(slot_ids))]
+    found = conn.execute(_choosing(), {f"id{at}": id for at, id in enumerate(padded)}).mappings()
+    return {slot["id"]: Slot(**slot) for slot in found}
+
+
+@cache
+def _locking(skip: bool) -> sa.Select[Any]:
+    query = sa.select(slots).where(
+        slots.c.id.in_(sa.bindparam("ids", expanding=True)),
+        slots.c.status == SlotState.AVAILABLE,
+    )
+    return query.order_by(slots.c.id).with_for_update(skip_locked=skip)
+
+
+@cache
+def _choosing() -> sa.Select[Any]:
+    given = [sa.bindparam(f"id{at}", type_=sa.Text) for at in range(_AT_ONCE)]
+    order = sa.case(*((slots.c.id == id, at) for at, id in enumerate(given)))
+    query = sa.select(slots).where(slots.c.id.in_(given), slots.c.status == SlotState.AVAILABLE)
+    return query.order_by(order).limit(1).with_for_update(skip_locked=True)
+
+
+def _no_capacity(explanation: Explanation, want: Want) -> Problem:
+    refusals = set(explanation["reasons"])
+    if refusals and refusals <= _OFF and not explanation["free"]:
+        return Problem(
+            "scheduling_off",
+            409,
+            expected="slice scheduling switched on for the site and a node",
+            found=", ".join(sorted(refusals)),
+            remedy="an admin switches it on once the node is proven",
+            detail={"explanation": explanation},
+        )
+    return Problem(
+        "no_capacity",
+        409,
+        expected=f"{want.gpus} free GPUs on one node",
+        found=explanation["summary"],
+        remedy=_remedy(explanation),
+        detail={"explanation": explanation},
+    )
+
+
+def _remedy(explanation: Explanation) -> str:
+    offers = [
+        " ".join(
+            [f"{offer['gpus']} GPU{'s' if offer['gpus'] > 1 else ''}"]
+            + [f"in {kind} {offer[kind]}" for kind in ("region", "pool") if offer[kind]]
+        )
+        for offer in explanation["nearest"]
+    ]
+    return f"ask for {', or for '.join(offers)}, or later" if offers else "ask later"
+
+
+Row = sa.RowMapping
+# What of a slot's metadata says where it sits; the rest of it is not read for each launch.
+_PLACE = (
+    slots.c.capacity_metadata["pcie_switch"].as_string().label("pcie_switch"),
+    slots.c.capacity_metadata["gpu_module_id"].label("gpu_module_id"),
+    slots.c.capacity_metadata["fabric_claim_mode"].as_string().label("fabric_claim_mode"),
+    slots.c.capacity_metadata["nvlink_sets"].label("nvlink_sets"),
+)
+_SITE = sa.select(settings_table.c.value).where(settings_table.c.name == settings.SCHEDULING)
+
+
+def snapshot(conn: sa.Connection) -> Snapshot:
+    """Slice hosts with their approved slots as they are now."""
+    return _read(conn, _picture())
+
+
+def likely(
+    conn: sa.Connection,
+    want: Want,
+    limit: int,
+    *,
+    sliced: bool,
+    beside: Collection[str] = (),
+) -> Snapshot:
+    """The nodes, but for some, that the counts of their slots rank first for this request.
+
+    sliced: of those that have a slice, or of those that have none. The order is that of
+    planning.score as far as counts go: those with room on one NUMA node, the fullest, those with a
+    NUMA node that is nearly full. Nothing is decided here: the slots are judged one by one later.
+    """
+    wanted = {"region": want.region, "pool": want.pool, "id": want.node_id}
+    given = {name: value for name, value in wanted.items() if value}
+    query = _likely(sliced, tuple(given), bool(want.profiles), bool(beside))
+    values: dict[str, Any] = {f"wanted_{name}": value for name, value in given.items()}
+    if want.profiles:
+        values["profiles"] = sorted(want.profiles)
+    if beside:
+        values["beside"] = sorted(beside)
+    return _read(conn, query, values | {"gpus": want.gpus, "most": limit})
+
+
+def _read(
+    conn: sa.Connection, query: sa.Select[Any], values: Mapping[str, Any] | None = None
+) -> Snapshot:
+    of_node: dict[str, list[Row]] = defaultdict(list)
+    for slot in conn.execute(query, values or {}).mappings():
+        of_node[slot["node_id"]].append(slot)
+    return Snapshot.of(_node(found) for found in of_node.values())
+
+
+@cache
+def _picture() -> sa.Select[Any]:
+    """A row for each slot, with its node's columns; what can be judged there is judged there."""
+    host = ("region", "pool", "profile", "mode", "state", "health_state", "reboot_required")
+    own = ("id", "node_id", "slot_index", "status", "numa_node", "fabric_vf_pci_address")
+    exclusive = slots.c.sharing_mechanism == SharingMechanism.EXCLUSIVE_DEVICE
+    return (
+        sa.select(
+            *(nodes.c[name] for name in host),
+            nodes.c.slice_scheduling,
+            _SITE.scalar_subquery().label("site"),
+            *(slots.c[name] for name in own),
+            *_PLACE,
+            _complete().label("complete"),
+            exclusive.label("exclusive_device"),
+            slots.c.available_proof_id.is_not(None).label("proven"),
+        )
+        .join_from(nodes, slots, slots.c.node_id == nodes.c.id)
+        .where(nodes.c.state != NodeState.RETIRED, slots.c.retired_at.is_(None))
+    )
+
+
+def _complete() -> sa.ColumnElement[bool]:
+    """Bundle.missing, asked of the database."""
+    columns = [slots.c[name] for name in REQUIRED]
+    return sa.and_(*(column != (0 if column.type.python_type is int else "") for column in columns))
+
+
+@cache
+def _likely(sliced: bool, wanted: tuple[str, ...], profiles: bool, beside: bool) -> sa.Select[Any]:
+    counted = _counted(sliced)
+    host = nodes.alias("host")
+    gpus = sa.bindparam("gpus", type_=sa.Integer)
+    some = [host.c.profile.in_(sa.bindparam("profiles", expanding=True))] if profiles else []
+    fit = sa.and_(
+        host.c.mode == NodeMode.SLICE,
+        host.c.state == NodeState.READY,
+        host.c.health_state != HealthState.FAILED,
+        host.c.reboot_required.is_(False),
+        host.c.slice_scheduling.is_(True),
+        *(host.c[name] == sa.bindparam(f"wanted_{name}") for name in wanted),
+        *some,
+    )
+    counts: sa.CTE | sa.Subquery
+    if sliced:
+        # Few are left to be asked about, so each is; with a join, a planner that takes almost no
+        # node for fit, as it does while all nodes are alike, would count again for each of them.
+        counts = counted.subquery("counts")
+        one = sa.select(sa.literal(1)).where(host.c.id == counts.c.node_id, fit).scalar_subquery()
+        best = sa.select(counts.c.node_id).where(one == 1)
+    else:
+        # Nodes without slices may be the whole site: counted once, and what is not wanted is left
+        # out by two sets that PostgreSQL hashes whatever it takes their sizes for.
+        counts = counted.cte("counts").prefix_with("MATERIALIZED", dialect="postgresql")
+        unfit = sa.select(host.c.id).where(sa.not_(fit))
+        node_id = counts.c.node_id
+        best = sa.select(node_id).where(node_id.not_in(unfit), node_id.not_in(_busy()))
+    best = best.where(counts.c.free >= gpus)
+    if beside:
+        others = sa.bindparam("beside", expanding=True, type_=sa.Text)
+        best = best.where(counts.c.node_id.not_in(others))
+    best = best.order_by(
+        sa.case((counts.c.together >= gpus, 0), else_=1),
+        counts.c.free,
+        counts.c.least,
+        counts.c.node_id,
+    ).limit(sa.bindparam("most", type_=sa.Integer))
+    return _picture().where(nodes.c.id.in_(best))
+
+
+def _counted(sliced: bool) -> sa.Select[Any]:
+    """Free slots of each node; together, least: the most and the fewest on one NUMA node."""
+    # An integer: PostgreSQL adds up larger ones as numbers of any length.
+    counted = sa.cast(sa.func.count(), sa.Integer)
+    query = sa.select(slots.c.node_id, counted.label("free"))
+    parts = _free(query, sliced).group_by(slots.c.node_id, slots.c.numa_node).subquery("parts")
+    free = parts.c.free
+    found = (sa.func.sum(free).label("free"), sa.func.max(free).label("together"))
+    least = sa.func.min(free).label("least")
+    return sa.select(parts.c.node_id, *found, least).group_by(parts.c.node_id)
+
+
+def _free(query: sa.Select[Any], sliced: bool) -> sa.Select[Any]:
+    # Answered from ix_slots_free and ix_slots_busy alone, so nothing else of a slot may be asked
+    # for. Nodes with slices are found from the smaller of the two sets, the others by going through
+    # all that is free: only when no sliced node has room.
+    query = query.where(
+        slots.c.retired_at.is_(None), slots.c.status == _literal(SlotState.AVAILABLE)
+    )
+    return query.where(slots.c.node_id.in_(_busy())) if sliced else query
+
+
+def _busy() -> sa.Select[tuple[str]]:
+    """Nodes with a slice, one row for each slot of it."""
+    other = slots.alias("busy")
+    return sa.select(other.c.node_id).where(
+        other.c.retired_at.is_(None), other.c.status.not_in([_literal(state) for state in IDLE])
+    )
+
+
+def _literal(state: SlotState) -> sa.ColumnElement[str]:
+    # In the statement's text: with a parameter no planner can tell that the partial index fits.
+    return sa.literal_column(f"'{state.value}'", sa.Text)
+
+
+def _node(found: list[Row]) -> NodeView:
+    node = found[0]
+    return NodeView(
+        id=node["node_id"],
+        region=node["region"],
+        pool=node["pool"],
+        profile=node["profile"],
+        refusal=_refusal(node) or ("" if node["site"] else "site_off"),
+        slots=tuple(map(_slot, found)),
+        nvlink_sets=_nvlink_sets(found),
+    )
+
+
+def _slot(slot: Row) -> SlotView:
+    module = slot["gpu_module_id"]
+    return SlotView(
+        id=slot["id"],
+        index=slot["slot_index"],
+        status=slot["status"],
+        numa_node=slot["numa_node"],
+        switch=slot["pcie_switch"] or "",
+        module=module if isinstance(module, int) else -1,
+        complete=slot["complete"],
+        exclusive_device=slot["exclusive_device"],
+        proven=slot["proven"],
+        fabric=slot["fabric_vf_pci_address"],
+        own_function=slot["fabric_claim_mode"] == "per_slot_vf",
+    )
+
+
+def _nvlink_sets(found: Iterable[Row]) -> NvlinkSets:
+    """As the profile said at the approval of each slot."""
+    listed: list[Any] = [slot["nvlink_sets"] or [] for slot in found]
+    return frozenset(frozenset(modules) for sets in listed for modules in sets)
+
+
+def _refusal(node: Row) -> str:
+    if node["mode"] != NodeMode.SLICE:
+        return "not_slice"
+    if node["state"] != NodeState.READY:
+        return f"node_{node['state']}"
+    if node["health_state"] == HealthState.FAILED:
+        return "node_unhealthy"
+    if node["reboot_required"]:
+        return "reboot_required"
+    return "" if node["slice_scheduling"] else "scheduling_off"

@@ -1,0 +1,632 @@
+"""Bringing blocked slots back: by evidence, never by somebody's word alone."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.db import clock, journal, locks, rows, settings
+from reconciler.db.journal import ENTITIES, Overdue, advance
+from reconciler.db.rows import Record
+from reconciler.db.schema import (
+    Allocation,
+    AuditEntry,
+    Node,
+    Proof,
+    Slot,
+    Task,
+    allocations,
+    audit_log,
+)
+from reconciler.db.schema import settings as setting_table
+from reconciler.db.schema import slots as slot_table
+from reconciler.lifecycle import baremetal, gate, slices
+from reconciler.lifecycle.slices import move_claims
+from reconciler.model.act import Act, require_reason
+from reconciler.model.bundle import run_bundle
+from reconciler.model.errors import Problem
+from reconciler.model.proof import NOTHING_DONE
+from reconciler.model.recovery import HOUR_S, Move, Policy, Seen, next_move
+from reconciler.model.states import (
+    LIVE_CLAIMS,
+    AllocationState,
+    CapacityShape,
+    HealthState,
+    NodeState,
+    ProofKind,
+    SlotState,
+    TaskKind,
+)
+from reconciler.records import proofs, reports
+from reconciler.records import queue as task_queue
+from reconciler.records import slots as slot_records
+from reconciler.records.claims import fence_off, held_slots, last_holder, of_allocation
+
+FORCE_CLEANUP = "admin.allocation.force_cleanup.applied"
+DRAINED = (NodeState.DRAINING, NodeState.MAINTENANCE)
+# What comes before a forced clean-up of a node that is not well, by its state; else it is drained.
+_FIRST: dict[str, str] = {
+    NodeState.ENROLLING: "have its host enrol first (`gpuaas nodes userdata`)",
+    NodeState.BOOTSTRAPPING: "end its bootstrap first (`gpuaas nodes bootstrap`); one that cannot"
+    " be prepared goes into maintenance by itself after two hours, where this is possible too",
+    NodeState.RETIRED: "nothing to do: no slot of a retired node comes back",
+}
+# Nothing to recover: back already, or a clean-up is under way.
+SETTLED = (SlotState.AVAILABLE, SlotState.DISABLED, SlotState.CLEANUP)
+
+
+def force_cleanup(
+    conn: sa.Connection, allocation_id: str, act: Act, *, runtime_verified_absent: bool
+) -> Record:
+    """End a stuck allocation; with the operator's word for absence its slots are cleaned up.
+
+    They come back through verification and wipe, at once only where the proof is already there.
+    """
+    require_reason(act, "say why this is forced")
+    allocation = locks.hold_allocation(conn, allocation_id)
+    held = held_slots(conn, allocation_id)
+    _refuse(conn, allocation, held)
+    canceled = _cancel(conn, allocation_id, act)
+    own = act.because(act.reason, {**act.evidence, "allocation_id": allocation_id})
+    if allocation.state != AllocationState.FAILED:
+        slices.fail(conn, allocation_id, own, error={"code": "force_cleanup"})
+    changed = [_recover(conn, slot, allocation_id, own, runtime_verified_absent) for slot in held]
+    before = {slot.id: slot.status for slot in held}
+    cleaning = [
+        slot
+        for slot in changed
+        if slot.status == SlotState.CLEANUP and before[slot.id] != SlotState.CLEANUP
+    ]
+    task = queue_wipe(conn, allocation_id, cleaning, own) if cleaning else None
+    journal.audit(
+        conn,
+        act,
+        FORCE_CLEANUP,
+        "allocation",
+        allocation_id,
+        detail={
+            "runtime_verified_absent": runtime_verified_absent,
+            "slots": {slot.id: slot.status for slot in changed},
+            "canceled_tasks": canceled,
+        },
+        project_id=allocation.project_id,
+    )
+    queued = {slot.id for slot in cleaning}
+    return {
+        "allocation_id": allocation_id,
+        "state": AllocationState.FAILED.value,
+        "runtime_verified_absent": runtime_verified_absent,
+        "slots": [
+            {
+                "slot_id": slot.id,
+                "slot_index": slot.slot_index,
+                "status": slot.status,
+                "task_id": task.id if task and slot.id in queued else None,
+            }
+            for slot in changed
+        ],
+        "canceled_tasks": canceled,
+    }
+
+
+def force_release(conn: sa.Connection, allocation_id: str, act: Act) -> Allocation:
+    """End the tenant's use and the billing although the host does not answer."""
+    require_reason(act, "say why this is forced")
+    _require_silence(conn, rows.get(conn, Allocation, allocation_id, lock=True))
+    own = act.because(act.reason, {**act.evidence, "allocation_id": allocation_id})
+    columns = {"ended_at": clock.now()}
+    allocation = advance(conn, "allocation", allocation_id, "force_release", own, columns=columns)
+    _cancel(conn, allocation_id, act)
+    move_claims(conn, allocation_id, "finish", own)
+    error = {"code": "force_release", "found": act.reason}
+    for slot in held_slots(conn, allocation_id):
+        if slot.status in (SlotState.ACTIVE, SlotState.RELEASING):
+            slices.block(conn, slot, allocation_id, own, step="force_release", error=error)
+    baremetal.left_behind(conn, allocation_id, own, step="force_release", error=error)
+    journal.audit(
+        conn,
+        act,
+        "admin.allocation.force_release.applied",
+        "allocation",
+        allocation_id,
+        project_id=allocation.project_id,
+    )
+    return allocation
+
+
+def repair(conn: sa.Connection, slot_id: str, act: Act) -> Task:
+    """Clean up one blocked slot: verify, wipe, prove. The task that does it."""
+    slot = rows.get(conn, Slot, slot_id, lock=True)
+    holder = last_holder(conn, slot_id)
+    own = act.because(act.reason or "repair", {**act.evidence, "allocation_id": holder})
+    if slot.status != SlotState.CLEANUP_BLOCKED:
+        raise Problem(
+            "slot_not_blocked",
+            409,
+            expected="a slot in cleanup_blocked",
+            found=str(slot.status),
+            remedy="nothing to repair; disable and enable it to have its gate judged again",
+        )
+    # Sold with a live claim on it, the slot would refuse every launch that is placed there.
+    claimed = [claim for claim in of_allocation(conn, holder) if claim.slot_id == slot_id]
+    if any(claim.state in LIVE_CLAIMS for claim in claimed):
+        raise Problem(
+            "claim_live",
+            409,
+            expected="a slot whose last claim has ended",
+            found=f"the claim of allocation {holder}",
+            remedy=f"end it first: `gpuaas recover {holder}` does both",
+        )
+    journal.audit(conn, act, "admin.slot.repair", "slot", slot_id)
+    return queue_wipe(conn, holder or slot_id, [begin_cleanup(conn, slot, own)], own)
+
+
+def verify_absence(conn: sa.Connection, allocation_id: str, act: Act) -> Task:
+    """Queue the look at the host for anything that is left of an allocation."""
+    held = held_slots(conn, allocation_id)
+    shape = rows.get(conn, Allocation, allocation_id).capacity_shape
+    if shape == CapacityShape.BAREMETAL:
+        raise Problem(
+            "allocation_baremetal",
+            409,
+            expected="an allocation of slices",
+            found="a bare-metal allocation",
+            remedy="`gpuaas nodes clean-machine` removes and verifies in one go",
+        )
+    return queue_host_task(conn, TaskKind.SLICE_ABSENCE_VERIFY, allocation_id, held, act)
+
+
+def blocked(conn: sa.Connection, node_id: str | None = None) -> list[Record]:
+    """Slots that wait for evidence, with the allocation, reason and step of their detail."""
+    query = rows.where(
+        sa.select(slot_table), slot_table, status=SlotState.CLEANUP_BLOCKED, node_id=node_id
+    )
+    found = rows.every(conn, query.order_by(slot_table.c.node_id, slot_table.c.slot_index), Slot)
+    names = ("allocation_id", "reason", "step")
+    return [
+        {**vars(slot), **{key: slot.health_detail.get(key, "") for key in names}} for slot in found
+    ]
+
+
+def expire(conn: sa.Connection, overdue: Overdue, act: Act) -> bool:
+    """Do what passing a deadline means; False when it is only a warning, or not so any more."""
+    where = ENTITIES[overdue.entity]
+    holder = last_holder(conn, overdue.id) if overdue.entity == "slot" else ""
+    if holder:
+        locks.hold_allocation(conn, holder)
+    record = rows.get(conn, where.kind, overdue.id, lock=True)
+    if not overdue.event or getattr(record, where.state) != overdue.state:
+        return False
+    if getattr(record, where.deadline) != overdue.deadline_at:
+        # Put off meanwhile: a run has begun.
+        return False
+    error = deadline_error(overdue)
+    own = act.because(f"deadline passed in {overdue.state}", {"deadline": error})
+    if overdue.entity == "allocation":
+        return _expire_allocation(conn, overdue.id, own, error)
+    if overdue.entity == "slot":
+        # A slot that is being built or released goes with its allocation; a clean-up by itself.
+        if overdue.state == SlotState.CLEANUP or not _expire_allocation(conn, holder, own, error):
+            own = own.because(own.reason, {**own.evidence, "allocation_id": holder})
+            slices.block(
+                conn,
+                rows.get(conn, Slot, overdue.id, lock=True),
+                holder,
+                own,
+                step="deadline",
+                error=error,
+            )
+    elif overdue.entity == "node":
+        advance(conn, "node", overdue.id, overdue.event, own)
+    else:
+        return False
+    return True
+
+
+def deadline_error(overdue: Overdue) -> dict[str, str]:
+    """What is recorded of something that stayed in a state for too long."""
+    return {
+        "code": task_queue.DEADLINE_PASSED,
+        "expected": f"{overdue.entity} {overdue.state} for a limited time",
+        "found": f"still {overdue.state} after {clock.iso(overdue.deadline_at)}",
+        "remedy": "look at its last task; recover the slot by evidence",
+    }
+
+
+def _expire_allocation(
+    conn: sa.Connection, allocation_id: str, act: Act, error: dict[str, str]
+) -> bool:
+    locks.hold_allocation(conn, allocation_id)
+    _cancel(conn, allocation_id, act)
+    if _expire_building(conn, allocation_id, act, error):
+        return True
+    return slices.release_failed(conn, allocation_id, act, step="deadline", error=error)
+
+
+def _expire_building(
+    conn: sa.Connection, allocation_id: str, act: Act, error: dict[str, str]
+) -> bool:
+    """What nobody began, however long it waited, has touched nothing."""
+    begun = task_queue.may_have_begun(conn, allocation_id)
+    shape = rows.get(conn, Allocation, allocation_id).capacity_shape
+    if shape == CapacityShape.BAREMETAL:
+        return baremetal.provision_failed(
+            conn, allocation_id, act, step="deadline", error=error, untouched=not begun
+        )
+    slots = [] if begun else held_slots(conn, allocation_id)
+    untouched = {slot.id: NOTHING_DONE for slot in slots}
+    return slices.provision_failed(
+        conn, allocation_id, act, step="deadline", error=error, untouched=untouched
+    )
+
+
+def _require_silence(conn: sa.Connection, allocation: Allocation) -> None:
+    """Of a host that answers it can be known what the tenant has: there a release is the way.
+
+    Unless it was tried on a whole machine, which stays out of reach until it is clean in any case.
+    """
+    node = rows.get(conn, Node, allocation.node_id, lock=True)
+    tried = allocation.state == AllocationState.RELEASING and (
+        node.unclean_allocation_id == allocation.id
+    )
+    if node.state != NodeState.UNREACHABLE and not tried:
+        raise Problem(
+            "node_reachable",
+            409,
+            expected="an allocation whose host does not answer",
+            found=f"node {node.state}",
+            remedy="release it; force-cleanup ends the release of a slice that failed",
+        )
+
+
+def _refuse(conn: sa.Connection, allocation: Allocation, held: list[Slot]) -> None:
+    state = allocation.state
+    node = rows.get(conn, Node, allocation.node_id)
+    unhealthy = node.health_state == HealthState.FAILED and node.state not in DRAINED
+    unready = node.state not in (NodeState.READY, *DRAINED)
+    releasing = state == AllocationState.RELEASING and any(
+        slot.status == SlotState.RELEASING for slot in held
+    )
+    for wrong, code, found, remedy in (
+        (
+            allocation.capacity_shape == CapacityShape.BAREMETAL,
+            "allocation_baremetal",
+            "a bare-metal allocation",
+            "release it; force-cleanup is for slices",
+        ),
+        (
+            state == AllocationState.ACTIVE,
+            "allocation_active",
+            "an active allocation",
+            "release it, or look into its runtime first",
+        ),
+        (
+            state == AllocationState.RELEASED,
+            "allocation_released",
+            "a released allocation",
+            "repair its slot, if one is blocked",
+        ),
+        (
+            releasing,
+            "allocation_releasing",
+            "a release that has not failed",
+            "wait until it has ended",
+        ),
+        (
+            node.state == NodeState.UNREACHABLE,
+            "node_unreachable",
+            "a node that does not answer",
+            "bring the node back first: what runs on it is unknown",
+        ),
+        (
+            unready or unhealthy,
+            "node_unhealthy",
+            f"node {node.state}, health {node.health_state}",
+            _FIRST.get(node.state, "drain the node first (`gpuaas nodes drain`)"),
+        ),
+    ):
+        if wrong:
+            raise Problem(
+                code,
+                409,
+                expected="a failed, unfinished or stuck slice allocation on a healthy node",
+                found=found,
+                remedy=remedy,
+            )
+
+
+def _cancel(conn: sa.Connection, allocation_id: str, act: Act) -> list[str]:
+    open_tasks = task_queue.open_of_allocation(conn, allocation_id)
+    # A clean-up under way is what is wanted; everything else ends.
+    ended = [task.id for task in open_tasks if task.kind != TaskKind.SLICE_WIPE]
+    for task_id in ended:
+        task_queue.cancel(conn, task_id, act)
+    return ended
+
+
+def _recover(conn: sa.Connection, slot: Slot, allocation_id: str, act: Act, absent: bool) -> Slot:
+    if slot.status in SETTLED:
+        return slot
+    if not absent:
+        if slot.status != SlotState.CLEANUP_BLOCKED:
+            error = {"code": "force_cleanup", "found": act.reason}
+            slot = slices.block(conn, slot, allocation_id, act, step="force_cleanup", error=error)
+        # From the next run on the host refuses whatever is still alive of the one before.
+        fence_off(conn, {slot.id: slot.fence})
+        return rows.get(conn, Slot, slot.id)
+    proof = _proof_since_failure(conn, slot, allocation_id)
+    return (
+        begin_cleanup(conn, slot, act) if proof is None else gate.give_back(conn, slot, proof, act)
+    )
+
+
+def _proof_since_failure(conn: sa.Connection, slot: Slot, allocation_id: str) -> Proof | None:
+    """The proof, if absence and a clean disk were both shown after the slot was blocked."""
+    if slot.status != SlotState.CLEANUP_BLOCKED:
+        return None
+    since = slot.status_since
+    absence = reports.latest_absence(conn, allocation_id)
+    proof = proofs.current(conn, slot)
+    absent = absence is not None and absence.absent and (absence.observed_at or 0.0) >= since
+    wiped = proof is not None and proof.kind == ProofKind.WIPE and proof.created_at >= since
+    return proof if absent and wiped else None
+
+
+def begin_cleanup(conn: sa.Connection, slot: Slot, act: Act) -> Slot:
+    """Into `cleanup`, under the next fence: from its first step on, the host refuses whatever run
+    is still alive.
+    """
+    return advance(conn, "slot", slot.id, "clean", act, columns={"fence": slot.fence + 1})
+
+
+def queue_wipe(conn: sa.Connection, name: str, cleaning: list[Slot], act: Act) -> Task:
+    """The task that cleans these slots of one node.
+
+    name: the allocation whose machine and traces are removed with them. One that no record knows
+    has no say in the records either; a slot that nobody ever had gives its own id, which is the
+    name of nothing on the host.
+    """
+    return queue_host_task(conn, TaskKind.SLICE_WIPE, name, cleaning, act)
+
+
+def queue_host_task(
+    conn: sa.Connection, kind: TaskKind, name: str, found: list[Slot], act: Act
+) -> Task:
+    """Work on the host of an allocation, with the slots as the run contract has them."""
+    query = sa.select(allocations.c.id, allocations.c.node_id).where(allocations.c.id == name)
+    known = rows.first(conn, query)
+    parameters: dict[str, Any] = {
+        "allocation": {"id": name},
+        "slots": [run_bundle(vars(slot), fence=True) for slot in found],
+    }
+    return task_queue.enqueue(
+        conn,
+        task_queue.Enqueue(
+            kind=kind,
+            node_id=found[0].node_id if found or known is None else known["node_id"],
+            subject_kind="allocation" if known else "slot",
+            subject_id=name if known else found[0].id,
+            allocation_id=name if known else None,
+            parameters=parameters,
+            fences={slot.id: slot.fence for slot in found},
+        ),
+        act,
+    )
+
+
+ORPHAN_STEP = "remove_orphan"
+_ENDED = (AllocationState.RELEASED, AllocationState.FAILED)
+
+
+def remove_orphan(conn: sa.Connection, slot_id: str, allocation_id: str, act: Act) -> Task:
+    """Clean one idle slot of a machine with this id: remove it, wipe, verify. The task.
+
+    Problem `slot_in_use` while somebody has the slot, or while it waits for evidence about another
+    allocation, `allocation_active` when the machine is that of one which has not ended.
+    """
+    require_reason(act, gate.WHY_GIVEN_UP)
+    known = rows.first(
+        conn, sa.select(allocations).where(allocations.c.id == allocation_id), Allocation
+    )
+    if known is not None:
+        known = locks.hold_allocation(conn, allocation_id)
+    slot = locks.hold_slot(conn, slot_id)
+    if slot.status not in (SlotState.DISABLED, SlotState.CLEANUP_BLOCKED) or slot.retired_at:
+        raise Problem(
+            "slot_in_use",
+            409,
+            expected="a slot that is disabled or blocked",
+            found=str(slot.status),
+            remedy="disable it first; what a known tenant has is released",
+        )
+    if known is not None and known.state not in _ENDED:
+        raise Problem(
+            "allocation_active",
+            409,
+            expected="an allocation that is not in the records, or has ended",
+            found=f"one that is {known.state}",
+            remedy="release it, or recover it",
+        )
+    holder = last_holder(conn, slot_id)
+    if slot.status == SlotState.CLEANUP_BLOCKED and allocation_id != holder:
+        _require_orphan_block(conn, slot)
+    own = act.because(act.reason, {**act.evidence, "orphan": allocation_id})
+    if slot.status == SlotState.DISABLED:
+        error = {"code": "orphan", "found": f"the host holds a machine of {allocation_id}"}
+        slot = slices.block(conn, slot, holder, own, step=ORPHAN_STEP, error=error)
+    detail = {"allocation_id": allocation_id}
+    journal.audit(conn, act, "admin.slot.orphan.removed", "slot", slot_id, detail=detail)
+    return queue_wipe(conn, allocation_id, [begin_cleanup(conn, slot, own)], own)
+
+
+def _require_orphan_block(conn: sa.Connection, slot: Slot) -> None:
+    """A slot that is blocked may hold what its last tenant left, of which the removal of another
+    machine proves nothing. It does not where such a removal blocked it: it was idle before.
+    """
+    blocked = SlotState.CLEANUP_BLOCKED
+    past = [row for row in journal.history_of(conn, "slot", slot.id) if row.target == blocked]
+    first = [row for row in past if row.source != SlotState.CLEANUP]
+    if first and "orphan" in first[-1].evidence:
+        return
+    raise Problem(
+        "slot_in_use",
+        409,
+        expected="a slot that is disabled, or blocked by the removal of a machine like this",
+        found=f"cleanup_blocked: {slot.status_reason}",
+        remedy="repair the slot first; if this machine keeps that from its end, stop it by hand",
+    )
+
+
+POLICY_ACTOR = "policy"
+POLICY_BEGUN = "policy.recovery.begun"
+POLICY_STOPPED = "policy.recovery.stopped"
+# In a slot's health_detail: why the policy leaves it alone.
+POLICY_STOPPED_KEY = "policy_stopped"
+_POLICY_SETTING = "recovery_policy"
+# Refusals that pass by themselves; any other is for a person.
+_PASSING = frozenset(
+    {"node_unreachable", "node_unhealthy", "allocation_releasing", "generation_conflict"}
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """The blocked slots of one allocation that the policy has not given up."""
+
+    allocation_id: str
+    node_id: str
+    slots: tuple[Record, ...]
+    move: Move
+    why: str
+
+
+def read_policy(conn: sa.Connection) -> Policy:
+    """The site's policy; off until set."""
+    return Policy(**settings.read(conn, _POLICY_SETTING, {}))
+
+
+def write_policy(conn: sa.Connection, policy: Policy, act: Act) -> None:
+    """Set it, and say who did."""
+    settings.write(conn, _POLICY_SETTING, asdict(policy), act)
+
+
+def cases(conn: sa.Connection) -> list[Case]:
+    """Every recovery that there is to do, the longest blocked first; also while it is off."""
+    policy = read_policy(conn)
+    of_allocation: dict[str, list[Record]] = defaultdict(list)
+    for slot in blocked(conn):
+        if POLICY_STOPPED_KEY not in slot["health_detail"] and slot["allocation_id"]:
+            of_allocation[slot["allocation_id"]].append(slot)
+    begun = _begun_since(conn, clock.read(conn) - HOUR_S) if of_allocation else []
+    found = [_case(conn, policy, key, held, begun) for key, held in of_allocation.items()]
+    return sorted(found, key=lambda case: (_blocked_since(case.slots), case.allocation_id))
+
+
+def play_case(conn: sa.Connection, allocation_id: str) -> Case | None:
+    """Do the next move about one allocation; None when there is none, or the policy is off."""
+    # One at a time on the whole site: the limits are counted under this lock.
+    locked = sa.select(setting_table.c.name).where(setting_table.c.name == _POLICY_SETTING)
+    rows.first(conn, locked.with_for_update())
+    if not read_policy(conn).enabled:
+        return None
+    case = next((one for one in cases(conn) if one.allocation_id == allocation_id), None)
+    if case is None or case.move == Move.WAIT:
+        return case
+    act = Act(POLICY_ACTOR, f"recovery policy: {case.why}", _correlation(conn, allocation_id))
+    if case.move == Move.STOP:
+        _stop_policy(conn, case, act)
+        return case
+    try:
+        with conn.begin_nested():
+            _play_move(conn, case, act)
+    except Problem as refusal:
+        if refusal.code not in _PASSING:
+            _stop_policy(
+                conn, case, act.because(f"recovery policy: {refusal.code}: {refusal.found}")
+            )
+    return case
+
+
+def _play_move(conn: sa.Connection, case: Case, act: Act) -> None:
+    key = case.allocation_id
+    if case.move == Move.LOOK:
+        detail = {"node_id": case.node_id, "slots": [slot["id"] for slot in case.slots]}
+        journal.audit(conn, act, POLICY_BEGUN, "allocation", key, detail=detail)
+        verify_absence(conn, key, act)
+        return
+    absence = reports.latest_absence(conn, key)
+    absent = absence is not None and bool(absence.absent)
+    state = rows.get(conn, Allocation, key).state
+    if state != AllocationState.RELEASED:
+        force_cleanup(conn, key, act, runtime_verified_absent=absent)
+    if state == AllocationState.RELEASED or not absent:
+        # Its release took the tenant's use away; removing, wiping and verifying is all there is.
+        for slot in case.slots:
+            repair(conn, slot["id"], act)
+
+
+def _stop_policy(conn: sa.Connection, case: Case, act: Act) -> None:
+    """Marked on every slot, so that whoever looks at one reads why it is still blocked."""
+    why = act.reason.removeprefix("recovery policy: ")
+    for slot in case.slots:
+        detail = {**slot["health_detail"], POLICY_STOPPED_KEY: why}
+        slot_records.set_health(conn, slot["id"], HealthState.FAILED, detail, act)
+    detail = {"node_id": case.node_id, "slots": [slot["id"] for slot in case.slots]}
+    journal.audit(conn, act, POLICY_STOPPED, "allocation", case.allocation_id, detail=detail)
+
+
+def _case(
+    conn: sa.Connection,
+    policy: Policy,
+    allocation_id: str,
+    held: Sequence[Record],
+    begun: Sequence[AuditEntry],
+) -> Case:
+    node_id = held[0]["node_id"]
+    own = journal.audit_rows(conn, action=POLICY_BEGUN, subject_id=allocation_id)
+    absence = reports.latest_absence(conn, allocation_id)
+    last = max(held, key=lambda slot: float(slot["status_since"]))
+    seen = Seen(
+        blocked_since=last["status_since"],
+        reason=last["reason"],
+        kept=_kept(conn, allocation_id),
+        begun_at=own[0].at if own else None,
+        busy=bool(task_queue.open_of_allocation(conn, allocation_id)),
+        absent=None if absence is None else bool(absence.absent),
+        observed_at=None if absence is None else absence.observed_at,
+        node_begun=sum(row.detail.get("node_id") == node_id for row in begun),
+        site_begun=len(begun),
+    )
+    move, why = next_move(policy, seen)
+    return Case(allocation_id, node_id, tuple(held), move, why)
+
+
+def _kept(conn: sa.Connection, allocation_id: str) -> str:
+    """Why a person who ended the allocation wants its slots to stay as they are (seed 000).
+
+    What that person says last counts: with their word for absence the slots are on their way back.
+    """
+    told = journal.audit_rows(conn, action=FORCE_CLEANUP, subject_id=allocation_id)
+    persons = [row for row in told if row.actor != POLICY_ACTOR]
+    if not persons or persons[0].detail["runtime_verified_absent"]:
+        return ""
+    return f"{persons[0].actor}: {persons[0].reason}"
+
+
+def _begun_since(conn: sa.Connection, since: float) -> list[AuditEntry]:
+    query = sa.select(audit_log).where(audit_log.c.action == POLICY_BEGUN, audit_log.c.at > since)
+    return rows.every(conn, query, AuditEntry)
+
+
+def _blocked_since(held: Sequence[Record]) -> float:
+    return min(float(slot["status_since"]) for slot in held)
+
+
+def _correlation(conn: sa.Connection, allocation_id: str) -> str:
+    """The tenant's request that it all began with."""
+    found: Any = rows.get(conn, Allocation, allocation_id).correlation_id
+    return str(found)

@@ -1,0 +1,89 @@
+"""Nothing that a restored database says of hosts is taken as it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.db import clock, journal, rows, settings
+from reconciler.db.schema import Task, claims, leaders, nodes, service_processes, slots, tasks
+from reconciler.lifecycle import host
+from reconciler.model.act import Act
+from reconciler.model.states import LIVE_CLAIMS, SlotState
+from reconciler.records import tokens
+from reconciler.records.leasing import DUE
+
+# More claims than any slot can have had since the backup: hosts refuse a fence they have passed.
+LEAP = 1_000_000
+_DONE = "admin.service.restored"
+
+
+def doubt(
+    conn: sa.Connection, act: Act, *, backup: str = "", ended: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Close every gate until its host is discovered and proven, and leap over unknown fences.
+
+    Whoever may have had a disk since the backup is not in the records: no proof of before stands.
+    backup: its name, under which `told` finds what was done. ended: what was done before.
+    """
+    closed: list[str] = []
+    for node_id, boot in conn.execute(sa.select(nodes.c.id, nodes.c.boot_id)).all():
+        before = _on_sale(conn, node_id)
+        host.restarted(conn, node_id, act, since=boot)
+        closed += before
+    live = claims.c.state.in_(LIVE_CLAIMS)
+    held = sa.exists().where(live, claims.c.slot_id == slots.c.id)
+    conn.execute(sa.update(slots).where(~held).values(fence=slots.c.fence + LEAP))
+    _distrust(conn, held)
+    # Also of a disk that was taken over and, by these records, is in no slot yet.
+    settings.write(conn, settings.RESTORED, clock.read(conn), act)
+    whole = sa.exists().where(live, claims.c.node_id == nodes.c.id, claims.c.slot_id.is_(None))
+    conn.execute(sa.update(nodes).where(~whole).values(fence=nodes.c.fence + LEAP))
+    settings.set_site_scheduling(conn, False, act)
+    tokens.end_enrolments(conn)
+    # Those were processes of another life.
+    conn.execute(sa.update(leaders).values(expires_at=0))
+    conn.execute(sa.delete(service_processes))
+    done = {**(ended or {}), "closed_slots": closed}
+    journal.audit(conn, act, _DONE, "service", backup, detail=done)
+    return done
+
+
+def told(conn: sa.Connection, backup: str) -> dict[str, Any] | None:
+    """What `doubt` did of this backup; None before it has."""
+    for row in journal.audit_rows(conn, action=_DONE, subject_id=backup):
+        return dict(row.detail)
+    return None
+
+
+def unfinished(conn: sa.Connection) -> list[Task]:
+    """The tasks that nobody had taken yet, each now as one that somebody may have begun since."""
+    due = tasks.c.state.in_(DUE)
+    begun = sa.func.coalesce(tasks.c.started_at, clock.now())
+    conn.execute(sa.update(tasks).where(due).values(started_at=begun))
+    return rows.every(
+        conn, sa.select(tasks).where(due).order_by(tasks.c.created_at, tasks.c.id), Task
+    )
+
+
+def _distrust(conn: sa.Connection, held: sa.Exists) -> None:
+    """Every disk that a launch could get counts as given away since; what has a tenant, or waits
+    for evidence, keeps the number by which the records tell whose it is.
+    """
+    beside = slots.alias("beside")
+    needed = sa.exists().where(
+        beside.c.nvme_identity == slots.c.nvme_identity,
+        beside.c.status.not_in((SlotState.AVAILABLE, SlotState.DISABLED)),
+    )
+    free = sa.update(slots).where(~held, ~needed)
+    conn.execute(free.values(disk_generation=slots.c.disk_generation + 1))
+    # Evidence of an absence, or of a wipe, is of a time that nobody knows the end of.
+    blocked = sa.update(slots).where(slots.c.status == SlotState.CLEANUP_BLOCKED)
+    conn.execute(blocked.values(status_since=clock.now()))
+
+
+def _on_sale(conn: sa.Connection, node_id: str) -> list[str]:
+    query = sa.select(slots.c.id).where(slots.c.node_id == node_id, slots.c.status == "available")
+    return [str(slot) for slot in conn.execute(query).scalars()]

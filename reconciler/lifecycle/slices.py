@@ -1,0 +1,302 @@
+"""What follows from the end of a run: allocation, claims and slots move together.
+
+Each function is called in the transaction that finishes the task. It answers False, and changes
+nothing, when the allocation has moved on meanwhile: a late result decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.db import clock, locks, rows
+from reconciler.db.journal import advance
+from reconciler.db.schema import Allocation, Slot, allocations
+from reconciler.lifecycle import gate, host
+from reconciler.model.act import Act
+from reconciler.model.errors import Problem
+from reconciler.model.proof import nothing_written
+from reconciler.model.states import LIVE_CLAIMS, AllocationState, HealthState, ProofKind, SlotState
+from reconciler.records import claims, reports, usage
+from reconciler.records import proofs as proof_records
+from reconciler.records.claims import held_slots, last_holder
+
+Proofs = Mapping[str, Mapping[str, Any]]
+BUILDING = (AllocationState.REQUESTED, AllocationState.PROVISIONING)
+CLAIMED = (SlotState.RESERVED, SlotState.PROVISIONING)
+CLEANING = (SlotState.CLEANUP, SlotState.CLEANUP_BLOCKED)
+
+
+def provision_started(conn: sa.Connection, allocation_id: str, act: Act) -> bool:
+    """A run has begun to build it."""
+    if not _in_state(conn, allocation_id, AllocationState.REQUESTED):
+        return False
+    _together(conn, allocation_id, "provision", act)
+    return True
+
+
+def provision_succeeded(
+    conn: sa.Connection, allocation_id: str, act: Act, *, connection: Mapping[str, Any]
+) -> bool:
+    """The tenant can use it; connection is what the tenant may see."""
+    if not _in_state(conn, allocation_id, AllocationState.PROVISIONING):
+        return False
+    columns = {"connection": dict(connection), "activated_at": clock.now()}
+    healthy = {"health_state": HealthState.HEALTHY.value, "health_detail": {}}
+    _together(conn, allocation_id, "activate", act, columns=columns, on_slots=healthy)
+    return True
+
+
+def provision_failed(
+    conn: sa.Connection,
+    allocation_id: str,
+    act: Act,
+    *,
+    step: str,
+    error: Mapping[str, Any],
+    untouched: Proofs | None = None,
+) -> bool:
+    """It never became usable. Only slots that the host calls untouched go back by themselves.
+
+    Where the host is to blame they stay disabled until it has been looked at.
+    """
+    if not _in_state(conn, allocation_id, *BUILDING):
+        return False
+    locks.hold_allocation(conn, allocation_id)
+    own = _slot_act(act, allocation_id, f"provisioning failed at {step}", {"error": dict(error)})
+    fail(conn, allocation_id, own, error=error)
+    failed = False
+    for slot in held_slots(conn, allocation_id):
+        if slot.status not in CLAIMED:
+            continue
+        evidence = (untouched or {}).get(slot.id, {})
+        if nothing_written(evidence):
+            told = proof_records.with_failure(evidence, str(error.get("code") or step))
+            proof = proof_records.record(
+                conn, slot, ProofKind.UNTOUCHED, told, allocation_id=allocation_id
+            )
+            gate.give_back(conn, slot, proof, own)
+            failed = failed or proof_records.launch_failures(conn, slot).count > 0
+        else:
+            block(conn, slot, allocation_id, own, step=step, error=error)
+    if failed:
+        host.reverify_allocation(conn, allocation_id, own)
+    return True
+
+
+def release_succeeded(
+    conn: sa.Connection,
+    allocation_id: str,
+    act: Act,
+    *,
+    proofs: Proofs,
+    absence: Mapping[str, Any],
+) -> bool:
+    """Nothing is left and every disk is proven clean; raises when a proof does not say so."""
+    if not _in_state(conn, allocation_id, AllocationState.RELEASING):
+        return False
+    locks.hold_allocation(conn, allocation_id)
+    own = _slot_act(act, allocation_id, "released")
+    # The claims first: the schema sells no slot that one still holds (I4).
+    move_claims(conn, allocation_id, "finish", own)
+    _clean(conn, held_slots(conn, allocation_id), proofs, absence, own)
+    advance(conn, "allocation", allocation_id, "finish", own, columns={"ended_at": clock.now()})
+    return True
+
+
+def release_failed(
+    conn: sa.Connection, allocation_id: str, act: Act, *, step: str, error: Mapping[str, Any]
+) -> bool:
+    """Something may be left: the slots wait for evidence, the allocation stays releasing."""
+    if not _in_state(conn, allocation_id, AllocationState.RELEASING):
+        return False
+    locks.hold_allocation(conn, allocation_id)
+    own = _slot_act(act, allocation_id, f"release failed at {step}", {"error": dict(error)})
+    for slot in held_slots(conn, allocation_id):
+        if slot.status == SlotState.RELEASING:
+            block(conn, slot, allocation_id, own, step=step, error=error)
+    # A new attempt may come; the time that a release may take has begun with the first.
+    columns = {"error": dict(error), "deadline_at": allocations.c.deadline_at}
+    advance(conn, "allocation", allocation_id, "strand", own, columns=columns)
+    return True
+
+
+def wiped(
+    conn: sa.Connection,
+    allocation_id: str,
+    act: Act,
+    *,
+    proofs: Proofs,
+    absence: Mapping[str, Any],
+) -> bool:
+    """The clean-up after an allocation is proven; True when at least one slot came back."""
+    locks.hold_allocation(conn, allocation_id)
+    found = [slot for slot in held_slots(conn, allocation_id) if slot.id in proofs]
+    cleaning = [slot for slot in found if slot.status in CLEANING]
+    _clean(conn, cleaning, proofs, absence, _slot_act(act, allocation_id, "cleaned up"))
+    return bool(cleaning)
+
+
+def wipe_failed(
+    conn: sa.Connection, allocation_id: str, act: Act, *, step: str, error: Mapping[str, Any]
+) -> bool:
+    """The clean-up did not prove anything: blocked again, with the reason."""
+    found = [slot.id for slot in held_slots(conn, allocation_id)]
+    return wipe_slots_failed(conn, found, act, step=step, error=error)
+
+
+def wiped_slots(
+    conn: sa.Connection,
+    proofs: Proofs,
+    absence: Mapping[str, Any],
+    act: Act,
+    *,
+    measured: str | None = None,
+) -> bool:
+    """As `wiped`, for single slots, whoever had them last.
+
+    measured: the allocation of whose traces the absence tells, "" for one that no record knows; if
+    not given, the slots' last holder.
+    """
+    found = [locks.hold_slot(conn, slot_id) for slot_id in sorted(proofs)]
+    cleaning = [slot for slot in found if slot.status in CLEANING]
+    for slot in cleaning:
+        holder = last_holder(conn, slot.id)
+        own = _slot_act(act, holder, "cleaned up")
+        _clean(conn, [slot], proofs, absence, own, holder if measured is None else measured)
+    return bool(cleaning)
+
+
+def wipe_slots_failed(
+    conn: sa.Connection,
+    slot_ids: list[str],
+    act: Act,
+    *,
+    step: str,
+    error: Mapping[str, Any],
+) -> bool:
+    """As `wipe_failed`, for single slots."""
+    done = False
+    for slot_id in slot_ids:
+        slot = rows.get(conn, Slot, slot_id, lock=True)
+        if slot.status == SlotState.CLEANUP:
+            holder = last_holder(conn, slot_id)
+            own = _slot_act(act, holder, f"clean-up failed at {step}", {"error": dict(error)})
+            block(conn, slot, holder, own, step=step, error=error)
+            done = True
+    return done
+
+
+def fail(conn: sa.Connection, allocation_id: str, act: Act, *, error: Mapping[str, Any]) -> None:
+    """End an allocation and its claims as failed."""
+    columns = {"error": dict(error), "ended_at": clock.now()}
+    advance(conn, "allocation", allocation_id, "fail", act, columns=columns)
+    move_claims(conn, allocation_id, "fail", act)
+
+
+def block(
+    conn: sa.Connection,
+    slot: Slot,
+    allocation_id: str,
+    act: Act,
+    *,
+    step: str,
+    error: Mapping[str, Any],
+) -> Slot:
+    """Keep a slot from everybody until there is evidence; its detail says whose and why."""
+    reason = str(error.get("found") or error.get("code") or act.reason)
+    detail = {"allocation_id": allocation_id, "reason": reason, "step": step}
+    if error.get("code"):
+        detail["code"] = str(error["code"])
+    columns = {
+        "health_state": HealthState.FAILED.value,
+        "health_detail": detail,
+        "available_proof_id": None,
+    }
+    return advance(conn, "slot", slot.id, "block", act, columns=columns)
+
+
+def require_absence(
+    conn: sa.Connection, allocation_id: str, absence: Mapping[str, Any], act: Act
+) -> None:
+    """Keep the report, and raise unless it says that nothing of the allocation is left.
+
+    Of an allocation that no record knows ("") there is nothing to keep it with.
+    """
+    if allocation_id:
+        reports.record_absence(conn, allocation_id, absence, act)
+    if absence.get("absent") is not True:
+        raise Problem(
+            "absence_unproven",
+            409,
+            expected="proof that nothing of the allocation is left on the host",
+            found=str(absence.get("checks") or "no answer"),
+            remedy="treat the run as failed; `gpuaas recover` verifies again",
+        )
+
+
+def _clean(
+    conn: sa.Connection,
+    found: list[Slot],
+    given: Proofs,
+    absence: Mapping[str, Any],
+    act: Act,
+    measured: str | None = None,
+) -> None:
+    allocation_id = str(act.evidence["allocation_id"])
+    require_absence(conn, allocation_id if measured is None else measured, absence, act)
+    for slot in found:
+        if slot.id not in given:
+            raise Problem(
+                "proof_missing",
+                409,
+                expected=f"a wipe proof for slot {slot.id}",
+                found=f"proofs for {', '.join(sorted(given)) or 'no slot'}",
+                remedy="treat the run as failed; `gpuaas recover` wipes again",
+            )
+        proof = proof_records.record(
+            conn, slot, ProofKind.WIPE, given[slot.id], allocation_id=allocation_id or None
+        )
+        gate.give_back(conn, slot, proof, act)
+
+
+def _together(
+    conn: sa.Connection,
+    allocation_id: str,
+    event: str,
+    act: Act,
+    *,
+    columns: Mapping[str, Any] | None = None,
+    on_slots: Mapping[str, Any] | None = None,
+) -> None:
+    own = _slot_act(act, allocation_id, act.reason)
+    advance(conn, "allocation", allocation_id, event, own, columns=columns)
+    move_claims(conn, allocation_id, event, own)
+    for slot in held_slots(conn, allocation_id):
+        advance(conn, "slot", slot.id, event, own, columns=on_slots)
+
+
+def _slot_act(
+    act: Act, allocation_id: str, reason: str, evidence: Mapping[str, object] | None = None
+) -> Act:
+    return act.because(reason, {**act.evidence, **(evidence or {}), "allocation_id": allocation_id})
+
+
+def _in_state(conn: sa.Connection, allocation_id: str, *states: AllocationState) -> bool:
+    allocation = rows.get(conn, Allocation, allocation_id, lock=True)
+    return allocation.state in states
+
+
+def move_claims(conn: sa.Connection, allocation_id: str, event: str, act: Act) -> None:
+    """Apply an event to every live claim of an allocation."""
+    for claim in claims.of_allocation(conn, allocation_id):
+        if claim.state in LIVE_CLAIMS:
+            ended = event in claims.ENDS
+            columns = {"ended_at": clock.now()} if ended else None
+            advance(conn, "claim", claim.id, event, act, columns=columns)
+    if event == "activate":
+        usage.begin(conn, allocation_id)
+    elif event in claims.ENDS:
+        usage.end(conn, allocation_id)

@@ -1,0 +1,309 @@
+"""Approved slots: what may be sold of a node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import attrgetter
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.db import clock, journal, locks, rows
+from reconciler.db.journal import advance
+from reconciler.db.rows import Record
+from reconciler.db.schema import Discovery, Node, Slot, history, slots
+from reconciler.lifecycle import gate as slot_gate
+from reconciler.lifecycle.gate import approved, gate, make_available
+from reconciler.model import approval
+from reconciler.model import discovery as seen
+from reconciler.model.act import Act, require_reason
+from reconciler.model.bundle import Bundle
+from reconciler.model.discovery import gpu as find_gpu
+from reconciler.model.discovery import pcie_switch
+from reconciler.model.errors import Problem
+from reconciler.model.proof import DEFAULT_POLICY
+from reconciler.model.states import LIVE_CLAIMS, NodeMode, SlotState
+from reconciler.records import proofs, reports
+from reconciler.records import slots as slot_records
+from reconciler.records.claims import last_holder, of_allocation
+
+# column → (code, scope within the node)
+_UNIQUE = {
+    "slot_index": ("duplicate_slot_index", True),
+    "gpu_pci_address": ("duplicate_gpu", True),
+    "nvme_identity": ("duplicate_disk", False),
+    "fabric_vf_pci_address": ("duplicate_fabric_vf", True),
+    "management_mac": ("duplicate_mac", False),
+    "private_ip": ("duplicate_ip", True),
+}
+
+
+def approve(
+    conn: sa.Connection,
+    node_id: str,
+    bundle: Bundle,
+    act: Act,
+    *,
+    capacity_metadata: Mapping[str, Any] | None = None,
+) -> Slot:
+    """Make a slot of a bundle that the latest discovery shows free; it starts disabled."""
+    node = rows.get(conn, Node, node_id, lock=True)
+    if node.mode not in (NodeMode.SLICE, NodeMode.CONVERTING_TO_SLICE):
+        raise Problem(
+            "node_not_slice",
+            409,
+            expected="a node in slice mode",
+            found=f"mode {node.mode}",
+            remedy="convert the node first",
+        )
+    discovery = _fresh_discovery(conn, node)
+    approval.refuse(bundle, discovery.document, tuple(approved(conn, node_id).values()))
+    columns = {**bundle.document(), "nvme_identity": bundle.identity}
+    _refuse_duplicates(conn, node_id, columns)
+    metadata = {
+        "storage_ownership": "slice",
+        "storage_mode": "slice",
+        "storage_transition_manifest": proofs.manifest(conn, node_id, bundle.identity),
+        "storage_identity_kind": "nvme_wwn_by_id",
+        "destructive_wipe_policy": DEFAULT_POLICY,
+        "fabric_claim_mode": "per_slot_vf",
+        "fabric_vf_pci_address": bundle.fabric_vf_pci_address,
+        **_place(discovery.document, bundle),
+        **(capacity_metadata or {}),
+    }
+    slot = rows.add(
+        conn,
+        Slot,
+        {
+            "id": rows.new_id(),
+            "node_id": node_id,
+            **columns,
+            "capacity_metadata": metadata,
+            "status": SlotState.DISABLED.value,
+            "status_reason": "approved; its gate has not been passed",
+            "disk_generation": proofs.generation(conn, bundle.identity),
+            "approved_discovery_id": discovery.id,
+            "approved_by": act.actor,
+        },
+    )
+    journal.begin(conn, "slot", slot, act)
+    journal.audit(
+        conn, act, "admin.slot.approved", "slot", slot.id, detail={"bundle": bundle.document()}
+    )
+    return slot
+
+
+def disable(conn: sa.Connection, slot_id: str, act: Act) -> Slot:
+    """Take a slot off sale; one that is in use goes off sale when it comes back."""
+    slot = rows.get(conn, Slot, slot_id, lock=True)
+    slot_records.update(conn, slot_id, wanted=SlotState.DISABLED.value)
+    journal.audit(conn, act, "admin.slot.disabled", "slot", slot_id)
+    if slot.status != SlotState.AVAILABLE:
+        return slot_records.get(conn, slot_id)
+    return advance(conn, "slot", slot_id, "disable", act, columns={"available_proof_id": None})
+
+
+def enable(conn: sa.Connection, slot_id: str, act: Act) -> Slot:
+    """Want a slot on sale; it is, as soon as its gate lets it."""
+    slot = locks.hold_slot(conn, slot_id)
+    slot_records.update(conn, slot_id, wanted=SlotState.AVAILABLE.value)
+    journal.audit(conn, act, "admin.slot.enabled", "slot", slot_id)
+    if slot.status == SlotState.DISABLED and not gate(conn, slot_id):
+        return make_available(conn, slot_id, act)
+    return slot_records.get(conn, slot_id)
+
+
+def withdraw(conn: sa.Connection, slot_id: str, act: Act) -> Slot:
+    """Take the approval back: the bundle's devices can be approved anew.
+
+    A blocked slot goes only when the host shows that its disk or GPU has died.
+    """
+    slot = rows.get(conn, Slot, slot_id, lock=True)
+    detail = {}
+    if slot.status == SlotState.CLEANUP_BLOCKED:
+        slot = write_off(conn, slot, act)
+        detail = {"written_off": slot.status_reason}
+    if slot.status != SlotState.DISABLED:
+        raise Problem(
+            "slot_in_use",
+            409,
+            expected="a disabled slot",
+            found=str(slot.status),
+            remedy="disable the slot; one that is in use must be released or recovered first",
+        )
+    generation = slot.disk_generation + slot_gate.doubted(slot)
+    gone = {"retired_at": clock.now(), "wanted": SlotState.DISABLED.value}
+    slot_records.update(conn, slot_id, disk_generation=generation, **gone)
+    journal.audit(conn, act, "admin.slot.withdrawn", "slot", slot_id, detail=detail)
+    return slot_records.get(conn, slot_id)
+
+
+def _place(document: Mapping[str, Any], bundle: Bundle) -> dict[str, Any]:
+    """Where the GPU sits, for the scheduler: what it is near to, and its module if known."""
+    gpu = find_gpu(document, bundle.gpu_pci_address) or {}
+    module = {"gpu_module_id": gpu["module_id"]} if isinstance(gpu.get("module_id"), int) else {}
+    return {"pcie_switch": pcie_switch(gpu), **module}
+
+
+def _fresh_discovery(conn: sa.Connection, node: Node) -> Discovery:
+    discovery = reports.latest_discovery(conn, node.id)
+    if discovery is None:
+        raise Problem(
+            "discovery_missing",
+            409,
+            expected="a discovery of the node",
+            found="none",
+            remedy=f"POST /api/v1/admin/nodes/{node.id}/slice-topology/discovery",
+        )
+    found = (discovery.boot_id, discovery.install_id)
+    if found != (node.boot_id, node.install_id):
+        raise Problem(
+            "discovery_stale",
+            409,
+            expected="a discovery under the node's current boot and installation",
+            found=f"one of {clock.iso(discovery.observed_at)}, before that",
+            remedy="discover the node again",
+        )
+    return discovery
+
+
+def _refuse_duplicates(conn: sa.Connection, node_id: str, columns: Mapping[str, Any]) -> None:
+    for column, (code, on_node) in _UNIQUE.items():
+        query = sa.select(slots).where(
+            slots.c[column] == columns[column], slots.c.retired_at.is_(None)
+        )
+        found = rows.first(
+            conn, query.where(slots.c.node_id == node_id) if on_node else query, Slot
+        )
+        if found is not None:
+            where = "this node" if found.node_id == node_id else f"node {found.node_id}"
+            raise Problem(
+                code,
+                409,
+                expected=f"{column.replace('_', ' ')} {columns[column]} in no other slot",
+                found=f"slot {found.slot_index} of {where} has it",
+                remedy="choose another, or withdraw that slot first",
+                detail={"slot_id": found.id},
+            )
+
+
+# As many as a host takes in one conversion; it has given up those of earlier ones before.
+_LEASES = 256
+
+
+def write_off(conn: sa.Connection, slot: Slot, act: Act) -> Slot:
+    """Take a blocked slot out of recovery; only where the host shows that a device of it is gone.
+
+    Problem `reason_required`, `claim_live`, or `slot_in_use` while disk and GPU are there.
+    """
+    require_reason(act, slot_gate.WHY_GIVEN_UP)
+    holder = last_holder(conn, slot.id)
+    claimed = [claim for claim in of_allocation(conn, holder) if claim.slot_id == slot.id]
+    if any(claim.state in LIVE_CLAIMS for claim in claimed):
+        raise Problem(
+            "claim_live",
+            409,
+            expected="a slot whose last claim has ended",
+            found=f"the claim of allocation {holder}",
+            remedy=f"end it first: `gpuaas recover {holder}`, or force its release",
+        )
+    latest = _after(conn, slot.node_id, slot.status_since)
+    document = latest.document if latest else {}
+    missing = [
+        name
+        for name, device in (
+            ("disk", seen.disk_by_identity(document, slot.nvme_identity)),
+            ("gpu", seen.gpu(document, slot.gpu_pci_address)),
+        )
+        if latest and device is None
+    ]
+    if latest is None or not missing:
+        raise Problem(
+            "slot_in_use",
+            409,
+            expected="a disabled slot, or a blocked one whose disk or GPU has died",
+            found="cleanup_blocked, its disk and GPU are there"
+            if latest
+            else "cleanup_blocked, and no discovery since then under the host's present boot",
+            remedy="recover the slot; if a device has died, discover the node and ask again",
+        )
+    evidence = {"discovery_id": latest.id, "missing": missing, "allocation_id": holder}
+    return _withdraw(conn, slot, act, _died(missing), evidence)
+
+
+def written_off_slots(conn: sa.Connection, node_id: str, act: Act) -> list[str]:
+    """All slots of a node that goes for good: their devices and addresses are free for others."""
+    query = sa.select(slots).where(slots.c.node_id == node_id, slots.c.retired_at.is_(None))
+    given_up = []
+    # Locked in the order of everybody else, written off in the machine's.
+    held = rows.every(conn, query.order_by(slots.c.id).with_for_update(), Slot)
+    for slot in sorted(held, key=attrgetter("slot_index")):
+        if slot.status == SlotState.CLEANUP_BLOCKED:
+            evidence = {"allocation_id": last_holder(conn, slot.id)}
+            _withdraw(conn, slot, act, "the node goes with whatever is left on it", evidence)
+            given_up.append(str(slot.id))
+        elif slot_gate.doubted(slot):
+            distrust = sa.update(slots).where(slots.c.id == slot.id)
+            conn.execute(distrust.values(disk_generation=slots.c.disk_generation + 1))
+    update = sa.update(slots).where(slots.c.node_id == node_id, slots.c.retired_at.is_(None))
+    gone = {"retired_at": clock.now(), "wanted": SlotState.DISABLED.value}
+    conn.execute(update.values(generation=slots.c.generation + 1, **gone))
+    return given_up
+
+
+def dead_disks(conn: sa.Connection, node_id: str, disks: list[Record], since: float) -> list[str]:
+    """Those of a whole machine's disks that its latest discovery, after `since`, does not have."""
+    latest = _after(conn, node_id, since)
+    if latest is None:
+        return []
+    identities = [f"eui.{disk['nvme_eui']}" for disk in disks]
+    return [one for one in identities if seen.disk_by_identity(latest.document, one) is None]
+
+
+def written_off_holds(conn: sa.Connection, node_id: str) -> list[dict[str, Any]]:
+    """What a host may still hold in the name of dead slots of its node: nobody gives it back.
+
+    Each with its fence since then, the allocation that had it last, and what has died; the newest
+    first. The reason is ours: what a person has written does not go to the host.
+    """
+    query = sa.select(history.c.evidence, slots.c.id, slots.c.fence).where(
+        history.c.node_id == node_id,
+        history.c.entity == "slot",
+        history.c.event == "withdraw",
+        slots.c.id == history.c.entity_id,
+        slots.c.retired_at.is_not(None),
+    )
+    return [
+        {
+            "slot_id": row["id"],
+            "fence": row["fence"],
+            "allocation_id": row["evidence"]["allocation_id"],
+            "reason": _died(row["evidence"].get("missing", [])),
+        }
+        for row in rows.every(conn, query.order_by(history.c.id.desc()).limit(_LEASES))
+        if row["evidence"].get("allocation_id")
+    ]
+
+
+def _died(devices: list[str]) -> str:
+    return f"no {' and no '.join(devices)} any more" if devices else "given up with its node"
+
+
+def _withdraw(
+    conn: sa.Connection, slot: Slot, act: Act, why: str, evidence: Mapping[str, object]
+) -> Slot:
+    # The next fence: a run that is still alive somewhere has no word in this any more. The disk's
+    # next generation: one that was idle when it was blocked still has its proof.
+    own = act.because(f"{act.reason}; written off: {why}", {**act.evidence, **evidence})
+    columns = {"fence": slot.fence + 1, "disk_generation": slot.disk_generation + 1}
+    return advance(conn, "slot", slot.id, "withdraw", own, columns=columns)
+
+
+def _after(conn: sa.Connection, node_id: str, since: float) -> Discovery | None:
+    """The latest discovery, if it is of the host's present boot and was begun after `since`."""
+    node = rows.get(conn, Node, node_id)
+    latest = reports.latest_discovery(conn, node_id)
+    if latest is None or not node.boot_id or (latest.observed_at or 0.0) < since:
+        return None
+    now = (node.boot_id, node.install_id)
+    return latest if (latest.boot_id, latest.install_id) == now else None

@@ -1,0 +1,75 @@
+"""Logging of the service: a line per event, with the ids of its request and its task."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import UTC, datetime
+
+from reconciler.settings import Settings
+
+# The ids in force where a line is written. Threads of a pool start without them.
+correlation_id: ContextVar[str] = ContextVar("correlation_id", default="")
+task_id: ContextVar[str] = ContextVar("task_id", default="")
+
+_TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s%(ids)s"
+# Some log whole URLs, and the query of a download link is a key. Others log every step.
+_QUIET = ("httpx", "uvicorn.access", "alembic")
+
+
+@contextmanager
+def about(*, task: str = "", correlation: str = "") -> Iterator[None]:
+    """Add the ids of a task and of its request to the lines of this thread."""
+    tokens = ((task_id, task_id.set(task)), (correlation_id, correlation_id.set(correlation)))
+    try:
+        yield
+    finally:
+        for variable, token in tokens:
+            variable.reset(token)
+
+
+def configure(settings: Settings) -> None:
+    """Log to standard error as the settings say, in place of any earlier configuration."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(_with_ids)
+    handler.setFormatter(Json() if settings.log_format == "json" else logging.Formatter(_TEXT))
+    logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)
+    for name in _QUIET:
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def ids() -> dict[str, str]:
+    """The ids in force, without empty values."""
+    values = {"correlation_id": correlation_id.get(), "task_id": task_id.get()}
+    return {name: value for name, value in values.items() if value}
+
+
+class Json(logging.Formatter):
+    """A JSON object per line: at, level, logger, message, error with its traceback, and the ids."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "context_ids", {}),
+        }
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        # ASCII, so that a line end or a terminal sequence from a host is escaped.
+        return json.dumps(line)
+
+
+def _with_ids(record: logging.LogRecord) -> bool:
+    context = ids()
+    record.context_ids = context
+    # An id that the message contains is not repeated.
+    message = record.getMessage()
+    more = [f"{name}={value}" for name, value in context.items() if value not in message]
+    record.ids = " ".join(["", *more])
+    return True

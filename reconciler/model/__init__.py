@@ -1,0 +1,1 @@
+"""States, rules and decisions. Pure: no input, no output."""

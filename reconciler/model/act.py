@@ -1,0 +1,44 @@
+"""Who changes something, why, and on what evidence: goes with every write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from reconciler.model.errors import Problem
+
+
+@dataclass(frozen=True)
+class Act:
+    """actor: "admin:alice", "task:<id>", "local-operator"; role: the token's role, if any."""
+
+    actor: str
+    reason: str = ""
+    correlation_id: str = ""
+    evidence: Mapping[str, object] = field(default_factory=dict)
+    role: str = ""
+
+    @property
+    def why(self) -> str:
+        """The reason as it is kept. A caller of the API who gave none is named for it; an act of
+        our own whose event says all needs none.
+        """
+        return self.reason or (f"no reason given by {self.actor}" if self.role else "")
+
+    def because(self, reason: str, evidence: Mapping[str, object] | None = None) -> Act:
+        """The same actor with a more exact reason."""
+        return replace(
+            self, reason=reason, evidence=self.evidence if evidence is None else evidence
+        )
+
+
+def require_reason(act: Act, remedy: str) -> None:
+    """Problem `reason_required` for what a person answers for and does not say why."""
+    if not act.reason.strip():
+        raise Problem(
+            "reason_required",
+            422,
+            expected="a reason for the audit log",
+            found="none",
+            remedy=remedy,
+        )

@@ -1,0 +1,198 @@
+"""May this bundle become a slot? Judged on the latest discovery; the store adds the duplicates."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable
+
+from reconciler.model import discovery
+from reconciler.model.bundle import Bundle
+from reconciler.model.discovery import Document
+from reconciler.model.errors import Problem
+
+_TRANSITION = "run the storage transition for this disk, discover again, then approve"
+REMEDIES = {
+    "os_disk": "choose another disk: the one the host runs from can never be a slot's",
+    "excluded_model": "choose another disk: the hardware profile excludes this model",
+    "swap_in_use": "take the swap out of use on the host, then " + _TRANSITION,
+    "md_member": "take the disk out of its RAID set on the host, then " + _TRANSITION,
+    "lvm_member": "take the disk out of its volume group on the host, then " + _TRANSITION,
+    "dm_member": "remove the device-mapper table on the host, then " + _TRANSITION,
+    "mounted": _TRANSITION,
+    "mounted_child": _TRANSITION,
+    "holder_present": "end what holds the disk on the host, then discover again",
+    "unexpected_filesystem": _TRANSITION,
+    "partitions_present": _TRANSITION,
+    "qemu_in_use": "remove the virtual machine that has the disk open, then discover again",
+    "identity_missing": "choose a namespace with an EUI64 or NGUID",
+    "by_id_missing": "make udev create the by-id name, then discover again",
+    "duplicate_identity": "give one of the namespaces its own identity, then discover again",
+    "device_unreadable": "look at the disk on the host, then discover again",
+    "group_not_viable": "bind or unbind the other devices of the IOMMU group, then discover again",
+    "group_shared": "split the IOMMU group (ACS in the firmware, another place for the card) and"
+    " discover again, or withdraw the slot that has its other device",
+    "iommu_group_missing": "run the bootstrap (kernel arguments, reboot), then discover again",
+    "boot_vga": "choose another GPU: this one drives the host's console",
+    "wrong_link": "choose a function of a card with the fabric's link, or correct fabric.link of"
+    " the hardware profile, then discover again",
+}
+# Several may hold at once; the one that explains the others is named: that is the order above.
+GRAVITY = tuple(REMEDIES)
+
+
+def refuse(bundle: Bundle, document: Document, others: Iterable[Bundle] = ()) -> None:
+    """Raise the first reason against the bundle; return when there is none.
+
+    others: the slots that the node has already.
+    """
+    if bundle.nvme_device:
+        _refuse_use(bundle.nvme_device, document)
+    missing = bundle.missing()
+    if missing:
+        raise Problem(
+            "bundle_incomplete",
+            422,
+            expected="every field of the bundle",
+            found=f"nothing for {', '.join(missing)}",
+            remedy="fill the fields in; the latest discovery suggests values",
+            detail={"missing": list(missing)},
+        )
+    _refuse_identity(bundle, document)
+    _refuse_gpu(bundle, document)
+    _refuse_fabric(bundle, document)
+    for shared in discovery.group_blockers(document, bundle, others):
+        raise _blocked(shared.code, bundle.gpu_pci_address, shared.detail)
+    _refuse_address(bundle, document)
+
+
+def _refuse_use(name: str, document: Document) -> None:
+    # Before anything else, and by any alias: the OS disk is refused as what it is.
+    disk = discovery.disk(document, name)
+    if disk is None:
+        raise _unknown("disk", name)
+    if disk.get("os_disk"):
+        raise _blocked("os_disk", name, "the host runs from it")
+    _refuse_blockers(name, disk)
+
+
+def _refuse_identity(bundle: Bundle, document: Document) -> None:
+    disk = discovery.disk(document, bundle.nvme_device) or {}
+    if bundle.nvme_device in disk.get("partition_aliases", ()):
+        raise Problem(
+            "disk_is_partition",
+            422,
+            expected="a whole disk",
+            found=f"{bundle.nvme_device}, a partition of {disk.get('by_id')}",
+            remedy=f"use {disk.get('by_id')}",
+        )
+    if bundle.nvme_device != disk.get("by_id"):
+        raise Problem(
+            "disk_not_by_identity",
+            422,
+            expected=str(disk.get("by_id")),
+            found=f"{bundle.nvme_device}, a name that can change at the next boot",
+            remedy="name the disk by its by-id path",
+        )
+    told = (bundle.identity, bundle.nvme_serial, bundle.nvme_size_bytes)
+    seen = (disk.get("identity"), disk.get("serial"), disk.get("size_bytes"))
+    if told != seen:
+        raise Problem(
+            "identity_mismatch",
+            422,
+            expected="identity {}, serial {}, {} bytes".format(*seen),
+            found="identity {}, serial {}, {} bytes".format(*told),
+            remedy="compare with the discovery: another disk may have taken this name",
+        )
+
+
+def _refuse_gpu(bundle: Bundle, document: Document) -> None:
+    gpu = discovery.gpu(document, bundle.gpu_pci_address)
+    if gpu is None:
+        raise _unknown("gpu", bundle.gpu_pci_address)
+    _refuse_blockers(bundle.gpu_pci_address, gpu)
+    if bundle.numa_node != gpu.get("numa_node", -1):
+        raise Problem(
+            "numa_mismatch",
+            422,
+            expected=f"NUMA node {gpu.get('numa_node', -1)}, where the GPU is",
+            found=f"NUMA node {bundle.numa_node}",
+            remedy="use the GPU's NUMA node",
+        )
+
+
+def _refuse_fabric(bundle: Bundle, document: Document) -> None:
+    address = bundle.fabric_vf_pci_address
+    if discovery.is_physical(document, address):
+        raise Problem(
+            "fabric_not_vf",
+            422,
+            expected="a virtual function of its own for each slot",
+            found=f"{address}, a whole fabric card",
+            remedy="use one of its virtual functions",
+        )
+    function = discovery.function(document, address)
+    if function is None:
+        raise _unknown("fabric_vf", address)
+    _refuse_blockers(address, function)
+
+
+def _refuse_address(bundle: Bundle, document: Document) -> None:
+    mac = bundle.management_mac
+    if not re.fullmatch(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}", mac) or int(mac[:2], 16) & 1:
+        raise Problem(
+            "mac_invalid",
+            422,
+            expected="a unicast MAC address such as 52:54:00:64:00:0a",
+            found=repr(mac),
+            remedy="use the address that the discovery suggests",
+        )
+    bridge = document.get("slice_network", {}).get("bridge", {}).get("addresses", [])
+    if not any(_usable(bundle.private_ip, text) for text in bridge):
+        raise Problem(
+            "ip_invalid",
+            422,
+            expected=f"a free address in the bridge's network {', '.join(bridge) or '(none yet)'}",
+            found=repr(bundle.private_ip),
+            remedy="use the address that the discovery suggests",
+        )
+
+
+def _usable(text: str, bridge: str) -> bool:
+    try:
+        address, interface = ipaddress.ip_address(text), ipaddress.ip_interface(bridge)
+    except ValueError:
+        return False
+    network = interface.network
+    # The last usable one is the host's own: parity plays a guest with it.
+    ends = (network.network_address, network.broadcast_address - 1, network.broadcast_address)
+    reserved = (interface.ip, *ends)
+    return address in network and address not in reserved
+
+
+def _refuse_blockers(name: str, device: Document) -> None:
+    found = {blocker.code: blocker.detail for blocker in discovery.blockers_of(device)}
+    if found:
+        known = [code for code in GRAVITY if code in found]
+        code = known[0] if known else sorted(found)[0]
+        raise _blocked(code, name, found[code])
+
+
+def _blocked(code: str, name: str, detail: str) -> Problem:
+    return Problem(
+        code,
+        422,
+        expected=f"{name} free for a slot",
+        found=detail or code,
+        remedy=REMEDIES.get(code, "remove the cause on the host, then discover again"),
+    )
+
+
+def _unknown(kind: str, name: str) -> Problem:
+    return Problem(
+        f"{kind}_not_found",
+        422,
+        expected=f"a {kind.replace('_', ' ')} in the node's latest discovery",
+        found=repr(name),
+        remedy="discover again, or use a name that the discovery shows",
+    )

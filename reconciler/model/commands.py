@@ -1,0 +1,103 @@
+"""What people can ask for, by entity and event, and what comes before it: commands, never events.
+
+An event that only the service itself brings about has no command and is not named to anybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from reconciler.model import transitions
+from reconciler.model.states import NodeMode, NodeState, TaskState
+
+Record = Mapping[str, Any]
+
+COMMANDS = {
+    ("node", "drain"): "gpuaas nodes drain {id} --reason WHY",
+    ("node", "maintain"): "gpuaas nodes maintain {id} --reason WHY",
+    ("node", "resume"): "gpuaas nodes resume {id} --reason WHY",
+    ("node", "retire"): "gpuaas nodes retire {id} --reason WHY",
+    ("node_mode", "to_slice"): "gpuaas nodes convert {id} slice",
+    ("node_mode", "to_baremetal"): "gpuaas nodes convert {id} baremetal",
+    ("slot", "disable"): "gpuaas slots disable {node_id} {id} --reason WHY",
+    ("slot", "enable"): "gpuaas slots enable {node_id} {id} --reason WHY",
+    ("slot", "clean"): "gpuaas slots repair {node_id} {id}",
+    ("slot", "withdraw"): "gpuaas slots withdraw {node_id} {id} --reason WHY",
+    ("allocation", "withdraw"): "gpuaas release {id} --project {project_id}",
+    ("allocation", "release"): "gpuaas release {id} --project {project_id}",
+    ("allocation", "force_release"): "gpuaas allocation force-release {id} --reason WHY",
+    ("task", "cancel"): "gpuaas tasks cancel {id}",
+    ("app_instance", "stop"): "gpuaas apps stop {id} --project {project_id}",
+}
+# Out of use step by step: each of these may need those before it.
+_LADDER = ("drain", "maintain", "retire")
+_ENDED = (TaskState.SUCCEEDED, TaskState.FAILED, TaskState.LOST, TaskState.CANCELED)
+# Where no command of the entity helps, something else does.
+_OTHERWISE: dict[tuple[str, str], str] = {
+    ("node", NodeState.ENROLLING): "enrol its host first: `gpuaas nodes userdata {id}`",
+    ("node", NodeState.BOOTSTRAPPING): "end its bootstrap first: `gpuaas nodes bootstrap {id}`",
+    ("node", NodeState.MAINTENANCE): "nothing: it takes nothing new already; resume it to use it",
+    ("node", NodeState.UNREACHABLE): "bring its host back to answering SSH: the node is then what"
+    " it was before; one that never answers again can be retired",
+    ("node", NodeState.RETIRED): "nothing: it never comes back; add the machine under another id",
+    ("node_mode", NodeMode.SLICE): "nothing: it is a slice host already",
+    ("node_mode", NodeMode.BAREMETAL): "nothing: it is bare metal already",
+    **{("task", state): "nothing: it has ended" for state in _ENDED},
+    ("node_mode", NodeMode.CONVERTING_TO_SLICE): "go on with the conversion under way:"
+    " `gpuaas nodes convert {id} slice`",
+    ("node_mode", NodeMode.CONVERTING_TO_BAREMETAL): "go on with the conversion under way:"
+    " `gpuaas nodes convert {id} baremetal`",
+}
+
+
+def commands(entity: str, record: Record, source: str) -> list[str]:
+    """What can be asked for of an entity in this state."""
+    found = (COMMANDS.get((entity, event)) for event in transitions.events(entity, source))
+    return [_told(command, record) for command in found if command]
+
+
+def named(entity: str, record: Record, event: str) -> str:
+    """How whoever asks says it; the event's own name where only the service brings it about."""
+    command = COMMANDS.get((entity, event))
+    return f"`{_told(command, record)}`" if command else repr(event)
+
+
+def sources(entity: str, event: str) -> list[str]:
+    """The states in which an event is possible."""
+    rows = transitions.TABLE
+    return [str(row.source) for row in rows if (row.entity, row.event) == (entity, event)]
+
+
+def remedy(entity: str, record: Record, source: str, event: str) -> str:
+    """What helps whoever asked for an event that is not possible in this state."""
+    if (entity, event) in COMMANDS and source in _targets(entity, event):
+        return f"nothing: it is {source} already"
+    first = _before(entity, source, event)
+    if first:
+        told = ", ".join(f"`{_told(COMMANDS[entity, step], record)}`" for step in first)
+        return f"{' and '.join(first)} first: {told}; then ask again"
+    otherwise = _OTHERWISE.get((entity, source))
+    return _told(otherwise, record) if otherwise else f"read the {entity} and act on its state"
+
+
+def _before(entity: str, source: str, event: str) -> list[str]:
+    """The steps of the ladder that lead from here to where the event is possible; [] for none."""
+    if event not in _LADDER:
+        return []
+    state = source
+    steps: list[str] = []
+    for step in _LADDER[: _LADDER.index(event)]:
+        reached = transitions.target(entity, state, step)
+        if reached is not None:
+            state, steps = reached, [*steps, step]
+    return steps if transitions.target(entity, state, event) else []
+
+
+def _targets(entity: str, event: str) -> set[str]:
+    rows = transitions.TABLE
+    return {str(row.target) for row in rows if (row.entity, row.event) == (entity, event)}
+
+
+def _told(text: str, record: Record) -> str:
+    return text.format_map({name: record.get(name) for name in ("id", "node_id", "project_id")})

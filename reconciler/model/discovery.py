@@ -1,0 +1,160 @@
+"""Reading a discovery document: which device a bundle means, and what speaks against it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from reconciler.model.bundle import Bundle
+
+Document = Mapping[str, Any]
+
+# How a disk is used, as opposed to what it is. A wipe proof taken later outdates these.
+USE = frozenset(
+    {
+        "mounted",
+        "mounted_child",
+        "partitions_present",
+        "unexpected_filesystem",
+        "swap_in_use",
+        "md_member",
+        "lvm_member",
+        "dm_member",
+        "holder_present",
+        "qemu_in_use",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Blocker:
+    """One reason why something may not be sold."""
+
+    code: str
+    detail: str
+
+    def document(self) -> dict[str, str]:
+        """As the API shows it."""
+        return {"code": self.code, "detail": self.detail}
+
+
+def section(document: Document, *names: str) -> Sequence[Document]:
+    """A list of objects somewhere in the document; empty when it is not there."""
+    value: Any = document
+    for name in names:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return cast("Sequence[Document]", value) if isinstance(value, list) else []
+
+
+def blockers_of(device: Document) -> tuple[Blocker, ...]:
+    """The blockers that the host reported for one device or section."""
+    return tuple(
+        Blocker(str(row.get("code", "")), str(row.get("detail", "")))
+        for row in section(device, "blockers")
+    )
+
+
+def pcie_switch(gpu: Document) -> str:
+    """The bridge, or root complex, that the GPU shares with its neighbours; "" when not told.
+
+    A GPU has a port of its own, the last step of its path: what is shared is the step before.
+    """
+    steps = gpu.get("pci_path")
+    path = [str(step) for step in steps] if isinstance(steps, list) else []
+    return path[-2] if len(path) > 1 else "".join(path)
+
+
+def gpu(document: Document, address: str) -> Document | None:
+    """The GPU at a PCI address."""
+    return next((row for row in section(document, "gpu") if row.get("address") == address), None)
+
+
+def disk(document: Document, path: str) -> Document | None:
+    """The disk that a path means, by any of its names or those of its partitions."""
+    for row in section(document, "nvme"):
+        names = [row.get("by_id"), *row.get("aliases", ()), *row.get("partition_aliases", ())]
+        if path and path in names:
+            return row
+    return None
+
+
+def disk_by_identity(document: Document, identity: str) -> Document | None:
+    """The disk with an EUI or NGUID."""
+    return next((row for row in section(document, "nvme") if row.get("identity") == identity), None)
+
+
+def functions(document: Document) -> Iterator[Document]:
+    """Every fabric virtual function."""
+    for card in section(document, "fabric"):
+        yield from section(card, "vfs")
+
+
+def function(document: Document, address: str) -> Document | None:
+    """The virtual function at a PCI address."""
+    return next((row for row in functions(document) if row.get("address") == address), None)
+
+
+def is_physical(document: Document, address: str) -> bool:
+    """True when the address is a whole fabric card."""
+    return any(card.get("address") == address for card in section(document, "fabric"))
+
+
+def node_blockers(document: Document) -> tuple[Blocker, ...]:
+    """What speaks against every slot of the node."""
+    details = {
+        blocker.code: blocker
+        for name in ("bootstrap", "slice_network")
+        for blocker in blockers_of(document.get(name, {}))
+    }
+    codes = document.get("candidate_summary", {}).get("blockers", [])
+    for code in codes:
+        details.setdefault(str(code), Blocker(str(code), "reported for the whole node"))
+    return tuple(details[code] for code in sorted(details))
+
+
+def group_blockers(
+    document: Document, bundle: Bundle, others: Iterable[Bundle]
+) -> tuple[Blocker, ...]:
+    """Devices outside the bundle that would go with it, since a group goes to one guest as a whole.
+
+    others: the other slots of the node. Nobody need drive such a device: a GPU that is not sold,
+    or one of a slot whose tenant comes later, looks as free as an empty place.
+    """
+    own = (bundle.gpu_pci_address, bundle.fabric_vf_pci_address)
+    whose = {str(row.get("address")): "no slot" for row in section(document, "gpu")}
+    for other in others:
+        for address in (other.gpu_pci_address, other.fabric_vf_pci_address):
+            whose[address] = f"slot {other.slot_index}"
+    found = {}
+    for row in (gpu(document, own[0]), function(document, own[1])):
+        for member in (row or {}).get("group_members", ()):
+            if member in whose and member not in own:
+                group = (row or {}).get("iommu_group", "")
+                found[member] = f"{member} of {whose[member]} is in IOMMU group {group} too"
+    return tuple(Blocker("group_shared", found[member]) for member in sorted(found))
+
+
+def bundle_blockers(
+    document: Document, bundle: Bundle, *, use: bool, others: Iterable[Bundle] = ()
+) -> tuple[Blocker, ...]:
+    """What speaks against one bundle beside the node's other slots.
+
+    use=False leaves out how the disk was used at that time.
+    """
+    found: list[Blocker] = []
+    devices = {
+        "gpu_not_found": (gpu(document, bundle.gpu_pci_address), bundle.gpu_pci_address),
+        "disk_not_found": (disk_by_identity(document, bundle.identity), bundle.identity),
+        "fabric_vf_not_found": (
+            function(document, bundle.fabric_vf_pci_address),
+            bundle.fabric_vf_pci_address,
+        ),
+    }
+    for code, (device, name) in devices.items():
+        if device is None:
+            found.append(Blocker(code, f"{name} is not in the discovery"))
+        else:
+            found.extend(blockers_of(device))
+    found.extend(group_blockers(document, bundle, others))
+    return tuple(blocker for blocker in found if use or blocker.code not in USE)

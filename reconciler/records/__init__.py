@@ -1,0 +1,1 @@
+"""Records of one noun per file: reading, inserting, guarded updates."""

@@ -1,0 +1,96 @@
+"""Until when the hosts' certificates vouch for them, and whose is to be renewed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import sqlalchemy as sa
+
+from reconciler.db import clock, rows
+from reconciler.db.rows import Record
+from reconciler.db.schema import NodeCertificate, node_certificates, nodes
+from reconciler.model.errors import Problem
+from reconciler.model.states import NodeState
+
+
+def ends(conn: sa.Connection, node_ids: Iterable[str]) -> dict[str, float]:
+    """By node: when the last of its certificates that was not revoked ends."""
+    return ends_where(conn, nodes.c.id.in_(list(node_ids)))
+
+
+def of_living(conn: sa.Connection) -> dict[str, float]:
+    """As `ends`, of every node that is not retired."""
+    return ends_where(conn, nodes.c.state != NodeState.RETIRED)
+
+
+def ends_where(conn: sa.Connection, which: sa.ColumnElement[bool]) -> dict[str, float]:
+    table = node_certificates
+    query = (
+        sa.select(table.c.node_id, sa.func.max(table.c.valid_until))
+        .join(nodes, nodes.c.id == table.c.node_id)
+        .where(which, table.c.revoked_at.is_(None), table.c.valid_until.is_not(None))
+        .group_by(table.c.node_id)
+    )
+    return {str(node_id): float(until) for node_id, until in conn.execute(query)}
+
+
+def accepted(conn: sa.Connection) -> list[Record]:
+    """The host keys that we believe now, by node: since when, and until when."""
+    table = node_certificates
+    since, until = sa.func.min(table.c.created_at), sa.func.max(table.c.valid_until)
+    query = (
+        sa.select(table.c.node_id, table.c.public_key, since.label("since"), until.label("until"))
+        .join(nodes, nodes.c.id == table.c.node_id)
+        .where(nodes.c.state != NodeState.RETIRED, table.c.revoked_at.is_(None))
+        .group_by(table.c.node_id, table.c.public_key)
+        .having(until > clock.now())
+        .order_by(table.c.node_id, since)
+    )
+    return rows.every(conn, query)
+
+
+def current(conn: sa.Connection, node_id: str) -> NodeCertificate:
+    """The certificate under which the host is known; Problem when it has none that is good."""
+    table = node_certificates
+    query = sa.select(table).where(table.c.node_id == node_id, table.c.revoked_at.is_(None))
+    found = rows.first(
+        conn, query.order_by(table.c.valid_until.desc(), table.c.created_at.desc()), NodeCertificate
+    )
+    if found is None:
+        raise Problem(
+            "host_certificate_missing",
+            409,
+            expected="a node whose host has enrolled",
+            found="no certificate of its SSH key",
+            remedy=_enrol(node_id),
+        )
+    require_valid(conn, node_id)
+    return found
+
+
+def require_valid(conn: sa.Connection, node_id: str) -> None:
+    """Problem `host_certificate_expired` when nobody would believe the host any more.
+
+    A node without any certificate is left to SSH, which refuses it by itself.
+    """
+    until = ends(conn, [node_id]).get(node_id)
+    if until is not None and until <= clock.read(conn):
+        raise expired(node_id, until)
+
+
+def expired(node_id: str, until: float, said: str = "") -> Problem:
+    """What is wrong with a host whose certificate has ended. said: the last words of SSH."""
+    return Problem(
+        "host_certificate_expired",
+        409,
+        expected="a host whose certificate is valid",
+        found=f"one that ended at {clock.iso(until)}{f'; {said}' if said else ''}",
+        remedy=_enrol(node_id),
+    )
+
+
+def _enrol(node_id: str) -> str:
+    return (
+        f"enrol the host again with a new token: `gpuaas nodes userdata {node_id}`, or POST"
+        f" /api/v1/admin/nodes/{node_id}/enrollment-token, and run its script on the host as root"
+    )

@@ -1,0 +1,178 @@
+"""Claims: the source of truth for who holds what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.db import journal, rows
+from reconciler.db.journal import advance
+from reconciler.db.schema import Claim, Slot, claims, nodes, tasks
+from reconciler.db.schema import slots as slot_table
+from reconciler.model.act import Act
+from reconciler.model.bundle import BUNDLE_FIELDS, run_bundle
+from reconciler.model.states import ClaimKind, ClaimState, SlotState, TaskKind
+
+ENDS = ("finish", "fail")
+_COPIED = (*BUNDLE_FIELDS, "nvme_identity", "fence", "disk_generation")
+
+
+def claim_slot(
+    conn: sa.Connection, allocation_id: str, slot: Slot, position: int, act: Act
+) -> Claim:
+    """Reserve a slot that is locked, and write down what was claimed under the slot's next fence.
+
+    Raising disk_generation makes every proof so far too old: only a new one makes it available.
+    """
+    reserved = advance(
+        conn,
+        "slot",
+        slot.id,
+        "reserve",
+        act,
+        held=slot,
+        columns={
+            "fence": slot.fence + 1,
+            "disk_generation": slot.disk_generation + 1,
+            "available_proof_id": None,
+        },
+    )
+    return _insert(
+        conn,
+        {
+            "allocation_id": allocation_id,
+            "kind": ClaimKind.SLICE.value,
+            "node_id": reserved.node_id,
+            "slot_id": reserved.id,
+            "position": position,
+            **{name: getattr(reserved, name) for name in _COPIED},
+        },
+        act,
+    )
+
+
+def claim_node(
+    conn: sa.Connection,
+    allocation_id: str,
+    node_id: str,
+    act: Act,
+    *,
+    disks: Sequence[Mapping[str, Any]] = (),
+) -> Claim:
+    """Hold the whole node, under its next fence, and write down the disks that go with it.
+
+    The schema refuses it on a node that is not in bare-metal mode.
+    """
+    values = {
+        "allocation_id": allocation_id,
+        "kind": ClaimKind.NODE_EXCLUSIVE.value,
+        "node_id": node_id,
+        "fence": next_node_fence(conn, node_id),
+        "disks": [dict(disk) for disk in disks],
+    }
+    return _insert(conn, values, act)
+
+
+def next_node_fence(conn: sa.Connection, node_id: str) -> int:
+    """Raise the node's fence: no run for the whole machine under an older one counts any more."""
+    update = sa.update(nodes).where(nodes.c.id == node_id).values(fence=nodes.c.fence + 1)
+    return int(conn.execute(update.returning(nodes.c.fence)).scalar_one())
+
+
+def exclusive_ended_at(conn: sa.Connection, node_id: str) -> float:
+    """When the last tenant of the whole machine left; 0 when none was ever let near it."""
+    began = sa.exists().where(
+        tasks.c.allocation_id == claims.c.allocation_id,
+        tasks.c.kind == TaskKind.BAREMETAL_PROVISION,
+        tasks.c.started_at.is_not(None),
+    )
+    query = sa.select(sa.func.max(claims.c.ended_at)).where(
+        claims.c.node_id == node_id, claims.c.kind == ClaimKind.NODE_EXCLUSIVE, began
+    )
+    return float(conn.execute(query).scalar_one() or 0.0)
+
+
+def of_allocation(conn: sa.Connection, allocation_id: str) -> list[Claim]:
+    """The boot slot's claim first."""
+    query = sa.select(claims).where(claims.c.allocation_id == allocation_id)
+    return rows.every(conn, query.order_by(claims.c.position), Claim)
+
+
+def bundles(conn: sa.Connection, allocation_id: str) -> list[dict[str, Any]]:
+    """An allocation's slots as the run contract has them, with the fences of its claims."""
+    return run_bundles(of_allocation(conn, allocation_id))
+
+
+def run_bundles(found: Iterable[Claim]) -> list[dict[str, Any]]:
+    """The same of claims that are at hand."""
+    return [run_bundle(vars(claim), fence=True) for claim in found if claim.slot_id]
+
+
+def held_slots(conn: sa.Connection, allocation_id: str) -> list[Slot]:
+    """The slots that still carry what this allocation left: no later claim has taken them.
+
+    They are locked in the order of everybody else; the boot slot is the first one all the same.
+    """
+    join = sa.and_(
+        claims.c.slot_id == slot_table.c.id,
+        claims.c.disk_generation == slot_table.c.disk_generation,
+    )
+    query = (
+        sa.select(slot_table, claims.c.position)
+        .join(claims, join)
+        .where(claims.c.allocation_id == allocation_id)
+        .order_by(slot_table.c.id)
+    )
+    found = rows.every(conn, query.with_for_update(of=slot_table))
+    found.sort(key=itemgetter("position"))
+    for row in found:
+        del row["position"]
+    return [Slot(**row) for row in found]
+
+
+def unfenced(conn: sa.Connection, fences: Mapping[str, int]) -> list[str]:
+    """Those of these slots that still have the fence given, held until the transaction ends."""
+    query = sa.select(slot_table.c.id, slot_table.c.fence).where(slot_table.c.id.in_(fences))
+    found = conn.execute(query.order_by(slot_table.c.id).with_for_update())
+    return [str(slot_id) for slot_id, fence in found if fences[slot_id] == fence]
+
+
+def fence_off(conn: sa.Connection, fences: Mapping[str, int]) -> list[str]:
+    """Raise the fence of blocked slots that still have the one given; their ids.
+
+    No run under the old fence counts any more: not here, and not on the host from the next run on.
+    """
+    fenced = []
+    for slot_id, fence in sorted(fences.items()):
+        update = sa.update(slot_table).where(
+            slot_table.c.id == slot_id,
+            slot_table.c.fence == fence,
+            slot_table.c.status == SlotState.CLEANUP_BLOCKED,
+        )
+        if conn.execute(update.values(fence=fence + 1)).rowcount:
+            fenced.append(slot_id)
+    return fenced
+
+
+def last_holder(conn: sa.Connection, slot_id: str) -> str:
+    """The allocation that claimed a slot last; "" when nobody ever did."""
+    query = sa.select(claims.c.allocation_id).where(claims.c.slot_id == slot_id)
+    found = conn.execute(query.order_by(claims.c.disk_generation.desc()).limit(1))
+    return str(found.scalar() or "")
+
+
+def _insert(conn: sa.Connection, values: Mapping[str, Any], act: Act) -> Claim:
+    state = ClaimState.RESERVED
+    row = {
+        "id": rows.new_id(),
+        "state": state.value,
+        "state_reason": act.reason,
+        "deadline_at": journal.limit("claim", state),
+        **values,
+    }
+    claim = rows.add(conn, Claim, row)
+    journal.begin(conn, "claim", claim, act)
+    return claim

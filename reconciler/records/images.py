@@ -1,0 +1,86 @@
+"""The image catalogue; the digest here is the authority."""
+
+from __future__ import annotations
+
+import re
+
+import sqlalchemy as sa
+
+from reconciler.db import journal, rows
+from reconciler.db.rows import Order, Page, part
+from reconciler.db.schema import Image, images
+from reconciler.model.act import Act
+from reconciler.model.errors import Problem
+
+ORDER = Order(images, ("name", "version"))
+
+
+def register(
+    conn: sa.Connection,
+    act: Act,
+    *,
+    name: str,
+    version: str,
+    digest: str,
+    size_bytes: int,
+    url: str,
+    minimum_disk_bytes: int = 0,
+    guest_profile: str = "",
+    compression: str = "none",
+    url_digest: str = "",
+) -> Image:
+    """Add an image. A version never changes its bytes: another digest is another version."""
+    if not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
+        raise Problem(
+            "digest_invalid",
+            422,
+            expected="sha256: and 64 lowercase hexadecimal digits",
+            found=repr(digest),
+            remedy="give the SHA-256 of the raw image",
+        )
+    same = sa.select(images).where(images.c.name == name, images.c.version == version)
+    found = rows.first(conn, same, Image)
+    if found is not None and found.digest == digest:
+        return found
+    if found is not None:
+        raise Problem(
+            "image_exists",
+            409,
+            expected=f"{name} {version} with digest {found.digest}",
+            found=digest,
+            remedy="register the new bytes under a new version",
+        )
+    record = rows.add(
+        conn,
+        Image,
+        {
+            "id": rows.new_id(),
+            "name": name,
+            "version": version,
+            "digest": digest,
+            "size_bytes": size_bytes,
+            "minimum_disk_bytes": minimum_disk_bytes or size_bytes,
+            "url": url,
+            "url_digest": url_digest,
+            "compression": compression,
+            "guest_profile": guest_profile,
+        },
+    )
+    journal.audit(conn, act, "admin.image.registered", "image", record.id, detail={"name": name})
+    return record
+
+
+def get(conn: sa.Connection, id: str) -> Image:
+    """The image with an id."""
+    return rows.get(conn, Image, id)
+
+
+def find(conn: sa.Connection, name: str, version: str = "") -> Image | None:
+    """By name, the newest unless a version is given."""
+    query = rows.where(sa.select(images), images, name=name, version=version or None)
+    return rows.first(conn, query.order_by(images.c.created_at.desc()), Image)
+
+
+def every(conn: sa.Connection, page: Page | None = None) -> list[Image]:
+    """By name and version."""
+    return rows.every(conn, part(sa.select(images), ORDER, page), Image)

@@ -1,0 +1,203 @@
+"""The records of machines and their life."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.db import journal, locks, rows
+from reconciler.db.journal import advance
+from reconciler.db.rows import Order, Page, part
+from reconciler.db.schema import Node, claims, nodes, slots
+from reconciler.model.act import Act
+from reconciler.model.errors import Problem
+from reconciler.model.states import LIVE_CLAIMS, NodeMode, NodeState, SlotState
+
+CHANGEABLE = (
+    "name",
+    "address",
+    "port",
+    "ssh_user",
+    "tenant_address",
+    "tenant_port",
+    "telemetry_url",
+    "fabric_interface",
+    "fabric_address",
+    "region",
+    "pool",
+    "profile",
+    "maas_tags",
+    "health_state",
+    "health_detail",
+)
+ORDER = Order(nodes, ("name",))
+# A slot in one of these states holds, or may hold, something of a tenant.
+# In one of these a run is at work, or a tenant; of others, evidence is all that is missing.
+AT_WORK = tuple(
+    state
+    for state in SlotState
+    if state not in (SlotState.DISABLED, SlotState.AVAILABLE, SlotState.CLEANUP_BLOCKED)
+)
+BUSY = tuple(state for state in SlotState if state not in (SlotState.DISABLED, SlotState.AVAILABLE))
+
+
+def create(
+    conn: sa.Connection,
+    act: Act,
+    *,
+    id: str,
+    name: str = "",
+    address: str = "",
+    port: int = 22,
+    ssh_user: str = "root",
+    tenant_address: str = "",
+    tenant_port: int = 22,
+    telemetry_url: str = "",
+    fabric_interface: str = "",
+    fabric_address: str = "",
+    region: str = "",
+    pool: str = "default",
+    profile: str = "",
+    maas_tags: Sequence[str] | None = None,
+    mode: NodeMode = NodeMode.CONVERTING_TO_SLICE,
+) -> Node:
+    """A machine that is to be enrolled; mode says what it will be.
+
+    maas_tags: None when they are not known, which is not the same as no tags.
+    """
+    taken = sa.or_(nodes.c.id == id, nodes.c.name == (name or id))
+    if rows.first(conn, sa.select(nodes).where(taken), Node):
+        raise Problem(
+            "node_exists",
+            409,
+            expected="an id and a name that no node has",
+            found=f"{id!r}, {name or id!r}",
+            remedy="use the node that is there, or another id and name",
+        )
+    record = rows.add(
+        conn,
+        Node,
+        {
+            "id": id,
+            "name": name or id,
+            "address": address,
+            "port": port,
+            "ssh_user": ssh_user,
+            "tenant_address": tenant_address,
+            "tenant_port": tenant_port,
+            "telemetry_url": telemetry_url,
+            "fabric_interface": fabric_interface,
+            "fabric_address": fabric_address,
+            "region": region,
+            "pool": pool,
+            "profile": profile,
+            "maas_tags": None if maas_tags is None else list(maas_tags),
+            "mode": str(mode),
+            "mode_deadline_at": journal.limit("node_mode", mode),
+            "state": NodeState.ENROLLING.value,
+            "deadline_at": journal.limit("node", NodeState.ENROLLING),
+        },
+    )
+    journal.begin(conn, "node", record, act)
+    journal.audit(conn, act, "admin.node.created", "node", id)
+    return record
+
+
+def get(conn: sa.Connection, id: str) -> Node:
+    """The node with an id."""
+    return rows.get(conn, Node, id)
+
+
+def every(
+    conn: sa.Connection,
+    *,
+    state: NodeState | None = None,
+    mode: NodeMode | None = None,
+    page: Page | None = None,
+) -> list[Node]:
+    """By name."""
+    query = rows.where(sa.select(nodes), nodes, state=state, mode=mode)
+    return rows.every(conn, part(query, ORDER, page), Node)
+
+
+def change(conn: sa.Connection, id: str, act: Act, **values: Any) -> Node:
+    """Change what an operator may: where it is, what it belongs to, how it is doing."""
+    unknown = sorted(set(values) - set(CHANGEABLE))
+    if unknown:
+        raise Problem(
+            "field_not_changeable",
+            422,
+            expected=", ".join(CHANGEABLE),
+            found=", ".join(unknown),
+            remedy="leave these out: they follow from what happens to the node",
+        )
+    before = rows.get(conn, Node, id, lock=True)
+    update = sa.update(nodes).where(nodes.c.id == id)
+    conn.execute(update.values(generation=nodes.c.generation + 1, **values))
+    detail = {name: {"from": getattr(before, name), "to": value} for name, value in values.items()}
+    journal.audit(conn, act, "admin.node.changed", "node", id, detail=detail)
+    return get(conn, id)
+
+
+def require_enrolled(conn: sa.Connection, id: str) -> Node:
+    """The node, unless its host has never enrolled: no run could reach that."""
+    node = rows.get(conn, Node, id)
+    if node.state == NodeState.ENROLLING:
+        raise Problem(
+            "node_not_enrolled",
+            409,
+            expected="a node whose host has enrolled",
+            found=f"state {node.state}: no key of its host is certified",
+            remedy=f"run the script that `gpuaas nodes userdata {id}` prints on the host as root,"
+            " then ask again",
+        )
+    return node
+
+
+def refuse_in_use(conn: sa.Connection, id: str, busy: Sequence[SlotState] = BUSY) -> None:
+    """Problem `node_in_use`, asked before a host is restarted, made something else, or given up.
+
+    Of a launch that is under way its end is waited for.
+    """
+    locks.hold_slots(conn, id)
+    held = sa.select(slots.c.id, slots.c.status).where(
+        slots.c.node_id == id, slots.c.status.in_(busy)
+    )
+    live = sa.select(claims.c.id, claims.c.state).where(
+        claims.c.node_id == id, claims.c.state.in_(LIVE_CLAIMS)
+    )
+    found = [f"{key} {state}" for query in (held, live) for key, state in conn.execute(query)]
+    if found:
+        raise Problem(
+            "node_in_use",
+            409,
+            expected="a node without claims and without slots in use or in clean-up",
+            found=", ".join(found),
+            remedy="drain the node, release or recover what is on it, then ask again; of a node "
+            "that does not answer, force the release of every allocation",
+        )
+
+
+def by_admin(
+    conn: sa.Connection, id: str, event: str, act: Act, detail: Mapping[str, Any] | None = None
+) -> Node:
+    node = advance(conn, "node", id, event, act)
+    journal.audit(conn, act, f"admin.node.{event}", "node", id, detail=detail)
+    return node
+
+
+NOT_CLEAN = "machine_not_clean"
+
+
+def require_clean(node: Node) -> None:
+    """Refuse to make something else of a machine that may hold a tenant's traces."""
+    if node.unclean_allocation_id:
+        raise Problem(
+            NOT_CLEAN,
+            409,
+            expected="a machine that is proven clean",
+            found=f"allocation {node.unclean_allocation_id} may have left something",
+            remedy="clean it first (`gpuaas nodes clean-machine`)",
+        )

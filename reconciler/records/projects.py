@@ -1,0 +1,45 @@
+"""Projects: whose allocations they are."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import sqlalchemy as sa
+
+from reconciler.db import journal, rows
+from reconciler.db.rows import Order, Page, part
+from reconciler.db.schema import Project, projects
+from reconciler.model.act import Act
+from reconciler.model.errors import Problem
+
+ORDER = Order(projects, ("name",))
+
+
+def create(conn: sa.Connection, name: str, act: Act, *, id: str | None = None) -> Project:
+    """A new project; its name is its own."""
+    if rows.first(conn, sa.select(projects).where(projects.c.name == name), Project):
+        raise Problem(
+            "project_exists",
+            409,
+            expected="a new name",
+            found=f"{name!r}, which a project has",
+            remedy="use that project or another name",
+        )
+    record = rows.add(conn, Project, {"id": id or rows.new_id(), "name": name})
+    journal.audit(conn, act, "admin.project.created", "project", record.id)
+    return record
+
+
+def get(conn: sa.Connection, id: str) -> Project:
+    """The project with an id."""
+    return rows.get(conn, Project, id)
+
+
+def every(
+    conn: sa.Connection, page: Page | None = None, *, among: Collection[str] | None = None
+) -> list[Project]:
+    """By name. among: only those with one of these ids."""
+    query = sa.select(projects)
+    if among is not None:
+        query = query.where(projects.c.id.in_(among))
+    return rows.every(conn, part(query, ORDER, page), Project)

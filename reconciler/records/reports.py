@@ -1,0 +1,115 @@
+"""Reports of hosts: discovery, parity, absence, network baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.db import clock, journal, rows
+from reconciler.db.schema import (
+    Absence,
+    Allocation,
+    Baseline,
+    Discovery,
+    Parity,
+    absences,
+    baselines,
+    discoveries,
+    parities,
+)
+from reconciler.model.act import Act
+from reconciler.model.identity import install_id
+
+
+def latest_discovery(conn: sa.Connection, node_id: str) -> Discovery | None:
+    """The node's newest discovery."""
+    query = sa.select(discoveries).where(discoveries.c.node_id == node_id)
+    return rows.first(conn, query.order_by(discoveries.c.id.desc()), Discovery)
+
+
+def latest_parity(conn: sa.Connection, node_id: str, intent: str = "slice") -> Parity | None:
+    """The node's newest parity report for an intent."""
+    query = sa.select(parities).where(parities.c.node_id == node_id, parities.c.intent == intent)
+    return rows.first(conn, query.order_by(parities.c.id.desc()), Parity)
+
+
+def record_absence(
+    conn: sa.Connection,
+    allocation_id: str,
+    absence: Mapping[str, Any],
+    act: Act,
+    *,
+    task_id: str | None = None,
+    observed_at: float | None = None,
+) -> Absence:
+    """Whether anything of an allocation is left on its host."""
+    allocation = rows.get(conn, Allocation, allocation_id)
+    node_id = str(allocation.node_id)
+    row = rows.add(
+        conn,
+        Absence,
+        {
+            **report_values(node_id, absence, task_id, observed_at),
+            "allocation_id": allocation_id,
+            "absent": absence.get("absent") is True,
+        },
+    )
+    emit_report(conn, "allocation.absence", node_id, {"absent": row.absent}, act)
+    return row
+
+
+def latest_absence(conn: sa.Connection, allocation_id: str) -> Absence | None:
+    """The newest absence report of an allocation."""
+    query = sa.select(absences).where(absences.c.allocation_id == allocation_id)
+    return rows.first(conn, query.order_by(absences.c.id.desc()), Absence)
+
+
+def record_baseline(
+    conn: sa.Connection,
+    node_id: str,
+    allocation_id: str,
+    document: Mapping[str, Any],
+    *,
+    task_id: str,
+) -> None:
+    """What a machine was like before its tenant, once: a later look could show the tenant's."""
+    if document and not baseline(conn, allocation_id):
+        values = report_values(node_id, document, task_id, None)
+        rows.add(conn, Baseline, {**values, "allocation_id": allocation_id})
+
+
+def baseline(conn: sa.Connection, allocation_id: str) -> dict[str, Any]:
+    """What was recorded before the tenant; {} when nothing was."""
+    query = sa.select(baselines.c.document).where(baselines.c.allocation_id == allocation_id)
+    return dict(conn.execute(query.order_by(baselines.c.id).limit(1)).scalar() or {})
+
+
+def report_values(
+    node_id: str, document: Mapping[str, Any], task_id: str | None, observed_at: float | None
+) -> dict[str, Any]:
+    identity = document.get("identity") or {}
+    machine_id, host_key = identity.get("machine_id") or "", identity.get("host_key") or ""
+    return {
+        "node_id": node_id,
+        "task_id": task_id,
+        "boot_id": identity.get("boot_id") or "",
+        "install_id": install_id(machine_id, host_key),
+        "document": dict(document),
+        "observed_at": clock.now() if observed_at is None else observed_at,
+    }
+
+
+def emit_report(
+    conn: sa.Connection, topic: str, node_id: str, payload: Mapping[str, Any], act: Act
+) -> None:
+    journal.emit(
+        conn,
+        topic,
+        "node",
+        node_id,
+        payload=payload,
+        node_id=node_id,
+        correlation_id=act.correlation_id,
+    )

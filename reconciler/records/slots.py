@@ -1,0 +1,79 @@
+"""Approved slots: what may be sold of a node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.db import journal, rows
+from reconciler.db.rows import Order, Page, part
+from reconciler.db.schema import Node, Slot, slots
+from reconciler.model.act import Act
+from reconciler.model.bundle import run_bundle
+from reconciler.model.states import HealthState
+from reconciler.records import proofs, reports
+
+ORDER = Order(slots, ("slot_index",))
+
+
+def get(conn: sa.Connection, id: str) -> Slot:
+    """The slot with an id."""
+    return rows.get(conn, Slot, id)
+
+
+def of_node(conn: sa.Connection, node_id: str, page: Page | None = None) -> list[Slot]:
+    """The node's approved slots, each with its `last_proof`."""
+    rows.get(conn, Node, node_id)
+    return [
+        replace(slot, last_proof=proofs.get(conn, slot.last_proof_id))
+        if slot.last_proof_id
+        else slot
+        for slot in rows.every(conn, _approved(node_id, page), Slot)
+    ]
+
+
+def bundles(conn: sa.Connection, node_id: str, *, fences: bool = False) -> list[dict[str, Any]]:
+    """All approved slots as the run contract has them."""
+    return [
+        run_bundle(vars(slot), fence=fences) for slot in rows.every(conn, _approved(node_id), Slot)
+    ]
+
+
+def candidates(conn: sa.Connection, node_id: str) -> list[dict[str, Any]]:
+    """What the latest discovery suggests; nothing of it can be sold before approval."""
+    rows.get(conn, Node, node_id)
+    discovery = reports.latest_discovery(conn, node_id)
+    return [] if discovery is None else list(discovery.document.get("candidates") or [])
+
+
+def set_health(
+    conn: sa.Connection, slot_id: str, health: HealthState, detail: Mapping[str, Any], act: Act
+) -> Slot:
+    """What drift reconciliation found; the state stays, the history says why."""
+    slot = rows.get(conn, Slot, slot_id, lock=True)
+    if slot.health_state == health and slot.health_detail == detail:
+        return slot
+    update(conn, slot_id, health_state=health.value, health_detail=dict(detail))
+    journal.write_history(
+        conn,
+        "slot_health",
+        slot,
+        act.because(act.reason, {**act.evidence, "detail": dict(detail)}),
+        source=slot.health_state,
+        event="observe",
+        target=health.value,
+    )
+    return get(conn, slot_id)
+
+
+def _approved(node_id: str, page: Page | None = None) -> sa.Select[Any]:
+    query = sa.select(slots).where(slots.c.node_id == node_id, slots.c.retired_at.is_(None))
+    return part(query, ORDER, page)
+
+
+def update(conn: sa.Connection, slot_id: str, **values: Any) -> None:
+    update = sa.update(slots).where(slots.c.id == slot_id)
+    conn.execute(update.values(generation=slots.c.generation + 1, **values))

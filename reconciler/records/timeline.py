@@ -1,0 +1,102 @@
+"""Everything that happened to a node or an allocation, or because of one request, in one list.
+
+Changes of state of it and of what belongs to it, what its runs reported, and who used which power.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.db import rows
+from reconciler.db.rows import Order, Page, Record, part
+from reconciler.db.schema import audit_log, history, task_events, tasks
+
+PROGRESS, STATE, AUDIT = "progress", "state", "audit"
+
+
+def _light(
+    kind: str, table: sa.Table, node: object, allocation: object, request: object
+) -> sa.Select[Any]:
+    return sa.select(
+        table.c.at,
+        sa.literal(kind, sa.Text).label("type"),
+        table.c.id,
+        sa.type_coerce(node, sa.Text).label("node_id"),
+        sa.type_coerce(allocation, sa.Text).label("allocation_id"),
+        sa.type_coerce(request, sa.Text).label("correlation_id"),
+    )
+
+
+_BY_SUBJECT = {
+    kind: sa.case((audit_log.c.subject_kind == kind, audit_log.c.subject_id), else_="")
+    for kind in ("node", "allocation")
+}
+# Only what the order needs: bodies are read for the rows of one page.
+_ALL = sa.union_all(
+    _light(STATE, history, history.c.node_id, history.c.allocation_id, history.c.correlation_id),
+    _light(
+        PROGRESS, task_events, tasks.c.node_id, tasks.c.allocation_id, tasks.c.correlation_id
+    ).join(tasks, tasks.c.id == task_events.c.task_id),
+    _light(
+        AUDIT,
+        audit_log,
+        _BY_SUBJECT["node"],
+        _BY_SUBJECT["allocation"],
+        audit_log.c.correlation_id,
+    ),
+).subquery("timeline")
+
+ORDER = Order(_ALL, ("at", "type", "id"), descending=True)
+
+
+def of(
+    conn: sa.Connection,
+    *,
+    node_id: str | None = None,
+    allocation_id: str | None = None,
+    correlation_id: str | None = None,
+    page: Page | None = None,
+) -> list[Record]:
+    """Newest first; each row has `at`, `type`, `id`, and the fields of its type."""
+    query = sa.select(_ALL)
+    for name, wanted in (
+        ("node_id", node_id),
+        ("allocation_id", allocation_id),
+        ("correlation_id", correlation_id),
+    ):
+        if wanted is not None:
+            query = query.where(_ALL.c[name] == wanted)
+    places = rows.every(conn, part(query, ORDER, page))
+    bodies = {
+        kind: read(conn, [row["id"] for row in places if row["type"] == kind])
+        for kind, read in _BODIES.items()
+    }
+    return [{**bodies[row["type"]][row["id"]], "type": row["type"]} for row in places]
+
+
+def _changes(conn: sa.Connection, ids: list[int]) -> dict[int, Record]:
+    return _by_id(conn, sa.select(history).where(history.c.id.in_(ids)))
+
+
+def _steps(conn: sa.Connection, ids: list[int]) -> dict[int, Record]:
+    query = sa.select(task_events, tasks.c.kind, tasks.c.node_id, tasks.c.allocation_id)
+    query = query.join(tasks, tasks.c.id == task_events.c.task_id)
+    return _by_id(conn, query.where(task_events.c.id.in_(ids)))
+
+
+def _acts(conn: sa.Connection, ids: list[int]) -> dict[int, Record]:
+    return _by_id(conn, sa.select(audit_log).where(audit_log.c.id.in_(ids)))
+
+
+def _by_id(conn: sa.Connection, query: sa.Select[Any]) -> dict[int, Record]:
+    return {row["id"]: row for row in rows.every(conn, query)}
+
+
+_BODIES: dict[str, Callable[[sa.Connection, list[int]], dict[int, Record]]] = {
+    STATE: _changes,
+    PROGRESS: _steps,
+    AUDIT: _acts,
+}

@@ -1,0 +1,244 @@
+"""API tokens, enrolment tokens and host certificates. Secrets leave once, only hashes stay."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+
+from reconciler.db import clock, journal, rows
+from reconciler.db.rows import Order, Page, part
+from reconciler.db.schema import (
+    ApiToken,
+    EnrolmentToken,
+    NodeCertificate,
+    api_tokens,
+    enrolment_tokens,
+    node_certificates,
+)
+from reconciler.model.act import Act
+from reconciler.model.errors import Problem, not_found
+from reconciler.model.states import Role
+
+T = TypeVar("T", ApiToken, EnrolmentToken)
+
+# A stolen enrolment token is worth a host: it lives no longer than a first boot needs.
+ENROLMENT_MAX_S = 900
+ORDER = Order(api_tokens, ("created_at", "id"), descending=True)
+_OPEN = (
+    api_tokens.c.revoked_at.is_(None),
+    sa.or_(api_tokens.c.expires_at.is_(None), api_tokens.c.expires_at > clock.now()),
+)
+_VALID = sa.select(api_tokens).where(api_tokens.c.hash == sa.bindparam("given"), *_OPEN)
+
+
+def issue(
+    conn: sa.Connection,
+    act: Act,
+    *,
+    role: Role,
+    name: str,
+    project_id: str | None = None,
+    node_id: str | None = None,
+    ttl_s: float | None = None,
+) -> tuple[ApiToken, str]:
+    """A new API token: its record, and the secret that nobody can read again."""
+    secret = f"gpuaas_{secrets.token_urlsafe(32)}"
+    record = rows.add(
+        conn,
+        ApiToken,
+        {
+            "id": rows.new_id(),
+            "name": name,
+            "hash": _hash(secret),
+            "role": str(role),
+            "project_id": project_id,
+            "node_id": node_id,
+            "expires_at": None if ttl_s is None else clock.now() + ttl_s,
+        },
+    )
+    journal.audit(conn, act, "admin.token.issued", "token", record.id, detail={"role": record.role})
+    return _without_hash(record), secret
+
+
+def authenticate(conn: sa.Connection, secret: str) -> ApiToken | None:
+    """Whom a secret speaks for; None when it is unknown, expired or revoked."""
+    found = conn.execute(_VALID, {"given": _hash(secret)}).mappings().first()
+    return None if found is None else _without_hash(ApiToken(**found))
+
+
+def revoke(conn: sa.Connection, id: str, act: Act) -> None:
+    """From now on the token opens nothing."""
+    update = sa.update(api_tokens).where(api_tokens.c.id == id).values(revoked_at=clock.now())
+    if not conn.execute(update).rowcount:
+        raise not_found("token", id)
+    journal.audit(conn, act, "admin.token.revoked", "token", id)
+
+
+def every(conn: sa.Connection, page: Page | None = None) -> list[ApiToken]:
+    """All tokens, newest first, without their hashes."""
+    query = part(sa.select(api_tokens), ORDER, page)
+    return [_without_hash(record) for record in rows.every(conn, query, ApiToken)]
+
+
+def issue_enrolment(
+    conn: sa.Connection, node_id: str, act: Act, *, ttl_s: float = ENROLMENT_MAX_S
+) -> tuple[EnrolmentToken, str]:
+    """A token with which one host enrols once; an older unused one of the node ends."""
+    conn.execute(
+        sa.update(enrolment_tokens)
+        .where(enrolment_tokens.c.node_id == node_id, enrolment_tokens.c.used_at.is_(None))
+        .values(expires_at=clock.now())
+    )
+    secret = f"enrol_{secrets.token_urlsafe(32)}"
+    record = rows.add(
+        conn,
+        EnrolmentToken,
+        {
+            "id": rows.new_id(),
+            "hash": _hash(secret),
+            "node_id": node_id,
+            "expires_at": clock.now() + min(ttl_s, ENROLMENT_MAX_S),
+        },
+    )
+    journal.audit(conn, act, "admin.node.enrollment_token.issued", "node", node_id)
+    return _without_hash(record), secret
+
+
+def redeem_enrolment(
+    conn: sa.Connection, node_id: str, secret: str, *, used_by: Mapping[str, Any]
+) -> EnrolmentToken:
+    """Use the token up. Of two uses at once one wins; the answer does not say what was wrong."""
+    table = enrolment_tokens
+    update = (
+        sa.update(table)
+        .where(
+            table.c.hash == _hash(secret),
+            table.c.node_id == node_id,
+            table.c.used_at.is_(None),
+            table.c.expires_at > clock.now(),
+        )
+        .values(used_at=clock.now(), used_by=dict(used_by))
+        .returning(table)
+    )
+    row = conn.execute(update).mappings().first()
+    if row is None:
+        raise Problem(
+            "token_invalid",
+            401,
+            expected="an unused enrolment token of this node, at most 15 minutes old",
+            found="a token that is none of it",
+            remedy=f"enrol with a new token: POST /api/v1/admin/nodes/{node_id}/enrollment-token",
+        )
+    return _without_hash(EnrolmentToken(**row))
+
+
+def end_enrolments(conn: sa.Connection) -> None:
+    """No token that was given out so far lets a host enrol any more."""
+    unused = sa.update(enrolment_tokens).where(enrolment_tokens.c.used_at.is_(None))
+    conn.execute(unused.values(expires_at=clock.now()))
+
+
+def valid(conn: sa.Connection) -> list[ApiToken]:
+    """The API tokens that open something now, without their hashes, oldest first."""
+    query = sa.select(api_tokens).where(*_OPEN)
+    found = rows.every(conn, query.order_by(api_tokens.c.created_at, api_tokens.c.id), ApiToken)
+    return [_without_hash(record) for record in found]
+
+
+def record_certificate(
+    conn: sa.Connection,
+    node_id: str,
+    act: Act,
+    *,
+    serial: str,
+    public_key: str,
+    certificate: str,
+    principals: Sequence[str],
+    valid_until: float,
+) -> NodeCertificate:
+    """The host certificate that the SSH CA has signed."""
+    record = rows.add(
+        conn,
+        NodeCertificate,
+        {
+            "id": rows.new_id(),
+            "node_id": node_id,
+            "serial": serial,
+            "public_key": public_key,
+            "certificate": certificate,
+            "principals": list(principals),
+            "valid_until": valid_until,
+        },
+    )
+    journal.audit(
+        conn, act, "node.certificate.enrolled", "node", node_id, detail={"serial": serial}
+    )
+    return record
+
+
+def check_host_key(conn: sa.Connection, node_id: str, public_key: str) -> None:
+    """Refuse a key that was given up, or that is another node's.
+
+    A host shows no proof that it has the private key: it could name its neighbour's, and replace it
+    by another at the next enrolment, which would revoke the neighbour.
+    """
+    query = sa.select(node_certificates).where(node_certificates.c.public_key == public_key)
+    for known in rows.every(conn, query, NodeCertificate):
+        if known.revoked_at is not None or known.node_id != node_id:
+            raise Problem(
+                "host_key_not_accepted",
+                409,
+                expected="a host key that no other node has and that was not replaced before",
+                found="one that is revoked" if known.revoked_at else "one of another node",
+                remedy="delete /etc/ssh/ssh_host_ed25519_key and its .pub, then enrol again:"
+                " the enrolment script makes a new key",
+            )
+
+
+def replace_certificates(conn: sa.Connection, node_id: str, public_key: str, act: Act) -> list[str]:
+    """The node has this host key now: certificates of any other are revoked. Their serials."""
+    table = node_certificates
+    update = (
+        sa.update(table)
+        .where(
+            table.c.node_id == node_id,
+            table.c.public_key != public_key,
+            table.c.revoked_at.is_(None),
+        )
+        .values(revoked_at=clock.now())
+        .returning(table.c.serial)
+    )
+    serials = sorted(conn.execute(update).scalars())
+    if serials:
+        why = act.because("the host enrolled with another key")
+        detail = {"serials": serials}
+        journal.audit(conn, why, "node.certificate.revoked", "node", node_id, detail=detail)
+    return serials
+
+
+def revoked_host_keys(conn: sa.Connection, node_id: str | None = None) -> list[str]:
+    """Public keys that no host may show any more, or those that this node had."""
+    query = rows.where(
+        sa.select(node_certificates.c.public_key), node_certificates, node_id=node_id
+    ).where(node_certificates.c.revoked_at.is_not(None))
+    return sorted(set(conn.execute(query).scalars()))
+
+
+def certificates(conn: sa.Connection, node_id: str) -> list[NodeCertificate]:
+    """Newest first."""
+    query = sa.select(node_certificates).where(node_certificates.c.node_id == node_id)
+    return rows.every(conn, query.order_by(node_certificates.c.created_at.desc()), NodeCertificate)
+
+
+def _hash(secret: str) -> str:
+    # 256 random bits need no salt and no slow hash: there is nothing to guess.
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def _without_hash(token: T) -> T:
+    return replace(token, hash="")

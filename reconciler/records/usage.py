@@ -1,0 +1,128 @@
+"""What tenants had, by allocation: written with the claims, counted from what was written.
+
+A record is opened by the transaction in which an allocation becomes active and closed by the one in
+which its claims end, so that no restart can lose or repeat anything. An allocation that never
+became active has none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.db import clock, rows
+from reconciler.db.rows import Order, Page, Record, part
+from reconciler.db.schema import Allocation, Usage, claims, usage
+from reconciler.model.errors import Problem
+
+ORDER = Order(usage, ("started_at", "allocation_id"))
+_COPIED = ("project_id", "node_id", "capacity_shape", "sku", "region", "pool", "gpu_count")
+_CLAIM = ("kind", "slot_id", "slot_index", "nvme_size_bytes")
+
+
+@dataclass(frozen=True)
+class Period:
+    """From the first moment up to, and without, the last; epoch seconds of the database."""
+
+    start: float
+    end: float
+
+
+def begin(conn: sa.Connection, allocation_id: str) -> None:
+    """The tenant can use it from now on."""
+    allocation = rows.get(conn, Allocation, allocation_id)
+    query = sa.select(*(claims.c[name] for name in _CLAIM))
+    held = query.where(claims.c.allocation_id == allocation_id).order_by(claims.c.position)
+    rows.add(
+        conn,
+        Usage,
+        {
+            "allocation_id": allocation_id,
+            **{name: getattr(allocation, name) for name in _COPIED},
+            "claims": rows.every(conn, held),
+            # The moment that the tenant is shown.
+            "started_at": allocation.activated_at or clock.now(),
+        },
+    )
+
+
+def end(conn: sa.Connection, allocation_id: str) -> None:
+    """Its claims have ended: so does what is counted, at the last of them. Once is enough."""
+    own = claims.c.allocation_id == allocation_id
+    ended = sa.select(sa.func.max(claims.c.ended_at)).where(own).scalar_subquery()
+    # They end together; the state of any of them is how.
+    state = sa.select(sa.func.min(claims.c.state)).where(own).scalar_subquery()
+    update = sa.update(usage).where(
+        usage.c.allocation_id == allocation_id, usage.c.ended_at.is_(None)
+    )
+    late = sa.case((ended < usage.c.started_at, usage.c.started_at), else_=ended)
+    conn.execute(update.values(ended_at=late, end_state=state))
+
+
+def period(conn: sa.Connection, start: float | None, end: float | None) -> Period:
+    """The period asked for: up to now, and from the beginning of time, unless told."""
+    if start is not None and end is not None and start > end:
+        raise Problem(
+            "period_invalid",
+            422,
+            expected="a period that ends after it begins",
+            found="one that ends before",
+            remedy="exchange the two",
+        )
+    now = clock.read(conn)
+    # What has not happened is not counted: the same question later may be answered with more.
+    return Period(_within(start, now, 0.0), _within(end, now, now))
+
+
+def _within(moment: float | None, now: float, otherwise: float) -> float:
+    return otherwise if moment is None else min(max(moment, 0.0), now)
+
+
+def every(
+    conn: sa.Connection, span: Period, *, project_id: str | None = None, page: Page | None = None
+) -> list[Record]:
+    """The records that overlap the period, the oldest first, each with its share of the period.
+
+    counted_ms: whole milliseconds in the period. Ends are rounded before they are compared, so that
+    what is counted of two adjacent periods is exactly what is counted of both together.
+    """
+    return rows.every(conn, part(_overlapping(span, project_id), ORDER, page))
+
+
+def totals(conn: sa.Connection, span: Period, *, project_id: str | None = None) -> list[Record]:
+    """The sums over all records, by project, shape and SKU."""
+    each = _overlapping(span, project_id).subquery()
+    by = [each.c[name] for name in ("project_id", "capacity_shape", "sku")]
+    query = sa.select(
+        *by,
+        sa.func.count().label("allocations"),
+        _whole(sa.func.sum(each.c.counted_ms)).label("counted_ms"),
+        _whole(sa.func.sum(each.c.counted_ms * each.c.gpu_count)).label("gpu_ms"),
+    )
+    return rows.every(conn, query.group_by(*by).order_by(*by))
+
+
+def _overlapping(span: Period, project_id: str | None) -> sa.Select[Any]:
+    start, end = round(span.start * 1000), round(span.end * 1000)
+    began, ended = _ms(usage.c.started_at), _ms(usage.c.ended_at)
+    last = sa.case((ended < end, ended), else_=end)
+    first = sa.case((began > start, began), else_=start)
+    counted = (last - first).label("counted_ms")
+    # Beside the rounded ones, conditions that an index answers.
+    query = sa.select(usage, counted).where(
+        usage.c.started_at < span.end + 1,
+        sa.or_(usage.c.ended_at.is_(None), usage.c.ended_at > span.start - 1),
+        began < end,
+        sa.or_(usage.c.ended_at.is_(None), ended > start),
+    )
+    return rows.where(query, usage, project_id=project_id)
+
+
+def _ms(moment: sa.ColumnElement[float]) -> sa.ColumnElement[int]:
+    return _whole(sa.func.round(moment * 1000.0))
+
+
+def _whole(number: sa.ColumnElement[Any]) -> sa.ColumnElement[int]:
+    return sa.cast(number, sa.BigInteger)

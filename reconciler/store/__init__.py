@@ -1,1 +1,0 @@
-"""The only place with SQL: records, guarded transitions, and what is written with them."""

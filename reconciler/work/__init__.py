@@ -1,0 +1,1 @@
+"""Tasks: leasing them, running their playbooks, and recording how they ended."""

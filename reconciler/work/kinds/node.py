@@ -1,0 +1,221 @@
+"""Kinds of task in the life of a host, from enrolment to conversion."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reconciler.lifecycle import drift, host
+from reconciler.lifecycle import evidence as host_evidence
+from reconciler.lifecycle import gate as slot_gate
+from reconciler.model import hardware
+from reconciler.model.states import NodeMode, NodeState
+from reconciler.records import images, nodes, proofs, reports, slots, tokens
+from reconciler.trust import ca
+from reconciler.work.handler import Handler, Work
+from reconciler.work.kinds.slices import image_document
+
+
+def enrol_variables(work: Work) -> dict[str, Any]:
+    return {"slice_certificate": work.parameters["certificate"]}
+
+
+def enrol_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
+    """The host shows the new certificate from now on."""
+    text, key = work.parameters["certificate"], work.parameters["public_key"]
+    # The host may have enrolled with another key meanwhile: that one counts then.
+    tokens.check_host_key(work.conn, work.task.node_id, key)
+    certificate = ca.read_certificate(text)
+    tokens.record_certificate(
+        work.conn,
+        work.task.node_id,
+        work.act.because("certificate renewed", evidence),
+        serial=str(certificate.serial),
+        public_key=key,
+        certificate=text,
+        principals=certificate.principals,
+        valid_until=certificate.valid_before.timestamp(),
+    )
+    return evidence
+
+
+ENROL = Handler("renew_certificate", enrol_variables, enrol_succeeded)
+
+
+def bootstrap_variables(work: Work) -> dict[str, Any]:
+    return {
+        "slice_allow_reboot": bool(work.parameters.get("allow_reboot", False)),
+        "slice_api_names": work.settings.api_names,
+    }
+
+
+def bootstrap_start(work: Work) -> None:
+    """Nobody is let in while this runs; whoever came since it was asked for is not restarted."""
+    if work.parameters.get("allow_reboot", False):
+        nodes.refuse_in_use(work.conn, work.task.node_id, nodes.AT_WORK)
+
+
+def bootstrap_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
+    act = work.act.because("bootstrap finished", evidence)
+    host.bootstrapped(
+        work.conn,
+        work.task.node_id,
+        act,
+        identity=evidence["identity"],
+        began=work.task.started_at,
+    )
+    return evidence
+
+
+BOOTSTRAP = Handler(
+    "bootstrap",
+    bootstrap_variables,
+    bootstrap_succeeded,
+    start=bootstrap_start,
+    deadlines=("reboot",),
+)
+
+
+def discover_variables(_work: Work) -> dict[str, Any]:
+    return {}
+
+
+def discover_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
+    document = evidence["discovery"]
+    host_evidence.record_discovery(
+        work.conn,
+        work.task.node_id,
+        document,
+        work.act.because("topology discovered"),
+        task_id=work.task.id,
+        observed_at=work.task.started_at,
+    )
+    if (work.node.mode, work.node.state) == (NodeMode.BAREMETAL, NodeState.BOOTSTRAPPING):
+        # An ordinary machine needs no preparation: it is certified, it answers, it has been seen.
+        act = work.act.because("an ordinary machine, discovered")
+        identity, began = document["identity"], work.task.started_at
+        host.bootstrapped(work.conn, work.node.id, act, identity=identity, began=began)
+    # What an earlier discovery took off sale, and this one shows well.
+    slot_gate.open_gate(work.conn, work.task.node_id, work.act.because("seen without blockers"))
+    return {"candidate_summary": document["candidate_summary"]}
+
+
+DISCOVER = Handler("discover", discover_variables, discover_succeeded)
+
+
+def takeover_variables(work: Work) -> dict[str, Any]:
+    parameters = work.parameters
+    return {
+        "slice_devices": parameters["devices"],
+        "slice_apply": bool(parameters.get("apply", False)),
+        "slice_expected": parameters.get("expected", {}),
+    }
+
+
+def takeover_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
+    act = work.act.because("storage transition applied")
+    for device in evidence["devices"]:
+        if device.get("proof"):
+            proofs.record_transition(
+                work.conn,
+                work.task.node_id,
+                device["proof"],
+                act,
+                task_id=work.task.id,
+                manifest=str(device.get("manifest") or evidence.get("manifest") or ""),
+            )
+    return evidence
+
+
+TAKEOVER = Handler(
+    "transition_storage", takeover_variables, takeover_succeeded, wiped="slice_devices"
+)
+
+
+def bind_variables(work: Work) -> dict[str, Any]:
+    return {"slice_slots": slots.bundles(work.conn, work.task.node_id)}
+
+
+def bind_succeeded(_work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
+    return evidence
+
+
+BIND = Handler("bind_topology", bind_variables, bind_succeeded)
+
+
+def parity_variables(work: Work) -> dict[str, Any]:
+    node_id, asked = work.task.node_id, NodeMode(work.node.mode).purpose
+    tags = hardware.maas_tags(work.node.maas_tags)
+    if asked != "slice":
+        return {"slice_slots": [], "slice_intent": asked, **tags}
+    latest = reports.latest_discovery(work.conn, node_id)
+    topology: dict[str, Any] = {"source": "reconciler", "completed": latest is not None}
+    summary = latest.document["candidate_summary"] if latest else {}
+    topology["blockers"] = summary.get("blockers", [])
+    return {
+        "slice_slots": slots.bundles(work.conn, node_id),
+        "slice_intent": asked,
+        "slice_api_topology": topology,
+        **tags,
+    }
+
+
+def parity_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
+    report, node_id = evidence["parity"], work.task.node_id
+    host_evidence.record_parity(
+        work.conn,
+        node_id,
+        report,
+        work.act.because("parity measured"),
+        task_id=work.task.id,
+        observed_at=work.task.started_at,
+    )
+    result = {"failures": report["failures"], "warnings": report["warnings"]}
+    if report["failures"] or report.get("intent", "slice") != "slice":
+        return result
+    gate = slot_gate.open_gate(work.conn, node_id, work.act.because("parity passed", result))
+    return {**result, **gate}
+
+
+PARITY = Handler("parity", parity_variables, parity_succeeded)
+
+
+def convert_variables(work: Work) -> dict[str, Any]:
+    return {
+        "slice_allow_reboot": bool(work.parameters.get("allow_reboot", False)),
+        "slice_written_off": work.parameters.get("written_off", []),
+    }
+
+
+def convert_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
+    """The host was compared item by item with what an ordinary machine has."""
+    act = work.act.because("the host is bare metal again", evidence)
+    host.observed(
+        work.conn,
+        work.task.node_id,
+        act,
+        identity=evidence["identity"],
+        began=work.task.started_at,
+    )
+    if work.node.mode == NodeMode.CONVERTING_TO_BAREMETAL:
+        host.converted(work.conn, work.task.node_id, act)
+        drift.forget(work.conn, work.task.node_id, act)
+    return evidence
+
+
+# A failure leaves the node in conversion, where nothing is sold; asking again goes on from there.
+CONVERT = Handler("restore_baremetal", convert_variables, convert_succeeded, deadlines=("reboot",))
+
+
+def cache_image_variables(work: Work) -> dict[str, Any]:
+    return {
+        "slice_image": image_document(
+            work.settings, vars(images.get(work.conn, work.parameters["image_id"]))
+        )
+    }
+
+
+def cache_image_succeeded(_work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
+    return evidence
+
+
+CACHE_IMAGE = Handler("cache_image", cache_image_variables, cache_image_succeeded)

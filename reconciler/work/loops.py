@@ -1,0 +1,198 @@
+"""Loops of the leader: drift, certificates, applications, recovery, retention."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from sqlalchemy import Connection, Engine
+
+from reconciler.db.engine import reading, retrying
+from reconciler.db.leader import Deposed
+from reconciler.lifecycle import app_operations, drift, host, recovery, retention
+from reconciler.lifecycle.app_operations import Look
+from reconciler.model.act import Act
+from reconciler.model.recovery import Move
+from reconciler.runs import collect
+from reconciler.runs.paths import runs_directory
+from reconciler.runs.spec import RunError
+from reconciler.settings import Settings
+
+_DRIFT_LOG = logging.getLogger("gpuaas.drift")
+_DRIFT_ACT = Act("reconciler", "compared every so often")
+
+
+def compare_hosts(engine: Engine, settings: Settings) -> None:
+    """The loop: ask the hosts whose turn it is. One that says nothing is lost, like any other whose
+    task cannot reach it, and its look waits until it answers.
+    """
+    if not settings.drift_interval_s:
+        return
+    every_s, at_once = settings.drift_interval_s, settings.drift_at_once
+    with reading(engine) as conn:
+        found = drift.due(conn, every_s=every_s, at_once=at_once)
+    for node_id in found:
+        task = retrying(engine, partial(drift.queue_comparison, node_id=node_id, act=_DRIFT_ACT))
+        _DRIFT_LOG.info("task %s compares host %s with the records", task.id, node_id)
+
+
+_CERTIFICATES_LOG = logging.getLogger("gpuaas.certificates")
+
+
+def renew_certificates(engine: Engine, settings: Settings) -> None:
+    """The loop: whoever has a third of the time left, or less, gets a renewal."""
+    with reading(engine) as conn:
+        found = host.certificates_ending(conn, host.RENEW_S)
+    for node_id in found:
+        act = Act("reconciler", "a third of the certificate's time is left")
+        try:
+            retrying(
+                engine, partial(host.queue_renewal, settings=settings, node_id=node_id, act=act)
+            )
+        except Deposed:
+            raise
+        except Exception:
+            # One node that cannot be certified must not keep all others waiting.
+            _CERTIFICATES_LOG.exception(
+                "certificate of node %s is not renewed; it is tried again", node_id
+            )
+
+
+_APPS_LOG = logging.getLogger("gpuaas.apps")
+_APPS_ACT = Act("reconciler", "looked at every so often")
+_APP_LOOKS: dict[str, Look] = {
+    "members whose allocation has ended left": app_operations.LET_GO,
+    "operations whose task had ended were closed": app_operations.CLOSE,
+    "keys are to be renewed": app_operations.RENEW_KEYS,
+    "keys are to be removed": app_operations.REMOVE_KEYS,
+}
+
+
+def tend_apps(engine: Engine, _settings: Settings) -> None:
+    """The loop: what follows for applications from what happened to their allocations and keys."""
+    for what, look in _APP_LOOKS.items():
+        with reading(engine) as conn:
+            found = look.due(conn)
+        count = 0
+        for id in found:
+            try:
+                count += retrying(engine, partial(_follow_app, look, id))
+            except Deposed:
+                raise
+            except Exception:
+                # One that cannot be looked after must not keep all others waiting.
+                _APPS_LOG.exception("apps: %s of %s is left as it is", id, look.id.table.name)
+        if count:
+            _APPS_LOG.info("apps: %d %s", count, what)
+
+
+def _follow_app(look: Look, id: str, conn: Connection) -> int:
+    return look(conn, _APPS_ACT, look.id == id)
+
+
+_RECOVERY_LOG = logging.getLogger("gpuaas.recovery")
+
+
+def recover_blocked(engine: Engine, _settings: Settings) -> None:
+    """Do the next move about every allocation with blocked slots, if the site wants that."""
+    with reading(engine) as conn:
+        found = recovery.cases(conn) if recovery.read_policy(conn).enabled else []
+    for case in found:
+        if case.move == Move.WAIT:
+            continue
+        try:
+            done = retrying(engine, partial(recovery.play_case, allocation_id=case.allocation_id))
+        except Exception:
+            # One that cannot be handled must not keep all others waiting.
+            _RECOVERY_LOG.exception(
+                "recovery of allocation %s is left as it is", case.allocation_id
+            )
+            continue
+        if done is not None:
+            _RECOVERY_LOG.info("recovery of %s: %s, %s", done.allocation_id, done.move, done.why)
+
+
+_RETENTION_LOG = logging.getLogger("gpuaas.retention")
+DAY_S = 86_400.0
+# How often a machine looks through its folders of runs.
+EVERY_S = 3600.0
+# Transactions of one look for each kind of row: the other loops wait meanwhile.
+_TRANSACTIONS = 20
+# A run's folder begins with the id of its task.
+_TASK_ID = len("00000000-0000-0000-0000-000000000000")
+_AT_ONCE = 200
+
+
+def forget(engine: Engine, settings: Settings) -> dict[str, int]:
+    """The loop: rows past their age; how many of each kind."""
+    works: dict[str, Callable[[Connection], int]] = {
+        "events": partial(
+            retention.events,
+            sent_s=settings.keep_events_days * DAY_S,
+            unsent_s=settings.keep_unsent_events_days * DAY_S,
+        ),
+        "answers": partial(retention.answers, age_s=settings.keep_answers_days * DAY_S),
+        "progress": partial(retention.progress, age_s=settings.keep_progress_days * DAY_S),
+    }
+    gone = {name: _some(engine, work) for name, work in works.items()}
+    if any(gone.values()):
+        _RETENTION_LOG.info(
+            "forgotten: %s", ", ".join(f"{many} {name}" for name, many in gone.items())
+        )
+    return gone
+
+
+def _some(engine: Engine, work: Callable[[Connection], int]) -> int:
+    total = 0
+    for _ in range(_TRANSACTIONS):
+        found = retrying(engine, work)
+        total += found
+        if found < retention.AT_ONCE:
+            break
+    return total
+
+
+def tidy(engine: Engine, settings: Settings, stopping: threading.Event) -> list[str]:
+    """Delete this machine's folders of runs whose tasks ended long ago; their names.
+
+    Folders of tasks that the records do not know stay: the records may be an old copy.
+    """
+    root = runs_directory(settings.state_dir)
+    folders = [entry for entry in root.iterdir() if entry.is_dir()] if root.is_dir() else []
+    gone: list[str] = []
+    for start in range(0, len(folders), _AT_ONCE):
+        some = folders[start : start + _AT_ONCE]
+        ids = {folder.name[:_TASK_ID] for folder in some}
+        with reading(engine) as conn:
+            done = retention.done(conn, ids, age_s=settings.keep_runs_days * DAY_S)
+        for folder in some:
+            if stopping.is_set():
+                return gone
+            if folder.name[:_TASK_ID] in done and _discarded(folder):
+                gone.append(folder.name)
+    if gone:
+        _RETENTION_LOG.info("deleted the files of %d runs", len(gone))
+    return gone
+
+
+def tidy_on(engine: Engine, settings: Settings, stopping: threading.Event) -> None:
+    """Look every so often, until stopping."""
+    while not stopping.is_set():
+        try:
+            tidy(engine, settings, stopping)
+        except Exception:
+            _RETENTION_LOG.exception("deleting old runs failed; trying again")
+        stopping.wait(EVERY_S)
+
+
+def _discarded(folder: Path) -> bool:
+    try:
+        collect.discard(folder)
+    except RunError as alive:
+        # Its task was given up, and it goes on all the same, in AWX perhaps.
+        _RETENTION_LOG.warning("run %s is kept: %s", folder.name, alive)
+        return False
+    return True

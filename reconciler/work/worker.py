@@ -1,0 +1,378 @@
+"""The worker: leases tasks, launches or attaches to their runs, and settles how they ended.
+
+It holds nothing that matters: a run outlives it, the database says what is to be done, and a worker
+that is killed at any instant is replaced by the next one that leases the task.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from sqlalchemy import Connection, Engine, exc
+
+from reconciler import logs
+from reconciler.db.engine import reading, retrying, transaction
+from reconciler.db.schema import Task
+from reconciler.model.act import Act
+from reconciler.model.errors import Problem
+from reconciler.model.proof import NOTHING_DONE
+from reconciler.model.states import TaskState
+from reconciler.records import certificates, leasing, queue, tokens
+from reconciler.runs import collect, contract
+from reconciler.runs.awx.client import awx_access
+from reconciler.runs.collect import Phase
+from reconciler.runs.launch import Site, launch
+from reconciler.runs.paths import run_directory, runner_id
+from reconciler.runs.spec import LauncherAway, NodeAccess, RunError, RunSpec
+from reconciler.runs.ssh import SshAccess
+from reconciler.settings import Settings
+from reconciler.trust.ca import known_hosts, open_trust, operator_identity, revoke_host
+from reconciler.trust.errors import TrustError
+from reconciler.work.handler import Failure, Handler, failed_work, open_work
+from reconciler.work.kinds import HANDLERS
+from reconciler.work.loops import tidy_on
+from reconciler.work.settle import settle
+from reconciler.work.watch import Watch
+
+log = logging.getLogger("gpuaas.worker")
+
+# How often runs that nobody attends are looked at: all workers may be busy with others.
+UNATTENDED_EVERY_S = 10.0
+# Longer than a look may take when the database is busy; then the worker counts as stuck.
+STUCK_S = 60.0
+# How long the identity of a look at silent hosts is good for.
+PROBE_S = 300
+NOT_BEGUN = (Phase.ABSENT, Phase.PREPARED)
+# What goes wrong on this machine before a run begins: a full disk, an ssh-keygen that fails.
+_OURS = (OSError, TrustError, subprocess.SubprocessError)
+
+
+class Worker:
+    """`settings.workers` tasks at a time, in threads of this process."""
+
+    def __init__(self, settings: Settings, engine: Engine) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._runner = runner_id(settings.state_dir)
+        self._owner = f"{socket.gethostname()}:{os.getpid()}"
+        self._stopping = threading.Event()
+        # Set when a place is free again, and to stop: the loop need not sleep out its pause.
+        self._wake = threading.Event()
+        self._looked_at = time.monotonic()
+        self._busy: set[str] = set()
+        self._dropped: list[Task] = []
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(max(settings.workers, 1), thread_name_prefix="task")
+        self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
+        watch = Watch(engine, lambda: _access(engine, settings, PROBE_S))
+        # A daemon: a probe of a silent host may last longer than anybody waits for us to stop.
+        self._watch = threading.Thread(
+            target=watch.run, args=(self._stopping,), name="watch", daemon=True
+        )
+        # By every machine for itself: the leader sees its own folder only.
+        self._tidy = threading.Thread(
+            target=tidy_on, args=(engine, settings, self._stopping), name="tidy", daemon=True
+        )
+
+    def start(self) -> None:
+        self._thread.start()
+        self._watch.start()
+        self._tidy.start()
+
+    def stop(self) -> None:
+        """Stop attending. Runs go on; their leases end now, so that another worker may attach."""
+        self._stopping.set()
+        self._wake.set()
+        self._thread.join(timeout=10)
+        self._tidy.join(timeout=10)
+        self._pool.shutdown(wait=True)
+        retrying(self._engine, lambda conn: queue.abandon(conn, self._owner))
+
+    def looking(self) -> bool:
+        """Whether the loop that leases tasks still turns."""
+        return self._thread.is_alive() and time.monotonic() - self._looked_at < STUCK_S
+
+    def _run(self) -> None:
+        looked = -UNATTENDED_EVERY_S
+        while not self._stopping.is_set():
+            self._looked_at = time.monotonic()
+            try:
+                if time.monotonic() - looked > UNATTENDED_EVERY_S:
+                    self._free_what_the_dead_hold()
+                    self._end_unwanted_runs()
+                    looked = time.monotonic()
+                self._let_go()
+                self._lease()
+            except Exception:
+                # A database that is away for a moment must not end the only loop there is.
+                log.exception("looking for work failed; trying again")
+            self._wake.wait(self._settings.poll_s)
+            self._wake.clear()
+
+    def _free_what_the_dead_hold(self) -> None:
+        # A worker that was killed on this machine: its tasks need not wait for the lease's end. If
+        # it lives after all, somewhere that cannot be seen from here, it is refused as any holder
+        # that was too slow; the run is attached to, not repeated.
+        with reading(self._engine) as conn:
+            owners = queue.holders(conn, self._runner)
+        for owner in owners:
+            host, _, pid = owner.rpartition(":")
+            if host == socket.gethostname() and _is_dead(int(pid)):
+                log.info("worker %s is gone; its tasks are free", owner)
+                retrying(self._engine, partial(_abandon, owner))
+
+    def _let_go(self) -> None:
+        # What was left because the database was away goes on as soon as it is back.
+        with self._lock:
+            dropped = list(self._dropped)
+        for task in dropped:
+            retrying(self._engine, partial(_let_go, task))
+            with self._lock:
+                self._dropped.remove(task)
+
+    def _end_unwanted_runs(self) -> None:
+        # Only where a run's folder is can it be told to end; who asked for that may be elsewhere.
+        with reading(self._engine) as conn:
+            unwanted = queue.canceled_runs(conn, self._runner)
+        for task in unwanted:
+            collect.cancel(Path(task.run_directory))
+
+    def _lease(self) -> None:
+        with self._lock:
+            free = self._settings.workers - len(self._busy)
+        if free <= 0:
+            return
+        found = retrying(
+            self._engine,
+            lambda conn: leasing.lease(
+                conn,
+                self._owner,
+                runner=self._runner,
+                seconds=self._settings.task_lease_s,
+                limit=free,
+            ),
+        )
+        for task in found:
+            with self._lock:
+                self._busy.add(task.id)
+            self._pool.submit(self._attend, task)
+
+    def _attend(self, task: Task) -> None:
+        ended = False
+        try:
+            with logs.about(task=task.id, correlation=task.correlation_id or ""):
+                log.info("%s begins, attempt %d", task.kind, task.attempt)
+                attend(self._engine, self._settings, task, self._stopping)
+            ended = True
+        except Problem as problem:
+            # stale_lease: somebody else attends now; all others are told by the next look.
+            log.warning("task %s left: %s", task.id, problem)
+        except exc.DBAPIError as failure:
+            log.warning("task %s left, the database is away: %s", task.id, failure.orig)
+            with self._lock:
+                self._dropped.append(task)
+        except Exception:
+            log.exception("task %s left by an error of the worker; its lease will end", task.id)
+        finally:
+            with self._lock:
+                self._busy.discard(task.id)
+            # Only then: a task that cannot be attended to would be tried without a pause.
+            if ended:
+                self._wake.set()
+
+
+def _abandon(owner: str, conn: Connection) -> int:
+    return queue.abandon(conn, owner)
+
+
+def _let_go(task: Task, conn: Connection) -> None:
+    queue.let_go(conn, task)
+
+
+def _is_dead(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
+def attend(engine: Engine, settings: Settings, task: Task, stopping: threading.Event) -> None:
+    """Bring one leased task to its end, or leave it running when the worker stops."""
+    handler = HANDLERS[task.kind]
+    run_id = queue.run_id(task)
+    directory = run_directory(settings.state_dir, run_id)
+    if collect.observe(directory).phase in NOT_BEGUN:
+        try:
+            spec = prepare(engine, settings, handler, task, run_id)
+            launch(_site(engine, settings, spec.deadline_s), spec)
+        except (Problem, RunError, *_OURS) as failure:
+            # A launcher can fail after its child began: then the run tells how it went.
+            if collect.observe(directory).phase in NOT_BEGUN:
+                refusal = _named(settings, failure) if isinstance(failure, _OURS) else failure
+                if isinstance(refusal, LauncherAway):
+                    _wait_for_launcher(engine, task, refusal)
+                else:
+                    _refuse(engine, task, handler, settings, refusal)
+                return
+    if task.allocation_id or task.fences:
+        retrying(engine, lambda conn: queue.extend_deadlines(conn, queue.get(conn, task.id)))
+    since = task.progress_offset
+    while True:
+        state = collect.observe(directory)
+        if state.outcome is not None:
+            # Its last lines came after the last look.
+            _report(engine, settings, task, directory, since)
+            settle(engine, settings, handler, task, state.outcome)
+            return
+        if stopping.wait(settings.poll_s):
+            return
+        try:
+            since = _report(engine, settings, task, directory, since)
+        except Problem:
+            _end_unwanted(engine, task, directory)
+            raise
+
+
+def prepare(
+    engine: Engine, settings: Settings, handler: Handler, task: Task, run_id: str
+) -> RunSpec:
+    """Resolve every variable and record that the run is about to start."""
+    with transaction(engine) as conn:
+        work = open_work(conn, settings, task)
+        if queue.get(conn, task.id).cancel_requested:
+            raise Problem(
+                "canceled",
+                expected="a task that is still wanted",
+                found="its cancellation, asked for before its run began",
+                remedy="nothing to do: no run was started",
+            )
+        # Where nobody would believe the host nothing is begun, so that nothing is unknown.
+        certificates.require_valid(conn, task.node_id)
+        correlation = task.correlation_id or task.id
+        own = handler.variables(work)
+        variables = {
+            "slice_run": {
+                "id": run_id,
+                "task_id": task.id,
+                "kind": task.kind,
+                "node_id": task.node_id,
+                "correlation_id": correlation,
+            },
+            "slice_profile": work.profile,
+            **own,
+        }
+        handler.start(work)
+        directory = run_directory(settings.state_dir, run_id)
+        deadline_s = handler.deadline_s(work, own)
+        queue.started(
+            conn,
+            task.id,
+            task.lease_token,
+            run_id=run_id,
+            run_directory=str(directory),
+            deadline_s=deadline_s,
+        )
+        node = work.node
+        # Runs of this machine know them from a file (_access); a job of AWX has no part in it.
+        elsewhere = settings.launcher == "awx"
+        revoked = tokens.revoked_host_keys(conn, node.id) if elsewhere else []
+    return RunSpec(
+        run_id=run_id,
+        playbook=handler.playbook,
+        node=NodeAccess(
+            node.id,
+            node.address,
+            node.port,
+            node.ssh_user,
+            revoked=tuple(" ".join(key.split()[:2]) for key in revoked),
+        ),
+        variables=variables,
+        deadline_s=deadline_s,
+        correlation_id=correlation,
+    )
+
+
+def _report(engine: Engine, settings: Settings, task: Task, directory: Path, since: int) -> int:
+    lines, since = collect.progress(directory, since)
+
+    def beat(conn: Connection) -> Task:
+        if lines:
+            queue.progress(conn, task.id, task.lease_token, *lines, offset=since)
+        return queue.heartbeat(conn, task.id, task.lease_token, seconds=settings.task_lease_s)
+
+    if retrying(engine, beat).cancel_requested:
+        collect.cancel(directory)
+    return since
+
+
+def _end_unwanted(engine: Engine, task: Task, directory: Path) -> None:
+    """The task was taken away. If not to be attended by somebody else, its run must end as well."""
+    with reading(engine) as conn:
+        over = queue.get(conn, task.id).state != TaskState.RUNNING
+    if over:
+        collect.cancel(directory)
+
+
+def _wait_for_launcher(engine: Engine, task: Task, away: LauncherAway) -> None:
+    """Nothing was started: the same work is tried again later, with a run of its own."""
+    act = Act(f"task:{task.id}", contract.storable_text(str(away)), task.correlation_id or "")
+    error = {name: contract.storable_text(word) for name, word in away.told().items()}
+    with transaction(engine) as conn:
+        lease = (task.id, task.lease_token)
+        queue.wait_for_host(conn, *lease, act.reason, act=act, error=error)
+
+
+def _named(settings: Settings, failure: Exception) -> LauncherAway:
+    """Nothing of it is the task's fault, or the host's: the task waits until it is repaired."""
+    found = f"{type(failure).__name__}: {failure}"
+    if isinstance(failure, TrustError):
+        found = f"{failure.code}: {failure.found}"
+    return LauncherAway(
+        "controller_unready",
+        expected=f"our SSH identity and the files of a run, made in {settings.state_dir}",
+        found=found[:300],
+        remedy="free space there, or repair what is named; the task goes on by itself",
+    )
+
+
+def _refuse(
+    engine: Engine, task: Task, handler: Handler, settings: Settings, refusal: Problem | RunError
+) -> None:
+    """The run could not start: nothing on the host was touched, the task says why."""
+    error = refusal.told()
+    with transaction(engine) as conn:
+        work = failed_work(conn, settings, task)
+        # An earlier attempt may have acted, so only a first one proves that nothing was touched.
+        failure = Failure("start the run", error, dict(NOTHING_DONE), known=task.attempt <= 1)
+        handler.fail(work, failure)
+        act = work.act.because(refusal.code)
+        state = TaskState.CANCELED if refusal.code == "canceled" else TaskState.FAILED
+        queue.finish(conn, task.id, task.lease_token, state, act, error=error)
+
+
+def _site(engine: Engine, settings: Settings, deadline_s: int) -> Site:
+    if settings.launcher == "awx":
+        return Site(settings.state_dir, settings.collections_path, None, awx=awx_access(settings))
+    access = _access(engine, settings, deadline_s + 600)
+    return Site(settings.state_dir, settings.collections_path, access)
+
+
+def _access(engine: Engine, settings: Settings, valid_s: int) -> SshAccess:
+    trust = open_trust(settings.state_dir)
+    # Other services enrol hosts too: the records say which keys no host may show any more.
+    with reading(engine) as conn:
+        revoked = tokens.revoked_host_keys(conn)
+    revoke_host(trust, *revoked)
+    identity = operator_identity(trust, valid_s=valid_s)
+    return SshAccess(identity.key, identity.certificate, known_hosts(trust))

@@ -1,0 +1,157 @@
+"""Two at once on PostgreSQL, held where they meet: the second one sees what the first has done."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.db import rows
+from reconciler.db import schema as tables
+from reconciler.db.engine import reading, retrying, transaction
+from reconciler.db.schema import Node, Slot, Task
+from reconciler.lifecycle import host, invariants, launch, placement
+from reconciler.model.errors import Problem
+from reconciler.model.scheduler.snapshot import Want
+from reconciler.records import allocations, leasing, nodes, queue, slots
+from reconciler.settings import Settings
+from reconciler.work.handler import Work
+from reconciler.work.kinds import slices as slice_kinds
+from tests.unit.reconciler.conftest import ADMIN, Site
+from tests.unit.reconciler.db import test_postgres
+
+pytestmark = pytest.mark.postgres
+engine = test_postgres.engine
+# Whoever must not wait is given so long, and whoever must wait has not come by then.
+SOON_S = 20
+A_WHILE_S = 0.5
+Beside = Callable[[Callable[[], Any]], Future[Any]]
+
+
+@pytest.fixture
+def sold(engine: sa.Engine) -> Iterator[Site]:
+    """Node n1 with two slots on sale; at the end nothing that must always hold is broken."""
+    site = Site(engine)
+    site.node()
+    yield site
+    with reading(engine) as conn:
+        assert invariants.check(conn) == []
+
+
+@pytest.fixture
+def beside() -> Iterator[Beside]:
+    """Do it in a thread of its own."""
+    with ThreadPoolExecutor(2) as pool:
+        yield pool.submit
+
+
+@pytest.mark.covers("CTRL-4", "I13")
+def test_a_launch_that_a_worker_takes_meanwhile_is_not_withdrawn(
+    sold: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with transaction(sold.engine) as conn:
+        key = sold.allocate(conn)
+    read = queue.open_of_allocation
+
+    def then_leased(conn: sa.Connection, allocation_id: str) -> list[Task]:
+        found = read(conn, allocation_id)
+        with transaction(sold.engine) as other:
+            leasing.lease(other, "worker")
+        return found
+
+    monkeypatch.setattr(queue, "open_of_allocation", then_leased)
+    with pytest.raises(Problem, match="generation_conflict"), transaction(sold.engine) as conn:
+        launch.release(conn, key, ADMIN)
+    with pytest.raises(Problem, match="allocation_not_releasable"):
+        retrying(sold.engine, lambda conn: launch.release(conn, key, ADMIN))
+    with reading(sold.engine) as conn:
+        (task,) = queue.every(conn, allocation_id=key)
+        assert (task.state, task.cancel_requested) == ("running", False)
+        assert sorted(sold.statuses(conn)) == ["available", "reserved"]
+
+
+@pytest.mark.covers("CTRL-8", "I13")
+def test_no_run_begins_for_an_allocation_that_has_ended(sold: Site) -> None:
+    with transaction(sold.engine) as conn:
+        key = sold.allocate(conn)
+        (task,) = queue.every(conn, allocation_id=key)
+        work = Work(conn, task, nodes.get(conn, "n1"), {}, Settings())
+        with conn.begin_nested() as begun:
+            slice_kinds.provision_start(work)
+            slice_kinds.provision_start(work)
+            assert allocations.get(conn, key).state == "provisioning", "goes on"
+            begun.rollback()
+        launch.release(conn, key, ADMIN)
+        with pytest.raises(Problem, match="canceled"):
+            slice_kinds.provision_start(work)
+
+
+@pytest.mark.covers("CTRL-4", "I20")
+def test_a_launch_does_not_wait_for_who_holds_its_node(sold: Site, beside: Beside) -> None:
+    """He may be about to wait for its slots."""
+    with transaction(sold.engine) as conn:
+        rows.get(conn, Node, "n1", lock=True)
+        launched = beside(lambda: retrying(sold.engine, sold.allocate))
+        assert launched.result(SOON_S)
+
+
+@pytest.mark.covers("CTRL-3", "CTRL-4", "I16")
+@pytest.mark.parametrize("what", ["restarts", "retires"])
+def test_what_is_launched_meanwhile_is_no_more_to_be_taken_off_sale(
+    sold: Site, beside: Beside, what: str
+) -> None:
+    def restarts(conn: sa.Connection) -> bool:
+        return host.restarted(conn, "n1", ADMIN, since=nodes.get(conn, "n1").boot_id)
+
+    def retires(conn: sa.Connection) -> bool:
+        host.lost(conn, "n1", ADMIN)
+        with pytest.raises(Problem, match="node_in_use"):
+            host.retire(conn, "n1", ADMIN)
+        raise _RefusedError
+
+    work = {"restarts": restarts, "retires": retires}[what]
+    began = threading.Event()
+
+    def alone() -> bool:
+        try:
+            with transaction(sold.engine) as conn:
+                began.set()
+                return work(conn)
+        except _RefusedError:
+            return True
+
+    with transaction(sold.engine) as conn:
+        # Its slot is chosen and locked; the rest of the launch follows.
+        placement.reserve(conn, Want(1))
+        second = beside(alone)
+        assert began.wait(SOON_S)
+        with pytest.raises(TimeoutError):
+            second.result(A_WHILE_S)
+        sold.allocate(conn)
+    assert second.result(SOON_S)
+    expected = ["disabled" if what == "restarts" else "available", "reserved"]
+    with reading(sold.engine) as conn:
+        assert sorted(sold.statuses(conn)) == sorted(expected)
+
+
+class _RefusedError(Exception):
+    """Take back what was done."""
+
+
+@pytest.mark.covers("CTRL-4")
+def test_who_waits_for_a_set_keeps_no_part_of_it(sold: Site, beside: Beside) -> None:
+    with transaction(sold.engine) as conn:
+        held, other = sorted(slots.of_node(conn, "n1"), key=lambda slot: str(slot.id))
+    with transaction(sold.engine) as conn:
+        rows.get(conn, Slot, held.id, lock=True)
+        both = beside(lambda: retrying(sold.engine, lambda own: sold.allocate(own, 2)))
+        with pytest.raises(TimeoutError):
+            both.result(A_WHILE_S)
+        with transaction(sold.engine) as third:
+            query = sa.select(tables.slots.c.id).where(tables.slots.c.id == other.id)
+            assert third.execute(query.with_for_update(skip_locked=True)).all(), "nobody's"
+    assert both.result(SOON_S)

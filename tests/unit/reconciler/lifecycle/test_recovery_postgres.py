@@ -1,0 +1,49 @@
+"""What goes off sale, is given up, or is doubted, on PostgreSQL: the same as on SQLite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from tests.unit.reconciler.conftest import Site
+from tests.unit.reconciler.db import test_postgres
+from tests.unit.reconciler.lifecycle import test_host as test_nodes
+from tests.unit.reconciler.lifecycle import test_launch as test_allocations
+from tests.unit.reconciler.lifecycle import test_recovery_orphans as test_orphans
+from tests.unit.reconciler.lifecycle import test_slots
+from tests.unit.reconciler.lifecycle import test_slots_write_off as test_writeoff
+
+pytestmark = pytest.mark.postgres
+engine = test_postgres.engine
+
+STORIES: dict[str, Callable[[Any], None]] = {
+    "discovery": partial(
+        test_slots.test_a_later_discovery_takes_off_sale_what_it_speaks_against,
+        change="gpu",
+        code="discovery:gpu_not_found",
+    ),
+    "host": test_allocations.test_a_slot_that_its_host_fails_is_not_sold_again_and_again,
+    "disk": partial(
+        test_writeoff.test_a_blocked_slot_whose_device_died_is_written_off, dead="disk"
+    ),
+    "node": test_nodes.test_a_node_that_never_answers_again_is_retired_and_its_devices_are_free,
+    "restore": test_orphans.test_after_a_restore_no_proof_of_before_stands,
+    "evidence": test_orphans.test_evidence_from_before_a_restore_frees_no_blocked_slot,
+}
+
+
+@pytest.fixture
+def sold(engine: sa.Engine, site: Site) -> Any:
+    """Two slots on sale."""
+    site.node()
+    return site
+
+
+@pytest.mark.covers("CTRL-2", "CTRL-7", "I4", "I12", "I16")
+@pytest.mark.parametrize("story", STORIES)
+def test_the_same(sold: Site, story: str) -> None:
+    STORIES[story](sold)

@@ -1,0 +1,211 @@
+"""What is old and over is forgotten, and nothing else is, on both engines."""
+
+from __future__ import annotations
+
+import fcntl
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.db import idempotency, journal
+from reconciler.db import schema as tables
+from reconciler.db.engine import open_engine, reading, transaction
+from reconciler.db.idempotency import Answer, Call
+from reconciler.db.migrations import migrate
+from reconciler.db.schema import Task
+from reconciler.lifecycle import invariants, launch, retention, slices
+from reconciler.model.errors import Problem
+from reconciler.model.states import TaskKind, TaskState
+from reconciler.records import leasing, queue
+from reconciler.runs.paths import RunPaths, run_directory, write_json
+from reconciler.service.loops import LOOPS
+from reconciler.settings import Settings
+from reconciler.work.loops import DAY_S, forget, tidy
+from tests.unit.reconciler.conftest import Site
+
+pytestmark = pytest.mark.covers("CTRL-9")
+NEVER = threading.Event()
+# What is never forgotten.
+RECORD = (
+    tables.history,
+    tables.audit_log,
+    tables.claims,
+    tables.usage,
+    tables.proofs,
+    tables.allocations,
+    tables.tasks,
+)
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)])
+def engine(request: pytest.FixtureRequest) -> Iterator[sa.Engine]:
+    """An empty database of either kind."""
+    if request.param == "sqlite":
+        database = request.getfixturevalue("database")
+        yield database.restore(request.getfixturevalue("template"))
+        return
+    engine = open_engine(request.getfixturevalue("server"))
+    with transaction(engine) as conn:
+        conn.exec_driver_sql("DROP SCHEMA public CASCADE")
+        conn.exec_driver_sql("CREATE SCHEMA public")
+    migrate(engine)
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(
+        state_dir=tmp_path,
+        keep_events_days=1,
+        keep_unsent_events_days=3,
+        keep_answers_days=2,
+        keep_progress_days=2,
+        keep_runs_days=2,
+    )
+
+
+def count(conn: sa.Connection, table: sa.Table) -> int:
+    return conn.execute(sa.select(sa.func.count()).select_from(table)).scalar_one()
+
+
+def pass_time(engine: sa.Engine, days: float) -> None:
+    """What is in the database is that much older."""
+    columns = (
+        (tables.outbox, ("at", "published_at")),
+        (tables.idempotency_keys, ("completed_at", "expires_at", "created_at")),
+        (tables.tasks, ("finished_at",)),
+    )
+    with transaction(engine) as conn:
+        for table, names in columns:
+            conn.execute(sa.update(table).values({n: table.c[n] - days * DAY_S for n in names}))
+
+
+def provisioned(site: Site, settings: Settings) -> str:
+    """An active allocation that a request with a key made, its task with progress and a run."""
+    made: list[str] = []
+
+    def work(conn: sa.Connection) -> Answer:
+        made.append(site.allocate(conn))
+        return Answer(201, {"id": made[0]})
+
+    idempotency.once(site.engine, Call("POST launch", f"k{made}", {}), work)
+    with transaction(site.engine) as conn:
+        slices.provision_started(conn, made[0], site.act)
+        (task,) = leasing.lease(conn, "w", kinds=[TaskKind.SLICE_VM_PROVISION])
+        queue.progress(conn, task.id, task.lease_token, {"task": "boot"})
+        queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, site.act)
+        slices.provision_succeeded(conn, made[0], site.act, connection={"host": "gw"})
+    ended(settings, task)
+    return made[0]
+
+
+def ended(settings: Settings, task: Task) -> Path:
+    """The folder of a run that is over."""
+    paths = RunPaths(run_directory(settings.state_dir, queue.run_id(task)))
+    paths.root.mkdir(parents=True)
+    outcome = {"run_id": paths.root.name, "status": "successful", "rc": 0, "result": None}
+    times = {"started_at": "", "finished_at": "", "problem": "", "unreachable": False}
+    write_json(paths.outcome, outcome | times)
+    return paths.root
+
+
+def released(site: Site, key: str) -> None:
+    with transaction(site.engine) as conn:
+        launch.release(conn, key, site.act)
+        proofs = site.proofs(conn, key)
+        slices.release_succeeded(conn, key, site.act, proofs=proofs, absence={"absent": True})
+        site.finish(conn, TaskKind.SLICE_VM_RELEASE)
+
+
+def test_what_a_living_allocation_refers_to_stays(site: Site, settings: Settings) -> None:
+    site.node()
+    key = provisioned(site, settings)
+    pass_time(site.engine, 2.5)
+    assert forget(site.engine, settings) == {"events": 0, "answers": 0, "progress": 0}
+    assert tidy(site.engine, settings, NEVER) == []
+    with pytest.raises(Problem, match="idempotency_key_reused"):
+        idempotency.once(
+            site.engine, Call("POST launch", "k[]", {"other": 1}), lambda _: Answer(201, {})
+        )
+
+    released(site, key)
+    with reading(site.engine) as conn:
+        kept = {table.name: count(conn, table) for table in RECORD}
+        tasks_of = len(queue.every(conn, allocation_id=key))
+    # Its key and its provision are past their ages, its release is not.
+    assert forget(site.engine, settings)["answers"] == 1
+    folder = run_directory(settings.state_dir, "")
+    assert [name[36:] for name in tidy(site.engine, settings, NEVER)] == ["-1"]
+    assert list(folder.iterdir()) == []
+    with reading(site.engine) as conn:
+        assert count(conn, tables.task_events) == 0
+        assert {table.name: count(conn, table) for table in RECORD} == kept
+        assert len(queue.every(conn, allocation_id=key)) == tasks_of == 2
+        assert invariants.check(conn) == []
+
+
+def test_what_left_a_slot_blocked_stays(site: Site, settings: Settings) -> None:
+    site.node()
+    with transaction(site.engine) as conn:
+        key = site.failed(conn)
+        task = queue.every(conn, allocation_id=key)[-1]
+        conn.execute(sa.insert(tables.task_events).values(task_id=task.id, document={"a": 1}))
+        assert "cleanup_blocked" in site.statuses(conn)
+    folder = ended(settings, task)
+    pass_time(site.engine, 100)
+    assert forget(site.engine, settings)["progress"] == 0
+    assert tidy(site.engine, settings, NEVER) == []
+    assert folder.is_dir()
+
+
+def test_what_is_unfinished_or_unknown_stays(site: Site, settings: Settings) -> None:
+    site.node()
+    with transaction(site.engine) as conn:
+        task = queue.enqueue(
+            conn, queue.Enqueue(TaskKind.NODE_PARITY, "n1", "node", "n1"), site.act
+        )
+        (task,) = leasing.lease(conn, "w", kinds=[TaskKind.NODE_PARITY])
+        queue.progress(conn, task.id, task.lease_token, {"task": "look"})
+    folders = [ended(settings, task), ended(settings, replace(task, id="0" * 36))]
+    pass_time(site.engine, 100)
+    assert forget(site.engine, settings)["progress"] == 0
+    assert tidy(site.engine, settings, NEVER) == []
+    assert all(folder.is_dir() for folder in folders)
+
+
+def test_a_run_that_lives_keeps_its_files(site: Site, settings: Settings) -> None:
+    """Its task was given up; what it writes still tells what the host did."""
+    site.node()
+    with transaction(site.engine) as conn:
+        queue.enqueue(conn, queue.Enqueue(TaskKind.NODE_PARITY, "n1", "node", "n1"), site.act)
+        task = site.finish(conn, TaskKind.NODE_PARITY)
+    paths = RunPaths(run_directory(settings.state_dir, queue.run_id(task)))
+    paths.root.mkdir(parents=True)
+    pass_time(site.engine, 100)
+    with paths.lock.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        assert tidy(site.engine, settings, NEVER) == []
+    assert tidy(site.engine, settings, NEVER) == [paths.root.name]
+
+
+def test_events_go_sooner_when_a_relay_took_them(
+    site: Site, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "AT_ONCE", 2)
+    site.node()
+    with transaction(site.engine) as conn:
+        waiting = journal.pending_events(conn, 10_000)
+        journal.mark_published(conn, [waiting[0].id])
+    pass_time(site.engine, 2)
+    assert forget(site.engine, settings)["events"] == 1
+    pass_time(site.engine, 2)
+    assert forget(site.engine, settings)["events"] == len(waiting) - 1 > retention.AT_ONCE
+
+
+def test_the_leader_does_it() -> None:
+    assert forget in [loop.act for loop in LOOPS]

@@ -1,0 +1,41 @@
+"""What people are told to do instead, in each state of each entity."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from reconciler.model import commands as asked
+from reconciler.model import transitions
+
+RECORD = {"id": "x1", "node_id": "n1", "project_id": "p1"}
+INTERNAL = re.compile(r"\b(lose|regain_\w+|converted|revert|fail|strand|lease|to_slice)\b")
+
+
+@pytest.mark.covers("CTRL-12")
+@pytest.mark.parametrize("entity", sorted({name for name, _ in asked.COMMANDS}))
+def test_only_commands_are_named(entity: str) -> None:
+    events = [event for name, event in asked.COMMANDS if name == entity]
+    for state in map(str, transitions.ENTITIES[entity]):
+        for told in asked.commands(entity, RECORD, state):
+            assert told.startswith("gpuaas ") and "x1" in told
+        for event in events:
+            if transitions.target(entity, state, event) is None:
+                said = asked.remedy(entity, RECORD, state, event)
+                assert said and not INTERNAL.search(said) and "None" not in said
+
+
+def test_every_command_is_of_an_event_that_there_is() -> None:
+    assert set(asked.COMMANDS) <= {(row.entity, row.event) for row in transitions.TABLE}
+
+
+def test_what_comes_first() -> None:
+    assert asked.remedy("node", RECORD, "ready", "maintain").startswith("drain first: ")
+    assert asked.remedy("node", RECORD, "ready", "retire").startswith("drain and maintain first: ")
+    assert asked.remedy("node", RECORD, "bootstrapping", "retire").startswith("maintain first: ")
+    enrolling = asked.remedy("node", RECORD, "enrolling", "drain")
+    assert enrolling == "enrol its host first: `gpuaas nodes userdata x1`"
+    # Out of use and back would be a way around the bootstrap.
+    resumed = asked.remedy("node", RECORD, "bootstrapping", "resume")
+    assert resumed == "end its bootstrap first: `gpuaas nodes bootstrap x1`"

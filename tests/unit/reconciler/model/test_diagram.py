@@ -1,0 +1,16 @@
+"""The diagrams in the documents are those of the code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from reconciler.model.diagram import markdown, page
+
+ROOT = Path(__file__).resolve().parents[4]
+
+
+def test_the_documents_show_the_states_of_the_code() -> None:
+    """When this fails: python -m reconciler.model.diagram."""
+    architecture = (ROOT / "ARCHITECTURE.md").read_text()
+    assert page(architecture) == architecture
+    assert (ROOT / "docs" / "states.md").read_text() == f"# States\n\n{markdown()}"

@@ -1,0 +1,221 @@
+"""Differences between a host and the records, by name; nothing is told of what is not settled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from reconciler.model.bundle import Bundle
+from reconciler.model.drift import (
+    Difference,
+    ExpectedAllocation,
+    ExpectedSlot,
+    Findings,
+    Records,
+    compare,
+)
+from reconciler.model.states import HealthState
+from tests.unit.reconciler.holdings import Holdings, drop, nothing, off, put, tenant, unknown
+
+ONE = "23bd713b-6073-4ef7-8a51-2897e902365d"
+OLD = "33bd713b-6073-4ef7-8a51-2897e902365d"
+LOST = "43bd713b-6073-4ef7-8a51-2897e902365d"
+Change = Callable[[Holdings], object]
+
+
+def bundle(number: int) -> Bundle:
+    return Bundle(
+        slot_index=number,
+        gpu_pci_address=f"0000:4{number}:00.0",
+        nvme_device=f"/dev/disk/by-id/nvme-eui.5e0000000000a00{number}",
+        nvme_eui=f"5e0000000000a00{number}",
+        management_mac=f"52:54:00:64:00:0{number}",
+        private_ip=f"10.100.0.1{number}",
+        fabric_vf_pci_address=f"0000:61:10.{number}",
+    )
+
+
+# ExpectedSlot a is ONE's, which runs; slot b is nobody's, and was OLD's.
+RECORDS = Records(
+    (
+        ExpectedSlot("a", bundle(0), "active", ONE, settled=True),
+        ExpectedSlot("b", bundle(1), "available", OLD, settled=True),
+    ),
+    (
+        ExpectedAllocation(ONE, active=True, settled=True, slots=("a",)),
+        ExpectedAllocation(OLD, active=False, settled=True, slots=("b",)),
+    ),
+)
+
+
+@pytest.fixture
+def holdings() -> Holdings:
+    """As the records say."""
+    found = nothing()
+    tenant(found, ONE, {"a": bundle(0)})
+    free = {"slot_id": "b", "allocation_id": "", "fence": 9, "disk": bundle(1).identity}
+    put(found, "leases", **free, dirty=False)
+    return found
+
+
+def codes(findings: Findings) -> set[tuple[str, str, str]]:
+    return {(one.slot_id, one.code, one.allocation_id) for one in findings.differences}
+
+
+def test_a_host_as_the_records_say(holdings: Holdings) -> None:
+    assert compare(holdings, RECORDS) == Findings((), (), {})
+
+
+def without(part: str) -> Change:
+    return lambda holdings: drop(holdings, part)
+
+
+def without_gpu(holdings: Holdings) -> None:
+    holdings["domains"]["found"][0]["devices"].pop(0)
+
+
+@pytest.mark.covers("CTRL-6", "I15")
+@pytest.mark.parametrize(
+    ("change", "code", "severity"),
+    [
+        (off, "guest_stopped", "degraded"),
+        (without_gpu, "devices_missing", "failed"),
+        (without("ports"), "port_missing", "failed"),
+        (without("guards"), "guard_missing", "failed"),
+        (without("reservations"), "reservation_missing", "degraded"),
+        (without("leases"), "lease_missing", "degraded"),
+    ],
+)
+def test_what_a_tenant_lacks(holdings: Holdings, change: Change, code: str, severity: str) -> None:
+    change(holdings)
+    (found,) = compare(holdings, RECORDS).differences
+    assert (found.slot_id, found.code, found.severity) == ("a", code, severity)
+    assert not found.orphan
+
+
+@pytest.mark.covers("I15")
+def test_a_machine_that_is_gone_is_lost_and_nobodys_trace_but_its_tenants(
+    holdings: Holdings,
+) -> None:
+    drop(holdings, "domains", "processes", "ports", "guards", "files")
+    (found,) = compare(holdings, RECORDS).differences
+    assert (found.code, found.severity) == ("domain_missing", HealthState.FAILED)
+
+
+@pytest.mark.covers("I17")
+def test_every_trace_of_a_past_tenant_is_an_orphan_of_its_slot(holdings: Holdings) -> None:
+    holdings["leases"]["found"].pop()
+    tenant(holdings, OLD, {"b": bundle(1)})
+    holdings["processes"]["found"].pop()
+    put(holdings, "processes", pid=8, allocation_id=OLD)
+    holdings["domains"]["found"][1] |= {"state": "shut off", "active": False}
+    findings = compare(holdings, RECORDS)
+    kinds = ("domain", "process", "lease", "reservation", "port", "guard", "file")
+    assert codes(findings) == {("b", f"orphan_{kind}", OLD) for kind in kinds}
+    assert all(one.orphan for one in findings.differences)
+    used = {one.code for one in findings.differences if one.disk_used}
+    assert used == {"orphan_domain", "orphan_process", "orphan_lease"}
+
+
+def test_who_is_in_no_record_is_found_by_what_it_has(holdings: Holdings) -> None:
+    """As after a restored backup: a machine that was made since is nobody's."""
+    holdings["leases"]["found"].pop()
+    tenant(holdings, LOST, {"b": bundle(1)})
+    findings = compare(holdings, RECORDS)
+    of_slot = {(slot, code) for slot, code, _ in codes(findings) if slot}
+    assert of_slot == {("b", f"orphan_{kind}") for kind in ("domain", "lease", "reservation")}
+    assert {code for slot, code, _ in codes(findings) if not slot} == {
+        "orphan_port",
+        "orphan_guard",
+        "orphan_file",
+    }
+    # A bridge port has room for a part of the id only; the others name it for whoever removes it.
+    named = {one.code for one in findings.differences if one.allocation_id == LOST}
+    assert named == {f"orphan_{kind}" for kind in ("domain", "lease", "reservation", "file")}
+
+
+def test_a_strangers_machine_matters_when_it_has_a_slots_devices(holdings: Holdings) -> None:
+    other = {"name": "win", "allocation_id": "", "state": "running", "active": True}
+    put(holdings, "domains", **other, devices=[], disks=["/dev/sdb"])
+    assert compare(holdings, RECORDS).differences == ()
+    put(holdings, "domains", **other, devices=[bundle(1).gpu_pci_address], disks=[])
+    assert codes(compare(holdings, RECORDS)) == {("b", "orphan_domain", "")}
+
+
+def test_a_tenant_with_anothers_devices_troubles_the_other(holdings: Holdings) -> None:
+    holdings["domains"]["found"][0]["disks"].append(bundle(1).nvme_device)
+    (found,) = compare(holdings, RECORDS).differences
+    assert (found.slot_id, found.code, found.allocation_id) == ("b", "orphan_domain", ONE)
+    assert found.disk_used
+
+
+def test_what_the_host_says_of_an_idle_slot(holdings: Holdings) -> None:
+    holdings["leases"]["found"][1]["dirty"] = True
+    put(holdings, "addresses", mac=bundle(1).management_mac, ip="10.100.0.99")
+    problem = {"expected": "bound", "found": "nouveau"}
+    put(holdings, "devices", slot_id="b", code="not_bound", **problem)
+    put(holdings, "devices", slot_id="b", code="disk_in_use", **problem)
+    findings = compare(holdings, RECORDS)
+    assert [(one.code, one.disk_used) for one in findings.differences] == [
+        ("device_unfit", True),
+        ("device_unfit", False),
+        ("disk_dirty", True),
+        ("orphan_address", False),
+    ]
+
+
+@pytest.mark.covers("I13")
+@pytest.mark.parametrize("part", ["domains", "ports", "guards", "reservations", "leases"])
+def test_what_could_not_be_looked_at_is_not_missed(holdings: Holdings, part: str) -> None:
+    unknown(holdings, part)
+    findings = compare(holdings, RECORDS)
+    assert findings.differences == ()
+    assert findings.unknown == {part: "unknown: late"}
+
+
+@pytest.mark.covers("I14")
+@pytest.mark.parametrize("unsettled", ["slot", "allocation"])
+def test_nothing_is_concluded_where_something_is_at_work(unsettled: str) -> None:
+    """A host with nothing of the tenant that runs, and with everything of the one before."""
+    holdings = nothing()
+    tenant(holdings, OLD, {"b": bundle(1)})
+    assert len(compare(holdings, RECORDS).differences) > 5
+    slots, allocations = RECORDS.slots, RECORDS.allocations
+    if unsettled == "slot":
+        slots = tuple(replace(one, settled=False) for one in slots)
+    else:
+        allocations = tuple(replace(one, settled=False) for one in allocations)
+    findings = compare(holdings, Records(slots, allocations))
+    assert findings.differences == ()
+    assert set(findings.skipped) == ({"a", "b"} if unsettled == "slot" else {ONE, OLD})
+
+
+def test_a_slot_that_waits_for_evidence_is_judged_by_that() -> None:
+    holdings = nothing()
+    tenant(holdings, OLD, {"b": bundle(1)})
+    blocked = replace(RECORDS.slots[1], status="cleanup_blocked")
+    records = Records((blocked,), (RECORDS.allocations[1],))
+    assert compare(holdings, records).differences == ()
+
+
+def test_of_two_that_begin_alike_the_one_that_runs_is_meant(holdings: Holdings) -> None:
+    twin = ExpectedAllocation(
+        f"{ONE[:20]}0000-000000000000", active=False, settled=True, slots=("b",)
+    )
+    records = Records(RECORDS.slots, (twin, *RECORDS.allocations))
+    assert compare(holdings, records).differences == ()
+
+
+def test_a_difference_is_a_document() -> None:
+    one = Difference("orphan_port", "bridge port gs1", HealthState.DEGRADED, orphan=True)
+    assert one.document() == {
+        "code": "orphan_port",
+        "found": "bridge port gs1",
+        "severity": "degraded",
+        "slot_id": "",
+        "allocation_id": "",
+        "orphan": True,
+        "disk_used": False,
+    }

@@ -1,0 +1,64 @@
+"""What is a node's own goes over the profile that it shares."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from reconciler.model import hardware
+from reconciler.model.errors import Problem
+from reconciler.profiles import hardware_profile
+
+PROFILES = Path(__file__).parents[4] / "profiles"
+PROFILE: dict[str, Any] = {
+    "name": "h200",
+    "fabric": {"ipoib": True, "site_address": "", "route": "10.20.0.0/16"},
+    "vm": {"mgmt_attachment": "tap"},
+}
+
+
+@pytest.mark.covers("HOST-7")
+def test_the_nodes_address_goes_over_the_profile_and_the_route_stays_the_sites() -> None:
+    before = copy.deepcopy(PROFILE)
+    node = {"fabric_interface": "ibp65s0", "fabric_address": "10.20.0.7/16"}
+    assert hardware.node_profile(PROFILE, node)["fabric"] == {
+        "ipoib": True,
+        "interface": "ibp65s0",
+        "site_address": "10.20.0.7/16",
+        "route": "10.20.0.0/16",
+    }
+    # The profile is one object for every node.
+    assert before == PROFILE
+    assert hardware.node_profile(PROFILE, {"fabric_interface": "", "fabric_address": ""}) is PROFILE
+
+
+@pytest.mark.covers("HOST-7")
+def test_an_attachment_that_no_host_can_do_is_refused_by_name(tmp_path: Path) -> None:
+    profile = yaml.safe_load((PROFILES / "lab.yml").read_text())
+    profile["vm"]["mgmt_attachment"] = "vf_representor"
+    (tmp_path / "bf3.yml").write_text(yaml.safe_dump(profile))
+    for _again in range(2):
+        with pytest.raises(Problem) as refused:
+            hardware_profile(tmp_path, "bf3")
+        assert refused.value.code == "mgmt_attachment_unsupported"
+        assert refused.value.found == "vf_representor in the hardware profile bf3"
+    del profile["vm"]["mgmt_attachment"]
+    hardware.check(profile, "bf3")
+
+
+@pytest.mark.covers("HOST-7")
+def test_a_profile_that_a_node_takes_up_says_what_its_fabric_speaks(tmp_path: Path) -> None:
+    """One from before that is read all the same: its nodes are still to be given back."""
+    profile = yaml.safe_load((PROFILES / "lab.yml").read_text())
+    hardware.check_link(profile, "lab")
+    del profile["fabric"]["link"]
+    (tmp_path / "old.yml").write_text(yaml.safe_dump(profile))
+    read = hardware_profile(tmp_path, "old")
+    with pytest.raises(Problem, match="fabric_link_missing") as refused:
+        hardware.check_link(read, "old")
+    assert "old" in refused.value.found
+    hardware.check_link({"fabric": profile["fabric"] | {"pf_ids": []}}, "none")

@@ -1,0 +1,202 @@
+"""Usage: written with the claims, exact to the millisecond, and never changed again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.db import rows
+from reconciler.db import schema as tables
+from reconciler.db.engine import reading, transaction
+from reconciler.db.migrations import migrate
+from reconciler.lifecycle import host, launch, recovery, slices
+from reconciler.model.errors import Problem
+from reconciler.model.states import TaskKind
+from reconciler.records import allocations, claims, usage
+from reconciler.records.usage import Period
+from tests.unit.reconciler.conftest import Site
+
+pytestmark = pytest.mark.covers("CTRL-14")
+
+ALWAYS = Period(0.0, 4e9)
+
+
+def backdate(conn: sa.Connection, allocation_id: str, start: float, end: float | None) -> None:
+    """What the clock would have written at other times; only without the triggers."""
+    on = " ON usage_records" if conn.dialect.name == "postgresql" else ""
+    conn.exec_driver_sql(f"DROP TRIGGER IF EXISTS usage_records_keep_update{on}")
+    update = sa.update(tables.usage).where(tables.usage.c.allocation_id == allocation_id)
+    state = "" if end is None else "released"
+    conn.execute(update.values(started_at=start, ended_at=end, end_state=state))
+
+
+def counted(conn: sa.Connection, start: float, end: float) -> dict[str, int]:
+    found = usage.every(conn, Period(start, end))
+    return {row["allocation_id"]: row["counted_ms"] for row in found}
+
+
+@pytest.mark.covers("CTRL-14")
+def test_from_active_to_the_end_of_its_claims(sold: Site) -> None:
+    with transaction(sold.engine) as conn:
+        allocation_id = sold.active(conn, 2)
+        (running,) = usage.every(conn, ALWAYS)
+        assert (running["ended_at"], running["end_state"], running["gpu_count"]) == (None, "", 2)
+        assert running["started_at"] == allocations.get(conn, allocation_id).activated_at
+        assert [claim["slot_index"] for claim in running["claims"]] == [0, 1]
+        launch.release(conn, allocation_id, sold.act)
+        assert usage.every(conn, ALWAYS)[0]["ended_at"] is None, "its GPUs are nobody else's yet"
+        given = sold.proofs(conn, allocation_id)
+        slices.release_succeeded(
+            conn, allocation_id, sold.act, proofs=given, absence={"absent": True}
+        )
+        (over,) = usage.every(conn, ALWAYS)
+        last = max(claim.ended_at for claim in claims.of_allocation(conn, allocation_id))
+        assert (over["ended_at"], over["end_state"]) == (last, "released")
+        length = round(over["ended_at"] * 1000) - round(over["started_at"] * 1000)
+        assert over["counted_ms"] == length
+
+
+def test_what_never_became_active_is_not_counted(sold: Site) -> None:
+    with transaction(sold.engine) as conn:
+        sold.failed(conn)
+        launch.release(conn, sold.allocate(conn), sold.act)
+        assert usage.every(conn, ALWAYS) == []
+
+
+def test_force_release_ends_it_although_nobody_answers(sold: Site) -> None:
+    with transaction(sold.engine) as conn:
+        allocation_id = sold.active(conn)
+        host.lost(conn, "n1", sold.act)
+        recovery.force_release(conn, allocation_id, sold.act)
+        (over,) = usage.every(conn, ALWAYS)
+        assert over["end_state"] == "released"
+        host.regained(conn, "n1", sold.act)
+        recovery.repair(conn, recovery.blocked(conn)[0]["id"], sold.act)
+        sold.finish(conn, TaskKind.SLICE_WIPE)
+        given = sold.proofs(conn, allocation_id)
+        assert slices.wiped(conn, allocation_id, sold.act, proofs=given, absence={"absent": True})
+        assert usage.every(conn, ALWAYS)[0]["ended_at"] == over["ended_at"]
+
+
+def test_a_forced_end_of_a_failed_release_is_an_end(sold: Site) -> None:
+    with transaction(sold.engine) as conn:
+        allocation_id = sold.active(conn)
+        launch.release(conn, allocation_id, sold.act)
+        sold.finish(conn, TaskKind.SLICE_VM_RELEASE)
+        slices.release_failed(conn, allocation_id, sold.act, step="nvme_wipe", error={})
+        assert usage.every(conn, ALWAYS)[0]["ended_at"] is None
+        recovery.force_cleanup(conn, allocation_id, sold.act, runtime_verified_absent=True)
+        assert usage.every(conn, ALWAYS)[0]["end_state"] == "failed"
+
+
+@pytest.mark.covers("CTRL-14")
+def test_adjacent_periods_add_up_exactly(sold: Site) -> None:
+    with transaction(sold.engine) as conn:
+        first, second = sold.active(conn), sold.active(conn)
+        backdate(conn, first, 1000.0004, 2000.00061)
+        backdate(conn, second, 1500.33333, None)
+        whole = counted(conn, 900.0, 3000.0)
+        assert whole == {first: 1_000_001, second: 1_499_667}
+        for cut in (1000.00049, 1500.33349, 1777.77777, 2000.0006, 2999.9999):
+            parts = [counted(conn, 900.0, cut), counted(conn, cut, 3000.0)]
+            summed = {key: sum(part.get(key, 0) for part in parts) for key in whole}
+            assert summed == whole, cut
+        assert counted(conn, 2000.001, 2500.0) == {second: 499_999}
+        assert counted(conn, 100.0, 1000.0) == {}
+        (total,) = usage.totals(conn, Period(900.0, 3000.0))
+        assert (total["allocations"], total["counted_ms"]) == (2, sum(whole.values()))
+        assert total["gpu_ms"] == sum(whole.values())
+        own = usage.every(conn, Period(900.0, 3000.0), project_id="p1")
+        assert [row["allocation_id"] for row in own] == [first, second]
+        assert usage.every(conn, Period(900.0, 3000.0), project_id="none") == []
+
+
+def test_period(sold: Site) -> None:
+    with reading(sold.engine) as conn:
+        now = usage.period(conn, None, None).end
+        clipped = usage.period(conn, -5.0, 4e9)
+        assert (clipped.start, now <= clipped.end < now + 60) == (0.0, True)
+        assert usage.period(conn, 10.0, 20.0) == Period(10.0, 20.0)
+        assert now > 1e9
+        with pytest.raises(Problem) as caught:
+            usage.period(conn, 20.0, 10.0)
+        assert caught.value.code == "period_invalid"
+
+
+def test_nobody_changes_what_was_sold(sold: Site) -> None:
+    with transaction(sold.engine) as conn:
+        allocation_id = sold.active(conn)
+        launch.release(conn, allocation_id, sold.act)
+        given = sold.proofs(conn, allocation_id)
+        statements = [
+            sa.update(tables.usage).values(gpu_count=0),
+            sa.update(tables.usage).values(started_at=0.0),
+            sa.delete(tables.usage),
+            sa.update(tables.claims).values(numa_node=7),
+            sa.update(tables.claims).values(gpu_pci_address="0000:00:00.0"),
+            sa.delete(tables.claims),
+        ]
+        for statement in statements:
+            with (
+                pytest.raises(sa.exc.DBAPIError, match="keeps what was sold"),
+                conn.begin_nested(),
+            ):
+                conn.execute(statement)
+        if conn.dialect.name == "sqlite":
+            (row,) = rows.every(conn, sa.select(tables.usage))
+            replace = sa.insert(tables.usage).prefix_with("OR REPLACE").values(**row)
+            with pytest.raises(sa.exc.DBAPIError, match="keeps what was sold"):
+                conn.execute(replace)
+        else:
+            with (
+                pytest.raises(sa.exc.DBAPIError, match="keeps what was sold"),
+                conn.begin_nested(),
+            ):
+                conn.exec_driver_sql("TRUNCATE usage_records")
+        slices.release_succeeded(
+            conn, allocation_id, sold.act, proofs=given, absence={"absent": True}
+        )
+        reopened = sa.update(tables.usage).values(ended_at=None, end_state="")
+        with pytest.raises(sa.exc.DBAPIError, match="keeps what was sold"), conn.begin_nested():
+            conn.execute(reopened)
+
+
+def test_what_was_active_before_gets_its_record(sold: Site, tmp_path: Path) -> None:
+    # Without foreign keys, so that rows go in table by table.
+    old = sa.create_engine(f"sqlite:///{tmp_path / 'old.db'}")
+    backfill(sold, old)
+    old.dispose()
+
+
+def backfill(sold: Site, old: sa.Engine) -> None:
+    """A database of the version before: the same claims, no usage records."""
+    with transaction(sold.engine) as conn:
+        running = sold.active(conn)
+        over = sold.active(conn)
+        launch.release(conn, over, sold.act)
+        given = sold.proofs(conn, over)
+        slices.release_succeeded(conn, over, sold.act, proofs=given, absence={"absent": True})
+        sold.failed(conn)
+        wanted = usage.every(conn, ALWAYS)
+    migrate(old, "0009")
+    tables_then = ("projects", "nodes", "images", "wipe_proofs", "node_resource_slots")
+    with reading(sold.engine) as source, old.begin() as target:
+        for name in (*tables_then, "allocations", "allocation_resource_claims"):
+            table = tables.metadata.tables[name]
+            known = {column["name"] for column in sa.inspect(target).get_columns(name)}
+            for row in rows.every(source, sa.select(table)):
+                kept = {key: row[key] for key in known & set(row) if key != "live_mode"}
+                # Columns that came later have defaults, which the version before cannot take.
+                then = sa.table(name, *(sa.column(key, table.c[key].type) for key in kept))
+                target.execute(sa.insert(then).values(**kept))
+    migrate(old, "0010")
+    with old.connect() as conn:
+        found = {row["allocation_id"]: row for row in usage.every(conn, ALWAYS)}
+    assert set(found) == {running, over}
+    for row in wanted:
+        ended = row["ended_at"]
+        same = found[row["allocation_id"]]
+        assert {**same, "counted_ms": 0} == {**row, "counted_ms": 0}
+        assert ended is None or same["counted_ms"] == row["counted_ms"]

@@ -1,0 +1,167 @@
+"""A task whose run AWX carries out: real store, stand-in AWX, the worker as it is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from pydantic import ValidationError
+
+from reconciler.db import clock
+from reconciler.db import schema as tables
+from reconciler.db.engine import transaction
+from reconciler.db.schema import Task
+from reconciler.records import allocations, leasing, nodes, queue, slots, tokens
+from reconciler.runs import collect, lock
+from reconciler.settings import Settings
+from reconciler.work import worker
+from tests.standin.controller import TOKEN, Controller, standing
+from tests.unit.reconciler.conftest import ADMIN, Site
+
+pytestmark = pytest.mark.covers("CTRL-9")
+
+READINESS = {
+    "mac": "52:54:00:64:00:0a",
+    "expected_ip": "10.100.0.10",
+    "actual_ip": "10.100.0.10",
+    "lease_state": "bound",
+}
+EVIDENCE = {
+    "plan": {},
+    "image": {"digest": f"sha256:{'a' * 64}"},
+    "domain": "d",
+    "readiness": READINESS,
+    "disk_written": True,
+    "leftovers": True,
+}
+RESULT = {
+    "schema": 1,
+    "playbook": "provision_slice",
+    "ok": True,
+    "step": "",
+    "error": {},
+    "evidence": EVIDENCE,
+}
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Controller]:
+    with standing(tmp_path_factory.mktemp("awx")) as found:
+        yield found
+
+
+class Shop:
+    """A site that sells one slice; the worker's next task is brought to its end."""
+
+    def __init__(self, site: Site, awx: Controller, state_dir: Path) -> None:
+        self.site = site
+        self.settings = Settings(
+            state_dir=state_dir,
+            poll_s=0.05,
+            launcher="awx",
+            awx_url=awx.url,
+            awx_token_file=awx.token_file,
+            awx_ca_file=awx.ca_file,
+        )
+        with transaction(site.engine) as conn:
+            nodes.change(conn, "n1", ADMIN, profile="lab")
+            self.allocation = site.allocate(conn)
+
+    def attend(self) -> Task:
+        with transaction(self.site.engine) as conn:
+            (task,) = leasing.lease(conn, "worker")
+        worker.attend(self.site.engine, self.settings, task, threading.Event())
+        with transaction(self.site.engine) as conn:
+            return queue.get(conn, task.id)
+
+    def told(self) -> tuple[str, list[str]]:
+        with transaction(self.site.engine) as conn:
+            state = allocations.get(conn, self.allocation).state
+            return state, sorted(self.site.statuses(conn))
+
+
+@pytest.fixture
+def shop(sold: Site, process: Controller, tmp_path: Path) -> Iterator[Shop]:
+    yield Shop(sold, process, tmp_path)
+    for run_dir in (tmp_path / "runs").glob("*-1"):
+        assert lock.end_processes(run_dir) == []
+
+
+def test_a_slice_is_provisioned_by_a_job_of_awx(shop: Shop, process: Controller) -> None:
+    process.begin(hosts=["n1"], steps=0, artifacts={"slice_result": RESULT})
+    task = shop.attend()
+    output = collect.output(Path(task.run_directory))
+    assert task.state == "succeeded", (task.error, output)
+    assert shop.told() == ("active", ["active", "available"])
+    (body,) = process.record()["bodies"]
+    assert body["limit"] == "n1"
+    assert body["extra_vars"]["slice_run"]["id"] == task.run_id
+
+
+@pytest.mark.covers("HOST-13")
+def test_a_job_is_told_which_keys_its_host_gave_up(shop: Shop, process: Controller) -> None:
+    table = tables.node_certificates
+    with transaction(shop.site.engine) as conn:
+        for key in ("ssh-ed25519 b2xk root@h", "ssh-ed25519 bmV3"):
+            conn.execute(sa.update(table).values(revoked_at=clock.now()))
+            tokens.record_certificate(
+                conn,
+                "n1",
+                ADMIN,
+                serial=key,
+                public_key=key,
+                certificate="as signed",
+                principals=["n1"],
+                valid_until=clock.read(conn) + 86_400,
+            )
+    process.begin(hosts=["n1"], steps=0, artifacts={"slice_result": RESULT})
+    assert shop.attend().state == "succeeded"
+    (body,) = process.record()["bodies"]
+    told = body["extra_vars"]["ansible_ssh_args"]
+    assert '@revoked * ssh-ed25519 b2xk"' in told and "bmV3" not in told
+
+
+def test_an_awx_that_is_away_is_waited_for(shop: Shop, process: Controller) -> None:
+    process.begin(hosts=["n1"], drop={"GET /job_templates/": 1})
+    task = shop.attend()
+    assert task.state == "waiting"
+    assert task.state_reason.startswith("awx_silent: ")
+    with transaction(shop.site.engine) as conn:
+        assert nodes.get(conn, "n1").state == "ready"
+        assert leasing.wait_reasons(conn, [task])[task.id]["code"] == "awx_silent"
+    assert TOKEN not in str(task)
+    assert shop.told()[1] == ["available", "provisioning"]
+    process.begin(hosts=["n1"], steps=0, artifacts={"slice_result": RESULT})
+    with transaction(shop.site.engine) as conn:
+        queue.resume(conn, "n1")
+    assert shop.attend().state == "succeeded"
+
+
+def test_what_awx_refuses_frees_the_slot(shop: Shop, process: Controller) -> None:
+    process.begin(hosts=["n1"], without=["gpuaas.slice.provision_slice"])
+    assert shop.attend().error["code"] == "awx_template_missing"
+    assert shop.told() == ("failed", ["available", "available"])
+
+
+def test_what_awx_lost_blocks_the_slot_and_fences_it_off(shop: Shop, process: Controller) -> None:
+    process.begin(hosts=["n1"], steps=0, ends="error", explanation="lost its node")
+    task = shop.attend()
+    assert (task.state, task.error["code"]) == ("lost", "run_lost")
+    assert "lost its node" in task.error["found"]
+    assert shop.told() == ("failed", ["available", "cleanup_blocked"])
+    with transaction(shop.site.engine) as conn:
+        ((slot_id, fence),) = task.fences.items()
+        assert slots.get(conn, slot_id).fence == fence + 1
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"awx_url": "https://awx"}, {"awx_url": "http://awx", "awx_token_file": "t"}],
+)
+def test_settings_that_could_not_reach_awx_are_refused(more: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        Settings(launcher="awx", **more)

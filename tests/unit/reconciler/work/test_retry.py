@@ -1,0 +1,166 @@
+"""A run that was broken by what may pass is tried again, where that is safe; a refusal never."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.db import clock
+from reconciler.db import schema as tables
+from reconciler.db.engine import transaction
+from reconciler.db.schema import Task
+from reconciler.lifecycle import host
+from reconciler.model.states import TaskKind
+from reconciler.records import allocations, leasing, nodes, queue
+from reconciler.runs.collect import Outcome
+from tests.unit.reconciler.conftest import ADMIN, Site
+from tests.unit.reconciler.work.test_attend import Runs, runs
+from tests.unit.reconciler.work.test_unreachable import SILENT, STRANGER, attend
+
+__all__ = ["attend", "runs"]
+pytestmark = pytest.mark.covers("CTRL-8")
+
+Attend = Callable[[], Task]
+KILLED = replace(SILENT, status="lost", unreachable=False, touched=True, problem="process_gone")
+
+
+def wanted(sold: Site, kind: TaskKind = TaskKind.NODE_PARITY) -> None:
+    with transaction(sold.engine) as conn:
+        queue.enqueue(conn, queue.Enqueue(kind, "n1", "node", "n1"), ADMIN)
+
+
+def pause(sold: Site, task: Task) -> int:
+    """Until the next attempt, which comes now."""
+    with transaction(sold.engine) as conn:
+        left = round(task.not_before - clock.read(conn))
+        assert leasing.lease(conn, "worker") == [], "not at once"
+        conn.execute(sa.update(tables.tasks).values(not_before=None))
+    return left
+
+
+def test_another_run_of_its_own_a_few_times_and_later_each_time(
+    sold: Site, runs: Runs, attend: Attend
+) -> None:
+    wanted(sold)
+    runs.outcome = KILLED
+    first = attend()
+    assert (first.state, first.attempt, first.error["code"]) == ("queued", 2, "run_lost")
+    with transaction(sold.engine) as conn:
+        reason = leasing.wait_reasons(conn, [first])[first.id]
+        assert (reason["code"], reason["detail"]) == ("later", "attempt 1 failed: run_lost")
+    assert pause(sold, first) == 30
+    assert pause(sold, attend()) == 120
+    ended = attend()
+    assert (ended.state, ended.attempt, ended.error["code"]) == ("lost", 3, "run_lost")
+    assert [spec.run_id for spec in runs.launched] == [f"{ended.id}-{n}" for n in (1, 2, 3)]
+    with transaction(sold.engine) as conn:
+        told = [
+            row["reason"] for row in queue.timeline(conn, node_id="n1") if row["type"] == "state"
+        ]
+    assert [f"attempt {n} failed: run_lost" in told for n in (1, 2, 3)] == [True, True, False]
+
+
+def test_parity_does_not_go_before_the_discovery_that_it_compares_with(
+    sold: Site, runs: Runs, attend: Attend
+) -> None:
+    wanted(sold, TaskKind.SLICE_TOPOLOGY_DISCOVER)
+    wanted(sold, TaskKind.NODE_PARITY)
+    runs.outcome = KILLED
+    task = attend()
+    assert (task.kind, task.state) == (TaskKind.SLICE_TOPOLOGY_DISCOVER, "queued")
+    with transaction(sold.engine) as conn:
+        assert leasing.lease(conn, "worker") == []
+        conn.execute(sa.update(tables.tasks).values(not_before=tables.tasks.c.not_before - 31))
+        (next_one,) = leasing.lease(conn, "worker")
+    assert next_one.id == task.id
+
+
+def test_a_host_that_was_lost_on_the_way_is_waited_for(
+    sold: Site, runs: Runs, attend: Attend
+) -> None:
+    wanted(sold)
+    runs.outcome = replace(SILENT, touched=True)
+    task = attend()
+    assert (task.state, task.error["code"]) == ("queued", "host_unreachable")
+    with transaction(sold.engine) as conn:
+        conn.execute(sa.update(tables.tasks).values(not_before=None))
+        assert nodes.get(conn, "n1").state == "unreachable"
+        assert leasing.lease(conn, "worker") == [], "nothing is tried on a node that is lost"
+        assert host.record_answer(conn, "n1", ADMIN)
+    runs.ends(evidence={"parity": sold.parity(failures=1)})
+    ended = attend()
+    assert (ended.state, ended.attempt, ended.error) == ("succeeded", 2, {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "attempts"),
+    [
+        (TaskKind.NODE_IMAGE_CACHE, "image_unreachable", 2),
+        (TaskKind.SLICE_TOPOLOGY_DISCOVER, "command_timeout", 2),
+        (TaskKind.NODE_IMAGE_CACHE, "image_digest_mismatch", 1),
+        (TaskKind.NODE_ENROL, "certificate_not_taken", 1),
+        # It changes the host: what it did is looked at before it is done again.
+        (TaskKind.NODE_BOOTSTRAP, "command_timeout", 1),
+    ],
+)
+def test_what_a_repetition_cannot_change_is_final(
+    sold: Site, runs: Runs, attend: Attend, kind: TaskKind, code: str, attempts: int
+) -> None:
+    image = {}
+    with transaction(sold.engine) as conn:
+        if kind is TaskKind.NODE_IMAGE_CACHE:
+            image = {"image_id": conn.execute(sa.select(tables.images.c.id)).scalars().first()}
+        given = {"certificate": "c", "public_key": "k", **image}
+        item = queue.Enqueue(kind, "n1", "node", "n1", parameters=given)
+        queue.enqueue(conn, item, ADMIN)
+    error = {"code": code, "expected": "e", "found": "f", "remedy": "r"}
+    runs.ends("failed", step="s", error=error, evidence={})
+    ended = attend()
+    assert (ended.attempt, ended.error["code"]) == (attempts, code)
+    assert ended.state == ("queued" if attempts > 1 else "failed")
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [replace(SILENT, problem=STRANGER), replace(KILLED, status="canceled", problem="asked")],
+)
+def test_a_stranger_and_a_cancellation_are_final(
+    sold: Site, runs: Runs, attend: Attend, outcome: Outcome
+) -> None:
+    wanted(sold)
+    runs.outcome = outcome
+    assert attend().finished_at is not None
+
+
+def test_what_nobody_wants_any_more_is_not_tried_again(
+    sold: Site, runs: Runs, attend: Attend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted(sold)
+    runs.outcome = KILLED
+    launch = runs.launch
+
+    def canceled_meanwhile(site: object, spec: Any) -> Any:
+        with transaction(sold.engine) as conn:
+            (task,) = queue.every(conn)
+            queue.cancel(conn, task.id, ADMIN)
+        return launch(site, spec)
+
+    monkeypatch.setattr("reconciler.work.worker.launch", canceled_meanwhile)
+    assert attend().state == "lost"
+
+
+@pytest.mark.covers("I13")
+def test_a_tenants_machine_is_never_built_a_second_time_by_itself(
+    sold: Site, runs: Runs, attend: Attend
+) -> None:
+    with transaction(sold.engine) as conn:
+        key = sold.allocate(conn)
+    runs.outcome = KILLED
+    assert (attend().state, len(runs.launched)) == ("lost", 1)
+    with transaction(sold.engine) as conn:
+        assert allocations.get(conn, key).state == "failed"
+        assert sorted(sold.statuses(conn)) == ["available", "cleanup_blocked"]

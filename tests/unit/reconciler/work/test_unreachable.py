@@ -1,0 +1,254 @@
+"""A host that does not answer: its tasks wait and go on; nothing of it is freed meanwhile (I13)."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.db import clock, journal
+from reconciler.db import schema as tables
+from reconciler.db.engine import transaction
+from reconciler.db.schema import Task
+from reconciler.lifecycle import host
+from reconciler.lifecycle import launch as launching
+from reconciler.model.states import TaskKind
+from reconciler.records import allocations, leasing, nodes, queue
+from reconciler.runs import ssh
+from reconciler.runs.collect import Outcome
+from reconciler.runs.ssh import SshAccess
+from reconciler.settings import Settings
+from reconciler.work import worker
+from reconciler.work.watch import FIRST_S, Watch
+from tests.unit.reconciler.conftest import ADMIN, Site
+from tests.unit.reconciler.work.test_attend import READINESS, Runs, runs
+
+pytestmark = pytest.mark.covers("CTRL-8", "I13")
+__all__ = ["runs"]
+
+REFUSED = "unreachable: Failed to connect: ssh: connect to host n1 port 22: Connection refused"
+SILENT = Outcome("run", "failed", 4, None, REFUSED, "", "", unreachable=True, touched=False)
+STRANGER = "unreachable: name is not a listed principal Host key verification failed."
+Attend = Callable[[], Task]
+
+
+@pytest.fixture
+def attend(sold: Site, tmp_path: Path, runs: Runs) -> Callable[[], Task]:
+    """Lease the next task and attend it, with the scripted outcome."""
+    settings = Settings(state_dir=tmp_path, poll_s=0.01)
+    with transaction(sold.engine) as conn:
+        nodes.change(conn, "n1", ADMIN, profile="lab")
+
+    def one() -> Task:
+        with transaction(sold.engine) as conn:
+            (task,) = leasing.lease(conn, "worker")
+        runs.alive = False
+        worker.attend(sold.engine, settings, task, threading.Event())
+        with transaction(sold.engine) as conn:
+            return queue.get(conn, task.id)
+
+    return one
+
+
+def launched(sold: Site) -> str:
+    with transaction(sold.engine) as conn:
+        return sold.allocate(conn)
+
+
+def state(sold: Site) -> str:
+    with transaction(sold.engine) as conn:
+        return str(nodes.get(conn, "n1").state)
+
+
+def test_a_task_waits_and_goes_on_with_a_run_of_its_own(
+    sold: Site, runs: Runs, attend: Attend
+) -> None:
+    key = launched(sold)
+    runs.outcome = SILENT
+    waits = attend()
+    assert (waits.state, waits.attempt, waits.unreached) == ("waiting", 1, 1)
+    assert state(sold) == "unreachable"
+    with transaction(sold.engine) as conn:
+        reason = leasing.wait_reasons(conn, [waits])[waits.id]
+        assert (reason["code"], reason["attempts"]) == ("host_unreachable", 1)
+        assert "Connection refused" in reason["detail"]
+        assert allocations.get(conn, key).state == "provisioning"
+        assert sorted(sold.statuses(conn)) == ["available", "provisioning"]
+        assert leasing.lease(conn, "worker") == [], "nothing is tried on a node that is lost"
+        assert host.record_answer(conn, "n1", ADMIN)
+        assert not host.record_answer(conn, "n1", ADMIN)
+    assert state(sold) == "ready"
+
+    runs.ends(evidence={"readiness": READINESS, "plan": {}, "image": {}})
+    assert attend().state == "succeeded"
+    first, second = (spec.run_id for spec in runs.launched)
+    assert second == f"{first}-1"
+    with transaction(sold.engine) as conn:
+        assert allocations.get(conn, key).state == "active"
+
+
+@pytest.mark.parametrize(
+    ("kind", "state"),
+    [
+        (TaskKind.SLICE_VM_PROVISION, "provisioning"),
+        (TaskKind.SLICE_VM_RELEASE, "releasing"),
+    ],
+)
+def test_the_playbooks_themselves_wait_for_a_host_that_refuses_ssh(
+    sold: Site, tmp_path: Path, kind: TaskKind, state: str
+) -> None:
+    """Ansible checks a role's arguments here, before its first word to the host."""
+    settings = Settings(state_dir=tmp_path, public_url="http://127.0.0.1:9")
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
+        port = nobody.getsockname()[1]
+        with transaction(sold.engine) as conn:
+            nodes.change(conn, "n1", ADMIN, profile="lab", address="127.0.0.1", port=port)
+            release = kind == TaskKind.SLICE_VM_RELEASE
+            key = sold.active(conn) if release else sold.allocate(conn)
+            if release:
+                launching.release(conn, key, ADMIN)
+            (task,) = leasing.lease(conn, "worker", kinds=[kind], seconds=600)
+        worker.attend(sold.engine, settings, task, threading.Event())
+    with transaction(sold.engine) as conn:
+        waits = queue.get(conn, task.id)
+        assert (waits.state, waits.unreached) == ("waiting", 1), waits.error
+        assert "Connection refused" in waits.state_reason
+        assert allocations.get(conn, key).state == state
+        assert sorted(sold.statuses(conn)) == ["available", state]
+        assert nodes.get(conn, "n1").state == "unreachable"
+
+
+def test_what_a_resumed_task_refuses_is_still_known(sold: Site, runs: Runs, attend: Attend) -> None:
+    """The host came back under another boot: nothing was touched, so the slot goes back."""
+    launched(sold)
+    runs.outcome = SILENT
+    attend()
+    with transaction(sold.engine) as conn:
+        host.record_answer(conn, "n1", ADMIN)
+        conn.execute(sa.update(tables.nodes).values(boot_id=""))
+    ended = attend()
+    assert (ended.state, ended.error["code"]) == ("failed", "boot_changed")
+    with transaction(sold.engine) as conn:
+        assert sold.statuses(conn) == ["disabled", "available"]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "node"),
+    [
+        # A stranger at the address: an answer, and not one to wait for.
+        (replace(SILENT, problem=STRANGER), "ready"),
+        # Contact was lost in the middle: what the host did is unknown.
+        (replace(SILENT, touched=True), "unreachable"),
+    ],
+)
+def test_a_refusal_and_a_lost_connection_end_the_task_at_once(
+    sold: Site, runs: Runs, attend: Attend, outcome: Outcome, node: str
+) -> None:
+    launched(sold)
+    runs.outcome = outcome
+    ended = attend()
+    assert (ended.state, ended.error["code"]) == ("failed", "host_unreachable")
+    assert ended.error["found"] == outcome.problem
+    assert state(sold) == node
+    with transaction(sold.engine) as conn:
+        assert sorted(sold.statuses(conn)) == ["available", "cleanup_blocked"]
+
+
+def test_a_node_that_never_enrolled_is_asked_again_ever_more_rarely(
+    sold: Site, runs: Runs, attend: Attend
+) -> None:
+    with transaction(sold.engine) as conn:
+        nodes.create(conn, ADMIN, id="n2", address="10.0.2.16", profile="lab")
+        queue.enqueue(conn, queue.Enqueue(TaskKind.NODE_PARITY, "n2", "node", "n2"), ADMIN)
+    runs.outcome = SILENT
+    pauses = []
+    for _ in range(9):
+        task = attend()
+        with transaction(sold.engine) as conn:
+            pauses.append(round(task.not_before - clock.read(conn)))
+            assert leasing.lease(conn, "worker") == []
+            conn.execute(sa.update(tables.tasks).values(not_before=None))
+    assert pauses == [5, 10, 20, 40, 80, 160, 300, 300, 300]
+    assert task.attempt == 1
+
+
+def test_a_task_that_nobody_wants_any_more_does_not_wait(
+    sold: Site, runs: Runs, attend: Attend
+) -> None:
+    launched(sold)
+    runs.outcome = SILENT
+    launch = runs.launch
+
+    def canceled_meanwhile(site: object, spec: Any) -> Path:
+        with transaction(sold.engine) as conn:
+            (task,) = queue.every(conn)
+            queue.cancel(conn, task.id, ADMIN)
+        return launch(site, spec)
+
+    worker.launch = canceled_meanwhile  # type: ignore[attr-defined]
+    assert attend().state == "failed"
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The answers to come, and none after them; each question takes one."""
+    script: list[str] = []
+    monkeypatch.setattr(ssh, "probe", lambda _access, _node: script.pop(0))
+    return script
+
+
+def test_silent_hosts_are_asked_until_they_answer(sold: Site, asked: list[str]) -> None:
+    now = [0.0]
+    nothing = Path("unused")
+    watch = Watch(sold.engine, lambda: SshAccess(nothing, nothing, nothing), clock=lambda: now[0])
+    assert watch.look() == []
+    with transaction(sold.engine) as conn:
+        host.record_silence(conn, "n1", ADMIN.because("no route"))
+    for at, answer in ((0, None), (FIRST_S, "refused"), (FIRST_S * 2, None), (FIRST_S * 3, "")):
+        now[0] = at
+        if answer is not None:
+            asked.append(answer)
+        found = watch.look()
+        assert asked == [], f"at {at} s the host was not asked"
+    assert found == ["n1"]
+    assert state(sold) == "ready"
+    with transaction(sold.engine) as conn:
+        row = journal.history_of(conn, "node", "n1")[-1]
+        assert (row.event, row.reason) == ("regain_ready", "the host answers again")
+    assert watch.look() == []
+
+
+def test_each_task_says_what_it_waits_for(sold: Site) -> None:
+    with transaction(sold.engine) as conn:
+        queued = {}
+        for kind in (TaskKind.NODE_PARITY, TaskKind.NODE_BOOTSTRAP, TaskKind.NODE_IMAGE_CACHE):
+            subject = "node" if kind is not TaskKind.NODE_IMAGE_CACHE else "image"
+            item = queue.Enqueue(kind, "n1", subject, kind)
+            queued[kind] = queue.enqueue(conn, item, ADMIN).id
+        later = queue.Enqueue(TaskKind.SLICE_WIPE, "n1", "slot", "s", not_before_s=60)
+        queued[TaskKind.SLICE_WIPE] = queue.enqueue(conn, later, ADMIN).id
+
+        def codes() -> dict[str, str]:
+            found = leasing.wait_reasons(conn, queue.every(conn))
+            return {kind: found[key]["code"] for kind, key in queued.items() if key in found}
+
+        expected = {
+            TaskKind.NODE_PARITY: "worker",
+            TaskKind.NODE_BOOTSTRAP: "worker",
+            TaskKind.NODE_IMAGE_CACHE: "exclusive_first",
+            TaskKind.SLICE_WIPE: "later",
+        }
+        assert codes() == expected
+        (parity,) = leasing.lease(conn, "worker")
+        assert parity.kind == TaskKind.NODE_PARITY
+        del expected[TaskKind.NODE_PARITY]
+        assert codes() == expected | {TaskKind.NODE_BOOTSTRAP: "node_busy"}
+        host.lost(conn, "n1", ADMIN)
+        assert set(codes().values()) == {"host_unreachable"}
