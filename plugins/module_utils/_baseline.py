@@ -22,7 +22,6 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _command,
     _host,
     _network_files,
-    _packages,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
@@ -211,7 +210,7 @@ def _remove_old(paths: Sequence[str]) -> None:
 
 def _was(state: State) -> dict[str, Any]:
     """The host before us. A service of a package that we installed was not there at all."""
-    ours = _before.recalled(_packages.RECORD) or {}
+    ours = _before.recalled(_before.PACKAGES) or {}
     services = (("dnsmasq", state.dnsmasq), ("openvswitch-switch", state.switch))
     found: dict[str, Any] = {
         package: {

@@ -17,6 +17,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _host
 FOLDER = f"{_host.STATE_DIRECTORY}/before"
 REMEMBER, FORGET = "remember_before", "forget_before"
 STEPS = (REMEMBER, FORGET)
+# The subject whose record says which packages were installed for slices.
+PACKAGES = "packages"
 
 
 def file_of(subject: str) -> str:

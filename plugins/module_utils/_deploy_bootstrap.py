@@ -29,7 +29,6 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _ipoib,
     _libvirt_host,
     _packages,
-    _parity,
     _resolution,
     _slice_mode,
     _tenancy,
@@ -37,6 +36,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _tuning_opted,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils._report_line import report_line
 
 DONE, FAILED, WRONG_CALL, REBOOT_NEEDED = 0, 1, 2, 3
 DEFAULT_PROFILE = "xe9680l-h200"
@@ -295,6 +295,6 @@ def _switch(environment: Mapping[str, str], name: str) -> bool:
 
 
 def _say(step: str, status: str, detail: str) -> None:
-    line = f"GPUAAS_SLICE_BOOTSTRAP status={status} step={step} detail={_parity.quoted(detail)}"
+    line = report_line("GPUAAS_SLICE_BOOTSTRAP", status=status, step=step, detail=detail)
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()

@@ -13,12 +13,12 @@ from typing import IO
 from urllib.parse import unquote, urljoin, urlsplit
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import _command, _host
-from ansible_collections.gpuaas.slice.plugins.module_utils._device import MIB
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 # No byte for this long means a dead source; too low fails on busy links.
 _SILENCE_S = 60
 _UNPACK_S = 3600
+_BLOCK = 1 << 20
 _REDIRECTS = 5
 _MOVED = (301, 302, 303, 307, 308)
 
@@ -53,7 +53,7 @@ def fetch(url: str, target: str, *, compression: str, size_bytes: int) -> None:
 
 def packed_limit(size_bytes: int) -> int:
     """The most that zstd makes of `size_bytes` which cannot be packed, with room to spare."""
-    return size_bytes + size_bytes // 128 + MIB
+    return size_bytes + size_bytes // 128 + _BLOCK
 
 
 def _unpack(packed: Path, place: Path, url: str, size_bytes: int) -> None:
@@ -110,7 +110,7 @@ def _http_blocks(url: str) -> Iterator[bytes]:
 
 
 def _read(source: IO[bytes] | http.client.HTTPResponse) -> Iterator[bytes]:
-    while block := source.read(MIB):
+    while block := source.read(_BLOCK):
         yield block
 
 

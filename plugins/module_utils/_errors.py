@@ -1,6 +1,16 @@
-"""The one error that modules raise on purpose: what was expected, what was found, what to do."""
+"""Refusals and blockers: why an act is not done, and what keeps a device from being used.
+
+A Refusal is the one error that modules raise on purpose: what was expected, what was found, and
+what to do. A blocker is a row of the discovery document.
+"""
 
 from __future__ import annotations
+
+Blocker = dict[str, str]
+
+
+def blocker(code: str, detail: str) -> Blocker:
+    return {"code": code, "detail": detail}
 
 
 class Refusal(Exception):

@@ -19,7 +19,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
-RECORD = "packages"
+RECORD = _before.PACKAGES
 
 # What the modules of the collection call on a slice host, and what a slice VM runs on.
 REQUIRED = (

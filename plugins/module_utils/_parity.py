@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils._report_line import report_line
 
 Facts = TypeVar("Facts")
 
 PASS, WARN, FAIL = "PASS", "WARN", "FAIL"
-
-# Written as they are; everything else gets a backslash, as a shell would quote it. `=` is not among
-# them, so that a hostile serial cannot put a second `status=…` into a line.
-_PLAIN = frozenset(string.ascii_letters + string.digits + "_@%+:,./-")
-
 
 # A host that answers with megabytes fills no record.
 _LONGEST = 2000
@@ -137,20 +132,7 @@ def report(outcomes: Sequence[dict[str, str]]) -> dict[str, Any]:
 
 def line(outcome: dict[str, str]) -> str:
     """The machine-readable line of one check: always exactly one line, whatever the host says."""
-    words = [
-        "GPUAAS_SLICE_PARITY",
-        f"status={outcome['status']}",
-        f"check={outcome['check']}",
-        f"detail={quoted(outcome['detail'])}",
-    ]
+    fields = {key: outcome[key] for key in ("status", "check", "detail")}
     if outcome["remediation"]:
-        words.append(f"remediation={quoted(outcome['remediation'])}")
-    return " ".join(words)
-
-
-def quoted(text: str) -> str:
-    """`text` as one shell word; what does not print in ASCII is shown as its escape, never raw."""
-    shown = "".join(
-        c if c.isascii() and c.isprintable() else c.encode("unicode_escape").decode() for c in text
-    )
-    return "".join(c if c in _PLAIN else f"\\{c}" for c in shown) or "-"
+        fields["remediation"] = outcome["remediation"]
+    return report_line("GPUAAS_SLICE_PARITY", **fields)

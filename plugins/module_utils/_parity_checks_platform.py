@@ -66,7 +66,7 @@ def node_agent(facts: Facts) -> Verdict:
 
 def name_resolution(facts: Facts) -> Verdict:
     """Every name of the API leads to an address that answers, even if only with a refusal."""
-    names = _api_names(facts)
+    names = _expected_names(facts)
     if not names:
         return failed(f"{ENROLMENT} names no API")
     problems, found = [], []
@@ -246,7 +246,7 @@ def _first_boot() -> str:
     return f"first boot: {ended[1]}{failing}, see {FIRST_BOOT}"
 
 
-def _api_names(facts: Facts) -> dict[str, int]:
+def _expected_names(facts: Facts) -> dict[str, int]:
     """Port by name; 0 where only the name is known."""
     names: dict[str, int] = {}
     for key, value in facts.enrolment.items():

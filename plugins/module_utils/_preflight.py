@@ -34,6 +34,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils._parity import (
     verdict,
     warned,
 )
+from ansible_collections.gpuaas.slice.plugins.module_utils._report_line import quoted, report_line
 
 # Dell XE9680L: H200 SXM, and InfiniBand of a BlueField-3. A profile says otherwise.
 GPU_IDS = ("10de:2335",)
@@ -153,8 +154,9 @@ def report(asked: Asked) -> dict[str, Any]:
 
 def line(name: str, **fields: Any) -> str:
     """`GPUAAS_SLICE_<name> key=value …`: one line, each value one shell word, whatever is in it."""
-    words = [f"{key}={_parity.quoted(_text(value))}" for key, value in fields.items()]
-    return " ".join([f"GPUAAS_SLICE_{name}", *words])
+    return report_line(
+        f"GPUAAS_SLICE_{name}", **{key: _text(value) for key, value in fields.items()}
+    )
 
 
 def job_line(job: Mapping[str, Any]) -> str:
@@ -275,8 +277,7 @@ def _bios_lines(facts: Facts) -> list[str]:
         for one in found.get("attributes", [])
     ]
     plan = [
-        f"GPUAAS_SLICE_BIOS_PLAN {_parity.quoted(step['subject'])}="
-        f"{_parity.quoted(step['after']['pending'])}"
+        f"GPUAAS_SLICE_BIOS_PLAN {quoted(step['subject'])}={quoted(step['after']['pending'])}"
         for step in found.get("differences", [])
         if step["name"] == "stage_attribute"
     ]

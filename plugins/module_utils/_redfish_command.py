@@ -22,8 +22,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _redfish_firmware,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils._parity import quoted
 from ansible_collections.gpuaas.slice.plugins.module_utils._redfish_connection import Trust
+from ansible_collections.gpuaas.slice.plugins.module_utils._report_line import quoted, report_line
 
 DONE, REFUSED, WRONG_CALL = 0, 1, 2
 
@@ -107,8 +107,7 @@ class _Lines:
 
     def _line(self, name: str, **words: str) -> None:
         # Hidden before quoting: a quoted password no longer looks like itself.
-        told = (f"{key}={quoted(self._hidden(value))}" for key, value in words.items())
-        self._print(f"{name} {' '.join(told)}")
+        self._print(report_line(name, **{key: self._hidden(word) for key, word in words.items()}))
 
     def _print(self, line: str) -> None:
         sys.stdout.write(f"{self._hidden(line)}\n")

@@ -87,7 +87,7 @@ def kept(facts: Facts) -> dict[str, Any]:
         "disks_gone": sorted({entry.disk for entry in entries if _gone_dirty(entry, facts)}),
         "fstab_disabled": _fstab.disabled(),
         "images": sorted(file.name for file in images.glob("*.raw")) if images.is_dir() else [],
-        "packages": sorted(_before.recalled("packages") or {}),
+        "packages": sorted(_before.recalled(_before.PACKAGES) or {}),
         "apt_sources": [RACADM_SOURCE] if _host.path(RACADM_SOURCE).exists() else [],
     }
 

@@ -11,17 +11,14 @@ import ipaddress
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Blocker, blocker
+
 Device = Mapping[str, Any]
-Blocker = dict[str, str]
 
 # A disk with one of these can never be a slot's disk, whatever is done to it.
 _NEVER = {"os_disk", "excluded_model", "identity_missing", "by_id_missing", "duplicate_identity"}
 # Nor a function with this one a slot's function: its card is none of the profile's fabric.
 WRONG_LINK = "wrong_link"
-
-
-def blocker(code: str, detail: str) -> Blocker:
-    return {"code": code, "detail": detail}
 
 
 def candidates(

@@ -19,11 +19,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils import (
     _signature,
     _topology_pci,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils._topology_candidates import (
-    Blocker,
-    blocker,
-)
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Blocker, Refusal, blocker
 
 
 def disks(exclude_models: Sequence[str]) -> list[dict[str, Any]]:

@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import _grub, _host, _tuning
-from ansible_collections.gpuaas.slice.plugins.module_utils._topology_candidates import (
-    Blocker,
-    blocker,
-)
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Blocker, blocker
 
 NODES = "/sys/devices/system/node"
 

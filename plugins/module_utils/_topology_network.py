@@ -16,11 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import _command, _host
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils._topology_candidates import (
-    Blocker,
-    blocker,
-)
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Blocker, Refusal, blocker
 
 STALE_RESERVATIONS = "gpuaas-gpuaas-slice-*.conf"
 _TRANSLATIONS = {"MASQUERADE", "SNAT"}

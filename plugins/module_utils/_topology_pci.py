@@ -7,11 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import _host, _pci
-from ansible_collections.gpuaas.slice.plugins.module_utils._topology_candidates import (
-    WRONG_LINK,
-    Blocker,
-    blocker,
-)
+from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Blocker, blocker
+from ansible_collections.gpuaas.slice.plugins.module_utils._topology_candidates import WRONG_LINK
 
 _STEP = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}|[0-9a-f]{4,8}:[0-9a-f]{2}:[01][0-9a-f]\.[0-7]")
 

@@ -45,8 +45,8 @@ PARTS = {
 def empty(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A host that holds nothing."""
     monkeypatch.setattr(_libvirt, "states", dict)
-    monkeypatch.setattr(_bridge, "ports", lambda _bridge: [])
-    monkeypatch.setattr(_flows, "cookies", lambda _bridge: [])
+    monkeypatch.setattr(_bridge, "ports", lambda _name: [])
+    monkeypatch.setattr(_flows, "cookies", lambda _name: [])
     monkeypatch.setattr(_slots, "disk", lambda *_, **__: (object(), []))
     monkeypatch.setattr(_slots, "passthrough", lambda *_, **__: [])
     return tree
@@ -71,8 +71,8 @@ def test_nothing_is_held(empty: Path) -> None:
 def test_a_slice_is_listed_in_every_part(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_libvirt, "states", lambda: {DOMAIN: _libvirt.State("shut off")})
     monkeypatch.setattr(_libvirt, "definition", lambda _name: XML)
-    monkeypatch.setattr(_bridge, "ports", lambda _bridge: ["eno1", _slice_names.port_name(ONE)])
-    monkeypatch.setattr(_flows, "cookies", lambda _bridge: [_flows.cookie(ONE)])
+    monkeypatch.setattr(_bridge, "ports", lambda _name: ["eno1", _slice_names.port_name(ONE)])
+    monkeypatch.setattr(_flows, "cookies", lambda _name: [_flows.cookie(ONE)])
     command = f"/usr/bin/qemu-system-x86_64\0-name\0guest={DOMAIN},debug-threads=on\0"
     file(empty, "/proc/7/cmdline", command)
     file(empty, _dnsmasq.file_of(ONE), "52:54:00:64:00:0a,id:*,10.100.0.10,vm,12h")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import _parity
+from ansible_collections.gpuaas.slice.plugins.module_utils import _parity, _report_line
 from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 from hypothesis import given
 from hypothesis import strategies as st
@@ -130,7 +130,7 @@ def test_a_hostile_host_forges_no_line_and_no_status(payload: str) -> None:
 
 @given(st.text(min_size=1))
 def test_any_text_stays_one_printable_shell_word(text: str) -> None:
-    word = _parity.quoted(text)
+    word = _report_line.quoted(text)
     assert word.isascii()
     assert word.isprintable()
     assert len(shlex.split(word)) == 1
@@ -138,7 +138,7 @@ def test_any_text_stays_one_printable_shell_word(text: str) -> None:
 
 @given(st.text(alphabet=st.characters(min_codepoint=32, max_codepoint=126), min_size=1))
 def test_printable_text_reads_back_as_it_was(text: str) -> None:
-    assert shlex.split(_parity.quoted(text)) == [text]
+    assert shlex.split(_report_line.quoted(text)) == [text]
 
 
 def test_a_flood_is_cut() -> None:
