@@ -19,6 +19,7 @@ import argparse
 import ast
 import hashlib
 import json
+import runpy
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +33,9 @@ from reconciler.trust import preflight
 
 ROOT = Path(__file__).resolve().parent.parent
 UTILS = ROOT / "plugins" / "module_utils"
-PACKAGE = "ansible_collections.gpuaas.slice.plugins.module_utils"
+# Read from its file: the collection need not be importable where this runs.
+_CLOSURE = runpy.run_path(str(UTILS / "core" / "_source_closure.py"))
+PACKAGE: str = _CLOSURE["PACKAGE"]
 COMMAND = "python -m scripts.standalone"
 
 _END = "GPUAAS_STANDALONE_END"
@@ -96,7 +99,7 @@ def _commissioning(**told: str) -> str:
 
 FIRMWARE = Script(
     path="scripts/maas/commissioning/50-gpuaas-slice-firmware-preflight.sh",
-    entry="_preflight_command:main",
+    entry="firmware._preflight_command:main",
     about="Is the firmware of this machine fit for GPU slices? Reads only by default;\n"
     "--help names the settings, among them the one that changes the BIOS.",
     marker="GPUAAS_SLICE_FIRMWARE_SUMMARY",
@@ -130,7 +133,7 @@ SCRIPTS = (
     FIRMWARE,
     Script(
         path="scripts/ops/gpuaas_slice_host_deploy_bootstrap.sh",
-        entry="_deploy_bootstrap:main",
+        entry="boot._deploy_bootstrap:main",
         about="Make a slice host of this deployed machine: packages, boot configuration, libvirt,\n"
         "fabric, network. Reboots only with GPUAAS_SLICE_REBOOT_IF_REQUIRED=1; see --help.",
         marker="GPUAAS_SLICE_BOOTSTRAP",
@@ -138,7 +141,7 @@ SCRIPTS = (
     ),
     Script(
         path="scripts/ops/gpuaas_slice_host_net_baseline.sh",
-        entry="_deploy_bootstrap:network",
+        entry="boot._deploy_bootstrap:network",
         about="Repair the network baseline of this slice host: bridge, NAT, forwarding, dnsmasq,\n"
         "and the service that does the same at every boot.",
         marker="GPUAAS_SLICE_BOOTSTRAP",
@@ -181,7 +184,8 @@ class Sources(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
     """Imports what this file carries; everything else comes from the standard library."""
 
     def find_spec(self, name, path=None, target=None):
-        inside = (PACKAGE + ".").startswith(name + ".")
+        names = (f"{{PACKAGE}}.{{source}}" for source in SOURCES)
+        inside = any(source.startswith(f"{{name}}.") for source in names)
         if not inside and name.removeprefix(PACKAGE + ".") not in SOURCES:
             return None
         return importlib.machinery.ModuleSpec(name, self, origin=name, is_package=inside)
@@ -213,7 +217,9 @@ sys.exit({function}(sys.argv[1:], os.environ))
 def build(script: Script) -> str:
     """The text of the file. Raises NotStandalone."""
     util, _, function = script.entry.partition(":")
-    sources = {name: _source(name) for name in closure(util)}
+    sources = closure(util)
+    for name, text in sources.items():
+        _refuse_foreign(name, text)
     if not any(
         isinstance(node, ast.FunctionDef) and node.name == function
         for node in ast.parse(sources[util]).body
@@ -237,16 +243,10 @@ def build(script: Script) -> str:
     return "".join(parts)
 
 
-def closure(util: str) -> list[str]:
-    """The module utils that `util` needs, itself included, by name."""
-    found: set[str] = set()
-    ahead = [util]
-    while ahead:
-        name = ahead.pop()
-        if name not in found:
-            found.add(name)
-            ahead += _imports(name)
-    return sorted(found)
+def closure(util: str) -> dict[str, str]:
+    """The module utils that `util` needs, itself included: source text by name."""
+    texts: dict[str, str] = _CLOSURE["closure"](util, _source)
+    return dict(sorted(texts.items()))
 
 
 def stale(root: Path = ROOT) -> list[str]:
@@ -265,22 +265,19 @@ def _put(script: Script, target: Path) -> None:
     target.chmod(0o755)
 
 
-def _imports(name: str) -> Iterator[str]:
-    """The module utils that one source imports; everything else must be standard library."""
-    for node in ast.walk(ast.parse(_source(name))):
+def _refuse_foreign(name: str, text: str) -> None:
+    """Everything but module utils must be standard library."""
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            if node.module == PACKAGE:
-                yield from (alias.name for alias in node.names)
-                continue
             modules = [node.module or ""]
         else:
             continue
         for module in modules:
-            if module.startswith(f"{PACKAGE}."):
-                yield module.removeprefix(f"{PACKAGE}.")
-            elif module.partition(".")[0] not in sys.stdlib_module_names:
+            if f"{module}.".startswith(f"{PACKAGE}."):
+                continue
+            if module.partition(".")[0] not in sys.stdlib_module_names:
                 raise NotStandalone(f"{name} imports {module}, which is not standard library")
 
 
@@ -295,7 +292,7 @@ def _settings(settings: Mapping[str, str]) -> str:
 
 
 def _source(name: str) -> str:
-    return (UTILS / f"{name}.py").read_text(encoding="utf-8")
+    return (UTILS / f"{name.replace('.', '/')}.py").read_text(encoding="utf-8")
 
 
 def _carried(path: Path) -> str:

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "build" / "collections"))
 
-from ansible_collections.gpuaas.slice.plugins.module_utils import _command, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _host
 
 pytest_plugins = ("tests.standin.bmc_fixtures",)
 

@@ -74,14 +74,9 @@ collected_at:
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _absence,
-    _change,
-    _host,
-    _lease,
-    _slots,
-)
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host, _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _absence, _slots
 
 _NEEDED = ("slot_id", "nvme_device", "gpu_pci_address", "management_mac", "private_ip")
 
@@ -100,7 +95,7 @@ def look(params: _change.Params) -> dict[str, Any]:
             found=f"left or not known: {left or 'no slots were given'}",
             remedy="read the checks of slice_absence; release or repair the slots",
         )
-    dirty = any(_lease.load(slot["slot_id"]).dirty for slot in slots)
+    dirty = any(_ledger.load(slot["slot_id"]).dirty for slot in slots)
     return {
         "absent": absent,
         "checks": checks,

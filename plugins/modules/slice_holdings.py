@@ -62,12 +62,8 @@ collected_at:
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _change,
-    _holdings,
-    _host,
-    _slots,
-)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _holdings, _slots
 
 _NEEDED = ("slot_id", "nvme_device", "gpu_pci_address")
 

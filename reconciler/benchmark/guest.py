@@ -21,7 +21,7 @@ from reconciler.runs.ssh import SshAccess
 
 Record = Mapping[str, Any]
 
-# Where the domain's definition puts it (plugins/module_utils/_slice_names.py).
+# Where the domain's definition puts it (plugins/module_utils/slice/_object_names.py).
 _CONSOLE = "/var/log/libvirt/qemu/{}-console.log"
 # The first boot stands at its beginning; a tenant can write the rest, without end.
 _CONSOLE_BYTES = 1 << 20

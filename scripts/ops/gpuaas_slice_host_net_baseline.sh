@@ -10,16 +10,16 @@ for python in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do
     exec "$python" -B -I /dev/fd/3 "$@" 3<<'GPUAAS_STANDALONE_END'
 SOURCES = {}
 
-# sha256 d3c20cb2624ad7018b8b225750ca4a372bd3faf8b910db478447ceb889a3e57d
-SOURCES["_apt"] = r'''"""The one way to call apt. Others call it too: a machine's own upgrade does at its first boot."""
+# sha256 9e9d38b64c9d15c63d4368365f83b9c657bda6a70eb9c6c4ab082592ba56327f
+SOURCES["boot._apt"] = r'''"""The one way to call apt. Others call it too: a machine's own upgrade does at its first boot."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 
-from ansible_collections.gpuaas.slice.plugins.module_utils import _command
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
 # How long others may have a lock. A first boot's own upgrade takes minutes; less, and a bootstrap
 # beside it fails.
@@ -83,864 +83,595 @@ def _given(settings: Sequence[str]) -> list[str]:
     return [word for one in settings for word in ("-o", one)]
 '''
 
-# sha256 df8b42837be69febac05bb781e06ded3eb8c07bdffac77aff9d4805d1c1ed26a
-SOURCES["_baseline"] = r'''"""What the network baseline keeps on disk: dnsmasq's configuration, forwarding, the boot service.
+# sha256 9d982c59846e423e62546e6336a4ebec22a84f8bf9cb9b337edc0ef8099415e9
+SOURCES["boot._deploy_bootstrap"] = r'''"""Bootstrap of a deployed machine by itself, for cloud-init or an operator's shell.
 
-The live part is _bridge; together they are the module ovs_nat. The way back is _baseline_removal.
+The same subjects in the same order as the playbook bootstrap, one line each on standard output. A
+step that fails ends it: later ones build on earlier ones. A reboot comes last and only when it is
+needed and allowed; the boot services then bring back what a reboot takes. Nothing begins on a
+machine that a tenant has as a whole, and nothing is rebooted under anybody.
+
+Exit codes: 0 done, 1 a step failed, 2 wrong settings, 3 done as far as possible without a reboot.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import re
-import shutil
-import time
-from collections.abc import Mapping, Sequence
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _before,
-    _boot,
-    _boot_units,
-    _bridge,
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot import (
+    _gpu_services,
+    _host_idle,
+    _host_packages,
+    _host_tuning,
+    _kernel_arguments,
+    _libvirt_host,
+    _slice_mode,
+    _tuning_opt_in,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _command
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._report_line import report_line
+from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _ipoib_address, _sriov_vfs
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _api_names, _ovs_nat
+from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import _tenancy
+
+DONE, FAILED, WRONG_CALL, REBOOT_NEEDED = 0, 1, 2, 3
+DEFAULT_PROFILE = "xe9680l-h200"
+
+SETTINGS = """\
+settings, from the environment:
+  GPUAAS_SLICE_PROFILE             hardware profile (xe9680l-h200)
+  GPUAAS_SLICE_REBOOT_IF_REQUIRED  1 reboots when that is needed and nobody would be cut off;
+                                   0 (default) only says so
+  GPUAAS_SLICE_FABRIC_INTERFACE    the site's values of this machine where the profile has none:
+  GPUAAS_SLICE_FABRIC_ADDRESS      interface, address with prefix length and
+  GPUAAS_SLICE_FABRIC_ROUTE        subnet of the InfiniBand fabric
+  GPUAAS_SLICE_TUNING              tuned profiles beside those of the hardware profile, with commas:
+                                   hugepages-1g, network-buffers. Kept on the host, in
+                                   /etc/gpuaas/tuning.json: it takes the place of what was named
+                                   before, not set it changes nothing, and none takes all back
+  GPUAAS_SLICE_API_NAMES           name=address,... of the control plane where DNS does not know it
+exit codes: 0 done, 1 a step failed, 2 wrong settings, 3 a reboot is needed and not allowed
+"""
+
+NETWORK_SETTINGS = f"""\
+settings, from the environment:
+  GPUAAS_SLICE_PROFILE             hardware profile ({DEFAULT_PROFILE}), for its network
+The other settings of gpuaas_slice_host_deploy_bootstrap.sh are refused here, since nothing here
+would come of them.
+exit codes: 0 done, 1 a step failed, 2 wrong settings
+"""
+
+_FABRIC = {
+    "interface": "GPUAAS_SLICE_FABRIC_INTERFACE",
+    "site_address": "GPUAAS_SLICE_FABRIC_ADDRESS",
+    "route": "GPUAAS_SLICE_FABRIC_ROUTE",
+}
+_REBOOT = "GPUAAS_SLICE_REBOOT_IF_REQUIRED"
+# What the network alone does not use.
+_WHOLE_ONLY = (
+    _REBOOT,
+    *_FABRIC.values(),
+    _tuning_opt_in.SETTING,
+    "GPUAAS_SLICE_API_NAMES",
+)
+_NETWORK = _change.Subject(_ovs_nat.observe, _ovs_nat.plan, _ovs_nat.apply, _ovs_nat.facts)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One step: its name, a subject and the subject's parameters."""
+
+    name: str
+    subject: _change.Subject
+    params: Mapping[str, Any]
+
+
+def main(words: Sequence[str], environment: Mapping[str, str]) -> int:
+    """The whole bootstrap. Profiles are the JSON that the generated file carries."""
+    return _run(words, environment, "Make a slice host of this deployed machine.")
+
+
+def network(words: Sequence[str], environment: Mapping[str, str]) -> int:
+    """The network baseline alone: repaired now, and by its service at every boot."""
+    return _run(words, environment, "Repair the network baseline of this slice host.", "network")
+
+
+def _run(words: Sequence[str], environment: Mapping[str, str], about: str, only: str = "") -> int:
+    # What is run is a file descriptor, which has no name that helps.
+    parser = argparse.ArgumentParser(
+        prog="sh <this file>",
+        description=about,
+        epilog=NETWORK_SETTINGS if only else SETTINGS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--check", action="store_true", help="say what would be done")
+    check = parser.parse_args(words).check
+    try:
+        if only:
+            _refuse_unused(environment)
+        profile = _profile(environment, only)
+        may_reboot = _switch(environment, _REBOOT)
+    except Refusal as refusal:
+        _say("settings", "FAIL", str(refusal))
+        return WRONG_CALL
+    if os.geteuid() != 0 and not check:
+        _say("settings", "FAIL", "must be run as root")
+        return WRONG_CALL
+    failed = not _free()
+    if failed and not check:
+        return FAILED
+    for part in parts(profile):
+        if only not in ("", part.name):
+            continue
+        failed = not _done(part, check=check) or failed
+        # A forecast names everything that stands in the way, not only the first.
+        if failed and not check:
+            break
+    if failed:
+        return FAILED
+    return DONE if check or only else _reboot(profile, may_reboot=may_reboot)
+
+
+def parts(profile: Mapping[str, Any]) -> Iterator[Part]:
+    """What a slice host of this profile needs, in order."""
+    fabric, network = profile["fabric"], profile["network"]
+    packages = [*_host_packages.REQUIRED, *profile.get("packages", [])]
+    optional = profile.get("optional_packages", [])
+    yield Part("packages", _host_packages.SUBJECT, {"packages": packages, "optional": optional})
+    services = {"services": profile["gpu_services"]}
+    yield Part("gpu_services", _gpu_services.SUBJECT, services)
+    if profile.get("api_names"):
+        yield Part("api_names", _api_names.SUBJECT, {"names": profile["api_names"]})
+    yield Part("tuning", _host_tuning.SUBJECT, _tuned(profile))
+    yield Part("kernel", _kernel_arguments.SUBJECT, _kernel(profile))
+    yield Part("libvirt", _libvirt_host.SUBJECT, {"directory": "/var/lib/libvirt"})
+    if fabric["pf_ids"]:
+        cards = {"pfs": [], "pf_ids": fabric["pf_ids"], "macs": {}, "link": fabric.get("link")}
+        yield Part("fabric", _sriov_vfs.SUBJECT, {**cards, "count": fabric["vfs_per_pf"]})
+    if fabric["ipoib"] and fabric["site_address"]:
+        own = {"interface": fabric.get("interface", ""), "route": fabric["route"]}
+        yield Part("ipoib", _ipoib_address.SUBJECT, {**own, "address": fabric["site_address"]})
+    keys = ("bridge", "address", "subnet", "tmfifo")
+    yield Part("network", _NETWORK, {key: network[key] for key in keys})
+    yield Part("slice_mode", _slice_mode.SUBJECT, {"profile": profile["name"]})
+
+
+def _tuned(profile: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "profiles": profile.get("tuning", []),
+        "opted_in": profile.get("opted_in"),
+        "hugepages_1g": profile.get("hugepages_1g"),
+    }
+
+
+def _kernel(profile: Mapping[str, Any], *, in_effect: bool = False) -> dict[str, Any]:
+    return {
+        "arguments": profile["kernel_arguments"],
+        "tuning": profile.get("tuning", []),
+        # Nothing beside them: a forecast has not yet taken back what is recorded.
+        "opted_in": [],
+        "hugepages_1g": profile.get("hugepages_1g"),
+        "state": "present",
+        "in_effect": in_effect,
+    }
+
+
+def _free() -> bool:
+    """Look for a tenant of the whole machine: first, since packages restart services already."""
+    try:
+        for taken in _tenancy.refusals():
+            raise taken
+    except Refusal as refusal:
+        _say("tenants", "FAIL", str(refusal))
+        return False
+    return True
+
+
+def _done(part: Part, *, check: bool) -> bool:
+    """Drive one part and say how it ended."""
+    try:
+        outcome = _change.drive(part.subject, part.params, check_mode=check)
+    except (Refusal, OSError, ValueError, LookupError) as problem:
+        _say(part.name, "FAIL", str(problem) or type(problem).__name__)
+        return False
+    if outcome.failure is not None:
+        _say(part.name, "FAIL", str(outcome.failure))
+        return False
+    # A step for something optional may have failed: a warning below tells it.
+    told = outcome.plan.steps if check else outcome.steps_done
+    steps = [f"{step.name}({step.subject})" for step in told]
+    status = "PASS" if not steps else "PLANNED" if check else "CHANGED"
+    without = outcome.facts.get("unavailable", [])
+    # What a host can do without does not stop it, and is not passed over either.
+    left = f"; without {', '.join(without)}, which apt does not have" if without else ""
+    _say(part.name, status, f"{', '.join(steps) or 'nothing to do'}{left}")
+    for doubt in outcome.doubts:
+        _say(part.name, "WARN", str(doubt))
+    return True
+
+
+def _reboot(profile: Mapping[str, Any], *, may_reboot: bool) -> int:
+    """Prove that this boot has what was configured, or get a boot that has."""
+    reasons = _kernel_arguments.reboot_reasons(
+        _kernel(profile), _kernel_arguments.observe(_kernel(profile))
+    )
+    if not reasons:
+        proof = Part("in_effect", _kernel_arguments.SUBJECT, _kernel(profile, in_effect=True))
+        return DONE if _done(proof, check=True) else FAILED
+    if not may_reboot:
+        allow = "GPUAAS_SLICE_REBOOT_IF_REQUIRED=1 allows it"
+        _say("reboot", "WARN", f"{'; '.join(reasons)}; {allow}")
+        return REBOOT_NEEDED
+    for somebody in _host_idle.refusals():
+        _say("reboot", "FAIL", str(somebody))
+        return FAILED
+    _say("reboot", "CHANGED", "; ".join(reasons))
+    try:
+        # As a job of its own: cloud-init, which may have called us, gets to its end first.
+        _command.run(["systemctl", "--no-block", "reboot"])
+    except Refusal as refusal:
+        _say("reboot", "FAIL", str(refusal))
+        return FAILED
+    return DONE
+
+
+def _profile(environment: Mapping[str, str], only: str = "") -> dict[str, Any]:
+    name = environment.get("GPUAAS_SLICE_PROFILE") or DEFAULT_PROFILE
+    try:
+        profile: dict[str, Any] = json.loads(_carried(name))
+    except LookupError as unknown:
+        raise Refusal(
+            "profile_unknown",
+            expected="a hardware profile that this file carries",
+            found=name,
+            remedy="set GPUAAS_SLICE_PROFILE to the name of one; see the end of this file",
+        ) from unknown
+    if only:
+        return profile
+    for key, variable in _FABRIC.items():
+        if environment.get(variable):
+            profile["fabric"][key] = environment[variable]
+    profile["opted_in"] = _tuning_opt_in.setting(environment.get(_tuning_opt_in.SETTING, ""))
+    # All of them, since a forecast records nothing that a later part could read.
+    profile["tuning"] = _tuning_opt_in.names(profile.get("tuning", []), profile["opted_in"])
+    pairs = [pair for pair in environment.get("GPUAAS_SLICE_API_NAMES", "").split(",") if pair]
+    profile["api_names"] = dict(pair.partition("=")[::2] for pair in pairs)
+    return profile
+
+
+def _refuse_unused(environment: Mapping[str, str]) -> None:
+    """A setting that is taken and comes to nothing looks as if it were in force."""
+    unused = [name for name in _WHOLE_ONLY if environment.get(name)]
+    if environment.get(_REBOOT) == "0":
+        # There is none, as asked.
+        unused.remove(_REBOOT)
+    if unused:
+        raise Refusal(
+            "setting_unused",
+            expected="GPUAAS_SLICE_PROFILE as the only setting of the network alone",
+            found=", ".join(unused),
+            remedy="nothing was done; leave it out, or run gpuaas_slice_host_deploy_bootstrap.sh,"
+            " which uses it",
+        )
+
+
+def _carried(name: str) -> str:
+    """A file that the generated script carries. Raises LookupError."""
+    return str(globals()["__loader__"].get_data(name).decode())
+
+
+def _switch(environment: Mapping[str, str], name: str) -> bool:
+    value = environment.get(name, "0")
+    if value not in ("", "0", "1"):
+        raise Refusal(
+            "setting_invalid",
+            expected=f"{name} to be 0 or 1",
+            found=value,
+            remedy="nothing was done; correct the setting",
+        )
+    return value == "1"
+
+
+def _say(step: str, status: str, detail: str) -> None:
+    line = report_line("GPUAAS_SLICE_BOOTSTRAP", status=status, step=step, detail=detail)
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+'''
+
+# sha256 83b2485ffc84db9281f4f99fbc1a594b57bc109b2d310cdc97636ed2cb52f341
+SOURCES["boot._gpu_services"] = r'''"""Services that hold a host's GPUs (persistence, fabric manager, DCGM): quiet, so slices get them.
+
+Each is masked: disabling takes back its own [Install] alone, and a udev rule or another unit may
+want it too, as the rules of Ubuntu's driver want nvidia-persistenced when `nvidia` is loaded. Where
+the site's own unit file leaves no place for a mask, a drop-in bars it. A service that is not there
+is quiet already. What each was is remembered before it is stopped, and returning to bare metal
+makes it that again, no more and no less: what was masked stays so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _change,
     _command,
     _host,
-    _network_files,
-    _packages,
+    _host_snapshot,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import _tenancy
 
-DNSMASQ, RESERVATIONS = _network_files.DNSMASQ, _network_files.RESERVATIONS
-SYSCTL = _network_files.SYSCTL
+RECORD = "gpu-services"
 
-RECORD = "network"
-SWITCH, DHCP, RSHIM = "openvswitch-switch.service", "dnsmasq.service", "rshim.service"
-
-_OLD_SERVICE = "gpuaas-slice-host-net-baseline"
-_UNITS = "/etc/systemd/system"
-_UNIT_FOLDERS = (_UNITS, "/usr/lib/systemd/system", "/lib/systemd/system")
-_OLD_FILES = (
-    f"{_UNITS}/{_OLD_SERVICE}.service",
-    f"{_UNITS}/{_OLD_SERVICE}.service.d",
-    f"/usr/local/sbin/{_OLD_SERVICE}",
-    f"/usr/local/sbin/{_OLD_SERVICE}.sh",
-    "/usr/local/sbin/gpuaas-slice-network-baseline.sh",
+_AT_BOOT = ("enabled", "enabled-runtime")
+_MASKED = "masked"
+_QUIET = ("inactive", "failed")
+# Where a mask is a link to /dev/null, unless a unit file of the site's is there.
+_MASKS = "/etc/systemd/system"
+BAR = "90-gpuaas-slice.conf"
+_BARRED = """\
+# Written by the gpuaas.slice collection; changed by its playbooks only.
+# Never true: the GPUs of this host belong to slices.
+[Unit]
+ConditionPathExists=!/
+"""
+# Types of units, one of which systemctl takes a name to end in; it adds the first where none is.
+_TYPES = (
+    *(".service", ".socket", ".target", ".timer", ".path", ".mount", ".automount", ".swap"),
+    *(".slice", ".scope", ".device"),
 )
-_COMMANDS = {
-    "start_switch": ["systemctl", "enable", "--now", SWITCH],
-    "enable_dnsmasq": ["systemctl", "enable", DHCP],
-    "restart_dnsmasq": ["systemctl", "restart", DHCP],
-}
-_BRIDGE_NAME = re.compile(r"[a-z][a-z0-9_.-]{0,14}")
+# Where packages have their units, for what lies beneath a mask: systemd does not say.
+_PACKAGED = (
+    "/run/systemd/system",
+    "/usr/local/lib/systemd/system",
+    "/usr/lib/systemd/system",
+    "/lib/systemd/system",
+)
 
 Params = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class State:
-    """dnsmasq_changed: when its files changed last, in seconds since the epoch.
+class Service:
+    """What systemd says of a unit. file: its UnitFileState, "" when there is no such unit.
 
-    before: what was remembered of the host before its first baseline; None when nothing ever was.
+    own: the site's unit file is where the mask would be. drop_in: our drop-in's text, None without
+    one. installed: there is a unit to bring back.
     """
 
-    live: _bridge.State
-    installed: _boot.Installed
-    files: Mapping[str, str | None]
-    reservations: bool
-    stale: tuple[str, ...]
-    old: tuple[str, ...]
-    dnsmasq: _boot.Service
-    dnsmasq_changed: int
-    switch: _boot.Service
-    rshim: _boot.Service
-    rshim_installed: bool
-    before: Mapping[str, Any] | None = None
+    active: str
+    file: str
+    own: bool
+    drop_in: str | None
+    installed: bool
 
     @property
-    def ours(self) -> bool:
-        """Whether a baseline of ours is on this host already, in whole or in part."""
-        return self.files[DNSMASQ] is not None or bool(self.installed.present)
+    def runs(self) -> bool:
+        return self.active not in _QUIET
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What it does; () when it is quiet."""
+        return tuple(filter(None, (self.active if self.runs else "", self.at_boot)))
+
+    @property
+    def at_boot(self) -> str:
+        """How it could run after a boot; "" when nothing starts it."""
+        if self.file in ("", _MASKED) or (self.own and self.drop_in == _BARRED.strip()):
+            return ""
+        if self.file in _AT_BOOT:
+            return "started at boot"
+        return "not barred" if self.own else "not masked"
 
 
-def unit(params: Params) -> _boot.Unit:
-    return dataclasses.replace(_boot_units.NETWORK, settings=_network_files.settings(params))
+@dataclass(frozen=True)
+class State:
+    """before: what was remembered of each service at our first look; None when nothing ever was."""
+
+    services: Mapping[str, Service]
+    before: Mapping[str, Any] | None
 
 
 def observe(params: Params) -> State:
-    services = _boot.services([DHCP, SWITCH, RSHIM])
-    folder = _host.path("/etc/dnsmasq.d")
-    stale = folder.glob("gpuaas-gpuaas-slice-*.conf") if folder.is_dir() else ()
-    return State(
-        live=_bridge.observe(params),
-        installed=_boot.observe(unit(params)),
-        files={path: _host.read(path) for path in (DNSMASQ, SYSCTL)},
-        reservations=_host.path(RESERVATIONS).is_dir(),
-        stale=tuple(sorted(file.name for file in stale)),
-        old=tuple(_old()),
-        dnsmasq=services[DHCP],
-        # A file that came, went or was replaced moves the folder's time.
-        dnsmasq_changed=int(folder.stat().st_mtime) if folder.is_dir() else 0,
-        switch=services[SWITCH],
-        rshim=services[RSHIM],
-        rshim_installed=any(_host.path(f"{folder}/{RSHIM}").exists() for folder in _UNIT_FOLDERS),
-        before=_before.recalled(RECORD),
-    )
+    before = _host_snapshot.recalled(RECORD)
+    names = list(params["services"])
+    if _restored(params):
+        names += [name for name in before or {} if name not in names]
+    if not names:
+        return State({}, before)
+    out = _command.run(["systemctl", "show", "--property=ActiveState,UnitFileState", "--", *names])
+    blocks = out.out.strip().split("\n\n")
+    return State({n: _service(n, block) for n, block in zip(names, blocks, strict=True)}, before)
 
 
 def plan(params: Params, state: State) -> _change.Plan:
-    live = _bridge.plan(params, state.live)
-    blockers = [*_unsafe(params), *live.blockers]
-    runs = state.rshim.active and state.rshim.enabled
-    start_rshim = params["tmfifo"] and state.rshim_installed and not runs
-    steps = []
-    if state.before is None and not state.ours:
-        steps += _before.remembering(RECORD, None, _was(state))
-    steps += outdated(state)
-    if not state.reservations:
-        steps.append(_change.Step("make_folder", RESERVATIONS, None, "folder"))
-    files = {} if blockers else _texts(params)
-    steps += [
-        _change.Step("write_file", path, state.files[path], text.strip())
-        for path, text in files.items()
-        if state.files[path] != text.strip()
-    ]
-    if not (state.switch.active and state.switch.enabled):
-        steps.append(_change.Step("start_switch", SWITCH, "inactive", "active at every boot"))
-    steps += [step for step in live.steps if not step.soft]
-    steps += _boot.plan(unit(params), state.installed)
-    steps += _dnsmasq_steps(state, {step.name for step in steps})
-    soft, doubts = [step for step in live.steps if step.soft], live.doubts
-    if start_rshim:
-        before = "active until the next boot" if state.rshim.active else "inactive"
-        after = "active at every boot"
-        start = _change.Step("start_rshim", RSHIM, before, after, soft=True)
-        # The interface comes with the service.
-        soft, doubts = [start, *_bridge.link_steps(state.live)], ()
-    return _change.Plan((*steps, *soft), tuple(blockers), doubts)
+    return _change.Plan(tuple(_to_restore(state) if _restored(params) else _to_quiesce(state)))
 
 
 def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
-    if step.name in _before.STEPS:
-        _before.apply(step)
-    elif step.name in _boot.STEPS:
-        _boot.apply(unit(params), step)
-    elif step.name == "remove_old_service":
-        _remove_old(step.before)
-    elif step.name == "remove_stale_reservation":
-        _host.remove(step.subject)
-    elif step.name == "make_folder":
-        _host.path(RESERVATIONS).mkdir(parents=True, exist_ok=True)
-    elif step.name == "write_file":
-        if step.subject == DNSMASQ:
-            _command.run(["dnsmasq", "--test", "--conf-file=-"], stdin=f"{step.after}\n")
-        _host.write(step.subject, f"{step.after}\n")
-    elif step.name == "start_rshim":
-        _start_rshim()
-    elif step.name in _COMMANDS:
-        _command.run(_COMMANDS[step.name])
-    else:
-        return _bridge.apply(params, step)
+    if step.name == _host_snapshot.FORGET:
+        _prove_restored(params)
+    if step.name in _host_snapshot.STEPS:
+        _host_snapshot.apply(step)
+        return None
+    # The subject is the unit, then what of it: a diff has one entry for each.
+    unit = step.subject.partition(" ")[0]
+    if step.name in ("bar_service", "unbar_service"):
+        _write_bar(unit, step.after)
+        _command.run(["systemctl", "daemon-reload"])
+        return None
+    for words in _commands(step):
+        _command.run(["systemctl", *words, "--", unit], timeout=120)
     return None
 
 
-def facts(params: Params, state: State) -> dict[str, Any]:
-    asked = params["tmfifo"]
+def _write_bar(unit: str, text: str | None) -> None:
+    path = _bar(unit)
+    if text is not None:
+        _host.write(path, text)
+        return
+    _host.remove(path)
+    # The folder stays where the site has something in it.
+    with contextlib.suppress(OSError):
+        _host.path(path).parent.rmdir()
+
+
+def _commands(step: _change.Step) -> list[list[str]]:
+    if step.name == "disable_service":
+        # What was enabled until the next boot is not disabled without the word, and stays beside
+        # what was enabled for good.
+        return [["disable", "--runtime"], ["disable"]]
+    if step.name == "enable_service":
+        return [["enable", *(["--runtime"] if step.after == "enabled-runtime" else [])]]
+    return [[step.name.partition("_")[0]]]
+
+
+def facts(_params: Params, state: State) -> dict[str, Any]:
     return {
-        "network": {
-            "bridge": params["bridge"],
-            "address": params["address"],
-            "nat": state.live.nat,
-            "forwarding": state.live.forwarding,
-            "uplink": state.live.uplink,
-            "dnsmasq": state.dnsmasq.active,
-            "tmfifo": _bridge.link_shown(state.live) if asked else "not asked for",
-        }
+        "services": {name: " and ".join(found.words) for name, found in state.services.items()},
+        "before": dict(state.before or {}),
     }
 
 
-def _texts(params: Params) -> dict[str, str]:
-    return {SYSCTL: _network_files.FORWARDING, DNSMASQ: _network_files.dnsmasq(params)}
-
-
-def outdated(state: State) -> list[_change.Step]:
-    """What earlier releases left: the service under its first name, reservations one file each."""
-    steps = []
-    if state.old:
-        steps.append(_change.Step("remove_old_service", _OLD_SERVICE, list(state.old), []))
-    return steps + [
-        _change.Step("remove_stale_reservation", f"/etc/dnsmasq.d/{name}", "present", None)
-        for name in state.stale
-    ]
-
-
-def _old() -> list[str]:
-    """Files of the first service; links of `enable` stay behind when only its unit was removed."""
-    folders = sorted(folder.name for folder in _host.path(_UNITS).glob("*.wants"))
-    links = [f"{_UNITS}/{folder}/{_OLD_SERVICE}.service" for folder in folders]
-    # A link to a unit that is gone does not exist, as far as `exists` can tell.
-    found = [path for path in links if _host.path(path).is_symlink()]
-    return [path for path in _OLD_FILES if _host.path(path).exists()] + found
-
-
-def _remove_old(paths: Sequence[str]) -> None:
-    if _OLD_FILES[0] in paths:
-        _command.run(["systemctl", "disable", "--now", f"{_OLD_SERVICE}.service"])
-    for path in paths:
-        if _host.path(path).is_dir():
-            shutil.rmtree(_host.path(path))
-        else:
-            _host.remove(path)
-    _command.run(["systemctl", "daemon-reload"])
-
-
-def _was(state: State) -> dict[str, Any]:
-    """The host before us. A service of a package that we installed was not there at all."""
-    ours = _before.recalled(_packages.RECORD) or {}
-    services = (("dnsmasq", state.dnsmasq), ("openvswitch-switch", state.switch))
-    found: dict[str, Any] = {
-        package: {
-            "active": service.active and package not in ours,
-            "enabled": service.enabled and package not in ours,
-        }
-        for package, service in (*services, ("rshim", state.rshim))
-    }
-    return {"forwarding": state.live.forwarding, **found}
-
-
-def _dnsmasq_steps(state: State, planned: set[str]) -> list[_change.Step]:
-    steps = []
-    if not state.dnsmasq.enabled:
-        steps.append(_change.Step("enable_dnsmasq", "dnsmasq at boot", "disabled", "enabled"))
-    stale = state.dnsmasq.started_at < state.dnsmasq_changed
-    rewritten = planned & {"write_file", "remove_stale_reservation", "add_bridge"}
-    if not state.dnsmasq.active or stale or rewritten:
-        before = "old configuration" if state.dnsmasq.active else "inactive"
-        steps.append(_change.Step("restart_dnsmasq", DHCP, before, "restarted"))
-    return steps
-
-
-def _unsafe(params: Params) -> list[Refusal]:
-    if _BRIDGE_NAME.fullmatch(params["bridge"]):
-        return []
-    return [
-        Refusal(
-            "network_invalid",
-            expected="a bridge name of at most 15 lower case letters, digits and _ . -",
-            found=repr(params["bridge"]),
-            remedy="correct network.bridge of the hardware profile",
-        )
-    ]
-
-
-def _start_rshim() -> None:
-    _command.run(["systemctl", "enable", "--now", RSHIM])
-    # The driver needs some seconds to make its interface; after 30 it will not.
-    deadline = time.monotonic() + 30
-    while not _bridge.link_there() and time.monotonic() < deadline:
-        time.sleep(1)
-'''
-
-# sha256 57f3d3616cda96e2196e1d9ddabaf4db99696c33d5709310c1004369221d9a58
-SOURCES["_before"] = r'''"""What the host was before it became a slice host, so that the way back restores exactly that.
-
-One file per subject, written at the subject's first run, before its first change, and forgotten
-once it is restored. A first run that finds nothing to change writes it too, and that counts as its
-change: without it, drift that is repaired months later would be remembered as what was before.
-The first word counts: a second bootstrap finds a host that is ours already.
-"""
-
-from __future__ import annotations
-
-import json
-from collections.abc import Mapping
-from typing import Any
-
-from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _host
-
-FOLDER = f"{_host.STATE_DIRECTORY}/before"
-REMEMBER, FORGET = "remember_before", "forget_before"
-STEPS = (REMEMBER, FORGET)
-
-
-def file_of(subject: str) -> str:
-    return f"{FOLDER}/{subject}.json"
-
-
-def recalled(subject: str) -> dict[str, Any] | None:
-    """What was remembered of the subject; None when nothing ever was."""
-    return _host.document(
-        file_of(subject),
-        code="before_unreadable",
-        remedy="write down there by hand what the host was before, or remove the file: "
-        "the way back then takes the host for a freshly deployed one",
-    )
-
-
-def remembering(
-    subject: str, known: Mapping[str, Any] | None, new: Mapping[str, Any]
-) -> list[_change.Step]:
-    """A step that adds what is not known yet; [] when all of it is."""
-    added = {key: value for key, value in new.items() if key not in (known or {})}
-    if known is not None and not added:
-        return []
-    after = {**added, **(known or {})}
-    return [_change.Step(REMEMBER, file_of(subject), dict(known) if known else None, after)]
-
-
-def forgetting(subject: str, known: Mapping[str, Any] | None) -> list[_change.Step]:
-    """The last step of a way back."""
-    if known is None:
-        return []
-    return [_change.Step(FORGET, file_of(subject), dict(known), None)]
-
-
-def apply(step: _change.Step) -> None:
-    """Do one of STEPS."""
-    if step.name == REMEMBER:
-        _host.write(step.subject, json.dumps(step.after, indent=2, sort_keys=True) + "\n")
-    else:
-        _host.remove(step.subject)
-'''
-
-# sha256 fe7039ab37d916fc60ef09524b924bcd8535d671228ed10855e87b5dbf304105
-SOURCES["_boot"] = r'''"""What survives a reboot: a oneshot service per concern that runs the collection's code at boot.
-
-The host needs no Ansible for it: the sources that the concern imports are copied below LIBRARY
-under their real names, and a script of a few lines calls `boot(<settings file>)` of one of them. So
-what runs at boot and what a playbook runs is the same observe, plan, apply and verify.
-"""
-
-from __future__ import annotations
-
-import ast
-import contextlib
-import dataclasses
-import functools
-import importlib.util
-import json
-import os
-import shutil
-import socket
-import stat
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _boot_files,
-    _change,
-    _command,
-    _host,
-    _written,
+SUBJECT = _tenancy.guarded(
+    _change.Subject(observe, plan, apply, facts),
+    lambda params, found: bool(found.steps) or not _restored(params),
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
-
-LIBRARY, PACKAGE = _boot_files.LIBRARY, _boot_files.PACKAGE
-SLICE_MODE = "/etc/gpuaas/slice-mode.json"
-STEPS = ("install_service", "start_service", "remove_service")
-
-Unit = _boot_files.Unit
 
 
-@dataclass(frozen=True)
-class Service:
-    """What systemd says of a unit; started_at: seconds since the epoch, 0 when it does not run."""
-
-    active: bool
-    enabled: bool
-    started_at: int
-
-
-@dataclass(frozen=True)
-class Installed:
-    """What of a unit is on the host. differing: files that are not what they should be, among them
-    those that change the unit from beside it. traces: what an interrupted removal left of it.
-    """
-
-    differing: tuple[str, ...]
-    present: tuple[str, ...]
-    service: Service
-    traces: tuple[str, ...] = ()
+def _to_quiesce(state: State) -> list[_change.Step]:
+    # The quiet ones as well, at the first run: one that is started by hand later was quiet before.
+    there = {
+        name: {"active": found.runs, "file": found.file}
+        for name, found in state.services.items()
+        if found.file
+    }
+    return [
+        *(_host_snapshot.remembering(RECORD, state.before, there) if there else []),
+        *(step for name, found in state.services.items() for step in _quiesce(name, found)),
+    ]
 
 
-def observe(unit: Unit) -> Installed:
-    differing = [path for path, wanted in _files(unit).items() if not _is(path, wanted)]
-    if _boot_files.recorded().get(unit.name) != _digests(unit):
-        differing.append(_boot_files.RECORD)
-    return Installed(
-        differing=(*differing, *_boot_files.additions(unit)),
-        present=tuple(p for p in _own(unit) if _host.path(p).exists()),
-        service=services([unit.service])[unit.service],
-        traces=tuple(_traces(unit)),
-    )
-
-
-def plan(unit: Unit, found: Installed) -> list[_change.Step]:
-    """Steps that make the concern come back at every boot, and count as done in this one."""
+def _quiesce(name: str, found: Service) -> list[_change.Step]:
     steps = []
-    if found.differing or not found.service.enabled:
-        before = {"differing": list(found.differing), "enabled": found.service.enabled}
-        after = {"differing": [], "enabled": True}
-        steps.append(_change.Step("install_service", f"{unit.service} files", before, after))
-    if not found.service.active:
-        steps.append(_change.Step("start_service", unit.service, "inactive", "active"))
+    if found.file in _AT_BOOT and not found.own:
+        # Before the mask, which would hide it: who unmasks the unit later must not start it too.
+        after = "disabled"
+        steps.append(_change.Step("disable_service", f"{name} at boot", found.file, after))
+    if found.runs:
+        # Before the mask, which would hide how the unit wants to be stopped.
+        steps.append(_change.Step("stop_service", name, found.active, "inactive"))
+    if found.at_boot and found.own:
+        # Enabled or not, as it is: that it is a link may be all that its enabling consists of.
+        steps.append(_change.Step("bar_service", f"{name} bar", found.drop_in, _BARRED))
+    elif found.at_boot:
+        steps.append(_change.Step("mask_service", f"{name} mask", found.file, _MASKED))
     return steps
 
 
-def plan_removal(unit: Unit, found: Installed) -> list[_change.Step]:
-    there = [*found.present, *found.traces]
-    return [_change.Step("remove_service", unit.service, there, [])] if there else []
+def _to_restore(state: State) -> list[_change.Step]:
+    return [*_still_quiet(state), *_host_snapshot.forgetting(RECORD, state.before)]
 
 
-def apply(unit: Unit, step: _change.Step) -> None:
-    """Do one of STEPS."""
-    if step.name == "install_service":
-        install(unit)
-        _command.run(["systemctl", "daemon-reload"])
-        _command.run(["systemctl", "enable", unit.service])
-    elif step.name == "start_service":
-        # restart, not start: a failed or half-done earlier start must not be taken for this one.
-        _command.run(["systemctl", "restart", unit.service], timeout=200)
-    elif step.name == "remove_service":
-        _command.run(["systemctl", "disable", "--now", unit.service], ok=(0, 1, 5))
-        for absolute in _own(unit):
-            _host.remove(absolute)
-        _remove_folders(unit)
-        _boot_files.forget(unit)
-        # The last unit takes the library with it.
-        if not _units_left():
-            shutil.rmtree(_host.path(LIBRARY), ignore_errors=True)
-        _command.run(["systemctl", "daemon-reload"])
-
-
-def install(unit: Unit) -> None:
-    """Write the unit's files, and what they are; nothing else stays that changes the unit."""
-    for absolute, (text, mode) in _files(unit).items():
-        _host.write(absolute, text, mode)
-    for absolute in _boot_files.additions(unit):
-        _host.remove(absolute)
-    _remove_folders(unit)
-    _boot_files.remember(unit, _digests(unit))
-
-
-def services(names: Iterable[str]) -> dict[str, Service]:
-    """Several units in one call; a unit that does not exist is inactive and not enabled."""
-    wanted = list(names)
-    properties = "--property=ActiveState,UnitFileState,ActiveEnterTimestamp"
-    shown = _command.run(["systemctl", "show", "--timestamp=unix", properties, "--", *wanted])
-    blocks = [dict(_pairs(block)) for block in shown.out.strip().split("\n\n")]
-    if len(blocks) != len(wanted):
-        raise Refusal(
-            "systemd_answer_unreadable",
-            expected=f"{len(wanted)} units from systemctl show",
-            found=f"{len(blocks)}",
-            remedy="run `systemctl show` for these units by hand",
-        )
-    return {name: _service(block) for name, block in zip(wanted, blocks, strict=True)}
-
-
-def slice_mode() -> bool:
-    """Whether this host was put into slice mode on purpose (bootstrap writes the file)."""
-    try:
-        return bool(json.loads(_host.read(SLICE_MODE) or "{}").get("mode") == "slice")
-    except (ValueError, AttributeError):
-        return False
-
-
-def not_slice_mode() -> Refusal:
-    """The refusal where `slice_mode` says no."""
-    return Refusal(
-        "not_slice_mode",
-        expected=f"a host put into slice mode ({SLICE_MODE})",
-        found="no such word on this host",
-        remedy="run the bootstrap playbook, which puts the host into slice mode",
-    )
-
-
-def boot(
-    subject: _change.Subject,
-    settings_path: str,
-    *,
-    wait_for: tuple[str, ...] = (),
-    patience: float = 90,
-    sleep: Callable[[float], None] = time.sleep,
-) -> int:
-    """Body of a boot script: drive `subject` by the settings file; 0 when done and verified.
-
-    wait_for: refusal codes that early boot explains (a card whose driver is still loading), retried
-    for `patience` seconds. Longer than TimeoutStartSec of the unit would hide the refusal. A doubt
-    of these codes is waited for as well, but only when all else is there and systemd was told so;
-    what stays of it is the last word, and no failure.
-    """
-    deadline = time.monotonic() + patience
-    while True:
-        failure, doubts = _attempt(subject, settings_path)
-        if failure is None:
-            break
-        if failure.code not in wait_for or time.monotonic() > deadline:
-            _warn(doubts)
-            _say(str(failure))
-            return 1
-        sleep(2)
-    _tell_ready()
-    # What must be is there and the unit is up. From now on that is somebody else's to change and
-    # parity's to judge: it is not done again here, and nothing fails any more.
-    while any(doubt.code in wait_for for doubt in doubts) and time.monotonic() <= deadline:
-        sleep(2)
-        failure, doubts = _attempt(_optional(subject), settings_path, again=True)
-        if failure:
-            doubts = [*doubts, failure]
-    _warn(doubts)
-    return 0
-
-
-def _attempt(
-    subject: _change.Subject, settings_path: str, *, again: bool = False
-) -> tuple[Refusal | None, list[Refusal]]:
-    """Drive once: why it failed or None, and what is doubtful.
-
-    again: all that must be is there, so that to do nothing is no news, and nothing ends the unit.
-    """
-    try:
-        settings = json.loads(_host.read(settings_path) or "{}")
-        outcome = _change.drive(subject, settings, check_mode=False)
-    except Refusal as refusal:
-        return refusal, []
-    except (OSError, ValueError) as broken:
-        if not again:
-            raise
-        return _unforeseen(broken), []
-    if outcome.done or not (outcome.failure or again):
-        _say(f"done: {', '.join(outcome.done) or 'nothing to do'}")
-    return outcome.failure, outcome.doubts
-
-
-def _optional(subject: _change.Subject) -> _change.Subject:
-    """The same with its soft steps alone; a blocker still keeps them off."""
-
-    def plan(params: _change.Params, state: object) -> _change.Plan:
-        found = subject.plan(params, state)
-        return dataclasses.replace(found, steps=tuple(step for step in found.steps if step.soft))
-
-    return dataclasses.replace(subject, plan=plan)
-
-
-@functools.cache
-def sources(module: str) -> dict[str, str]:
-    """`module` and every file of module_utils that it imports, near or far: name to source text."""
-    found: dict[str, str] = {}
-    queue = [module]
-    while queue:
-        name = queue.pop()
-        if name in found:
+def _still_quiet(state: State) -> list[_change.Step]:
+    steps = []
+    for name, was in sorted((state.before or {}).items()):
+        now = state.services[name]
+        if now.drop_in is not None:
+            steps.append(_change.Step("unbar_service", f"{name} bar", now.drop_in, None))
+        if was["file"] == _MASKED:
             continue
-        found[name] = _source(name)
-        queue.extend(_imported(found[name]))
-    return found
+        if now.file == _MASKED:
+            steps.append(_change.Step("unmask_service", f"{name} mask", _MASKED, was["file"]))
+        # A service that was uninstalled meanwhile cannot be brought back by us.
+        if not now.installed:
+            continue
+        if was["file"] in _AT_BOOT and now.file != was["file"]:
+            steps.append(_change.Step("enable_service", f"{name} at boot", now.file, was["file"]))
+        # One that ran beneath its mask could be started by nobody.
+        if was["active"] and not now.runs and was["file"] != "masked-runtime":
+            steps.append(_change.Step("start_service", name, now.active, "active"))
+    return steps
 
 
-def _source(name: str) -> str:
-    # The loader knows: of files, of the zip that Ansible sends a module in, of a generated script.
-    spec = importlib.util.find_spec(f"{PACKAGE}.{name}")
-    source = getattr(spec.loader if spec else None, "get_source", None)
-    text = source(f"{PACKAGE}.{name}") if source else None
-    if text is None:
-        raise ImportError(f"no source text of {name}")
-    return str(text)
+def _prove_restored(params: Params) -> None:
+    """The record goes only when the services are what it says."""
+    left = _still_quiet(observe(params))
+    if left:
+        raise Refusal(
+            "service_not_restored",
+            expected="the GPU services as they were before this was a slice host",
+            found=", ".join(f"{step.subject} is {step.before}" for step in left),
+            remedy="read the service's journal; after a reboot its driver may be missing",
+        )
 
 
-def _imported(source: str) -> list[str]:
-    names: list[str] = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and node.module == PACKAGE:
-            names.extend(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{PACKAGE}."):
-            names.append(str(node.module).removeprefix(f"{PACKAGE}."))
-    return names
+def _restored(params: Params) -> bool:
+    return str(params.get("state")) == "restored"
 
 
-def _own(unit: Unit) -> tuple[str, ...]:
-    """The files of this unit alone; the library is shared with the other units."""
-    settings = () if unit.borrowed else (unit.settings_path,)
-    return (unit.path, unit.program, *settings, *_boot_files.additions(unit))
+def _service(name: str, block: str) -> Service:
+    values = dict(row.partition("=")[::2] for row in block.splitlines())
+    return service(name, values.get("ActiveState", ""), values.get("UnitFileState", ""))
 
 
-def _traces(unit: Unit) -> Iterator[str]:
-    """The unit's share of what units have in common; the library is the last one's to take."""
-    known = _boot_files.recorded()
-    # A record that says nothing is nobody's, and goes with any of them.
-    if unit.name in known or (not known and _host.path(_boot_files.RECORD).exists()):
-        yield _boot_files.RECORD
-    if not _units_left() and _host.path(LIBRARY).exists():
-        yield LIBRARY
-
-
-def _units_left() -> bool:
-    return any(_host.path(_boot_files.UNITS).glob("gpuaas-*.service"))
-
-
-def _remove_folders(unit: Unit) -> None:
-    """Those beside the unit. One that is not empty holds what systemd does not read; it stays."""
-    for absolute in _boot_files.folders(unit):
-        with contextlib.suppress(OSError):
-            _host.path(absolute).rmdir()
-
-
-def _files(unit: Unit) -> dict[str, tuple[str, int]]:
-    library = {path: (text, 0o644) for path, text in _library(unit).items()}
-    own = {**library, **_boot_files.frame(unit)}
-    if not unit.borrowed:
-        settings = json.dumps(unit.settings, indent=2, sort_keys=True) + "\n"
-        own[unit.settings_path] = (settings, 0o644)
-    return own
-
-
-def _library(unit: Unit) -> dict[str, str]:
-    folder = f"{LIBRARY}/{PACKAGE.replace('.', '/')}"
-    return {f"{folder}/{name}.py": text for name, text in sources(unit.module).items()}
-
-
-def _digests(unit: Unit) -> dict[str, str]:
-    return {path: _written.digest(text.encode()) for path, text in _library(unit).items()}
-
-
-def _is(absolute: str, wanted: tuple[str, int]) -> bool:
-    text, mode = wanted
-    return _written.digest_of(absolute) == _written.digest(text.encode()) and not (
-        stat.S_IMODE(_host.path(absolute).stat().st_mode) ^ mode
-    )
-
-
-def _pairs(block: str) -> list[tuple[str, str]]:
-    return [(key, value) for key, _eq, value in (line.partition("=") for line in block.split("\n"))]
-
-
-def _service(block: Mapping[str, str]) -> Service:
-    stamp = block.get("ActiveEnterTimestamp", "").removeprefix("@")
-    active = block.get("ActiveState") in ("active", "reloading")
+def service(name: str, active: str, file: str) -> Service:
+    """The unit of which systemd says so much, with what it does not say."""
     return Service(
         active=active,
-        enabled=block.get("UnitFileState") in ("enabled", "enabled-runtime", "static", "alias"),
-        started_at=int(stamp) if active and stamp.isdigit() else 0,
+        file=file,
+        own=_own(name),
+        drop_in=_host.kept(_bar(name)),
+        installed=_beneath(name) if file == _MASKED else file != "",
     )
 
 
-def _tell_ready() -> None:
-    """Tell systemd, where it asked to be told: the unit counts as started from now on."""
-    address = os.environ.get("NOTIFY_SOCKET", "")
-    if address:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
-            # An @ stands for the zero byte of a name that is in no file system.
-            told.sendto(b"READY=1", address.replace("@", "\0", 1))
-        # What this program runs is not the unit's main process and has nothing to tell.
-        del os.environ["NOTIFY_SOCKET"]
+def _bar(name: str) -> str:
+    return f"{_MASKS}/{_whole(name)}.d/{BAR}"
 
 
-def _unforeseen(broken: Exception) -> Refusal:
-    return Refusal(
-        "system_error",
-        expected="what is optional to be looked after",
-        found=f"{type(broken).__name__}: {broken}",
-        remedy="repair what the system names; all else of this service is there",
-    )
+def _own(name: str) -> bool:
+    return _defined(f"{_MASKS}/{_whole(name)}")
 
 
-def _warn(doubts: Iterable[Refusal]) -> None:
-    for doubt in doubts:
-        _say(f"WARN {doubt}")
+def _beneath(name: str) -> bool:
+    unit = _whole(name)
+    # A unit that is generated from a script is not generated while it is masked.
+    places = [f"/etc/init.d/{unit.removesuffix('.service')}"]
+    places += [f"{folder}/{unit}" for folder in _PACKAGED]
+    # Of an instance its mask hides nothing but the name: the site's own template counts too.
+    template, at, rest = unit.partition("@")
+    if at:
+        kind = rest.rpartition(".")[2]
+        places += [f"{folder}/{template}@.{kind}" for folder in (_MASKS, *_PACKAGED)]
+    return any(_defined(place) for place in places)
 
 
-def _say(text: str) -> None:
-    # The journal takes one message per line; a newline in it would be a second, forged one.
-    sys.stdout.write(text.replace("\n", " ") + "\n")
-    sys.stdout.flush()
+def _whole(name: str) -> str:
+    """The name of the unit's files, which systemctl is told without `.service` too."""
+    return name if name.endswith(_TYPES) else f"{name}.service"
+
+
+def _defined(absolute: str) -> bool:
+    """Whether there is a file of a unit, and not just a mask."""
+    place = _host.path(absolute)
+    if place.is_symlink():
+        return str(place.readlink()) != "/dev/null"
+    return place.exists()
 '''
 
-# sha256 62c942e6dd96ff84e4d960bb4697342672df59ed64347ecc9d64a180edf3136d
-SOURCES["_boot_files"] = r'''"""What a boot service consists of on disk: unit, program, settings, and the code that it runs.
-
-Apart from `_boot`, which installs and removes them, since parity needs only this: whether what the
-next boot runs is what was installed. Unit and program are compared with what the present code
-writes. The code itself is compared with digests that were recorded as it was written (RECORD):
-nearly every release changes a line of it, and an upgrade of the control machine alone must not
-close the gate of every host.
-"""
-
-from __future__ import annotations
-
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
-
-from ansible_collections.gpuaas.slice.plugins.module_utils import _host, _written
-
-LIBRARY = "/usr/local/lib/gpuaas"
-PACKAGE = "ansible_collections.gpuaas.slice.plugins.module_utils"
-UNITS = "/etc/systemd/system"
-PROGRAMS = "/usr/local/sbin"
-# By service, path and digest of the code that it runs. Read and written by root alone.
-RECORD = f"{_host.STATE_DIRECTORY}/boot-code.json"
-
-# Where systemd keeps what `systemctl edit` and `systemctl set-property` add to a unit for good.
-_ADDITIONS = (UNITS, "/etc/systemd/system.control")
-
-_SCRIPT = """\
-#!/usr/bin/python3 -I
-# Written by the gpuaas.slice collection; changed by its playbooks only.
-import sys
-
-sys.dont_write_bytecode = True
-sys.path.insert(0, "{library}")
-
-from {package} import {module}
-
-sys.exit({module}.{entry}("{settings}"))
-"""
-
-_UNIT = """\
-# Written by the gpuaas.slice collection; changed by its playbooks only.
-[Unit]
-Description={description}
-{order}
-
-[Service]
-Type={type}
-RemainAfterExit=yes
-ExecStart={program}
-{after}TimeoutStartSec={limit}
-
-[Install]
-WantedBy={target}
-"""
-
-
-@dataclass(frozen=True)
-class Unit:
-    """A concern that is brought back at boot.
-
-    module, entry: the file of module_utils and its function that is called. settings: what it is
-    given, kept as JSON in `settings_path`. borrowed: that file is another unit's, which writes and
-    removes it. order: lines of the [Unit] section. target: what pulls the unit in. limit_s: how
-    long it may take. after: ExecStartPost or "". patient: `entry` goes on waiting for what is
-    optional after it has told systemd that the rest is there; `after` and units that wait for this
-    one are not kept waiting.
-    """
-
-    name: str
-    description: str
-    module: str
-    settings_path: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    order: tuple[str, ...] = ()
-    entry: str = "boot"
-    target: str = "multi-user.target"
-    limit_s: int = 180
-    borrowed: bool = False
-    after: str = ""
-    patient: bool = False
-
-    @property
-    def service(self) -> str:
-        return f"{self.name}.service"
-
-    @property
-    def path(self) -> str:
-        return f"{UNITS}/{self.service}"
-
-    @property
-    def program(self) -> str:
-        return f"{PROGRAMS}/{self.name}"
-
-
-def frame(unit: Unit) -> dict[str, tuple[str, int]]:
-    """Unit and program: text and mode by path."""
-    program = _SCRIPT.format(
-        library=LIBRARY,
-        package=PACKAGE,
-        module=unit.module,
-        entry=unit.entry,
-        settings=unit.settings_path,
-    )
-    definition = _UNIT.format(
-        description=unit.description,
-        type="notify" if unit.patient else "oneshot",
-        order="\n".join(unit.order),
-        program=unit.program,
-        after=f"ExecStartPost={unit.after}\n" if unit.after else "",
-        target=unit.target,
-        limit=unit.limit_s,
-    )
-    return {unit.program: (program, 0o755), unit.path: (definition, 0o644)}
-
-
-def folders(unit: Unit) -> list[str]:
-    """Where files lie that change the unit from beside it, and stay over a boot."""
-    return [f"{where}/{unit.service}.d" for where in _ADDITIONS]
-
-
-def additions(unit: Unit) -> list[str]:
-    return [
-        f"{folder}/{file.name}"
-        for folder in folders(unit)
-        if _host.path(folder).is_dir()
-        for file in sorted(_host.path(folder).iterdir())
-        if not file.is_dir()
-    ]
-
-
-def edited(unit: Unit) -> list[str]:
-    """Why the next boot would not run what was installed; [] when it would."""
-    problems = [
-        problem
-        for path, (text, mode) in frame(unit).items()
-        for problem in _written.unlike(path, text, mode)
-    ]
-    problems += [f"{path} changes {unit.service}" for path in additions(unit)]
-    digests = recorded().get(unit.name, {})
-    if not digests:
-        problems.append(f"{RECORD} does not say what code {unit.service} was given")
-    changed = [path for path, was in sorted(digests.items()) if _written.digest_of(path) != was]
-    if changed:
-        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-        problems.append(f"{changed[0]}{more} is not the code that {unit.service} was given")
-    return problems
-
-
-def recorded() -> dict[str, dict[str, str]]:
-    """What RECORD holds; one that cannot be read knows nothing, and an installation writes it."""
-    try:
-        kept = json.loads(_host.read(RECORD) or "{}")
-        return {str(name): dict(digests) for name, digests in kept.items()}
-    except (ValueError, TypeError, AttributeError):
-        return {}
-
-
-def remember(unit: Unit, digests: Mapping[str, str]) -> None:
-    """That the unit was given this code. Services share files: what was written last holds."""
-    known = {
-        name: {path: digests.get(path, was) for path, was in held.items()}
-        for name, held in recorded().items()
-    }
-    _store({**known, unit.name: dict(digests)})
-
-
-def forget(unit: Unit) -> None:
-    _store({name: held for name, held in recorded().items() if name != unit.name})
-
-
-def _store(known: Mapping[str, Mapping[str, str]]) -> None:
-    if known:
-        _host.write(RECORD, json.dumps(known, indent=2, sort_keys=True) + "\n", 0o600)
-    else:
-        _host.remove(RECORD)
-'''
-
-# sha256 6b46ad4aeac22e1f4b04670ab0cae04b63b5f9657e2376fd13b7e5e89617091a
-SOURCES["_boot_menu"] = r'''"""GRUB's menu as it lies on disk: which entry the next boot takes, and with which arguments.
+# sha256 22c72e80e434d36723d762299da6754055a85ca740f4fb05bb4970e75ca19246
+SOURCES["boot._grub_menu"] = r'''"""GRUB's menu as it lies on disk: which entry the next boot takes, and with which arguments.
 
 Read, never made anew: `update-grub` takes seconds and writes. Forms are those that grub-mkconfig of
 Debian 12 and Ubuntu 24.04 writes; lines in branches of an `if` all count.
@@ -953,7 +684,7 @@ import re
 import shlex
 from dataclasses import dataclass, field
 
-from ansible_collections.gpuaas.slice.plugins.module_utils import _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host
 
 MENU, ENVIRONMENT = "/boot/grub/grub.cfg", "/boot/grub/grubenv"
 
@@ -1061,1450 +792,630 @@ def _environment(text: str) -> dict[str, str]:
     return {name: value for name, sign, value in rows if sign}
 '''
 
-# sha256 54cf6da37785527e218def108be41249b00719fda8696a5031f512bdb54631c0
-SOURCES["_boot_units"] = r'''"""The boot services that a slice host has, without their settings, which depend on the host.
-
-Paths of settings are said again here: the code that is run at boot does not know of its unit.
-"""
+# sha256 ca42517b28911c01a7db44a5e98f12bbefade6aa3b3bc5d188a7712a93e47523
+SOURCES["boot._host_idle"] = r'''"""Who would be cut off if this machine were restarted now: asked right before every restart."""
 
 from __future__ import annotations
 
-from ansible_collections.gpuaas.slice.plugins.module_utils._boot_files import Unit
+import itertools
 
-NETWORK = Unit(
-    name="gpuaas-slice-network-baseline",
-    description="Network baseline of this slice host: bridge, forwarding, NAT",
-    module="_bridge",
-    settings_path="/etc/gpuaas/network-baseline.json",
-    order=(
-        # Not after rshim: it is optional, and what is optional keeps no guest from its network.
-        "After=network.target openvswitch-switch.service",
-        "Wants=openvswitch-switch.service",
-        "Before=dnsmasq.service",
-    ),
-    # dnsmasq waits for this unit at boot; without --no-block the two would wait for each other.
-    after="/usr/bin/systemctl --no-block restart dnsmasq.service",
-    patient=True,
-)
-FABRIC = Unit(
-    name="gpuaas-slice-fabric",
-    description="Virtual functions of the fabric cards of this slice host",
-    module="_sriov",
-    settings_path="/etc/gpuaas/fabric.json",
-    order=("After=systemd-modules-load.service", "Before=gpuaas-slice-vfio.service"),
-)
-BINDING = Unit(
-    name="gpuaas-slice-vfio",
-    description="Bind the approved PCI functions of this slice host to vfio-pci",
-    module="_vfio",
-    settings_path="/etc/gpuaas/vfio-binding.json",
-    order=(
-        "After=systemd-modules-load.service gpuaas-slice-fabric.service",
-        "Before=libvirtd.service",
-    ),
-)
-# Before anything loads drivers; all of the boot waits for it, so not for long. What it needs is on
-# the root file system. The functions of fabric cards are made later, and wait for BINDING.
-CLAIM = Unit(
-    name="gpuaas-slice-vfio-claim",
-    description="Keep the approved PCI functions of this slice host from its own drivers",
-    module="_vfio",
-    entry="claim",
-    settings_path=BINDING.settings_path,
-    order=(
-        "DefaultDependencies=no",
-        "Before=systemd-modules-load.service systemd-udevd.service systemd-udev-trigger.service",
-        "Conflicts=shutdown.target",
-        "Before=shutdown.target",
-    ),
-    target="sysinit.target",
-    limit_s=60,
-    borrowed=True,
-)
-'''
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _libvirt
+from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import _tenancy
 
-# sha256 4d8166fe18381297da358da75f35e8a638f15c7de4589ed8db255360b2e7dafd
-SOURCES["_bridge"] = r'''"""The live part of the slice network: bridge, address, forwarding, NAT, the card's own link.
-
-The same code runs in a playbook and in gpuaas-slice-network-baseline.service at boot. It leaves
-dnsmasq alone: a start of dnsmasq from inside its own ordering dependency once hung a host. The
-card's link is optional and comes last: somebody else may own the card's rshim (its BMC, another
-host), and guests have no use for it.
-"""
-
-from __future__ import annotations
-
-import ipaddress
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
-
-from ansible_collections.gpuaas.slice.plugins.module_utils import _boot, _change, _command, _host
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
-
-TMFIFO = "tmfifo_net0"
-TMFIFO_ADDRESS = "192.168.100.1/30"
-TMFIFO_PEER = "192.168.100.2"
-
-_DATABASE = "/run/openvswitch/db.sock"
-_FORWARDING = "/proc/sys/net/ipv4/ip_forward"
-
-Params = Mapping[str, Any]
+# Not qemu-img or qemu-nbd, which have no guest.
+_MACHINES = ("qemu-system", "qemu-kvm")
 
 
-@dataclass(frozen=True)
-class Interface:
-    """addresses: IPv4 with prefix length, of global scope."""
+def refusals() -> list[Refusal]:
+    """Why the machine must not be restarted; [] when it is nobody's.
 
-    up: bool
-    addresses: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class State:
-    """interfaces: those that are there, of the bridge and the card's link. uplink: "" when none."""
-
-    bridges: tuple[str, ...]
-    interfaces: Mapping[str, Interface]
-    forwarding: bool
-    nat: bool
-    uplink: str
-
-
-def ports(bridge: str) -> list[str]:
-    """Names of the ports of an OVS bridge."""
-    return _lines(["ovs-vsctl", "--timeout=20", "list-ports", bridge])
-
-
-def bridges() -> list[str]:
-    """Names of the OVS bridges; none while Open vSwitch does not run."""
-    if not _host.path(_DATABASE).exists():
-        return []
-    return _lines(["ovs-vsctl", "--timeout=20", "list-br"])
-
-
-def nat_rule(subnet: str) -> str:
-    """The rule as `iptables -S` writes it; parity looks for the same line."""
-    return f"-A POSTROUTING -s {subnet} -j MASQUERADE"
-
-
-def nat_present(subnet: str) -> bool:
+    A leased slot counts without a running machine: it is between two steps of its provision, or its
+    guest has shut itself down and comes back.
+    """
     try:
-        rules = _lines(["iptables", "--wait", "10", "-t", "nat", "-S", "POSTROUTING"])
-    except Refusal as refusal:
-        if refusal.code != "command_missing":
-            raise
-        # The rule is made by iptables: where there is none, there is no rule of ours.
-        return False
-    return nat_rule(subnet) in [rule.strip() for rule in rules]
-
-
-def without_nat(subnet: str) -> None:
-    """Take the rule away, also where somebody has added it twice."""
-    rule = nat_rule(subnet).split()[1:]
-    while nat_present(subnet):
-        _command.run(["iptables", "--wait", "10", "-t", "nat", "-D", *rule])
-
-
-def forwarding() -> bool:
-    return _host.read(_FORWARDING) == "1"
-
-
-def uplink() -> str:
-    """The interface of the default route, or ""."""
-    for line in (_host.read("/proc/net/route") or "").splitlines()[1:]:
-        fields = line.split()
-        if len(fields) > 2 and fields[1] == "00000000":
-            return fields[0]
-    return ""
-
-
-def observe(params: Params) -> State:
-    return State(
-        bridges=tuple(bridges()),
-        interfaces=_interfaces(),
-        forwarding=forwarding(),
-        nat=nat_present(params["subnet"]),
-        uplink=uplink(),
-    )
-
-
-def plan(params: Params, state: State) -> _change.Plan:
-    bridge = params["bridge"]
-    blockers = [*_mismatch(params)]
-    if bridge in state.interfaces and bridge not in state.bridges:
-        blockers.append(_not_ours(bridge))
-    steps = []
-    if bridge not in state.bridges:
-        steps.append(_change.Step("add_bridge", bridge, None, "OVS bridge"))
-    steps.extend(_addressing(bridge, params["address"], state))
-    if not state.forwarding:
-        steps.append(_change.Step("forward_ipv4", "net.ipv4.ip_forward", 0, 1))
-    if not state.nat:
-        steps.append(_change.Step("add_nat", "nat rule", None, nat_rule(params["subnet"])))
-    doubts = []
-    if params.get("tmfifo"):
-        if TMFIFO in state.interfaces:
-            steps.extend(link_steps(state))
-        else:
-            doubts.append(_no_tmfifo())
-    return _change.Plan(tuple(steps), tuple(blockers), tuple(doubts))
-
-
-def link_steps(state: State) -> list[_change.Step]:
-    """What gives the card's link its address, there or about to come."""
-    return [replace(step, soft=True) for step in _addressing(TMFIFO, TMFIFO_ADDRESS, state)]
-
-
-def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
-    if step.name == "add_bridge":
-        _command.run(["ovs-vsctl", "--timeout=60", "--may-exist", "add-br", step.subject])
-    elif step.name == "address_interface":
-        if step.subject == TMFIFO and not link_there():
-            raise _no_tmfifo()
-        _command.run(["ip", "address", "replace", step.after["address"], "dev", step.subject])
-        _command.run(["ip", "link", "set", "dev", step.subject, "up"])
-    elif step.name == "forward_ipv4":
-        _command.run(["sysctl", "-q", "-w", "net.ipv4.ip_forward=1"])
-    elif step.name == "add_nat":
-        rule = nat_rule(params["subnet"]).split()
-        _command.run(["iptables", "--wait", "10", "-t", "nat", *rule])
-    return None
-
-
-LIVE = _change.Subject(observe, plan, apply)
-
-
-def boot(settings_path: str) -> int:
-    """At boot: the network of the slices, before dnsmasq. The card's link may come later."""
-    return _boot.boot(LIVE, settings_path, wait_for=("tmfifo_missing", "command_failed"))
-
-
-def link_there() -> bool:
-    return _host.path(f"/sys/class/net/{TMFIFO}").exists()
-
-
-def link_shown(state: State) -> str:
-    """The card's link in a word or two."""
-    if TMFIFO not in state.interfaces:
-        return "missing"
-    return ", ".join(state.interfaces[TMFIFO].addresses) or "no address"
-
-
-def _addressing(name: str, address: str, state: State) -> list[_change.Step]:
-    found = state.interfaces.get(name, Interface(up=False, addresses=()))
-    if found.up and address in found.addresses:
+        found = [*_running(), *_leased()]
+    except Refusal as unreadable:
+        return [unreadable]
+    if not found:
         return []
-    before = {"up": found.up, "addresses": list(found.addresses)}
-    return [_change.Step("address_interface", name, before, {"up": True, "address": address})]
-
-
-def _interfaces() -> dict[str, Interface]:
-    shown = json.loads(_command.run(["ip", "-j", "-4", "address", "show"]).out or "[]")
-    there = {entry["ifname"]: entry for entry in shown if entry.get("ifname")}
-    folder = _host.path("/sys/class/net")
-    # `ip -4` leaves out interfaces without an IPv4 address, so what exists comes from sysfs.
-    names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
-    return {name: _interface(there.get(name, {}), name) for name in {*names, *there}}
-
-
-def _interface(entry: Mapping[str, Any], name: str) -> Interface:
-    flags = _host.read(f"/sys/class/net/{name}/flags") or "0"
-    return Interface(
-        up=bool(int(flags, 16) & 0x1),  # IFF_UP
-        addresses=tuple(
-            f"{info.get('local')}/{info.get('prefixlen')}"
-            for info in entry.get("addr_info", [])
-            if info.get("scope") == "global"
-        ),
-    )
-
-
-def _mismatch(params: Params) -> list[Refusal]:
-    try:
-        subnet = ipaddress.IPv4Network(params["subnet"])
-        if ipaddress.IPv4Interface(params["address"]).network == subnet:
-            return []
-        found = f"{params['address']} and {params['subnet']}"
-    except ValueError as error:
-        found = str(error)
     return [
         Refusal(
-            "network_invalid",
-            expected="a bridge address inside the slice subnet, both with the same prefix length",
-            found=found,
-            remedy="correct network.address and network.subnet of the hardware profile",
+            "host_in_use",
+            expected="a host on which no virtual machine runs and of which nothing is leased",
+            found=", ".join(found),
+            remedy="drain the node and release what is on it, then ask again",
         )
     ]
 
 
-def _not_ours(bridge: str) -> Refusal:
-    return Refusal(
-        "bridge_name_taken",
-        expected=f"{bridge} to be an Open vSwitch bridge or not to exist",
-        found="an interface of another kind with this name",
-        remedy="rename or remove that interface, or choose another bridge in the profile",
-    )
+def _running() -> list[str]:
+    """Machines under QEMU, also ones that libvirt has lost or that are nobody's slice."""
+    programs = sorted(_libvirt.processes("").items())
+    return [
+        f"{program} {pid}"
+        for pid, program in programs
+        if program.startswith(_MACHINES) and not _probe(pid)
+    ]
 
 
-def _no_tmfifo() -> Refusal:
-    return Refusal(
-        "tmfifo_missing",
-        expected=f"the interface {TMFIFO} of the card's rshim driver",
-        found="no such interface",
-        remedy="guests do not need it; see `journalctl -u rshim` and whether the card's BMC or "
-        "another host owns rshim, or set network.tmfifo to false in the profile",
-    )
+def _probe(pid: int) -> bool:
+    """Whether this QEMU is only asked by libvirt what it can do: it has no machine at all."""
+    arguments = (_host.read(f"/proc/{pid}/cmdline") or "").split("\0")
+    given = [
+        value.split(",")[0].removeprefix("type=")
+        for option, value in itertools.pairwise(arguments)
+        if option in ("-machine", "--machine", "-M")
+    ]
+    return bool(given) and set(given) == {"none"}
 
 
-def _lines(argv: list[str]) -> list[str]:
-    return [line for line in _command.run(argv).out.splitlines() if line.strip()]
+def _leased() -> list[str]:
+    slots = [entry for entry in _ledger.entries() if entry.slot_id != _ledger.MACHINE]
+    return [
+        *(f"the whole machine {taken.found}" for taken in _tenancy.refusals()),
+        *(f"{slot.slot_id} leased by {slot.allocation_id}" for slot in slots if slot.allocation_id),
+    ]
 '''
 
-# sha256 f9ca0d299eedeb24792bd3f8ec4ac57c1158e373f4be50c9839f1a276fe3fc3e
-SOURCES["_change"] = r'''"""The driver of every module: observe, plan, apply, verify for those that change something.
+# sha256 5bf7776da3b6559885047738c5fdcd86cf6e89bc42a6e360bc608bb3a0fb966b
+SOURCES["boot._host_packages"] = r'''"""Packages of a slice host: one question to dpkg, and apt only for what is missing.
 
-`check_mode` is looked at here and nowhere else in the collection. *changed*, *diff* and the actions
-come from one plan, so they cannot disagree.
+Those that a host can do without are installed where its apt has them, and named where it has not.
+One that apt has and cannot install is a doubt, and stops nothing either.
 """
 
 from __future__ import annotations
 
-import contextlib
-import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _apt
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _change,
+    _command,
+    _host_snapshot,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
-State = TypeVar("State")
+RECORD = _host_snapshot.PACKAGES
+
+# What the modules of the collection call on a slice host, and what a slice VM runs on.
+REQUIRED = (
+    "conntrack",
+    "dnsmasq",
+    "dnsmasq-utils",
+    "genisoimage",
+    "gpg",
+    "iproute2",
+    "iptables",
+    "libvirt-clients",
+    "libvirt-daemon-system",
+    "nvme-cli",
+    "openvswitch-switch",
+    "ovmf",
+    "qemu-system-x86",
+    "qemu-utils",
+    "rdma-core",
+    "zstd",
+)
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9+.-]+")
+
 Params = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Step:
-    """One act of a plan.
-
-    name: stable verb_noun, for example `stop_domain`; a step must be safe to do twice.
-    subject: what it acts on; the key of its entry in the diff.
-    before, after: what the diff shows; JSON values.
-    destroys: identity of the data that is lost when the step runs, or None.
-    soft: what it is for is optional, so that its failure is a doubt and ends nothing. Such steps
-    come last: no other one may wait for them.
-    """
-
-    name: str
-    subject: str
-    before: Any = None
-    after: Any = None
-    destroys: str | None = None
-    soft: bool = False
-
-    def document(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "subject": self.subject,
-            "before": self.before,
-            "after": self.after,
-            "destroys": self.destroys,
-        }
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What would be done. With a blocker nothing is done: a blocker is never a warning.
-
-    doubts: what is optional, is missing, and cannot be brought about from here.
-    """
-
-    steps: tuple[Step, ...] = ()
-    blockers: tuple[Refusal, ...] = ()
-    doubts: tuple[Refusal, ...] = ()
-
-
-@dataclass
-class Outcome:
-    """What a drive ended in; `failure` is None when every step is done and verified.
-
-    doubts: why what is optional is not so; they fail nothing.
-    """
-
-    plan: Plan
-    changed: bool = False
-    steps_done: list[Step] = field(default_factory=list)
-    evidence: dict[str, Any] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
-    failure: Refusal | None = None
-    failed_step: str | None = None
-    doubts: list[Refusal] = field(default_factory=list)
-
-    @property
-    def done(self) -> list[str]:
-        """Names of the steps that were done, in order."""
-        return [step.name for step in self.steps_done]
-
-    def document(self) -> dict[str, Any]:
-        steps = self.plan.steps
-        return {
-            "changed": self.changed,
-            "plan": [step.document() for step in steps],
-            "done": self.done,
-            "evidence": self.evidence,
-            "diff": {
-                "before": {step.subject: step.before for step in steps},
-                "after": {step.subject: step.after for step in steps},
-            },
-            **self.facts,
-        }
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A module's four functions; `plan` is pure over parameters and state.
-
-    apply returns evidence (a JSON object) for its step or None. facts turns the last observed state
-    into return values of the module. forecast is that state as the plan would leave it, for facts
-    of which check mode is asked what a run would come to. exclusive is a lock on this host, held
-    from the first look to the last, for plans that two runs must not make from the same look. Check
-    mode takes none: it leaves nothing behind, and its plan is a forecast. recover puts back what
-    the done steps took when a later one is refused, and returns the refusal with what was put back
-    and what was not.
-    """
-
-    observe: Callable[[Params], Any]
-    plan: Callable[[Params, Any], Plan]
-    apply: Callable[[Params, Step], dict[str, Any] | None]
-    facts: Callable[[Params, Any], dict[str, Any]] = lambda _params, _state: {}
-    forecast: Callable[[Params, Any], Any] = lambda _params, state: state
-    exclusive: Callable[[Params], AbstractContextManager[object]] = lambda _params: (
-        contextlib.nullcontext()
-    )
-    recover: Callable[[Params, Sequence[Step], Step, Refusal], Refusal] = (
-        lambda _params, _done, _failed, refusal: refusal
-    )
-
-
-def drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
-    """Bring the host to what `params` ask for, or say why not."""
-    with contextlib.nullcontext() if check_mode else subject.exclusive(params):
-        return _drive(subject, params, check_mode=check_mode)
-
-
-def _drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
-    state = subject.observe(params)
-    outcome = Outcome(plan=subject.plan(params, state))
-    outcome.doubts = list(outcome.plan.doubts)
-    foretold = check_mode and not outcome.plan.blockers
-    shown = subject.forecast(params, state) if foretold else state
-    outcome.facts = subject.facts(params, shown)
-    if outcome.plan.blockers:
-        outcome.failure = outcome.plan.blockers[0]
-        return outcome
-    outcome.changed = bool(outcome.plan.steps)
-    if check_mode or not outcome.plan.steps:
-        return outcome
-
-    outcome.changed = False
-    told: list[Refusal] = []
-    for step in outcome.plan.steps:
-        try:
-            evidence = subject.apply(params, step)
-        except (Refusal, OSError, ValueError) as problem:
-            refusal = problem if isinstance(problem, Refusal) else _unforeseen(step, problem)
-            # The step may have acted before it failed, so the host counts as changed.
-            outcome.changed = True
-            if step.soft:
-                told.append(refusal)
-                continue
-            outcome.failure = subject.recover(params, outcome.steps_done, step, refusal)
-            outcome.failed_step = step.name
-            # What was seen before the first act is not what is now; it stays where nothing is seen.
-            with contextlib.suppress(Refusal, OSError, ValueError):
-                outcome.facts = subject.facts(params, subject.observe(params))
-            return outcome
-        outcome.changed = True
-        outcome.steps_done.append(step)
-        if evidence is not None:
-            outcome.evidence[step.name] = evidence
-    _verify(subject, params, outcome, told)
-    return outcome
-
-
-def _unforeseen(step: Step, problem: Exception) -> Refusal:
-    """What the system said to a step that did not expect it: what is done must be put back too."""
-    frames = traceback.extract_tb(problem.__traceback__)
-    own = [frame for frame in frames if "/plugins/" in frame.filename] or frames
-    where = f"{own[-1].filename.rpartition('/')[2]}:{own[-1].lineno}"
-    return Refusal(
-        "system_error",
-        expected=f"{step.name} of {step.subject} to be done",
-        found=f"{type(problem).__name__}: {problem} ({where})",
-        remedy="repair what the system names, then run again",
-    )
-
-
-def _verify(subject: Subject, params: Params, outcome: Outcome, told: list[Refusal]) -> None:
-    """A change counts only when a second look finds nothing left to do."""
-    state = subject.observe(params)
-    outcome.facts = subject.facts(params, state)
-    rest = subject.plan(params, state)
-    if rest.blockers:
-        outcome.failure, outcome.failed_step = rest.blockers[0], "verify"
-    elif left := [step for step in rest.steps if not step.soft]:
-        outcome.failure, outcome.failed_step = _still_open(left), "verify"
-    # What a soft step said of itself is not told twice.
-    found = [*told, *(doubt for doubt in rest.doubts if doubt.code not in {d.code for d in told})]
-    soft = [step for step in rest.steps if step.soft]
-    outcome.doubts = found or ([_still_open(soft)] if soft else [])
-
-
-def _still_open(steps: Sequence[Step]) -> Refusal:
-    left = ", ".join(f"{step.name}({step.subject})" for step in steps)
-    return Refusal(
-        "verify_failed",
-        expected="nothing left to do after the change",
-        found=f"still open: {left}",
-        remedy="read the evidence of the steps; the host did not take the change",
-    )
-
-
-def run(module: Any, subject: Subject) -> None:
-    """Drive `subject` for an AnsibleModule and leave through exit_json or fail_json."""
-    try:
-        outcome = drive(subject, module.params, check_mode=module.check_mode)
-    except Refusal as refusal:
-        module.fail_json(msg=str(refusal), error=refusal.document(), changed=False)
-        return
-    document = outcome.document()
-    for doubt in outcome.doubts:
-        module.warn(str(doubt))
-    if outcome.failure is None:
-        module.exit_json(**document)
-        return
-    module.fail_json(
-        msg=str(outcome.failure),
-        error=outcome.failure.document(),
-        blockers=[blocker.document() for blocker in outcome.plan.blockers],
-        failed_step=outcome.failed_step,
-        **document,
-    )
-
-
-def inform(module: Any, look: Callable[[Params], dict[str, Any]]) -> None:
-    """Run a read-only module: `look` returns its values."""
-    attend(module, lambda params, _once: (look(params), None))
-
-
-def attend(
-    module: Any, watch: Callable[[Params, bool], tuple[dict[str, Any], Refusal | None]]
-) -> None:
-    """Run a read-only module that waits for something; in check mode `watch` is to look once.
-
-    watch returns the module's values and why they are not what was waited for, or None. A failure
-    has the values too: they are its evidence.
-    """
-    try:
-        found, refusal = watch(module.params, module.check_mode)
-    except Refusal as invalid:
-        found, refusal = {}, invalid
-    if refusal is None:
-        module.exit_json(changed=False, **found)
-        return
-    module.fail_json(msg=str(refusal), error=refusal.document(), changed=False, **found)
-'''
-
-# sha256 0cdabf2c98830bd95f4f241a127fbb8e0c8a73830d47252a45cdf0037d59c447
-SOURCES["_command"] = r'''"""The one gate through which the collection runs programs on a host.
-
-Argument lists only, expected exit codes stated, locale fixed, always a time limit.
-"""
-
-from __future__ import annotations
-
-import os
-import subprocess
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-from ansible_collections.gpuaas.slice.plugins.module_utils import _host
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
-
-# sbin is not on every login's PATH, and nvme, dnsmasq and ovs tools live there.
-_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-
-
-@dataclass(frozen=True)
-class Result:
-    rc: int
-    out: str
-    err: str
-
-
-def run(
-    argv: Sequence[str], *, ok: Sequence[int] = (0,), stdin: str | None = None, timeout: float = 60
-) -> Result:
-    """Run `argv` and return its output.
-
-    timeout: seconds. Raises Refusal `command_missing`, `command_timeout` (the effect is unknown) or
-    `command_failed` (exit code not in `ok`).
-    """
-    environment = {"PATH": _PATH, "LC_ALL": "C.UTF-8", "HOME": os.environ.get("HOME", "/root")}
-    shown = _host.shown(" ".join(argv))
-    try:
-        done = subprocess.run(
-            list(argv),
-            input=stdin,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout,
-            env=environment,
-            check=False,
-        )
-    except FileNotFoundError as missing:
-        raise Refusal(
-            "command_missing",
-            expected=f"the program {argv[0]} on this host",
-            found="no such program",
-            remedy="run the bootstrap playbook, which installs the packages of a slice host",
-        ) from missing
-    except subprocess.TimeoutExpired as late:
-        raise Refusal(
-            "command_timeout",
-            expected=f"`{shown}` to end within {timeout:g} s",
-            found="still running; it was killed and its effect is unknown",
-            remedy="look at the host before trying again",
-        ) from late
-    if done.returncode not in ok:
-        said = (done.stderr.strip() or done.stdout.strip() or "no output")[-2000:]
-        raise Refusal(
-            "command_failed",
-            expected=f"`{shown}` to exit with {' or '.join(map(str, ok))}",
-            found=f"exit {done.returncode}: {said}",
-            remedy="see the text of the program",
-        )
-    return Result(done.returncode, done.stdout, done.stderr)
-'''
-
-# sha256 adf1b451e737256c38e341319f0f4b4f05653c1b2779d26f0cceb35a1f00d53c
-SOURCES["_deploy_bootstrap"] = r'''"""Bootstrap of a deployed machine by itself, for cloud-init or an operator's shell.
-
-The same subjects in the same order as the playbook bootstrap, one line each on standard output. A
-step that fails ends it: later ones build on earlier ones. A reboot comes last and only when it is
-needed and allowed; the boot services then bring back what a reboot takes. Nothing begins on a
-machine that a tenant has as a whole, and nothing is rebooted under anybody.
-
-Exit codes: 0 done, 1 a step failed, 2 wrong settings, 3 done as far as possible without a reboot.
-"""
-
-from __future__ import annotations
-
-import argparse
-import json
-import os
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
-
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _baseline,
-    _change,
-    _command,
-    _fabric,
-    _gpu_services,
-    _grub,
-    _idle,
-    _ipoib,
-    _libvirt_host,
-    _packages,
-    _parity,
-    _resolution,
-    _slice_mode,
-    _tenancy,
-    _tuning,
-    _tuning_opted,
-)
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
-
-DONE, FAILED, WRONG_CALL, REBOOT_NEEDED = 0, 1, 2, 3
-DEFAULT_PROFILE = "xe9680l-h200"
-
-SETTINGS = """\
-settings, from the environment:
-  GPUAAS_SLICE_PROFILE             hardware profile (xe9680l-h200)
-  GPUAAS_SLICE_REBOOT_IF_REQUIRED  1 reboots when that is needed and nobody would be cut off;
-                                   0 (default) only says so
-  GPUAAS_SLICE_FABRIC_INTERFACE    the site's values of this machine where the profile has none:
-  GPUAAS_SLICE_FABRIC_ADDRESS      interface, address with prefix length and
-  GPUAAS_SLICE_FABRIC_ROUTE        subnet of the InfiniBand fabric
-  GPUAAS_SLICE_TUNING              tuned profiles beside those of the hardware profile, with commas:
-                                   hugepages-1g, network-buffers. Kept on the host, in
-                                   /etc/gpuaas/tuning.json: it takes the place of what was named
-                                   before, not set it changes nothing, and none takes all back
-  GPUAAS_SLICE_API_NAMES           name=address,... of the control plane where DNS does not know it
-exit codes: 0 done, 1 a step failed, 2 wrong settings, 3 a reboot is needed and not allowed
-"""
-
-NETWORK_SETTINGS = f"""\
-settings, from the environment:
-  GPUAAS_SLICE_PROFILE             hardware profile ({DEFAULT_PROFILE}), for its network
-The other settings of gpuaas_slice_host_deploy_bootstrap.sh are refused here, since nothing here
-would come of them.
-exit codes: 0 done, 1 a step failed, 2 wrong settings
-"""
-
-_FABRIC = {
-    "interface": "GPUAAS_SLICE_FABRIC_INTERFACE",
-    "site_address": "GPUAAS_SLICE_FABRIC_ADDRESS",
-    "route": "GPUAAS_SLICE_FABRIC_ROUTE",
-}
-_REBOOT = "GPUAAS_SLICE_REBOOT_IF_REQUIRED"
-# What the network alone does not use.
-_WHOLE_ONLY = (
-    _REBOOT,
-    *_FABRIC.values(),
-    _tuning_opted.SETTING,
-    "GPUAAS_SLICE_API_NAMES",
-)
-_NETWORK = _change.Subject(_baseline.observe, _baseline.plan, _baseline.apply, _baseline.facts)
-
-
-@dataclass(frozen=True)
-class Part:
-    """One step: its name, a subject and the subject's parameters."""
-
-    name: str
-    subject: _change.Subject
-    params: Mapping[str, Any]
-
-
-def main(words: Sequence[str], environment: Mapping[str, str]) -> int:
-    """The whole bootstrap. Profiles are the JSON that the generated file carries."""
-    return _run(words, environment, "Make a slice host of this deployed machine.")
-
-
-def network(words: Sequence[str], environment: Mapping[str, str]) -> int:
-    """The network baseline alone: repaired now, and by its service at every boot."""
-    return _run(words, environment, "Repair the network baseline of this slice host.", "network")
-
-
-def _run(words: Sequence[str], environment: Mapping[str, str], about: str, only: str = "") -> int:
-    # What is run is a file descriptor, which has no name that helps.
-    parser = argparse.ArgumentParser(
-        prog="sh <this file>",
-        description=about,
-        epilog=NETWORK_SETTINGS if only else SETTINGS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--check", action="store_true", help="say what would be done")
-    check = parser.parse_args(words).check
-    try:
-        if only:
-            _refuse_unused(environment)
-        profile = _profile(environment, only)
-        may_reboot = _switch(environment, _REBOOT)
-    except Refusal as refusal:
-        _say("settings", "FAIL", str(refusal))
-        return WRONG_CALL
-    if os.geteuid() != 0 and not check:
-        _say("settings", "FAIL", "must be run as root")
-        return WRONG_CALL
-    failed = not _free()
-    if failed and not check:
-        return FAILED
-    for part in parts(profile):
-        if only not in ("", part.name):
-            continue
-        failed = not _done(part, check=check) or failed
-        # A forecast names everything that stands in the way, not only the first.
-        if failed and not check:
-            break
-    if failed:
-        return FAILED
-    return DONE if check or only else _reboot(profile, may_reboot=may_reboot)
-
-
-def parts(profile: Mapping[str, Any]) -> Iterator[Part]:
-    """What a slice host of this profile needs, in order."""
-    fabric, network = profile["fabric"], profile["network"]
-    packages = [*_packages.REQUIRED, *profile.get("packages", [])]
-    optional = profile.get("optional_packages", [])
-    yield Part("packages", _packages.SUBJECT, {"packages": packages, "optional": optional})
-    services = {"services": profile["gpu_services"]}
-    yield Part("gpu_services", _gpu_services.SUBJECT, services)
-    if profile.get("api_names"):
-        yield Part("api_names", _resolution.SUBJECT, {"names": profile["api_names"]})
-    yield Part("tuning", _tuning.SUBJECT, _tuned(profile))
-    yield Part("kernel", _grub.SUBJECT, _kernel(profile))
-    yield Part("libvirt", _libvirt_host.SUBJECT, {"directory": "/var/lib/libvirt"})
-    if fabric["pf_ids"]:
-        cards = {"pfs": [], "pf_ids": fabric["pf_ids"], "macs": {}, "link": fabric.get("link")}
-        yield Part("fabric", _fabric.SUBJECT, {**cards, "count": fabric["vfs_per_pf"]})
-    if fabric["ipoib"] and fabric["site_address"]:
-        own = {"interface": fabric.get("interface", ""), "route": fabric["route"]}
-        yield Part("ipoib", _ipoib.SUBJECT, {**own, "address": fabric["site_address"]})
-    keys = ("bridge", "address", "subnet", "tmfifo")
-    yield Part("network", _NETWORK, {key: network[key] for key in keys})
-    yield Part("slice_mode", _slice_mode.SUBJECT, {"profile": profile["name"]})
-
-
-def _tuned(profile: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "profiles": profile.get("tuning", []),
-        "opted_in": profile.get("opted_in"),
-        "hugepages_1g": profile.get("hugepages_1g"),
-    }
-
-
-def _kernel(profile: Mapping[str, Any], *, in_effect: bool = False) -> dict[str, Any]:
-    return {
-        "arguments": profile["kernel_arguments"],
-        "tuning": profile.get("tuning", []),
-        # Nothing beside them: a forecast has not yet taken back what is recorded.
-        "opted_in": [],
-        "hugepages_1g": profile.get("hugepages_1g"),
-        "state": "present",
-        "in_effect": in_effect,
-    }
-
-
-def _free() -> bool:
-    """Look for a tenant of the whole machine: first, since packages restart services already."""
-    try:
-        for taken in _tenancy.refusals():
-            raise taken
-    except Refusal as refusal:
-        _say("tenants", "FAIL", str(refusal))
-        return False
-    return True
-
-
-def _done(part: Part, *, check: bool) -> bool:
-    """Drive one part and say how it ended."""
-    try:
-        outcome = _change.drive(part.subject, part.params, check_mode=check)
-    except (Refusal, OSError, ValueError, LookupError) as problem:
-        _say(part.name, "FAIL", str(problem) or type(problem).__name__)
-        return False
-    if outcome.failure is not None:
-        _say(part.name, "FAIL", str(outcome.failure))
-        return False
-    # A step for something optional may have failed: a warning below tells it.
-    told = outcome.plan.steps if check else outcome.steps_done
-    steps = [f"{step.name}({step.subject})" for step in told]
-    status = "PASS" if not steps else "PLANNED" if check else "CHANGED"
-    without = outcome.facts.get("unavailable", [])
-    # What a host can do without does not stop it, and is not passed over either.
-    left = f"; without {', '.join(without)}, which apt does not have" if without else ""
-    _say(part.name, status, f"{', '.join(steps) or 'nothing to do'}{left}")
-    for doubt in outcome.doubts:
-        _say(part.name, "WARN", str(doubt))
-    return True
-
-
-def _reboot(profile: Mapping[str, Any], *, may_reboot: bool) -> int:
-    """Prove that this boot has what was configured, or get a boot that has."""
-    reasons = _grub.reboot_reasons(_kernel(profile), _grub.observe(_kernel(profile)))
-    if not reasons:
-        proof = Part("in_effect", _grub.SUBJECT, _kernel(profile, in_effect=True))
-        return DONE if _done(proof, check=True) else FAILED
-    if not may_reboot:
-        allow = "GPUAAS_SLICE_REBOOT_IF_REQUIRED=1 allows it"
-        _say("reboot", "WARN", f"{'; '.join(reasons)}; {allow}")
-        return REBOOT_NEEDED
-    for somebody in _idle.refusals():
-        _say("reboot", "FAIL", str(somebody))
-        return FAILED
-    _say("reboot", "CHANGED", "; ".join(reasons))
-    try:
-        # As a job of its own: cloud-init, which may have called us, gets to its end first.
-        _command.run(["systemctl", "--no-block", "reboot"])
-    except Refusal as refusal:
-        _say("reboot", "FAIL", str(refusal))
-        return FAILED
-    return DONE
-
-
-def _profile(environment: Mapping[str, str], only: str = "") -> dict[str, Any]:
-    name = environment.get("GPUAAS_SLICE_PROFILE") or DEFAULT_PROFILE
-    try:
-        profile: dict[str, Any] = json.loads(_carried(name))
-    except LookupError as unknown:
-        raise Refusal(
-            "profile_unknown",
-            expected="a hardware profile that this file carries",
-            found=name,
-            remedy="set GPUAAS_SLICE_PROFILE to the name of one; see the end of this file",
-        ) from unknown
-    if only:
-        return profile
-    for key, variable in _FABRIC.items():
-        if environment.get(variable):
-            profile["fabric"][key] = environment[variable]
-    profile["opted_in"] = _tuning_opted.setting(environment.get(_tuning_opted.SETTING, ""))
-    # All of them, since a forecast records nothing that a later part could read.
-    profile["tuning"] = _tuning_opted.names(profile.get("tuning", []), profile["opted_in"])
-    pairs = [pair for pair in environment.get("GPUAAS_SLICE_API_NAMES", "").split(",") if pair]
-    profile["api_names"] = dict(pair.partition("=")[::2] for pair in pairs)
-    return profile
-
-
-def _refuse_unused(environment: Mapping[str, str]) -> None:
-    """A setting that is taken and comes to nothing looks as if it were in force."""
-    unused = [name for name in _WHOLE_ONLY if environment.get(name)]
-    if environment.get(_REBOOT) == "0":
-        # There is none, as asked.
-        unused.remove(_REBOOT)
-    if unused:
-        raise Refusal(
-            "setting_unused",
-            expected="GPUAAS_SLICE_PROFILE as the only setting of the network alone",
-            found=", ".join(unused),
-            remedy="nothing was done; leave it out, or run gpuaas_slice_host_deploy_bootstrap.sh,"
-            " which uses it",
-        )
-
-
-def _carried(name: str) -> str:
-    """A file that the generated script carries. Raises LookupError."""
-    return str(globals()["__loader__"].get_data(name).decode())
-
-
-def _switch(environment: Mapping[str, str], name: str) -> bool:
-    value = environment.get(name, "0")
-    if value not in ("", "0", "1"):
-        raise Refusal(
-            "setting_invalid",
-            expected=f"{name} to be 0 or 1",
-            found=value,
-            remedy="nothing was done; correct the setting",
-        )
-    return value == "1"
-
-
-def _say(step: str, status: str, detail: str) -> None:
-    line = f"GPUAAS_SLICE_BOOTSTRAP status={status} step={step} detail={_parity.quoted(detail)}"
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
-'''
-
-# sha256 d4a3a18685057b428870aca665e5750f24e0390884503f9cfa9516c167c60af3
-SOURCES["_errors"] = r'''"""The one error that modules raise on purpose: what was expected, what was found, what to do."""
-
-from __future__ import annotations
-
-
-class Refusal(Exception):
-    """An act that is not done, with a stable code.
-
-    code: snake_case, part of the contract; never reworded.
-    expected, found, remedy: plain text for the person who reads it at night.
-    """
-
-    def __init__(self, code: str, *, expected: str, found: str, remedy: str) -> None:
-        self.code = code
-        self.expected = expected
-        self.found = found
-        self.remedy = remedy
-        super().__init__(f"{code}: expected {expected}; found {found}; {remedy}")
-
-    def document(self) -> dict[str, str]:
-        return {
-            "code": self.code,
-            "expected": self.expected,
-            "found": self.found,
-            "remedy": self.remedy,
-        }
-'''
-
-# sha256 c1fd037106dde4169f9939fade134cb8a52bcedeffe95671158f0f7ab02cda30
-SOURCES["_fabric"] = r'''"""Virtual functions of the fabric cards, now and at every boot; on the way back, what was before.
-
-What a card had is remembered before its first change. Of a card that a service of ours served
-already, without a record (earlier versions kept none), it is unknown: it goes back to plain use.
-One that neither a record nor a service of ours knows is the site's, and is left alone.
-"""
-
-from __future__ import annotations
-
-import dataclasses
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _before,
-    _boot,
-    _boot_units,
-    _change,
-    _host,
-    _pci,
-    _sriov,
-)
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
-
-RECORD = _sriov.RECORD
-
-
-@dataclass(frozen=True)
 class State:
-    """before: what was remembered by card, None when nothing ever was. served: the cards whose
-    functions the installed service makes, so that what they are is not what they were.
-    """
+    """offered: optional ones that are not installed, and that apt could install."""
 
-    live: _sriov.State
-    installed: _boot.Installed
-    before: Mapping[str, Any] | None
-    served: frozenset[str]
+    installed: frozenset[str]
+    offered: frozenset[str] = frozenset()
 
 
-def observe(params: _change.Params) -> State:
-    before, installed = _recalled(), _boot.observe(_unit(params))
-    asked = params
-    if not params["count"]:
-        # The profile may have forgotten a card since, or a kind; a port may speak otherwise.
-        pfs, ids, _link = _told() or ((), (), "")
-        known = [*params["pfs"], *(before or {}), *pfs]
-        kinds = [*params["pf_ids"], *ids]
-        every = {"pfs": [*dict.fromkeys(known)], "pf_ids": [*dict.fromkeys(kinds)], "link": ""}
-        asked = {**params, **every}
-    live = _sriov.observe(asked)
-    return State(live, installed, before, _served(live, installed))
+def observe(params: Params) -> State:
+    wanted = [*params["packages"], *_optional(params)]
+    if not wanted or _unsafe(wanted):
+        return State(frozenset())
+    installed = _installed(wanted)
+    return State(installed, _apt.offered([n for n in _optional(params) if n not in installed]))
 
 
-def plan(params: _change.Params, state: State) -> _change.Plan:
-    if params["count"]:
-        live = _sriov.plan(params, state.live)
-        service = _boot.plan(_unit(params), state.installed)
-        blockers = (*_unsaid(params), *live.blockers)
-        return _change.Plan((*_remembering(state), *live.steps, *service), blockers)
-    live = _sriov.plan({**params, "before": state.before}, _to_give_back(state))
-    service = _boot.plan_removal(_unit(params), state.installed)
-    forget = _before.forgetting(RECORD, state.before)
-    return _change.Plan((*live.steps, *service, *forget), live.blockers)
+def plan(params: Params, state: State) -> _change.Plan:
+    optional = _optional(params)
+    bad = _unsafe([*params["packages"], *optional])
+    if bad:
+        refusal = Refusal(
+            "package_invalid",
+            expected="names of packages",
+            found=", ".join(map(repr, bad)),
+            remedy="correct the list of packages",
+        )
+        return _change.Plan(blockers=(refusal,))
+    steps = []
+    missing = [name for name in params["packages"] if name not in state.installed]
+    if missing:
+        steps.append(_change.Step("install_packages", "packages", [], missing))
+    # Where apt's lists are read anew anyway they may offer more than those of now.
+    sought = [
+        name
+        for name in optional
+        if name not in state.installed and (missing or name in state.offered)
+    ]
+    if sought:
+        # apt may have one and be unable to install it: it is held, or what it needs is broken.
+        steps.append(_change.Step("install_optional", "optional packages", [], sought, soft=True))
+    return _change.Plan(tuple(steps))
 
 
-def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
-    if step.name in ("remove_service", _before.FORGET):
-        _prove_given_back(params)
-    if step.name in _before.STEPS:
-        _before.apply(step)
-    elif step.name in _boot.STEPS:
-        _boot.apply(_unit(params), step)
-    else:
-        return _sriov.apply(params, step)
-    return None
+def apply(_params: Params, step: _change.Step) -> dict[str, Any] | None:
+    _apt.run("update")
+    if step.name == "install_packages":
+        install(step.after)
+        return {"installed": step.after}
+    offered = _apt.offered(step.after)
+    names = [name for name in step.after if name in offered]
+    if names:
+        try:
+            _get(names)
+        finally:
+            # Only what came: the way back would take the service of any other for one of ours. Some
+            # may have come before apt failed.
+            _remember(sorted(_installed(names)))
+    return {"installed": names, "unavailable": [n for n in step.after if n not in offered]}
 
 
-def facts(params: _change.Params, state: State) -> dict[str, Any]:
-    return {**_sriov.facts(params, state.live), "before": dict(state.before or {})}
+def install(names: Sequence[str], *, settings: Sequence[str] = ()) -> None:
+    """Have apt install them, by lists that were read anew. settings: apt's own."""
+    _remember(names)
+    _get(names, settings)
+
+
+def facts(params: Params, state: State) -> dict[str, Any]:
+    there = state.installed | state.offered
+    return {
+        "installed": sorted(state.installed),
+        "unavailable": sorted(name for name in _optional(params) if name not in there),
+    }
 
 
 SUBJECT = _change.Subject(observe, plan, apply, facts)
 
 
-def settings(params: _change.Params) -> dict[str, Any]:
-    """What the boot service is told."""
-    told = {key: params[key] for key in ("pfs", "pf_ids", "count", "macs")}
-    return {**told, "link": params.get("link") or ""}
+def _get(names: Sequence[str], settings: Sequence[str] = ()) -> None:
+    words = ["install", "--yes", "--no-install-recommends", "--", *names]
+    _apt.run(*words, settings=settings)
 
 
-def _unit(params: _change.Params) -> _boot.Unit:
-    return dataclasses.replace(_boot_units.FABRIC, settings=settings(params))
+def _remember(names: Iterable[str]) -> None:
+    """A service that came with a package of ours was not there before; the way back asks."""
+    new = dict.fromkeys(names, "installed")
+    if not new:
+        return
+    for remember in _host_snapshot.remembering(RECORD, _host_snapshot.recalled(RECORD), new):
+        _host_snapshot.apply(remember)
 
 
-def _unsaid(params: _change.Params) -> list[Refusal]:
-    """An id alone would take a port of the other kind, past the isolation of the bridge."""
-    if params.get("link") or not params["pf_ids"]:
-        return []
-    return [
-        Refusal(
-            "link_missing",
-            expected=f"the link of the fabric, {_pci.INFINIBAND} or {_pci.ETHERNET}",
-            found=f"only the ids {', '.join(params['pf_ids'])}, which a vendor gives to both",
-            remedy="say fabric.link in the hardware profile",
-        )
-    ]
+def _installed(names: Sequence[str]) -> frozenset[str]:
+    form = "--showformat=${db:Status-Status} ${Package}\\n"
+    # 1 says that some are unknown to dpkg, which is an answer.
+    out = _command.run(["dpkg-query", "--show", form, "--", *names], ok=(0, 1)).out
+    rows = (row.partition(" ") for row in out.splitlines())
+    return frozenset(name for status, _blank, name in rows if status == "installed")
 
 
-def _remembering(state: State) -> list[_change.Step]:
-    # Also when nothing else is to do: a later repair would take drift for what was before.
-    cards = [card for card in state.live.cards if card.address not in state.served]
-    was = {card.address: card.remembered() for card in cards}
-    return _before.remembering(RECORD, state.before, was) if was else []
+def _optional(params: Params) -> list[str]:
+    return [name for name in params.get("optional") or () if name not in params["packages"]]
 
 
-def _to_give_back(state: State) -> _sriov.State:
-    known = {*(state.before or {}), *state.served}
-    cards = tuple(card for card in state.live.cards if card.address in known)
-    return dataclasses.replace(state.live, cards=cards)
-
-
-def _prove_given_back(params: _change.Params) -> None:
-    """Afterwards nothing on the host says what a card is to be."""
-    state = observe(params)
-    wish = {**params, "before": state.before}
-    cards = _to_give_back(state).cards
-    left = {card: steps for card in cards if (steps := _sriov.open_steps(card, wish))}
-    if left:
-        now = [
-            f"{card.address}: {card.count}, autoprobe {card.autoprobe:d}"
-            f" ({', '.join(step.name for step in steps)} is open)"
-            for card, steps in left.items()
-        ]
-        raise Refusal(
-            "vfs_not_restored",
-            expected="the fabric cards with the virtual functions that they had before slice mode",
-            found="; ".join(now),
-            remedy="see who else makes virtual functions on this host, then run again",
-        )
-
-
-def _served(live: _sriov.State, installed: _boot.Installed) -> frozenset[str]:
-    every = frozenset(card.address for card in live.cards)
-    if not installed.present:
-        return frozenset()
-    told = _told()
-    if told is None:
-        # Edited or gone: any card may be one of them.
-        return every
-    pfs, ids, link = told
-    alike = {a for a in every if _pci.read(a).id in ids and link in ("", _pci.link(a))}
-    return frozenset(a for a in every if a in pfs or a in alike)
-
-
-def _told() -> tuple[list[str], list[str], str] | None:
-    """The addresses, kinds and link of cards that the installed service serves; None when unknown.
-
-    Earlier versions told it no link: it serves both.
-    """
-    try:
-        told = json.loads(_host.kept(_boot_units.FABRIC.settings_path) or "")
-        pfs, ids, link = told["pfs"], told["pf_ids"], told.get("link", "")
-    except (ValueError, LookupError, TypeError):
-        return None
-    named = isinstance(pfs, list) and all(isinstance(a, str) and _pci.is_address(a) for a in pfs)
-    known = isinstance(ids, list) and all(isinstance(kind, str) for kind in ids)
-    return (pfs, ids, link) if named and known and link in ("", *_pci.LINKS) else None
-
-
-def _recalled() -> dict[str, Any] | None:
-    """The record, which a person may have written."""
-    before = _before.recalled(RECORD)
-    for address, was in (before or {}).items():
-        if not (_pci.is_address(address) and _is_card(was)):
-            raise Refusal(
-                "before_unreadable",
-                expected=f'cards like "0000:25:00.0": {{"count": 2, "autoprobe": true}} '
-                f"in {_before.file_of(RECORD)}",
-                found=json.dumps({address: was}),
-                remedy="write down there by hand what the card was before",
-            )
-    return before
-
-
-def _is_card(was: object) -> bool:
-    if not isinstance(was, Mapping):
-        return False
-    count, autoprobe = was.get("count"), was.get("autoprobe")
-    counted = isinstance(count, int) and not isinstance(count, bool) and count >= 0
-    told = was.get("functions", [])
-    every = isinstance(told, list) and len(told) in (0, count) and all(map(_sriov.can_tell, told))
-    return counted and isinstance(autoprobe, bool) and every
+def _unsafe(names: list[str]) -> list[str]:
+    return [name for name in names if not _NAME.fullmatch(name)]
 '''
 
-# sha256 a69e90122d306910fb06fb7fb61030be21b24668183b8983f60d14ace6be8e7b
-SOURCES["_gpu_services"] = r'''"""Services that hold a host's GPUs (persistence, fabric manager, DCGM): quiet, so slices get them.
+# sha256 85a11ca103db34ad223cb23bab8cde02f462f03e4bf5852c7a29c9214a94ea85
+SOURCES["boot._host_tuning"] = r'''"""Tuned profiles on a host: files for the next boot, values for this one, and what is in force.
 
-Each is masked: disabling takes back its own [Install] alone, and a udev rule or another unit may
-want it too, as the rules of Ubuntu's driver want nvidia-persistenced when `nvidia` is loaded. Where
-the site's own unit file leaves no place for a mask, a drop-in bars it. A service that is not there
-is quiet already. What each was is remembered before it is stopped, and returning to bare metal
-makes it that again, no more and no less: what was masked stays so.
+One file per mechanism holds what all wanted profiles ask for: those of the hardware profile, and
+those that an operator opted in to on this host (`_tuning_opt_in`). What a value was before is
+remembered when it is first changed, and comes back when no profile wants it any more.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _before,
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _hugepages, _tuning_opt_in
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot._tuning_profiles import (
+    DEFINITIONS,
+    Definition,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _change,
     _command,
+    _file_edits,
     _host,
-    _tenancy,
+    _host_snapshot,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
-RECORD = "gpu-services"
+SYSCTL = "/etc/sysctl.d/60-gpuaas-slice-tuning.conf"
+MODPROBE = "/etc/modprobe.d/gpuaas-slice-tuning.conf"
+LIMITS = "/etc/security/limits.d/60-gpuaas-slice-tuning.conf"
+FILES = (SYSCTL, MODPROBE, LIMITS)
+OPTED_IN = _tuning_opt_in.FILE
+MARKER = "# Written by the gpuaas.slice collection; changed by its playbooks only."
+RECORD = "tuning"
 
-_AT_BOOT = ("enabled", "enabled-runtime")
-_MASKED = "masked"
-_QUIET = ("inactive", "failed")
-# Where a mask is a link to /dev/null, unless a unit file of the site's is there.
-_MASKS = "/etc/systemd/system"
-BAR = "90-gpuaas-slice.conf"
-_BARRED = """\
-# Written by the gpuaas.slice collection; changed by its playbooks only.
-# Never true: the GPUs of this host belong to slices.
-[Unit]
-ConditionPathExists=!/
-"""
-# Types of units, one of which systemctl takes a name to end in; it adds the first where none is.
-_TYPES = (
-    *(".service", ".socket", ".target", ".timer", ".path", ".mount", ".automount", ".swap"),
-    *(".slice", ".scope", ".device"),
-)
-# Where packages have their units, for what lies beneath a mask: systemd does not say.
-_PACKAGED = (
-    "/run/systemd/system",
-    "/usr/local/lib/systemd/system",
-    "/usr/lib/systemd/system",
-    "/lib/systemd/system",
-)
+# A login that is nobody in particular shows the limit that every login gets.
+_LOGIN = ["runuser", "nobody", "-s", "/bin/sh", "-c", "ulimit -S -l; ulimit -H -l"]
 
 Params = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Service:
-    """What systemd says of a unit. file: its UnitFileState, "" when there is no such unit.
+class State:
+    """files: content, None when absent. values: of every sysctl that a profile knows.
 
-    own: the site's unit file is where the mask would be. drop_in: our drop-in's text, None without
-    one. installed: there is a unit to bring back.
+    recorded: names opted in to, None without a record. record: its content. lacking: why this
+    machine cannot give what is newly opted in to.
     """
 
-    active: str
-    file: str
-    own: bool
-    drop_in: str | None
-    installed: bool
-
-    @property
-    def runs(self) -> bool:
-        return self.active not in _QUIET
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """What it does; () when it is quiet."""
-        return tuple(filter(None, (self.active if self.runs else "", self.at_boot)))
-
-    @property
-    def at_boot(self) -> str:
-        """How it could run after a boot; "" when nothing starts it."""
-        if self.file in ("", _MASKED) or (self.own and self.drop_in == _BARRED.strip()):
-            return ""
-        if self.file in _AT_BOOT:
-            return "started at boot"
-        return "not barred" if self.own else "not masked"
-
-
-@dataclass(frozen=True)
-class State:
-    """before: what was remembered of each service at our first look; None when nothing ever was."""
-
-    services: Mapping[str, Service]
+    files: Mapping[str, str | None]
+    values: Mapping[str, str]
     before: Mapping[str, Any] | None
+    recorded: tuple[str, ...] | None = None
+    record: str | None = None
+    lacking: tuple[Refusal, ...] = ()
 
 
 def observe(params: Params) -> State:
-    before = _before.recalled(RECORD)
-    names = list(params["services"])
-    if _restored(params):
-        names += [name for name in before or {} if name not in names]
-    if not names:
-        return State({}, before)
-    out = _command.run(["systemctl", "show", "--property=ActiveState,UnitFileState", "--", *names])
-    blocks = out.out.strip().split("\n\n")
-    return State({n: _service(n, block) for n, block in zip(names, blocks, strict=True)}, before)
-
-
-def plan(params: Params, state: State) -> _change.Plan:
-    return _change.Plan(tuple(_to_restore(state) if _restored(params) else _to_quiesce(state)))
-
-
-def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
-    if step.name == _before.FORGET:
-        _prove_restored(params)
-    if step.name in _before.STEPS:
-        _before.apply(step)
-        return None
-    # The subject is the unit, then what of it: a diff has one entry for each.
-    unit = step.subject.partition(" ")[0]
-    if step.name in ("bar_service", "unbar_service"):
-        _write_bar(unit, step.after)
-        _command.run(["systemctl", "daemon-reload"])
-        return None
-    for words in _commands(step):
-        _command.run(["systemctl", *words, "--", unit], timeout=120)
-    return None
-
-
-def _write_bar(unit: str, text: str | None) -> None:
-    path = _bar(unit)
-    if text is not None:
-        _host.write(path, text)
-        return
-    _host.remove(path)
-    # The folder stays where the site has something in it.
-    with contextlib.suppress(OSError):
-        _host.path(path).parent.rmdir()
-
-
-def _commands(step: _change.Step) -> list[list[str]]:
-    if step.name == "disable_service":
-        # What was enabled until the next boot is not disabled without the word, and stays beside
-        # what was enabled for good.
-        return [["disable", "--runtime"], ["disable"]]
-    if step.name == "enable_service":
-        return [["enable", *(["--runtime"] if step.after == "enabled-runtime" else [])]]
-    return [[step.name.partition("_")[0]]]
-
-
-def facts(_params: Params, state: State) -> dict[str, Any]:
-    return {
-        "services": {name: " and ".join(found.words) for name, found in state.services.items()},
-        "before": dict(state.before or {}),
-    }
-
-
-SUBJECT = _tenancy.guarded(
-    _change.Subject(observe, plan, apply, facts),
-    lambda params, found: bool(found.steps) or not _restored(params),
-)
-
-
-def _to_quiesce(state: State) -> list[_change.Step]:
-    # The quiet ones as well, at the first run: one that is started by hand later was quiet before.
-    there = {
-        name: {"active": found.runs, "file": found.file}
-        for name, found in state.services.items()
-        if found.file
-    }
-    return [
-        *(_before.remembering(RECORD, state.before, there) if there else []),
-        *(step for name, found in state.services.items() for step in _quiesce(name, found)),
-    ]
-
-
-def _quiesce(name: str, found: Service) -> list[_change.Step]:
-    steps = []
-    if found.file in _AT_BOOT and not found.own:
-        # Before the mask, which would hide it: who unmasks the unit later must not start it too.
-        after = "disabled"
-        steps.append(_change.Step("disable_service", f"{name} at boot", found.file, after))
-    if found.runs:
-        # Before the mask, which would hide how the unit wants to be stopped.
-        steps.append(_change.Step("stop_service", name, found.active, "inactive"))
-    if found.at_boot and found.own:
-        # Enabled or not, as it is: that it is a link may be all that its enabling consists of.
-        steps.append(_change.Step("bar_service", f"{name} bar", found.drop_in, _BARRED))
-    elif found.at_boot:
-        steps.append(_change.Step("mask_service", f"{name} mask", found.file, _MASKED))
-    return steps
-
-
-def _to_restore(state: State) -> list[_change.Step]:
-    return [*_still_quiet(state), *_before.forgetting(RECORD, state.before)]
-
-
-def _still_quiet(state: State) -> list[_change.Step]:
-    steps = []
-    for name, was in sorted((state.before or {}).items()):
-        now = state.services[name]
-        if now.drop_in is not None:
-            steps.append(_change.Step("unbar_service", f"{name} bar", now.drop_in, None))
-        if was["file"] == _MASKED:
-            continue
-        if now.file == _MASKED:
-            steps.append(_change.Step("unmask_service", f"{name} mask", _MASKED, was["file"]))
-        # A service that was uninstalled meanwhile cannot be brought back by us.
-        if not now.installed:
-            continue
-        if was["file"] in _AT_BOOT and now.file != was["file"]:
-            steps.append(_change.Step("enable_service", f"{name} at boot", now.file, was["file"]))
-        # One that ran beneath its mask could be started by nobody.
-        if was["active"] and not now.runs and was["file"] != "masked-runtime":
-            steps.append(_change.Step("start_service", name, now.active, "active"))
-    return steps
-
-
-def _prove_restored(params: Params) -> None:
-    """The record goes only when the services are what it says."""
-    left = _still_quiet(observe(params))
-    if left:
-        raise Refusal(
-            "service_not_restored",
-            expected="the GPU services as they were before this was a slice host",
-            found=", ".join(f"{step.subject} is {step.before}" for step in left),
-            remedy="read the service's journal; after a reboot its driver may be missing",
-        )
-
-
-def _restored(params: Params) -> bool:
-    return str(params.get("state")) == "restored"
-
-
-def _service(name: str, block: str) -> Service:
-    values = dict(row.partition("=")[::2] for row in block.splitlines())
-    return service(name, values.get("ActiveState", ""), values.get("UnitFileState", ""))
-
-
-def service(name: str, active: str, file: str) -> Service:
-    """The unit of which systemd says so much, with what it does not say."""
-    return Service(
-        active=active,
-        file=file,
-        own=_own(name),
-        drop_in=_host.kept(_bar(name)),
-        installed=_beneath(name) if file == _MASKED else file != "",
+    """params, beside `profiles`, all of them optional: state; opted_in, which replaces what the
+    host has recorded; hugepages_1g, with opted_in.
+    """
+    before = _host_snapshot.recalled(RECORD)
+    keys = {key for one in DEFINITIONS.values() for key in one.sysctl} | set(before or {})
+    pages = _hugepages.asked(params.get("opted_in") or [], params.get("hugepages_1g"))
+    return State(
+        files={path: _host.kept(path) for path in FILES},
+        values={key: value(key) for key in sorted(keys)},
+        before=before,
+        recorded=_recorded(params),
+        record=_host.kept(OPTED_IN),
+        # Pages are made by a later step. Recorded before its refusal, they would fail every
+        # bootstrap to come.
+        lacking=tuple(_hugepages.refusals(pages)),
     )
 
 
-def _bar(name: str) -> str:
-    return f"{_MASKS}/{_whole(name)}.d/{BAR}"
+def plan(params: Params, state: State) -> _change.Plan:
+    names = _names(params, state)
+    if refused := [*_tuning_opt_in.unknown(names), *state.lacking]:
+        return _change.Plan(blockers=tuple(refused))
+    chosen = [DEFINITIONS[name] for name in names]
+    wanted = {key: text for one in chosen for key, text in one.sysctl.items()}
+    # First: what a later step is stopped at, the next run goes on with.
+    steps = _recording(params, state)
+    if wanted:
+        there = {key: state.values[key] for key in wanted}
+        steps += _host_snapshot.remembering(RECORD, state.before, there)
+    texts = _texts(chosen)
+    steps += [
+        _change.Step("write_file", path, state.files[path], text)
+        for path, text in texts.items()
+        if text and state.files[path] != text.strip()
+    ]
+    steps += [
+        _change.Step("remove_file", path, state.files[path], None)
+        for path, text in texts.items()
+        if not text and (state.files[path] or "").startswith(MARKER)
+    ]
+    # What no profile wants any more goes back to what it was.
+    targets = {**(state.before or {}), **wanted}
+    steps += [
+        _change.Step("set_sysctl", key, state.values[key], text)
+        for key, text in sorted(targets.items())
+        if state.values[key] != _words(text)
+    ]
+    if not wanted:
+        steps += _host_snapshot.forgetting(RECORD, state.before)
+    return _change.Plan(tuple(steps), tuple(_foreign(texts, state)))
 
 
-def _own(name: str) -> bool:
-    return _defined(f"{_MASKS}/{_whole(name)}")
+def apply(_params: Params, step: _change.Step) -> dict[str, Any] | None:
+    if step.name in _host_snapshot.STEPS:
+        _host_snapshot.apply(step)
+    elif step.name == "write_file":
+        _host.write(step.subject, step.after)
+    elif step.name == "remove_file":
+        _host.remove(step.subject)
+    else:
+        _command.run(["sysctl", "-q", "-w", f"{step.subject}={step.after}"])
+    return None
 
 
-def _beneath(name: str) -> bool:
-    unit = _whole(name)
-    # A unit that is generated from a script is not generated while it is masked.
-    places = [f"/etc/init.d/{unit.removesuffix('.service')}"]
-    places += [f"{folder}/{unit}" for folder in _PACKAGED]
-    # Of an instance its mask hides nothing but the name: the site's own template counts too.
-    template, at, rest = unit.partition("@")
-    if at:
-        kind = rest.rpartition(".")[2]
-        places += [f"{folder}/{template}@.{kind}" for folder in (_MASKS, *_PACKAGED)]
-    return any(_defined(place) for place in places)
+def facts(params: Params, state: State) -> dict[str, Any]:
+    """What waits for a reboot: a module's options hold when it is loaded, limits at a login."""
+    names = _names(params, state)
+    chosen = [DEFINITIONS[name] for name in names if name in DEFINITIONS]
+    pending = [problem for one in chosen for problem in _options(one)]
+    return {"profiles": names, "pending": pending}
 
 
-def _whole(name: str) -> str:
-    """The name of the unit's files, which systemctl is told without `.service` too."""
-    return name if name.endswith(_TYPES) else f"{name}.service"
+SUBJECT = _change.Subject(observe, plan, apply, facts)
 
 
-def _defined(absolute: str) -> bool:
-    """Whether there is a file of a unit, and not just a mask."""
-    place = _host.path(absolute)
-    if place.is_symlink():
-        return str(place.readlink()) != "/dev/null"
-    return place.exists()
+def problems(profile: Mapping[str, Any]) -> dict[str, list[str]]:
+    """By tuned profile that is asked for, by the hardware profile or on this host, what of it is
+    not in force.
+
+    Read from the running kernel and from a login, never from our files.
+    """
+    return {name: _problems(name, profile) for name in asked(profile)}
+
+
+def edited(profile: Mapping[str, Any]) -> list[str]:
+    """Why the next boot would not find the files of what is asked for as written."""
+    chosen = [DEFINITIONS[name] for name in asked(profile) if name in DEFINITIONS]
+    texts = _texts(chosen).items()
+    return [problem for path, text in texts if text for problem in _file_edits.unlike(path, text)]
+
+
+def asked(profile: Mapping[str, Any]) -> list[str]:
+    """The tuned profiles of this host: the hardware profile's, and those opted in to here."""
+    return _tuning_opt_in.names(profile.get("tuning") or [])
+
+
+def value(key: str) -> str:
+    """A sysctl as the kernel has it now; "" when there is no such one."""
+    return _words(_host.read(f"/proc/sys/{key.replace('.', '/')}") or "")
+
+
+def _word(params: Params) -> Sequence[str] | None:
+    """What the record is to hold; None where nobody says, and it stays as it is."""
+    return [] if params.get("state") == "absent" else params.get("opted_in")
+
+
+def _names(params: Params, state: State) -> list[str]:
+    if params.get("state") == "absent":
+        return []
+    word = _word(params)
+    return _tuning_opt_in.names(params["profiles"], state.recorded or () if word is None else word)
+
+
+def _recorded(params: Params) -> tuple[str, ...] | None:
+    """What is recorded. A record that somebody broke is written anew by who says what it holds."""
+    try:
+        return _tuning_opt_in.recorded()
+    except Refusal:
+        if _word(params) is None:
+            raise
+        return None
+
+
+def _recording(params: Params, state: State) -> list[_change.Step]:
+    word = _word(params)
+    if word is None:
+        return []
+    if not word:
+        there = state.record is not None
+        return [_change.Step("remove_file", OPTED_IN, state.record, None)] if there else []
+    if tuple(word) == state.recorded:
+        return []
+    return [_change.Step("write_file", OPTED_IN, state.record, _tuning_opt_in.text(word))]
+
+
+def _problems(name: str, profile: Mapping[str, Any]) -> list[str]:
+    one = DEFINITIONS.get(name)
+    if one is None:
+        return [f"this collection has no tuned profile {name}"]
+    found = [
+        f"{key} is {value(key) or 'not there'}, not {text}"
+        for key, text in one.sysctl.items()
+        if value(key) != _words(text)
+    ]
+    pages = _hugepages.asked([name], profile.get("hugepages_1g"))
+    return [*found, *_options(one), *_limits(one), *(_hugepages.problems(pages) if pages else [])]
+
+
+def _options(one: Definition) -> list[str]:
+    """Options of loaded modules; one that is not loaded takes them when it is."""
+    found = []
+    for module, options in one.modprobe.items():
+        for name, wanted in options.items():
+            have = _host.read(f"/sys/module/{module}/parameters/{name}")
+            if have is not None and have != wanted:
+                found.append(f"{module} {name} is {have}, not {wanted}, until it is loaded again")
+    return found
+
+
+def _limits(one: Definition) -> list[str]:
+    if not one.memlock:
+        return []
+    try:
+        have = _command.run(_LOGIN).out.split()
+    except Refusal as refusal:
+        return [f"memlock of a login is unknown: {refusal.code}"]
+    return [] if have == [one.memlock] * 2 else [f"memlock of a login is {' '.join(have)}"]
+
+
+def _texts(chosen: Sequence[Definition]) -> dict[str, str | None]:
+    """Content of each file; None for one that nobody needs."""
+    sysctl = [f"{key} = {text}" for one in chosen for key, text in one.sysctl.items()]
+    modprobe = [
+        f"options {module} {' '.join(f'{name}={text}' for name, text in options.items())}"
+        for one in chosen
+        for module, options in one.modprobe.items()
+    ]
+    # `*` does not mean root.
+    limits = [
+        f"{who} - memlock {one.memlock}" for one in chosen if one.memlock for who in ("*", "root")
+    ]
+    rows = {SYSCTL: sysctl, MODPROBE: modprobe, LIMITS: limits}
+    return {p: "\n".join([MARKER, *lines]) + "\n" if lines else None for p, lines in rows.items()}
+
+
+def _foreign(texts: Mapping[str, str | None], state: State) -> list[Refusal]:
+    """A file under our name that we have not written is somebody's work."""
+    return [
+        Refusal(
+            "file_not_ours",
+            expected=f"no {path}, or one that begins with our marker",
+            found="another file",
+            remedy="move it to a name of its own",
+        )
+        for path, text in state.files.items()
+        if texts[path] and text is not None and not text.startswith(MARKER)
+    ]
+
+
+def _words(text: str) -> str:
+    """The kernel separates with tabs what people separate with blanks."""
+    return re.sub(r"\s+", " ", str(text)).strip()
 '''
 
-# sha256 1cc5ab7f8f9d3d836a05d27b5c48eea9d1f60f7a9875f50bc5cf29e4900487c4
-SOURCES["_grub"] = r'''"""Kernel arguments and early modules of a slice host: what is configured, and what this boot has.
+# sha256 de235968181e534d0cf518cc2217364f6a07d85fd4b01cee5ffb5acd3f4d457f
+SOURCES["boot._hugepages"] = r'''"""Pages of 1 GiB for the memory of guests: how many on which NUMA node, and what they leave.
+
+They are taken at boot, node by node, since later no node has that much memory in one piece.
+`hugepages=512` alone would spread them as the kernel likes, and 8 x 64 GiB out of 512 leave none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+
+PROFILE = "hugepages-1g"
+# Eight guests of 64 GiB. What is left on each node runs the host, QEMU itself and the page tables:
+# less, and the kernel ends processes of the host while guests start.
+PAGES = 512
+RESERVE_MIB = 16384
+
+_ASKED_IN = "the profile's tuning or GPUAAS_SLICE_TUNING, whichever names it"
+# The first kernel that understands `hugepages=<node>:<pages>`; an older one takes no page for it.
+_PER_NODE = (5, 16)
+_RELEASE = "/proc/sys/kernel/osrelease"
+_NODES = "/sys/devices/system/node"
+_PAGE_MIB = 1024
+
+
+@dataclass(frozen=True)
+class Asked:
+    """pages: on the whole host. reserve_mib: memory that every node keeps for the host."""
+
+    pages: int
+    reserve_mib: int
+
+
+def asked(profiles: Sequence[str], settings: Mapping[str, Any] | None) -> Asked | None:
+    """What the tuned profiles ask for; None when they ask for no pages."""
+    if PROFILE not in profiles:
+        return None
+    given = settings or {}
+    pages, reserve = given.get("pages"), given.get("reserve_mib")
+    return Asked(PAGES if pages is None else pages, RESERVE_MIB if reserve is None else reserve)
+
+
+def shares(wanted: Asked) -> dict[int, int]:
+    """Pages per node, as even as they go: guests are placed on the node of their GPU."""
+    nodes = sorted(_memory())
+    each, rest = divmod(wanted.pages, max(len(nodes), 1))
+    return {node: each + (place < rest) for place, node in enumerate(nodes)}
+
+
+def arguments(wanted: Asked | None) -> list[str]:
+    """Kernel arguments, in the order in which they must stand."""
+    if wanted is None:
+        return []
+    share = ",".join(f"{node}:{pages}" for node, pages in shares(wanted).items())
+    return ["default_hugepagesz=1G", "hugepagesz=1G", f"hugepages={share or wanted.pages}"]
+
+
+def refusals(wanted: Asked | None) -> list[Refusal]:
+    """Why this machine cannot give them."""
+    if wanted is None:
+        return []
+    found = []
+    if "pdpe1gb" not in (_host.read("/proc/cpuinfo") or "").split():
+        found.append(
+            Refusal(
+                "hugepages_unsupported",
+                expected="processors with pages of 1 GiB (pdpe1gb)",
+                found="no such flag in /proc/cpuinfo",
+                remedy=f"take {PROFILE} out of {_ASKED_IN}",
+            )
+        )
+    release = _host.read(_RELEASE) or ""
+    if _version(release) < _PER_NODE:
+        found.append(
+            Refusal(
+                "hugepages_unsupported",
+                expected="a kernel that shares pages out by node (5.16 or newer)",
+                found=f"Linux {release}" if release else f"no release in {_RELEASE}",
+                remedy="boot a newer kernel (Ubuntu 22.04: linux-generic-hwe-22.04), or take"
+                f" {PROFILE} out of {_ASKED_IN}",
+            )
+        )
+    memory = _memory()
+    for node, pages in shares(wanted).items():
+        left = memory[node] - pages * _PAGE_MIB
+        if left < wanted.reserve_mib:
+            found.append(
+                Refusal(
+                    "hugepages_leave_no_reserve",
+                    expected=f"{wanted.reserve_mib} MiB of node {node} left for the host",
+                    found=f"{pages} pages of 1 GiB leave {left} of {memory[node]} MiB",
+                    remedy="lower hugepages_1g.pages in the hardware profile",
+                )
+            )
+    return found
+
+
+def problems(wanted: Asked) -> list[str]:
+    """What the running kernel does not give, node by node; [] when it gives all."""
+    return [
+        f"node {node} has {have(node)} pages of 1 GiB, not {pages}"
+        for node, pages in shares(wanted).items()
+        if have(node) < pages
+    ]
+
+
+def have(node: int) -> int:
+    """Pages of 1 GiB that the node has now, in use or free."""
+    pages = f"{_NODES}/node{node}/hugepages/hugepages-1048576kB/nr_hugepages"
+    return int(_host.read(pages) or 0)
+
+
+def _version(release: str) -> tuple[int, int]:
+    """Of `6.8.0-51-generic` 6 and 8; one that says nothing we know counts as old."""
+    match = re.match(r"(\d+)\.(\d+)", release)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def _memory() -> dict[int, int]:
+    """MiB by NUMA node. A node without memory of its own gives no pages."""
+    found = {}
+    for folder in _host.path(_NODES).glob("node[0-9]*"):
+        for row in (_host.read(f"{_NODES}/{folder.name}/meminfo") or "").splitlines():
+            words = row.split()
+            if words[2:3] == ["MemTotal:"] and int(words[3]):
+                found[int(folder.name[4:])] = int(words[3]) // 1024
+    return found
+'''
+
+# sha256 bdd2fad86c010425f030b0a311ed250ce3158b2a0e96157a67bcf876fe0d77e4
+SOURCES["boot._kernel_arguments"] = r'''"""Kernel arguments and early modules of a slice host: what is configured, and what this boot has.
 
 Configured and in effect are two things: between them lie update-grub, update-initramfs, a reboot.
 """
@@ -2520,16 +1431,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _boot_menu,
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot import (
+    _grub_menu,
+    _hugepages,
+    _tuning_opt_in,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _change,
     _command,
     _host,
-    _hugepages,
-    _marked,
-    _tuning_opted,
+    _managed_block,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
 DROP_IN = "/etc/default/grub.d/60-gpuaas-slice.cfg"
 MODULES_LOAD = "/etc/modules-load.d/gpuaas-vfio.conf"
@@ -2546,7 +1459,7 @@ MODULES = ("vfio", "vfio_iommu_type1", "vfio_pci")
 _SWITCHED_OFF = ("intel_iommu=off", "amd_iommu=off", "iommu=off")
 
 # Our part of INITRAMFS_MODULES; the rest is the site's.
-BLOCK = _marked.part(MODULES)
+BLOCK = _managed_block.part(MODULES)
 _HOST_DRIVERS = ("nvidia", "nvidia_drm", "nouveau")
 _ARGUMENT = re.compile(r"[A-Za-z0-9_.,:=@+/-]+")
 # GRUB's menu entries of Linux; memory tests also use the word `linux`.
@@ -2609,7 +1522,7 @@ def lacking(arguments: Iterable[str], there: Iterable[str]) -> list[str]:
 def observe(params: Params) -> State:
     record = _record()
     arguments = (*fitted(params["arguments"]), *_hugepages.arguments(_huge(params)))
-    menu = _text(_boot_menu.MENU) or ""
+    menu = _text(_grub_menu.MENU) or ""
     entries = tuple(tuple(found.split()) for found in _ENTRY.findall(menu))
     return State(
         arguments=arguments,
@@ -2880,16 +1793,16 @@ def _is_amd() -> bool:
 
 
 def _with_block(text: str | None) -> str:
-    return _marked.joined(text or "", BLOCK)
+    return _managed_block.joined(text or "", BLOCK)
 
 
 def has_block(text: str | None) -> bool:
     """Whether a list of initramfs modules has our part."""
-    return _marked.BEGIN in (text or "").splitlines()
+    return _managed_block.BEGIN in (text or "").splitlines()
 
 
 def _without_block(text: str | None) -> str:
-    return _marked.without(text or "")
+    return _managed_block.without(text or "")
 
 
 def inputs(files: Mapping[str, str | None]) -> str:
@@ -2951,7 +1864,7 @@ def _huge(params: Params) -> _hugepages.Asked | None:
     """
     names = params.get("tuning") or []
     if params["state"] == "present":
-        names = _tuning_opted.names(names, params.get("opted_in"))
+        names = _tuning_opt_in.names(names, params.get("opted_in"))
     return _hugepages.asked(names, params.get("hugepages_1g"))
 
 
@@ -2960,8 +1873,1339 @@ def _count(absolute: str) -> int:
     return sum(1 for _entry in folder.iterdir()) if folder.is_dir() else 0
 '''
 
-# sha256 75296e4c419d841521a8e228902f10b37a11d249d844c77a1d6309c353df6e57
-SOURCES["_host"] = r'''"""The host's file tree: one root for every path, one way to write a file."""
+# sha256 9b326b539e7e61ff531ca5149fd008d20ecb46df7bde713dc0a0011395a4e752
+SOURCES["boot._libvirt_host"] = r'''"""libvirt, answering now and after a reboot, with its directory open to QEMU's own user.
+
+On the way back libvirt becomes what it was before; where nothing was remembered it is left alone.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _host_packages
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _boot_service,
+    _change,
+    _command,
+    _host,
+    _host_snapshot,
+)
+
+RECORD = "libvirt"
+
+# The daemon ends by itself when idle; the socket is what must always be there.
+_DAEMON, _SOCKET = "libvirtd.service", "libvirtd.socket"
+# Any of them starts the daemon again.
+_SOCKETS = (_SOCKET, "libvirtd-ro.socket", "libvirtd-admin.socket")
+_OPEN = 0o755
+
+Params = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class State:
+    """mode: of the directory, None when it is missing. before: None when nothing was remembered."""
+
+    mode: int | None
+    daemon: _boot_service.Service
+    socket: _boot_service.Service
+    before: Mapping[str, Any] | None
+
+
+def observe(params: Params) -> State:
+    folder = _host.path(params["directory"])
+    services = _boot_service.services([_DAEMON, _SOCKET])
+    return State(
+        mode=stat.S_IMODE(folder.stat().st_mode) if folder.is_dir() else None,
+        daemon=services[_DAEMON],
+        socket=services[_SOCKET],
+        before=_host_snapshot.recalled(RECORD),
+    )
+
+
+def plan(params: Params, state: State) -> _change.Plan:
+    if params.get("state") == "absent":
+        return _change.Plan(tuple(_back(params, state)))
+    # Also when nothing else is to do: a later repair would take drift for what was before.
+    record = (
+        [] if state.before is not None else _host_snapshot.remembering(RECORD, None, _was(state))
+    )
+    return _change.Plan((*record, *_steps(params, state)))
+
+
+def _steps(params: Params, state: State) -> list[_change.Step]:
+    steps = []
+    if state.mode != _OPEN:
+        before = None if state.mode is None else f"{state.mode:04o}"
+        steps.append(_change.Step("open_directory", params["directory"], before, f"{_OPEN:04o}"))
+    if not state.daemon.enabled:
+        steps.append(_change.Step("enable_libvirt", _DAEMON, "disabled", "enabled"))
+    if not (state.socket.active and state.socket.enabled):
+        steps.append(_change.Step("start_socket", _SOCKET, "inactive", "active at every boot"))
+    return steps
+
+
+def _back(params: Params, state: State) -> list[_change.Step]:
+    was, steps = state.before, []
+    if was is None:
+        return []
+    running = state.socket.active or state.socket.enabled or state.daemon.enabled
+    if not (was["socket"] or was["daemon"]) and running:
+        steps.append(_change.Step("stop_libvirt", _DAEMON, "active at every boot", "stopped"))
+    mode = None if state.mode is None else f"{state.mode:04o}"
+    if was["mode"] and mode and was["mode"] != mode:
+        steps.append(_change.Step("close_directory", params["directory"], mode, was["mode"]))
+    return [*steps, *_host_snapshot.forgetting(RECORD, was)]
+
+
+def _was(state: State) -> dict[str, Any]:
+    """libvirt before us; one that came with our packages was not there."""
+    ours = "libvirt-daemon-system" in (_host_snapshot.recalled(_host_packages.RECORD) or {})
+    return {
+        "mode": None if state.mode is None or ours else f"{state.mode:04o}",
+        "daemon": state.daemon.enabled and not ours,
+        "socket": (state.socket.enabled or state.socket.active) and not ours,
+    }
+
+
+def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
+    if step.name in _host_snapshot.STEPS:
+        _host_snapshot.apply(step)
+    elif step.name == "stop_libvirt":
+        _command.run(["systemctl", "disable", "--now", *_SOCKETS, _DAEMON], timeout=120)
+    elif step.name == "close_directory":
+        _host.path(params["directory"]).chmod(int(step.after, 8))
+    elif step.name == "open_directory":
+        folder = _host.path(params["directory"])
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(_OPEN)
+    elif step.name == "enable_libvirt":
+        _command.run(["systemctl", "enable", _DAEMON])
+    else:
+        _command.run(["systemctl", "enable", "--now", _SOCKET])
+    return None
+
+
+SUBJECT = _change.Subject(observe, plan, apply)
+'''
+
+# sha256 5a8ebd2d2208d3f720a0b3846338de333736001f56f08b823dbae2422c11c525
+SOURCES["boot._slice_mode"] = r'''"""The word that this host is for slices. Without it nothing is bound, now or at a boot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _boot_service, _change, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import _tenancy
+
+Params = Mapping[str, Any]
+
+
+def observe(_params: Params) -> str | None:
+    return _host.kept(_boot_service.SLICE_MODE)
+
+
+def plan(params: Params, state: str | None) -> _change.Plan:
+    wanted = None
+    if _present(params):
+        wanted = json.dumps({"mode": "slice", "profile": params["profile"]})
+    if state == wanted:
+        return _change.Plan()
+    name = "remove_file" if wanted is None else "write_file"
+    return _change.Plan((_change.Step(name, _boot_service.SLICE_MODE, state, wanted),))
+
+
+def apply(_params: Params, step: _change.Step) -> dict[str, Any] | None:
+    if step.after is None:
+        _host.remove(step.subject)
+    else:
+        _host.write(step.subject, f"{step.after}\n")
+    return None
+
+
+def _present(params: Params) -> bool:
+    return bool(params.get("state", "present") == "present")
+
+
+# The word can always be taken back: with it, a tenant of the whole machine is not even released.
+SUBJECT = _tenancy.guarded(
+    _change.Subject(observe, plan, apply), lambda params, _plan: _present(params)
+)
+'''
+
+# sha256 9c3c089bb24a71500b59df379a171613ef98f8b51ef8ee99f597f72354785ccc
+SOURCES["boot._tuning_opt_in"] = r'''"""Tuned profiles that an operator opted in to on this host, beside those of its hardware profile.
+
+They are kept on the host: nothing else knows of the operator's word, and whoever looks at or sets
+up the host later, with the hardware profile alone, must neither miss nor undo them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot._tuning_profiles import PROFILES
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+
+FILE = "/etc/gpuaas/tuning.json"
+SETTING = "GPUAAS_SLICE_TUNING"
+# The operator's word that nothing more is wanted. Not "": templates make that of what nobody said.
+NOTHING = "none"
+
+_UNREADABLE = "tuning_record_unreadable"
+_REPAIR = (
+    "nothing was done; repair the file, or bootstrap the host again with"
+    f" {SETTING} naming what is wanted, or {NOTHING}"
+)
+
+
+def recorded() -> tuple[str, ...] | None:
+    """What the host has recorded; None without a record. One that cannot be read is a Refusal."""
+    found = _host.document(FILE, code=_UNREADABLE, remedy=_REPAIR)
+    if found is None:
+        return None
+    names = found.get("profiles")
+    if isinstance(names, list) and all(isinstance(name, str) for name in names):
+        return tuple(names)
+    raise Refusal(
+        _UNREADABLE,
+        expected=f"a list of names as `profiles` in {FILE}",
+        found=f"{FILE}: {json.dumps(names)}",
+        remedy=_REPAIR,
+    )
+
+
+def names(profiles: Sequence[str], opted_in: Sequence[str] | None = None) -> list[str]:
+    """The hardware profile's names and those opted in to, without an `opted_in` the recorded."""
+    more = (recorded() or ()) if opted_in is None else opted_in
+    return list(dict.fromkeys([*profiles, *more]))
+
+
+def unknown(asked: Sequence[str]) -> list[Refusal]:
+    """Names in the record that mean nothing here; a newer release may have written them."""
+    found = [name for name in asked if name not in PROFILES]
+    if not found:
+        return []
+    return [
+        Refusal(
+            "tuning_unknown",
+            expected=f"{', '.join(PROFILES)} in the hardware profile and in {FILE}",
+            found=", ".join(found),
+            remedy="nothing was done; run a release that knows the name, or bootstrap the host"
+            f" with {SETTING} naming what is wanted, or {NOTHING}",
+        )
+    ]
+
+
+def text(opted_in: Sequence[str]) -> str:
+    """Content of the record."""
+    return json.dumps({"profiles": list(opted_in)}) + "\n"
+
+
+def setting(value: str) -> list[str] | None:
+    """What the operator's setting asks for; None when it says nothing."""
+    found = list(dict.fromkeys(name for name in value.split(",") if name))
+    if found == [NOTHING]:
+        return []
+    wrong = [name for name in found if name not in PROFILES]
+    if wrong:
+        raise Refusal(
+            "setting_invalid",
+            expected=f"{SETTING} of {', '.join(PROFILES)}, or {NOTHING} alone",
+            found=", ".join(wrong),
+            remedy="nothing was done; correct the setting",
+        )
+    return found or None
+'''
+
+# sha256 9b80855e8fe8dd29c79a891b91c332d70430888eba86fde22686617e83eb4ec8
+SOURCES["boot._tuning_profiles"] = r'''"""The tuned profiles by name: what each changes on a host.
+
+Off by default, because they change the whole host. A profile becomes a default for a kind of host
+when a benchmark with and without it says so; the figures here are where to begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _hugepages
+
+NETWORK = "network-buffers"
+
+
+@dataclass(frozen=True)
+class Definition:
+    """about: what it is for. sysctl: by key. modprobe: options by module and name. memlock: the
+    limit of every login, or "". Pages of 1 GiB are kernel arguments: _hugepages."""
+
+    about: str
+    sysctl: Mapping[str, str] = field(default_factory=dict)
+    modprobe: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    memlock: str = ""
+
+
+DEFINITIONS: Mapping[str, Definition] = {
+    _hugepages.PROFILE: Definition("pages of 1 GiB for the memory of guests, taken at boot"),
+    NETWORK: Definition(
+        "socket buffers, backlog, IPoIB queues and locked memory for a fast fabric",
+        sysctl={
+            # Bandwidth times delay of 200 Gbit/s at 10 ms. A limit, not a use: a socket that needs
+            # less takes less.
+            "net.core.rmem_max": "268435456",
+            "net.core.wmem_max": "268435456",
+            "net.ipv4.tcp_rmem": "4096 87380 134217728",
+            "net.ipv4.tcp_wmem": "4096 65536 134217728",
+            # Packets that wait for a processor; too few are dropped under a burst.
+            "net.core.netdev_max_backlog": "250000",
+        },
+        # The driver takes at most 8192.
+        modprobe={"ib_ipoib": {"send_queue_size": "4096", "recv_queue_size": "4096"}},
+        # RDMA locks what it registers; the usual limit is 8 MiB.
+        memlock="unlimited",
+    ),
+}
+PROFILES = tuple(DEFINITIONS)
+'''
+
+# sha256 95e59b1514ae8c58500be52b584baa668ede2de9cbf5f7986d4a56bd4a739bd5
+SOURCES["core._boot_files"] = r'''"""What a boot service consists of on disk: unit, program, settings, and the code that it runs.
+
+Apart from `_boot_service`, which installs and removes them, because parity needs only this: whether
+what the next boot runs is what was installed. Unit and program are compared with what the present
+code writes. The code itself is compared with digests that were recorded as it was written (RECORD):
+nearly every release changes a line of it, and an upgrade of the control machine alone must not
+close the gate of every host.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _file_edits,
+    _host,
+    _source_closure,
+)
+
+LIBRARY = "/usr/local/lib/gpuaas"
+PACKAGE = _source_closure.PACKAGE
+UNITS = "/etc/systemd/system"
+PROGRAMS = "/usr/local/sbin"
+# By service, path and digest of the code that it runs. Read and written by root alone.
+RECORD = f"{_host.STATE_DIRECTORY}/boot-code.json"
+
+# Where systemd keeps what `systemctl edit` and `systemctl set-property` add to a unit for good.
+_ADDITIONS = (UNITS, "/etc/systemd/system.control")
+
+_SCRIPT = """\
+#!/usr/bin/python3 -I
+# Written by the gpuaas.slice collection; changed by its playbooks only.
+import sys
+
+sys.dont_write_bytecode = True
+sys.path.insert(0, "{library}")
+
+from {package} import {module}
+
+sys.exit({module}.{entry}("{settings}"))
+"""
+
+_UNIT = """\
+# Written by the gpuaas.slice collection; changed by its playbooks only.
+[Unit]
+Description={description}
+{order}
+
+[Service]
+Type={type}
+RemainAfterExit=yes
+ExecStart={program}
+{after}TimeoutStartSec={limit}
+
+[Install]
+WantedBy={target}
+"""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A concern that is brought back at boot.
+
+    module, entry: the file below module_utils (`network._bridge`) and its function that is called.
+    settings: its parameters, kept as JSON in `settings_path`. borrowed: that file is another
+    unit's, which writes and removes it. order: lines of the [Unit] section. target: what pulls the
+    unit in. limit_s: how long it may take. after: ExecStartPost or "". patient: `entry` goes on
+    waiting for what is optional after it has told systemd that the rest is there; `after` and
+    units that wait for this one are not kept waiting.
+    """
+
+    name: str
+    description: str
+    module: str
+    settings_path: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    order: tuple[str, ...] = ()
+    entry: str = "boot"
+    target: str = "multi-user.target"
+    limit_s: int = 180
+    borrowed: bool = False
+    after: str = ""
+    patient: bool = False
+
+    @property
+    def service(self) -> str:
+        return f"{self.name}.service"
+
+    @property
+    def path(self) -> str:
+        return f"{UNITS}/{self.service}"
+
+    @property
+    def program(self) -> str:
+        return f"{PROGRAMS}/{self.name}"
+
+
+def frame(unit: Unit) -> dict[str, tuple[str, int]]:
+    """Unit and program: text and mode by path."""
+    subpackage, _dot, module = unit.module.rpartition(".")
+    program = _SCRIPT.format(
+        library=LIBRARY,
+        package=f"{PACKAGE}.{subpackage}",
+        module=module,
+        entry=unit.entry,
+        settings=unit.settings_path,
+    )
+    definition = _UNIT.format(
+        description=unit.description,
+        type="notify" if unit.patient else "oneshot",
+        order="\n".join(unit.order),
+        program=unit.program,
+        after=f"ExecStartPost={unit.after}\n" if unit.after else "",
+        target=unit.target,
+        limit=unit.limit_s,
+    )
+    return {unit.program: (program, 0o755), unit.path: (definition, 0o644)}
+
+
+def folders(unit: Unit) -> list[str]:
+    """Where files lie that change the unit from beside it, and stay over a boot."""
+    return [f"{where}/{unit.service}.d" for where in _ADDITIONS]
+
+
+def additions(unit: Unit) -> list[str]:
+    return [
+        f"{folder}/{file.name}"
+        for folder in folders(unit)
+        if _host.path(folder).is_dir()
+        for file in sorted(_host.path(folder).iterdir())
+        if not file.is_dir()
+    ]
+
+
+def edited(unit: Unit) -> list[str]:
+    """Why the next boot would not run what was installed; [] when it would."""
+    problems = [
+        problem
+        for path, (text, mode) in frame(unit).items()
+        for problem in _file_edits.unlike(path, text, mode)
+    ]
+    problems += [f"{path} changes {unit.service}" for path in additions(unit)]
+    digests = recorded().get(unit.name, {})
+    if not digests:
+        problems.append(f"{RECORD} does not say what code {unit.service} was given")
+    changed = [path for path, was in sorted(digests.items()) if _file_edits.digest_of(path) != was]
+    if changed:
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        problems.append(f"{changed[0]}{more} is not the code that {unit.service} was given")
+    return problems
+
+
+def recorded() -> dict[str, dict[str, str]]:
+    """What RECORD holds; one that cannot be read knows nothing, and an installation writes it."""
+    try:
+        kept = json.loads(_host.read(RECORD) or "{}")
+        return {str(name): dict(digests) for name, digests in kept.items()}
+    except (ValueError, TypeError, AttributeError):
+        return {}
+
+
+def remember(unit: Unit, digests: Mapping[str, str]) -> None:
+    """That the unit was given this code. Services share files: what was written last holds."""
+    known = {
+        name: {path: digests.get(path, was) for path, was in held.items()}
+        for name, held in recorded().items()
+    }
+    _store({**known, unit.name: dict(digests)})
+
+
+def forget(unit: Unit) -> None:
+    _store({name: held for name, held in recorded().items() if name != unit.name})
+
+
+def _store(known: Mapping[str, Mapping[str, str]]) -> None:
+    if known:
+        _host.write(RECORD, json.dumps(known, indent=2, sort_keys=True) + "\n", 0o600)
+    else:
+        _host.remove(RECORD)
+'''
+
+# sha256 e5c73f0b9936a4380f9f429e319304cff1a53270319be65cb409a2ece71036eb
+SOURCES["core._boot_service"] = r'''"""What survives a reboot: a oneshot service per concern that runs the collection's code at boot.
+
+The host needs no Ansible for it: the sources that the concern imports are copied below LIBRARY
+under their real names, and a script of a few lines calls `boot(<settings file>)` of one of them. So
+what runs at boot and what a playbook runs is the same observe, plan, apply and verify.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _boot_files,
+    _change,
+    _command,
+    _file_edits,
+    _host,
+    _source_closure,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+
+LIBRARY, PACKAGE = _boot_files.LIBRARY, _boot_files.PACKAGE
+SLICE_MODE = "/etc/gpuaas/slice-mode.json"
+STEPS = ("install_service", "start_service", "remove_service")
+
+Unit = _boot_files.Unit
+
+
+@dataclass(frozen=True)
+class Service:
+    """What systemd says of a unit; started_at: seconds since the epoch, 0 when it does not run."""
+
+    active: bool
+    enabled: bool
+    started_at: int
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What of a unit is on the host. differing: files that are not what they should be, among them
+    those that change the unit from beside it. traces: what an interrupted removal left of it.
+    """
+
+    differing: tuple[str, ...]
+    present: tuple[str, ...]
+    service: Service
+    traces: tuple[str, ...] = ()
+
+
+def observe(unit: Unit) -> Installed:
+    differing = [path for path, wanted in _files(unit).items() if not _is(path, wanted)]
+    if _boot_files.recorded().get(unit.name) != _digests(unit):
+        differing.append(_boot_files.RECORD)
+    return Installed(
+        differing=(*differing, *_boot_files.additions(unit)),
+        present=tuple(p for p in _own(unit) if _host.path(p).exists()),
+        service=services([unit.service])[unit.service],
+        traces=tuple(_traces(unit)),
+    )
+
+
+def plan(unit: Unit, found: Installed) -> list[_change.Step]:
+    """Steps that make the concern come back at every boot, and count as done in this one."""
+    steps = []
+    if found.differing or not found.service.enabled:
+        before = {"differing": list(found.differing), "enabled": found.service.enabled}
+        after = {"differing": [], "enabled": True}
+        steps.append(_change.Step("install_service", f"{unit.service} files", before, after))
+    if not found.service.active:
+        steps.append(_change.Step("start_service", unit.service, "inactive", "active"))
+    return steps
+
+
+def plan_removal(unit: Unit, found: Installed) -> list[_change.Step]:
+    there = [*found.present, *found.traces]
+    return [_change.Step("remove_service", unit.service, there, [])] if there else []
+
+
+def apply(unit: Unit, step: _change.Step) -> None:
+    """Do one of STEPS."""
+    if step.name == "install_service":
+        install(unit)
+        _command.run(["systemctl", "daemon-reload"])
+        _command.run(["systemctl", "enable", unit.service])
+    elif step.name == "start_service":
+        # restart, not start: a failed or half-done earlier start must not be taken for this one.
+        _command.run(["systemctl", "restart", unit.service], timeout=200)
+    elif step.name == "remove_service":
+        _command.run(["systemctl", "disable", "--now", unit.service], ok=(0, 1, 5))
+        for absolute in _own(unit):
+            _host.remove(absolute)
+        _remove_folders(unit)
+        _boot_files.forget(unit)
+        # The last unit takes the library with it.
+        if not _units_left():
+            shutil.rmtree(_host.path(LIBRARY), ignore_errors=True)
+        _command.run(["systemctl", "daemon-reload"])
+
+
+def install(unit: Unit) -> None:
+    """Write the unit's files, and what they are; nothing else stays that changes the unit."""
+    for absolute, (text, mode) in _files(unit).items():
+        _host.write(absolute, text, mode)
+    for absolute in _boot_files.additions(unit):
+        _host.remove(absolute)
+    _remove_folders(unit)
+    _boot_files.remember(unit, _digests(unit))
+
+
+def services(names: Iterable[str]) -> dict[str, Service]:
+    """Several units in one call; a unit that does not exist is inactive and not enabled."""
+    wanted = list(names)
+    properties = "--property=ActiveState,UnitFileState,ActiveEnterTimestamp"
+    shown = _command.run(["systemctl", "show", "--timestamp=unix", properties, "--", *wanted])
+    blocks = [dict(_pairs(block)) for block in shown.out.strip().split("\n\n")]
+    if len(blocks) != len(wanted):
+        raise Refusal(
+            "systemd_answer_unreadable",
+            expected=f"{len(wanted)} units from systemctl show",
+            found=f"{len(blocks)}",
+            remedy="run `systemctl show` for these units by hand",
+        )
+    return {name: _service(block) for name, block in zip(wanted, blocks, strict=True)}
+
+
+def slice_mode() -> bool:
+    """Whether this host was put into slice mode on purpose (bootstrap writes the file)."""
+    try:
+        return bool(json.loads(_host.read(SLICE_MODE) or "{}").get("mode") == "slice")
+    except (ValueError, AttributeError):
+        return False
+
+
+def not_slice_mode() -> Refusal:
+    """The refusal where `slice_mode` says no."""
+    return Refusal(
+        "not_slice_mode",
+        expected=f"a host put into slice mode ({SLICE_MODE})",
+        found="no such word on this host",
+        remedy="run the bootstrap playbook, which puts the host into slice mode",
+    )
+
+
+def boot(
+    subject: _change.Subject,
+    settings_path: str,
+    *,
+    wait_for: tuple[str, ...] = (),
+    patience: float = 90,
+    sleep: Callable[[float], None] = time.sleep,
+) -> int:
+    """Body of a boot script: drive `subject` by the settings file; 0 when done and verified.
+
+    wait_for: refusal codes that early boot explains (a card whose driver is still loading), retried
+    for `patience` seconds. Longer than TimeoutStartSec of the unit would hide the refusal. A doubt
+    of these codes is waited for as well, but only when all else is there and systemd was told so;
+    what stays of it is the last word, and no failure.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        failure, doubts = _attempt(subject, settings_path)
+        if failure is None:
+            break
+        if failure.code not in wait_for or time.monotonic() > deadline:
+            _warn(doubts)
+            _say(str(failure))
+            return 1
+        sleep(2)
+    _tell_ready()
+    # What must be is there and the unit is up. From now on that is somebody else's to change and
+    # parity's to judge: it is not done again here, and nothing fails any more.
+    while any(doubt.code in wait_for for doubt in doubts) and time.monotonic() <= deadline:
+        sleep(2)
+        failure, doubts = _attempt(_optional(subject), settings_path, again=True)
+        if failure:
+            doubts = [*doubts, failure]
+    _warn(doubts)
+    return 0
+
+
+def _attempt(
+    subject: _change.Subject, settings_path: str, *, again: bool = False
+) -> tuple[Refusal | None, list[Refusal]]:
+    """Drive once: why it failed or None, and what is doubtful.
+
+    again: all that must be is there, so that to do nothing is no news, and nothing ends the unit.
+    """
+    try:
+        settings = json.loads(_host.read(settings_path) or "{}")
+        outcome = _change.drive(subject, settings, check_mode=False)
+    except Refusal as refusal:
+        return refusal, []
+    except (OSError, ValueError) as broken:
+        if not again:
+            raise
+        return _unforeseen(broken), []
+    if outcome.done or not (outcome.failure or again):
+        _say(f"done: {', '.join(outcome.done) or 'nothing to do'}")
+    return outcome.failure, outcome.doubts
+
+
+def _optional(subject: _change.Subject) -> _change.Subject:
+    """The same with its soft steps alone; a blocker still keeps them off."""
+
+    def plan(params: _change.Params, state: object) -> _change.Plan:
+        found = subject.plan(params, state)
+        return dataclasses.replace(found, steps=tuple(step for step in found.steps if step.soft))
+
+    return dataclasses.replace(subject, plan=plan)
+
+
+@functools.cache
+def sources(module: str) -> dict[str, str]:
+    """`module` and every file of module_utils that it imports, near or far: name to source text."""
+    return _source_closure.closure(module, _source)
+
+
+def _source(name: str) -> str:
+    # The loader knows: of files, of the zip that Ansible sends a module in, of a generated script.
+    spec = importlib.util.find_spec(f"{PACKAGE}.{name}")
+    source = getattr(spec.loader if spec else None, "get_source", None)
+    text = source(f"{PACKAGE}.{name}") if source else None
+    if text is None:
+        raise ImportError(f"no source text of {name}")
+    return str(text)
+
+
+def _own(unit: Unit) -> tuple[str, ...]:
+    """The files of this unit alone; the library is shared with the other units."""
+    settings = () if unit.borrowed else (unit.settings_path,)
+    return (unit.path, unit.program, *settings, *_boot_files.additions(unit))
+
+
+def _traces(unit: Unit) -> Iterator[str]:
+    """The unit's share of what units have in common; the library is the last one's to take."""
+    known = _boot_files.recorded()
+    # A record that says nothing is nobody's, and goes with any of them.
+    if unit.name in known or (not known and _host.path(_boot_files.RECORD).exists()):
+        yield _boot_files.RECORD
+    if not _units_left() and _host.path(LIBRARY).exists():
+        yield LIBRARY
+
+
+def _units_left() -> bool:
+    return any(_host.path(_boot_files.UNITS).glob("gpuaas-*.service"))
+
+
+def _remove_folders(unit: Unit) -> None:
+    """Those beside the unit. One that is not empty holds what systemd does not read; it stays."""
+    for absolute in _boot_files.folders(unit):
+        with contextlib.suppress(OSError):
+            _host.path(absolute).rmdir()
+
+
+def _files(unit: Unit) -> dict[str, tuple[str, int]]:
+    library = {path: (text, 0o644) for path, text in _library(unit).items()}
+    own = {**library, **_boot_files.frame(unit)}
+    if not unit.borrowed:
+        settings = json.dumps(unit.settings, indent=2, sort_keys=True) + "\n"
+        own[unit.settings_path] = (settings, 0o644)
+    return own
+
+
+def _library(unit: Unit) -> dict[str, str]:
+    names = {name: f"{PACKAGE}.{name}".replace(".", "/") for name in sources(unit.module)}
+    return {f"{LIBRARY}/{names[name]}.py": text for name, text in sources(unit.module).items()}
+
+
+def _digests(unit: Unit) -> dict[str, str]:
+    return {path: _file_edits.digest(text.encode()) for path, text in _library(unit).items()}
+
+
+def _is(absolute: str, wanted: tuple[str, int]) -> bool:
+    text, mode = wanted
+    return _file_edits.digest_of(absolute) == _file_edits.digest(text.encode()) and not (
+        stat.S_IMODE(_host.path(absolute).stat().st_mode) ^ mode
+    )
+
+
+def _pairs(block: str) -> list[tuple[str, str]]:
+    return [(key, value) for key, _eq, value in (line.partition("=") for line in block.split("\n"))]
+
+
+def _service(block: Mapping[str, str]) -> Service:
+    stamp = block.get("ActiveEnterTimestamp", "").removeprefix("@")
+    active = block.get("ActiveState") in ("active", "reloading")
+    return Service(
+        active=active,
+        enabled=block.get("UnitFileState") in ("enabled", "enabled-runtime", "static", "alias"),
+        started_at=int(stamp) if active and stamp.isdigit() else 0,
+    )
+
+
+def _tell_ready() -> None:
+    """Tell systemd, where it asked to be told: the unit counts as started from now on."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if address:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
+            # An @ stands for the zero byte of a name that is in no file system.
+            told.sendto(b"READY=1", address.replace("@", "\0", 1))
+        # What this program runs is not the unit's main process and has nothing to tell.
+        del os.environ["NOTIFY_SOCKET"]
+
+
+def _unforeseen(broken: Exception) -> Refusal:
+    return Refusal(
+        "system_error",
+        expected="what is optional to be looked after",
+        found=f"{type(broken).__name__}: {broken}",
+        remedy="repair what the system names; all else of this service is there",
+    )
+
+
+def _warn(doubts: Iterable[Refusal]) -> None:
+    for doubt in doubts:
+        _say(f"WARN {doubt}")
+
+
+def _say(text: str) -> None:
+    # The journal takes one message per line; a newline in it would be a second, forged one.
+    sys.stdout.write(text.replace("\n", " ") + "\n")
+    sys.stdout.flush()
+'''
+
+# sha256 81b6026a4e89415e6cf3e01407ff1e69d4a6bb0e1752d22086e545c8b8ace118
+SOURCES["core._boot_units"] = r'''"""The boot services that a slice host has, without their settings, which depend on the host.
+
+Paths of settings are repeated here, because the code that runs at boot does not import its unit.
+"""
+
+from __future__ import annotations
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._boot_files import Unit
+
+NETWORK = Unit(
+    name="gpuaas-slice-network-baseline",
+    description="Network baseline of this slice host: bridge, forwarding, NAT",
+    module="network._bridge",
+    settings_path="/etc/gpuaas/network-baseline.json",
+    order=(
+        # Not after rshim: it is optional, and what is optional keeps no guest from its network.
+        "After=network.target openvswitch-switch.service",
+        "Wants=openvswitch-switch.service",
+        "Before=dnsmasq.service",
+    ),
+    # dnsmasq waits for this unit at boot; without --no-block the two would wait for each other.
+    after="/usr/bin/systemctl --no-block restart dnsmasq.service",
+    patient=True,
+)
+FABRIC = Unit(
+    name="gpuaas-slice-fabric",
+    description="Virtual functions of the fabric cards of this slice host",
+    module="fabric._virtual_functions",
+    settings_path="/etc/gpuaas/fabric.json",
+    order=("After=systemd-modules-load.service", "Before=gpuaas-slice-vfio.service"),
+)
+BINDING = Unit(
+    name="gpuaas-slice-vfio",
+    description="Bind the approved PCI functions of this slice host to vfio-pci",
+    module="boot._vfio_bind",
+    settings_path="/etc/gpuaas/vfio-binding.json",
+    order=(
+        "After=systemd-modules-load.service gpuaas-slice-fabric.service",
+        "Before=libvirtd.service",
+    ),
+)
+# Before anything loads drivers; all of the boot waits for it, so not for long. What it needs is on
+# the root file system. The functions of fabric cards are made later, and wait for BINDING.
+CLAIM = Unit(
+    name="gpuaas-slice-vfio-claim",
+    description="Keep the approved PCI functions of this slice host from its own drivers",
+    module="boot._vfio_bind",
+    entry="claim",
+    settings_path=BINDING.settings_path,
+    order=(
+        "DefaultDependencies=no",
+        "Before=systemd-modules-load.service systemd-udevd.service systemd-udev-trigger.service",
+        "Conflicts=shutdown.target",
+        "Before=shutdown.target",
+    ),
+    target="sysinit.target",
+    limit_s=60,
+    borrowed=True,
+)
+'''
+
+# sha256 49c419d9a0c97c7a3ac86431e3d1c06e7f66eb78bd004aa2010eeebaad6ecd72
+SOURCES["core._change"] = r'''"""The driver of every module: observe, plan, apply, verify for those that change something.
+
+`check_mode` is looked at here and nowhere else in the collection. *changed*, *diff* and the actions
+come from one plan, so they cannot disagree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+
+State = TypeVar("State")
+Params = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One act of a plan.
+
+    name: stable verb_noun, for example `stop_domain`; a step must be safe to do twice.
+    subject: what it acts on; the key of its entry in the diff.
+    before, after: what the diff shows; JSON values.
+    destroys: identity of the data that is lost when the step runs, or None.
+    soft: what it is for is optional, so that its failure is a doubt and ends nothing. Such steps
+    come last: no other one may wait for them.
+    """
+
+    name: str
+    subject: str
+    before: Any = None
+    after: Any = None
+    destroys: str | None = None
+    soft: bool = False
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "subject": self.subject,
+            "before": self.before,
+            "after": self.after,
+            "destroys": self.destroys,
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What would be done. With a blocker nothing is done: a blocker is never a warning.
+
+    doubts: what is optional, is missing, and cannot be brought about from here.
+    """
+
+    steps: tuple[Step, ...] = ()
+    blockers: tuple[Refusal, ...] = ()
+    doubts: tuple[Refusal, ...] = ()
+
+
+@dataclass
+class Outcome:
+    """What a drive ended in; `failure` is None when every step is done and verified.
+
+    doubts: why what is optional is not so; they fail nothing.
+    """
+
+    plan: Plan
+    changed: bool = False
+    steps_done: list[Step] = field(default_factory=list)
+    evidence: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    failure: Refusal | None = None
+    failed_step: str | None = None
+    doubts: list[Refusal] = field(default_factory=list)
+
+    @property
+    def done(self) -> list[str]:
+        """Names of the steps that were done, in order."""
+        return [step.name for step in self.steps_done]
+
+    def document(self) -> dict[str, Any]:
+        steps = self.plan.steps
+        return {
+            "changed": self.changed,
+            "plan": [step.document() for step in steps],
+            "done": self.done,
+            "evidence": self.evidence,
+            "diff": {
+                "before": {step.subject: step.before for step in steps},
+                "after": {step.subject: step.after for step in steps},
+            },
+            **self.facts,
+        }
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A module's four functions; `plan` is pure over parameters and state.
+
+    apply returns evidence (a JSON object) for its step or None. facts turns the last observed state
+    into return values of the module. forecast is that state as the plan would leave it, for facts
+    of which check mode is asked what a run would come to. exclusive is a lock on this host, held
+    from the first look to the last, for plans that two runs must not make from the same look. Check
+    mode takes none: it leaves nothing behind, and its plan is a forecast. recover puts back what
+    the done steps took when a later one is refused, and returns the refusal with what was put back
+    and what was not.
+    """
+
+    observe: Callable[[Params], Any]
+    plan: Callable[[Params, Any], Plan]
+    apply: Callable[[Params, Step], dict[str, Any] | None]
+    facts: Callable[[Params, Any], dict[str, Any]] = lambda _params, _state: {}
+    forecast: Callable[[Params, Any], Any] = lambda _params, state: state
+    exclusive: Callable[[Params], AbstractContextManager[object]] = lambda _params: (
+        contextlib.nullcontext()
+    )
+    recover: Callable[[Params, Sequence[Step], Step, Refusal], Refusal] = (
+        lambda _params, _done, _failed, refusal: refusal
+    )
+
+
+def drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
+    """Bring the host to what `params` ask for, or say why not."""
+    with contextlib.nullcontext() if check_mode else subject.exclusive(params):
+        return _drive(subject, params, check_mode=check_mode)
+
+
+def _drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
+    state = subject.observe(params)
+    outcome = Outcome(plan=subject.plan(params, state))
+    outcome.doubts = list(outcome.plan.doubts)
+    foretold = check_mode and not outcome.plan.blockers
+    shown = subject.forecast(params, state) if foretold else state
+    outcome.facts = subject.facts(params, shown)
+    if outcome.plan.blockers:
+        outcome.failure = outcome.plan.blockers[0]
+        return outcome
+    outcome.changed = bool(outcome.plan.steps)
+    if check_mode or not outcome.plan.steps:
+        return outcome
+
+    outcome.changed = False
+    told: list[Refusal] = []
+    for step in outcome.plan.steps:
+        try:
+            evidence = subject.apply(params, step)
+        except (Refusal, OSError, ValueError) as problem:
+            refusal = problem if isinstance(problem, Refusal) else _unforeseen(step, problem)
+            # The step may have acted before it failed, so the host counts as changed.
+            outcome.changed = True
+            if step.soft:
+                told.append(refusal)
+                continue
+            outcome.failure = subject.recover(params, outcome.steps_done, step, refusal)
+            outcome.failed_step = step.name
+            # What was seen before the first act is not what is now; it stays where nothing is seen.
+            with contextlib.suppress(Refusal, OSError, ValueError):
+                outcome.facts = subject.facts(params, subject.observe(params))
+            return outcome
+        outcome.changed = True
+        outcome.steps_done.append(step)
+        if evidence is not None:
+            outcome.evidence[step.name] = evidence
+    _verify(subject, params, outcome, told)
+    return outcome
+
+
+def _unforeseen(step: Step, problem: Exception) -> Refusal:
+    """What the system said to a step that did not expect it: what is done must be put back too."""
+    frames = traceback.extract_tb(problem.__traceback__)
+    own = [frame for frame in frames if "/plugins/" in frame.filename] or frames
+    where = f"{own[-1].filename.rpartition('/')[2]}:{own[-1].lineno}"
+    return Refusal(
+        "system_error",
+        expected=f"{step.name} of {step.subject} to be done",
+        found=f"{type(problem).__name__}: {problem} ({where})",
+        remedy="repair what the system names, then run again",
+    )
+
+
+def _verify(subject: Subject, params: Params, outcome: Outcome, told: list[Refusal]) -> None:
+    """A change counts only when a second look finds nothing left to do."""
+    state = subject.observe(params)
+    outcome.facts = subject.facts(params, state)
+    rest = subject.plan(params, state)
+    if rest.blockers:
+        outcome.failure, outcome.failed_step = rest.blockers[0], "verify"
+    elif left := [step for step in rest.steps if not step.soft]:
+        outcome.failure, outcome.failed_step = _still_open(left), "verify"
+    # What a soft step said of itself is not told twice.
+    found = [*told, *(doubt for doubt in rest.doubts if doubt.code not in {d.code for d in told})]
+    soft = [step for step in rest.steps if step.soft]
+    outcome.doubts = found or ([_still_open(soft)] if soft else [])
+
+
+def _still_open(steps: Sequence[Step]) -> Refusal:
+    left = ", ".join(f"{step.name}({step.subject})" for step in steps)
+    return Refusal(
+        "verify_failed",
+        expected="nothing left to do after the change",
+        found=f"still open: {left}",
+        remedy="read the evidence of the steps; the host did not take the change",
+    )
+
+
+def run(module: Any, subject: Subject) -> None:
+    """Drive `subject` for an AnsibleModule and leave through exit_json or fail_json."""
+    try:
+        outcome = drive(subject, module.params, check_mode=module.check_mode)
+    except Refusal as refusal:
+        module.fail_json(msg=str(refusal), error=refusal.document(), changed=False)
+        return
+    document = outcome.document()
+    for doubt in outcome.doubts:
+        module.warn(str(doubt))
+    if outcome.failure is None:
+        module.exit_json(**document)
+        return
+    module.fail_json(
+        msg=str(outcome.failure),
+        error=outcome.failure.document(),
+        blockers=[blocker.document() for blocker in outcome.plan.blockers],
+        failed_step=outcome.failed_step,
+        **document,
+    )
+
+
+def inform(module: Any, look: Callable[[Params], dict[str, Any]]) -> None:
+    """Run a read-only module: `look` returns its values."""
+    attend(module, lambda params, _once: (look(params), None))
+
+
+def attend(
+    module: Any, watch: Callable[[Params, bool], tuple[dict[str, Any], Refusal | None]]
+) -> None:
+    """Run a read-only module that waits for something; in check mode `watch` is to look once.
+
+    watch returns the module's values and why they are not what was waited for, or None. A failure
+    has the values too: they are its evidence.
+    """
+    try:
+        found, refusal = watch(module.params, module.check_mode)
+    except Refusal as invalid:
+        found, refusal = {}, invalid
+    if refusal is None:
+        module.exit_json(changed=False, **found)
+        return
+    module.fail_json(msg=str(refusal), error=refusal.document(), changed=False, **found)
+'''
+
+# sha256 a3872a44558a32f00c33c4996e8df73602a5cfc8ff8f5f9924809123df6f27f7
+SOURCES["core._command"] = r'''"""The one gate through which the collection runs programs on a host.
+
+Argument lists only, expected exit codes stated, locale fixed, always a time limit.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+
+# sbin is not on every login's PATH, and nvme, dnsmasq and ovs tools live there.
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+@dataclass(frozen=True)
+class Result:
+    rc: int
+    out: str
+    err: str
+
+
+def run(
+    argv: Sequence[str], *, ok: Sequence[int] = (0,), stdin: str | None = None, timeout: float = 60
+) -> Result:
+    """Run `argv` and return its output.
+
+    timeout: seconds. Raises Refusal `command_missing`, `command_timeout` (the effect is unknown) or
+    `command_failed` (exit code not in `ok`).
+    """
+    environment = {"PATH": _PATH, "LC_ALL": "C.UTF-8", "HOME": os.environ.get("HOME", "/root")}
+    shown = _host.shown(" ".join(argv))
+    try:
+        done = subprocess.run(
+            list(argv),
+            input=stdin,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout,
+            env=environment,
+            check=False,
+        )
+    except FileNotFoundError as missing:
+        raise Refusal(
+            "command_missing",
+            expected=f"the program {argv[0]} on this host",
+            found="no such program",
+            remedy="run the bootstrap playbook, which installs the packages of a slice host",
+        ) from missing
+    except subprocess.TimeoutExpired as late:
+        raise Refusal(
+            "command_timeout",
+            expected=f"`{shown}` to end within {timeout:g} s",
+            found="still running; it was killed and its effect is unknown",
+            remedy="look at the host before trying again",
+        ) from late
+    if done.returncode not in ok:
+        said = (done.stderr.strip() or done.stdout.strip() or "no output")[-2000:]
+        raise Refusal(
+            "command_failed",
+            expected=f"`{shown}` to exit with {' or '.join(map(str, ok))}",
+            found=f"exit {done.returncode}: {said}",
+            remedy="see the text of the program",
+        )
+    return Result(done.returncode, done.stdout, done.stderr)
+'''
+
+# sha256 20b93bec0d628ff33fc575542dcf01e402fce31e480fe12cbc628e3c2de80b31
+SOURCES["core._errors"] = r'''"""Refusals and blockers: why an act is not done, and what keeps a device from being used.
+
+A Refusal is the one error that modules raise on purpose: what was expected, what was found, and
+what to do. A blocker is a row of the discovery document.
+"""
+
+from __future__ import annotations
+
+Blocker = dict[str, str]
+
+
+def blocker(code: str, detail: str) -> Blocker:
+    return {"code": code, "detail": detail}
+
+
+class Refusal(Exception):
+    """An act that is not done, with a stable code.
+
+    code: snake_case, part of the contract; never reworded.
+    expected, found, remedy: plain text for the person who reads it at night.
+    """
+
+    def __init__(self, code: str, *, expected: str, found: str, remedy: str) -> None:
+        self.code = code
+        self.expected = expected
+        self.found = found
+        self.remedy = remedy
+        super().__init__(f"{code}: expected {expected}; found {found}; {remedy}")
+
+    def document(self) -> dict[str, str]:
+        return {
+            "code": self.code,
+            "expected": self.expected,
+            "found": self.found,
+            "remedy": self.remedy,
+        }
+'''
+
+# sha256 7446832b63a31637e794562b1210fab6655b6f78d75e848288fe91fa424dba44
+SOURCES["core._file_edits"] = r'''"""Files that the collection writes whole: how parity tells one that somebody edited.
+
+Wanted is what the present code would write, since that is what a repair writes; nothing has to be
+remembered for it, and a host that an older release set up otherwise is found too. The one exception
+is the code that the boot services were given, see `_boot_files`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import stat
+from collections.abc import Mapping
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+
+
+def unlike(path: str, text: str | None, mode: int | None = None) -> list[str]:
+    """Why a file is not what its role writes; [] when it is. text: None for one that must not be.
+
+    mode: what its mode must be, where a wrong one has consequences: a program that may not be run.
+    """
+    try:
+        found = _host.kept(path)
+    except Refusal as unreadable:
+        return [f"{unreadable.code}: {unreadable.found}"]
+    if text is None:
+        return [] if found is None else [f"{path} is there, and bootstrap writes none"]
+    if found is None:
+        return [f"{path} is missing"]
+    if found != text.strip():
+        return [f"{path} is not what bootstrap writes: {_difference(text.strip(), found)}"]
+    has = _host.path(path).stat().st_mode
+    if mode is not None and stat.S_IMODE(has) != mode:
+        return [f"{path} has mode {stat.S_IMODE(has):04o}, not {mode:04o}"]
+    return []
+
+
+def unlike_settings(path: str, wanted: Mapping[str, Any]) -> list[str]:
+    """The same for settings, which are data: their layout does not matter."""
+    try:
+        there = json.loads(_host.read(path) or "null")
+    except ValueError:
+        there = None
+    if there is None:
+        return [f"{path} is missing or unreadable"]
+    if there == wanted:
+        return []
+    kept = there if isinstance(there, dict) else {}
+    differing = [key for key in sorted({*wanted, *kept}) if kept.get(key) != wanted.get(key)]
+    return [f"{path} has another {', '.join(differing)} than the profile"]
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def digest_of(path: str) -> str:
+    """Of the file as it is; "" for one that is not there or cannot be read."""
+    try:
+        return digest(_host.path(path).read_bytes())
+    except OSError:
+        return ""
+
+
+def _difference(wanted: str, found: str) -> str:
+    """One line says which edit it was, and lets nobody read a whole foreign file in a report."""
+    rows, there = wanted.split("\n"), found.split("\n")
+    first = next((row for row in there if row not in rows), "")
+    lost = next((row for row in rows if row not in there), "")
+    return f"has {first!r}" if first else f"lacks {lost!r}" if lost else "has its lines otherwise"
+'''
+
+# sha256 400ec5fb991a68ccd52fa06242ff854e69f7e81b5d394f0a0593a3e52f2098fd
+SOURCES["core._host"] = r'''"""The host's file tree: one root for every path, one way to write a file."""
 
 from __future__ import annotations
 
@@ -2975,7 +3219,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
 # Tests point this at a recorded tree; on a host it is the real root.
 ROOT = Path("/")
@@ -3139,421 +3383,72 @@ def identity() -> dict[str, str]:
     }
 '''
 
-# sha256 2fcdf8eb38f5eed0d79e2318cf6afa52afc25b22959b9871b1c78357226cbc39
-SOURCES["_hugepages"] = r'''"""Pages of 1 GiB for the memory of guests: how many on which NUMA node, and what they leave.
+# sha256 765b6d280be877c44a6fff3b10308bf3579d448b4b454a29fc3f0dbc53f80044
+SOURCES["core._host_snapshot"] = r'''"""What the host was before it became a slice host, so that the way back restores exactly that.
 
-They are taken at boot, node by node, since later no node has that much memory in one piece.
-`hugepages=512` alone would spread them as the kernel likes, and 8 x 64 GiB out of 512 leave none.
+One file per subject, written at the subject's first run, before its first change, and forgotten
+once it is restored. A first run that finds nothing to change writes it too, and that counts as its
+change: without it, drift that is repaired months later would be remembered as what was before.
+The first word counts: a second bootstrap finds a host that is ours already.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
-
-from ansible_collections.gpuaas.slice.plugins.module_utils import _host
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
-
-PROFILE = "hugepages-1g"
-# Eight guests of 64 GiB. What is left on each node runs the host, QEMU itself and the page tables:
-# less, and the kernel ends processes of the host while guests start.
-PAGES = 512
-RESERVE_MIB = 16384
-
-_ASKED_IN = "the profile's tuning or GPUAAS_SLICE_TUNING, whichever names it"
-# The first kernel that understands `hugepages=<node>:<pages>`; an older one takes no page for it.
-_PER_NODE = (5, 16)
-_RELEASE = "/proc/sys/kernel/osrelease"
-_NODES = "/sys/devices/system/node"
-_PAGE_MIB = 1024
-
-
-@dataclass(frozen=True)
-class Asked:
-    """pages: on the whole host. reserve_mib: memory that every node keeps for the host."""
-
-    pages: int
-    reserve_mib: int
-
-
-def asked(profiles: Sequence[str], settings: Mapping[str, Any] | None) -> Asked | None:
-    """What the tuned profiles ask for; None when they ask for no pages."""
-    if PROFILE not in profiles:
-        return None
-    given = settings or {}
-    pages, reserve = given.get("pages"), given.get("reserve_mib")
-    return Asked(PAGES if pages is None else pages, RESERVE_MIB if reserve is None else reserve)
-
-
-def shares(wanted: Asked) -> dict[int, int]:
-    """Pages per node, as even as they go: guests are placed on the node of their GPU."""
-    nodes = sorted(_memory())
-    each, rest = divmod(wanted.pages, max(len(nodes), 1))
-    return {node: each + (place < rest) for place, node in enumerate(nodes)}
-
-
-def arguments(wanted: Asked | None) -> list[str]:
-    """Kernel arguments, in the order in which they must stand."""
-    if wanted is None:
-        return []
-    share = ",".join(f"{node}:{pages}" for node, pages in shares(wanted).items())
-    return ["default_hugepagesz=1G", "hugepagesz=1G", f"hugepages={share or wanted.pages}"]
-
-
-def refusals(wanted: Asked | None) -> list[Refusal]:
-    """Why this machine cannot give them."""
-    if wanted is None:
-        return []
-    found = []
-    if "pdpe1gb" not in (_host.read("/proc/cpuinfo") or "").split():
-        found.append(
-            Refusal(
-                "hugepages_unsupported",
-                expected="processors with pages of 1 GiB (pdpe1gb)",
-                found="no such flag in /proc/cpuinfo",
-                remedy=f"take {PROFILE} out of {_ASKED_IN}",
-            )
-        )
-    release = _host.read(_RELEASE) or ""
-    if _version(release) < _PER_NODE:
-        found.append(
-            Refusal(
-                "hugepages_unsupported",
-                expected="a kernel that shares pages out by node (5.16 or newer)",
-                found=f"Linux {release}" if release else f"no release in {_RELEASE}",
-                remedy="boot a newer kernel (Ubuntu 22.04: linux-generic-hwe-22.04), or take"
-                f" {PROFILE} out of {_ASKED_IN}",
-            )
-        )
-    memory = _memory()
-    for node, pages in shares(wanted).items():
-        left = memory[node] - pages * _PAGE_MIB
-        if left < wanted.reserve_mib:
-            found.append(
-                Refusal(
-                    "hugepages_leave_no_reserve",
-                    expected=f"{wanted.reserve_mib} MiB of node {node} left for the host",
-                    found=f"{pages} pages of 1 GiB leave {left} of {memory[node]} MiB",
-                    remedy="lower hugepages_1g.pages in the hardware profile",
-                )
-            )
-    return found
-
-
-def problems(wanted: Asked) -> list[str]:
-    """What the running kernel does not give, node by node; [] when it gives all."""
-    return [
-        f"node {node} has {have(node)} pages of 1 GiB, not {pages}"
-        for node, pages in shares(wanted).items()
-        if have(node) < pages
-    ]
-
-
-def have(node: int) -> int:
-    """Pages of 1 GiB that the node has now, in use or free."""
-    pages = f"{_NODES}/node{node}/hugepages/hugepages-1048576kB/nr_hugepages"
-    return int(_host.read(pages) or 0)
-
-
-def _version(release: str) -> tuple[int, int]:
-    """Of `6.8.0-51-generic` 6 and 8; one that says nothing we know counts as old."""
-    match = re.match(r"(\d+)\.(\d+)", release)
-    return (int(match[1]), int(match[2])) if match else (0, 0)
-
-
-def _memory() -> dict[int, int]:
-    """MiB by NUMA node. A node without memory of its own gives no pages."""
-    found = {}
-    for folder in _host.path(_NODES).glob("node[0-9]*"):
-        for row in (_host.read(f"{_NODES}/{folder.name}/meminfo") or "").splitlines():
-            words = row.split()
-            if words[2:3] == ["MemTotal:"] and int(words[3]):
-                found[int(folder.name[4:])] = int(words[3]) // 1024
-    return found
-'''
-
-# sha256 3bcacaae7783744b072c75491629fc99e4a4f3db74dcaf6eb7d70d757b54aa8e
-SOURCES["_idle"] = r'''"""Who would be cut off if this machine were restarted now: asked right before every restart."""
-
-from __future__ import annotations
-
-import itertools
-
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _host,
-    _lease,
-    _libvirt,
-    _tenancy,
-)
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
-
-# Not qemu-img or qemu-nbd, which have no guest.
-_MACHINES = ("qemu-system", "qemu-kvm")
-
-
-def refusals() -> list[Refusal]:
-    """Why the machine must not be restarted; [] when it is nobody's.
-
-    A leased slot counts without a running machine: it is between two steps of its provision, or its
-    guest has shut itself down and comes back.
-    """
-    try:
-        found = [*_running(), *_leased()]
-    except Refusal as unreadable:
-        return [unreadable]
-    if not found:
-        return []
-    return [
-        Refusal(
-            "host_in_use",
-            expected="a host on which no virtual machine runs and of which nothing is leased",
-            found=", ".join(found),
-            remedy="drain the node and release what is on it, then ask again",
-        )
-    ]
-
-
-def _running() -> list[str]:
-    """Machines under QEMU, also ones that libvirt has lost or that are nobody's slice."""
-    programs = sorted(_libvirt.processes("").items())
-    return [
-        f"{program} {pid}"
-        for pid, program in programs
-        if program.startswith(_MACHINES) and not _probe(pid)
-    ]
-
-
-def _probe(pid: int) -> bool:
-    """Whether this QEMU is only asked by libvirt what it can do: it has no machine at all."""
-    arguments = (_host.read(f"/proc/{pid}/cmdline") or "").split("\0")
-    given = [
-        value.split(",")[0].removeprefix("type=")
-        for option, value in itertools.pairwise(arguments)
-        if option in ("-machine", "--machine", "-M")
-    ]
-    return bool(given) and set(given) == {"none"}
-
-
-def _leased() -> list[str]:
-    slots = [entry for entry in _lease.entries() if entry.slot_id != _lease.MACHINE]
-    return [
-        *(f"the whole machine {taken.found}" for taken in _tenancy.refusals()),
-        *(f"{slot.slot_id} leased by {slot.allocation_id}" for slot in slots if slot.allocation_id),
-    ]
-'''
-
-# sha256 2c54371fa9a701872e43d7bd66896264d985b19816e97f31e9787a9b0f50be23
-SOURCES["_ipoib"] = r'''"""The host's own address on the InfiniBand fabric, kept by netplan. Not yet run on hardware."""
-
-from __future__ import annotations
-
-import ipaddress
 import json
-import re
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _before,
-    _change,
-    _command,
-    _host,
-    _netplan,
-    _topology_network,
-)
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host
 
-FILE = "/etc/netplan/60-ipoib.yaml"
-RECORD = "ipoib"
-MARKER = "# Written by the gpuaas.slice collection; changed by its playbooks only."
-
-_INTERFACE = re.compile(r"[a-z][a-z0-9]{0,14}")
-# networkd configures a link after `netplan apply` has ended.
-_SETTLES_S = 30.0
-
-Params = Mapping[str, Any]
+FOLDER = f"{_host.STATE_DIRECTORY}/before"
+REMEMBER, FORGET = "remember_before", "forget_before"
+STEPS = (REMEMBER, FORGET)
+# The subject whose record says which packages were installed for slices.
+PACKAGES = "packages"
 
 
-@dataclass(frozen=True)
-class State:
-    """before: the site's own file that ours replaced, if any; None when nothing was remembered.
-
-    refused: what netplan says against the file that is to be written, "" for nothing. missing: what
-    the host itself lacks of address and route. there: whether it has the interface.
-    """
-
-    text: str | None
-    before: Mapping[str, Any] | None
-    refused: str = ""
-    missing: tuple[str, ...] = ()
-    there: bool = True
-
-    @property
-    def ours(self) -> bool:
-        return (self.text or "").startswith(MARKER)
+def file_of(subject: str) -> str:
+    return f"{FOLDER}/{subject}.json"
 
 
-def observe(params: Params) -> State:
-    written, before = _host.kept(FILE), _before.recalled(RECORD)
-    # What is unsafe is not even shown to netplan.
-    if params.get("state") == "absent" or _unsafe(params):
-        return State(written, before)
-    wanted = text(params)
-    refused = _netplan.judge(FILE, wanted).refused if written != wanted.strip() else ""
-    interface = _topology_network.interfaces().get(params["interface"])
-    return State(written, before, refused, _missing(params, interface), interface is not None)
+def recalled(subject: str) -> dict[str, Any] | None:
+    """What was remembered of the subject; None when nothing ever was."""
+    return _host.document(
+        file_of(subject),
+        code="before_unreadable",
+        remedy="write down there by hand what the host was before, or remove the file: "
+        "the way back then takes the host for a freshly deployed one",
+    )
 
 
-def plan(params: Params, state: State) -> _change.Plan:
-    if params.get("state") == "absent":
-        return _change.Plan(tuple(_back(state)))
-    blockers = (*_unsafe(params), *_impossible(params, state))
-    if blockers:
-        return _change.Plan(blockers=blockers)
-    wanted, steps = text(params), []
-    if state.before is None:
-        # No file is remembered too: one that somebody puts over ours later is not the site's own.
-        was = None if state.ours else state.text
-        steps += _before.remembering(RECORD, None, {"text": was})
-    different = state.text != wanted.strip()
-    if different:
-        steps.append(_change.Step("write_netplan", FILE, state.text, wanted))
-    # The file proves nothing: an apply that failed leaves it as it should be.
-    if different or state.missing:
-        lacking = f"without {', '.join(state.missing)}" if state.missing else "another file"
-        steps.append(_change.Step("apply_netplan", params["interface"], lacking, "as the file"))
-    return _change.Plan(tuple(steps))
+def remembering(
+    subject: str, known: Mapping[str, Any] | None, new: Mapping[str, Any]
+) -> list[_change.Step]:
+    """A step that adds what is not known yet; [] when all of it is."""
+    added = {key: value for key, value in new.items() if key not in (known or {})}
+    if known is not None and not added:
+        return []
+    after = {**added, **(known or {})}
+    return [_change.Step(REMEMBER, file_of(subject), dict(known) if known else None, after)]
 
 
-def _back(state: State) -> list[_change.Step]:
-    steps = []
-    if state.ours:
-        was = (state.before or {}).get("text")
-        name = "remove_netplan" if was is None else "write_netplan"
-        steps.append(_change.Step(name, FILE, state.text, None if was is None else f"{was}\n"))
-    # As long as something is remembered, the way back has not been applied to its end.
-    if state.ours or state.before is not None:
-        steps.append(_change.Step("apply_netplan", "netplan", "ours", "the site's"))
-    return [*steps, *_before.forgetting(RECORD, state.before)]
+def forgetting(subject: str, known: Mapping[str, Any] | None) -> list[_change.Step]:
+    """The last step of a way back."""
+    if known is None:
+        return []
+    return [_change.Step(FORGET, file_of(subject), dict(known), None)]
 
 
-def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
-    if step.name in _before.STEPS:
-        _before.apply(step)
-    elif step.name == "remove_netplan":
-        _host.remove(FILE)
-    elif step.name == "write_netplan":
-        # netplan warns about files that others can read.
-        _host.write(FILE, step.after, 0o600)
+def apply(step: _change.Step) -> None:
+    """Do one of STEPS."""
+    if step.name == REMEMBER:
+        _host.write(step.subject, json.dumps(step.after, indent=2, sort_keys=True) + "\n")
     else:
-        _command.run(["netplan", "apply"], timeout=120)
-        if params.get("state") != "absent":
-            _await_live(params)
-    return None
-
-
-def _await_live(params: Params) -> None:
-    end = time.monotonic() + _SETTLES_S
-    while missing := _missing(params, _topology_network.interfaces().get(params["interface"])):
-        if time.monotonic() > end:
-            raise Refusal(
-                "ipoib_not_live",
-                expected=f"{params['interface']} to have {', '.join(missing)}",
-                found=f"still not {_SETTLES_S:g} s after `netplan apply`",
-                remedy="look at `networkctl status` and at the link; the file is written",
-            )
-        time.sleep(0.5)
-
-
-def _missing(params: Params, found: _topology_network.Interface | None) -> tuple[str, ...]:
-    lacking = []
-    address, route = params["address"], params["route"]
-    if found is None or address not in found.addresses:
-        lacking.append(f"address {address}")
-    ways = _topology_network.ways(route) if route else []
-    if route and not any({*way} == {params["interface"]} for way in ways):
-        lacking.append(f"route {route}")
-    return tuple(lacking)
-
-
-SUBJECT = _change.Subject(observe, plan, apply)
-
-
-def text(params: Params) -> str:
-    """netplan's document; JSON strings are YAML strings too."""
-    rows = [
-        MARKER,
-        "network:",
-        "  version: 2",
-        "  ethernets:",
-        f"    {json.dumps(params['interface'])}:",
-        f"      addresses: [{json.dumps(params['address'])}]",
-    ]
-    if params["route"]:
-        rows += ["      routes:", f"        - to: {json.dumps(params['route'])}"]
-        rows.append("          scope: link")
-    return "\n".join(rows) + "\n"
-
-
-def _unsafe(params: Params) -> list[Refusal]:
-    problems = []
-    if not _INTERFACE.fullmatch(params["interface"]):
-        problems.append(f"interface {params['interface']!r}")
-    for name, parse in (("address", _address), ("route", ipaddress.IPv4Network)):
-        try:
-            if params[name] or name == "address":
-                parse(params[name])
-        except ValueError:
-            problems.append(f"{name} {params[name]!r}")
-    return [
-        Refusal(
-            "ipoib_invalid",
-            expected="an interface, an IPv4 address with prefix length, a subnet to route or none",
-            found=problem,
-            remedy="correct fabric_interface and fabric_address of the node, or fabric.route of"
-            " the profile",
-        )
-        for problem in problems
-    ]
-
-
-def _address(text: str) -> None:
-    """Without a prefix length netplan refuses it, and the host would be alone on its fabric."""
-    if "/" not in text:
-        raise ValueError(text)
-    ipaddress.IPv4Interface(text)
-
-
-def _impossible(params: Params, state: State) -> list[Refusal]:
-    found = []
-    if state.refused:
-        found.append(
-            Refusal(
-                "netplan_refused",
-                expected=f"netplan to take {FILE} together with the site's own files",
-                found=state.refused,
-                remedy="correct the values, or the site's file that contradicts them; nothing was"
-                " written",
-            )
-        )
-    if not state.there:
-        found.append(
-            Refusal(
-                "ipoib_interface_missing",
-                expected=f"an interface {params['interface']} on this host",
-                found="no such interface",
-                remedy="correct fabric_interface of the node, or look at the card and at ib_ipoib",
-            )
-        )
-    return found
+        _host.remove(step.subject)
 '''
 
-# sha256 808eb41eb0c8d47077c199d49c387521ebaca8cc7a44198284e6e9a45995deda
-SOURCES["_lease"] = r'''"""The host's own ledger: per slot the highest fence seen, its holder, whether its disk is dirty.
+# sha256 d8fb88dd01edfed75bd7428e0c5b008784690123564b98b3002fca9f33a1678d
+SOURCES["core._ledger"] = r'''"""The host's own ledger: per slot the highest fence seen, its holder, whether its disk is dirty.
 
 One JSON file per slot under /var/lib/gpuaas/ledger, replaced atomically and synced, so that it
 survives power loss. It is what lets a host refuse a controller that lost its claim (I10), and what
@@ -3568,8 +3463,8 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils import _host
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
 DIRECTORY = f"{_host.STATE_DIRECTORY}/ledger"
 
@@ -3804,295 +3699,8 @@ def _save(entry: Entry) -> Entry:
     return entry
 '''
 
-# sha256 2a36314129c87db7cb9dd65d76e509ed907353403e647c19d38d6c870dd400dd
-SOURCES["_libvirt"] = r'''"""Libvirt's system daemon through virsh: which domains there are, and the acts on one of them."""
-
-from __future__ import annotations
-
-import time
-from dataclasses import dataclass
-from pathlib import PurePosixPath
-
-from ansible_collections.gpuaas.slice.plugins.module_utils import _command, _host
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
-
-# libvirt's virDomainState, by number.
-STATES = (
-    "no state",
-    "running",
-    "blocked",
-    "paused",
-    "in shutdown",
-    "shut off",
-    "crashed",
-    "suspended",
-)
-ACTIVE = frozenset({"running", "blocked", "paused", "in shutdown", "suspended"})
-
-# virDomainPausedReason: by a user's word (also `start --paused`), and while starting up. Only these
-# may be resumed; the others (a disk error, a watchdog) say that something is wrong.
-PAUSED_ON_PURPOSE = frozenset({1, 11})
-
-_RESEND_SECONDS = 15
-
-
-@dataclass(frozen=True)
-class State:
-    """A domain's state in words, and libvirt's number for the reason of it."""
-
-    name: str
-    reason: int = 0
-
-    @property
-    def active(self) -> bool:
-        """Whether QEMU runs for it."""
-        return self.name in ACTIVE
-
-
-def states() -> dict[str, State]:
-    """Every domain of this host, defined or running, by name."""
-    # --nowait: a QEMU that does not answer its monitor must not hang the look at the others.
-    out = _virsh("domstats", "--state", "--nowait").out
-    found: dict[str, State] = {}
-    name, values = "", {"state": 0, "reason": 0}
-    for line in [*out.splitlines(), "Domain: ''"]:
-        text = line.strip()
-        if text.startswith("Domain: "):
-            if name:
-                found[name] = State(_word(values["state"]), values["reason"])
-            name, values = text[len("Domain: ") :].strip("'"), {"state": 0, "reason": 0}
-        key, _sep, value = text.partition("=")
-        if key.startswith("state.") and value.lstrip("-").isdigit():
-            values[key.removeprefix("state.")] = int(value)
-    return found
-
-
-def domains() -> dict[str, str]:
-    """Every domain and its state in words."""
-    return {name: state.name for name, state in states().items()}
-
-
-def definition(name: str) -> str:
-    """The persistent definition of a domain that exists."""
-    return _virsh("dumpxml", "--inactive", name).out
-
-
-def define(xml: str) -> None:
-    """Define a domain, checked against libvirt's schema; replaces one of the same name."""
-    _virsh("define", "--validate", "/dev/stdin", stdin=xml)
-
-
-def start_paused(name: str, *, timeout: float) -> None:
-    """Start with the virtual CPUs stopped, so that the port can be guarded before a guest runs."""
-    _virsh("start", name, "--paused", timeout=timeout)
-
-
-def resume(name: str) -> None:
-    _virsh("resume", name)
-
-
-def shut_down(name: str, *, deadline: float) -> bool:
-    """Ask the guest to power off and wait; False when it has not within `deadline` seconds."""
-    end = time.monotonic() + deadline
-    asked = 0.0
-    while time.monotonic() < end:
-        if not states().get(name, State("shut off")).active:
-            return True
-        # A guest that is still booting ignores the first request.
-        if asked == 0.0 or time.monotonic() - asked > _RESEND_SECONDS:
-            # It may end between look and request, which virsh answers with 1.
-            _virsh("shutdown", name, ok=(0, 1))
-            asked = time.monotonic()
-        time.sleep(1)
-    return not states().get(name, State("shut off")).active
-
-
-def destroy(name: str, *, deadline: float = 60) -> None:
-    """Take the power away; asked again, since unpinning a large guest's memory takes its time."""
-    end = time.monotonic() + deadline
-    while True:
-        _virsh("destroy", name, ok=(0, 1))
-        if not states().get(name, State("shut off")).active:
-            return
-        if time.monotonic() > end:
-            raise Refusal(
-                "domain_not_stopped",
-                expected=f"{name} to be off {deadline:g} s after its power was taken",
-                found="libvirt still reports it active",
-                remedy="look at its QEMU process and the kernel log; do not wipe its disk",
-            )
-        time.sleep(2)
-
-
-def undefine(name: str, *, attempts: int = 3) -> None:
-    """Remove the definition, with the NVRAM file when it names one."""
-    uefi = "<nvram" in definition(name)
-    options = ("--nvram",) if uefi else ()
-    for attempt in range(attempts):
-        last = attempt == attempts - 1
-        done = _virsh("undefine", name, *options, ok=(0,) if last else (0, 1))
-        if done.rc == 0:
-            return
-        time.sleep(2)
-
-
-def qemu_pid(name: str) -> int | None:
-    """The process libvirt started for an active domain."""
-    text = _host.read(f"/run/libvirt/qemu/{name}.pid")
-    return int(text) if text and text.isdigit() and _alive(int(text)) else None
-
-
-def processes(marker: str) -> dict[int, str]:
-    """Processes whose program is a QEMU and whose arguments contain `marker`, also ones that
-    libvirt has lost: by pid, their program."""
-    found: dict[int, str] = {}
-    for folder in _host.path("/proc").glob("[0-9]*"):
-        try:
-            arguments = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
-        except OSError:
-            continue  # it ended while we looked
-        program = PurePosixPath(arguments[0]).name
-        if program.startswith("qemu") and any(marker in argument for argument in arguments):
-            found[int(folder.name)] = program
-    return found
-
-
-def _alive(pid: int) -> bool:
-    return _host.path(f"/proc/{pid}").is_dir()
-
-
-def _word(number: int) -> str:
-    return STATES[number] if 0 <= number < len(STATES) else f"state {number}"
-
-
-def _virsh(
-    *arguments: str, ok: tuple[int, ...] = (0,), stdin: str | None = None, timeout: float = 180
-) -> _command.Result:
-    """A wide limit: libvirtd ends when idle, and once started it first asks QEMU what it can do."""
-    argv = ["virsh", "--connect", "qemu:///system", *arguments]
-    return _command.run(argv, ok=ok, stdin=stdin, timeout=timeout)
-'''
-
-# sha256 612a046f94318e8bbc17d002f6d04b09c5f41075e989104b97e9483e7d93fee1
-SOURCES["_libvirt_host"] = r'''"""libvirt, answering now and after a reboot, with its directory open to QEMU's own user.
-
-On the way back libvirt becomes what it was before; where nothing was remembered it is left alone.
-"""
-
-from __future__ import annotations
-
-import stat
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _before,
-    _boot,
-    _change,
-    _command,
-    _host,
-    _packages,
-)
-
-RECORD = "libvirt"
-
-# The daemon ends by itself when idle; the socket is what must always be there.
-_DAEMON, _SOCKET = "libvirtd.service", "libvirtd.socket"
-# Any of them starts the daemon again.
-_SOCKETS = (_SOCKET, "libvirtd-ro.socket", "libvirtd-admin.socket")
-_OPEN = 0o755
-
-Params = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class State:
-    """mode: of the directory, None when it is missing. before: None when nothing was remembered."""
-
-    mode: int | None
-    daemon: _boot.Service
-    socket: _boot.Service
-    before: Mapping[str, Any] | None
-
-
-def observe(params: Params) -> State:
-    folder = _host.path(params["directory"])
-    services = _boot.services([_DAEMON, _SOCKET])
-    return State(
-        mode=stat.S_IMODE(folder.stat().st_mode) if folder.is_dir() else None,
-        daemon=services[_DAEMON],
-        socket=services[_SOCKET],
-        before=_before.recalled(RECORD),
-    )
-
-
-def plan(params: Params, state: State) -> _change.Plan:
-    if params.get("state") == "absent":
-        return _change.Plan(tuple(_back(params, state)))
-    # Also when nothing else is to do: a later repair would take drift for what was before.
-    record = [] if state.before is not None else _before.remembering(RECORD, None, _was(state))
-    return _change.Plan((*record, *_steps(params, state)))
-
-
-def _steps(params: Params, state: State) -> list[_change.Step]:
-    steps = []
-    if state.mode != _OPEN:
-        before = None if state.mode is None else f"{state.mode:04o}"
-        steps.append(_change.Step("open_directory", params["directory"], before, f"{_OPEN:04o}"))
-    if not state.daemon.enabled:
-        steps.append(_change.Step("enable_libvirt", _DAEMON, "disabled", "enabled"))
-    if not (state.socket.active and state.socket.enabled):
-        steps.append(_change.Step("start_socket", _SOCKET, "inactive", "active at every boot"))
-    return steps
-
-
-def _back(params: Params, state: State) -> list[_change.Step]:
-    was, steps = state.before, []
-    if was is None:
-        return []
-    running = state.socket.active or state.socket.enabled or state.daemon.enabled
-    if not (was["socket"] or was["daemon"]) and running:
-        steps.append(_change.Step("stop_libvirt", _DAEMON, "active at every boot", "stopped"))
-    mode = None if state.mode is None else f"{state.mode:04o}"
-    if was["mode"] and mode and was["mode"] != mode:
-        steps.append(_change.Step("close_directory", params["directory"], mode, was["mode"]))
-    return [*steps, *_before.forgetting(RECORD, was)]
-
-
-def _was(state: State) -> dict[str, Any]:
-    """libvirt before us; one that came with our packages was not there."""
-    ours = "libvirt-daemon-system" in (_before.recalled(_packages.RECORD) or {})
-    return {
-        "mode": None if state.mode is None or ours else f"{state.mode:04o}",
-        "daemon": state.daemon.enabled and not ours,
-        "socket": (state.socket.enabled or state.socket.active) and not ours,
-    }
-
-
-def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
-    if step.name in _before.STEPS:
-        _before.apply(step)
-    elif step.name == "stop_libvirt":
-        _command.run(["systemctl", "disable", "--now", *_SOCKETS, _DAEMON], timeout=120)
-    elif step.name == "close_directory":
-        _host.path(params["directory"]).chmod(int(step.after, 8))
-    elif step.name == "open_directory":
-        folder = _host.path(params["directory"])
-        folder.mkdir(parents=True, exist_ok=True)
-        folder.chmod(_OPEN)
-    elif step.name == "enable_libvirt":
-        _command.run(["systemctl", "enable", _DAEMON])
-    else:
-        _command.run(["systemctl", "enable", "--now", _SOCKET])
-    return None
-
-
-SUBJECT = _change.Subject(observe, plan, apply)
-'''
-
 # sha256 645fb7aaabfc9a6441e1a4424787eda6c0a24aa639ae4ea3fa4bc4b7349e27e0
-SOURCES["_marked"] = r'''"""Our part of a file of the site's: some lines between two marks, at the file's end."""
+SOURCES["core._managed_block"] = r'''"""Our part of a file of the site's: some lines between two marks, at the file's end."""
 
 from __future__ import annotations
 
@@ -4129,520 +3737,8 @@ def joined(text: str, ours: str) -> str:
     return site + ("\n" if site and not site.endswith("\n") else "") + ours
 '''
 
-# sha256 0353d0ebec9d20de3f64e38efea4f799f13ec875f32b11393a88a989f3d5db2a
-SOURCES["_netplan"] = r'''"""What netplan makes of the host's files: whether it takes them, and which link gets which address.
-
-It is asked, on a copy of the files. What a text in YAML means is read from what its generator makes
-of it, for networkd and NetworkManager: hosts need not have a YAML parser for our Python.
-"""
-
-from __future__ import annotations
-
-import fnmatch
-import re
-import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-
-from ansible_collections.gpuaas.slice.plugins.module_utils import _command, _host
-
-# Where netplan looks; a file of a later folder hides one of the same name in an earlier one.
-_FOLDERS = ("/lib/netplan", "/etc/netplan", "/run/netplan")
-_GENERATED = (
-    "run/systemd/network/*.network",
-    "run/NetworkManager/system-connections/*.nmconnection",
-)
-_NAMES = {("Match", "Name"), ("connection", "interface-name"), ("match", "interface-name")}
-_MACS = {
-    ("Match", "MACAddress"),
-    ("Match", "PermanentMACAddress"),
-    ("ethernet", "mac-address"),
-    ("infiniband", "mac-address"),
-}
-_NUMBERED = re.compile(r"address[0-9]+")
-
-
-@dataclass(frozen=True)
-class Link:
-    """names: patterns of the names that its interface may have. macs: or what it is known by."""
-
-    names: tuple[str, ...]
-    macs: tuple[str, ...]
-    addresses: tuple[str, ...]
-
-    def is_of(self, interface: str) -> bool:
-        if self.names:
-            return any(fnmatch.fnmatchcase(interface, name) for name in self.names)
-        mac = _host.read(f"/sys/class/net/{interface}/address") or ""
-        return mac.lower() in self.macs if self.macs else True
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """refused: what netplan says against the files, "" for nothing."""
-
-    refused: str
-    links: tuple[Link, ...]
-
-
-def judge(path: str = "", text: str = "") -> Judgement:
-    """All of the host's files together; with `text` in place of the one at `path`, if given."""
-    with tempfile.TemporaryDirectory(prefix="gpuaas-netplan-") as root:
-        for folder in _FOLDERS:
-            for file in sorted(_host.path(folder).glob("*.yaml")):
-                content = _host.content(f"{folder}/{file.name}")
-                if content is not None:
-                    _place(root, f"{folder}/{file.name}", content)
-        if path:
-            _place(root, path, text.encode())
-        tried = _command.run(["netplan", "generate", "--root-dir", root], ok=range(256))
-        if tried.rc:
-            said = (tried.err.strip() or tried.out.strip() or "no output").replace(root, "")
-            return Judgement(said[-2000:], ())
-        made = [file for pattern in _GENERATED for file in sorted(Path(root).glob(pattern))]
-        return Judgement("", tuple(_link(file.read_text(errors="replace")) for file in made))
-
-
-def _place(root: str, path: str, content: bytes) -> None:
-    target = Path(root, path.lstrip("/"))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_bytes(content)
-    # netplan warns about files that others can read.
-    target.chmod(0o600)
-
-
-def _link(text: str) -> Link:
-    names, macs, addresses = [], [], []
-    for section, key, value in _settings(text):
-        if (section, key) in _NAMES:
-            # networkd parts patterns by spaces, NetworkManager by semicolons.
-            names += value.replace(";", " ").split()
-        elif (section, key) in _MACS:
-            macs += value.lower().split()
-        elif (section, key) in (("Network", "Address"), ("Address", "Address")):
-            addresses.append(value)
-        elif section in ("ipv4", "ipv6") and _NUMBERED.fullmatch(key):
-            # A gateway may follow.
-            addresses.append(value.partition(",")[0])
-    return Link(tuple(names), tuple(macs), tuple(addresses))
-
-
-def _settings(text: str) -> Iterator[tuple[str, str, str]]:
-    section = ""
-    for row in text.splitlines():
-        key, found, value = row.partition("=")
-        if row.startswith("["):
-            section = row.strip("[] ")
-        elif found and not row.startswith("#"):
-            yield section, key.strip(), value.strip()
-'''
-
-# sha256 1582d7d790728b66f3f6d20ecdb1cd6df2f0d5c0310d8fba39a58466c6c1f9f1
-SOURCES["_network_files"] = r'''"""The files of the network baseline: what bootstrap writes, and what parity finds edited.
-
-One rendering serves both. Apart from `_baseline`, whose other needs take seconds to load on a host.
-"""
-
-from __future__ import annotations
-
-import ipaddress
-from collections.abc import Mapping
-from typing import Any
-
-from ansible_collections.gpuaas.slice.plugins.module_utils import _boot_units, _host
-
-DNSMASQ = "/etc/dnsmasq.d/gpuaas-slice.conf"
-RESERVATIONS = f"{_host.STATE_DIRECTORY}/dnsmasq/hosts.d"
-LEASES = "/var/lib/misc/dnsmasq.leases"
-SYSCTL = "/etc/sysctl.d/60-gpuaas-slice.conf"
-# What the service goes by at boot.
-SETTINGS = _boot_units.NETWORK.settings_path
-
-# What Debian's service leaves out of the folder.
-_IGNORED = (".dpkg-dist", ".dpkg-old", ".dpkg-new")
-
-# Parity's guest, which asks for a lease that it never takes. Locally administered, outside every
-# profile's MAC prefix.
-PROBE_MAC = "02:67:73:70:72:62"
-
-FORWARDING = "net.ipv4.ip_forward = 1\n"
-
-Network = Mapping[str, Any]
-
-
-def settings(network: Network) -> dict[str, Any]:
-    """What of a profile's network the boot service is told."""
-    named = {key: network[key] for key in ("bridge", "address", "subnet")}
-    return {**named, "tmfifo": bool(network.get("tmfifo"))}
-
-
-def probe_address(subnet: str) -> str:
-    """The subnet's last usable address: slots are numbered from its beginning."""
-    return str(ipaddress.IPv4Network(subnet).broadcast_address - 1)
-
-
-def dnsmasq(network: Network) -> str:
-    """dnsmasq's configuration: the slice subnet and nothing else of the host."""
-    subnet = ipaddress.IPv4Network(network["subnet"])
-    own = ipaddress.IPv4Interface(network["address"]).ip
-    return "\n".join(
-        [
-            "# Written by the gpuaas.slice collection; changed by its playbooks only.",
-            f"interface={network['bridge']}",
-            "except-interface=lo",
-            # The host has resolvers of its own.
-            _binding(),
-            "domain-needed",
-            "bogus-priv",
-            # static: only reserved hosts get an address, so a flood of requests takes none.
-            f"dhcp-range={subnet.network_address},static,{subnet.netmask},12h",
-            "dhcp-ignore=tag:!known",
-            "dhcp-authoritative",
-            f"dhcp-host={PROBE_MAC},id:*,{probe_address(network['subnet'])}",
-            f"dhcp-option=option:router,{own}",
-            f"dhcp-option=option:dns-server,{own}",
-            f"dhcp-hostsdir={RESERVATIONS}",
-            f"dhcp-leasefile={LEASES}",
-            "",
-        ]
-    )
-
-
-def _binding() -> str:
-    """How dnsmasq takes addresses: so that the bridge may come later than it, unless another file
-    has decided. Ubuntu's libvirt puts a link there that says `bind-interfaces`, and again at each
-    of its upgrades; with both words dnsmasq does not start, and `--test` does not notice.
-    """
-    folder = _host.path("/etc/dnsmasq.d")
-    names = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
-    others = [f"/etc/dnsmasq.d/{name}" for name in names if not name.endswith(_IGNORED)]
-    for path in ("/etc/dnsmasq.conf", *others):
-        # dnsmasq passes over folders too.
-        told = "" if path == DNSMASQ or _host.path(path).is_dir() else _host.kept(path)
-        lines = (told or "").splitlines()
-        if "bind-interfaces" in (line.split("#")[0].strip() for line in lines):
-            return "bind-interfaces"
-    return "bind-dynamic"
-'''
-
-# sha256 d69a6a1ea1d692994cd0df78cab80352a2a8c156a8ea6b77addf445528294b1d
-SOURCES["_packages"] = r'''"""Packages of a slice host: one question to dpkg, and apt only for what is missing.
-
-Those that a host can do without are installed where its apt has them, and named where it has not.
-One that apt has and cannot install is a doubt, and stops nothing either.
-"""
-
-from __future__ import annotations
-
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
-
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _apt,
-    _before,
-    _change,
-    _command,
-)
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
-
-RECORD = "packages"
-
-# What the modules of the collection call on a slice host, and what a slice VM runs on.
-REQUIRED = (
-    "conntrack",
-    "dnsmasq",
-    "dnsmasq-utils",
-    "genisoimage",
-    "gpg",
-    "iproute2",
-    "iptables",
-    "libvirt-clients",
-    "libvirt-daemon-system",
-    "nvme-cli",
-    "openvswitch-switch",
-    "ovmf",
-    "qemu-system-x86",
-    "qemu-utils",
-    "rdma-core",
-    "zstd",
-)
-
-_NAME = re.compile(r"[a-z0-9][a-z0-9+.-]+")
-
-Params = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class State:
-    """offered: optional ones that are not installed, and that apt could install."""
-
-    installed: frozenset[str]
-    offered: frozenset[str] = frozenset()
-
-
-def observe(params: Params) -> State:
-    wanted = [*params["packages"], *_optional(params)]
-    if not wanted or _unsafe(wanted):
-        return State(frozenset())
-    installed = _installed(wanted)
-    return State(installed, _apt.offered([n for n in _optional(params) if n not in installed]))
-
-
-def plan(params: Params, state: State) -> _change.Plan:
-    optional = _optional(params)
-    bad = _unsafe([*params["packages"], *optional])
-    if bad:
-        refusal = Refusal(
-            "package_invalid",
-            expected="names of packages",
-            found=", ".join(map(repr, bad)),
-            remedy="correct the list of packages",
-        )
-        return _change.Plan(blockers=(refusal,))
-    steps = []
-    missing = [name for name in params["packages"] if name not in state.installed]
-    if missing:
-        steps.append(_change.Step("install_packages", "packages", [], missing))
-    # Where apt's lists are read anew anyway they may offer more than those of now.
-    sought = [
-        name
-        for name in optional
-        if name not in state.installed and (missing or name in state.offered)
-    ]
-    if sought:
-        # apt may have one and be unable to install it: it is held, or what it needs is broken.
-        steps.append(_change.Step("install_optional", "optional packages", [], sought, soft=True))
-    return _change.Plan(tuple(steps))
-
-
-def apply(_params: Params, step: _change.Step) -> dict[str, Any] | None:
-    _apt.run("update")
-    if step.name == "install_packages":
-        install(step.after)
-        return {"installed": step.after}
-    offered = _apt.offered(step.after)
-    names = [name for name in step.after if name in offered]
-    if names:
-        try:
-            _get(names)
-        finally:
-            # Only what came: the way back would take the service of any other for one of ours. Some
-            # may have come before apt failed.
-            _remember(sorted(_installed(names)))
-    return {"installed": names, "unavailable": [n for n in step.after if n not in offered]}
-
-
-def install(names: Sequence[str], *, settings: Sequence[str] = ()) -> None:
-    """Have apt install them, by lists that were read anew. settings: apt's own."""
-    _remember(names)
-    _get(names, settings)
-
-
-def facts(params: Params, state: State) -> dict[str, Any]:
-    there = state.installed | state.offered
-    return {
-        "installed": sorted(state.installed),
-        "unavailable": sorted(name for name in _optional(params) if name not in there),
-    }
-
-
-SUBJECT = _change.Subject(observe, plan, apply, facts)
-
-
-def _get(names: Sequence[str], settings: Sequence[str] = ()) -> None:
-    words = ["install", "--yes", "--no-install-recommends", "--", *names]
-    _apt.run(*words, settings=settings)
-
-
-def _remember(names: Iterable[str]) -> None:
-    """A service that came with a package of ours was not there before; the way back asks."""
-    new = dict.fromkeys(names, "installed")
-    if not new:
-        return
-    for remember in _before.remembering(RECORD, _before.recalled(RECORD), new):
-        _before.apply(remember)
-
-
-def _installed(names: Sequence[str]) -> frozenset[str]:
-    form = "--showformat=${db:Status-Status} ${Package}\\n"
-    # 1 says that some are unknown to dpkg, which is an answer.
-    out = _command.run(["dpkg-query", "--show", form, "--", *names], ok=(0, 1)).out
-    rows = (row.partition(" ") for row in out.splitlines())
-    return frozenset(name for status, _blank, name in rows if status == "installed")
-
-
-def _optional(params: Params) -> list[str]:
-    return [name for name in params.get("optional") or () if name not in params["packages"]]
-
-
-def _unsafe(names: list[str]) -> list[str]:
-    return [name for name in names if not _NAME.fullmatch(name)]
-'''
-
-# sha256 7bb495e9fb9313cd8f02dabb0b6f6f3a8e016089a6afd6c3cf1f35bcc5a629b5
-SOURCES["_parity"] = r'''"""What a parity check is, how its outcome is worded, and the one line each that machines read."""
-
-from __future__ import annotations
-
-import string
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
-
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
-
-Facts = TypeVar("Facts")
-
-PASS, WARN, FAIL = "PASS", "WARN", "FAIL"
-
-# Written as they are; everything else gets a backslash, as a shell would quote it. `=` is not among
-# them, so that a hostile serial cannot put a second `status=…` into a line.
-_PLAIN = frozenset(string.ascii_letters + string.digits + "_@%+:,./-")
-
-
-# A host that answers with megabytes fills no record.
-_LONGEST = 2000
-
-
-@dataclass(frozen=True)
-class Verdict:
-    status: str
-    detail: str
-
-
-def passed(detail: str) -> Verdict:
-    return Verdict(PASS, detail)
-
-
-def warned(detail: str) -> Verdict:
-    return Verdict(WARN, detail)
-
-
-def failed(detail: str) -> Verdict:
-    return Verdict(FAIL, detail)
-
-
-def verdict(problems: Sequence[str], fine: str, doubts: Sequence[str] = ()) -> Verdict:
-    """FAIL with every problem named, WARN when there are only doubts, or PASS with `fine`."""
-    if problems or doubts:
-        return Verdict(FAIL if problems else WARN, "; ".join([*problems, *doubts]))
-    return passed(fine)
-
-
-@dataclass(frozen=True)
-class Remedy:
-    """What to do about a condition that does not hold.
-
-    playbook: the one that does it, or "" when a person must act. role: the part of it that the
-    parity playbook may run by itself (`slice_remediate`), or "" when approval, a firmware setting
-    or the reconciler is needed.
-    """
-
-    text: str
-    playbook: str = ""
-    role: str = ""
-
-
-@dataclass(frozen=True)
-class Check(Generic[Facts]):
-    """One target condition of a host.
-
-    examine: what a slice host must show. baremetal: what a bare-metal host must show; None when the
-    condition does not matter there. restore: the remedy on bare metal; None when it is the same.
-    soft: a failure is a warning.
-    """
-
-    name: str
-    examine: Callable[[Facts], Verdict]
-    remedy: Remedy
-    baremetal: Callable[[Facts], Verdict] | None = None
-    restore: Remedy | None = None
-    soft: bool = False
-
-
-def evaluate(
-    checks: Sequence[Check[Facts]], facts: Facts, *, intent: str, not_applicable: Sequence[str]
-) -> list[dict[str, str]]:
-    """Run every check once; one that cannot look has failed, it never passes by accident."""
-    return [_outcome(check, facts, intent, check.name in not_applicable) for check in checks]
-
-
-def _outcome(check: Check[Facts], facts: Facts, intent: str, exempt: bool) -> dict[str, str]:
-    examine = check.examine if intent == "slice" else check.baremetal
-    remedy = check.remedy if intent == "slice" else check.restore or check.remedy
-    if exempt:
-        found = passed("not_applicable")
-    elif examine is None:
-        found = passed("not_required_for_baremetal")
-    else:
-        found = _look(examine, facts)
-    if check.soft and found.status == FAIL:
-        found = warned(found.detail)
-    if found.status == PASS:
-        remedy = Remedy("")
-    return {
-        "check": check.name,
-        "status": found.status,
-        "detail": found.detail[:_LONGEST],
-        "remediation": remedy.text,
-        "playbook": remedy.playbook,
-        "role": remedy.role,
-    }
-
-
-def _look(examine: Callable[[Facts], Verdict], facts: Facts) -> Verdict:
-    try:
-        return examine(facts)
-    except Refusal as refusal:
-        return failed(f"{refusal.code}: {refusal.found}")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as problem:
-        return failed(f"the check could not look: {type(problem).__name__}: {problem}")
-
-
-def report(outcomes: Sequence[dict[str, str]]) -> dict[str, Any]:
-    """Counts and lines; the last line is the summary."""
-    failures = sum(outcome["status"] == FAIL for outcome in outcomes)
-    warnings = sum(outcome["status"] == WARN for outcome in outcomes)
-    status = FAIL if failures else WARN if warnings else PASS
-    summary = (
-        f"GPUAAS_SLICE_PARITY_SUMMARY status={status} checks={len(outcomes)} "
-        f"failures={failures} warnings={warnings}"
-    )
-    return {
-        "failures": failures,
-        "warnings": warnings,
-        "checks": list(outcomes),
-        "lines": [*(line(outcome) for outcome in outcomes), summary],
-        "summary": summary,
-    }
-
-
-def line(outcome: dict[str, str]) -> str:
-    """The machine-readable line of one check: always exactly one line, whatever the host says."""
-    words = [
-        "GPUAAS_SLICE_PARITY",
-        f"status={outcome['status']}",
-        f"check={outcome['check']}",
-        f"detail={quoted(outcome['detail'])}",
-    ]
-    if outcome["remediation"]:
-        words.append(f"remediation={quoted(outcome['remediation'])}")
-    return " ".join(words)
-
-
-def quoted(text: str) -> str:
-    """`text` as one shell word; what does not print in ASCII is shown as its escape, never raw."""
-    shown = "".join(
-        c if c.isascii() and c.isprintable() else c.encode("unicode_escape").decode() for c in text
-    )
-    return "".join(c if c in _PLAIN else f"\\{c}" for c in shown) or "-"
-'''
-
-# sha256 48357384d822b5436d636e6536164c5e8fba863ae88c62e2a61728f9129fe18c
-SOURCES["_pci"] = r'''"""PCI functions of this host, from sysfs: what they are, who drives them, who shares their group.
+# sha256 558dd5edaf753f775fdf4d0d2603c7476911754ac9fea0c1078343567404639d
+SOURCES["core._pci"] = r'''"""PCI functions of this host, from sysfs: what they are, who drives them, who shares their group.
 
 Entries of /sys/bus/pci/devices are symbolic links on every real kernel; nothing depends on it.
 """
@@ -4654,8 +3750,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ansible_collections.gpuaas.slice.plugins.module_utils import _host
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
 DEVICES = "/sys/bus/pci/devices"
 GROUPS = "/sys/kernel/iommu_groups"
@@ -4900,206 +3996,483 @@ def _override(folder: str) -> str:
     return "" if text == "(null)" else text
 '''
 
-# sha256 3b149c6b172c609326d15dac7e42e54a317ff1c31b17ee04adf79654789286ad
-SOURCES["_resolution"] = r'''"""The control plane's names on a host: a managed block of /etc/hosts, and whether they lead there.
-
-For a site whose DNS does not know them. Enrolment needs the name once; everything after it too.
-"""
+# sha256 b41b5232fe66abbbc79b198e7f5e0c37e17bdc07a3696006683ea3d7bebf1856
+SOURCES["core._report_line"] = r'''"""Machine-readable report lines: a marker and `key=value` words, always exactly one line."""
 
 from __future__ import annotations
 
-import errno
+import string
+
+# Written as they are; everything else gets a backslash, as a shell would quote it. `=` is not among
+# them, so that a hostile serial cannot put a second `status=…` into a line.
+_PLAIN = frozenset(string.ascii_letters + string.digits + "_@%+:,./-")
+
+
+def report_line(marker: str, **fields: str) -> str:
+    """`<marker> key=value …`, each value one shell word."""
+    return " ".join([marker, *(f"{key}={quoted(value)}" for key, value in fields.items())])
+
+
+def quoted(text: str) -> str:
+    """`text` as one shell word; what does not print in ASCII is shown as its escape, never raw."""
+    shown = "".join(
+        c if c.isascii() and c.isprintable() else c.encode("unicode_escape").decode() for c in text
+    )
+    return "".join(c if c in _PLAIN else f"\\{c}" for c in shown) or "-"
+'''
+
+# sha256 4bba085122722444ff7b163bc72584245508d63909972183ceaeea4254e28775
+SOURCES["core._source_closure"] = r'''"""Closure of imports below module_utils: the files that a machine without the collection needs."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+
+PACKAGE = "ansible_collections.gpuaas.slice.plugins.module_utils"
+
+
+def closure(entry: str, source: Callable[[str], str]) -> dict[str, str]:
+    """`entry` and every file that it imports, directly or not: source text by name (`core._host`).
+
+    source: gives the text of a name.
+    """
+    texts: dict[str, str] = {}
+    queue = [entry]
+    while queue:
+        name = queue.pop()
+        if name not in texts:
+            texts[name] = source(name)
+            queue += imported(texts[name])
+    return texts
+
+
+def imported(text: str) -> Iterator[str]:
+    """Names of the files of module_utils that one source text imports."""
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        module = f"{node.module}."
+        if not module.startswith(f"{PACKAGE}."):
+            continue
+        name = module.removeprefix(f"{PACKAGE}.")
+        # Only files begin with an underscore; `from ….core import _host` names a package first.
+        if name.rstrip(".").rpartition(".")[2].startswith("_"):
+            yield name.rstrip(".")
+        else:
+            yield from (f"{name}{alias.name}" for alias in node.names)
+'''
+
+# sha256 bd883ac8dc32a5b99cbbf5b3d16b8bec2e1dda674e4c84cd8bf97387bfb6e60d
+SOURCES["fabric._ipoib_address"] = r'''"""The host's own address on the InfiniBand fabric, kept by netplan. Not yet run on hardware."""
+
+from __future__ import annotations
+
 import ipaddress
+import json
 import re
-import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _host, _marked
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _change,
+    _command,
+    _host,
+    _host_snapshot,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _netplan, _slice_network
 
-HOSTS = "/etc/hosts"
-# cloud-init writes /etc/hosts anew from this at every boot where it was told to manage it.
-TEMPLATE = "/etc/cloud/templates/hosts.debian.tmpl"
-# A control plane that takes longer to answer is not reachable for any practical purpose.
-PATIENCE_S = 3.0
+FILE = "/etc/netplan/60-ipoib.yaml"
+RECORD = "ipoib"
+MARKER = "# Written by the gpuaas.slice collection; changed by its playbooks only."
 
-_NAME = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
+_INTERFACE = re.compile(r"[a-z][a-z0-9]{0,14}")
+# networkd configures a link after `netplan apply` has ended.
+_SETTLES_S = 30.0
 
 Params = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class State:
-    """files: content of the files that must have the block."""
+    """before: the site's own file that ours replaced, if any; None when nothing was remembered.
 
-    files: Mapping[str, str]
+    refused: what netplan says against the file that is to be written, "" for nothing. missing: what
+    the host itself lacks of address and route. there: whether it has the interface.
+    """
+
+    text: str | None
+    before: Mapping[str, Any] | None
+    refused: str = ""
+    missing: tuple[str, ...] = ()
+    there: bool = True
+
+    @property
+    def ours(self) -> bool:
+        return (self.text or "").startswith(MARKER)
 
 
-def observe(_params: Params) -> State:
-    hosts = _text(HOSTS)
-    managed = "manage_etc_hosts" in hosts and _host.path(TEMPLATE).is_file()
-    return State({HOSTS: hosts} | ({TEMPLATE: _text(TEMPLATE)} if managed else {}))
+def observe(params: Params) -> State:
+    written, before = _host.kept(FILE), _host_snapshot.recalled(RECORD)
+    # What is unsafe is not even shown to netplan.
+    if params.get("state") == "absent" or _unsafe(params):
+        return State(written, before)
+    wanted = text(params)
+    refused = _netplan.judge(FILE, wanted).refused if written != wanted.strip() else ""
+    interface = _slice_network.interfaces().get(params["interface"])
+    return State(written, before, refused, _missing(params, interface), interface is not None)
 
 
 def plan(params: Params, state: State) -> _change.Plan:
-    names: Mapping[str, str] = params["names"]
-    blockers = (*_unsafe(names), *_taken(names, state))
-    steps = [
-        _change.Step("write_block", path, _shown(_marked.own(text)), _block(names))
-        for path, text in state.files.items()
-        if _marked.own(text) != _block(names)
-    ]
-    return _change.Plan(tuple(steps), blockers)
+    if params.get("state") == "absent":
+        return _change.Plan(tuple(_back(state)))
+    blockers = (*_unsafe(params), *_impossible(params, state))
+    if blockers:
+        return _change.Plan(blockers=blockers)
+    wanted, steps = text(params), []
+    if state.before is None:
+        # No file is remembered too: one that somebody puts over ours later is not the site's own.
+        was = None if state.ours else state.text
+        steps += _host_snapshot.remembering(RECORD, None, {"text": was})
+    different = state.text != wanted.strip()
+    if different:
+        steps.append(_change.Step("write_netplan", FILE, state.text, wanted))
+    # The file proves nothing: an apply that failed leaves it as it should be.
+    if different or state.missing:
+        lacking = f"without {', '.join(state.missing)}" if state.missing else "another file"
+        steps.append(_change.Step("apply_netplan", params["interface"], lacking, "as the file"))
+    return _change.Plan(tuple(steps))
 
 
-def apply(_params: Params, step: _change.Step) -> dict[str, Any] | None:
-    _host.write(step.subject, _marked.joined(_text(step.subject), step.after))
+def _back(state: State) -> list[_change.Step]:
+    steps = []
+    if state.ours:
+        was = (state.before or {}).get("text")
+        name = "remove_netplan" if was is None else "write_netplan"
+        steps.append(_change.Step(name, FILE, state.text, None if was is None else f"{was}\n"))
+    # As long as something is remembered, the way back has not been applied to its end.
+    if state.ours or state.before is not None:
+        steps.append(_change.Step("apply_netplan", "netplan", "ours", "the site's"))
+    return [*steps, *_host_snapshot.forgetting(RECORD, state.before)]
+
+
+def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
+    if step.name in _host_snapshot.STEPS:
+        _host_snapshot.apply(step)
+    elif step.name == "remove_netplan":
+        _host.remove(FILE)
+    elif step.name == "write_netplan":
+        # netplan warns about files that others can read.
+        _host.write(FILE, step.after, 0o600)
+    else:
+        _command.run(["netplan", "apply"], timeout=120)
+        if params.get("state") != "absent":
+            _await_live(params)
     return None
 
 
-def facts(params: Params, _state: State) -> dict[str, Any]:
-    return {"resolved": {name: addresses(name) for name in params["names"]}}
+def _await_live(params: Params) -> None:
+    end = time.monotonic() + _SETTLES_S
+    while missing := _missing(params, _slice_network.interfaces().get(params["interface"])):
+        if time.monotonic() > end:
+            raise Refusal(
+                "ipoib_not_live",
+                expected=f"{params['interface']} to have {', '.join(missing)}",
+                found=f"still not {_SETTLES_S:g} s after `netplan apply`",
+                remedy="look at `networkctl status` and at the link; the file is written",
+            )
+        time.sleep(0.5)
 
 
-SUBJECT = _change.Subject(observe, plan, apply, facts)
+def _missing(params: Params, found: _slice_network.Interface | None) -> tuple[str, ...]:
+    lacking = []
+    address, route = params["address"], params["route"]
+    if found is None or address not in found.addresses:
+        lacking.append(f"address {address}")
+    ways = _slice_network.ways(route) if route else []
+    if route and not any({*way} == {params["interface"]} for way in ways):
+        lacking.append(f"route {route}")
+    return tuple(lacking)
 
 
-def addresses(name: str) -> list[str]:
-    """What this host makes of the name, by all its means; [] when nothing."""
-    try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
-    return list(dict.fromkeys(str(answer[4][0]) for answer in found))
+SUBJECT = _change.Subject(observe, plan, apply)
 
 
-def unreachable(address: str, port: int) -> str:
-    """Why nothing answers there, or "". A refused connection is an answer: the address is right."""
-    try:
-        with socket.create_connection((address, port), timeout=PATIENCE_S):
-            return ""
-    except ConnectionRefusedError:
-        return ""
-    except TimeoutError:
-        return f"no answer from {address} port {port} within {PATIENCE_S:g} s"
-    except OSError as error:
-        if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
-            return f"no route to host {address}"
-        return f"{address} port {port}: {error.strerror or error}"
+def text(params: Params) -> str:
+    """netplan's document; JSON strings are YAML strings too."""
+    rows = [
+        MARKER,
+        "network:",
+        "  version: 2",
+        "  ethernets:",
+        f"    {json.dumps(params['interface'])}:",
+        f"      addresses: [{json.dumps(params['address'])}]",
+    ]
+    if params["route"]:
+        rows += ["      routes:", f"        - to: {json.dumps(params['route'])}"]
+        rows.append("          scope: link")
+    return "\n".join(rows) + "\n"
 
 
-def _block(names: Mapping[str, str]) -> str:
-    if not names:
-        return ""
-    rows = [f"{address}\t{name}" for name, address in sorted(names.items())]
-    return _marked.part(rows)
-
-
-def _unsafe(names: Mapping[str, str]) -> list[Refusal]:
-    problems = [f"name {name!r}" for name in names if not _NAME.fullmatch(name)]
-    for address in names.values():
+def _unsafe(params: Params) -> list[Refusal]:
+    problems = []
+    if not _INTERFACE.fullmatch(params["interface"]):
+        problems.append(f"interface {params['interface']!r}")
+    for name, parse in (("address", _address), ("route", ipaddress.IPv4Network)):
         try:
-            ipaddress.ip_address(address)
+            if params[name] or name == "address":
+                parse(params[name])
         except ValueError:
-            problems.append(f"address {address!r}")
+            problems.append(f"{name} {params[name]!r}")
     return [
         Refusal(
-            "api_name_invalid",
-            expected="host names in lower case, each with one IP address",
+            "ipoib_invalid",
+            expected="an interface, an IPv4 address with prefix length, a subnet to route or none",
             found=problem,
-            remedy="correct slice_api_names",
+            remedy="correct fabric_interface and fabric_address of the node, or fabric.route of"
+            " the profile",
         )
         for problem in problems
     ]
 
 
-def _taken(names: Mapping[str, str], state: State) -> list[Refusal]:
-    """The first line with a name wins, so another one outside our block would go on winning."""
+def _address(text: str) -> None:
+    """Without a prefix length netplan refuses it, and the host would be alone on its fabric."""
+    if "/" not in text:
+        raise ValueError(text)
+    ipaddress.IPv4Interface(text)
+
+
+def _impossible(params: Params, state: State) -> list[Refusal]:
     found = []
-    for path, text in state.files.items():
-        for row in _marked.without(text).splitlines():
-            words = row.partition("#")[0].split()
-            found += [
-                Refusal(
-                    "api_name_taken",
-                    expected=f"{name} in {path} for {names[name]} or not at all",
-                    found=_shown(row.strip()),
-                    remedy="remove that line, or leave the name out of slice_api_names",
-                )
-                for name in words[1:]
-                if name in names and words[0] != names[name]
-            ]
+    if state.refused:
+        found.append(
+            Refusal(
+                "netplan_refused",
+                expected=f"netplan to take {FILE} together with the site's own files",
+                found=state.refused,
+                remedy="correct the values, or the site's file that contradicts them; nothing was"
+                " written",
+            )
+        )
+    if not state.there:
+        found.append(
+            Refusal(
+                "ipoib_interface_missing",
+                expected=f"an interface {params['interface']} on this host",
+                found="no such interface",
+                remedy="correct fabric_interface of the node, or look at the card and at ib_ipoib",
+            )
+        )
     return found
-
-
-def _text(absolute: str) -> str:
-    # As it is, so that the site's lines are written back as they were. One that cannot be read is
-    # not written over.
-    if _host.kept(absolute) is None:
-        return ""
-    return _host.path(absolute).read_bytes().decode("utf-8", "surrogateescape")
-
-
-def _shown(text: str) -> str:
-    """Bytes that are no text, as text: a result must not hold them."""
-    return text.encode(errors="replace").decode()
 '''
 
-# sha256 3bd0a06b57badf8e1ed3bf3b51be80bb01ba422d6136007bc706d22d920ab92e
-SOURCES["_slice_mode"] = r'''"""The word that this host is for slices. Without it nothing is bound, now or at a boot."""
+# sha256 6c9920001ee8e684dbf18a03ebb487ee08a71da986eeb989ae8ec02c68028886
+SOURCES["fabric._sriov_vfs"] = r'''"""Virtual functions of the fabric cards, now and at every boot; on the way back, what was before.
+
+What a card had is remembered before its first change. Of a card that a service of ours served
+already, without a record (earlier versions kept none), it is unknown: it goes back to plain use.
+One that neither a record nor a service of ours knows is the site's, and is left alone.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _boot,
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _boot_service,
+    _boot_units,
     _change,
     _host,
-    _tenancy,
+    _host_snapshot,
+    _pci,
 )
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _virtual_functions
 
-Params = Mapping[str, Any]
-
-
-def observe(_params: Params) -> str | None:
-    return _host.kept(_boot.SLICE_MODE)
+RECORD = _virtual_functions.RECORD
 
 
-def plan(params: Params, state: str | None) -> _change.Plan:
-    wanted = None
-    if _present(params):
-        wanted = json.dumps({"mode": "slice", "profile": params["profile"]})
-    if state == wanted:
-        return _change.Plan()
-    name = "remove_file" if wanted is None else "write_file"
-    return _change.Plan((_change.Step(name, _boot.SLICE_MODE, state, wanted),))
+@dataclass(frozen=True)
+class State:
+    """before: what was remembered by card, None when nothing ever was. served: the cards whose
+    functions the installed service makes, so that what they are is not what they were.
+    """
+
+    live: _virtual_functions.State
+    installed: _boot_service.Installed
+    before: Mapping[str, Any] | None
+    served: frozenset[str]
 
 
-def apply(_params: Params, step: _change.Step) -> dict[str, Any] | None:
-    if step.after is None:
-        _host.remove(step.subject)
+def observe(params: _change.Params) -> State:
+    before, installed = _recalled(), _boot_service.observe(_unit(params))
+    asked = params
+    if not params["count"]:
+        # The profile may have forgotten a card since, or a kind; a port may speak otherwise.
+        pfs, ids, _link = _told() or ((), (), "")
+        known = [*params["pfs"], *(before or {}), *pfs]
+        kinds = [*params["pf_ids"], *ids]
+        every = {"pfs": [*dict.fromkeys(known)], "pf_ids": [*dict.fromkeys(kinds)], "link": ""}
+        asked = {**params, **every}
+    live = _virtual_functions.observe(asked)
+    return State(live, installed, before, _served(live, installed))
+
+
+def plan(params: _change.Params, state: State) -> _change.Plan:
+    if params["count"]:
+        live = _virtual_functions.plan(params, state.live)
+        service = _boot_service.plan(_unit(params), state.installed)
+        blockers = (*_unsaid(params), *live.blockers)
+        return _change.Plan((*_remembering(state), *live.steps, *service), blockers)
+    live = _virtual_functions.plan({**params, "before": state.before}, _to_give_back(state))
+    service = _boot_service.plan_removal(_unit(params), state.installed)
+    forget = _host_snapshot.forgetting(RECORD, state.before)
+    return _change.Plan((*live.steps, *service, *forget), live.blockers)
+
+
+def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
+    if step.name in ("remove_service", _host_snapshot.FORGET):
+        _prove_given_back(params)
+    if step.name in _host_snapshot.STEPS:
+        _host_snapshot.apply(step)
+    elif step.name in _boot_service.STEPS:
+        _boot_service.apply(_unit(params), step)
     else:
-        _host.write(step.subject, f"{step.after}\n")
+        return _virtual_functions.apply(params, step)
     return None
 
 
-def _present(params: Params) -> bool:
-    return bool(params.get("state", "present") == "present")
+def facts(params: _change.Params, state: State) -> dict[str, Any]:
+    return {**_virtual_functions.facts(params, state.live), "before": dict(state.before or {})}
 
 
-# The word can always be taken back: with it, a tenant of the whole machine is not even released.
-SUBJECT = _tenancy.guarded(
-    _change.Subject(observe, plan, apply), lambda params, _plan: _present(params)
-)
+SUBJECT = _change.Subject(observe, plan, apply, facts)
+
+
+def settings(params: _change.Params) -> dict[str, Any]:
+    """What the boot service is told."""
+    told = {key: params[key] for key in ("pfs", "pf_ids", "count", "macs")}
+    return {**told, "link": params.get("link") or ""}
+
+
+def _unit(params: _change.Params) -> _boot_service.Unit:
+    return dataclasses.replace(_boot_units.FABRIC, settings=settings(params))
+
+
+def _unsaid(params: _change.Params) -> list[Refusal]:
+    """An id alone would take a port of the other kind, past the isolation of the bridge."""
+    if params.get("link") or not params["pf_ids"]:
+        return []
+    return [
+        Refusal(
+            "link_missing",
+            expected=f"the link of the fabric, {_pci.INFINIBAND} or {_pci.ETHERNET}",
+            found=f"only the ids {', '.join(params['pf_ids'])}, which a vendor gives to both",
+            remedy="say fabric.link in the hardware profile",
+        )
+    ]
+
+
+def _remembering(state: State) -> list[_change.Step]:
+    # Also when nothing else is to do: a later repair would take drift for what was before.
+    cards = [card for card in state.live.cards if card.address not in state.served]
+    was = {card.address: card.remembered() for card in cards}
+    return _host_snapshot.remembering(RECORD, state.before, was) if was else []
+
+
+def _to_give_back(state: State) -> _virtual_functions.State:
+    known = {*(state.before or {}), *state.served}
+    cards = tuple(card for card in state.live.cards if card.address in known)
+    return dataclasses.replace(state.live, cards=cards)
+
+
+def _prove_given_back(params: _change.Params) -> None:
+    """Afterwards nothing on the host says what a card is to be."""
+    state = observe(params)
+    wish = {**params, "before": state.before}
+    cards = _to_give_back(state).cards
+    left = {card: steps for card in cards if (steps := _virtual_functions.open_steps(card, wish))}
+    if left:
+        now = [
+            f"{card.address}: {card.count}, autoprobe {card.autoprobe:d}"
+            f" ({', '.join(step.name for step in steps)} is open)"
+            for card, steps in left.items()
+        ]
+        raise Refusal(
+            "vfs_not_restored",
+            expected="the fabric cards with the virtual functions that they had before slice mode",
+            found="; ".join(now),
+            remedy="see who else makes virtual functions on this host, then run again",
+        )
+
+
+def _served(live: _virtual_functions.State, installed: _boot_service.Installed) -> frozenset[str]:
+    every = frozenset(card.address for card in live.cards)
+    if not installed.present:
+        return frozenset()
+    told = _told()
+    if told is None:
+        # Edited or gone: any card may be one of them.
+        return every
+    pfs, ids, link = told
+    alike = {a for a in every if _pci.read(a).id in ids and link in ("", _pci.link(a))}
+    return frozenset(a for a in every if a in pfs or a in alike)
+
+
+def _told() -> tuple[list[str], list[str], str] | None:
+    """The addresses, kinds and link of cards that the installed service serves; None when unknown.
+
+    Earlier versions told it no link: it serves both.
+    """
+    try:
+        told = json.loads(_host.kept(_boot_units.FABRIC.settings_path) or "")
+        pfs, ids, link = told["pfs"], told["pf_ids"], told.get("link", "")
+    except (ValueError, LookupError, TypeError):
+        return None
+    named = isinstance(pfs, list) and all(isinstance(a, str) and _pci.is_address(a) for a in pfs)
+    known = isinstance(ids, list) and all(isinstance(kind, str) for kind in ids)
+    return (pfs, ids, link) if named and known and link in ("", *_pci.LINKS) else None
+
+
+def _recalled() -> dict[str, Any] | None:
+    """The record, which a person may have written."""
+    before = _host_snapshot.recalled(RECORD)
+    for address, was in (before or {}).items():
+        if not (_pci.is_address(address) and _is_card(was)):
+            raise Refusal(
+                "before_unreadable",
+                expected=f'cards like "0000:25:00.0": {{"count": 2, "autoprobe": true}} '
+                f"in {_host_snapshot.file_of(RECORD)}",
+                found=json.dumps({address: was}),
+                remedy="write down there by hand what the card was before",
+            )
+    return before
+
+
+def _is_card(was: object) -> bool:
+    if not isinstance(was, Mapping):
+        return False
+    count, autoprobe = was.get("count"), was.get("autoprobe")
+    counted = isinstance(count, int) and not isinstance(count, bool) and count >= 0
+    told = was.get("functions", [])
+    every = (
+        isinstance(told, list)
+        and len(told) in (0, count)
+        and all(map(_virtual_functions.can_tell, told))
+    )
+    return counted and isinstance(autoprobe, bool) and every
 '''
 
-# sha256 8bd232286fee4cdb8c3f46d8eec33ffa5a7c0166e37076d1a12aedd2cfe9b352
-SOURCES["_sriov"] = r'''"""Virtual functions of the fabric cards: how many, and who they are before a guest gets them.
+# sha256 9c00bc9a18974522e8d360e0f56ee2dc1069befc40e524462a99ba59910628e6
+SOURCES["fabric._virtual_functions"] = r'''"""Virtual functions of the fabric cards: how many, and who they are before a guest gets them.
 
 A card is found by its PCI address; its interface name changes between boots. Automatic probing is
 off for virtual functions, so that no driver of the host takes one on its way to a guest.
@@ -5122,15 +4495,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _before,
-    _boot,
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _boot_service,
     _change,
     _command,
     _host,
+    _host_snapshot,
     _pci,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
 SETTINGS = "/etc/gpuaas/fabric.json"
 RECORD = "fabric"
@@ -5336,7 +4709,7 @@ LIVE = _change.Subject(observe, plan, apply, facts)
 
 def boot(settings_path: str) -> int:
     """At boot: make the functions again. The card's driver may still be loading."""
-    return _boot.boot(LIVE, settings_path, wait_for=("device_missing", "interface_missing"))
+    return _boot_service.boot(LIVE, settings_path, wait_for=("device_missing", "interface_missing"))
 
 
 def _blockers(card: Card, params: Params) -> list[Refusal]:
@@ -5344,7 +4717,7 @@ def _blockers(card: Card, params: Params) -> list[Refusal]:
     made = _made(card, params)
     if then["count"] > card.total:
         # What is remembered is a file that a person may correct, as the profile is.
-        where = "vfs_per_pf in the profile" if params["count"] else _before.file_of(RECORD)
+        where = "vfs_per_pf in the profile" if params["count"] else _host_snapshot.file_of(RECORD)
         found.append(
             Refusal(
                 "too_many_functions",
@@ -5493,212 +4866,857 @@ def _identity(vf: Mapping[str, Any]) -> str:
     return _AND.join(dict.fromkeys(guids)) or str(vf.get("address") or vf.get("mac") or "").lower()
 '''
 
-# sha256 333944f1d3cdba47ade30daf020f6694656a777a09471132931a828db400f18d
-SOURCES["_tenancy"] = r'''"""A machine that one tenant has as a whole: no module makes a slice host of it meanwhile.
+# sha256 8b0fe6ece6d8f001c79b7433ca46fb6161fae0534d76f4d54a94c24c9a2c3ed3
+SOURCES["network._api_names"] = r'''"""The control plane's names on a host: a managed block of /etc/hosts, and whether they lead there.
 
-The reconciler does not ask for that; a person with a shell, AWX or cloud-init may.
+For a site whose DNS does not know them. Enrolment needs the name once; everything after it too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import errno
+import ipaddress
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _lease
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _change,
+    _host,
+    _managed_block,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
-Params = _change.Params
+HOSTS = "/etc/hosts"
+# cloud-init writes /etc/hosts anew from this at every boot where it was told to manage it.
+TEMPLATE = "/etc/cloud/templates/hosts.debian.tmpl"
+# A control plane that takes longer to answer is not reachable for any practical purpose.
+PATIENCE_S = 3.0
+
+_NAME = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
+
+Params = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class State:
-    """found: of the subject that is guarded. taken: why it must not be touched."""
+    """files: content of the files that must have the block."""
 
-    found: Any
-    taken: tuple[Refusal, ...]
-
-
-def refusals() -> list[Refusal]:
-    """Why nothing may be taken from under somebody: an allocation has all of this machine."""
-    return _lease.machine_taken("")
+    files: Mapping[str, str]
 
 
-def guarded(
-    subject: _change.Subject, concerns: Callable[[Params, _change.Plan], bool]
-) -> _change.Subject:
-    """`subject`, refused while a tenant has the whole machine.
+def observe(_params: Params) -> State:
+    hosts = _text(HOSTS)
+    managed = "manage_etc_hosts" in hosts and _host.path(TEMPLATE).is_file()
+    return State({HOSTS: hosts} | ({TEMPLATE: _text(TEMPLATE)} if managed else {}))
 
-    concerns: which calls. Those that take something for slices do, also when nothing is left to do:
-    whoever asked would go on from there. Those that give back do when they would act.
-    """
 
-    def observe(params: Params) -> State:
-        return State(subject.observe(params), tuple(refusals()))
+def plan(params: Params, state: State) -> _change.Plan:
+    names: Mapping[str, str] = params["names"]
+    blockers = (*_unsafe(names), *_taken(names, state))
+    steps = [
+        _change.Step("write_block", path, _shown(_managed_block.own(text)), _block(names))
+        for path, text in state.files.items()
+        if _managed_block.own(text) != _block(names)
+    ]
+    return _change.Plan(tuple(steps), blockers)
 
-    def plan(params: Params, state: State) -> _change.Plan:
-        whole = subject.plan(params, state.found)
-        taken = state.taken if concerns(params, whole) else ()
-        return _change.Plan(whole.steps, (*taken, *whole.blockers))
 
-    def facts(params: Params, state: State) -> dict[str, Any]:
-        return subject.facts(params, state.found)
+def apply(_params: Params, step: _change.Step) -> dict[str, Any] | None:
+    _host.write(step.subject, _managed_block.joined(_text(step.subject), step.after))
+    return None
 
-    def forecast(params: Params, state: State) -> State:
-        return replace(state, found=subject.forecast(params, state.found))
 
-    return replace(subject, observe=observe, plan=plan, facts=facts, forecast=forecast)
+def facts(params: Params, _state: State) -> dict[str, Any]:
+    return {"resolved": {name: addresses(name) for name in params["names"]}}
+
+
+SUBJECT = _change.Subject(observe, plan, apply, facts)
+
+
+def addresses(name: str) -> list[str]:
+    """What this host makes of the name, by all its means; [] when nothing."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return list(dict.fromkeys(str(answer[4][0]) for answer in found))
+
+
+def unreachable(address: str, port: int) -> str:
+    """Why nothing answers there, or "". A refused connection is an answer: the address is right."""
+    try:
+        with socket.create_connection((address, port), timeout=PATIENCE_S):
+            return ""
+    except ConnectionRefusedError:
+        return ""
+    except TimeoutError:
+        return f"no answer from {address} port {port} within {PATIENCE_S:g} s"
+    except OSError as error:
+        if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
+            return f"no route to host {address}"
+        return f"{address} port {port}: {error.strerror or error}"
+
+
+def _block(names: Mapping[str, str]) -> str:
+    if not names:
+        return ""
+    rows = [f"{address}\t{name}" for name, address in sorted(names.items())]
+    return _managed_block.part(rows)
+
+
+def _unsafe(names: Mapping[str, str]) -> list[Refusal]:
+    problems = [f"name {name!r}" for name in names if not _NAME.fullmatch(name)]
+    for address in names.values():
+        try:
+            ipaddress.ip_address(address)
+        except ValueError:
+            problems.append(f"address {address!r}")
+    return [
+        Refusal(
+            "api_name_invalid",
+            expected="host names in lower case, each with one IP address",
+            found=problem,
+            remedy="correct slice_api_names",
+        )
+        for problem in problems
+    ]
+
+
+def _taken(names: Mapping[str, str], state: State) -> list[Refusal]:
+    """The first line with a name wins, so another one outside our block would go on winning."""
+    found = []
+    for path, text in state.files.items():
+        for row in _managed_block.without(text).splitlines():
+            words = row.partition("#")[0].split()
+            found += [
+                Refusal(
+                    "api_name_taken",
+                    expected=f"{name} in {path} for {names[name]} or not at all",
+                    found=_shown(row.strip()),
+                    remedy="remove that line, or leave the name out of slice_api_names",
+                )
+                for name in words[1:]
+                if name in names and words[0] != names[name]
+            ]
+    return found
+
+
+def _text(absolute: str) -> str:
+    # As it is, so that the site's lines are written back as they were. One that cannot be read is
+    # not written over.
+    if _host.kept(absolute) is None:
+        return ""
+    return _host.path(absolute).read_bytes().decode("utf-8", "surrogateescape")
+
+
+def _shown(text: str) -> str:
+    """Bytes that are no text, as text: a result must not hold them."""
+    return text.encode(errors="replace").decode()
 '''
 
-# sha256 85176e5a5a71ed3a444631e91e41cfba846095c27d01e559a56042e82689e736
-SOURCES["_topology_candidates"] = r'''"""Which GPU goes with which disk and fabric function: pure over the discovery document's devices.
+# sha256 4c1e779b80bf68c9340cd4245a880766492d645e01031785e19bedace23605e7
+SOURCES["network._baseline_files"] = r'''"""The files of the network baseline: what bootstrap writes, and what parity finds edited.
 
-The pairing looks at where devices sit, never at whether they are in use. So it stays the same when
-a share is unmounted, when functions appear, and after a reboot that renames the disks.
+One rendering serves both. Apart from `_ovs_nat`, whose imports take seconds to load on a host.
 """
 
 from __future__ import annotations
 
-import hashlib
 import ipaddress
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-Device = Mapping[str, Any]
-Blocker = dict[str, str]
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _boot_units, _host
 
-# A disk with one of these can never be a slot's disk, whatever is done to it.
-_NEVER = {"os_disk", "excluded_model", "identity_missing", "by_id_missing", "duplicate_identity"}
-# Nor a function with this one a slot's function: its card is none of the profile's fabric.
-WRONG_LINK = "wrong_link"
+DNSMASQ = "/etc/dnsmasq.d/gpuaas-slice.conf"
+RESERVATIONS = f"{_host.STATE_DIRECTORY}/dnsmasq/hosts.d"
+LEASES = "/var/lib/misc/dnsmasq.leases"
+SYSCTL = "/etc/sysctl.d/60-gpuaas-slice.conf"
+# What the service goes by at boot.
+SETTINGS = _boot_units.NETWORK.settings_path
+
+# What Debian's service leaves out of the folder.
+_IGNORED = (".dpkg-dist", ".dpkg-old", ".dpkg-new")
+
+# Parity's guest, which asks for a lease that it never takes. Locally administered, outside every
+# profile's MAC prefix.
+PROBE_MAC = "02:67:73:70:72:62"
+
+FORWARDING = "net.ipv4.ip_forward = 1\n"
+
+Network = Mapping[str, Any]
 
 
-def blocker(code: str, detail: str) -> Blocker:
-    return {"code": code, "detail": detail}
+def settings(network: Network) -> dict[str, Any]:
+    """What of a profile's network the boot service is told."""
+    named = {key: network[key] for key in ("bridge", "address", "subnet")}
+    return {**named, "tmfifo": bool(network.get("tmfifo"))}
 
 
-def candidates(
-    gpus: Sequence[Device],
-    disks: Sequence[Device],
-    fabric: Sequence[Device],
-    network: Mapping[str, Any],
-    machine_id: str,
-) -> list[dict[str, Any]]:
-    """One suggested bundle per GPU, in the order of PCI addresses.
+def probe_address(subnet: str) -> str:
+    """The subnet's last usable address: slots are numbered from its beginning."""
+    return str(ipaddress.IPv4Network(subnet).broadcast_address - 1)
 
-    network: the profile's. A GPU without a partner gives an incomplete candidate.
+
+def dnsmasq(network: Network) -> str:
+    """dnsmasq's configuration: the slice subnet and nothing else of the host."""
+    subnet = ipaddress.IPv4Network(network["subnet"])
+    own = ipaddress.IPv4Interface(network["address"]).ip
+    return "\n".join(
+        [
+            "# Written by the gpuaas.slice collection; changed by its playbooks only.",
+            f"interface={network['bridge']}",
+            "except-interface=lo",
+            # The host has resolvers of its own.
+            _binding(),
+            "domain-needed",
+            "bogus-priv",
+            # static: only reserved hosts get an address, so a flood of requests takes none.
+            f"dhcp-range={subnet.network_address},static,{subnet.netmask},12h",
+            "dhcp-ignore=tag:!known",
+            "dhcp-authoritative",
+            f"dhcp-host={PROBE_MAC},id:*,{probe_address(network['subnet'])}",
+            f"dhcp-option=option:router,{own}",
+            f"dhcp-option=option:dns-server,{own}",
+            f"dhcp-hostsdir={RESERVATIONS}",
+            f"dhcp-leasefile={LEASES}",
+            "",
+        ]
+    )
+
+
+def _binding() -> str:
+    """How dnsmasq takes addresses: so that the bridge may come later than it, unless another file
+    has decided. Ubuntu's libvirt puts a link there that says `bind-interfaces`, and again at each
+    of its upgrades; with both words dnsmasq does not start, and `--test` does not notice.
     """
-    gpus = sorted(gpus, key=lambda gpu: str(gpu["address"]))
-    usable = [disk for disk in disks if not _NEVER & {b["code"] for b in disk["blockers"]}]
-    every = [vf for pf in fabric for vf in pf["vfs"]]
-    functions = [vf for vf in every if WRONG_LINK not in {b["code"] for b in vf["blockers"]}]
-    disk_of = _pair(gpus, sorted(usable, key=lambda disk: str(disk["identity"])))
-    vf_of = _pair(gpus, sorted(functions, key=lambda vf: str(vf["address"])))
-    suggested = suggestions(len(gpus), network, machine_id)
+    folder = _host.path("/etc/dnsmasq.d")
+    names = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
+    others = [f"/etc/dnsmasq.d/{name}" for name in names if not name.endswith(_IGNORED)]
+    for path in ("/etc/dnsmasq.conf", *others):
+        # dnsmasq passes over folders too.
+        told = "" if path == DNSMASQ or _host.path(path).is_dir() else _host.kept(path)
+        lines = (told or "").splitlines()
+        if "bind-interfaces" in (line.split("#")[0].strip() for line in lines):
+            return "bind-interfaces"
+    return "bind-dynamic"
+'''
+
+# sha256 527a741d82c3c61bdf286a9d2016b4d4bb72058a8d3a1b75173d932c6a690eb1
+SOURCES["network._bridge"] = r'''"""The live part of the slice network: bridge, address, forwarding, NAT, the card's own link.
+
+The same code runs in a playbook and in gpuaas-slice-network-baseline.service at boot. It leaves
+dnsmasq alone: a start of dnsmasq from inside its own ordering dependency once hung a host. The
+card's link is optional and comes last: somebody else may own the card's rshim (its BMC, another
+host), and guests have no use for it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _boot_service,
+    _change,
+    _command,
+    _host,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+
+TMFIFO = "tmfifo_net0"
+TMFIFO_ADDRESS = "192.168.100.1/30"
+TMFIFO_PEER = "192.168.100.2"
+
+_DATABASE = "/run/openvswitch/db.sock"
+_FORWARDING = "/proc/sys/net/ipv4/ip_forward"
+
+Params = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Interface:
+    """addresses: IPv4 with prefix length, of global scope."""
+
+    up: bool
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class State:
+    """interfaces: those that are there, of the bridge and the card's link. uplink: "" when none."""
+
+    bridges: tuple[str, ...]
+    interfaces: Mapping[str, Interface]
+    forwarding: bool
+    nat: bool
+    uplink: str
+
+
+def ports(bridge: str) -> list[str]:
+    """Names of the ports of an OVS bridge."""
+    return _lines(["ovs-vsctl", "--timeout=20", "list-ports", bridge])
+
+
+def bridges() -> list[str]:
+    """Names of the OVS bridges; none while Open vSwitch does not run."""
+    if not _host.path(_DATABASE).exists():
+        return []
+    return _lines(["ovs-vsctl", "--timeout=20", "list-br"])
+
+
+def nat_rule(subnet: str) -> str:
+    """The rule as `iptables -S` writes it; parity looks for the same line."""
+    return f"-A POSTROUTING -s {subnet} -j MASQUERADE"
+
+
+def nat_present(subnet: str) -> bool:
+    try:
+        rules = _lines(["iptables", "--wait", "10", "-t", "nat", "-S", "POSTROUTING"])
+    except Refusal as refusal:
+        if refusal.code != "command_missing":
+            raise
+        # The rule is made by iptables: where there is none, there is no rule of ours.
+        return False
+    return nat_rule(subnet) in [rule.strip() for rule in rules]
+
+
+def without_nat(subnet: str) -> None:
+    """Take the rule away, also where somebody has added it twice."""
+    rule = nat_rule(subnet).split()[1:]
+    while nat_present(subnet):
+        _command.run(["iptables", "--wait", "10", "-t", "nat", "-D", *rule])
+
+
+def forwarding() -> bool:
+    return _host.read(_FORWARDING) == "1"
+
+
+def uplink() -> str:
+    """The interface of the default route, or ""."""
+    for line in (_host.read("/proc/net/route") or "").splitlines()[1:]:
+        fields = line.split()
+        if len(fields) > 2 and fields[1] == "00000000":
+            return fields[0]
+    return ""
+
+
+def observe(params: Params) -> State:
+    return State(
+        bridges=tuple(bridges()),
+        interfaces=_interfaces(),
+        forwarding=forwarding(),
+        nat=nat_present(params["subnet"]),
+        uplink=uplink(),
+    )
+
+
+def plan(params: Params, state: State) -> _change.Plan:
+    bridge = params["bridge"]
+    blockers = [*_mismatch(params)]
+    if bridge in state.interfaces and bridge not in state.bridges:
+        blockers.append(_not_ours(bridge))
+    steps = []
+    if bridge not in state.bridges:
+        steps.append(_change.Step("add_bridge", bridge, None, "OVS bridge"))
+    steps.extend(_addressing(bridge, params["address"], state))
+    if not state.forwarding:
+        steps.append(_change.Step("forward_ipv4", "net.ipv4.ip_forward", 0, 1))
+    if not state.nat:
+        steps.append(_change.Step("add_nat", "nat rule", None, nat_rule(params["subnet"])))
+    doubts = []
+    if params.get("tmfifo"):
+        if TMFIFO in state.interfaces:
+            steps.extend(link_steps(state))
+        else:
+            doubts.append(_no_tmfifo())
+    return _change.Plan(tuple(steps), tuple(blockers), tuple(doubts))
+
+
+def link_steps(state: State) -> list[_change.Step]:
+    """What gives the card's link its address, there or about to come."""
+    return [replace(step, soft=True) for step in _addressing(TMFIFO, TMFIFO_ADDRESS, state)]
+
+
+def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
+    if step.name == "add_bridge":
+        _command.run(["ovs-vsctl", "--timeout=60", "--may-exist", "add-br", step.subject])
+    elif step.name == "address_interface":
+        if step.subject == TMFIFO and not link_there():
+            raise _no_tmfifo()
+        _command.run(["ip", "address", "replace", step.after["address"], "dev", step.subject])
+        _command.run(["ip", "link", "set", "dev", step.subject, "up"])
+    elif step.name == "forward_ipv4":
+        _command.run(["sysctl", "-q", "-w", "net.ipv4.ip_forward=1"])
+    elif step.name == "add_nat":
+        rule = nat_rule(params["subnet"]).split()
+        _command.run(["iptables", "--wait", "10", "-t", "nat", *rule])
+    return None
+
+
+LIVE = _change.Subject(observe, plan, apply)
+
+
+def boot(settings_path: str) -> int:
+    """At boot: the network of the slices, before dnsmasq. The card's link may come later."""
+    return _boot_service.boot(LIVE, settings_path, wait_for=("tmfifo_missing", "command_failed"))
+
+
+def link_there() -> bool:
+    return _host.path(f"/sys/class/net/{TMFIFO}").exists()
+
+
+def link_shown(state: State) -> str:
+    """The card's link in a word or two."""
+    if TMFIFO not in state.interfaces:
+        return "missing"
+    return ", ".join(state.interfaces[TMFIFO].addresses) or "no address"
+
+
+def _addressing(name: str, address: str, state: State) -> list[_change.Step]:
+    found = state.interfaces.get(name, Interface(up=False, addresses=()))
+    if found.up and address in found.addresses:
+        return []
+    before = {"up": found.up, "addresses": list(found.addresses)}
+    return [_change.Step("address_interface", name, before, {"up": True, "address": address})]
+
+
+def _interfaces() -> dict[str, Interface]:
+    shown = json.loads(_command.run(["ip", "-j", "-4", "address", "show"]).out or "[]")
+    there = {entry["ifname"]: entry for entry in shown if entry.get("ifname")}
+    folder = _host.path("/sys/class/net")
+    # `ip -4` leaves out interfaces without an IPv4 address, so what exists comes from sysfs.
+    names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
+    return {name: _interface(there.get(name, {}), name) for name in {*names, *there}}
+
+
+def _interface(entry: Mapping[str, Any], name: str) -> Interface:
+    flags = _host.read(f"/sys/class/net/{name}/flags") or "0"
+    return Interface(
+        up=bool(int(flags, 16) & 0x1),  # IFF_UP
+        addresses=tuple(
+            f"{info.get('local')}/{info.get('prefixlen')}"
+            for info in entry.get("addr_info", [])
+            if info.get("scope") == "global"
+        ),
+    )
+
+
+def _mismatch(params: Params) -> list[Refusal]:
+    try:
+        subnet = ipaddress.IPv4Network(params["subnet"])
+        if ipaddress.IPv4Interface(params["address"]).network == subnet:
+            return []
+        found = f"{params['address']} and {params['subnet']}"
+    except ValueError as error:
+        found = str(error)
     return [
-        _candidate(gpu, disk_of.get(index), vf_of.get(index), suggested[index])
-        for index, gpu in enumerate(gpus)
+        Refusal(
+            "network_invalid",
+            expected="a bridge address inside the slice subnet, both with the same prefix length",
+            found=found,
+            remedy="correct network.address and network.subnet of the hardware profile",
+        )
     ]
 
 
-def suggestions(count: int, network: Mapping[str, Any], machine_id: str) -> list[dict[str, Any]]:
-    """MAC, private address and port name per slot index; advisory until approved.
-
-    A prefix shorter than five octets is filled from the machine id, so that two hosts that share
-    a layer 2 network suggest different MACs.
-    """
-    subnet = ipaddress.ip_network(network["subnet"])
-    own = ipaddress.ip_interface(network["address"]).ip
-    prefix = str(network["mac_prefix"]).lower().split(":")
-    filler = hashlib.sha256(machine_id.encode()).hexdigest()
-    prefix += [filler[2 * i : 2 * i + 2] for i in range(5 - len(prefix))]
-    found: list[dict[str, Any]] = []
-    for index in range(count):
-        number = int(network["first_host"]) + index
-        # The subnet ends with parity's guest and the broadcast; the octet of the MAC ends at 255.
-        fits = number < min(subnet.num_addresses - 2, 256) and subnet[number] != own
-        found.append(
-            {
-                "slot_index": index,
-                "management_mac": ":".join([*prefix, f"{number:02x}"]) if fits else "",
-                "private_ip": str(subnet[number]) if fits else "",
-                "ovs_port": f"gs-slot{index}",
-            }
-        )
-    return found
+def _not_ours(bridge: str) -> Refusal:
+    return Refusal(
+        "bridge_name_taken",
+        expected=f"{bridge} to be an Open vSwitch bridge or not to exist",
+        found="an interface of another kind with this name",
+        remedy="rename or remove that interface, or choose another bridge in the profile",
+    )
 
 
-def _pair(gpus: Sequence[Device], others: Sequence[Device]) -> dict[int, Device]:
-    """GPU index to partner: first the same NUMA node for all, then what is left, nearest first."""
-    left = list(others)
-    partners: dict[int, Device] = {}
-    for local in (True, False):
-        for index, gpu in enumerate(gpus):
-            choice = [other for other in left if not local or _same_node(gpu, other)]
-            if index in partners or not choice:
-                continue
-            # min keeps the first of equals, and `others` comes sorted: the choice is deterministic.
-            best = min(choice, key=lambda other: -_shared(gpu, other))
-            partners[index] = best
-            left.remove(best)
-    return partners
+def _no_tmfifo() -> Refusal:
+    return Refusal(
+        "tmfifo_missing",
+        expected=f"the interface {TMFIFO} of the card's rshim driver",
+        found="no such interface",
+        remedy="guests do not need it; see `journalctl -u rshim` and whether the card's BMC or "
+        "another host owns rshim, or set network.tmfifo to false in the profile",
+    )
 
 
-def _same_node(one: Device, other: Device) -> bool:
-    return bool(one["numa_node"] >= 0 and one["numa_node"] == other["numa_node"])
-
-
-def _shared(one: Device, other: Device) -> int:
-    """How many bridges the two have in common, counted from the root complex."""
-    count = 0
-    for left, right in zip(one["pci_path"], other["pci_path"], strict=False):
-        if left != right:
-            break
-        count += 1
-    return count
-
-
-def _candidate(
-    gpu: Device, disk: Device | None, vf: Device | None, suggested: Mapping[str, Any]
-) -> dict[str, Any]:
-    blockers: list[Blocker] = list(gpu["blockers"])
-    if disk is None:
-        blockers.append(blocker("missing_nvme", f"no disk is left for GPU {gpu['address']}"))
-    else:
-        blockers += disk["blockers"]
-    if vf is None:
-        blockers.append(blocker("missing_fabric_vf", f"no function left for GPU {gpu['address']}"))
-    else:
-        blockers += vf["blockers"]
-    if not suggested["private_ip"]:
-        blockers.append(blocker("address_space_exhausted", "the subnet has no address left"))
-    bundle = {
-        "slot_index": suggested["slot_index"],
-        "gpu_pci_address": gpu["address"],
-        "nvme_device": disk["by_id"] if disk else "",
-        "nvme_serial": disk["serial"] if disk else "",
-        "nvme_eui": (disk["eui"] or disk["nguid"]) if disk else "",
-        "nvme_size_bytes": disk["size_bytes"] if disk else 0,
-        "management_mac": suggested["management_mac"],
-        "private_ip": suggested["private_ip"],
-        "fabric_vf_pci_address": vf["address"] if vf else "",
-        "numa_node": gpu["numa_node"],
-    }
-    return {
-        "slot_index": suggested["slot_index"],
-        "complete": bool(disk and vf and suggested["private_ip"]),
-        "bundle": bundle,
-        "ovs_port": suggested["ovs_port"],
-        "numa_matched": {
-            "nvme": bool(disk and _same_node(gpu, disk)),
-            "fabric": bool(vf and _same_node(gpu, vf)),
-        },
-        "blockers": blockers,
-    }
+def _lines(argv: list[str]) -> list[str]:
+    return [line for line in _command.run(argv).out.splitlines() if line.strip()]
 '''
 
-# sha256 eb8518b3347f4226c518e0972747fd3b11c4fcb2d9baea6f8bb1a0c7a2d7368c
-SOURCES["_topology_network"] = r'''"""What the host's slice network is right now, with the reasons why guests would have none.
+# sha256 0b24ee61b38b3de032cd9613e6ab76eacd6fba8f3ad442115acfb6a9ea74085b
+SOURCES["network._netplan"] = r'''"""What netplan makes of the host's files: whether it takes them, and which link gets which address.
+
+It is asked, on a copy of the files. What a text in YAML means is read from what its generator makes
+of it, for networkd and NetworkManager: hosts need not have a YAML parser for our Python.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _host
+
+# Where netplan looks; a file of a later folder hides one of the same name in an earlier one.
+_FOLDERS = ("/lib/netplan", "/etc/netplan", "/run/netplan")
+_GENERATED = (
+    "run/systemd/network/*.network",
+    "run/NetworkManager/system-connections/*.nmconnection",
+)
+_NAMES = {("Match", "Name"), ("connection", "interface-name"), ("match", "interface-name")}
+_MACS = {
+    ("Match", "MACAddress"),
+    ("Match", "PermanentMACAddress"),
+    ("ethernet", "mac-address"),
+    ("infiniband", "mac-address"),
+}
+_NUMBERED = re.compile(r"address[0-9]+")
+
+
+@dataclass(frozen=True)
+class Link:
+    """names: patterns of the names that its interface may have. macs: or what it is known by."""
+
+    names: tuple[str, ...]
+    macs: tuple[str, ...]
+    addresses: tuple[str, ...]
+
+    def is_of(self, interface: str) -> bool:
+        if self.names:
+            return any(fnmatch.fnmatchcase(interface, name) for name in self.names)
+        mac = _host.read(f"/sys/class/net/{interface}/address") or ""
+        return mac.lower() in self.macs if self.macs else True
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """refused: what netplan says against the files, "" for nothing."""
+
+    refused: str
+    links: tuple[Link, ...]
+
+
+def judge(path: str = "", text: str = "") -> Judgement:
+    """All of the host's files together; with `text` in place of the one at `path`, if given."""
+    with tempfile.TemporaryDirectory(prefix="gpuaas-netplan-") as root:
+        for folder in _FOLDERS:
+            for file in sorted(_host.path(folder).glob("*.yaml")):
+                content = _host.content(f"{folder}/{file.name}")
+                if content is not None:
+                    _place(root, f"{folder}/{file.name}", content)
+        if path:
+            _place(root, path, text.encode())
+        tried = _command.run(["netplan", "generate", "--root-dir", root], ok=range(256))
+        if tried.rc:
+            said = (tried.err.strip() or tried.out.strip() or "no output").replace(root, "")
+            return Judgement(said[-2000:], ())
+        made = [file for pattern in _GENERATED for file in sorted(Path(root).glob(pattern))]
+        return Judgement("", tuple(_link(file.read_text(errors="replace")) for file in made))
+
+
+def _place(root: str, path: str, content: bytes) -> None:
+    target = Path(root, path.lstrip("/"))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(content)
+    # netplan warns about files that others can read.
+    target.chmod(0o600)
+
+
+def _link(text: str) -> Link:
+    names, macs, addresses = [], [], []
+    for section, key, value in _settings(text):
+        if (section, key) in _NAMES:
+            # networkd parts patterns by spaces, NetworkManager by semicolons.
+            names += value.replace(";", " ").split()
+        elif (section, key) in _MACS:
+            macs += value.lower().split()
+        elif (section, key) in (("Network", "Address"), ("Address", "Address")):
+            addresses.append(value)
+        elif section in ("ipv4", "ipv6") and _NUMBERED.fullmatch(key):
+            # A gateway may follow.
+            addresses.append(value.partition(",")[0])
+    return Link(tuple(names), tuple(macs), tuple(addresses))
+
+
+def _settings(text: str) -> Iterator[tuple[str, str, str]]:
+    section = ""
+    for row in text.splitlines():
+        key, found, value = row.partition("=")
+        if row.startswith("["):
+            section = row.strip("[] ")
+        elif found and not row.startswith("#"):
+            yield section, key.strip(), value.strip()
+'''
+
+# sha256 8c69b74d36e67dff773fe35fd72968c628ddc4c83bc5dfc96e6485004d63f077
+SOURCES["network._ovs_nat"] = r'''"""The network baseline of a slice host: dnsmasq's configuration, forwarding, the boot service.
+
+The live part is `_bridge`, which also runs at boot. The way back is `_ovs_nat_removal`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _boot_service,
+    _boot_units,
+    _change,
+    _command,
+    _host,
+    _host_snapshot,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _baseline_files, _bridge
+
+DNSMASQ, RESERVATIONS = _baseline_files.DNSMASQ, _baseline_files.RESERVATIONS
+SYSCTL = _baseline_files.SYSCTL
+
+RECORD = "network"
+SWITCH, DHCP, RSHIM = "openvswitch-switch.service", "dnsmasq.service", "rshim.service"
+
+_OLD_SERVICE = "gpuaas-slice-host-net-baseline"
+_UNITS = "/etc/systemd/system"
+_UNIT_FOLDERS = (_UNITS, "/usr/lib/systemd/system", "/lib/systemd/system")
+_OLD_FILES = (
+    f"{_UNITS}/{_OLD_SERVICE}.service",
+    f"{_UNITS}/{_OLD_SERVICE}.service.d",
+    f"/usr/local/sbin/{_OLD_SERVICE}",
+    f"/usr/local/sbin/{_OLD_SERVICE}.sh",
+    "/usr/local/sbin/gpuaas-slice-network-baseline.sh",
+)
+_COMMANDS = {
+    "start_switch": ["systemctl", "enable", "--now", SWITCH],
+    "enable_dnsmasq": ["systemctl", "enable", DHCP],
+    "restart_dnsmasq": ["systemctl", "restart", DHCP],
+}
+_BRIDGE_NAME = re.compile(r"[a-z][a-z0-9_.-]{0,14}")
+
+Params = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class State:
+    """dnsmasq_changed: when its files changed last, in seconds since the epoch.
+
+    before: what was remembered of the host before its first baseline; None when nothing ever was.
+    """
+
+    live: _bridge.State
+    installed: _boot_service.Installed
+    files: Mapping[str, str | None]
+    reservations: bool
+    stale: tuple[str, ...]
+    old: tuple[str, ...]
+    dnsmasq: _boot_service.Service
+    dnsmasq_changed: int
+    switch: _boot_service.Service
+    rshim: _boot_service.Service
+    rshim_installed: bool
+    before: Mapping[str, Any] | None = None
+
+    @property
+    def ours(self) -> bool:
+        """Whether a baseline of ours is on this host already, in whole or in part."""
+        return self.files[DNSMASQ] is not None or bool(self.installed.present)
+
+
+def unit(params: Params) -> _boot_service.Unit:
+    return dataclasses.replace(_boot_units.NETWORK, settings=_baseline_files.settings(params))
+
+
+def observe(params: Params) -> State:
+    services = _boot_service.services([DHCP, SWITCH, RSHIM])
+    folder = _host.path("/etc/dnsmasq.d")
+    stale = folder.glob("gpuaas-gpuaas-slice-*.conf") if folder.is_dir() else ()
+    return State(
+        live=_bridge.observe(params),
+        installed=_boot_service.observe(unit(params)),
+        files={path: _host.read(path) for path in (DNSMASQ, SYSCTL)},
+        reservations=_host.path(RESERVATIONS).is_dir(),
+        stale=tuple(sorted(file.name for file in stale)),
+        old=tuple(_old()),
+        dnsmasq=services[DHCP],
+        # A file that came, went or was replaced moves the folder's time.
+        dnsmasq_changed=int(folder.stat().st_mtime) if folder.is_dir() else 0,
+        switch=services[SWITCH],
+        rshim=services[RSHIM],
+        rshim_installed=any(_host.path(f"{folder}/{RSHIM}").exists() for folder in _UNIT_FOLDERS),
+        before=_host_snapshot.recalled(RECORD),
+    )
+
+
+def plan(params: Params, state: State) -> _change.Plan:
+    live = _bridge.plan(params, state.live)
+    blockers = [*_unsafe(params), *live.blockers]
+    runs = state.rshim.active and state.rshim.enabled
+    start_rshim = params["tmfifo"] and state.rshim_installed and not runs
+    steps = []
+    if state.before is None and not state.ours:
+        steps += _host_snapshot.remembering(RECORD, None, _was(state))
+    steps += outdated(state)
+    if not state.reservations:
+        steps.append(_change.Step("make_folder", RESERVATIONS, None, "folder"))
+    files = {} if blockers else _texts(params)
+    steps += [
+        _change.Step("write_file", path, state.files[path], text.strip())
+        for path, text in files.items()
+        if state.files[path] != text.strip()
+    ]
+    if not (state.switch.active and state.switch.enabled):
+        steps.append(_change.Step("start_switch", SWITCH, "inactive", "active at every boot"))
+    steps += [step for step in live.steps if not step.soft]
+    steps += _boot_service.plan(unit(params), state.installed)
+    steps += _dnsmasq_steps(state, {step.name for step in steps})
+    soft, doubts = [step for step in live.steps if step.soft], live.doubts
+    if start_rshim:
+        before = "active until the next boot" if state.rshim.active else "inactive"
+        after = "active at every boot"
+        start = _change.Step("start_rshim", RSHIM, before, after, soft=True)
+        # The interface comes with the service.
+        soft, doubts = [start, *_bridge.link_steps(state.live)], ()
+    return _change.Plan((*steps, *soft), tuple(blockers), doubts)
+
+
+def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
+    if step.name in _host_snapshot.STEPS:
+        _host_snapshot.apply(step)
+    elif step.name in _boot_service.STEPS:
+        _boot_service.apply(unit(params), step)
+    elif step.name == "remove_old_service":
+        _remove_old(step.before)
+    elif step.name == "remove_stale_reservation":
+        _host.remove(step.subject)
+    elif step.name == "make_folder":
+        _host.path(RESERVATIONS).mkdir(parents=True, exist_ok=True)
+    elif step.name == "write_file":
+        if step.subject == DNSMASQ:
+            _command.run(["dnsmasq", "--test", "--conf-file=-"], stdin=f"{step.after}\n")
+        _host.write(step.subject, f"{step.after}\n")
+    elif step.name == "start_rshim":
+        _start_rshim()
+    elif step.name in _COMMANDS:
+        _command.run(_COMMANDS[step.name])
+    else:
+        return _bridge.apply(params, step)
+    return None
+
+
+def facts(params: Params, state: State) -> dict[str, Any]:
+    asked = params["tmfifo"]
+    return {
+        "network": {
+            "bridge": params["bridge"],
+            "address": params["address"],
+            "nat": state.live.nat,
+            "forwarding": state.live.forwarding,
+            "uplink": state.live.uplink,
+            "dnsmasq": state.dnsmasq.active,
+            "tmfifo": _bridge.link_shown(state.live) if asked else "not asked for",
+        }
+    }
+
+
+def _texts(params: Params) -> dict[str, str]:
+    return {SYSCTL: _baseline_files.FORWARDING, DNSMASQ: _baseline_files.dnsmasq(params)}
+
+
+def outdated(state: State) -> list[_change.Step]:
+    """What earlier releases left: the service under its first name, reservations one file each."""
+    steps = []
+    if state.old:
+        steps.append(_change.Step("remove_old_service", _OLD_SERVICE, list(state.old), []))
+    return steps + [
+        _change.Step("remove_stale_reservation", f"/etc/dnsmasq.d/{name}", "present", None)
+        for name in state.stale
+    ]
+
+
+def _old() -> list[str]:
+    """Files of the first service; links of `enable` stay behind when only its unit was removed."""
+    folders = sorted(folder.name for folder in _host.path(_UNITS).glob("*.wants"))
+    links = [f"{_UNITS}/{folder}/{_OLD_SERVICE}.service" for folder in folders]
+    # A link to a unit that is gone does not exist, as far as `exists` can tell.
+    found = [path for path in links if _host.path(path).is_symlink()]
+    return [path for path in _OLD_FILES if _host.path(path).exists()] + found
+
+
+def _remove_old(paths: Sequence[str]) -> None:
+    if _OLD_FILES[0] in paths:
+        _command.run(["systemctl", "disable", "--now", f"{_OLD_SERVICE}.service"])
+    for path in paths:
+        if _host.path(path).is_dir():
+            shutil.rmtree(_host.path(path))
+        else:
+            _host.remove(path)
+    _command.run(["systemctl", "daemon-reload"])
+
+
+def _was(state: State) -> dict[str, Any]:
+    """The host before us. A service of a package that we installed was not there at all."""
+    ours = _host_snapshot.recalled(_host_snapshot.PACKAGES) or {}
+    services = (("dnsmasq", state.dnsmasq), ("openvswitch-switch", state.switch))
+    found: dict[str, Any] = {
+        package: {
+            "active": service.active and package not in ours,
+            "enabled": service.enabled and package not in ours,
+        }
+        for package, service in (*services, ("rshim", state.rshim))
+    }
+    return {"forwarding": state.live.forwarding, **found}
+
+
+def _dnsmasq_steps(state: State, planned: set[str]) -> list[_change.Step]:
+    steps = []
+    if not state.dnsmasq.enabled:
+        steps.append(_change.Step("enable_dnsmasq", "dnsmasq at boot", "disabled", "enabled"))
+    stale = state.dnsmasq.started_at < state.dnsmasq_changed
+    rewritten = planned & {"write_file", "remove_stale_reservation", "add_bridge"}
+    if not state.dnsmasq.active or stale or rewritten:
+        before = "old configuration" if state.dnsmasq.active else "inactive"
+        steps.append(_change.Step("restart_dnsmasq", DHCP, before, "restarted"))
+    return steps
+
+
+def _unsafe(params: Params) -> list[Refusal]:
+    if _BRIDGE_NAME.fullmatch(params["bridge"]):
+        return []
+    return [
+        Refusal(
+            "network_invalid",
+            expected="a bridge name of at most 15 lower case letters, digits and _ . -",
+            found=repr(params["bridge"]),
+            remedy="correct network.bridge of the hardware profile",
+        )
+    ]
+
+
+def _start_rshim() -> None:
+    _command.run(["systemctl", "enable", "--now", RSHIM])
+    # The driver needs some seconds to make its interface; after 30 it will not.
+    deadline = time.monotonic() + 30
+    while not _bridge.link_there() and time.monotonic() < deadline:
+        time.sleep(1)
+'''
+
+# sha256 0aca1abeffbf1f10aa38e4be5bd4170e99ca6d007cabc418413b38d42ace3a62
+SOURCES["network._slice_network"] = r'''"""What the host's slice network is right now, with the reasons why guests would have none.
 
 False green is the worst failure here (a missing NAT rule under green services), so this reads
 state that carries traffic, never the state of a service.
@@ -5715,10 +5733,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils import _command, _host
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils._topology_candidates import (
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import (
     Blocker,
+    Refusal,
     blocker,
 )
 
@@ -5888,483 +5906,230 @@ def _dotted(little_endian: str) -> str:
     return str(ipaddress.IPv4Address(bytes.fromhex(little_endian)[::-1]))
 '''
 
-# sha256 60f33faebdfcb4ca41b96244eec6371efe4180c55251e781a26eeb74eec0155e
-SOURCES["_tuning"] = r'''"""Tuned profiles on a host: files for the next boot, values for this one, and what is in force.
-
-One file per mechanism holds what all wanted profiles ask for: those of the hardware profile, and
-those that an operator opted in to on this host (_tuning_opted). What a value was before is
-remembered when it is first changed, and comes back when no profile wants it any more.
-"""
+# sha256 00e7c7c5ea1f037a1cc8ed79c9a595d477b8b4c14441fcadf13ecbe9aa69b517
+SOURCES["slice._libvirt"] = r'''"""Libvirt's system daemon through virsh: which domains there are, and the acts on one of them."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+import time
 from dataclasses import dataclass
-from typing import Any
+from pathlib import PurePosixPath
 
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _before,
-    _change,
-    _command,
-    _host,
-    _hugepages,
-    _tuning_opted,
-    _written,
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+
+# libvirt's virDomainState, by number.
+STATES = (
+    "no state",
+    "running",
+    "blocked",
+    "paused",
+    "in shutdown",
+    "shut off",
+    "crashed",
+    "suspended",
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils._tuning_profiles import (
-    DEFINITIONS,
-    Definition,
-)
+ACTIVE = frozenset({"running", "blocked", "paused", "in shutdown", "suspended"})
 
-SYSCTL = "/etc/sysctl.d/60-gpuaas-slice-tuning.conf"
-MODPROBE = "/etc/modprobe.d/gpuaas-slice-tuning.conf"
-LIMITS = "/etc/security/limits.d/60-gpuaas-slice-tuning.conf"
-FILES = (SYSCTL, MODPROBE, LIMITS)
-OPTED_IN = _tuning_opted.FILE
-MARKER = "# Written by the gpuaas.slice collection; changed by its playbooks only."
-RECORD = "tuning"
+# virDomainPausedReason: by a user's word (also `start --paused`), and while starting up. Only these
+# may be resumed; the others (a disk error, a watchdog) say that something is wrong.
+PAUSED_ON_PURPOSE = frozenset({1, 11})
 
-# A login that is nobody in particular shows the limit that every login gets.
-_LOGIN = ["runuser", "nobody", "-s", "/bin/sh", "-c", "ulimit -S -l; ulimit -H -l"]
-
-Params = Mapping[str, Any]
+_RESEND_SECONDS = 15
 
 
 @dataclass(frozen=True)
 class State:
-    """files: content, None when absent. values: of every sysctl that a profile knows.
+    """A domain's state in words, and libvirt's number for the reason of it."""
 
-    recorded: names opted in to, None without a record. record: its content. lacking: why this
-    machine cannot give what is newly opted in to.
-    """
+    name: str
+    reason: int = 0
 
-    files: Mapping[str, str | None]
-    values: Mapping[str, str]
-    before: Mapping[str, Any] | None
-    recorded: tuple[str, ...] | None = None
-    record: str | None = None
-    lacking: tuple[Refusal, ...] = ()
+    @property
+    def active(self) -> bool:
+        """Whether QEMU runs for it."""
+        return self.name in ACTIVE
 
 
-def observe(params: Params) -> State:
-    """params, beside `profiles`, all of them optional: state; opted_in, which replaces what the
-    host has recorded; hugepages_1g, with opted_in.
-    """
-    before = _before.recalled(RECORD)
-    keys = {key for one in DEFINITIONS.values() for key in one.sysctl} | set(before or {})
-    pages = _hugepages.asked(params.get("opted_in") or [], params.get("hugepages_1g"))
-    return State(
-        files={path: _host.kept(path) for path in FILES},
-        values={key: value(key) for key in sorted(keys)},
-        before=before,
-        recorded=_recorded(params),
-        record=_host.kept(OPTED_IN),
-        # Pages are made by a later step. Recorded before its refusal, they would fail every
-        # bootstrap to come.
-        lacking=tuple(_hugepages.refusals(pages)),
-    )
-
-
-def plan(params: Params, state: State) -> _change.Plan:
-    names = _names(params, state)
-    if refused := [*_tuning_opted.unknown(names), *state.lacking]:
-        return _change.Plan(blockers=tuple(refused))
-    chosen = [DEFINITIONS[name] for name in names]
-    wanted = {key: text for one in chosen for key, text in one.sysctl.items()}
-    # First: what a later step is stopped at, the next run goes on with.
-    steps = _recording(params, state)
-    if wanted:
-        there = {key: state.values[key] for key in wanted}
-        steps += _before.remembering(RECORD, state.before, there)
-    texts = _texts(chosen)
-    steps += [
-        _change.Step("write_file", path, state.files[path], text)
-        for path, text in texts.items()
-        if text and state.files[path] != text.strip()
-    ]
-    steps += [
-        _change.Step("remove_file", path, state.files[path], None)
-        for path, text in texts.items()
-        if not text and (state.files[path] or "").startswith(MARKER)
-    ]
-    # What no profile wants any more goes back to what it was.
-    targets = {**(state.before or {}), **wanted}
-    steps += [
-        _change.Step("set_sysctl", key, state.values[key], text)
-        for key, text in sorted(targets.items())
-        if state.values[key] != _words(text)
-    ]
-    if not wanted:
-        steps += _before.forgetting(RECORD, state.before)
-    return _change.Plan(tuple(steps), tuple(_foreign(texts, state)))
-
-
-def apply(_params: Params, step: _change.Step) -> dict[str, Any] | None:
-    if step.name in _before.STEPS:
-        _before.apply(step)
-    elif step.name == "write_file":
-        _host.write(step.subject, step.after)
-    elif step.name == "remove_file":
-        _host.remove(step.subject)
-    else:
-        _command.run(["sysctl", "-q", "-w", f"{step.subject}={step.after}"])
-    return None
-
-
-def facts(params: Params, state: State) -> dict[str, Any]:
-    """What waits for a reboot: a module's options hold when it is loaded, limits at a login."""
-    names = _names(params, state)
-    chosen = [DEFINITIONS[name] for name in names if name in DEFINITIONS]
-    pending = [problem for one in chosen for problem in _options(one)]
-    return {"profiles": names, "pending": pending}
-
-
-SUBJECT = _change.Subject(observe, plan, apply, facts)
-
-
-def problems(profile: Mapping[str, Any]) -> dict[str, list[str]]:
-    """By tuned profile that is asked for, by the hardware profile or on this host, what of it is
-    not in force.
-
-    Read from the running kernel and from a login, never from our files.
-    """
-    return {name: _problems(name, profile) for name in asked(profile)}
-
-
-def edited(profile: Mapping[str, Any]) -> list[str]:
-    """Why the next boot would not find the files of what is asked for as written."""
-    chosen = [DEFINITIONS[name] for name in asked(profile) if name in DEFINITIONS]
-    texts = _texts(chosen).items()
-    return [problem for path, text in texts if text for problem in _written.unlike(path, text)]
-
-
-def asked(profile: Mapping[str, Any]) -> list[str]:
-    """The tuned profiles of this host: the hardware profile's, and those opted in to here."""
-    return _tuning_opted.names(profile.get("tuning") or [])
-
-
-def value(key: str) -> str:
-    """A sysctl as the kernel has it now; "" when there is no such one."""
-    return _words(_host.read(f"/proc/sys/{key.replace('.', '/')}") or "")
-
-
-def _word(params: Params) -> Sequence[str] | None:
-    """What the record is to hold; None where nobody says, and it stays as it is."""
-    return [] if params.get("state") == "absent" else params.get("opted_in")
-
-
-def _names(params: Params, state: State) -> list[str]:
-    if params.get("state") == "absent":
-        return []
-    word = _word(params)
-    return _tuning_opted.names(params["profiles"], state.recorded or () if word is None else word)
-
-
-def _recorded(params: Params) -> tuple[str, ...] | None:
-    """What is recorded. A record that somebody broke is written anew by who says what it holds."""
-    try:
-        return _tuning_opted.recorded()
-    except Refusal:
-        if _word(params) is None:
-            raise
-        return None
-
-
-def _recording(params: Params, state: State) -> list[_change.Step]:
-    word = _word(params)
-    if word is None:
-        return []
-    if not word:
-        there = state.record is not None
-        return [_change.Step("remove_file", OPTED_IN, state.record, None)] if there else []
-    if tuple(word) == state.recorded:
-        return []
-    return [_change.Step("write_file", OPTED_IN, state.record, _tuning_opted.text(word))]
-
-
-def _problems(name: str, profile: Mapping[str, Any]) -> list[str]:
-    one = DEFINITIONS.get(name)
-    if one is None:
-        return [f"this collection has no tuned profile {name}"]
-    found = [
-        f"{key} is {value(key) or 'not there'}, not {text}"
-        for key, text in one.sysctl.items()
-        if value(key) != _words(text)
-    ]
-    pages = _hugepages.asked([name], profile.get("hugepages_1g"))
-    return [*found, *_options(one), *_limits(one), *(_hugepages.problems(pages) if pages else [])]
-
-
-def _options(one: Definition) -> list[str]:
-    """Options of loaded modules; one that is not loaded takes them when it is."""
-    found = []
-    for module, options in one.modprobe.items():
-        for name, wanted in options.items():
-            have = _host.read(f"/sys/module/{module}/parameters/{name}")
-            if have is not None and have != wanted:
-                found.append(f"{module} {name} is {have}, not {wanted}, until it is loaded again")
+def states() -> dict[str, State]:
+    """Every domain of this host, defined or running, by name."""
+    # --nowait: a QEMU that does not answer its monitor must not hang the look at the others.
+    out = _virsh("domstats", "--state", "--nowait").out
+    found: dict[str, State] = {}
+    name, values = "", {"state": 0, "reason": 0}
+    for line in [*out.splitlines(), "Domain: ''"]:
+        text = line.strip()
+        if text.startswith("Domain: "):
+            if name:
+                found[name] = State(_word(values["state"]), values["reason"])
+            name, values = text[len("Domain: ") :].strip("'"), {"state": 0, "reason": 0}
+        key, _sep, value = text.partition("=")
+        if key.startswith("state.") and value.lstrip("-").isdigit():
+            values[key.removeprefix("state.")] = int(value)
     return found
 
 
-def _limits(one: Definition) -> list[str]:
-    if not one.memlock:
-        return []
-    try:
-        have = _command.run(_LOGIN).out.split()
-    except Refusal as refusal:
-        return [f"memlock of a login is unknown: {refusal.code}"]
-    return [] if have == [one.memlock] * 2 else [f"memlock of a login is {' '.join(have)}"]
+def domains() -> dict[str, str]:
+    """Every domain and its state in words."""
+    return {name: state.name for name, state in states().items()}
 
 
-def _texts(chosen: Sequence[Definition]) -> dict[str, str | None]:
-    """Content of each file; None for one that nobody needs."""
-    sysctl = [f"{key} = {text}" for one in chosen for key, text in one.sysctl.items()]
-    modprobe = [
-        f"options {module} {' '.join(f'{name}={text}' for name, text in options.items())}"
-        for one in chosen
-        for module, options in one.modprobe.items()
-    ]
-    # `*` does not mean root.
-    limits = [
-        f"{who} - memlock {one.memlock}" for one in chosen if one.memlock for who in ("*", "root")
-    ]
-    rows = {SYSCTL: sysctl, MODPROBE: modprobe, LIMITS: limits}
-    return {p: "\n".join([MARKER, *lines]) + "\n" if lines else None for p, lines in rows.items()}
+def definition(name: str) -> str:
+    """The persistent definition of a domain that exists."""
+    return _virsh("dumpxml", "--inactive", name).out
 
 
-def _foreign(texts: Mapping[str, str | None], state: State) -> list[Refusal]:
-    """A file under our name that we have not written is somebody's work."""
-    return [
-        Refusal(
-            "file_not_ours",
-            expected=f"no {path}, or one that begins with our marker",
-            found="another file",
-            remedy="move it to a name of its own",
-        )
-        for path, text in state.files.items()
-        if texts[path] and text is not None and not text.startswith(MARKER)
-    ]
+def define(xml: str) -> None:
+    """Define a domain, checked against libvirt's schema; replaces one of the same name."""
+    _virsh("define", "--validate", "/dev/stdin", stdin=xml)
 
 
-def _words(text: str) -> str:
-    """The kernel separates with tabs what people separate with blanks."""
-    return re.sub(r"\s+", " ", str(text)).strip()
+def start_paused(name: str, *, timeout: float) -> None:
+    """Start with the virtual CPUs stopped, so that the port can be guarded before a guest runs."""
+    _virsh("start", name, "--paused", timeout=timeout)
+
+
+def resume(name: str) -> None:
+    _virsh("resume", name)
+
+
+def shut_down(name: str, *, deadline: float) -> bool:
+    """Ask the guest to power off and wait; False when it has not within `deadline` seconds."""
+    end = time.monotonic() + deadline
+    asked = 0.0
+    while time.monotonic() < end:
+        if not states().get(name, State("shut off")).active:
+            return True
+        # A guest that is still booting ignores the first request.
+        if asked == 0.0 or time.monotonic() - asked > _RESEND_SECONDS:
+            # It may end between look and request, which virsh answers with 1.
+            _virsh("shutdown", name, ok=(0, 1))
+            asked = time.monotonic()
+        time.sleep(1)
+    return not states().get(name, State("shut off")).active
+
+
+def destroy(name: str, *, deadline: float = 60) -> None:
+    """Take the power away; asked again, since unpinning a large guest's memory takes its time."""
+    end = time.monotonic() + deadline
+    while True:
+        _virsh("destroy", name, ok=(0, 1))
+        if not states().get(name, State("shut off")).active:
+            return
+        if time.monotonic() > end:
+            raise Refusal(
+                "domain_not_stopped",
+                expected=f"{name} to be off {deadline:g} s after its power was taken",
+                found="libvirt still reports it active",
+                remedy="look at its QEMU process and the kernel log; do not wipe its disk",
+            )
+        time.sleep(2)
+
+
+def undefine(name: str, *, attempts: int = 3) -> None:
+    """Remove the definition, with the NVRAM file when it names one."""
+    uefi = "<nvram" in definition(name)
+    options = ("--nvram",) if uefi else ()
+    for attempt in range(attempts):
+        last = attempt == attempts - 1
+        done = _virsh("undefine", name, *options, ok=(0,) if last else (0, 1))
+        if done.rc == 0:
+            return
+        time.sleep(2)
+
+
+def qemu_pid(name: str) -> int | None:
+    """The process libvirt started for an active domain."""
+    text = _host.read(f"/run/libvirt/qemu/{name}.pid")
+    return int(text) if text and text.isdigit() and _alive(int(text)) else None
+
+
+def processes(marker: str) -> dict[int, str]:
+    """Processes whose program is a QEMU and whose arguments contain `marker`, also ones that
+    libvirt has lost: by pid, their program."""
+    found: dict[int, str] = {}
+    for folder in _host.path("/proc").glob("[0-9]*"):
+        try:
+            arguments = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue  # it ended while we looked
+        program = PurePosixPath(arguments[0]).name
+        if program.startswith("qemu") and any(marker in argument for argument in arguments):
+            found[int(folder.name)] = program
+    return found
+
+
+def _alive(pid: int) -> bool:
+    return _host.path(f"/proc/{pid}").is_dir()
+
+
+def _word(number: int) -> str:
+    return STATES[number] if 0 <= number < len(STATES) else f"state {number}"
+
+
+def _virsh(
+    *arguments: str, ok: tuple[int, ...] = (0,), stdin: str | None = None, timeout: float = 180
+) -> _command.Result:
+    """A wide limit: libvirtd ends when idle, and once started it first asks QEMU what it can do."""
+    argv = ["virsh", "--connect", "qemu:///system", *arguments]
+    return _command.run(argv, ok=ok, stdin=stdin, timeout=timeout)
 '''
 
-# sha256 293bfdfe3d44ad4fa6627545b4d25425d8b93fcb133f246c651de6addc9e7883
-SOURCES["_tuning_opted"] = r'''"""Tuned profiles that an operator opted in to on this host, beside those of its hardware profile.
+# sha256 01eb1c14dd87262ec1ad53ddea0018da4c8280482413d98c69af947fa4faf35f
+SOURCES["tenant._tenancy"] = r'''"""A machine that one tenant has as a whole: no module makes a slice host of it meanwhile.
 
-They are kept on the host: nothing else knows of the operator's word, and whoever looks at or sets
-up the host later, with the hardware profile alone, must neither miss nor undo them.
+The reconciler does not ask for that; a person with a shell, AWX or cloud-init may.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils import _host
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils._tuning_profiles import PROFILES
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
-FILE = "/etc/gpuaas/tuning.json"
-SETTING = "GPUAAS_SLICE_TUNING"
-# The operator's word that nothing more is wanted. Not "": templates make that of what nobody said.
-NOTHING = "none"
-
-_UNREADABLE = "tuning_record_unreadable"
-_REPAIR = (
-    "nothing was done; repair the file, or bootstrap the host again with"
-    f" {SETTING} naming what is wanted, or {NOTHING}"
-)
-
-
-def recorded() -> tuple[str, ...] | None:
-    """What the host has recorded; None without a record. One that cannot be read is a Refusal."""
-    found = _host.document(FILE, code=_UNREADABLE, remedy=_REPAIR)
-    if found is None:
-        return None
-    names = found.get("profiles")
-    if isinstance(names, list) and all(isinstance(name, str) for name in names):
-        return tuple(names)
-    raise Refusal(
-        _UNREADABLE,
-        expected=f"a list of names as `profiles` in {FILE}",
-        found=f"{FILE}: {json.dumps(names)}",
-        remedy=_REPAIR,
-    )
-
-
-def names(profiles: Sequence[str], opted_in: Sequence[str] | None = None) -> list[str]:
-    """The hardware profile's names and those opted in to, without an `opted_in` the recorded."""
-    more = (recorded() or ()) if opted_in is None else opted_in
-    return list(dict.fromkeys([*profiles, *more]))
-
-
-def unknown(asked: Sequence[str]) -> list[Refusal]:
-    """Names in the record that mean nothing here; a newer release may have written them."""
-    found = [name for name in asked if name not in PROFILES]
-    if not found:
-        return []
-    return [
-        Refusal(
-            "tuning_unknown",
-            expected=f"{', '.join(PROFILES)} in the hardware profile and in {FILE}",
-            found=", ".join(found),
-            remedy="nothing was done; run a release that knows the name, or bootstrap the host"
-            f" with {SETTING} naming what is wanted, or {NOTHING}",
-        )
-    ]
-
-
-def text(opted_in: Sequence[str]) -> str:
-    """Content of the record."""
-    return json.dumps({"profiles": list(opted_in)}) + "\n"
-
-
-def setting(value: str) -> list[str] | None:
-    """What the operator's setting asks for; None when it says nothing."""
-    found = list(dict.fromkeys(name for name in value.split(",") if name))
-    if found == [NOTHING]:
-        return []
-    wrong = [name for name in found if name not in PROFILES]
-    if wrong:
-        raise Refusal(
-            "setting_invalid",
-            expected=f"{SETTING} of {', '.join(PROFILES)}, or {NOTHING} alone",
-            found=", ".join(wrong),
-            remedy="nothing was done; correct the setting",
-        )
-    return found or None
-'''
-
-# sha256 dc78c54afab1b92f450e05f0fc7ec9ea9b9bdcd33eabf7298bb68f2c9f5aa0e4
-SOURCES["_tuning_profiles"] = r'''"""The tuned profiles by name: what each changes on a host.
-
-Off by default, because they change the whole host. A profile becomes a default for a kind of host
-when a benchmark with and without it says so; the figures here are where to begin.
-"""
-
-from __future__ import annotations
-
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
-from ansible_collections.gpuaas.slice.plugins.module_utils import _hugepages
-
-NETWORK = "network-buffers"
+Params = _change.Params
 
 
 @dataclass(frozen=True)
-class Definition:
-    """about: what it is for. sysctl: by key. modprobe: options by module and name. memlock: the
-    limit of every login, or "". Pages of 1 GiB are kernel arguments: _hugepages."""
+class State:
+    """found: of the subject that is guarded. taken: why it must not be touched."""
 
-    about: str
-    sysctl: Mapping[str, str] = field(default_factory=dict)
-    modprobe: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    memlock: str = ""
+    found: Any
+    taken: tuple[Refusal, ...]
 
 
-DEFINITIONS: Mapping[str, Definition] = {
-    _hugepages.PROFILE: Definition("pages of 1 GiB for the memory of guests, taken at boot"),
-    NETWORK: Definition(
-        "socket buffers, backlog, IPoIB queues and locked memory for a fast fabric",
-        sysctl={
-            # Bandwidth times delay of 200 Gbit/s at 10 ms. A limit, not a use: a socket that needs
-            # less takes less.
-            "net.core.rmem_max": "268435456",
-            "net.core.wmem_max": "268435456",
-            "net.ipv4.tcp_rmem": "4096 87380 134217728",
-            "net.ipv4.tcp_wmem": "4096 65536 134217728",
-            # Packets that wait for a processor; too few are dropped under a burst.
-            "net.core.netdev_max_backlog": "250000",
-        },
-        # The driver takes at most 8192.
-        modprobe={"ib_ipoib": {"send_queue_size": "4096", "recv_queue_size": "4096"}},
-        # RDMA locks what it registers; the usual limit is 8 MiB.
-        memlock="unlimited",
-    ),
-}
-PROFILES = tuple(DEFINITIONS)
-'''
-
-# sha256 58440ab83ffd9413b506394e8bd8bbd557ec08c00a1d986cf59f509a12f94c63
-SOURCES["_written"] = r'''"""Files that the collection writes whole: how parity tells one that somebody edited.
-
-Wanted is what the present code would write, since that is what a repair writes; nothing has to be
-remembered for it, and a host that an older release set up otherwise is found too. The one exception
-is the code that the boot services were given, see `_boot_files`.
-"""
-
-from __future__ import annotations
-
-import hashlib
-import json
-import stat
-from collections.abc import Mapping
-from typing import Any
-
-from ansible_collections.gpuaas.slice.plugins.module_utils import _host
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+def refusals() -> list[Refusal]:
+    """Why nothing may be taken from under somebody: an allocation has all of this machine."""
+    return _ledger.machine_taken("")
 
 
-def unlike(path: str, text: str | None, mode: int | None = None) -> list[str]:
-    """Why a file is not what its role writes; [] when it is. text: None for one that must not be.
+def guarded(
+    subject: _change.Subject, concerns: Callable[[Params, _change.Plan], bool]
+) -> _change.Subject:
+    """`subject`, refused while a tenant has the whole machine.
 
-    mode: what its mode must be, where a wrong one has consequences: a program that may not be run.
+    concerns: which calls. Those that take something for slices do, also when nothing is left to do:
+    whoever asked would go on from there. Those that give back do when they would act.
     """
-    try:
-        found = _host.kept(path)
-    except Refusal as unreadable:
-        return [f"{unreadable.code}: {unreadable.found}"]
-    if text is None:
-        return [] if found is None else [f"{path} is there, and bootstrap writes none"]
-    if found is None:
-        return [f"{path} is missing"]
-    if found != text.strip():
-        return [f"{path} is not what bootstrap writes: {_difference(text.strip(), found)}"]
-    has = _host.path(path).stat().st_mode
-    if mode is not None and stat.S_IMODE(has) != mode:
-        return [f"{path} has mode {stat.S_IMODE(has):04o}, not {mode:04o}"]
-    return []
 
+    def observe(params: Params) -> State:
+        return State(subject.observe(params), tuple(refusals()))
 
-def unlike_settings(path: str, wanted: Mapping[str, Any]) -> list[str]:
-    """The same for settings, which are data: their layout does not matter."""
-    try:
-        there = json.loads(_host.read(path) or "null")
-    except ValueError:
-        there = None
-    if there is None:
-        return [f"{path} is missing or unreadable"]
-    if there == wanted:
-        return []
-    kept = there if isinstance(there, dict) else {}
-    differing = [key for key in sorted({*wanted, *kept}) if kept.get(key) != wanted.get(key)]
-    return [f"{path} has another {', '.join(differing)} than the profile"]
+    def plan(params: Params, state: State) -> _change.Plan:
+        whole = subject.plan(params, state.found)
+        taken = state.taken if concerns(params, whole) else ()
+        return _change.Plan(whole.steps, (*taken, *whole.blockers))
 
+    def facts(params: Params, state: State) -> dict[str, Any]:
+        return subject.facts(params, state.found)
 
-def digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+    def forecast(params: Params, state: State) -> State:
+        return replace(state, found=subject.forecast(params, state.found))
 
-
-def digest_of(path: str) -> str:
-    """Of the file as it is; "" for one that is not there or cannot be read."""
-    try:
-        return digest(_host.path(path).read_bytes())
-    except OSError:
-        return ""
-
-
-def _difference(wanted: str, found: str) -> str:
-    """One line says which edit it was, and lets nobody read a whole foreign file in a report."""
-    rows, there = wanted.split("\n"), found.split("\n")
-    first = next((row for row in there if row not in rows), "")
-    lost = next((row for row in rows if row not in there), "")
-    return f"has {first!r}" if first else f"lacks {lost!r}" if lost else "has its lines otherwise"
+    return replace(subject, observe=observe, plan=plan, facts=facts, forecast=forecast)
 '''
 
 DATA = {}
@@ -6559,7 +6324,8 @@ class Sources(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
     """Imports what this file carries; everything else comes from the standard library."""
 
     def find_spec(self, name, path=None, target=None):
-        inside = (PACKAGE + ".").startswith(name + ".")
+        names = (f"{PACKAGE}.{source}" for source in SOURCES)
+        inside = any(source.startswith(f"{name}.") for source in names)
         if not inside and name.removeprefix(PACKAGE + ".") not in SOURCES:
             return None
         return importlib.machinery.ModuleSpec(name, self, origin=name, is_package=inside)
@@ -6582,7 +6348,7 @@ sys.meta_path.insert(0, Sources())
 # The interpreter's own hook looks for lines in files only.
 sys.excepthook = traceback.print_exception
 
-from ansible_collections.gpuaas.slice.plugins.module_utils._deploy_bootstrap import network
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot._deploy_bootstrap import network
 
 sys.exit(network(sys.argv[1:], os.environ))
 GPUAAS_STANDALONE_END

@@ -138,5 +138,5 @@ def test_parameters_count_one_by_one_where_they_show_different_rows(
 
 def test_a_file_with_marks_is_found() -> None:
     found = marks.marked()
-    assert str(marks.ROOT / "tests/unit/plugins/module_utils/test_bridge.py") in found
+    assert str(marks.ROOT / "tests/unit/plugins/module_utils/network/test_bridge.py") in found
     assert str(marks.ROOT / "tests/unit/reconciler/domain/test_diagram.py") not in found

@@ -141,7 +141,7 @@ def test_the_scanner_reads_what_must_be_read() -> None:
     """A gate that looks at nothing passes too."""
     names = {str(path.relative_to(sources.ROOT)) for path in sources.files()}
     assert {
-        "plugins/module_utils/_wipe.py",
+        "plugins/module_utils/disk/_nvme_wipe.py",
         "plugins/modules/tenant_disks.py",
         "scripts/maas/commissioning/50-gpuaas-slice-firmware-preflight.sh",
         "scripts/ops/gpuaas_slice_host_deploy_bootstrap.sh",

@@ -37,8 +37,7 @@ LATER: dict[str, set[str]] = {
 
 
 def sources(one: standalone.Script) -> dict[str, str]:
-    names = standalone.closure(one.entry.partition(":")[0])
-    return {name: standalone._source(name) for name in names}
+    return standalone.closure(one.entry.partition(":")[0])
 
 
 def later(text: str) -> Iterator[str]:
@@ -79,7 +78,9 @@ def utils(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def util(folder: Path, name: str, *rows: str) -> None:
-    (folder / f"{name}.py").write_text("\n".join(rows) + "\n")
+    file = folder / f"{name.replace('.', '/')}.py"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("\n".join(rows) + "\n")
 
 
 def script(**change: object) -> standalone.Script:
@@ -136,12 +137,12 @@ def test_a_stale_script_is_named(tmp_path: Path) -> None:
 
 def test_it_runs_alone(utils: Path, tmp_path: Path) -> None:
     head = f"from {standalone.PACKAGE}"
-    util(utils, "_one", "import sys", f"{head} import _two", f"{head}._three import say",
+    util(utils, "_one", "import sys", f"{head}.core import _two", f"{head}.core._three import say",
          "def main(words, environment):", "    say(_two.WORD + environment['W'] + words[0])",
          "    print(__loader__.get_data('note').decode(), end='')",
          "    return len(sys.stdin.read())")  # fmt: skip
-    util(utils, "_two", r"WORD = 'a\\b'")
-    util(utils, "_three", "say = print")
+    util(utils, "core._two", r"WORD = 'a\\b'")
+    util(utils, "core._three", "say = print")
     util(utils, "_four", "raise SystemExit('not asked for')")
     (tmp_path / "note.txt").write_text("it's $HOME `x`\n")
     text = standalone.build(script(data={"note": str(tmp_path / "note.txt")}))

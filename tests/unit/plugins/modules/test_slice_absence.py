@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import _absence, _lease
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _absence
 from ansible_collections.gpuaas.slice.plugins.modules import slice_absence as module
 
 SLOT = {
@@ -51,7 +52,7 @@ def test_without_slots_nothing_is_proven() -> None:
 
 
 def test_the_ledger_says_whether_bytes_were_written() -> None:
-    _lease.mark_dirty("slot-3", fence=1, disk="d")
+    _ledger.mark_dirty("slot-3", fence=1, disk="d")
     assert module.look(PARAMS)["disk_dirty"]
 
 

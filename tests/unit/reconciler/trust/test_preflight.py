@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from ansible_collections.gpuaas.slice.plugins.module_utils import _preflight_command
+from ansible_collections.gpuaas.slice.plugins.module_utils.firmware import _preflight_command
 
 from reconciler.settings import PROJECT
 from reconciler.trust import ca, preflight
