@@ -87,7 +87,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.firmware import (
 
 def look(params: Mapping[str, Any]) -> dict[str, Any]:
     profile = params["profile"]
-    asked = _firmware_preflight.Asked(
+    asked = _firmware_preflight.Request(
         bios={
             "attributes": params["attributes"],
             "state": "planned",

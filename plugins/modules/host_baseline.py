@@ -187,7 +187,7 @@ def subject() -> _change.Subject:
             broken.append(_file(params["allocation_id"]))
         return state
 
-    def tell(params: _change.Params, state: State) -> dict[str, Any]:
+    def drift_facts(params: _change.Params, state: State) -> dict[str, Any]:
         found = facts(params, state)
         rows = [
             {"section": "baseline", "name": file, "change": "changed", "access": False}
@@ -195,7 +195,7 @@ def subject() -> _change.Subject:
         ]
         return {**found, "drift": [*rows, *found["drift"]]} if rows else found
 
-    return _change.Subject(look, plan, apply, tell)
+    return _change.Subject(look, plan, apply, drift_facts)
 
 
 def _file(allocation_id: str) -> str:

@@ -226,7 +226,7 @@ def _erase(params: _change.Params, step: _change.Step) -> dict[str, Any]:
     with _block.exclusive(disk, seen=seen) as descriptor:
         _refuse_change(disk, descriptor, step.before["signatures"])
         _erase_journal.record(
-            disk, _approval.resumed(approved, _erase_journal.of(disk), _block.Usage(), ())
+            disk, _approval.resumed(approved, _erase_journal.resumable(disk), _block.Usage(), ())
         )
         proof = _nvme_wipe.erase(descriptor, disk, params["methods"])
         _proof.record(disk.identity, proof)
@@ -254,7 +254,7 @@ def recover(
     """Mount and put into force again what belongs to disks that are as they were."""
     gone = [step.destroys for step in done if step.destroys]
     if failed.destroys and (
-        refusal.code == "wipe_not_verified" or _erase_journal.noted(failed.destroys)
+        refusal.code == "wipe_not_verified" or _erase_journal.has_entry(failed.destroys)
     ):
         gone.append(failed.destroys)
     spare = {identity for identity in gone if identity}

@@ -100,7 +100,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.parity import (
 
 
 def look(params: Mapping[str, Any]) -> dict[str, Any]:
-    asked = _host_facts.Asked(
+    asked = _host_facts.Request(
         profile=params["profile"],
         slots=params["slots"],
         intent=params["intent"],

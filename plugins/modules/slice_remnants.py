@@ -103,7 +103,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.parity import (
 
 
 def look(params: _change.Params) -> dict[str, Any]:
-    asked = _host_facts.Asked(profile=params["profile"], intent="baremetal")
+    asked = _host_facts.Request(profile=params["profile"], intent="baremetal")
     facts = _host_facts.Facts(asked)
     items = _slice_remnants.compare(facts, scope=params["scope"])
     return {

@@ -98,7 +98,7 @@ class State:
 
 def _units(params: _change.Params, live: _vfio_bind.State) -> list[_boot_service.Unit]:
     """The boot services for what will be recorded when this run is done."""
-    bind, release = _vfio_bind.wanted(params, live), _vfio_bind.to_release(params, live)
+    bind, release = _vfio_bind.to_bind(params, live), _vfio_bind.to_release(params, live)
     kept = {a: id_ for a, id_ in live.recorded.items() if a not in release}
     kept.update({a: live.devices[a].id for a in bind if a in live.devices})
     services = (_boot_units.BINDING, _boot_units.CLAIM)

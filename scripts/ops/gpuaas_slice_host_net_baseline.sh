@@ -10,8 +10,8 @@ for python in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do
     exec "$python" -B -I /dev/fd/3 "$@" 3<<'GPUAAS_STANDALONE_END'
 SOURCES = {}
 
-# sha256 9e9d38b64c9d15c63d4368365f83b9c657bda6a70eb9c6c4ab082592ba56327f
-SOURCES["boot._apt"] = r'''"""The one way to call apt. Others call it too: a machine's own upgrade does at its first boot."""
+# sha256 37a7455ed26feae74b272428e1417997d23fe65d4ae2b4f1fd344cc851ee6c06
+SOURCES["boot._apt"] = r'''"""Calls of apt that wait for its locks, since a machine's first boot upgrades packages too."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def _given(settings: Sequence[str]) -> list[str]:
     return [word for one in settings for word in ("-o", one)]
 '''
 
-# sha256 9d982c59846e423e62546e6336a4ebec22a84f8bf9cb9b337edc0ef8099415e9
-SOURCES["boot._deploy_bootstrap"] = r'''"""Bootstrap of a deployed machine by itself, for cloud-init or an operator's shell.
+# sha256 a2478ff7d901f6f535fee434adbdfd2bd49823021f114ab414a0a07d519102ab
+SOURCES["boot._deploy_bootstrap"] = r'''"""Bootstrap of a deployed machine without Ansible, for cloud-init or an operator's shell.
 
 The same subjects in the same order as the playbook bootstrap, one line each on standard output. A
 step that fails ends it: later ones build on earlier ones. A reboot comes last and only when it is
@@ -385,8 +385,8 @@ def _say(step: str, status: str, detail: str) -> None:
     sys.stdout.flush()
 '''
 
-# sha256 83b2485ffc84db9281f4f99fbc1a594b57bc109b2d310cdc97636ed2cb52f341
-SOURCES["boot._gpu_services"] = r'''"""Services that hold a host's GPUs (persistence, fabric manager, DCGM): quiet, so slices get them.
+# sha256 d642fd28f8d26e8b0420aad44f5bbe0c0b2fb6318c9bfdf2ab27b07bb23c47a7
+SOURCES["boot._gpu_services"] = r'''"""GPU services of a slice host (persistence, fabric manager, DCGM), stopped and barred.
 
 Each is masked: disabling takes back its own [Install] alone, and a udev rule or another unit may
 want it too, as the rules of Ubuntu's driver want nvidia-persistenced when `nvidia` is loaded. Where
@@ -483,7 +483,7 @@ class State:
 
 
 def observe(params: Params) -> State:
-    before = _host_snapshot.recalled(RECORD)
+    before = _host_snapshot.recall(RECORD)
     names = list(params["services"])
     if _restored(params):
         names += [name for name in before or {} if name not in names]
@@ -557,7 +557,7 @@ def _to_quiesce(state: State) -> list[_change.Step]:
         if found.file
     }
     return [
-        *(_host_snapshot.remembering(RECORD, state.before, there) if there else []),
+        *(_host_snapshot.remember_steps(RECORD, state.before, there) if there else []),
         *(step for name, found in state.services.items() for step in _quiesce(name, found)),
     ]
 
@@ -580,7 +580,7 @@ def _quiesce(name: str, found: Service) -> list[_change.Step]:
 
 
 def _to_restore(state: State) -> list[_change.Step]:
-    return [*_still_quiet(state), *_host_snapshot.forgetting(RECORD, state.before)]
+    return [*_still_quiet(state), *_host_snapshot.forget_steps(RECORD, state.before)]
 
 
 def _still_quiet(state: State) -> list[_change.Step]:
@@ -670,8 +670,8 @@ def _defined(absolute: str) -> bool:
     return place.exists()
 '''
 
-# sha256 22c72e80e434d36723d762299da6754055a85ca740f4fb05bb4970e75ca19246
-SOURCES["boot._grub_menu"] = r'''"""GRUB's menu as it lies on disk: which entry the next boot takes, and with which arguments.
+# sha256 3163b8b2023dcbc288b1e88675488ac209fb4ab8e0196d53456ce4a0d4601265
+SOURCES["boot._grub_menu"] = r'''"""GRUB menu on disk: the entry of the next boot and its kernel arguments.
 
 Read, never made anew: `update-grub` takes seconds and writes. Forms are those that grub-mkconfig of
 Debian 12 and Ubuntu 24.04 writes; lines in branches of an `if` all count.
@@ -792,8 +792,8 @@ def _environment(text: str) -> dict[str, str]:
     return {name: value for name, sign, value in rows if sign}
 '''
 
-# sha256 ca42517b28911c01a7db44a5e98f12bbefade6aa3b3bc5d188a7712a93e47523
-SOURCES["boot._host_idle"] = r'''"""Who would be cut off if this machine were restarted now: asked right before every restart."""
+# sha256 bd6c54b27dbe3db6c483d0558e5b343b8d48645598ae708420cda951f5784c43
+SOURCES["boot._host_idle"] = r'''"""Restart guard: virtual machines and leases that a restart of this machine would end."""
 
 from __future__ import annotations
 
@@ -859,8 +859,8 @@ def _leased() -> list[str]:
     ]
 '''
 
-# sha256 5bf7776da3b6559885047738c5fdcd86cf6e89bc42a6e360bc608bb3a0fb966b
-SOURCES["boot._host_packages"] = r'''"""Packages of a slice host: one question to dpkg, and apt only for what is missing.
+# sha256 998bdb721fda540f17889c106652f7598f8b38957c0b715d3a8c0ed946cc4b08
+SOURCES["boot._host_packages"] = r'''"""Packages of a slice host: one query to dpkg, and apt only for what is missing.
 
 Those that a host can do without are installed where its apt has them, and named where it has not.
 One that apt has and cannot install is a doubt, and stops nothing either.
@@ -995,7 +995,7 @@ def _remember(names: Iterable[str]) -> None:
     new = dict.fromkeys(names, "installed")
     if not new:
         return
-    for remember in _host_snapshot.remembering(RECORD, _host_snapshot.recalled(RECORD), new):
+    for remember in _host_snapshot.remember_steps(RECORD, _host_snapshot.recall(RECORD), new):
         _host_snapshot.apply(remember)
 
 
@@ -1015,7 +1015,7 @@ def _unsafe(names: list[str]) -> list[str]:
     return [name for name in names if not _NAME.fullmatch(name)]
 '''
 
-# sha256 85a11ca103db34ad223cb23bab8cde02f462f03e4bf5852c7a29c9214a94ea85
+# sha256 0d88c532c3904cedaae94a36cd09bc2aa8debef6ce7280ec88b99a0ef0914129
 SOURCES["boot._host_tuning"] = r'''"""Tuned profiles on a host: files for the next boot, values for this one, and what is in force.
 
 One file per mechanism holds what all wanted profiles ask for: those of the hardware profile, and
@@ -1078,9 +1078,9 @@ def observe(params: Params) -> State:
     """params, beside `profiles`, all of them optional: state; opted_in, which replaces what the
     host has recorded; hugepages_1g, with opted_in.
     """
-    before = _host_snapshot.recalled(RECORD)
+    before = _host_snapshot.recall(RECORD)
     keys = {key for one in DEFINITIONS.values() for key in one.sysctl} | set(before or {})
-    pages = _hugepages.asked(params.get("opted_in") or [], params.get("hugepages_1g"))
+    pages = _hugepages.request(params.get("opted_in") or [], params.get("hugepages_1g"))
     return State(
         files={path: _host.kept(path) for path in FILES},
         values={key: value(key) for key in sorted(keys)},
@@ -1103,7 +1103,7 @@ def plan(params: Params, state: State) -> _change.Plan:
     steps = _recording(params, state)
     if wanted:
         there = {key: state.values[key] for key in wanted}
-        steps += _host_snapshot.remembering(RECORD, state.before, there)
+        steps += _host_snapshot.remember_steps(RECORD, state.before, there)
     texts = _texts(chosen)
     steps += [
         _change.Step("write_file", path, state.files[path], text)
@@ -1123,7 +1123,7 @@ def plan(params: Params, state: State) -> _change.Plan:
         if state.values[key] != _words(text)
     ]
     if not wanted:
-        steps += _host_snapshot.forgetting(RECORD, state.before)
+        steps += _host_snapshot.forget_steps(RECORD, state.before)
     return _change.Plan(tuple(steps), tuple(_foreign(texts, state)))
 
 
@@ -1156,17 +1156,17 @@ def problems(profile: Mapping[str, Any]) -> dict[str, list[str]]:
 
     Read from the running kernel and from a login, never from our files.
     """
-    return {name: _problems(name, profile) for name in asked(profile)}
+    return {name: _problems(name, profile) for name in requested_profiles(profile)}
 
 
 def edited(profile: Mapping[str, Any]) -> list[str]:
     """Why the next boot would not find the files of what is asked for as written."""
-    chosen = [DEFINITIONS[name] for name in asked(profile) if name in DEFINITIONS]
+    chosen = [DEFINITIONS[name] for name in requested_profiles(profile) if name in DEFINITIONS]
     texts = _texts(chosen).items()
     return [problem for path, text in texts if text for problem in _file_edits.unlike(path, text)]
 
 
-def asked(profile: Mapping[str, Any]) -> list[str]:
+def requested_profiles(profile: Mapping[str, Any]) -> list[str]:
     """The tuned profiles of this host: the hardware profile's, and those opted in to here."""
     return _tuning_opt_in.names(profile.get("tuning") or [])
 
@@ -1219,7 +1219,7 @@ def _problems(name: str, profile: Mapping[str, Any]) -> list[str]:
         for key, text in one.sysctl.items()
         if value(key) != _words(text)
     ]
-    pages = _hugepages.asked([name], profile.get("hugepages_1g"))
+    pages = _hugepages.request([name], profile.get("hugepages_1g"))
     return [*found, *_options(one), *_limits(one), *(_hugepages.problems(pages) if pages else [])]
 
 
@@ -1279,8 +1279,8 @@ def _words(text: str) -> str:
     return re.sub(r"\s+", " ", str(text)).strip()
 '''
 
-# sha256 de235968181e534d0cf518cc2217364f6a07d85fd4b01cee5ffb5acd3f4d457f
-SOURCES["boot._hugepages"] = r'''"""Pages of 1 GiB for the memory of guests: how many on which NUMA node, and what they leave.
+# sha256 d8e91cbab2a0113697a252a20ce546395bd1a9557c96a034edcedf518b9d3c11
+SOURCES["boot._hugepages"] = r'''"""Pages of 1 GiB for guest memory: how many on each NUMA node, and the memory that stays free.
 
 They are taken at boot, node by node, since later no node has that much memory in one piece.
 `hugepages=512` alone would spread them as the kernel likes, and 8 x 64 GiB out of 512 leave none.
@@ -1311,30 +1311,30 @@ _PAGE_MIB = 1024
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """pages: on the whole host. reserve_mib: memory that every node keeps for the host."""
 
     pages: int
     reserve_mib: int
 
 
-def asked(profiles: Sequence[str], settings: Mapping[str, Any] | None) -> Asked | None:
+def request(profiles: Sequence[str], settings: Mapping[str, Any] | None) -> Request | None:
     """What the tuned profiles ask for; None when they ask for no pages."""
     if PROFILE not in profiles:
         return None
     given = settings or {}
     pages, reserve = given.get("pages"), given.get("reserve_mib")
-    return Asked(PAGES if pages is None else pages, RESERVE_MIB if reserve is None else reserve)
+    return Request(PAGES if pages is None else pages, RESERVE_MIB if reserve is None else reserve)
 
 
-def shares(wanted: Asked) -> dict[int, int]:
+def shares(wanted: Request) -> dict[int, int]:
     """Pages per node, as even as they go: guests are placed on the node of their GPU."""
     nodes = sorted(_memory())
     each, rest = divmod(wanted.pages, max(len(nodes), 1))
     return {node: each + (place < rest) for place, node in enumerate(nodes)}
 
 
-def arguments(wanted: Asked | None) -> list[str]:
+def arguments(wanted: Request | None) -> list[str]:
     """Kernel arguments, in the order in which they must stand."""
     if wanted is None:
         return []
@@ -1342,7 +1342,7 @@ def arguments(wanted: Asked | None) -> list[str]:
     return ["default_hugepagesz=1G", "hugepagesz=1G", f"hugepages={share or wanted.pages}"]
 
 
-def refusals(wanted: Asked | None) -> list[Refusal]:
+def refusals(wanted: Request | None) -> list[Refusal]:
     """Why this machine cannot give them."""
     if wanted is None:
         return []
@@ -1382,7 +1382,7 @@ def refusals(wanted: Asked | None) -> list[Refusal]:
     return found
 
 
-def problems(wanted: Asked) -> list[str]:
+def problems(wanted: Request) -> list[str]:
     """What the running kernel does not give, node by node; [] when it gives all."""
     return [
         f"node {node} has {have(node)} pages of 1 GiB, not {pages}"
@@ -1414,8 +1414,8 @@ def _memory() -> dict[int, int]:
     return found
 '''
 
-# sha256 bdd2fad86c010425f030b0a311ed250ce3158b2a0e96157a67bcf876fe0d77e4
-SOURCES["boot._kernel_arguments"] = r'''"""Kernel arguments and early modules of a slice host: what is configured, and what this boot has.
+# sha256 66f346830e9c5d51f52f5f09844d310e4bdb64b89fa32666d6f4015c5502f575
+SOURCES["boot._kernel_arguments"] = r'''"""Kernel arguments and early modules of a slice host, as configured and as booted.
 
 Configured and in effect are two things: between them lie update-grub, update-initramfs, a reboot.
 """
@@ -1459,7 +1459,7 @@ MODULES = ("vfio", "vfio_iommu_type1", "vfio_pci")
 _SWITCHED_OFF = ("intel_iommu=off", "amd_iommu=off", "iommu=off")
 
 # Our part of INITRAMFS_MODULES; the rest is the site's.
-BLOCK = _managed_block.part(MODULES)
+BLOCK = _managed_block.render(MODULES)
 _HOST_DRIVERS = ("nvidia", "nvidia_drm", "nouveau")
 _ARGUMENT = re.compile(r"[A-Za-z0-9_.,:=@+/-]+")
 # GRUB's menu entries of Linux; memory tests also use the word `linux`.
@@ -1543,7 +1543,7 @@ def observe(params: Params) -> State:
 
 
 def plan(params: Params, state: State) -> _change.Plan:
-    files = wanted(params, state)
+    files = desired_files(params, state)
     steps = [
         _change.Step("write_file", path, state.files.get(path), text)
         for path, text in files.items()
@@ -1633,7 +1633,7 @@ def reboot_reasons(params: Params, state: State) -> list[str]:
     return reasons
 
 
-def wanted(params: Params, state: State) -> dict[str, str | None]:
+def desired_files(params: Params, state: State) -> dict[str, str | None]:
     """Content of our files; None for one that must not be there."""
     if params["state"] == "absent":
         text = state.files.get(INITRAMFS_MODULES)
@@ -1671,7 +1671,7 @@ def _initramfs_is_stale(params: Params, state: State, steps: list[_change.Step])
     """Whether an image must be built: of other inputs than ours, or maybe with somebody's edit."""
     if params["state"] == "absent":
         return bool(state.initramfs)
-    if state.initramfs != inputs(wanted(params, state)):
+    if state.initramfs != inputs(desired_files(params, state)):
         return True
     # Where nobody has built since us, the images never had the edit: no reboot for a mere repair.
     return state.rebuilt and any(step.subject in _INITRAMFS_INPUTS for step in steps)
@@ -1793,7 +1793,7 @@ def _is_amd() -> bool:
 
 
 def _with_block(text: str | None) -> str:
-    return _managed_block.joined(text or "", BLOCK)
+    return _managed_block.with_block(text or "", BLOCK)
 
 
 def has_block(text: str | None) -> bool:
@@ -1802,7 +1802,7 @@ def has_block(text: str | None) -> bool:
 
 
 def _without_block(text: str | None) -> str:
-    return _managed_block.without(text or "")
+    return _managed_block.without_block(text or "")
 
 
 def inputs(files: Mapping[str, str | None]) -> str:
@@ -1857,7 +1857,7 @@ def _sets_pages(argument: str) -> bool:
     return _paired(argument) or argument.startswith("default_hugepagesz=")
 
 
-def _huge(params: Params) -> _hugepages.Asked | None:
+def _huge(params: Params) -> _hugepages.Request | None:
     """With what was opted in to on this host, unless all of it is to go.
 
     opted_in: in place of what the host has recorded.
@@ -1865,7 +1865,7 @@ def _huge(params: Params) -> _hugepages.Asked | None:
     names = params.get("tuning") or []
     if params["state"] == "present":
         names = _tuning_opt_in.names(names, params.get("opted_in"))
-    return _hugepages.asked(names, params.get("hugepages_1g"))
+    return _hugepages.request(names, params.get("hugepages_1g"))
 
 
 def _count(absolute: str) -> int:
@@ -1873,8 +1873,8 @@ def _count(absolute: str) -> int:
     return sum(1 for _entry in folder.iterdir()) if folder.is_dir() else 0
 '''
 
-# sha256 9b326b539e7e61ff531ca5149fd008d20ecb46df7bde713dc0a0011395a4e752
-SOURCES["boot._libvirt_host"] = r'''"""libvirt, answering now and after a reboot, with its directory open to QEMU's own user.
+# sha256 01f14bb1114f8768d619c5d8fe3105b869b64fa5e844fa5747103b2bbbe7373f
+SOURCES["boot._libvirt_host"] = r'''"""libvirt service of a slice host, now and after a reboot, with QEMU's access to its directory.
 
 On the way back libvirt becomes what it was before; where nothing was remembered it is left alone.
 """
@@ -1923,7 +1923,7 @@ def observe(params: Params) -> State:
         mode=stat.S_IMODE(folder.stat().st_mode) if folder.is_dir() else None,
         daemon=services[_DAEMON],
         socket=services[_SOCKET],
-        before=_host_snapshot.recalled(RECORD),
+        before=_host_snapshot.recall(RECORD),
     )
 
 
@@ -1932,7 +1932,7 @@ def plan(params: Params, state: State) -> _change.Plan:
         return _change.Plan(tuple(_back(params, state)))
     # Also when nothing else is to do: a later repair would take drift for what was before.
     record = (
-        [] if state.before is not None else _host_snapshot.remembering(RECORD, None, _was(state))
+        [] if state.before is not None else _host_snapshot.remember_steps(RECORD, None, _was(state))
     )
     return _change.Plan((*record, *_steps(params, state)))
 
@@ -1959,12 +1959,12 @@ def _back(params: Params, state: State) -> list[_change.Step]:
     mode = None if state.mode is None else f"{state.mode:04o}"
     if was["mode"] and mode and was["mode"] != mode:
         steps.append(_change.Step("close_directory", params["directory"], mode, was["mode"]))
-    return [*steps, *_host_snapshot.forgetting(RECORD, was)]
+    return [*steps, *_host_snapshot.forget_steps(RECORD, was)]
 
 
 def _was(state: State) -> dict[str, Any]:
     """libvirt before us; one that came with our packages was not there."""
-    ours = "libvirt-daemon-system" in (_host_snapshot.recalled(_host_packages.RECORD) or {})
+    ours = "libvirt-daemon-system" in (_host_snapshot.recall(_host_packages.RECORD) or {})
     return {
         "mode": None if state.mode is None or ours else f"{state.mode:04o}",
         "daemon": state.daemon.enabled and not ours,
@@ -1993,8 +1993,8 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
 SUBJECT = _change.Subject(observe, plan, apply)
 '''
 
-# sha256 5a8ebd2d2208d3f720a0b3846338de333736001f56f08b823dbae2422c11c525
-SOURCES["boot._slice_mode"] = r'''"""The word that this host is for slices. Without it nothing is bound, now or at a boot."""
+# sha256 abd99c928358804cd02b704a6370ea1e00e1849ee74b49bbf790724f3befa3cc
+SOURCES["boot._slice_mode"] = r'''"""Slice mode marker. Nothing is bound on a host without it, now or at boot."""
 
 from __future__ import annotations
 
@@ -2040,8 +2040,8 @@ SUBJECT = _tenancy.guarded(
 )
 '''
 
-# sha256 9c3c089bb24a71500b59df379a171613ef98f8b51ef8ee99f597f72354785ccc
-SOURCES["boot._tuning_opt_in"] = r'''"""Tuned profiles that an operator opted in to on this host, beside those of its hardware profile.
+# sha256 cbeebc85dca96f3c2731420bd32f53c35b35c93cfcca6f77aa6b615c9eb68ac8
+SOURCES["boot._tuning_opt_in"] = r'''"""Tuning profiles that an operator opted in to on this host, recorded on the host.
 
 They are kept on the host: nothing else knows of the operator's word, and whoever looks at or sets
 up the host later, with the hardware profile alone, must neither miss nor undo them.
@@ -2127,8 +2127,8 @@ def setting(value: str) -> list[str] | None:
     return found or None
 '''
 
-# sha256 9b80855e8fe8dd29c79a891b91c332d70430888eba86fde22686617e83eb4ec8
-SOURCES["boot._tuning_profiles"] = r'''"""The tuned profiles by name: what each changes on a host.
+# sha256 7ce4ca84d4db45bca7cf96abfa2d905f56335a86572598dcdd0fff79b7f7d8c7
+SOURCES["boot._tuning_profiles"] = r'''"""Tuning profiles by name and the settings of each.
 
 Off by default, because they change the whole host. A profile becomes a default for a kind of host
 when a benchmark with and without it says so; the figures here are where to begin.
@@ -2178,8 +2178,8 @@ DEFINITIONS: Mapping[str, Definition] = {
 PROFILES = tuple(DEFINITIONS)
 '''
 
-# sha256 95e59b1514ae8c58500be52b584baa668ede2de9cbf5f7986d4a56bd4a739bd5
-SOURCES["core._boot_files"] = r'''"""What a boot service consists of on disk: unit, program, settings, and the code that it runs.
+# sha256 86a9478b7a2bd170208e7e940e1589f2e6526180b9c9dc87af46cec4d8cf0f67
+SOURCES["core._boot_files"] = r'''"""Files of a boot service: unit, program, settings, and the code that it runs.
 
 Apart from `_boot_service`, which installs and removes them, because parity needs only this: whether
 what the next boot runs is what was installed. Unit and program are compared with what the present
@@ -2363,8 +2363,8 @@ def _store(known: Mapping[str, Mapping[str, str]]) -> None:
         _host.remove(RECORD)
 '''
 
-# sha256 e5c73f0b9936a4380f9f429e319304cff1a53270319be65cb409a2ece71036eb
-SOURCES["core._boot_service"] = r'''"""What survives a reboot: a oneshot service per concern that runs the collection's code at boot.
+# sha256 30cf687a5c3f50eb936adf273ea61b104ddd300ec48bb428348b3b782aedeea9
+SOURCES["core._boot_service"] = r'''"""Boot service: a systemd oneshot unit that runs the collection's code at every boot.
 
 The host needs no Ansible for it: the sources that the concern imports are copied below LIBRARY
 under their real names, and a script of a few lines calls `boot(<settings file>)` of one of them. So
@@ -2431,7 +2431,7 @@ def observe(unit: Unit) -> Installed:
         differing.append(_boot_files.RECORD)
     return Installed(
         differing=(*differing, *_boot_files.additions(unit)),
-        present=tuple(p for p in _own(unit) if _host.path(p).exists()),
+        present=tuple(p for p in _unit_files(unit) if _host.path(p).exists()),
         service=services([unit.service])[unit.service],
         traces=tuple(_traces(unit)),
     )
@@ -2465,7 +2465,7 @@ def apply(unit: Unit, step: _change.Step) -> None:
         _command.run(["systemctl", "restart", unit.service], timeout=200)
     elif step.name == "remove_service":
         _command.run(["systemctl", "disable", "--now", unit.service], ok=(0, 1, 5))
-        for absolute in _own(unit):
+        for absolute in _unit_files(unit):
             _host.remove(absolute)
         _remove_folders(unit)
         _boot_files.forget(unit)
@@ -2541,10 +2541,10 @@ def boot(
             break
         if failure.code not in wait_for or time.monotonic() > deadline:
             _warn(doubts)
-            _say(str(failure))
+            _log(str(failure))
             return 1
         sleep(2)
-    _tell_ready()
+    _notify_ready()
     # What must be is there and the unit is up. From now on that is somebody else's to change and
     # parity's to judge: it is not done again here, and nothing fails any more.
     while any(doubt.code in wait_for for doubt in doubts) and time.monotonic() <= deadline:
@@ -2573,7 +2573,7 @@ def _attempt(
             raise
         return _unforeseen(broken), []
     if outcome.done or not (outcome.failure or again):
-        _say(f"done: {', '.join(outcome.done) or 'nothing to do'}")
+        _log(f"done: {', '.join(outcome.done) or 'nothing to do'}")
     return outcome.failure, outcome.doubts
 
 
@@ -2603,7 +2603,7 @@ def _source(name: str) -> str:
     return str(text)
 
 
-def _own(unit: Unit) -> tuple[str, ...]:
+def _unit_files(unit: Unit) -> tuple[str, ...]:
     """The files of this unit alone; the library is shared with the other units."""
     settings = () if unit.borrowed else (unit.settings_path,)
     return (unit.path, unit.program, *settings, *_boot_files.additions(unit))
@@ -2669,7 +2669,7 @@ def _service(block: Mapping[str, str]) -> Service:
     )
 
 
-def _tell_ready() -> None:
+def _notify_ready() -> None:
     """Tell systemd, where it asked to be told: the unit counts as started from now on."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if address:
@@ -2691,17 +2691,17 @@ def _unforeseen(broken: Exception) -> Refusal:
 
 def _warn(doubts: Iterable[Refusal]) -> None:
     for doubt in doubts:
-        _say(f"WARN {doubt}")
+        _log(f"WARN {doubt}")
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     # The journal takes one message per line; a newline in it would be a second, forged one.
     sys.stdout.write(text.replace("\n", " ") + "\n")
     sys.stdout.flush()
 '''
 
-# sha256 81b6026a4e89415e6cf3e01407ff1e69d4a6bb0e1752d22086e545c8b8ace118
-SOURCES["core._boot_units"] = r'''"""The boot services that a slice host has, without their settings, which depend on the host.
+# sha256 381da4083ee8fc735c43d2329485c5aba63209e8239eaa532a6777ff50a09fc7
+SOURCES["core._boot_units"] = r'''"""Boot services of a slice host, without their settings, which depend on the host.
 
 Paths of settings are repeated here, because the code that runs at boot does not import its unit.
 """
@@ -2762,8 +2762,8 @@ CLAIM = Unit(
 )
 '''
 
-# sha256 49c419d9a0c97c7a3ac86431e3d1c06e7f66eb78bd004aa2010eeebaad6ecd72
-SOURCES["core._change"] = r'''"""The driver of every module: observe, plan, apply, verify for those that change something.
+# sha256 f731f2250443990a15d5074392f988e9ff06449d4612376d40d0834f4e4b924f
+SOURCES["core._change"] = r'''"""Driver of every module: observe, plan, apply, verify.
 
 `check_mode` is looked at here and nowhere else in the collection. *changed*, *diff* and the actions
 come from one plan, so they cannot disagree.
@@ -3016,8 +3016,8 @@ def attend(
     module.fail_json(msg=str(refusal), error=refusal.document(), changed=False, **found)
 '''
 
-# sha256 a3872a44558a32f00c33c4996e8df73602a5cfc8ff8f5f9924809123df6f27f7
-SOURCES["core._command"] = r'''"""The one gate through which the collection runs programs on a host.
+# sha256 5871f96e2d46e38fcc5a2c11e2b2122100e3d6c309a49a12306996b0c1dcef82
+SOURCES["core._command"] = r'''"""Gate through which the collection runs every program on a host.
 
 Argument lists only, expected exit codes stated, locale fixed, always a time limit.
 """
@@ -3128,8 +3128,8 @@ class Refusal(Exception):
         }
 '''
 
-# sha256 7446832b63a31637e794562b1210fab6655b6f78d75e848288fe91fa424dba44
-SOURCES["core._file_edits"] = r'''"""Files that the collection writes whole: how parity tells one that somebody edited.
+# sha256 19208a4cb28078084e0bd03ad2c13532e23a4fa8ac2d014c1ac0c2a178c62261
+SOURCES["core._file_edits"] = r'''"""Detection of edits in files that the collection writes whole.
 
 Wanted is what the present code would write, since that is what a repair writes; nothing has to be
 remembered for it, and a host that an older release set up otherwise is found too. The one exception
@@ -3204,8 +3204,8 @@ def _difference(wanted: str, found: str) -> str:
     return f"has {first!r}" if first else f"lacks {lost!r}" if lost else "has its lines otherwise"
 '''
 
-# sha256 400ec5fb991a68ccd52fa06242ff854e69f7e81b5d394f0a0593a3e52f2098fd
-SOURCES["core._host"] = r'''"""The host's file tree: one root for every path, one way to write a file."""
+# sha256 2ff8d5859c4fc0249ae52e3b416528ddd667fbc722e73c107482874350061fdd
+SOURCES["core._host"] = r'''"""File tree of the host: one root for every path and one way to write a file."""
 
 from __future__ import annotations
 
@@ -3383,8 +3383,8 @@ def identity() -> dict[str, str]:
     }
 '''
 
-# sha256 765b6d280be877c44a6fff3b10308bf3579d448b4b454a29fc3f0dbc53f80044
-SOURCES["core._host_snapshot"] = r'''"""What the host was before it became a slice host, so that the way back restores exactly that.
+# sha256 e64276791ace05153a18ac1e2e622399a38b794b57f8aba084211dfa4f0220d9
+SOURCES["core._host_snapshot"] = r'''"""Snapshot of the host from before slice mode, which the way back restores.
 
 One file per subject, written at the subject's first run, before its first change, and forgotten
 once it is restored. A first run that finds nothing to change writes it too, and that counts as its
@@ -3411,7 +3411,7 @@ def file_of(subject: str) -> str:
     return f"{FOLDER}/{subject}.json"
 
 
-def recalled(subject: str) -> dict[str, Any] | None:
+def recall(subject: str) -> dict[str, Any] | None:
     """What was remembered of the subject; None when nothing ever was."""
     return _host.document(
         file_of(subject),
@@ -3421,7 +3421,7 @@ def recalled(subject: str) -> dict[str, Any] | None:
     )
 
 
-def remembering(
+def remember_steps(
     subject: str, known: Mapping[str, Any] | None, new: Mapping[str, Any]
 ) -> list[_change.Step]:
     """A step that adds what is not known yet; [] when all of it is."""
@@ -3432,7 +3432,7 @@ def remembering(
     return [_change.Step(REMEMBER, file_of(subject), dict(known) if known else None, after)]
 
 
-def forgetting(subject: str, known: Mapping[str, Any] | None) -> list[_change.Step]:
+def forget_steps(subject: str, known: Mapping[str, Any] | None) -> list[_change.Step]:
     """The last step of a way back."""
     if known is None:
         return []
@@ -3447,8 +3447,8 @@ def apply(step: _change.Step) -> None:
         _host.remove(step.subject)
 '''
 
-# sha256 d8fb88dd01edfed75bd7428e0c5b008784690123564b98b3002fca9f33a1678d
-SOURCES["core._ledger"] = r'''"""The host's own ledger: per slot the highest fence seen, its holder, whether its disk is dirty.
+# sha256 2bb2c5a65a25cbbbb0af69cdeb4031323e16498b7f6d0b2b0c8b7d2ee16ebb44
+SOURCES["core._ledger"] = r'''"""Ledger of the host: for each slot the highest fence, its holder, and whether its disk is dirty.
 
 One JSON file per slot under /var/lib/gpuaas/ledger, replaced atomically and synced, so that it
 survives power loss. It is what lets a host refuse a controller that lost its claim (I10), and what
@@ -3699,8 +3699,8 @@ def _save(entry: Entry) -> Entry:
     return entry
 '''
 
-# sha256 645fb7aaabfc9a6441e1a4424787eda6c0a24aa639ae4ea3fa4bc4b7349e27e0
-SOURCES["core._managed_block"] = r'''"""Our part of a file of the site's: some lines between two marks, at the file's end."""
+# sha256 ecb20bef641f6c5e9273b6e04f6ddc65a40b1403d608fe9d9f42583f15fdd121
+SOURCES["core._managed_block"] = r'''"""Managed block at the end of a configuration file that the site owns."""
 
 from __future__ import annotations
 
@@ -3716,29 +3716,29 @@ _PART = re.compile(
 )
 
 
-def part(rows: Iterable[str]) -> str:
+def render(rows: Iterable[str]) -> str:
     """The rows between their marks."""
     return "\n".join([BEGIN, *rows, END, ""])
 
 
-def own(text: str) -> str:
+def block_of(text: str) -> str:
     """What of a file is ours, marks included."""
     return "".join(found.group() for found in _PART.finditer(text))
 
 
-def without(text: str) -> str:
+def without_block(text: str) -> str:
     """What of a file is the site's."""
     return _PART.sub("", text)
 
 
-def joined(text: str, ours: str) -> str:
+def with_block(text: str, ours: str) -> str:
     """The file with this as our part, in place of what was there of ours."""
-    site = without(text)
+    site = without_block(text)
     return site + ("\n" if site and not site.endswith("\n") else "") + ours
 '''
 
-# sha256 558dd5edaf753f775fdf4d0d2603c7476911754ac9fea0c1078343567404639d
-SOURCES["core._pci"] = r'''"""PCI functions of this host, from sysfs: what they are, who drives them, who shares their group.
+# sha256 75677181644f02e6ecaa9d357712e0d3e5d1f38a55394f2ef6e1d690f37dc176
+SOURCES["core._pci"] = r'''"""PCI functions of this host, from sysfs: identity, driver and IOMMU group.
 
 Entries of /sys/bus/pci/devices are symbolic links on every real kernel; nothing depends on it.
 """
@@ -4063,8 +4063,8 @@ def imported(text: str) -> Iterator[str]:
             yield from (f"{name}{alias.name}" for alias in node.names)
 '''
 
-# sha256 bd883ac8dc32a5b99cbbf5b3d16b8bec2e1dda674e4c84cd8bf97387bfb6e60d
-SOURCES["fabric._ipoib_address"] = r'''"""The host's own address on the InfiniBand fabric, kept by netplan. Not yet run on hardware."""
+# sha256 042fb7aa2b820f683f698ce4700b84dd5c3459de8a9ec0a909102776d0ef7345
+SOURCES["fabric._ipoib_address"] = r'''"""Address of the host on the InfiniBand fabric, kept by netplan. Not yet run on hardware."""
 
 from __future__ import annotations
 
@@ -4116,7 +4116,7 @@ class State:
 
 
 def observe(params: Params) -> State:
-    written, before = _host.kept(FILE), _host_snapshot.recalled(RECORD)
+    written, before = _host.kept(FILE), _host_snapshot.recall(RECORD)
     # What is unsafe is not even shown to netplan.
     if params.get("state") == "absent" or _unsafe(params):
         return State(written, before)
@@ -4136,7 +4136,7 @@ def plan(params: Params, state: State) -> _change.Plan:
     if state.before is None:
         # No file is remembered too: one that somebody puts over ours later is not the site's own.
         was = None if state.ours else state.text
-        steps += _host_snapshot.remembering(RECORD, None, {"text": was})
+        steps += _host_snapshot.remember_steps(RECORD, None, {"text": was})
     different = state.text != wanted.strip()
     if different:
         steps.append(_change.Step("write_netplan", FILE, state.text, wanted))
@@ -4156,7 +4156,7 @@ def _back(state: State) -> list[_change.Step]:
     # As long as something is remembered, the way back has not been applied to its end.
     if state.ours or state.before is not None:
         steps.append(_change.Step("apply_netplan", "netplan", "ours", "the site's"))
-    return [*steps, *_host_snapshot.forgetting(RECORD, state.before)]
+    return [*steps, *_host_snapshot.forget_steps(RECORD, state.before)]
 
 
 def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
@@ -4270,8 +4270,8 @@ def _impossible(params: Params, state: State) -> list[Refusal]:
     return found
 '''
 
-# sha256 6c9920001ee8e684dbf18a03ebb487ee08a71da986eeb989ae8ec02c68028886
-SOURCES["fabric._sriov_vfs"] = r'''"""Virtual functions of the fabric cards, now and at every boot; on the way back, what was before.
+# sha256 350a62db60cc19c28139401eb1834cb56f1d591ca0ed9aad5ce0ecdda4621154
+SOURCES["fabric._sriov_vfs"] = r'''"""SR-IOV of the fabric cards: virtual functions now and at every boot, and the way back.
 
 What a card had is remembered before its first change. Of a card that a service of ours served
 already, without a record (earlier versions kept none), it is unknown: it goes back to plain use.
@@ -4317,7 +4317,7 @@ def observe(params: _change.Params) -> State:
     asked = params
     if not params["count"]:
         # The profile may have forgotten a card since, or a kind; a port may speak otherwise.
-        pfs, ids, _link = _told() or ((), (), "")
+        pfs, ids, _link = _served_cards() or ((), (), "")
         known = [*params["pfs"], *(before or {}), *pfs]
         kinds = [*params["pf_ids"], *ids]
         every = {"pfs": [*dict.fromkeys(known)], "pf_ids": [*dict.fromkeys(kinds)], "link": ""}
@@ -4334,7 +4334,7 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
         return _change.Plan((*_remembering(state), *live.steps, *service), blockers)
     live = _virtual_functions.plan({**params, "before": state.before}, _to_give_back(state))
     service = _boot_service.plan_removal(_unit(params), state.installed)
-    forget = _host_snapshot.forgetting(RECORD, state.before)
+    forget = _host_snapshot.forget_steps(RECORD, state.before)
     return _change.Plan((*live.steps, *service, *forget), live.blockers)
 
 
@@ -4385,7 +4385,7 @@ def _remembering(state: State) -> list[_change.Step]:
     # Also when nothing else is to do: a later repair would take drift for what was before.
     cards = [card for card in state.live.cards if card.address not in state.served]
     was = {card.address: card.remembered() for card in cards}
-    return _host_snapshot.remembering(RECORD, state.before, was) if was else []
+    return _host_snapshot.remember_steps(RECORD, state.before, was) if was else []
 
 
 def _to_give_back(state: State) -> _virtual_functions.State:
@@ -4418,7 +4418,7 @@ def _served(live: _virtual_functions.State, installed: _boot_service.Installed) 
     every = frozenset(card.address for card in live.cards)
     if not installed.present:
         return frozenset()
-    told = _told()
+    told = _served_cards()
     if told is None:
         # Edited or gone: any card may be one of them.
         return every
@@ -4427,7 +4427,7 @@ def _served(live: _virtual_functions.State, installed: _boot_service.Installed) 
     return frozenset(a for a in every if a in pfs or a in alike)
 
 
-def _told() -> tuple[list[str], list[str], str] | None:
+def _served_cards() -> tuple[list[str], list[str], str] | None:
     """The addresses, kinds and link of cards that the installed service serves; None when unknown.
 
     Earlier versions told it no link: it serves both.
@@ -4444,7 +4444,7 @@ def _told() -> tuple[list[str], list[str], str] | None:
 
 def _recalled() -> dict[str, Any] | None:
     """The record, which a person may have written."""
-    before = _host_snapshot.recalled(RECORD)
+    before = _host_snapshot.recall(RECORD)
     for address, was in (before or {}).items():
         if not (_pci.is_address(address) and _is_card(was)):
             raise Refusal(
@@ -4471,8 +4471,8 @@ def _is_card(was: object) -> bool:
     return counted and isinstance(autoprobe, bool) and every
 '''
 
-# sha256 9c00bc9a18974522e8d360e0f56ee2dc1069befc40e524462a99ba59910628e6
-SOURCES["fabric._virtual_functions"] = r'''"""Virtual functions of the fabric cards: how many, and who they are before a guest gets them.
+# sha256 9a1eaf5374210add70448490c80494b721ae681cb439f152192585680edc4bed
+SOURCES["fabric._virtual_functions"] = r'''"""Virtual functions of the fabric cards: number, identities and link states.
 
 A card is found by its PCI address; its interface name changes between boots. Automatic probing is
 off for virtual functions, so that no driver of the host takes one on its way to a guest.
@@ -4538,7 +4538,7 @@ class Card:
     states: tuple[str, ...]
     used: tuple[str, ...]
 
-    def wanted(self, params: Params, count: int) -> list[str]:
+    def desired_identities(self, params: Params, count: int) -> list[str]:
         """The identity of every function: given, or derived from the card's own unique one."""
         given = params.get("macs") or {}
         return [
@@ -4548,13 +4548,13 @@ class Card:
 
     def ours(self, params: Params) -> bool:
         """Whether a function has the identity that slice mode gives it."""
-        names = self.wanted(params, len(self.identities))
+        names = self.desired_identities(params, len(self.identities))
         return any(n in have.split(_AND) for have, n in zip(self.identities, names, strict=True))
 
     def misnamed(self, params: Params) -> list[str]:
         """The functions that have not the identity which slice mode gives them."""
         have = [*self.identities, *[""] * (len(self.functions) - len(self.identities))]
-        names = self.wanted(params, len(have))
+        names = self.desired_identities(params, len(have))
         return [
             f"function {index} of {self.address} is {is_ or 'nobody'}, not {name}"
             for index, (is_, name) in enumerate(zip(have, names, strict=True))
@@ -4673,17 +4673,17 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
         return None
     for index, value in enumerate(step.after):
         if step.name == "link_functions":
-            _tell(card, index, "state", value)
+            _set_attribute(card, index, "state", value)
         elif card.kind == _pci.INFINIBAND:
             names = value.split(_AND)
-            _tell(card, index, "node_guid", names[0])
-            _tell(card, index, "port_guid", names[-1])
+            _set_attribute(card, index, "node_guid", names[0])
+            _set_attribute(card, index, "port_guid", names[-1])
         else:
-            _tell(card, index, "mac", value)
+            _set_attribute(card, index, "mac", value)
     return None
 
 
-def _tell(card: Card, index: int, word: str, value: str) -> None:
+def _set_attribute(card: Card, index: int, word: str, value: str) -> None:
     _command.run(["ip", "link", "set", "dev", card.interface, "vf", str(index), word, value])
 
 
@@ -4746,7 +4746,7 @@ def _blockers(card: Card, params: Params) -> list[Refusal]:
             )
         )
     if params["count"]:
-        names, _states = _told(card, params)
+        names, _states = _desired_functions(card, params)
         recreated = card.count not in (0, params["count"]) or list(card.identities) != names
     else:
         recreated = card.count > 0 and made
@@ -4771,7 +4771,7 @@ def open_steps(card: Card, params: Params) -> list[_change.Step]:
         steps.append(_change.Step("make_functions", f"{card.address} functions", now, after))
     if params["count"] and not card.up:
         steps.append(_change.Step("raise_card", f"{card.address} link", "down", "up"))
-    names, states = _told(card, params)
+    names, states = _desired_functions(card, params)
     anew = card.count != then["count"] or (made and not params["count"])
     if names and (anew or list(card.identities) != names):
         before = list(card.identities)
@@ -4788,14 +4788,14 @@ def _made(card: Card, params: Params) -> bool:
     """Whether the functions are to be made, or unmade. Ours are not the site's if as many."""
     if not card.is_as(wish(params, card.address)):
         return True
-    names, _states = _told(card, params)
+    names, _states = _desired_functions(card, params)
     return not params["count"] and card.ours(params) and list(card.identities) != names
 
 
-def _told(card: Card, params: Params) -> tuple[list[str], list[str]]:
+def _desired_functions(card: Card, params: Params) -> tuple[list[str], list[str]]:
     """Names and link states that the functions are told; [] leaves them what they are made with."""
     if params["count"]:
-        return card.wanted(params, params["count"]), [FOLLOW] * params["count"]
+        return card.desired_identities(params, params["count"]), [FOLLOW] * params["count"]
     then = wish(params, card.address)
     told: Sequence[Mapping[str, str]] = then.get("functions") or ()
     if not told and card.kind == _pci.INFINIBAND and card.ours(params):
@@ -4866,8 +4866,8 @@ def _identity(vf: Mapping[str, Any]) -> str:
     return _AND.join(dict.fromkeys(guids)) or str(vf.get("address") or vf.get("mac") or "").lower()
 '''
 
-# sha256 8b0fe6ece6d8f001c79b7433ca46fb6161fae0534d76f4d54a94c24c9a2c3ed3
-SOURCES["network._api_names"] = r'''"""The control plane's names on a host: a managed block of /etc/hosts, and whether they lead there.
+# sha256 87c8e0a476553fd3abd6bad0dd1c24ce7f9827afbeb63759527df9787a0aeb84
+SOURCES["network._api_names"] = r'''"""Names of the control plane on a host: a managed block of /etc/hosts, and a check of each address.
 
 For a site whose DNS does not know them. Enrolment needs the name once; everything after it too.
 """
@@ -4917,15 +4917,15 @@ def plan(params: Params, state: State) -> _change.Plan:
     names: Mapping[str, str] = params["names"]
     blockers = (*_unsafe(names), *_taken(names, state))
     steps = [
-        _change.Step("write_block", path, _shown(_managed_block.own(text)), _block(names))
+        _change.Step("write_block", path, _shown(_managed_block.block_of(text)), _block(names))
         for path, text in state.files.items()
-        if _managed_block.own(text) != _block(names)
+        if _managed_block.block_of(text) != _block(names)
     ]
     return _change.Plan(tuple(steps), blockers)
 
 
 def apply(_params: Params, step: _change.Step) -> dict[str, Any] | None:
-    _host.write(step.subject, _managed_block.joined(_text(step.subject), step.after))
+    _host.write(step.subject, _managed_block.with_block(_text(step.subject), step.after))
     return None
 
 
@@ -4964,7 +4964,7 @@ def _block(names: Mapping[str, str]) -> str:
     if not names:
         return ""
     rows = [f"{address}\t{name}" for name, address in sorted(names.items())]
-    return _managed_block.part(rows)
+    return _managed_block.render(rows)
 
 
 def _unsafe(names: Mapping[str, str]) -> list[Refusal]:
@@ -4989,7 +4989,7 @@ def _taken(names: Mapping[str, str], state: State) -> list[Refusal]:
     """The first line with a name wins, so another one outside our block would go on winning."""
     found = []
     for path, text in state.files.items():
-        for row in _managed_block.without(text).splitlines():
+        for row in _managed_block.without_block(text).splitlines():
             words = row.partition("#")[0].split()
             found += [
                 Refusal(
@@ -5017,8 +5017,8 @@ def _shown(text: str) -> str:
     return text.encode(errors="replace").decode()
 '''
 
-# sha256 4c1e779b80bf68c9340cd4245a880766492d645e01031785e19bedace23605e7
-SOURCES["network._baseline_files"] = r'''"""The files of the network baseline: what bootstrap writes, and what parity finds edited.
+# sha256 9f4acdbdcbc0c0f85bd4903a66a785feed0b623159654def63d8dcd9518148f5
+SOURCES["network._baseline_files"] = r'''"""Files of the network baseline, as bootstrap writes them and parity compares them.
 
 One rendering serves both. Apart from `_ovs_nat`, whose imports take seconds to load on a host.
 """
@@ -5105,8 +5105,8 @@ def _binding() -> str:
     return "bind-dynamic"
 '''
 
-# sha256 527a741d82c3c61bdf286a9d2016b4d4bb72058a8d3a1b75173d932c6a690eb1
-SOURCES["network._bridge"] = r'''"""The live part of the slice network: bridge, address, forwarding, NAT, the card's own link.
+# sha256 ca60d7862b8690f6f79de75e1ed70b983c995456c5f0c2f99c6cb4cdff6aacf6
+SOURCES["network._bridge"] = r'''"""Live slice network: bridge, address, forwarding, NAT, and the link of the card.
 
 The same code runs in a playbook and in gpuaas-slice-network-baseline.service at boot. It leaves
 dnsmasq alone: a start of dnsmasq from inside its own ordering dependency once hung a host. The
@@ -5349,8 +5349,8 @@ def _lines(argv: list[str]) -> list[str]:
     return [line for line in _command.run(argv).out.splitlines() if line.strip()]
 '''
 
-# sha256 0b24ee61b38b3de032cd9613e6ab76eacd6fba8f3ad442115acfb6a9ea74085b
-SOURCES["network._netplan"] = r'''"""What netplan makes of the host's files: whether it takes them, and which link gets which address.
+# sha256 b0f3841d9687f5b26490123b2fee958d5e90552936bdc01df0e2b7044f29a17b
+SOURCES["network._netplan"] = r'''"""Effective netplan configuration: its validity, and the addresses of each link.
 
 It is asked, on a copy of the files. What a text in YAML means is read from what its generator makes
 of it, for networkd and NetworkManager: hosts need not have a YAML parser for our Python.
@@ -5458,7 +5458,7 @@ def _settings(text: str) -> Iterator[tuple[str, str, str]]:
             yield section, key.strip(), value.strip()
 '''
 
-# sha256 8c69b74d36e67dff773fe35fd72968c628ddc4c83bc5dfc96e6485004d63f077
+# sha256 7472de930dd1cad669fe908d9f97397db436ccb808a924ff33c6cd834e07d473
 SOURCES["network._ovs_nat"] = r'''"""The network baseline of a slice host: dnsmasq's configuration, forwarding, the boot service.
 
 The live part is `_bridge`, which also runs at boot. The way back is `_ovs_nat_removal`.
@@ -5558,7 +5558,7 @@ def observe(params: Params) -> State:
         switch=services[SWITCH],
         rshim=services[RSHIM],
         rshim_installed=any(_host.path(f"{folder}/{RSHIM}").exists() for folder in _UNIT_FOLDERS),
-        before=_host_snapshot.recalled(RECORD),
+        before=_host_snapshot.recall(RECORD),
     )
 
 
@@ -5569,7 +5569,7 @@ def plan(params: Params, state: State) -> _change.Plan:
     start_rshim = params["tmfifo"] and state.rshim_installed and not runs
     steps = []
     if state.before is None and not state.ours:
-        steps += _host_snapshot.remembering(RECORD, None, _was(state))
+        steps += _host_snapshot.remember_steps(RECORD, None, _was(state))
     steps += outdated(state)
     if not state.reservations:
         steps.append(_change.Step("make_folder", RESERVATIONS, None, "folder"))
@@ -5670,7 +5670,7 @@ def _remove_old(paths: Sequence[str]) -> None:
 
 def _was(state: State) -> dict[str, Any]:
     """The host before us. A service of a package that we installed was not there at all."""
-    ours = _host_snapshot.recalled(_host_snapshot.PACKAGES) or {}
+    ours = _host_snapshot.recall(_host_snapshot.PACKAGES) or {}
     services = (("dnsmasq", state.dnsmasq), ("openvswitch-switch", state.switch))
     found: dict[str, Any] = {
         package: {
@@ -5715,8 +5715,8 @@ def _start_rshim() -> None:
         time.sleep(1)
 '''
 
-# sha256 0aca1abeffbf1f10aa38e4be5bd4170e99ca6d007cabc418413b38d42ace3a62
-SOURCES["network._slice_network"] = r'''"""What the host's slice network is right now, with the reasons why guests would have none.
+# sha256 dc096a18eabede7a5834176496649af44af5712dd06393fd5ceab70ec68102ce
+SOURCES["network._slice_network"] = r'''"""State of the slice network, with every reason why guests would have none.
 
 False green is the worst failure here (a missing NAT rule under green services), so this reads
 state that carries traffic, never the state of a service.
@@ -5906,8 +5906,8 @@ def _dotted(little_endian: str) -> str:
     return str(ipaddress.IPv4Address(bytes.fromhex(little_endian)[::-1]))
 '''
 
-# sha256 00e7c7c5ea1f037a1cc8ed79c9a595d477b8b4c14441fcadf13ecbe9aa69b517
-SOURCES["slice._libvirt"] = r'''"""Libvirt's system daemon through virsh: which domains there are, and the acts on one of them."""
+# sha256 b0077113d67426df0987af970e0416cbeb6e6a5fa94e7545e4f465de5154604d
+SOURCES["slice._libvirt"] = r'''"""libvirt domains through virsh, and QEMU processes."""
 
 from __future__ import annotations
 
@@ -6075,8 +6075,8 @@ def _virsh(
     return _command.run(argv, ok=ok, stdin=stdin, timeout=timeout)
 '''
 
-# sha256 01eb1c14dd87262ec1ad53ddea0018da4c8280482413d98c69af947fa4faf35f
-SOURCES["tenant._tenancy"] = r'''"""A machine that one tenant has as a whole: no module makes a slice host of it meanwhile.
+# sha256 b34917177e9bf20c4350807a7db5b80c6bb89e577aafca5d5be6e8b3a879b31e
+SOURCES["tenant._tenancy"] = r'''"""Guard of a machine that one tenant holds as a whole against becoming a slice host.
 
 The reconciler does not ask for that; a person with a shell, AWX or cloud-init may.
 """

@@ -1,4 +1,4 @@
-"""The one way to call apt. Others call it too: a machine's own upgrade does at its first boot."""
+"""Calls of apt that wait for its locks, since a machine's first boot upgrades packages too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One signed repository for apt, with a key that is trusted for it and for nothing else.
+"""Signed apt repository with a key that is trusted for that repository alone.
 
 The key is believed for its fingerprint, which comes from the operator and not from the place the
 key comes from. Nothing that would let apt take a package without a signature is passed over.

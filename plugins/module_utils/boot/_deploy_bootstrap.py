@@ -1,4 +1,4 @@
-"""Bootstrap of a deployed machine by itself, for cloud-init or an operator's shell.
+"""Bootstrap of a deployed machine without Ansible, for cloud-init or an operator's shell.
 
 The same subjects in the same order as the playbook bootstrap, one line each on standard output. A
 step that fails ends it: later ones build on earlier ones. A reboot comes last and only when it is

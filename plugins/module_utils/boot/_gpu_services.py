@@ -1,4 +1,4 @@
-"""Services that hold a host's GPUs (persistence, fabric manager, DCGM): quiet, so slices get them.
+"""GPU services of a slice host (persistence, fabric manager, DCGM), stopped and barred.
 
 Each is masked: disabling takes back its own [Install] alone, and a udev rule or another unit may
 want it too, as the rules of Ubuntu's driver want nvidia-persistenced when `nvidia` is loaded. Where
@@ -95,7 +95,7 @@ class State:
 
 
 def observe(params: Params) -> State:
-    before = _host_snapshot.recalled(RECORD)
+    before = _host_snapshot.recall(RECORD)
     names = list(params["services"])
     if _restored(params):
         names += [name for name in before or {} if name not in names]
@@ -169,7 +169,7 @@ def _to_quiesce(state: State) -> list[_change.Step]:
         if found.file
     }
     return [
-        *(_host_snapshot.remembering(RECORD, state.before, there) if there else []),
+        *(_host_snapshot.remember_steps(RECORD, state.before, there) if there else []),
         *(step for name, found in state.services.items() for step in _quiesce(name, found)),
     ]
 
@@ -192,7 +192,7 @@ def _quiesce(name: str, found: Service) -> list[_change.Step]:
 
 
 def _to_restore(state: State) -> list[_change.Step]:
-    return [*_still_quiet(state), *_host_snapshot.forgetting(RECORD, state.before)]
+    return [*_still_quiet(state), *_host_snapshot.forget_steps(RECORD, state.before)]
 
 
 def _still_quiet(state: State) -> list[_change.Step]:

@@ -1,4 +1,4 @@
-"""GRUB's menu as it lies on disk: which entry the next boot takes, and with which arguments.
+"""GRUB menu on disk: the entry of the next boot and its kernel arguments.
 
 Read, never made anew: `update-grub` takes seconds and writes. Forms are those that grub-mkconfig of
 Debian 12 and Ubuntu 24.04 writes; lines in branches of an `if` all count.

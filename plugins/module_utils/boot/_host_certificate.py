@@ -1,4 +1,4 @@
-"""The certificate of this host's SSH key: a new one takes the place of one that is about to end.
+"""SSH host certificate of this machine and its renewal.
 
 The file is the one that enrolment named in sshd's settings; enrolment itself is the way back for a
 certificate that has ended, because nobody can log in through one.

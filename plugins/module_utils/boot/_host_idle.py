@@ -1,4 +1,4 @@
-"""Who would be cut off if this machine were restarted now: asked right before every restart."""
+"""Restart guard: virtual machines and leases that a restart of this machine would end."""
 
 from __future__ import annotations
 

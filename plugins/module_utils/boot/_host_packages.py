@@ -1,4 +1,4 @@
-"""Packages of a slice host: one question to dpkg, and apt only for what is missing.
+"""Packages of a slice host: one query to dpkg, and apt only for what is missing.
 
 Those that a host can do without are installed where its apt has them, and named where it has not.
 One that apt has and cannot install is a doubt, and stops nothing either.
@@ -133,7 +133,7 @@ def _remember(names: Iterable[str]) -> None:
     new = dict.fromkeys(names, "installed")
     if not new:
         return
-    for remember in _host_snapshot.remembering(RECORD, _host_snapshot.recalled(RECORD), new):
+    for remember in _host_snapshot.remember_steps(RECORD, _host_snapshot.recall(RECORD), new):
         _host_snapshot.apply(remember)
 
 

@@ -60,9 +60,9 @@ def observe(params: Params) -> State:
     """params, beside `profiles`, all of them optional: state; opted_in, which replaces what the
     host has recorded; hugepages_1g, with opted_in.
     """
-    before = _host_snapshot.recalled(RECORD)
+    before = _host_snapshot.recall(RECORD)
     keys = {key for one in DEFINITIONS.values() for key in one.sysctl} | set(before or {})
-    pages = _hugepages.asked(params.get("opted_in") or [], params.get("hugepages_1g"))
+    pages = _hugepages.request(params.get("opted_in") or [], params.get("hugepages_1g"))
     return State(
         files={path: _host.kept(path) for path in FILES},
         values={key: value(key) for key in sorted(keys)},
@@ -85,7 +85,7 @@ def plan(params: Params, state: State) -> _change.Plan:
     steps = _recording(params, state)
     if wanted:
         there = {key: state.values[key] for key in wanted}
-        steps += _host_snapshot.remembering(RECORD, state.before, there)
+        steps += _host_snapshot.remember_steps(RECORD, state.before, there)
     texts = _texts(chosen)
     steps += [
         _change.Step("write_file", path, state.files[path], text)
@@ -105,7 +105,7 @@ def plan(params: Params, state: State) -> _change.Plan:
         if state.values[key] != _words(text)
     ]
     if not wanted:
-        steps += _host_snapshot.forgetting(RECORD, state.before)
+        steps += _host_snapshot.forget_steps(RECORD, state.before)
     return _change.Plan(tuple(steps), tuple(_foreign(texts, state)))
 
 
@@ -138,17 +138,17 @@ def problems(profile: Mapping[str, Any]) -> dict[str, list[str]]:
 
     Read from the running kernel and from a login, never from our files.
     """
-    return {name: _problems(name, profile) for name in asked(profile)}
+    return {name: _problems(name, profile) for name in requested_profiles(profile)}
 
 
 def edited(profile: Mapping[str, Any]) -> list[str]:
     """Why the next boot would not find the files of what is asked for as written."""
-    chosen = [DEFINITIONS[name] for name in asked(profile) if name in DEFINITIONS]
+    chosen = [DEFINITIONS[name] for name in requested_profiles(profile) if name in DEFINITIONS]
     texts = _texts(chosen).items()
     return [problem for path, text in texts if text for problem in _file_edits.unlike(path, text)]
 
 
-def asked(profile: Mapping[str, Any]) -> list[str]:
+def requested_profiles(profile: Mapping[str, Any]) -> list[str]:
     """The tuned profiles of this host: the hardware profile's, and those opted in to here."""
     return _tuning_opt_in.names(profile.get("tuning") or [])
 
@@ -201,7 +201,7 @@ def _problems(name: str, profile: Mapping[str, Any]) -> list[str]:
         for key, text in one.sysctl.items()
         if value(key) != _words(text)
     ]
-    pages = _hugepages.asked([name], profile.get("hugepages_1g"))
+    pages = _hugepages.request([name], profile.get("hugepages_1g"))
     return [*found, *_options(one), *_limits(one), *(_hugepages.problems(pages) if pages else [])]
 
 

@@ -1,4 +1,4 @@
-"""Pages of 1 GiB for the memory of guests: how many on which NUMA node, and what they leave.
+"""Pages of 1 GiB for guest memory: how many on each NUMA node, and the memory that stays free.
 
 They are taken at boot, node by node, since later no node has that much memory in one piece.
 `hugepages=512` alone would spread them as the kernel likes, and 8 x 64 GiB out of 512 leave none.
@@ -29,30 +29,30 @@ _PAGE_MIB = 1024
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """pages: on the whole host. reserve_mib: memory that every node keeps for the host."""
 
     pages: int
     reserve_mib: int
 
 
-def asked(profiles: Sequence[str], settings: Mapping[str, Any] | None) -> Asked | None:
+def request(profiles: Sequence[str], settings: Mapping[str, Any] | None) -> Request | None:
     """What the tuned profiles ask for; None when they ask for no pages."""
     if PROFILE not in profiles:
         return None
     given = settings or {}
     pages, reserve = given.get("pages"), given.get("reserve_mib")
-    return Asked(PAGES if pages is None else pages, RESERVE_MIB if reserve is None else reserve)
+    return Request(PAGES if pages is None else pages, RESERVE_MIB if reserve is None else reserve)
 
 
-def shares(wanted: Asked) -> dict[int, int]:
+def shares(wanted: Request) -> dict[int, int]:
     """Pages per node, as even as they go: guests are placed on the node of their GPU."""
     nodes = sorted(_memory())
     each, rest = divmod(wanted.pages, max(len(nodes), 1))
     return {node: each + (place < rest) for place, node in enumerate(nodes)}
 
 
-def arguments(wanted: Asked | None) -> list[str]:
+def arguments(wanted: Request | None) -> list[str]:
     """Kernel arguments, in the order in which they must stand."""
     if wanted is None:
         return []
@@ -60,7 +60,7 @@ def arguments(wanted: Asked | None) -> list[str]:
     return ["default_hugepagesz=1G", "hugepagesz=1G", f"hugepages={share or wanted.pages}"]
 
 
-def refusals(wanted: Asked | None) -> list[Refusal]:
+def refusals(wanted: Request | None) -> list[Refusal]:
     """Why this machine cannot give them."""
     if wanted is None:
         return []
@@ -100,7 +100,7 @@ def refusals(wanted: Asked | None) -> list[Refusal]:
     return found
 
 
-def problems(wanted: Asked) -> list[str]:
+def problems(wanted: Request) -> list[str]:
     """What the running kernel does not give, node by node; [] when it gives all."""
     return [
         f"node {node} has {have(node)} pages of 1 GiB, not {pages}"

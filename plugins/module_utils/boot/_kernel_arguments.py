@@ -1,4 +1,4 @@
-"""Kernel arguments and early modules of a slice host: what is configured, and what this boot has.
+"""Kernel arguments and early modules of a slice host, as configured and as booted.
 
 Configured and in effect are two things: between them lie update-grub, update-initramfs, a reboot.
 """
@@ -42,7 +42,7 @@ MODULES = ("vfio", "vfio_iommu_type1", "vfio_pci")
 _SWITCHED_OFF = ("intel_iommu=off", "amd_iommu=off", "iommu=off")
 
 # Our part of INITRAMFS_MODULES; the rest is the site's.
-BLOCK = _managed_block.part(MODULES)
+BLOCK = _managed_block.render(MODULES)
 _HOST_DRIVERS = ("nvidia", "nvidia_drm", "nouveau")
 _ARGUMENT = re.compile(r"[A-Za-z0-9_.,:=@+/-]+")
 # GRUB's menu entries of Linux; memory tests also use the word `linux`.
@@ -126,7 +126,7 @@ def observe(params: Params) -> State:
 
 
 def plan(params: Params, state: State) -> _change.Plan:
-    files = wanted(params, state)
+    files = desired_files(params, state)
     steps = [
         _change.Step("write_file", path, state.files.get(path), text)
         for path, text in files.items()
@@ -216,7 +216,7 @@ def reboot_reasons(params: Params, state: State) -> list[str]:
     return reasons
 
 
-def wanted(params: Params, state: State) -> dict[str, str | None]:
+def desired_files(params: Params, state: State) -> dict[str, str | None]:
     """Content of our files; None for one that must not be there."""
     if params["state"] == "absent":
         text = state.files.get(INITRAMFS_MODULES)
@@ -254,7 +254,7 @@ def _initramfs_is_stale(params: Params, state: State, steps: list[_change.Step])
     """Whether an image must be built: of other inputs than ours, or maybe with somebody's edit."""
     if params["state"] == "absent":
         return bool(state.initramfs)
-    if state.initramfs != inputs(wanted(params, state)):
+    if state.initramfs != inputs(desired_files(params, state)):
         return True
     # Where nobody has built since us, the images never had the edit: no reboot for a mere repair.
     return state.rebuilt and any(step.subject in _INITRAMFS_INPUTS for step in steps)
@@ -376,7 +376,7 @@ def _is_amd() -> bool:
 
 
 def _with_block(text: str | None) -> str:
-    return _managed_block.joined(text or "", BLOCK)
+    return _managed_block.with_block(text or "", BLOCK)
 
 
 def has_block(text: str | None) -> bool:
@@ -385,7 +385,7 @@ def has_block(text: str | None) -> bool:
 
 
 def _without_block(text: str | None) -> str:
-    return _managed_block.without(text or "")
+    return _managed_block.without_block(text or "")
 
 
 def inputs(files: Mapping[str, str | None]) -> str:
@@ -440,7 +440,7 @@ def _sets_pages(argument: str) -> bool:
     return _paired(argument) or argument.startswith("default_hugepagesz=")
 
 
-def _huge(params: Params) -> _hugepages.Asked | None:
+def _huge(params: Params) -> _hugepages.Request | None:
     """With what was opted in to on this host, unless all of it is to go.
 
     opted_in: in place of what the host has recorded.
@@ -448,7 +448,7 @@ def _huge(params: Params) -> _hugepages.Asked | None:
     names = params.get("tuning") or []
     if params["state"] == "present":
         names = _tuning_opt_in.names(names, params.get("opted_in"))
-    return _hugepages.asked(names, params.get("hugepages_1g"))
+    return _hugepages.request(names, params.get("hugepages_1g"))
 
 
 def _count(absolute: str) -> int:

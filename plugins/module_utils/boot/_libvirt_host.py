@@ -1,4 +1,4 @@
-"""libvirt, answering now and after a reboot, with its directory open to QEMU's own user.
+"""libvirt service of a slice host, now and after a reboot, with QEMU's access to its directory.
 
 On the way back libvirt becomes what it was before; where nothing was remembered it is left alone.
 """
@@ -47,7 +47,7 @@ def observe(params: Params) -> State:
         mode=stat.S_IMODE(folder.stat().st_mode) if folder.is_dir() else None,
         daemon=services[_DAEMON],
         socket=services[_SOCKET],
-        before=_host_snapshot.recalled(RECORD),
+        before=_host_snapshot.recall(RECORD),
     )
 
 
@@ -56,7 +56,7 @@ def plan(params: Params, state: State) -> _change.Plan:
         return _change.Plan(tuple(_back(params, state)))
     # Also when nothing else is to do: a later repair would take drift for what was before.
     record = (
-        [] if state.before is not None else _host_snapshot.remembering(RECORD, None, _was(state))
+        [] if state.before is not None else _host_snapshot.remember_steps(RECORD, None, _was(state))
     )
     return _change.Plan((*record, *_steps(params, state)))
 
@@ -83,12 +83,12 @@ def _back(params: Params, state: State) -> list[_change.Step]:
     mode = None if state.mode is None else f"{state.mode:04o}"
     if was["mode"] and mode and was["mode"] != mode:
         steps.append(_change.Step("close_directory", params["directory"], mode, was["mode"]))
-    return [*steps, *_host_snapshot.forgetting(RECORD, was)]
+    return [*steps, *_host_snapshot.forget_steps(RECORD, was)]
 
 
 def _was(state: State) -> dict[str, Any]:
     """libvirt before us; one that came with our packages was not there."""
-    ours = "libvirt-daemon-system" in (_host_snapshot.recalled(_host_packages.RECORD) or {})
+    ours = "libvirt-daemon-system" in (_host_snapshot.recall(_host_packages.RECORD) or {})
     return {
         "mode": None if state.mode is None or ours else f"{state.mode:04o}",
         "daemon": state.daemon.enabled and not ours,

@@ -1,4 +1,4 @@
-"""OpenPGP keys as files: whose they are, and one key alone in a keyring of its own.
+"""OpenPGP key files: fingerprints, and the extraction of one key into its own keyring.
 
 Everything happens in a home directory that is thrown away: no key of the host's user is read, and
 none is left there.

@@ -1,4 +1,4 @@
-"""The word that this host is for slices. Without it nothing is bound, now or at a boot."""
+"""Slice mode marker. Nothing is bound on a host without it, now or at boot."""
 
 from __future__ import annotations
 

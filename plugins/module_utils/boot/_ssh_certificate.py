@@ -1,4 +1,4 @@
-"""When an OpenSSH host certificate is valid and which key it is for, read from the file itself."""
+"""OpenSSH host certificate parser: period of validity and certified key."""
 
 from __future__ import annotations
 

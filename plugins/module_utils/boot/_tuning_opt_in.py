@@ -1,4 +1,4 @@
-"""Tuned profiles that an operator opted in to on this host, beside those of its hardware profile.
+"""Tuning profiles that an operator opted in to on this host, recorded on the host.
 
 They are kept on the host: nothing else knows of the operator's word, and whoever looks at or sets
 up the host later, with the hardware profile alone, must neither miss nor undo them.

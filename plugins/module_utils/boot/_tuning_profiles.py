@@ -1,4 +1,4 @@
-"""The tuned profiles by name: what each changes on a host.
+"""Tuning profiles by name and the settings of each.
 
 Off by default, because they change the whole host. A profile becomes a default for a kind of host
 when a benchmark with and without it says so; the figures here are where to begin.

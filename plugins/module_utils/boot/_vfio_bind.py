@@ -1,4 +1,4 @@
-"""Binding of approved PCI functions to vfio-pci, and back.
+"""Binding of approved PCI functions to vfio-pci, and its removal.
 
 Always by address through `driver_override`: binding by id would take every card of a model, those
 of the host included. Nothing is taken from a driver while somebody uses the device.
@@ -86,14 +86,14 @@ def observe(params: Params) -> State:
 
 def _all_users(params: Params, state: State) -> dict[str, tuple[str, ...]]:
     """Users of the devices that would change hands; looking at every process is not for free."""
-    bind = [a for a in wanted(params, state) if not _is_bound(state.devices.get(a))]
+    bind = [a for a in to_bind(params, state) if not _is_bound(state.devices.get(a))]
     devices = [state.devices[a] for a in (*bind, *to_release(params, state)) if a in state.devices]
     driven = [device for device in devices if device.driver]
     held = _open_files() if driven else {}
     return {device.address: tuple(_users(device, held)) for device in driven}
 
 
-def wanted(params: Params, state: State) -> list[str]:
+def to_bind(params: Params, state: State) -> list[str]:
     """Every address that must end on vfio-pci: the asked and the other functions of their cards."""
     if params.get("state", "bound") != "bound":
         return []
@@ -122,14 +122,14 @@ def _members(device: _pci.Device, state: State) -> list[_pci.Device]:
 def to_release(params: Params, state: State) -> list[str]:
     """Recorded addresses that go back to the host's drivers."""
     if params.get("state", "bound") == "bound":
-        keep = set(wanted(params, state))
+        keep = set(to_bind(params, state))
         return sorted(set(state.recorded) - keep) if params.get("exclusive") else []
     asked = params.get("addresses") or list(state.recorded)
     return sorted({*asked, *(c for a in asked for c in companions(a, state))})
 
 
 def plan(params: Params, state: State) -> _change.Plan:
-    bind, release = wanted(params, state), to_release(params, state)
+    bind, release = to_bind(params, state), to_release(params, state)
     refusals = [_refusal(address, params, state, set(bind)) for address in bind]
     refusals += [_busy(a, state) for a in release if _is_ours(state.devices.get(a))]
     blockers = [refusal for refusal in refusals if refusal is not None]
@@ -171,7 +171,7 @@ def facts(params: Params, state: State) -> dict[str, Any]:
                 "iommu_group": state.devices[address].iommu_group,
                 "answers": _pci.answers(address),
             }
-            for address in wanted(params, state)
+            for address in to_bind(params, state)
             if address in state.devices
         ]
     }

@@ -1,4 +1,4 @@
-"""What a boot service consists of on disk: unit, program, settings, and the code that it runs.
+"""Files of a boot service: unit, program, settings, and the code that it runs.
 
 Apart from `_boot_service`, which installs and removes them, because parity needs only this: whether
 what the next boot runs is what was installed. Unit and program are compared with what the present

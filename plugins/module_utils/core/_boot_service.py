@@ -1,4 +1,4 @@
-"""What survives a reboot: a oneshot service per concern that runs the collection's code at boot.
+"""Boot service: a systemd oneshot unit that runs the collection's code at every boot.
 
 The host needs no Ansible for it: the sources that the concern imports are copied below LIBRARY
 under their real names, and a script of a few lines calls `boot(<settings file>)` of one of them. So
@@ -65,7 +65,7 @@ def observe(unit: Unit) -> Installed:
         differing.append(_boot_files.RECORD)
     return Installed(
         differing=(*differing, *_boot_files.additions(unit)),
-        present=tuple(p for p in _own(unit) if _host.path(p).exists()),
+        present=tuple(p for p in _unit_files(unit) if _host.path(p).exists()),
         service=services([unit.service])[unit.service],
         traces=tuple(_traces(unit)),
     )
@@ -99,7 +99,7 @@ def apply(unit: Unit, step: _change.Step) -> None:
         _command.run(["systemctl", "restart", unit.service], timeout=200)
     elif step.name == "remove_service":
         _command.run(["systemctl", "disable", "--now", unit.service], ok=(0, 1, 5))
-        for absolute in _own(unit):
+        for absolute in _unit_files(unit):
             _host.remove(absolute)
         _remove_folders(unit)
         _boot_files.forget(unit)
@@ -175,10 +175,10 @@ def boot(
             break
         if failure.code not in wait_for or time.monotonic() > deadline:
             _warn(doubts)
-            _say(str(failure))
+            _log(str(failure))
             return 1
         sleep(2)
-    _tell_ready()
+    _notify_ready()
     # What must be is there and the unit is up. From now on that is somebody else's to change and
     # parity's to judge: it is not done again here, and nothing fails any more.
     while any(doubt.code in wait_for for doubt in doubts) and time.monotonic() <= deadline:
@@ -207,7 +207,7 @@ def _attempt(
             raise
         return _unforeseen(broken), []
     if outcome.done or not (outcome.failure or again):
-        _say(f"done: {', '.join(outcome.done) or 'nothing to do'}")
+        _log(f"done: {', '.join(outcome.done) or 'nothing to do'}")
     return outcome.failure, outcome.doubts
 
 
@@ -237,7 +237,7 @@ def _source(name: str) -> str:
     return str(text)
 
 
-def _own(unit: Unit) -> tuple[str, ...]:
+def _unit_files(unit: Unit) -> tuple[str, ...]:
     """The files of this unit alone; the library is shared with the other units."""
     settings = () if unit.borrowed else (unit.settings_path,)
     return (unit.path, unit.program, *settings, *_boot_files.additions(unit))
@@ -303,7 +303,7 @@ def _service(block: Mapping[str, str]) -> Service:
     )
 
 
-def _tell_ready() -> None:
+def _notify_ready() -> None:
     """Tell systemd, where it asked to be told: the unit counts as started from now on."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if address:
@@ -325,10 +325,10 @@ def _unforeseen(broken: Exception) -> Refusal:
 
 def _warn(doubts: Iterable[Refusal]) -> None:
     for doubt in doubts:
-        _say(f"WARN {doubt}")
+        _log(f"WARN {doubt}")
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     # The journal takes one message per line; a newline in it would be a second, forged one.
     sys.stdout.write(text.replace("\n", " ") + "\n")
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""The boot services that a slice host has, without their settings, which depend on the host.
+"""Boot services of a slice host, without their settings, which depend on the host.
 
 Paths of settings are repeated here, because the code that runs at boot does not import its unit.
 """

@@ -1,4 +1,4 @@
-"""The driver of every module: observe, plan, apply, verify for those that change something.
+"""Driver of every module: observe, plan, apply, verify.
 
 `check_mode` is looked at here and nowhere else in the collection. *changed*, *diff* and the actions
 come from one plan, so they cannot disagree.

@@ -1,4 +1,4 @@
-"""The one gate through which the collection runs programs on a host.
+"""Gate through which the collection runs every program on a host.
 
 Argument lists only, expected exit codes stated, locale fixed, always a time limit.
 """

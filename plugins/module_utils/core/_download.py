@@ -1,4 +1,4 @@
-"""Bring an image file onto the host: http, https or a file, plain or zstd."""
+"""Download of a file or image onto the host: http, https or a local file, plain or zstd."""
 
 from __future__ import annotations
 

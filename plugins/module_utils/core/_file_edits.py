@@ -1,4 +1,4 @@
-"""Files that the collection writes whole: how parity tells one that somebody edited.
+"""Detection of edits in files that the collection writes whole.
 
 Wanted is what the present code would write, since that is what a repair writes; nothing has to be
 remembered for it, and a host that an older release set up otherwise is found too. The one exception

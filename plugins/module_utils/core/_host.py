@@ -1,4 +1,4 @@
-"""The host's file tree: one root for every path, one way to write a file."""
+"""File tree of the host: one root for every path and one way to write a file."""
 
 from __future__ import annotations
 

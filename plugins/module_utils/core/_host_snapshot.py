@@ -1,4 +1,4 @@
-"""What the host was before it became a slice host, so that the way back restores exactly that.
+"""Snapshot of the host from before slice mode, which the way back restores.
 
 One file per subject, written at the subject's first run, before its first change, and forgotten
 once it is restored. A first run that finds nothing to change writes it too, and that counts as its
@@ -25,7 +25,7 @@ def file_of(subject: str) -> str:
     return f"{FOLDER}/{subject}.json"
 
 
-def recalled(subject: str) -> dict[str, Any] | None:
+def recall(subject: str) -> dict[str, Any] | None:
     """What was remembered of the subject; None when nothing ever was."""
     return _host.document(
         file_of(subject),
@@ -35,7 +35,7 @@ def recalled(subject: str) -> dict[str, Any] | None:
     )
 
 
-def remembering(
+def remember_steps(
     subject: str, known: Mapping[str, Any] | None, new: Mapping[str, Any]
 ) -> list[_change.Step]:
     """A step that adds what is not known yet; [] when all of it is."""
@@ -46,7 +46,7 @@ def remembering(
     return [_change.Step(REMEMBER, file_of(subject), dict(known) if known else None, after)]
 
 
-def forgetting(subject: str, known: Mapping[str, Any] | None) -> list[_change.Step]:
+def forget_steps(subject: str, known: Mapping[str, Any] | None) -> list[_change.Step]:
     """The last step of a way back."""
     if known is None:
         return []

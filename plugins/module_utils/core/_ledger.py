@@ -1,4 +1,4 @@
-"""The host's own ledger: per slot the highest fence seen, its holder, whether its disk is dirty.
+"""Ledger of the host: for each slot the highest fence, its holder, and whether its disk is dirty.
 
 One JSON file per slot under /var/lib/gpuaas/ledger, replaced atomically and synced, so that it
 survives power loss. It is what lets a host refuse a controller that lost its claim (I10), and what

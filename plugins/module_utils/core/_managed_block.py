@@ -1,4 +1,4 @@
-"""Our part of a file of the site's: some lines between two marks, at the file's end."""
+"""Managed block at the end of a configuration file that the site owns."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _PART = re.compile(
 )
 
 
-def part(rows: Iterable[str]) -> str:
+def render(rows: Iterable[str]) -> str:
     """The rows between their marks."""
     return "\n".join([BEGIN, *rows, END, ""])
 
 
-def own(text: str) -> str:
+def block_of(text: str) -> str:
     """What of a file is ours, marks included."""
     return "".join(found.group() for found in _PART.finditer(text))
 
 
-def without(text: str) -> str:
+def without_block(text: str) -> str:
     """What of a file is the site's."""
     return _PART.sub("", text)
 
 
-def joined(text: str, ours: str) -> str:
+def with_block(text: str, ours: str) -> str:
     """The file with this as our part, in place of what was there of ours."""
-    site = without(text)
+    site = without_block(text)
     return site + ("\n" if site and not site.endswith("\n") else "") + ours

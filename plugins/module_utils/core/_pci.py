@@ -1,4 +1,4 @@
-"""PCI functions of this host, from sysfs: what they are, who drives them, who shares their group.
+"""PCI functions of this host, from sysfs: identity, driver and IOMMU group.
 
 Entries of /sys/bus/pci/devices are symbolic links on every real kernel; nothing depends on it.
 """

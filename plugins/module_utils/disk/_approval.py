@@ -1,4 +1,4 @@
-"""What was approved of a disk that is to be taken over, and what is on it beyond that.
+"""Approval of a disk's takeover, and what is on the disk beyond it.
 
 An approval names what the dry run showed: who the disk is, what is mounted from it and what is
 written on it. What came since was approved by nobody.

@@ -1,4 +1,4 @@
-"""The disk as other modules see it, and the one way to get hold of it for destruction.
+"""Disk for other modules, and the exclusive descriptor that every destructive act needs.
 
 `exclusive` is invariant I7: one descriptor, opened O_EXCL, on which identity and use are checked
 and through which everything destructive then goes. Nothing opens the path a second time: what is

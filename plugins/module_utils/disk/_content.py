@@ -1,4 +1,4 @@
-"""What is written on a disk: signatures on it and on its partitions, and bytes of no known kind.
+"""Content of a disk: signatures on it and its partitions, and bytes of unknown kind.
 
 A disk counts as blank only when it was looked at: zeros at both ends and wherever else is sampled.
 """
@@ -87,8 +87,7 @@ def marks(disk: _disk.Disk, descriptor: int | None = None) -> Marks:
             return marks(disk, opened)
     places = extents(disk, descriptor)
     found = {
-        name: _signature.found(descriptor, start, length)
-        for name, (start, length) in places.items()
+        name: _signature.scan(descriptor, start, length) for name, (start, length) in places.items()
     }
     for name, raw in _unexplained(disk, descriptor, places, found):
         found[name] = [raw, *found[name]]
@@ -136,7 +135,7 @@ def pools(disk: _disk.Disk) -> dict[str, str]:
         return {
             name: _signature.pool(descriptor, start) or "?"
             for name, (start, length) in extents(disk, descriptor).items()
-            if any(one.type == "zfs_member" for one in _signature.found(descriptor, start, length))
+            if any(one.type == "zfs_member" for one in _signature.scan(descriptor, start, length))
         }
 
 

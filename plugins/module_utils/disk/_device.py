@@ -1,4 +1,4 @@
-"""One open block device: its size, its ioctls, and I/O that the page cache cannot falsify.
+"""Open block device: size, ioctls, and I/O that the page cache cannot falsify.
 
 Every buffer is page aligned and every offset a multiple of 4096, so a descriptor opened with
 O_DIRECT works on 512-byte and on 4-KiB disks alike.

@@ -1,4 +1,4 @@
-"""An erase of a disk of the host that has begun: who the disk is, and what was approved of it.
+"""Journal of a begun erase: the disk, and what was approved of it.
 
 Written before the first byte and removed after the verified end. What a broken erase leaves reads
 as bytes of no known kind, which no approval names; with this record the disk can be taken again.
@@ -16,7 +16,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _disk, _p
 DIRECTORY = f"{_host.STATE_DIRECTORY}/erasing"
 
 
-def of(disk: _disk.Disk) -> dict[str, Any] | None:
+def resumable(disk: _disk.Disk) -> dict[str, Any] | None:
     """What was approved for the erase of this disk that has not ended; None when there is none."""
     record = _host.document(
         _file(disk.identity),
@@ -42,7 +42,7 @@ def forget(disk: _disk.Disk) -> None:
     _host.remove(_file(disk.identity))
 
 
-def noted(identity: str) -> bool:
+def has_entry(identity: str) -> bool:
     """Whether bytes of the disk may be gone; what cannot be looked at may."""
     try:
         _host.path(_file(identity)).lstat()

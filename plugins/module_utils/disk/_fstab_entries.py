@@ -1,4 +1,4 @@
-"""/etc/fstab: which lines belong to a disk, and how they are put out of force and kept."""
+"""Entries of a disk in /etc/fstab: disabled, kept and enabled again."""
 
 from __future__ import annotations
 

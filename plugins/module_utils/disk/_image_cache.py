@@ -1,4 +1,4 @@
-"""The host's cache of slice images: raw files, each with an index of what was verified.
+"""Image cache of the host: raw files, each with an index of verified digests.
 
 An image is known by the sha256 of its raw bytes. The pass that computes it also takes the sha256 of
 every chunk. The index ties both together: chunks that match it are the bytes that matched the

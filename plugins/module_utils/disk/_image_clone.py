@@ -1,4 +1,4 @@
-"""Copy a verified image onto a disk: each chunk is checked before it is written.
+"""Copy of a verified image onto a disk; each chunk is checked before it is written.
 
 Several threads each read, check and write one chunk at a time, so that reading, hashing and the
 disk work side by side; the interpreter's lock is free during all three. Chunks of zeros are not

@@ -1,4 +1,4 @@
-"""Unmounting exactly what was planned, and mounting it again when the plan comes to nothing."""
+"""Planned unmounts of a disk, and mounting again when the plan is given up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Erase a whole disk and prove it by reading back.
+"""Erase of a whole disk, proven by reading back.
 
 Works on the descriptor of `_block.exclusive` only. A method counts when the read-back finds zeros;
 one that reports success and leaves bytes is recorded as a failed attempt and the next one is tried.
@@ -95,7 +95,7 @@ def clear_signatures(descriptor: int, disk: Disk) -> list[int]:
     extents = sorted(_extents(descriptor, disk), reverse=True)
     for start, length in extents:
         with contextlib.suppress(OSError):
-            marks += [mark.offset for mark in _signature.found(descriptor, start, length)]
+            marks += [mark.offset for mark in _signature.scan(descriptor, start, length)]
     for start, length in extents:
         first, end = _outwards(start, length, disk.size_bytes)
         span = min(MIB, end - first)

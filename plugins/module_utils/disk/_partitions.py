@@ -1,4 +1,4 @@
-"""Partitions as the table on the disk has them, whether or not the kernel has read it.
+"""Partitions in the table on the disk, whether or not the kernel has read it.
 
 A kernel that knows no partition of a disk says nothing of what is in them: the table may have been
 written since, or the kernel was told to forget it. Everything here is bounded: a disk may lie.

@@ -1,4 +1,4 @@
-"""The proof of a wipe: what was read back, what it says, and whether it still stands.
+"""Proof of a wipe: what was read back, and whether it still stands.
 
 A proof stands while nothing was written to the disk after it. Proofs of slots lie in the ledger;
 those of the first use of a disk, before it belongs to a slot, in files of their own.

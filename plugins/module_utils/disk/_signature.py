@@ -1,4 +1,4 @@
-"""Marks that partition tables, filesystems and members of bigger things leave on a disk.
+"""Signatures of partition tables, filesystems and volume members on a disk.
 
 Read from the device itself, because a database of signatures may be stale and a forgotten member
 of an array has no holder. Types are named as blkid names them.
@@ -106,7 +106,7 @@ class Signature:
     offset: int
 
 
-def found(descriptor: int, start: int, length: int) -> list[Signature]:
+def scan(descriptor: int, start: int, length: int) -> list[Signature]:
     """The signatures of the disk, or of the partition at `start`; the telling one first."""
     head = _device.read(descriptor, start, min(length, _HEAD))
     tail_at = max(0, length - EDGE)

@@ -1,4 +1,4 @@
-"""Which slots of the ledger a disk belongs to: no act for one reaches the disk of another."""
+"""Slots of the ledger that use a disk, so that no act for one slot reaches another's disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What taking a disk from host storage means: what blocks it, its steps, and its manifest."""
+"""Takeover of a disk from host storage: blockers, steps and manifest."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def observe(path: str) -> Device:
         mounts=tuple(mounts),
         signatures=tuple(used.signatures),
         obstacles=(*_mounting.covered(mounts, table), *_claimed(disk, used, mounts)),
-        begun=_erase_journal.of(disk),
+        begun=_erase_journal.resumable(disk),
     )
 
 

@@ -1,4 +1,4 @@
-"""Who uses a disk: mounts, swap, holders, open files, and what is written on it.
+"""Usage of a disk: mounts, swap, holders, open files, and its content.
 
 Asking whether the *disk* is mounted says no while its partition is mounted, so every look goes over
 the disk, its partitions and what is stacked on them.

@@ -1,4 +1,4 @@
-"""The host's own address on the InfiniBand fabric, kept by netplan. Not yet run on hardware."""
+"""Address of the host on the InfiniBand fabric, kept by netplan. Not yet run on hardware."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class State:
 
 
 def observe(params: Params) -> State:
-    written, before = _host.kept(FILE), _host_snapshot.recalled(RECORD)
+    written, before = _host.kept(FILE), _host_snapshot.recall(RECORD)
     # What is unsafe is not even shown to netplan.
     if params.get("state") == "absent" or _unsafe(params):
         return State(written, before)
@@ -70,7 +70,7 @@ def plan(params: Params, state: State) -> _change.Plan:
     if state.before is None:
         # No file is remembered too: one that somebody puts over ours later is not the site's own.
         was = None if state.ours else state.text
-        steps += _host_snapshot.remembering(RECORD, None, {"text": was})
+        steps += _host_snapshot.remember_steps(RECORD, None, {"text": was})
     different = state.text != wanted.strip()
     if different:
         steps.append(_change.Step("write_netplan", FILE, state.text, wanted))
@@ -90,7 +90,7 @@ def _back(state: State) -> list[_change.Step]:
     # As long as something is remembered, the way back has not been applied to its end.
     if state.ours or state.before is not None:
         steps.append(_change.Step("apply_netplan", "netplan", "ours", "the site's"))
-    return [*steps, *_host_snapshot.forgetting(RECORD, state.before)]
+    return [*steps, *_host_snapshot.forget_steps(RECORD, state.before)]
 
 
 def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:

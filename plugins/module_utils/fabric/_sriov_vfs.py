@@ -1,4 +1,4 @@
-"""Virtual functions of the fabric cards, now and at every boot; on the way back, what was before.
+"""SR-IOV of the fabric cards: virtual functions now and at every boot, and the way back.
 
 What a card had is remembered before its first change. Of a card that a service of ours served
 already, without a record (earlier versions kept none), it is unknown: it goes back to plain use.
@@ -44,7 +44,7 @@ def observe(params: _change.Params) -> State:
     asked = params
     if not params["count"]:
         # The profile may have forgotten a card since, or a kind; a port may speak otherwise.
-        pfs, ids, _link = _told() or ((), (), "")
+        pfs, ids, _link = _served_cards() or ((), (), "")
         known = [*params["pfs"], *(before or {}), *pfs]
         kinds = [*params["pf_ids"], *ids]
         every = {"pfs": [*dict.fromkeys(known)], "pf_ids": [*dict.fromkeys(kinds)], "link": ""}
@@ -61,7 +61,7 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
         return _change.Plan((*_remembering(state), *live.steps, *service), blockers)
     live = _virtual_functions.plan({**params, "before": state.before}, _to_give_back(state))
     service = _boot_service.plan_removal(_unit(params), state.installed)
-    forget = _host_snapshot.forgetting(RECORD, state.before)
+    forget = _host_snapshot.forget_steps(RECORD, state.before)
     return _change.Plan((*live.steps, *service, *forget), live.blockers)
 
 
@@ -112,7 +112,7 @@ def _remembering(state: State) -> list[_change.Step]:
     # Also when nothing else is to do: a later repair would take drift for what was before.
     cards = [card for card in state.live.cards if card.address not in state.served]
     was = {card.address: card.remembered() for card in cards}
-    return _host_snapshot.remembering(RECORD, state.before, was) if was else []
+    return _host_snapshot.remember_steps(RECORD, state.before, was) if was else []
 
 
 def _to_give_back(state: State) -> _virtual_functions.State:
@@ -145,7 +145,7 @@ def _served(live: _virtual_functions.State, installed: _boot_service.Installed) 
     every = frozenset(card.address for card in live.cards)
     if not installed.present:
         return frozenset()
-    told = _told()
+    told = _served_cards()
     if told is None:
         # Edited or gone: any card may be one of them.
         return every
@@ -154,7 +154,7 @@ def _served(live: _virtual_functions.State, installed: _boot_service.Installed) 
     return frozenset(a for a in every if a in pfs or a in alike)
 
 
-def _told() -> tuple[list[str], list[str], str] | None:
+def _served_cards() -> tuple[list[str], list[str], str] | None:
     """The addresses, kinds and link of cards that the installed service serves; None when unknown.
 
     Earlier versions told it no link: it serves both.
@@ -171,7 +171,7 @@ def _told() -> tuple[list[str], list[str], str] | None:
 
 def _recalled() -> dict[str, Any] | None:
     """The record, which a person may have written."""
-    before = _host_snapshot.recalled(RECORD)
+    before = _host_snapshot.recall(RECORD)
     for address, was in (before or {}).items():
         if not (_pci.is_address(address) and _is_card(was)):
             raise Refusal(

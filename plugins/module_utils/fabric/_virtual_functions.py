@@ -1,4 +1,4 @@
-"""Virtual functions of the fabric cards: how many, and who they are before a guest gets them.
+"""Virtual functions of the fabric cards: number, identities and link states.
 
 A card is found by its PCI address; its interface name changes between boots. Automatic probing is
 off for virtual functions, so that no driver of the host takes one on its way to a guest.
@@ -64,7 +64,7 @@ class Card:
     states: tuple[str, ...]
     used: tuple[str, ...]
 
-    def wanted(self, params: Params, count: int) -> list[str]:
+    def desired_identities(self, params: Params, count: int) -> list[str]:
         """The identity of every function: given, or derived from the card's own unique one."""
         given = params.get("macs") or {}
         return [
@@ -74,13 +74,13 @@ class Card:
 
     def ours(self, params: Params) -> bool:
         """Whether a function has the identity that slice mode gives it."""
-        names = self.wanted(params, len(self.identities))
+        names = self.desired_identities(params, len(self.identities))
         return any(n in have.split(_AND) for have, n in zip(self.identities, names, strict=True))
 
     def misnamed(self, params: Params) -> list[str]:
         """The functions that have not the identity which slice mode gives them."""
         have = [*self.identities, *[""] * (len(self.functions) - len(self.identities))]
-        names = self.wanted(params, len(have))
+        names = self.desired_identities(params, len(have))
         return [
             f"function {index} of {self.address} is {is_ or 'nobody'}, not {name}"
             for index, (is_, name) in enumerate(zip(have, names, strict=True))
@@ -199,17 +199,17 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
         return None
     for index, value in enumerate(step.after):
         if step.name == "link_functions":
-            _tell(card, index, "state", value)
+            _set_attribute(card, index, "state", value)
         elif card.kind == _pci.INFINIBAND:
             names = value.split(_AND)
-            _tell(card, index, "node_guid", names[0])
-            _tell(card, index, "port_guid", names[-1])
+            _set_attribute(card, index, "node_guid", names[0])
+            _set_attribute(card, index, "port_guid", names[-1])
         else:
-            _tell(card, index, "mac", value)
+            _set_attribute(card, index, "mac", value)
     return None
 
 
-def _tell(card: Card, index: int, word: str, value: str) -> None:
+def _set_attribute(card: Card, index: int, word: str, value: str) -> None:
     _command.run(["ip", "link", "set", "dev", card.interface, "vf", str(index), word, value])
 
 
@@ -272,7 +272,7 @@ def _blockers(card: Card, params: Params) -> list[Refusal]:
             )
         )
     if params["count"]:
-        names, _states = _told(card, params)
+        names, _states = _desired_functions(card, params)
         recreated = card.count not in (0, params["count"]) or list(card.identities) != names
     else:
         recreated = card.count > 0 and made
@@ -297,7 +297,7 @@ def open_steps(card: Card, params: Params) -> list[_change.Step]:
         steps.append(_change.Step("make_functions", f"{card.address} functions", now, after))
     if params["count"] and not card.up:
         steps.append(_change.Step("raise_card", f"{card.address} link", "down", "up"))
-    names, states = _told(card, params)
+    names, states = _desired_functions(card, params)
     anew = card.count != then["count"] or (made and not params["count"])
     if names and (anew or list(card.identities) != names):
         before = list(card.identities)
@@ -314,14 +314,14 @@ def _made(card: Card, params: Params) -> bool:
     """Whether the functions are to be made, or unmade. Ours are not the site's if as many."""
     if not card.is_as(wish(params, card.address)):
         return True
-    names, _states = _told(card, params)
+    names, _states = _desired_functions(card, params)
     return not params["count"] and card.ours(params) and list(card.identities) != names
 
 
-def _told(card: Card, params: Params) -> tuple[list[str], list[str]]:
+def _desired_functions(card: Card, params: Params) -> tuple[list[str], list[str]]:
     """Names and link states that the functions are told; [] leaves them what they are made with."""
     if params["count"]:
-        return card.wanted(params, params["count"]), [FOLLOW] * params["count"]
+        return card.desired_identities(params, params["count"]), [FOLLOW] * params["count"]
     then = wish(params, card.address)
     told: Sequence[Mapping[str, str]] = then.get("functions") or ()
     if not told and card.kind == _pci.INFINIBAND and card.ours(params):

@@ -1,4 +1,4 @@
-"""BIOS settings against what is wanted: differences, pending values, jobs. Pure.
+"""BIOS settings compared with the desired ones: differences, pending values, jobs. Pure.
 
 A setting is what the running machine has (current) and what the next job would make of it
 (pending). The management controller shows a pending value as soon as it is asked for, so it proves
@@ -192,11 +192,11 @@ def unstaged(wish: Wish, state: State) -> list[str]:
 
 def failed(jobs: Iterable[Job]) -> Refusal:
     """The refusal for jobs that ended badly."""
-    told = "; ".join(f"{job.id} {job.status}: {job.message or 'no message'}" for job in jobs)
+    shown = "; ".join(f"{job.id} {job.status}: {job.message or 'no message'}" for job in jobs)
     return Refusal(
         "bios_job_failed",
         expected="the BIOS job and its power cycle to complete",
-        found=told,
+        found=shown,
         remedy="read the message and the controller's log; then name the job as acknowledged, or"
         " delete it from the controller's job queue, and ask again",
     )
@@ -213,17 +213,18 @@ def queued(jobs: Iterable[Job]) -> Refusal:
 
 
 def document(wish: Wish, state: State) -> dict[str, Any]:
-    """What a caller is told: each wanted setting, the jobs, and whether all of it holds."""
+    """Result of the module: each wanted setting, the jobs, and whether all of it holds."""
     return {
         "settled": settled(wish, state),
         "attributes": [
-            _told(name, value, state.attributes.get(name)) for name, value in wish.wanted.items()
+            _comparison(name, value, state.attributes.get(name))
+            for name, value in wish.wanted.items()
         ],
         "jobs": [job.document() for job in state.jobs if job.is_bios or job.is_reboot],
     }
 
 
-def _told(name: str, value: str, found: Attribute | None) -> dict[str, Any]:
+def _comparison(name: str, value: str, found: Attribute | None) -> dict[str, Any]:
     if found is None:
         return {"name": name, "wanted": value, "current": "", "pending": None, "status": "unknown"}
     if found.current == value:

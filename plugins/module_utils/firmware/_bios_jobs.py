@@ -1,4 +1,4 @@
-"""Follow BIOS jobs to their end, whichever way the controller is asked."""
+"""Wait for BIOS jobs, whichever interface reports them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.firmware import _bios
 
-Told = Callable[[_bios.Job], None]
+Observer = Callable[[_bios.Job], None]
 
 
 def silent(_job: _bios.Job) -> None:
@@ -26,7 +26,7 @@ class Watch:
     look: Callable[[str], _bios.Job]
     deadline: float
     interval: float
-    told: Told = silent
+    observer: Observer = silent
     fatal: Collection[str] = ()
 
 
@@ -51,7 +51,7 @@ def follow(watch: Watch, ids: Iterable[str]) -> list[_bios.Job]:
                 problem = f"; last look: {refusal.code}: {refusal.found}"
                 continue
             if job != seen.get(job_id):
-                watch.told(job)
+                watch.observer(job)
             seen[job_id], problem = job, ""
         bad = [job for job in seen.values() if job.phase is _bios.Phase.FAILED]
         if bad:
@@ -59,8 +59,8 @@ def follow(watch: Watch, ids: Iterable[str]) -> list[_bios.Job]:
         if len(seen) == len(wanted) and all(j.phase is _bios.Phase.DONE for j in seen.values()):
             return list(seen.values())
         if time.monotonic() >= until:
-            told = [_shown(job_id, seen.get(job_id)) for job_id in wanted]
-            raise late(", ".join(told) + problem, watch.deadline, "end")
+            unfinished = [_shown(job_id, seen.get(job_id)) for job_id in wanted]
+            raise late(", ".join(unfinished) + problem, watch.deadline, "end")
         time.sleep(watch.interval)
 
 

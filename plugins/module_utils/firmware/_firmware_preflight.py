@@ -1,7 +1,7 @@
-"""Whether a machine's firmware lets it become a slice host: BIOS settings, what of them the running
-kernel sees, GPUs, fabric cards, and every NVMe disk with what is on it. Read-only.
+"""Firmware preflight of a future slice host: BIOS settings and their effect, GPUs, fabric, disks.
 
-Works in MAAS commissioning, before anything of ours is on the machine, and on a slice host alike.
+Read-only. Works in MAAS commissioning, before the collection was ever used on the machine, and on
+a slice host alike.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _FABRIC_KEYS = "address id link netdev rdma numa_node driver sriov_totalvfs srio
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """bios: parameters of the module racadm_bios. expected_gpus: 0 when it is not known.
 
     refused: what had to come before the BIOS settings can be read, and failed.
@@ -70,8 +70,8 @@ class Asked:
 class Facts:
     """One look at the machine; lazy, so that a check that does not apply costs nothing."""
 
-    def __init__(self, asked: Asked) -> None:
-        self.asked = asked
+    def __init__(self, request: Request) -> None:
+        self.request = request
 
     @property
     def bios(self) -> dict[str, Any]:
@@ -83,16 +83,16 @@ class Facts:
     @property
     def bios_known(self) -> dict[str, Any]:
         """{} when the settings could not be read or are not asked for."""
-        if "bios_settings" in self.asked.not_applicable or isinstance(self._bios, Refusal):
+        if "bios_settings" in self.request.not_applicable or isinstance(self._bios, Refusal):
             return {}
         return self._bios
 
     @cached_property
     def _bios(self) -> dict[str, Any] | Refusal:
-        if self.asked.refused is not None:
-            return self.asked.refused
+        if self.request.refused is not None:
+            return self.request.refused
         try:
-            return _racadm_bios.facts(self.asked.bios, _racadm_bios.observe(self.asked.bios))
+            return _racadm_bios.facts(self.request.bios, _racadm_bios.observe(self.request.bios))
         except Refusal as refusal:
             return refusal
 
@@ -102,13 +102,13 @@ class Facts:
 
     @cached_property
     def gpus(self) -> list[dict[str, Any]]:
-        return _pci_functions.gpus(self.devices, self.asked.gpu_ids)
+        return _pci_functions.gpus(self.devices, self.request.gpu_ids)
 
     @cached_property
     def fabric(self) -> list[dict[str, Any]]:
         """What has one of the ids, also where it speaks another link than the fabric."""
-        asked = self.asked
-        return _pci_functions.fabric(self.devices, asked.fabric_ids, asked.fabric_link)
+        request = self.request
+        return _pci_functions.fabric(self.devices, request.fabric_ids, request.fabric_link)
 
     @property
     def cards(self) -> list[dict[str, Any]]:
@@ -123,17 +123,17 @@ class Facts:
     def disks(self) -> list[dict[str, Any]]:
         """As discovery shows them, with every signature and where it is."""
         known = {disk.kernel_name: disk for disk in _block.disks()}
-        found = _nvme_disks.disks(self.asked.exclude_models)
+        found = _nvme_disks.disks(self.request.exclude_models)
         for entry in found:
             disk = known.get(entry["kernel_name"])
             entry["signatures"] = _signatures(disk) if disk is not None else []
         return found
 
 
-def report(asked: Asked) -> dict[str, Any]:
+def report(request: Request) -> dict[str, Any]:
     """The document: checks, counts, and `lines`, one per setting, job, device and check."""
-    facts = Facts(asked)
-    outcomes = _check.evaluate(CHECKS, facts, intent="slice", not_applicable=asked.not_applicable)
+    facts = Facts(request)
+    outcomes = _check.evaluate(CHECKS, facts, intent="slice", not_applicable=request.not_applicable)
     failures = sum(one["status"] == _check.FAIL for one in outcomes)
     warnings = sum(one["status"] == _check.WARN for one in outcomes)
     status = _check.FAIL if failures else _check.WARN if warnings else _check.PASS
@@ -184,19 +184,19 @@ def iommu(facts: Facts) -> Verdict:
     tables = [path.rpartition("/")[2] for path in _IOMMU_TABLES if _host.path(path).exists()]
     if not tables:
         return failed("no IOMMU group, and the firmware shows no IOMMU (no DMAR or IVRS table)")
-    told = f"no IOMMU group; the firmware shows {', '.join(tables)}, the kernel"
+    finding = f"no IOMMU group; the firmware shows {', '.join(tables)}, the kernel"
     off = [word for word in _kernel_arguments.running() if word.endswith("iommu=off")]
     if off:
-        return warned(f"{told} is told {off[0]}")
+        return warned(f"{finding} is told {off[0]}")
     # AMD's is used without a word.
-    asked = "IVRS" in tables or "intel_iommu=on" in _kernel_arguments.running()
-    return warned(f"{told} {'asks' if asked else 'does not ask'} for it")
+    requested = "IVRS" in tables or "intel_iommu=on" in _kernel_arguments.running()
+    return warned(f"{finding} {'asks' if requested else 'does not ask'} for it")
 
 
 def gpus(facts: Facts) -> Verdict:
-    found, wanted = len(facts.gpus), facts.asked.expected_gpus
+    found, wanted = len(facts.gpus), facts.request.expected_gpus
     if not found:
-        return failed(f"no GPU ({', '.join(facts.asked.gpu_ids)}) on the PCI bus")
+        return failed(f"no GPU ({', '.join(facts.request.gpu_ids)}) on the PCI bus")
     if wanted and found != wanted:
         return failed(f"{found} GPUs, not {wanted}")
     return passed(f"{found} GPUs")
@@ -206,8 +206,8 @@ def fabric(facts: Facts) -> Verdict:
     names = ", ".join(one["address"] for one in facts.cards)
     if names:
         return passed(names)
-    others = [_pci.unlike_link(one["address"], facts.asked.fabric_link) for one in facts.fabric]
-    return failed("; ".join([f"no card ({', '.join(facts.asked.fabric_ids)})", *others]))
+    others = [_pci.unlike_link(one["address"], facts.request.fabric_link) for one in facts.fabric]
+    return failed("; ".join([f"no card ({', '.join(facts.request.fabric_ids)})", *others]))
 
 
 def sriov(facts: Facts) -> Verdict:
@@ -230,11 +230,11 @@ def nvme(facts: Facts) -> Verdict:
     judged = [d for d in facts.disks if excluded not in {b["code"] for b in d["blockers"]}]
     if not judged:
         return failed("no NVMe namespace but those of excluded models")
-    told = [(one["kernel_name"], blocker["code"]) for one in judged for blocker in one["blockers"]]
-    broken = [f"{name}: {code}" for name, code in told if code in _BROKEN]
+    uses = [(one["kernel_name"], blocker["code"]) for one in judged for blocker in one["blockers"]]
+    broken = [f"{name}: {code}" for name, code in uses if code in _BROKEN]
     if broken:
         return failed("; ".join(broken))
-    used = [f"{name}: {code}" for name, code in told]
+    used = [f"{name}: {code}" for name, code in uses]
     return warned("; ".join(used)) if used else passed(f"{len(judged)} raw disks")
 
 

@@ -1,4 +1,4 @@
-"""The firmware preflight as a program, for MAAS commissioning: one line per finding on stdout.
+"""Firmware preflight program for MAAS commissioning: one line per finding on stdout.
 
 Reads only, unless GPUAAS_SLICE_APPLY_BIOS=1: then it stages what differs, makes the BIOS job with
 its power cycle and follows it. The power cycle ends this program; run again when the machine is
@@ -100,7 +100,7 @@ def main(words: Sequence[str], environment: Mapping[str, str]) -> int:
         code = _install(settings)
         if settings.applies and code == DONE:
             code = _apply(settings)
-    found = _firmware_preflight.report(settings.asked)
+    found = _firmware_preflight.report(settings.request)
     for row in found["lines"]:
         _say(row)
     return FAILED if found["failures"] else code
@@ -131,7 +131,7 @@ class _Settings:
         self.reads_bios = "bios_settings" not in not_applicable
         if self.applies and not self.reads_bios:
             raise WrongSetting("GPUAAS_SLICE_APPLY_BIOS=1, but bios_settings is not applicable")
-        self.asked = _firmware_preflight.Asked(
+        self.request = _firmware_preflight.Request(
             bios=self.bios,
             gpu_ids=self._list("GPUAAS_SLICE_GPU_IDS", _firmware_preflight.GPU_IDS),
             fabric_ids=self._list("GPUAAS_SLICE_FABRIC_IDS", _firmware_preflight.FABRIC_IDS),
@@ -231,12 +231,12 @@ def _there(program: str) -> bool:
 
 
 def _apply(settings: _Settings) -> int:
-    def told(job: _bios.Job) -> None:
+    def report(job: _bios.Job) -> None:
         _say(_firmware_preflight.job_line(job.document()))
 
     def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
         _say(_firmware_preflight.line("BIOS_STEP", step=step.name, subject=step.subject))
-        return _racadm_bios.apply(params, step, told)
+        return _racadm_bios.apply(params, step, report)
 
     subject = _change.Subject(_racadm_bios.observe, _racadm_bios.plan, apply, _racadm_bios.facts)
     try:

@@ -1,4 +1,4 @@
-"""RACADM on the host itself: reads and stages BIOS settings, makes the job, follows it.
+"""BIOS settings through RACADM on the host: read, stage, create the job, follow it.
 
 The local program talks to the controller over the host's own interface and needs no credentials;
 so none is in an argument list, a log or a process table. Answers are read strictly: what does not
@@ -74,11 +74,14 @@ def program(asked: str) -> str:
     return asked
 
 
-def wanted(asked: Mapping[str, Any]) -> dict[str, str]:
-    """`asked` with full names; a bare name is one of ours. Raises Refusal `attribute_invalid`."""
+def desired_values(attributes: Mapping[str, Any]) -> dict[str, str]:
+    """`attributes` with full names; a bare name is one of `_bios.WANTED`.
+
+    Raises Refusal `attribute_invalid`.
+    """
     groups = {name.partition(".")[2]: name for name in _bios.WANTED}
     found = {}
-    for name, value in asked.items():
+    for name, value in attributes.items():
         full = groups.get(str(name), str(name))
         if not _NAME.fullmatch(full) or not _VALUE.fullmatch(str(value)):
             raise Refusal(
@@ -94,7 +97,7 @@ def wanted(asked: Mapping[str, Any]) -> dict[str, str]:
 
 def wish(params: _change.Params) -> _bios.Wish:
     return _bios.Wish(
-        wanted=wanted(params["attributes"]),
+        wanted=desired_values(params["attributes"]),
         power_cycle=params["power_cycle"],
         wait=params["wait"],
         acknowledged=frozenset(params["acknowledged_jobs"]),
@@ -103,7 +106,7 @@ def wish(params: _change.Params) -> _bios.Wish:
 
 def observe(params: _change.Params) -> _bios.State:
     racadm = _of(params)
-    groups = dict.fromkeys(name.partition(".")[0] for name in wanted(params["attributes"]))
+    groups = dict.fromkeys(name.partition(".")[0] for name in desired_values(params["attributes"]))
     # The queue first: a job that ends between the two looks is then still seen as open, and is
     # followed. The other way round its old values would look like work for another power cycle.
     jobs = racadm.queue()
@@ -119,7 +122,7 @@ def plan(params: _change.Params, state: _bios.State) -> _change.Plan:
 
 
 def apply(
-    params: _change.Params, step: _change.Step, told: _bios_jobs.Told = _bios_jobs.silent
+    params: _change.Params, step: _change.Step, observer: _bios_jobs.Observer = _bios_jobs.silent
 ) -> dict[str, Any] | None:
     racadm = _of(params)
     if step.name == "stage_attribute":
@@ -127,13 +130,13 @@ def apply(
         return None
     if step.name == "finish_job":
         ids = [one for one in step.before["open"].split(", ") if one]
-        return {"jobs": _follow(racadm, ids, params, told)}
+        return {"jobs": _follow(racadm, ids, params, observer)}
     ids = _commit(racadm, params)
     for job_id in ids:
-        told(_bios.Job(job_id, _bios.TARGET, "Scheduled"))
+        observer(_bios.Job(job_id, _bios.TARGET, "Scheduled"))
     if not params["wait"]:
         return {"jobs": [{"id": job_id} for job_id in ids]}
-    return {"jobs": _follow(racadm, ids, params, told)}
+    return {"jobs": _follow(racadm, ids, params, observer)}
 
 
 def facts(params: _change.Params, state: _bios.State) -> dict[str, Any]:
@@ -239,7 +242,7 @@ def _commit(racadm: Racadm, params: _change.Params) -> list[str]:
 
 
 def _follow(
-    racadm: Racadm, ids: list[str], params: _change.Params, told: _bios_jobs.Told
+    racadm: Racadm, ids: list[str], params: _change.Params, observer: _bios_jobs.Observer
 ) -> list[dict[str, str]]:
-    watch = _bios_jobs.Watch(racadm.job, params["deadline"], params["interval"], told)
+    watch = _bios_jobs.Watch(racadm.job, params["deadline"], params["interval"], observer)
     return [job.document() for job in _bios_jobs.follow(watch, ids)]

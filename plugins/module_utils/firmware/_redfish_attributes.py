@@ -1,4 +1,4 @@
-"""The BIOS of a server as its BMC shows it through Redfish, in the words of `_bios`.
+"""BIOS attributes and jobs of a server through Redfish, as `_bios` knows them.
 
 Everything is found by following links. Only settings that were asked for are kept: among the others
 are CHAP secrets and asset data. Of a foreign change that waits only the name is kept.

@@ -1,4 +1,4 @@
-"""Bring BIOS settings to what is wanted through Redfish: the plan of `_bios`, in one request.
+"""BIOS settings through Redfish: the plan of `_bios`, staged in one request.
 
 RACADM stages setting by setting and then makes the job; Redfish does both at once, so there is no
 half of it. Without a power cycle the job waits for whoever resets the machine next.
@@ -28,13 +28,13 @@ _WAITS_FOR_RESET = {"scheduled", "scheduled with errors", "ready for execution"}
 
 
 def subject(
-    client: _redfish_session.Client, told: _bios_jobs.Told = _bios_jobs.silent
+    client: _redfish_session.Client, observer: _bios_jobs.Observer = _bios_jobs.silent
 ) -> _change.Subject:
     """What `_change` drives. Parameters as in the documentation of the module redfish_bios."""
     return _change.Subject(
         observe=lambda params: _observe(client, params),
         plan=plan,
-        apply=lambda params, step: _apply(client, params, step, told),
+        apply=lambda params, step: _apply(client, params, step, observer),
         facts=facts,
     )
 
@@ -138,7 +138,7 @@ def _apply(
     client: _redfish_session.Client,
     params: _change.Params,
     step: _change.Step,
-    told: _bios_jobs.Told,
+    observer: _bios_jobs.Observer,
 ) -> dict[str, Any] | None:
     # What lies between this look and the plan's is the time of a few requests; the BMC itself
     # refuses a change while another job holds the settings.
@@ -157,7 +157,7 @@ def _apply(
     kind = _restart(client, found, ids, params)
     if not params["wait"]:
         return {"jobs": [{"id": job_id} for job_id in ids], "reset": kind}
-    ended = _bios_jobs.follow(_watch(client, found, params, told), ids)
+    ended = _bios_jobs.follow(_watch(client, found, params, observer), ids)
     return {"jobs": [job.document() for job in ended], "reset": kind}
 
 
@@ -204,8 +204,8 @@ def _restart(
         if states <= _WAITS_FOR_RESET:
             return _redfish_attributes.reset(client, found)
         if time.monotonic() >= until:
-            told = ", ".join(f"{job.id} is {job.status}" for job in jobs)
-            raise _bios_jobs.late(told, params["timeout"], "be ready for a reset")
+            unready = ", ".join(f"{job.id} is {job.status}" for job in jobs)
+            raise _bios_jobs.late(unready, params["timeout"], "be ready for a reset")
         time.sleep(min(params["interval"], 5))
 
 
@@ -220,7 +220,10 @@ def _found_or_new(client: _redfish_session.Client, found: Firmware, job_id: str)
 
 
 def _watch(
-    client: _redfish_session.Client, found: Firmware, params: _change.Params, told: _bios_jobs.Told
+    client: _redfish_session.Client,
+    found: Firmware,
+    params: _change.Params,
+    observer: _bios_jobs.Observer,
 ) -> _bios_jobs.Watch:
     def look(job_id: str) -> _bios.Job:
         client.begin()
@@ -230,7 +233,7 @@ def _watch(
         look,
         deadline=params["deadline"],
         interval=params["interval"],
-        told=told,
+        observer=observer,
         # A login that is refused again and again blocks this address on the BMC.
         fatal=("bmc_login_refused", "tls_untrusted"),
     )

@@ -1,4 +1,4 @@
-"""The program dell_redfish_slice_firmware.py: plan, and with --apply stage, BIOS settings.
+"""Program dell_redfish_slice_firmware.py: plan, and with --apply stage, BIOS settings.
 
 Exit codes: 0 the plan was printed or what was asked for is done, 1 refused, 2 wrong command line or
 environment. Lines on stdout are for machines, one each; the reason of a refusal is on stderr too.

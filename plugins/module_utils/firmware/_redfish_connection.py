@@ -1,4 +1,4 @@
-"""One HTTPS exchange with a BMC: trust decided before anything is said, always an end in time.
+"""HTTPS exchange with a BMC: trust is decided first, and every exchange ends in time.
 
 There is no way to talk to a BMC whose certificate is not verified: either against a CA file, or
 against the machine's own store, or by the SHA-256 fingerprint that the caller gives.

@@ -1,4 +1,4 @@
-"""A Redfish session with a BMC: login, patient requests, and always a logout.
+"""Redfish session with a BMC: login, requests with retries, and always a logout.
 
 A BMC has few sessions (an iDRAC eight) and keeps a forgotten one for half an hour, so a client that
 does not log out locks everybody out.

@@ -1,4 +1,4 @@
-"""The control plane's names on a host: a managed block of /etc/hosts, and whether they lead there.
+"""Names of the control plane on a host: a managed block of /etc/hosts, and a check of each address.
 
 For a site whose DNS does not know them. Enrolment needs the name once; everything after it too.
 """
@@ -48,15 +48,15 @@ def plan(params: Params, state: State) -> _change.Plan:
     names: Mapping[str, str] = params["names"]
     blockers = (*_unsafe(names), *_taken(names, state))
     steps = [
-        _change.Step("write_block", path, _shown(_managed_block.own(text)), _block(names))
+        _change.Step("write_block", path, _shown(_managed_block.block_of(text)), _block(names))
         for path, text in state.files.items()
-        if _managed_block.own(text) != _block(names)
+        if _managed_block.block_of(text) != _block(names)
     ]
     return _change.Plan(tuple(steps), blockers)
 
 
 def apply(_params: Params, step: _change.Step) -> dict[str, Any] | None:
-    _host.write(step.subject, _managed_block.joined(_text(step.subject), step.after))
+    _host.write(step.subject, _managed_block.with_block(_text(step.subject), step.after))
     return None
 
 
@@ -95,7 +95,7 @@ def _block(names: Mapping[str, str]) -> str:
     if not names:
         return ""
     rows = [f"{address}\t{name}" for name, address in sorted(names.items())]
-    return _managed_block.part(rows)
+    return _managed_block.render(rows)
 
 
 def _unsafe(names: Mapping[str, str]) -> list[Refusal]:
@@ -120,7 +120,7 @@ def _taken(names: Mapping[str, str], state: State) -> list[Refusal]:
     """The first line with a name wins, so another one outside our block would go on winning."""
     found = []
     for path, text in state.files.items():
-        for row in _managed_block.without(text).splitlines():
+        for row in _managed_block.without_block(text).splitlines():
             words = row.partition("#")[0].split()
             found += [
                 Refusal(

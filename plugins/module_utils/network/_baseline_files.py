@@ -1,4 +1,4 @@
-"""The files of the network baseline: what bootstrap writes, and what parity finds edited.
+"""Files of the network baseline, as bootstrap writes them and parity compares them.
 
 One rendering serves both. Apart from `_ovs_nat`, whose imports take seconds to load on a host.
 """

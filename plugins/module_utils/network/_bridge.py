@@ -1,4 +1,4 @@
-"""The live part of the slice network: bridge, address, forwarding, NAT, the card's own link.
+"""Live slice network: bridge, address, forwarding, NAT, and the link of the card.
 
 The same code runs in a playbook and in gpuaas-slice-network-baseline.service at boot. It leaves
 dnsmasq alone: a start of dnsmasq from inside its own ordering dependency once hung a host. The

@@ -1,4 +1,4 @@
-"""What netplan makes of the host's files: whether it takes them, and which link gets which address.
+"""Effective netplan configuration: its validity, and the addresses of each link.
 
 It is asked, on a copy of the files. What a text in YAML means is read from what its generator makes
 of it, for networkd and NetworkManager: hosts need not have a YAML parser for our Python.

@@ -97,7 +97,7 @@ def observe(params: Params) -> State:
         switch=services[SWITCH],
         rshim=services[RSHIM],
         rshim_installed=any(_host.path(f"{folder}/{RSHIM}").exists() for folder in _UNIT_FOLDERS),
-        before=_host_snapshot.recalled(RECORD),
+        before=_host_snapshot.recall(RECORD),
     )
 
 
@@ -108,7 +108,7 @@ def plan(params: Params, state: State) -> _change.Plan:
     start_rshim = params["tmfifo"] and state.rshim_installed and not runs
     steps = []
     if state.before is None and not state.ours:
-        steps += _host_snapshot.remembering(RECORD, None, _was(state))
+        steps += _host_snapshot.remember_steps(RECORD, None, _was(state))
     steps += outdated(state)
     if not state.reservations:
         steps.append(_change.Step("make_folder", RESERVATIONS, None, "folder"))
@@ -209,7 +209,7 @@ def _remove_old(paths: Sequence[str]) -> None:
 
 def _was(state: State) -> dict[str, Any]:
     """The host before us. A service of a package that we installed was not there at all."""
-    ours = _host_snapshot.recalled(_host_snapshot.PACKAGES) or {}
+    ours = _host_snapshot.recall(_host_snapshot.PACKAGES) or {}
     services = (("dnsmasq", state.dnsmasq), ("openvswitch-switch", state.switch))
     found: dict[str, Any] = {
         package: {

@@ -1,4 +1,4 @@
-"""The way back of the network baseline: nothing of ours is left, the rest is as it was before.
+"""Removal of the network baseline: the host's network as it was before.
 
 Where nothing was remembered, a host with a baseline of ours is taken for a freshly deployed one,
 which has neither Open vSwitch nor dnsmasq running. A host without one is left alone.
@@ -79,7 +79,7 @@ def plan(params: Params, state: State) -> _change.Plan:
         steps.append(_change.Step("stop_forwarding", "net.ipv4.ip_forward", 1, 0))
     if state.concerned:
         steps += _services(found, rewritten=any(step.name == "remove_file" for step in steps))
-    steps += _host_snapshot.forgetting(_ovs_nat.RECORD, found.before)
+    steps += _host_snapshot.forget_steps(_ovs_nat.RECORD, found.before)
     return _change.Plan(tuple(steps), blockers)
 
 

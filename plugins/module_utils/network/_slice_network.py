@@ -1,4 +1,4 @@
-"""What the host's slice network is right now, with the reasons why guests would have none.
+"""State of the slice network, with every reason why guests would have none.
 
 False green is the worst failure here (a missing NAT rule under green services), so this reads
 state that carries traffic, never the state of a service.

@@ -1,4 +1,4 @@
-"""What a parity check is, how its outcome is worded, and the one line each that machines read."""
+"""Parity check, its verdict and remedy, and the report line of its outcome."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parity checks of the machine: its management path, firmware, kernel, IOMMU and bindings."""
+"""Parity checks of the machine: management path, firmware, kernel, boot, IOMMU and bindings."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def name_resolution(facts: Facts) -> Verdict:
 
 def maas_intent(facts: Facts) -> Verdict:
     """The tag of this intent and of no other: two would leave the next deployment to chance."""
-    tags, wanted = facts.asked.maas_tags, _TAGS[facts.asked.intent]
+    tags, wanted = facts.request.maas_tags, _TAGS[facts.request.intent]
     if tags is None:
         return warned("the MAAS tags of this machine are not known here")
     if [tag for tag in tags if tag in _TAGS.values()] == [wanted]:
@@ -217,7 +217,7 @@ def reboot_required(facts: Facts) -> Verdict:
 
 
 def api_topology(facts: Facts) -> Verdict:
-    evidence = facts.asked.api_topology
+    evidence = facts.request.api_topology
     if not evidence:
         return warned("not proven: no topology evidence was given (API token and node id)")
     blockers = ", ".join(map(str, evidence.get("blockers", [])))
@@ -325,7 +325,7 @@ def _settings_doubts(params: Mapping[str, Any], state: _kernel_arguments.State) 
 
     No failure while the menu itself is right: nothing is lost until somebody runs `update-grub`.
     """
-    wanted = _kernel_arguments.wanted(params, state)[_kernel_arguments.DROP_IN]
+    wanted = _kernel_arguments.desired_files(params, state)[_kernel_arguments.DROP_IN]
     doubts = _file_edits.unlike(_kernel_arguments.DROP_IN, wanted)
     lost = _kernel_arguments.lacking(state.arguments, _kernel_arguments.all_given())
     return [*doubts, *([f"the next update-grub would lose {' '.join(lost)}"] if lost else [])]
@@ -333,7 +333,7 @@ def _settings_doubts(params: Mapping[str, Any], state: _kernel_arguments.State) 
 
 def _module_problems(params: Mapping[str, Any], state: _kernel_arguments.State) -> list[str]:
     """What keeps the drivers of GPUs away in the first seconds, before a service of ours runs."""
-    files = _kernel_arguments.wanted(params, state)
+    files = _kernel_arguments.desired_files(params, state)
     whole = (_kernel_arguments.MODULES_LOAD, _kernel_arguments.SOFT_DEPENDENCIES)
     problems = [found for path in whole for found in _file_edits.unlike(path, files[path])]
     # The site may add to this list, and the next build takes that in beside ours.

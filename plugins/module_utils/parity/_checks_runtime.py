@@ -1,4 +1,4 @@
-"""Parity checks of what a slice VM runs on: libvirt, firmware, tools, disks, images, memory."""
+"""Parity checks of what a slice VM needs: libvirt, firmware, tools, disks, images, memory."""
 
 from __future__ import annotations
 
@@ -92,7 +92,9 @@ def image_cache(_facts: Facts) -> Verdict:
 
 def hugepages(facts: Facts) -> Verdict:
     """Pages of 1 GiB node by node, in use or free: as tuned, and enough for every approved slot."""
-    pages = _hugepages.asked(_host_tuning.asked(facts.profile), facts.profile.get("hugepages_1g"))
+    pages = _hugepages.request(
+        _host_tuning.requested_profiles(facts.profile), facts.profile.get("hugepages_1g")
+    )
     problems = _hugepages.problems(pages) if pages else []
     virtual = facts.profile["vm"]
     if not virtual.get("hugepages"):

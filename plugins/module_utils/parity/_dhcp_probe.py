@@ -1,4 +1,4 @@
-"""A DHCP request that takes no lease: a DISCOVER, and whether an OFFER answers it (RFC 2131).
+"""DHCP probe without a lease: a DISCOVER, and whether an OFFER answers it (RFC 2131).
 
 A server can run, listen and answer questions of names while no guest gets an address from it.
 """

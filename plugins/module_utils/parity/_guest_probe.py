@@ -1,4 +1,4 @@
-"""A stand-in for a guest: a namespace on the slice bridge that uses the network as a guest would.
+"""Guest probe: a namespace on the slice bridge that uses the network as a guest would.
 
 It has a test address of the subnet, asks the host's dnsmasq for a lease and a name, and reaches an
 address outside, while the host watches under which address its packets leave: an answer alone is

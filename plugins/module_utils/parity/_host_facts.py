@@ -1,4 +1,4 @@
-"""What the parity checks look at, each read at most once per run however many checks need it."""
+"""Facts that parity checks judge, each read at most once per run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _ABSENT = Unit("not-found", "inactive", "dead", "", "")
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """The module's parameters. api_topology, maas_tags: None when the caller does not know."""
 
     profile: Mapping[str, Any]
@@ -59,11 +59,11 @@ class Asked:
 class Facts:
     """A look at the host. Everything is lazy: a check that is not applicable costs nothing."""
 
-    def __init__(self, asked: Asked) -> None:
-        self.asked = asked
-        self.profile = asked.profile
-        self.network: Mapping[str, Any] = asked.profile["network"]
-        self.slots = asked.slots
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.profile = request.profile
+        self.network: Mapping[str, Any] = request.profile["network"]
+        self.slots = request.slots
 
     @cached_property
     def interfaces(self) -> dict[str, _slice_network.Interface]:
@@ -75,7 +75,7 @@ class Facts:
 
     @cached_property
     def boot_params(self) -> dict[str, Any]:
-        return _host_resources.boot_params(self.profile, self.asked.intent)
+        return _host_resources.boot_params(self.profile, self.request.intent)
 
     @cached_property
     def boot(self) -> _kernel_arguments.State:

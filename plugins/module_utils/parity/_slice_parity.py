@@ -1,4 +1,4 @@
-"""Every parity check in the order of the report, each with what to do when it fails."""
+"""Table of all parity checks in the order of the report, each with its remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What slice mode leaves on a host: everything that is compared, item by item.
+"""Remnants of slice mode on a host: every comparison, item by item.
 
 One list for three readers: the way back to bare metal ends with it, parity of a bare-metal host is
 the same list by check, and the reconciler looks at it later. Names of files are said again here
@@ -90,7 +90,7 @@ def kept(facts: Facts) -> dict[str, Any]:
         "disks_gone": sorted({entry.disk for entry in entries if _gone_dirty(entry, facts)}),
         "fstab_disabled": _fstab_entries.disabled(),
         "images": sorted(file.name for file in images.glob("*.raw")) if images.is_dir() else [],
-        "packages": sorted(_host_snapshot.recalled(_host_snapshot.PACKAGES) or {}),
+        "packages": sorted(_host_snapshot.recall(_host_snapshot.PACKAGES) or {}),
         "apt_sources": [RACADM_SOURCE] if _host.path(RACADM_SOURCE).exists() else [],
     }
 
@@ -198,7 +198,7 @@ def _functions(facts: Facts) -> Iterator[Item]:
     """The site's own virtual functions stay."""
     settings, unit = _boot_units.FABRIC.settings_path, facts.unit(_boot_units.FABRIC.service)
     kept = _file(settings) != "absent" or unit.load not in _ABSENT
-    kept = kept or _host_snapshot.recalled(_virtual_functions.RECORD) is not None
+    kept = kept or _host_snapshot.recall(_virtual_functions.RECORD) is not None
     for device in facts.devices.values():
         if device.id in facts.profile["fabric"]["pf_ids"] and not device.physfn:
             found, ok = _made(device, not_given_back=kept)
@@ -290,7 +290,7 @@ def _tuned(_facts: Facts) -> Iterator[Item]:
 
 def _given_back(check: str, subject: str) -> Item:
     """What was remembered of the host before slice mode has been given back."""
-    found = [] if _host_snapshot.recalled(subject) is None else ["not given back"]
+    found = [] if _host_snapshot.recall(subject) is None else ["not given back"]
     return _none(check, f"{subject} as before", found, "given back")
 
 

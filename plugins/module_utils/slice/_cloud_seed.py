@@ -1,4 +1,4 @@
-"""The NoCloud seed of a guest: three YAML documents on an ISO labelled `cidata`.
+"""NoCloud seed of a guest: three YAML documents on an ISO labelled `cidata`.
 
 The documents are rendered as data, never by templates: JSON text in the part of it that YAML reads
 alike. The ISO carries the digest of its content in its own header, so that a look at the file says

@@ -1,4 +1,4 @@
-"""The DHCP server of the slice network: reservations, leases, and how to make it forget both.
+"""DHCP server of the slice network: reservations, DHCP leases and connections.
 
 One file per allocation in the directory that the network baseline gives dnsmasq as
 `dhcp-hostsdir`. dnsmasq reads new files by itself; what it has read it keeps until a SIGHUP.

@@ -1,4 +1,4 @@
-"""The libvirt definition of a slice VM: written from checked values, read back, compared.
+"""libvirt definition of a slice VM: written from checked values, parsed, compared.
 
 Nothing here runs a program. `describe` says what a definition must contain, `parse` what one does
 contain; they are equal only when the definition holds these devices and no others.

@@ -1,4 +1,4 @@
-"""The guard of a slice's bridge port: OVS flows that say what may pass, everything else is dropped.
+"""Guard of a slice's bridge port: OVS flows that name what may pass; the rest is dropped.
 
 NAT is not isolation and libvirt's filters do nothing on OVS ports, so this is where a guest is kept
 to its own addresses and away from its neighbours. Whatever a guest sends goes to the bridge's own

@@ -1,4 +1,4 @@
-"""Libvirt's system daemon through virsh: which domains there are, and the acts on one of them."""
+"""libvirt domains through virsh, and QEMU processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the parts of one slice are called on its host, and the check of what goes into names.
+"""Names of a slice's objects on its host, and validation of the values in them.
 
 Every name carries the allocation id, so what a slice left behind can be found without a record.
 """

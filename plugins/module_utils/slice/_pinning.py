@@ -1,4 +1,4 @@
-"""Which CPUs and which memory of this host a slice gets, and the record of what was given.
+"""CPU and memory pinning of a slice on its host, and its record.
 
 A physical core is never split between two slices, and no memory is promised twice. What was given
 is one file per allocation, so that a second plan sees it before the first one's domain exists.

@@ -1,4 +1,4 @@
-"""The rate of a slice's bridge port: what the guest sends is policed, what it gets is shaped.
+"""Rate limit of a slice's bridge port: policing of what the guest sends, shaping of what it gets.
 
 Open vSwitch polices by two columns of the Interface and shapes by a QoS row that the Port names.
 That row is the only thing which outlives its port, so it carries the allocation's id. Not libvirt's

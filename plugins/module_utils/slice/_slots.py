@@ -1,4 +1,4 @@
-"""An approved slot bundle held against this host as it is now: are its parts there, free and fit?
+"""Slot bundle compared with this host: parts that are missing, in use or unfit.
 
 Every finding is a refusal, never a warning, and a look that fails is a finding too.
 """

@@ -1,4 +1,4 @@
-"""What of an ordinary machine decides who may enter and what runs on it, as digests by name.
+"""Baseline of a bare-metal host: digests of what decides about logins and services.
 
 Taken before a tenant comes and again after it left; what differs is named. Small on purpose: it is
 no audit of a host that somebody was root on, but it names what a next tenant would stumble over.
@@ -103,12 +103,12 @@ def _files(absolute: str) -> Iterator[tuple[str, str]]:
     root = _host.path(absolute)
     places = [root, *root.rglob("*")] if root.is_dir() and not root.is_symlink() else [root]
     for place in sorted(places):
-        told = "" if place.name.endswith(_RENEWED) else _tell(place)
+        told = "" if place.name.endswith(_RENEWED) else _fingerprint(place)
         if told:
             yield f"/{place.relative_to(_host.ROOT)}", told
 
 
-def _tell(place: Path) -> str:
+def _fingerprint(place: Path) -> str:
     try:
         status = place.lstat()
         if stat.S_ISLNK(status.st_mode):

@@ -1,4 +1,4 @@
-"""One managed line in the authorized_keys of a tenant, whose home is the tenant's to arrange.
+"""Managed line in a tenant's authorized_keys, in a home that the tenant arranges.
 
 Nothing is found by a path below the home: each step goes from a descriptor to the next name and
 follows no link, and what is opened must be the tenant's own. So whatever the tenant puts in the way

@@ -1,4 +1,4 @@
-"""A machine that one tenant has as a whole: no module makes a slice host of it meanwhile.
+"""Guard of a machine that one tenant holds as a whole against becoming a slice host.
 
 The reconciler does not ask for that; a person with a shell, AWX or cloud-init may.
 """

@@ -1,4 +1,4 @@
-"""The account of a bare-metal tenant on this host, and every trace that an account leaves.
+"""Account of a bare-metal tenant on this host, and every trace that an account leaves.
 
 Traces are looked for by the uid, which is ours to give: a tenant who is root may have renamed the
 account, but the kernel knows processes and files by number.

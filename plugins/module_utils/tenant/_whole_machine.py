@@ -1,4 +1,4 @@
-"""A machine that is given to one tenant as a whole: its entries in the host's ledger.
+"""Whole machine of one tenant: its entries in the host's ledger.
 
 The ledger has one entry for the machine and one for each disk that the tenant gets, all under the
 fence of the node's claim. The machine's entry is marked dirty last, when everything is ready: from

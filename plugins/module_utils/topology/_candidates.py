@@ -1,4 +1,4 @@
-"""Which GPU goes with which disk and fabric function: pure over the discovery document's devices.
+"""Slot candidates: GPU, disk and fabric function paired from the discovery document. Pure.
 
 The pairing looks at where devices sit, never at whether they are in use. So it stays the same when
 a share is unmounted, when functions appear, and after a reboot that renames the disks.

@@ -1,4 +1,4 @@
-"""What the host itself offers slices: processors, memory, and what bootstrap has done."""
+"""Resources of the host for slices: processors, memory, and the state of bootstrap."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def boot_params(profile: Mapping[str, Any], intent: str = "slice") -> dict[str, 
     return {
         "arguments": profile["kernel_arguments"],
         # An ordinary machine has no record, and one that is left is a remnant.
-        "tuning": _host_tuning.asked(profile) if slices else profile.get("tuning") or [],
+        "tuning": _host_tuning.requested_profiles(profile)
+        if slices
+        else profile.get("tuning") or [],
         "hugepages_1g": profile.get("hugepages_1g"),
         "state": "present" if slices else "absent",
         "in_effect": False,

@@ -1,4 +1,4 @@
-"""NVMe disks of this host as discovery shows them, with everything that speaks against each.
+"""NVMe disks in the discovery document, each with its blockers.
 
 Kernel names and mounts are told, but identity is what counts: names move between boots.
 """

@@ -1,4 +1,4 @@
-"""GPUs and fabric functions of this host as the discovery document shows them."""
+"""GPUs and fabric functions in the discovery document."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The discovery document: what of this host could become slots, and what speaks against it.
+"""Discovery document: parts of this host that could become slots, and their blockers.
 
 Works on a host that was never bootstrapped, where it simply reports more blockers. Nothing in it is
 schedulable: it suggests, a person approves.

@@ -38,8 +38,8 @@ for python in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do
     exec "$python" -B -I /dev/fd/3 "$@" 3<<'GPUAAS_STANDALONE_END'
 SOURCES = {}
 
-# sha256 9e9d38b64c9d15c63d4368365f83b9c657bda6a70eb9c6c4ab082592ba56327f
-SOURCES["boot._apt"] = r'''"""The one way to call apt. Others call it too: a machine's own upgrade does at its first boot."""
+# sha256 37a7455ed26feae74b272428e1417997d23fe65d4ae2b4f1fd344cc851ee6c06
+SOURCES["boot._apt"] = r'''"""Calls of apt that wait for its locks, since a machine's first boot upgrades packages too."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def _given(settings: Sequence[str]) -> list[str]:
     return [word for one in settings for word in ("-o", one)]
 '''
 
-# sha256 09b70dce8c75c6c3d5e935d35a8aaaaad2813ed58354d1a596f42eb588ca7336
-SOURCES["boot._apt_source"] = r'''"""One signed repository for apt, with a key that is trusted for it and for nothing else.
+# sha256 9eaf525b8b1be664e7cf6ab5ff3acfd808007d287e83090d89f1d0a9079695d6
+SOURCES["boot._apt_source"] = r'''"""Signed apt repository with a key that is trusted for that repository alone.
 
 The key is believed for its fingerprint, which comes from the operator and not from the place the
 key comes from. Nothing that would let apt take a package without a signature is passed over.
@@ -379,8 +379,8 @@ def _text(absolute: str) -> str | None:
     return path.read_text(errors="replace") if path.is_file() else None
 '''
 
-# sha256 83b2485ffc84db9281f4f99fbc1a594b57bc109b2d310cdc97636ed2cb52f341
-SOURCES["boot._gpu_services"] = r'''"""Services that hold a host's GPUs (persistence, fabric manager, DCGM): quiet, so slices get them.
+# sha256 d642fd28f8d26e8b0420aad44f5bbe0c0b2fb6318c9bfdf2ab27b07bb23c47a7
+SOURCES["boot._gpu_services"] = r'''"""GPU services of a slice host (persistence, fabric manager, DCGM), stopped and barred.
 
 Each is masked: disabling takes back its own [Install] alone, and a udev rule or another unit may
 want it too, as the rules of Ubuntu's driver want nvidia-persistenced when `nvidia` is loaded. Where
@@ -477,7 +477,7 @@ class State:
 
 
 def observe(params: Params) -> State:
-    before = _host_snapshot.recalled(RECORD)
+    before = _host_snapshot.recall(RECORD)
     names = list(params["services"])
     if _restored(params):
         names += [name for name in before or {} if name not in names]
@@ -551,7 +551,7 @@ def _to_quiesce(state: State) -> list[_change.Step]:
         if found.file
     }
     return [
-        *(_host_snapshot.remembering(RECORD, state.before, there) if there else []),
+        *(_host_snapshot.remember_steps(RECORD, state.before, there) if there else []),
         *(step for name, found in state.services.items() for step in _quiesce(name, found)),
     ]
 
@@ -574,7 +574,7 @@ def _quiesce(name: str, found: Service) -> list[_change.Step]:
 
 
 def _to_restore(state: State) -> list[_change.Step]:
-    return [*_still_quiet(state), *_host_snapshot.forgetting(RECORD, state.before)]
+    return [*_still_quiet(state), *_host_snapshot.forget_steps(RECORD, state.before)]
 
 
 def _still_quiet(state: State) -> list[_change.Step]:
@@ -664,8 +664,8 @@ def _defined(absolute: str) -> bool:
     return place.exists()
 '''
 
-# sha256 22c72e80e434d36723d762299da6754055a85ca740f4fb05bb4970e75ca19246
-SOURCES["boot._grub_menu"] = r'''"""GRUB's menu as it lies on disk: which entry the next boot takes, and with which arguments.
+# sha256 3163b8b2023dcbc288b1e88675488ac209fb4ab8e0196d53456ce4a0d4601265
+SOURCES["boot._grub_menu"] = r'''"""GRUB menu on disk: the entry of the next boot and its kernel arguments.
 
 Read, never made anew: `update-grub` takes seconds and writes. Forms are those that grub-mkconfig of
 Debian 12 and Ubuntu 24.04 writes; lines in branches of an `if` all count.
@@ -786,8 +786,8 @@ def _environment(text: str) -> dict[str, str]:
     return {name: value for name, sign, value in rows if sign}
 '''
 
-# sha256 ca42517b28911c01a7db44a5e98f12bbefade6aa3b3bc5d188a7712a93e47523
-SOURCES["boot._host_idle"] = r'''"""Who would be cut off if this machine were restarted now: asked right before every restart."""
+# sha256 bd6c54b27dbe3db6c483d0558e5b343b8d48645598ae708420cda951f5784c43
+SOURCES["boot._host_idle"] = r'''"""Restart guard: virtual machines and leases that a restart of this machine would end."""
 
 from __future__ import annotations
 
@@ -853,8 +853,8 @@ def _leased() -> list[str]:
     ]
 '''
 
-# sha256 5bf7776da3b6559885047738c5fdcd86cf6e89bc42a6e360bc608bb3a0fb966b
-SOURCES["boot._host_packages"] = r'''"""Packages of a slice host: one question to dpkg, and apt only for what is missing.
+# sha256 998bdb721fda540f17889c106652f7598f8b38957c0b715d3a8c0ed946cc4b08
+SOURCES["boot._host_packages"] = r'''"""Packages of a slice host: one query to dpkg, and apt only for what is missing.
 
 Those that a host can do without are installed where its apt has them, and named where it has not.
 One that apt has and cannot install is a doubt, and stops nothing either.
@@ -989,7 +989,7 @@ def _remember(names: Iterable[str]) -> None:
     new = dict.fromkeys(names, "installed")
     if not new:
         return
-    for remember in _host_snapshot.remembering(RECORD, _host_snapshot.recalled(RECORD), new):
+    for remember in _host_snapshot.remember_steps(RECORD, _host_snapshot.recall(RECORD), new):
         _host_snapshot.apply(remember)
 
 
@@ -1009,7 +1009,7 @@ def _unsafe(names: list[str]) -> list[str]:
     return [name for name in names if not _NAME.fullmatch(name)]
 '''
 
-# sha256 85a11ca103db34ad223cb23bab8cde02f462f03e4bf5852c7a29c9214a94ea85
+# sha256 0d88c532c3904cedaae94a36cd09bc2aa8debef6ce7280ec88b99a0ef0914129
 SOURCES["boot._host_tuning"] = r'''"""Tuned profiles on a host: files for the next boot, values for this one, and what is in force.
 
 One file per mechanism holds what all wanted profiles ask for: those of the hardware profile, and
@@ -1072,9 +1072,9 @@ def observe(params: Params) -> State:
     """params, beside `profiles`, all of them optional: state; opted_in, which replaces what the
     host has recorded; hugepages_1g, with opted_in.
     """
-    before = _host_snapshot.recalled(RECORD)
+    before = _host_snapshot.recall(RECORD)
     keys = {key for one in DEFINITIONS.values() for key in one.sysctl} | set(before or {})
-    pages = _hugepages.asked(params.get("opted_in") or [], params.get("hugepages_1g"))
+    pages = _hugepages.request(params.get("opted_in") or [], params.get("hugepages_1g"))
     return State(
         files={path: _host.kept(path) for path in FILES},
         values={key: value(key) for key in sorted(keys)},
@@ -1097,7 +1097,7 @@ def plan(params: Params, state: State) -> _change.Plan:
     steps = _recording(params, state)
     if wanted:
         there = {key: state.values[key] for key in wanted}
-        steps += _host_snapshot.remembering(RECORD, state.before, there)
+        steps += _host_snapshot.remember_steps(RECORD, state.before, there)
     texts = _texts(chosen)
     steps += [
         _change.Step("write_file", path, state.files[path], text)
@@ -1117,7 +1117,7 @@ def plan(params: Params, state: State) -> _change.Plan:
         if state.values[key] != _words(text)
     ]
     if not wanted:
-        steps += _host_snapshot.forgetting(RECORD, state.before)
+        steps += _host_snapshot.forget_steps(RECORD, state.before)
     return _change.Plan(tuple(steps), tuple(_foreign(texts, state)))
 
 
@@ -1150,17 +1150,17 @@ def problems(profile: Mapping[str, Any]) -> dict[str, list[str]]:
 
     Read from the running kernel and from a login, never from our files.
     """
-    return {name: _problems(name, profile) for name in asked(profile)}
+    return {name: _problems(name, profile) for name in requested_profiles(profile)}
 
 
 def edited(profile: Mapping[str, Any]) -> list[str]:
     """Why the next boot would not find the files of what is asked for as written."""
-    chosen = [DEFINITIONS[name] for name in asked(profile) if name in DEFINITIONS]
+    chosen = [DEFINITIONS[name] for name in requested_profiles(profile) if name in DEFINITIONS]
     texts = _texts(chosen).items()
     return [problem for path, text in texts if text for problem in _file_edits.unlike(path, text)]
 
 
-def asked(profile: Mapping[str, Any]) -> list[str]:
+def requested_profiles(profile: Mapping[str, Any]) -> list[str]:
     """The tuned profiles of this host: the hardware profile's, and those opted in to here."""
     return _tuning_opt_in.names(profile.get("tuning") or [])
 
@@ -1213,7 +1213,7 @@ def _problems(name: str, profile: Mapping[str, Any]) -> list[str]:
         for key, text in one.sysctl.items()
         if value(key) != _words(text)
     ]
-    pages = _hugepages.asked([name], profile.get("hugepages_1g"))
+    pages = _hugepages.request([name], profile.get("hugepages_1g"))
     return [*found, *_options(one), *_limits(one), *(_hugepages.problems(pages) if pages else [])]
 
 
@@ -1273,8 +1273,8 @@ def _words(text: str) -> str:
     return re.sub(r"\s+", " ", str(text)).strip()
 '''
 
-# sha256 de235968181e534d0cf518cc2217364f6a07d85fd4b01cee5ffb5acd3f4d457f
-SOURCES["boot._hugepages"] = r'''"""Pages of 1 GiB for the memory of guests: how many on which NUMA node, and what they leave.
+# sha256 d8e91cbab2a0113697a252a20ce546395bd1a9557c96a034edcedf518b9d3c11
+SOURCES["boot._hugepages"] = r'''"""Pages of 1 GiB for guest memory: how many on each NUMA node, and the memory that stays free.
 
 They are taken at boot, node by node, since later no node has that much memory in one piece.
 `hugepages=512` alone would spread them as the kernel likes, and 8 x 64 GiB out of 512 leave none.
@@ -1305,30 +1305,30 @@ _PAGE_MIB = 1024
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """pages: on the whole host. reserve_mib: memory that every node keeps for the host."""
 
     pages: int
     reserve_mib: int
 
 
-def asked(profiles: Sequence[str], settings: Mapping[str, Any] | None) -> Asked | None:
+def request(profiles: Sequence[str], settings: Mapping[str, Any] | None) -> Request | None:
     """What the tuned profiles ask for; None when they ask for no pages."""
     if PROFILE not in profiles:
         return None
     given = settings or {}
     pages, reserve = given.get("pages"), given.get("reserve_mib")
-    return Asked(PAGES if pages is None else pages, RESERVE_MIB if reserve is None else reserve)
+    return Request(PAGES if pages is None else pages, RESERVE_MIB if reserve is None else reserve)
 
 
-def shares(wanted: Asked) -> dict[int, int]:
+def shares(wanted: Request) -> dict[int, int]:
     """Pages per node, as even as they go: guests are placed on the node of their GPU."""
     nodes = sorted(_memory())
     each, rest = divmod(wanted.pages, max(len(nodes), 1))
     return {node: each + (place < rest) for place, node in enumerate(nodes)}
 
 
-def arguments(wanted: Asked | None) -> list[str]:
+def arguments(wanted: Request | None) -> list[str]:
     """Kernel arguments, in the order in which they must stand."""
     if wanted is None:
         return []
@@ -1336,7 +1336,7 @@ def arguments(wanted: Asked | None) -> list[str]:
     return ["default_hugepagesz=1G", "hugepagesz=1G", f"hugepages={share or wanted.pages}"]
 
 
-def refusals(wanted: Asked | None) -> list[Refusal]:
+def refusals(wanted: Request | None) -> list[Refusal]:
     """Why this machine cannot give them."""
     if wanted is None:
         return []
@@ -1376,7 +1376,7 @@ def refusals(wanted: Asked | None) -> list[Refusal]:
     return found
 
 
-def problems(wanted: Asked) -> list[str]:
+def problems(wanted: Request) -> list[str]:
     """What the running kernel does not give, node by node; [] when it gives all."""
     return [
         f"node {node} has {have(node)} pages of 1 GiB, not {pages}"
@@ -1408,8 +1408,8 @@ def _memory() -> dict[int, int]:
     return found
 '''
 
-# sha256 bdd2fad86c010425f030b0a311ed250ce3158b2a0e96157a67bcf876fe0d77e4
-SOURCES["boot._kernel_arguments"] = r'''"""Kernel arguments and early modules of a slice host: what is configured, and what this boot has.
+# sha256 66f346830e9c5d51f52f5f09844d310e4bdb64b89fa32666d6f4015c5502f575
+SOURCES["boot._kernel_arguments"] = r'''"""Kernel arguments and early modules of a slice host, as configured and as booted.
 
 Configured and in effect are two things: between them lie update-grub, update-initramfs, a reboot.
 """
@@ -1453,7 +1453,7 @@ MODULES = ("vfio", "vfio_iommu_type1", "vfio_pci")
 _SWITCHED_OFF = ("intel_iommu=off", "amd_iommu=off", "iommu=off")
 
 # Our part of INITRAMFS_MODULES; the rest is the site's.
-BLOCK = _managed_block.part(MODULES)
+BLOCK = _managed_block.render(MODULES)
 _HOST_DRIVERS = ("nvidia", "nvidia_drm", "nouveau")
 _ARGUMENT = re.compile(r"[A-Za-z0-9_.,:=@+/-]+")
 # GRUB's menu entries of Linux; memory tests also use the word `linux`.
@@ -1537,7 +1537,7 @@ def observe(params: Params) -> State:
 
 
 def plan(params: Params, state: State) -> _change.Plan:
-    files = wanted(params, state)
+    files = desired_files(params, state)
     steps = [
         _change.Step("write_file", path, state.files.get(path), text)
         for path, text in files.items()
@@ -1627,7 +1627,7 @@ def reboot_reasons(params: Params, state: State) -> list[str]:
     return reasons
 
 
-def wanted(params: Params, state: State) -> dict[str, str | None]:
+def desired_files(params: Params, state: State) -> dict[str, str | None]:
     """Content of our files; None for one that must not be there."""
     if params["state"] == "absent":
         text = state.files.get(INITRAMFS_MODULES)
@@ -1665,7 +1665,7 @@ def _initramfs_is_stale(params: Params, state: State, steps: list[_change.Step])
     """Whether an image must be built: of other inputs than ours, or maybe with somebody's edit."""
     if params["state"] == "absent":
         return bool(state.initramfs)
-    if state.initramfs != inputs(wanted(params, state)):
+    if state.initramfs != inputs(desired_files(params, state)):
         return True
     # Where nobody has built since us, the images never had the edit: no reboot for a mere repair.
     return state.rebuilt and any(step.subject in _INITRAMFS_INPUTS for step in steps)
@@ -1787,7 +1787,7 @@ def _is_amd() -> bool:
 
 
 def _with_block(text: str | None) -> str:
-    return _managed_block.joined(text or "", BLOCK)
+    return _managed_block.with_block(text or "", BLOCK)
 
 
 def has_block(text: str | None) -> bool:
@@ -1796,7 +1796,7 @@ def has_block(text: str | None) -> bool:
 
 
 def _without_block(text: str | None) -> str:
-    return _managed_block.without(text or "")
+    return _managed_block.without_block(text or "")
 
 
 def inputs(files: Mapping[str, str | None]) -> str:
@@ -1851,7 +1851,7 @@ def _sets_pages(argument: str) -> bool:
     return _paired(argument) or argument.startswith("default_hugepagesz=")
 
 
-def _huge(params: Params) -> _hugepages.Asked | None:
+def _huge(params: Params) -> _hugepages.Request | None:
     """With what was opted in to on this host, unless all of it is to go.
 
     opted_in: in place of what the host has recorded.
@@ -1859,7 +1859,7 @@ def _huge(params: Params) -> _hugepages.Asked | None:
     names = params.get("tuning") or []
     if params["state"] == "present":
         names = _tuning_opt_in.names(names, params.get("opted_in"))
-    return _hugepages.asked(names, params.get("hugepages_1g"))
+    return _hugepages.request(names, params.get("hugepages_1g"))
 
 
 def _count(absolute: str) -> int:
@@ -1867,8 +1867,8 @@ def _count(absolute: str) -> int:
     return sum(1 for _entry in folder.iterdir()) if folder.is_dir() else 0
 '''
 
-# sha256 ae0c770f7c1e443177a97e022b74884188e79f5d7dd3ba37cbc02b177681449c
-SOURCES["boot._openpgp"] = r'''"""OpenPGP keys as files: whose they are, and one key alone in a keyring of its own.
+# sha256 e83cf69aa71c3de81bc07e22247fca3f12fafa43aa943f83d859bd8416965c5b
+SOURCES["boot._openpgp"] = r'''"""OpenPGP key files: fingerprints, and the extraction of one key into its own keyring.
 
 Everything happens in a home directory that is thrown away: no key of the host's user is read, and
 none is left there.
@@ -1959,8 +1959,8 @@ def _parsed(listing: str) -> list[Key]:
     return found
 '''
 
-# sha256 3a8f200c9d21493d3a8bc5f401e5ccb4eacd5501343574669d3168aa98e8578c
-SOURCES["boot._ssh_certificate"] = r'''"""When an OpenSSH host certificate is valid and which key it is for, read from the file itself."""
+# sha256 3d426853e1a7685917cce886d0d452877cfe08b14e644a211311a91bc61da6b3
+SOURCES["boot._ssh_certificate"] = r'''"""OpenSSH host certificate parser: period of validity and certified key."""
 
 from __future__ import annotations
 
@@ -2040,8 +2040,8 @@ class _Reader:
         return taken
 '''
 
-# sha256 9c3c089bb24a71500b59df379a171613ef98f8b51ef8ee99f597f72354785ccc
-SOURCES["boot._tuning_opt_in"] = r'''"""Tuned profiles that an operator opted in to on this host, beside those of its hardware profile.
+# sha256 cbeebc85dca96f3c2731420bd32f53c35b35c93cfcca6f77aa6b615c9eb68ac8
+SOURCES["boot._tuning_opt_in"] = r'''"""Tuning profiles that an operator opted in to on this host, recorded on the host.
 
 They are kept on the host: nothing else knows of the operator's word, and whoever looks at or sets
 up the host later, with the hardware profile alone, must neither miss nor undo them.
@@ -2127,8 +2127,8 @@ def setting(value: str) -> list[str] | None:
     return found or None
 '''
 
-# sha256 9b80855e8fe8dd29c79a891b91c332d70430888eba86fde22686617e83eb4ec8
-SOURCES["boot._tuning_profiles"] = r'''"""The tuned profiles by name: what each changes on a host.
+# sha256 7ce4ca84d4db45bca7cf96abfa2d905f56335a86572598dcdd0fff79b7f7d8c7
+SOURCES["boot._tuning_profiles"] = r'''"""Tuning profiles by name and the settings of each.
 
 Off by default, because they change the whole host. A profile becomes a default for a kind of host
 when a benchmark with and without it says so; the figures here are where to begin.
@@ -2178,8 +2178,8 @@ DEFINITIONS: Mapping[str, Definition] = {
 PROFILES = tuple(DEFINITIONS)
 '''
 
-# sha256 95e59b1514ae8c58500be52b584baa668ede2de9cbf5f7986d4a56bd4a739bd5
-SOURCES["core._boot_files"] = r'''"""What a boot service consists of on disk: unit, program, settings, and the code that it runs.
+# sha256 86a9478b7a2bd170208e7e940e1589f2e6526180b9c9dc87af46cec4d8cf0f67
+SOURCES["core._boot_files"] = r'''"""Files of a boot service: unit, program, settings, and the code that it runs.
 
 Apart from `_boot_service`, which installs and removes them, because parity needs only this: whether
 what the next boot runs is what was installed. Unit and program are compared with what the present
@@ -2363,8 +2363,8 @@ def _store(known: Mapping[str, Mapping[str, str]]) -> None:
         _host.remove(RECORD)
 '''
 
-# sha256 81b6026a4e89415e6cf3e01407ff1e69d4a6bb0e1752d22086e545c8b8ace118
-SOURCES["core._boot_units"] = r'''"""The boot services that a slice host has, without their settings, which depend on the host.
+# sha256 381da4083ee8fc735c43d2329485c5aba63209e8239eaa532a6777ff50a09fc7
+SOURCES["core._boot_units"] = r'''"""Boot services of a slice host, without their settings, which depend on the host.
 
 Paths of settings are repeated here, because the code that runs at boot does not import its unit.
 """
@@ -2425,8 +2425,8 @@ CLAIM = Unit(
 )
 '''
 
-# sha256 49c419d9a0c97c7a3ac86431e3d1c06e7f66eb78bd004aa2010eeebaad6ecd72
-SOURCES["core._change"] = r'''"""The driver of every module: observe, plan, apply, verify for those that change something.
+# sha256 f731f2250443990a15d5074392f988e9ff06449d4612376d40d0834f4e4b924f
+SOURCES["core._change"] = r'''"""Driver of every module: observe, plan, apply, verify.
 
 `check_mode` is looked at here and nowhere else in the collection. *changed*, *diff* and the actions
 come from one plan, so they cannot disagree.
@@ -2679,8 +2679,8 @@ def attend(
     module.fail_json(msg=str(refusal), error=refusal.document(), changed=False, **found)
 '''
 
-# sha256 a3872a44558a32f00c33c4996e8df73602a5cfc8ff8f5f9924809123df6f27f7
-SOURCES["core._command"] = r'''"""The one gate through which the collection runs programs on a host.
+# sha256 5871f96e2d46e38fcc5a2c11e2b2122100e3d6c309a49a12306996b0c1dcef82
+SOURCES["core._command"] = r'''"""Gate through which the collection runs every program on a host.
 
 Argument lists only, expected exit codes stated, locale fixed, always a time limit.
 """
@@ -2752,8 +2752,8 @@ def run(
     return Result(done.returncode, done.stdout, done.stderr)
 '''
 
-# sha256 6b381f61c939b8a51faac1a85cb5fa735e987bb5a585bd90ce7c1dea802db922
-SOURCES["core._download"] = r'''"""Bring an image file onto the host: http, https or a file, plain or zstd."""
+# sha256 995e7d4c60bb22c6cdf1212ec9d34be7f8805b7b3abeae42823b93558f5215a4
+SOURCES["core._download"] = r'''"""Download of a file or image onto the host: http, https or a local file, plain or zstd."""
 
 from __future__ import annotations
 
@@ -2939,8 +2939,8 @@ class Refusal(Exception):
         }
 '''
 
-# sha256 7446832b63a31637e794562b1210fab6655b6f78d75e848288fe91fa424dba44
-SOURCES["core._file_edits"] = r'''"""Files that the collection writes whole: how parity tells one that somebody edited.
+# sha256 19208a4cb28078084e0bd03ad2c13532e23a4fa8ac2d014c1ac0c2a178c62261
+SOURCES["core._file_edits"] = r'''"""Detection of edits in files that the collection writes whole.
 
 Wanted is what the present code would write, since that is what a repair writes; nothing has to be
 remembered for it, and a host that an older release set up otherwise is found too. The one exception
@@ -3015,8 +3015,8 @@ def _difference(wanted: str, found: str) -> str:
     return f"has {first!r}" if first else f"lacks {lost!r}" if lost else "has its lines otherwise"
 '''
 
-# sha256 400ec5fb991a68ccd52fa06242ff854e69f7e81b5d394f0a0593a3e52f2098fd
-SOURCES["core._host"] = r'''"""The host's file tree: one root for every path, one way to write a file."""
+# sha256 2ff8d5859c4fc0249ae52e3b416528ddd667fbc722e73c107482874350061fdd
+SOURCES["core._host"] = r'''"""File tree of the host: one root for every path and one way to write a file."""
 
 from __future__ import annotations
 
@@ -3194,8 +3194,8 @@ def identity() -> dict[str, str]:
     }
 '''
 
-# sha256 765b6d280be877c44a6fff3b10308bf3579d448b4b454a29fc3f0dbc53f80044
-SOURCES["core._host_snapshot"] = r'''"""What the host was before it became a slice host, so that the way back restores exactly that.
+# sha256 e64276791ace05153a18ac1e2e622399a38b794b57f8aba084211dfa4f0220d9
+SOURCES["core._host_snapshot"] = r'''"""Snapshot of the host from before slice mode, which the way back restores.
 
 One file per subject, written at the subject's first run, before its first change, and forgotten
 once it is restored. A first run that finds nothing to change writes it too, and that counts as its
@@ -3222,7 +3222,7 @@ def file_of(subject: str) -> str:
     return f"{FOLDER}/{subject}.json"
 
 
-def recalled(subject: str) -> dict[str, Any] | None:
+def recall(subject: str) -> dict[str, Any] | None:
     """What was remembered of the subject; None when nothing ever was."""
     return _host.document(
         file_of(subject),
@@ -3232,7 +3232,7 @@ def recalled(subject: str) -> dict[str, Any] | None:
     )
 
 
-def remembering(
+def remember_steps(
     subject: str, known: Mapping[str, Any] | None, new: Mapping[str, Any]
 ) -> list[_change.Step]:
     """A step that adds what is not known yet; [] when all of it is."""
@@ -3243,7 +3243,7 @@ def remembering(
     return [_change.Step(REMEMBER, file_of(subject), dict(known) if known else None, after)]
 
 
-def forgetting(subject: str, known: Mapping[str, Any] | None) -> list[_change.Step]:
+def forget_steps(subject: str, known: Mapping[str, Any] | None) -> list[_change.Step]:
     """The last step of a way back."""
     if known is None:
         return []
@@ -3258,8 +3258,8 @@ def apply(step: _change.Step) -> None:
         _host.remove(step.subject)
 '''
 
-# sha256 d8fb88dd01edfed75bd7428e0c5b008784690123564b98b3002fca9f33a1678d
-SOURCES["core._ledger"] = r'''"""The host's own ledger: per slot the highest fence seen, its holder, whether its disk is dirty.
+# sha256 2bb2c5a65a25cbbbb0af69cdeb4031323e16498b7f6d0b2b0c8b7d2ee16ebb44
+SOURCES["core._ledger"] = r'''"""Ledger of the host: for each slot the highest fence, its holder, and whether its disk is dirty.
 
 One JSON file per slot under /var/lib/gpuaas/ledger, replaced atomically and synced, so that it
 survives power loss. It is what lets a host refuse a controller that lost its claim (I10), and what
@@ -3510,8 +3510,8 @@ def _save(entry: Entry) -> Entry:
     return entry
 '''
 
-# sha256 645fb7aaabfc9a6441e1a4424787eda6c0a24aa639ae4ea3fa4bc4b7349e27e0
-SOURCES["core._managed_block"] = r'''"""Our part of a file of the site's: some lines between two marks, at the file's end."""
+# sha256 ecb20bef641f6c5e9273b6e04f6ddc65a40b1403d608fe9d9f42583f15fdd121
+SOURCES["core._managed_block"] = r'''"""Managed block at the end of a configuration file that the site owns."""
 
 from __future__ import annotations
 
@@ -3527,29 +3527,29 @@ _PART = re.compile(
 )
 
 
-def part(rows: Iterable[str]) -> str:
+def render(rows: Iterable[str]) -> str:
     """The rows between their marks."""
     return "\n".join([BEGIN, *rows, END, ""])
 
 
-def own(text: str) -> str:
+def block_of(text: str) -> str:
     """What of a file is ours, marks included."""
     return "".join(found.group() for found in _PART.finditer(text))
 
 
-def without(text: str) -> str:
+def without_block(text: str) -> str:
     """What of a file is the site's."""
     return _PART.sub("", text)
 
 
-def joined(text: str, ours: str) -> str:
+def with_block(text: str, ours: str) -> str:
     """The file with this as our part, in place of what was there of ours."""
-    site = without(text)
+    site = without_block(text)
     return site + ("\n" if site and not site.endswith("\n") else "") + ours
 '''
 
-# sha256 558dd5edaf753f775fdf4d0d2603c7476911754ac9fea0c1078343567404639d
-SOURCES["core._pci"] = r'''"""PCI functions of this host, from sysfs: what they are, who drives them, who shares their group.
+# sha256 75677181644f02e6ecaa9d357712e0d3e5d1f38a55394f2ef6e1d690f37dc176
+SOURCES["core._pci"] = r'''"""PCI functions of this host, from sysfs: identity, driver and IOMMU group.
 
 Entries of /sys/bus/pci/devices are symbolic links on every real kernel; nothing depends on it.
 """
@@ -3874,8 +3874,8 @@ def imported(text: str) -> Iterator[str]:
             yield from (f"{name}{alias.name}" for alias in node.names)
 '''
 
-# sha256 acdbeffce5c9ad6e221dfb85e85a30c78cef9bbd247673aca1b259b7e1dc48f4
-SOURCES["disk._block"] = r'''"""The disk as other modules see it, and the one way to get hold of it for destruction.
+# sha256 0ce9691fdedb64ce7d2b933c9fc7e1775129779e1b3a71acc5ad8008340d349d
+SOURCES["disk._block"] = r'''"""Disk for other modules, and the exclusive descriptor that every destructive act needs.
 
 `exclusive` is invariant I7: one descriptor, opened O_EXCL, on which identity and use are checked
 and through which everything destructive then goes. Nothing opens the path a second time: what is
@@ -4059,8 +4059,8 @@ def _busy(disk: Disk, who: str) -> Refusal:
     )
 '''
 
-# sha256 33836139be20d87b303c30c1120d2db8b2aba199e637178a2b433b21c7c78fdc
-SOURCES["disk._content"] = r'''"""What is written on a disk: signatures on it and on its partitions, and bytes of no known kind.
+# sha256 c2d8cc1015138d179511a38508cc933233750015c3f250af4006c7bcfef5092a
+SOURCES["disk._content"] = r'''"""Content of a disk: signatures on it and its partitions, and bytes of unknown kind.
 
 A disk counts as blank only when it was looked at: zeros at both ends and wherever else is sampled.
 """
@@ -4149,8 +4149,7 @@ def marks(disk: _disk.Disk, descriptor: int | None = None) -> Marks:
             return marks(disk, opened)
     places = extents(disk, descriptor)
     found = {
-        name: _signature.found(descriptor, start, length)
-        for name, (start, length) in places.items()
+        name: _signature.scan(descriptor, start, length) for name, (start, length) in places.items()
     }
     for name, raw in _unexplained(disk, descriptor, places, found):
         found[name] = [raw, *found[name]]
@@ -4198,7 +4197,7 @@ def pools(disk: _disk.Disk) -> dict[str, str]:
         return {
             name: _signature.pool(descriptor, start) or "?"
             for name, (start, length) in extents(disk, descriptor).items()
-            if any(one.type == "zfs_member" for one in _signature.found(descriptor, start, length))
+            if any(one.type == "zfs_member" for one in _signature.scan(descriptor, start, length))
         }
 
 
@@ -4268,8 +4267,8 @@ def _samples(start: int, length: int) -> Iterator[tuple[int, int]]:
         yield start + offset, min(_SPOT, length - offset)
 '''
 
-# sha256 564fa7434973291915c4dea429ad068ad92448906e82d4e7c04411f9a396d8a8
-SOURCES["disk._device"] = r'''"""One open block device: its size, its ioctls, and I/O that the page cache cannot falsify.
+# sha256 d41ea23a8b1d09f1c28e2051e634ba454ee6147a00acf3ba99cb3a29fb56a250
+SOURCES["disk._device"] = r'''"""Open block device: size, ioctls, and I/O that the page cache cannot falsify.
 
 Every buffer is page aligned and every offset a multiple of 4096, so a descriptor opened with
 O_DIRECT works on 512-byte and on 4-KiB disks alike.
@@ -4814,8 +4813,8 @@ def _hex(field: bytes) -> str:
     return field.hex() if any(field) else ""
 '''
 
-# sha256 624392e3269fed56cb7924cba1f8af127a435d6857f882553fa3268baccf5a2e
-SOURCES["disk._partitions"] = r'''"""Partitions as the table on the disk has them, whether or not the kernel has read it.
+# sha256 3215634bce6c61388f479cea39fd4d2eca67fb748aaa3c16f7b0e753f558e116
+SOURCES["disk._partitions"] = r'''"""Partitions in the table on the disk, whether or not the kernel has read it.
 
 A kernel that knows no partition of a disk says nothing of what is in them: the table may have been
 written since, or the kernel was told to forget it. Everything here is bounded: a disk may lie.
@@ -4913,8 +4912,8 @@ def _dos_entries(descriptor: int, at: int) -> list[tuple[int, int, int]]:
     return [(entry[4], *struct.unpack_from("<II", entry, 8)) for entry in entries]
 '''
 
-# sha256 d239d0ab19121751575a0a655c92390880336848c6af6cc91a484b33b8210229
-SOURCES["disk._signature"] = r'''"""Marks that partition tables, filesystems and members of bigger things leave on a disk.
+# sha256 b97ae93685f6843132d0452c4f0b880c937bd8e24d6f554b3965a02627db304b
+SOURCES["disk._signature"] = r'''"""Signatures of partition tables, filesystems and volume members on a disk.
 
 Read from the device itself, because a database of signatures may be stale and a forgotten member
 of an array has no holder. Types are named as blkid names them.
@@ -5022,7 +5021,7 @@ class Signature:
     offset: int
 
 
-def found(descriptor: int, start: int, length: int) -> list[Signature]:
+def scan(descriptor: int, start: int, length: int) -> list[Signature]:
     """The signatures of the disk, or of the partition at `start`; the telling one first."""
     head = _device.read(descriptor, start, min(length, _HEAD))
     tail_at = max(0, length - EDGE)
@@ -5107,8 +5106,8 @@ def _down(value: int, step: int) -> int:
     return value - value % step
 '''
 
-# sha256 7e0c7713b924d26079ec77af63256646d7705f4a61dbab91cea528bd374ee1bb
-SOURCES["disk._usage"] = r'''"""Who uses a disk: mounts, swap, holders, open files, and what is written on it.
+# sha256 dc67b8080e7b13da133c3a0ab9b3ad291b5d6ab5b2bef8eb633812765b23fec7
+SOURCES["disk._usage"] = r'''"""Usage of a disk: mounts, swap, holders, open files, and its content.
 
 Asking whether the *disk* is mounted says no while its partition is mounted, so every look goes over
 the disk, its partitions and what is stacked on them.
@@ -5538,8 +5537,8 @@ def _is_lvm(name: str) -> bool:
     return (_host.read(f"/sys/class/block/{name}/dm/uuid") or "").startswith("LVM-")
 '''
 
-# sha256 9342ef5e8b69b5ecc93ae2e46e6adfefe0d3d155d3a92712f01c80d425166d5a
-SOURCES["firmware._bios"] = r'''"""BIOS settings against what is wanted: differences, pending values, jobs. Pure.
+# sha256 6c4d8127cf6ef6f058a341beae73093f8af502102c3a75d6c3b7bd3d3f3b0797
+SOURCES["firmware._bios"] = r'''"""BIOS settings compared with the desired ones: differences, pending values, jobs. Pure.
 
 A setting is what the running machine has (current) and what the next job would make of it
 (pending). The management controller shows a pending value as soon as it is asked for, so it proves
@@ -5733,11 +5732,11 @@ def unstaged(wish: Wish, state: State) -> list[str]:
 
 def failed(jobs: Iterable[Job]) -> Refusal:
     """The refusal for jobs that ended badly."""
-    told = "; ".join(f"{job.id} {job.status}: {job.message or 'no message'}" for job in jobs)
+    shown = "; ".join(f"{job.id} {job.status}: {job.message or 'no message'}" for job in jobs)
     return Refusal(
         "bios_job_failed",
         expected="the BIOS job and its power cycle to complete",
-        found=told,
+        found=shown,
         remedy="read the message and the controller's log; then name the job as acknowledged, or"
         " delete it from the controller's job queue, and ask again",
     )
@@ -5754,17 +5753,18 @@ def queued(jobs: Iterable[Job]) -> Refusal:
 
 
 def document(wish: Wish, state: State) -> dict[str, Any]:
-    """What a caller is told: each wanted setting, the jobs, and whether all of it holds."""
+    """Result of the module: each wanted setting, the jobs, and whether all of it holds."""
     return {
         "settled": settled(wish, state),
         "attributes": [
-            _told(name, value, state.attributes.get(name)) for name, value in wish.wanted.items()
+            _comparison(name, value, state.attributes.get(name))
+            for name, value in wish.wanted.items()
         ],
         "jobs": [job.document() for job in state.jobs if job.is_bios or job.is_reboot],
     }
 
 
-def _told(name: str, value: str, found: Attribute | None) -> dict[str, Any]:
+def _comparison(name: str, value: str, found: Attribute | None) -> dict[str, Any]:
     if found is None:
         return {"name": name, "wanted": value, "current": "", "pending": None, "status": "unknown"}
     if found.current == value:
@@ -5863,8 +5863,8 @@ def _last_failure(state: State) -> Job | None:
     return newest if newest is not None and newest.phase is Phase.FAILED else None
 '''
 
-# sha256 26b8ca7529056e28f36d0e8b06de3cf55d6763b7853cddd91cff8497c52cc4ad
-SOURCES["firmware._bios_jobs"] = r'''"""Follow BIOS jobs to their end, whichever way the controller is asked."""
+# sha256 01199afebdeb5ffd93267945f9142c5990354c1aab9f8f81486160469f2b2abd
+SOURCES["firmware._bios_jobs"] = r'''"""Wait for BIOS jobs, whichever interface reports them."""
 
 from __future__ import annotations
 
@@ -5875,7 +5875,7 @@ from dataclasses import dataclass
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.firmware import _bios
 
-Told = Callable[[_bios.Job], None]
+Observer = Callable[[_bios.Job], None]
 
 
 def silent(_job: _bios.Job) -> None:
@@ -5892,7 +5892,7 @@ class Watch:
     look: Callable[[str], _bios.Job]
     deadline: float
     interval: float
-    told: Told = silent
+    observer: Observer = silent
     fatal: Collection[str] = ()
 
 
@@ -5917,7 +5917,7 @@ def follow(watch: Watch, ids: Iterable[str]) -> list[_bios.Job]:
                 problem = f"; last look: {refusal.code}: {refusal.found}"
                 continue
             if job != seen.get(job_id):
-                watch.told(job)
+                watch.observer(job)
             seen[job_id], problem = job, ""
         bad = [job for job in seen.values() if job.phase is _bios.Phase.FAILED]
         if bad:
@@ -5925,8 +5925,8 @@ def follow(watch: Watch, ids: Iterable[str]) -> list[_bios.Job]:
         if len(seen) == len(wanted) and all(j.phase is _bios.Phase.DONE for j in seen.values()):
             return list(seen.values())
         if time.monotonic() >= until:
-            told = [_shown(job_id, seen.get(job_id)) for job_id in wanted]
-            raise late(", ".join(told) + problem, watch.deadline, "end")
+            unfinished = [_shown(job_id, seen.get(job_id)) for job_id in wanted]
+            raise late(", ".join(unfinished) + problem, watch.deadline, "end")
         time.sleep(watch.interval)
 
 
@@ -5943,11 +5943,11 @@ def _shown(job_id: str, job: _bios.Job | None) -> str:
     return job_id if job is None else f"{job_id} is {job.status} ({job.percent}%)"
 '''
 
-# sha256 a36fc001116fbd0f91f0f1604b7943a1f18394c836a1d24d1c3df9cf5649e943
-SOURCES["firmware._firmware_preflight"] = r'''"""Whether a machine's firmware lets it become a slice host: BIOS settings, what of them the running
-kernel sees, GPUs, fabric cards, and every NVMe disk with what is on it. Read-only.
+# sha256 fde3cf3b8e7823123e184424745c85921abfd5931f7c17b4bd81e37e78e6de33
+SOURCES["firmware._firmware_preflight"] = r'''"""Firmware preflight of a future slice host: BIOS settings and their effect, GPUs, fabric, disks.
 
-Works in MAAS commissioning, before anything of ours is on the machine, and on a slice host alike.
+Read-only. Works in MAAS commissioning, before the collection was ever used on the machine, and on
+a slice host alike.
 """
 
 from __future__ import annotations
@@ -5997,7 +5997,7 @@ _FABRIC_KEYS = "address id link netdev rdma numa_node driver sriov_totalvfs srio
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """bios: parameters of the module racadm_bios. expected_gpus: 0 when it is not known.
 
     refused: what had to come before the BIOS settings can be read, and failed.
@@ -6016,8 +6016,8 @@ class Asked:
 class Facts:
     """One look at the machine; lazy, so that a check that does not apply costs nothing."""
 
-    def __init__(self, asked: Asked) -> None:
-        self.asked = asked
+    def __init__(self, request: Request) -> None:
+        self.request = request
 
     @property
     def bios(self) -> dict[str, Any]:
@@ -6029,16 +6029,16 @@ class Facts:
     @property
     def bios_known(self) -> dict[str, Any]:
         """{} when the settings could not be read or are not asked for."""
-        if "bios_settings" in self.asked.not_applicable or isinstance(self._bios, Refusal):
+        if "bios_settings" in self.request.not_applicable or isinstance(self._bios, Refusal):
             return {}
         return self._bios
 
     @cached_property
     def _bios(self) -> dict[str, Any] | Refusal:
-        if self.asked.refused is not None:
-            return self.asked.refused
+        if self.request.refused is not None:
+            return self.request.refused
         try:
-            return _racadm_bios.facts(self.asked.bios, _racadm_bios.observe(self.asked.bios))
+            return _racadm_bios.facts(self.request.bios, _racadm_bios.observe(self.request.bios))
         except Refusal as refusal:
             return refusal
 
@@ -6048,13 +6048,13 @@ class Facts:
 
     @cached_property
     def gpus(self) -> list[dict[str, Any]]:
-        return _pci_functions.gpus(self.devices, self.asked.gpu_ids)
+        return _pci_functions.gpus(self.devices, self.request.gpu_ids)
 
     @cached_property
     def fabric(self) -> list[dict[str, Any]]:
         """What has one of the ids, also where it speaks another link than the fabric."""
-        asked = self.asked
-        return _pci_functions.fabric(self.devices, asked.fabric_ids, asked.fabric_link)
+        request = self.request
+        return _pci_functions.fabric(self.devices, request.fabric_ids, request.fabric_link)
 
     @property
     def cards(self) -> list[dict[str, Any]]:
@@ -6069,17 +6069,17 @@ class Facts:
     def disks(self) -> list[dict[str, Any]]:
         """As discovery shows them, with every signature and where it is."""
         known = {disk.kernel_name: disk for disk in _block.disks()}
-        found = _nvme_disks.disks(self.asked.exclude_models)
+        found = _nvme_disks.disks(self.request.exclude_models)
         for entry in found:
             disk = known.get(entry["kernel_name"])
             entry["signatures"] = _signatures(disk) if disk is not None else []
         return found
 
 
-def report(asked: Asked) -> dict[str, Any]:
+def report(request: Request) -> dict[str, Any]:
     """The document: checks, counts, and `lines`, one per setting, job, device and check."""
-    facts = Facts(asked)
-    outcomes = _check.evaluate(CHECKS, facts, intent="slice", not_applicable=asked.not_applicable)
+    facts = Facts(request)
+    outcomes = _check.evaluate(CHECKS, facts, intent="slice", not_applicable=request.not_applicable)
     failures = sum(one["status"] == _check.FAIL for one in outcomes)
     warnings = sum(one["status"] == _check.WARN for one in outcomes)
     status = _check.FAIL if failures else _check.WARN if warnings else _check.PASS
@@ -6130,19 +6130,19 @@ def iommu(facts: Facts) -> Verdict:
     tables = [path.rpartition("/")[2] for path in _IOMMU_TABLES if _host.path(path).exists()]
     if not tables:
         return failed("no IOMMU group, and the firmware shows no IOMMU (no DMAR or IVRS table)")
-    told = f"no IOMMU group; the firmware shows {', '.join(tables)}, the kernel"
+    finding = f"no IOMMU group; the firmware shows {', '.join(tables)}, the kernel"
     off = [word for word in _kernel_arguments.running() if word.endswith("iommu=off")]
     if off:
-        return warned(f"{told} is told {off[0]}")
+        return warned(f"{finding} is told {off[0]}")
     # AMD's is used without a word.
-    asked = "IVRS" in tables or "intel_iommu=on" in _kernel_arguments.running()
-    return warned(f"{told} {'asks' if asked else 'does not ask'} for it")
+    requested = "IVRS" in tables or "intel_iommu=on" in _kernel_arguments.running()
+    return warned(f"{finding} {'asks' if requested else 'does not ask'} for it")
 
 
 def gpus(facts: Facts) -> Verdict:
-    found, wanted = len(facts.gpus), facts.asked.expected_gpus
+    found, wanted = len(facts.gpus), facts.request.expected_gpus
     if not found:
-        return failed(f"no GPU ({', '.join(facts.asked.gpu_ids)}) on the PCI bus")
+        return failed(f"no GPU ({', '.join(facts.request.gpu_ids)}) on the PCI bus")
     if wanted and found != wanted:
         return failed(f"{found} GPUs, not {wanted}")
     return passed(f"{found} GPUs")
@@ -6152,8 +6152,8 @@ def fabric(facts: Facts) -> Verdict:
     names = ", ".join(one["address"] for one in facts.cards)
     if names:
         return passed(names)
-    others = [_pci.unlike_link(one["address"], facts.asked.fabric_link) for one in facts.fabric]
-    return failed("; ".join([f"no card ({', '.join(facts.asked.fabric_ids)})", *others]))
+    others = [_pci.unlike_link(one["address"], facts.request.fabric_link) for one in facts.fabric]
+    return failed("; ".join([f"no card ({', '.join(facts.request.fabric_ids)})", *others]))
 
 
 def sriov(facts: Facts) -> Verdict:
@@ -6176,11 +6176,11 @@ def nvme(facts: Facts) -> Verdict:
     judged = [d for d in facts.disks if excluded not in {b["code"] for b in d["blockers"]}]
     if not judged:
         return failed("no NVMe namespace but those of excluded models")
-    told = [(one["kernel_name"], blocker["code"]) for one in judged for blocker in one["blockers"]]
-    broken = [f"{name}: {code}" for name, code in told if code in _BROKEN]
+    uses = [(one["kernel_name"], blocker["code"]) for one in judged for blocker in one["blockers"]]
+    broken = [f"{name}: {code}" for name, code in uses if code in _BROKEN]
     if broken:
         return failed("; ".join(broken))
-    used = [f"{name}: {code}" for name, code in told]
+    used = [f"{name}: {code}" for name, code in uses]
     return warned("; ".join(used)) if used else passed(f"{len(judged)} raw disks")
 
 
@@ -6285,8 +6285,8 @@ def _text(value: Any) -> str:
     return "" if value is None else str(value)
 '''
 
-# sha256 6dca0a366f6d243c7ba75ae4fc818a39b14a6905f61606671bf38da2eafe710b
-SOURCES["firmware._preflight_command"] = r'''"""The firmware preflight as a program, for MAAS commissioning: one line per finding on stdout.
+# sha256 22c7817ef5fb8a733c85ed7b6e3ca9809a4bf0631d83587e9523d25d33788fc5
+SOURCES["firmware._preflight_command"] = r'''"""Firmware preflight program for MAAS commissioning: one line per finding on stdout.
 
 Reads only, unless GPUAAS_SLICE_APPLY_BIOS=1: then it stages what differs, makes the BIOS job with
 its power cycle and follows it. The power cycle ends this program; run again when the machine is
@@ -6388,7 +6388,7 @@ def main(words: Sequence[str], environment: Mapping[str, str]) -> int:
         code = _install(settings)
         if settings.applies and code == DONE:
             code = _apply(settings)
-    found = _firmware_preflight.report(settings.asked)
+    found = _firmware_preflight.report(settings.request)
     for row in found["lines"]:
         _say(row)
     return FAILED if found["failures"] else code
@@ -6419,7 +6419,7 @@ class _Settings:
         self.reads_bios = "bios_settings" not in not_applicable
         if self.applies and not self.reads_bios:
             raise WrongSetting("GPUAAS_SLICE_APPLY_BIOS=1, but bios_settings is not applicable")
-        self.asked = _firmware_preflight.Asked(
+        self.request = _firmware_preflight.Request(
             bios=self.bios,
             gpu_ids=self._list("GPUAAS_SLICE_GPU_IDS", _firmware_preflight.GPU_IDS),
             fabric_ids=self._list("GPUAAS_SLICE_FABRIC_IDS", _firmware_preflight.FABRIC_IDS),
@@ -6519,12 +6519,12 @@ def _there(program: str) -> bool:
 
 
 def _apply(settings: _Settings) -> int:
-    def told(job: _bios.Job) -> None:
+    def report(job: _bios.Job) -> None:
         _say(_firmware_preflight.job_line(job.document()))
 
     def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
         _say(_firmware_preflight.line("BIOS_STEP", step=step.name, subject=step.subject))
-        return _racadm_bios.apply(params, step, told)
+        return _racadm_bios.apply(params, step, report)
 
     subject = _change.Subject(_racadm_bios.observe, _racadm_bios.plan, apply, _racadm_bios.facts)
     try:
@@ -6548,8 +6548,8 @@ def _say(row: str) -> None:
     sys.stdout.flush()
 '''
 
-# sha256 46e90631ab9d3ec4dc4a9a6e0aa9699146b47d7feb0d6efbb8a8b29524e63b32
-SOURCES["firmware._racadm_bios"] = r'''"""RACADM on the host itself: reads and stages BIOS settings, makes the job, follows it.
+# sha256 4e0d99750e53569c7f84b52581f7d13e8e84baf5ae530162585ed2a93cee84bb
+SOURCES["firmware._racadm_bios"] = r'''"""BIOS settings through RACADM on the host: read, stage, create the job, follow it.
 
 The local program talks to the controller over the host's own interface and needs no credentials;
 so none is in an argument list, a log or a process table. Answers are read strictly: what does not
@@ -6625,11 +6625,14 @@ def program(asked: str) -> str:
     return asked
 
 
-def wanted(asked: Mapping[str, Any]) -> dict[str, str]:
-    """`asked` with full names; a bare name is one of ours. Raises Refusal `attribute_invalid`."""
+def desired_values(attributes: Mapping[str, Any]) -> dict[str, str]:
+    """`attributes` with full names; a bare name is one of `_bios.WANTED`.
+
+    Raises Refusal `attribute_invalid`.
+    """
     groups = {name.partition(".")[2]: name for name in _bios.WANTED}
     found = {}
-    for name, value in asked.items():
+    for name, value in attributes.items():
         full = groups.get(str(name), str(name))
         if not _NAME.fullmatch(full) or not _VALUE.fullmatch(str(value)):
             raise Refusal(
@@ -6645,7 +6648,7 @@ def wanted(asked: Mapping[str, Any]) -> dict[str, str]:
 
 def wish(params: _change.Params) -> _bios.Wish:
     return _bios.Wish(
-        wanted=wanted(params["attributes"]),
+        wanted=desired_values(params["attributes"]),
         power_cycle=params["power_cycle"],
         wait=params["wait"],
         acknowledged=frozenset(params["acknowledged_jobs"]),
@@ -6654,7 +6657,7 @@ def wish(params: _change.Params) -> _bios.Wish:
 
 def observe(params: _change.Params) -> _bios.State:
     racadm = _of(params)
-    groups = dict.fromkeys(name.partition(".")[0] for name in wanted(params["attributes"]))
+    groups = dict.fromkeys(name.partition(".")[0] for name in desired_values(params["attributes"]))
     # The queue first: a job that ends between the two looks is then still seen as open, and is
     # followed. The other way round its old values would look like work for another power cycle.
     jobs = racadm.queue()
@@ -6670,7 +6673,7 @@ def plan(params: _change.Params, state: _bios.State) -> _change.Plan:
 
 
 def apply(
-    params: _change.Params, step: _change.Step, told: _bios_jobs.Told = _bios_jobs.silent
+    params: _change.Params, step: _change.Step, observer: _bios_jobs.Observer = _bios_jobs.silent
 ) -> dict[str, Any] | None:
     racadm = _of(params)
     if step.name == "stage_attribute":
@@ -6678,13 +6681,13 @@ def apply(
         return None
     if step.name == "finish_job":
         ids = [one for one in step.before["open"].split(", ") if one]
-        return {"jobs": _follow(racadm, ids, params, told)}
+        return {"jobs": _follow(racadm, ids, params, observer)}
     ids = _commit(racadm, params)
     for job_id in ids:
-        told(_bios.Job(job_id, _bios.TARGET, "Scheduled"))
+        observer(_bios.Job(job_id, _bios.TARGET, "Scheduled"))
     if not params["wait"]:
         return {"jobs": [{"id": job_id} for job_id in ids]}
-    return {"jobs": _follow(racadm, ids, params, told)}
+    return {"jobs": _follow(racadm, ids, params, observer)}
 
 
 def facts(params: _change.Params, state: _bios.State) -> dict[str, Any]:
@@ -6790,14 +6793,14 @@ def _commit(racadm: Racadm, params: _change.Params) -> list[str]:
 
 
 def _follow(
-    racadm: Racadm, ids: list[str], params: _change.Params, told: _bios_jobs.Told
+    racadm: Racadm, ids: list[str], params: _change.Params, observer: _bios_jobs.Observer
 ) -> list[dict[str, str]]:
-    watch = _bios_jobs.Watch(racadm.job, params["deadline"], params["interval"], told)
+    watch = _bios_jobs.Watch(racadm.job, params["deadline"], params["interval"], observer)
     return [job.document() for job in _bios_jobs.follow(watch, ids)]
 '''
 
-# sha256 8b0fe6ece6d8f001c79b7433ca46fb6161fae0534d76f4d54a94c24c9a2c3ed3
-SOURCES["network._api_names"] = r'''"""The control plane's names on a host: a managed block of /etc/hosts, and whether they lead there.
+# sha256 87c8e0a476553fd3abd6bad0dd1c24ce7f9827afbeb63759527df9787a0aeb84
+SOURCES["network._api_names"] = r'''"""Names of the control plane on a host: a managed block of /etc/hosts, and a check of each address.
 
 For a site whose DNS does not know them. Enrolment needs the name once; everything after it too.
 """
@@ -6847,15 +6850,15 @@ def plan(params: Params, state: State) -> _change.Plan:
     names: Mapping[str, str] = params["names"]
     blockers = (*_unsafe(names), *_taken(names, state))
     steps = [
-        _change.Step("write_block", path, _shown(_managed_block.own(text)), _block(names))
+        _change.Step("write_block", path, _shown(_managed_block.block_of(text)), _block(names))
         for path, text in state.files.items()
-        if _managed_block.own(text) != _block(names)
+        if _managed_block.block_of(text) != _block(names)
     ]
     return _change.Plan(tuple(steps), blockers)
 
 
 def apply(_params: Params, step: _change.Step) -> dict[str, Any] | None:
-    _host.write(step.subject, _managed_block.joined(_text(step.subject), step.after))
+    _host.write(step.subject, _managed_block.with_block(_text(step.subject), step.after))
     return None
 
 
@@ -6894,7 +6897,7 @@ def _block(names: Mapping[str, str]) -> str:
     if not names:
         return ""
     rows = [f"{address}\t{name}" for name, address in sorted(names.items())]
-    return _managed_block.part(rows)
+    return _managed_block.render(rows)
 
 
 def _unsafe(names: Mapping[str, str]) -> list[Refusal]:
@@ -6919,7 +6922,7 @@ def _taken(names: Mapping[str, str], state: State) -> list[Refusal]:
     """The first line with a name wins, so another one outside our block would go on winning."""
     found = []
     for path, text in state.files.items():
-        for row in _managed_block.without(text).splitlines():
+        for row in _managed_block.without_block(text).splitlines():
             words = row.partition("#")[0].split()
             found += [
                 Refusal(
@@ -6947,8 +6950,8 @@ def _shown(text: str) -> str:
     return text.encode(errors="replace").decode()
 '''
 
-# sha256 4c1e779b80bf68c9340cd4245a880766492d645e01031785e19bedace23605e7
-SOURCES["network._baseline_files"] = r'''"""The files of the network baseline: what bootstrap writes, and what parity finds edited.
+# sha256 9f4acdbdcbc0c0f85bd4903a66a785feed0b623159654def63d8dcd9518148f5
+SOURCES["network._baseline_files"] = r'''"""Files of the network baseline, as bootstrap writes them and parity compares them.
 
 One rendering serves both. Apart from `_ovs_nat`, whose imports take seconds to load on a host.
 """
@@ -7035,8 +7038,8 @@ def _binding() -> str:
     return "bind-dynamic"
 '''
 
-# sha256 0aca1abeffbf1f10aa38e4be5bd4170e99ca6d007cabc418413b38d42ace3a62
-SOURCES["network._slice_network"] = r'''"""What the host's slice network is right now, with the reasons why guests would have none.
+# sha256 dc096a18eabede7a5834176496649af44af5712dd06393fd5ceab70ec68102ce
+SOURCES["network._slice_network"] = r'''"""State of the slice network, with every reason why guests would have none.
 
 False green is the worst failure here (a missing NAT rule under green services), so this reads
 state that carries traffic, never the state of a service.
@@ -7226,8 +7229,8 @@ def _dotted(little_endian: str) -> str:
     return str(ipaddress.IPv4Address(bytes.fromhex(little_endian)[::-1]))
 '''
 
-# sha256 190e02f1f1498fcc412ed6f349978fbaf9c80de55e3b960b24481189ffd1f6be
-SOURCES["parity._check"] = r'''"""What a parity check is, how its outcome is worded, and the one line each that machines read."""
+# sha256 84459768d59bcc879fae98f07d9ef39fe0eaccd964db2162a4f886b0ecec1def
+SOURCES["parity._check"] = r'''"""Parity check, its verdict and remedy, and the report line of its outcome."""
 
 from __future__ import annotations
 
@@ -7367,8 +7370,8 @@ def line(outcome: dict[str, str]) -> str:
     return report_line("GPUAAS_SLICE_PARITY", **fields)
 '''
 
-# sha256 4fd6cba059d91fc6a0291b47745d973a3ba000e6b3f0a426e86a2f198a2e8618
-SOURCES["parity._checks_platform"] = r'''"""Parity checks of the machine: its management path, firmware, kernel, IOMMU and bindings."""
+# sha256 a7591b3065da6ac5a688c3bc04927a60544247834e5a17ed332866a4d13dd85f
+SOURCES["parity._checks_platform"] = r'''"""Parity checks of the machine: management path, firmware, kernel, boot, IOMMU and bindings."""
 
 from __future__ import annotations
 
@@ -7458,7 +7461,7 @@ def name_resolution(facts: Facts) -> Verdict:
 
 def maas_intent(facts: Facts) -> Verdict:
     """The tag of this intent and of no other: two would leave the next deployment to chance."""
-    tags, wanted = facts.asked.maas_tags, _TAGS[facts.asked.intent]
+    tags, wanted = facts.request.maas_tags, _TAGS[facts.request.intent]
     if tags is None:
         return warned("the MAAS tags of this machine are not known here")
     if [tag for tag in tags if tag in _TAGS.values()] == [wanted]:
@@ -7587,7 +7590,7 @@ def reboot_required(facts: Facts) -> Verdict:
 
 
 def api_topology(facts: Facts) -> Verdict:
-    evidence = facts.asked.api_topology
+    evidence = facts.request.api_topology
     if not evidence:
         return warned("not proven: no topology evidence was given (API token and node id)")
     blockers = ", ".join(map(str, evidence.get("blockers", [])))
@@ -7695,7 +7698,7 @@ def _settings_doubts(params: Mapping[str, Any], state: _kernel_arguments.State) 
 
     No failure while the menu itself is right: nothing is lost until somebody runs `update-grub`.
     """
-    wanted = _kernel_arguments.wanted(params, state)[_kernel_arguments.DROP_IN]
+    wanted = _kernel_arguments.desired_files(params, state)[_kernel_arguments.DROP_IN]
     doubts = _file_edits.unlike(_kernel_arguments.DROP_IN, wanted)
     lost = _kernel_arguments.lacking(state.arguments, _kernel_arguments.all_given())
     return [*doubts, *([f"the next update-grub would lose {' '.join(lost)}"] if lost else [])]
@@ -7703,7 +7706,7 @@ def _settings_doubts(params: Mapping[str, Any], state: _kernel_arguments.State) 
 
 def _module_problems(params: Mapping[str, Any], state: _kernel_arguments.State) -> list[str]:
     """What keeps the drivers of GPUs away in the first seconds, before a service of ours runs."""
-    files = _kernel_arguments.wanted(params, state)
+    files = _kernel_arguments.desired_files(params, state)
     whole = (_kernel_arguments.MODULES_LOAD, _kernel_arguments.SOFT_DEPENDENCIES)
     problems = [found for path in whole for found in _file_edits.unlike(path, files[path])]
     # The site may add to this list, and the next build takes that in beside ours.
@@ -7714,8 +7717,8 @@ def _module_problems(params: Mapping[str, Any], state: _kernel_arguments.State) 
     return problems
 '''
 
-# sha256 6715529409f89ae3163a33000bf70cb7362d250092768fe8601530fd29b78be9
-SOURCES["parity._dhcp_probe"] = r'''"""A DHCP request that takes no lease: a DISCOVER, and whether an OFFER answers it (RFC 2131).
+# sha256 04fab9aea3dfafe64ae50df1ee66dae78a2ee94d1ecc19b640e25abf7d233b5e
+SOURCES["parity._dhcp_probe"] = r'''"""DHCP probe without a lease: a DISCOVER, and whether an OFFER answers it (RFC 2131).
 
 A server can run, listen and answer questions of names while no guest gets an address from it.
 """
@@ -7800,8 +7803,8 @@ def _await_offer(handle: socket.socket, transaction: bytes, wait_s: float) -> st
     return ""
 '''
 
-# sha256 acdc73edd9388d66d6e984775009962e1af148d068fb1157192aaa0f29f51504
-SOURCES["parity._guest_probe"] = r'''"""A stand-in for a guest: a namespace on the slice bridge that uses the network as a guest would.
+# sha256 ccebbc1ce2ffb91c32eef93bb6300f1d662c2a44ba274fa70a634c83b0a88745
+SOURCES["parity._guest_probe"] = r'''"""Guest probe: a namespace on the slice bridge that uses the network as a guest would.
 
 It has a test address of the subnet, asks the host's dnsmasq for a lease and a name, and reaches an
 address outside, while the host watches under which address its packets leave: an answer alone is
@@ -8064,8 +8067,8 @@ def _enter(descriptor: int) -> None:
         )
 '''
 
-# sha256 6df06484ffe71e8a6b93874f829ef962db3894b3456805c674b8067c0d14e95c
-SOURCES["parity._host_facts"] = r'''"""What the parity checks look at, each read at most once per run however many checks need it."""
+# sha256 ee3b462c0e2f8cf0c69c9154cb2b85a61abd7d6117a0206db6b9d4f3c0c7189f
+SOURCES["parity._host_facts"] = r'''"""Facts that parity checks judge, each read at most once per run."""
 
 from __future__ import annotations
 
@@ -8113,7 +8116,7 @@ _ABSENT = Unit("not-found", "inactive", "dead", "", "")
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """The module's parameters. api_topology, maas_tags: None when the caller does not know."""
 
     profile: Mapping[str, Any]
@@ -8126,11 +8129,11 @@ class Asked:
 class Facts:
     """A look at the host. Everything is lazy: a check that is not applicable costs nothing."""
 
-    def __init__(self, asked: Asked) -> None:
-        self.asked = asked
-        self.profile = asked.profile
-        self.network: Mapping[str, Any] = asked.profile["network"]
-        self.slots = asked.slots
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.profile = request.profile
+        self.network: Mapping[str, Any] = request.profile["network"]
+        self.slots = request.slots
 
     @cached_property
     def interfaces(self) -> dict[str, _slice_network.Interface]:
@@ -8142,7 +8145,7 @@ class Facts:
 
     @cached_property
     def boot_params(self) -> dict[str, Any]:
-        return _host_resources.boot_params(self.profile, self.asked.intent)
+        return _host_resources.boot_params(self.profile, self.request.intent)
 
     @cached_property
     def boot(self) -> _kernel_arguments.State:
@@ -8257,8 +8260,8 @@ class Facts:
         return units
 '''
 
-# sha256 00e7c7c5ea1f037a1cc8ed79c9a595d477b8b4c14441fcadf13ecbe9aa69b517
-SOURCES["slice._libvirt"] = r'''"""Libvirt's system daemon through virsh: which domains there are, and the acts on one of them."""
+# sha256 b0077113d67426df0987af970e0416cbeb6e6a5fa94e7545e4f465de5154604d
+SOURCES["slice._libvirt"] = r'''"""libvirt domains through virsh, and QEMU processes."""
 
 from __future__ import annotations
 
@@ -8426,8 +8429,8 @@ def _virsh(
     return _command.run(argv, ok=ok, stdin=stdin, timeout=timeout)
 '''
 
-# sha256 01eb1c14dd87262ec1ad53ddea0018da4c8280482413d98c69af947fa4faf35f
-SOURCES["tenant._tenancy"] = r'''"""A machine that one tenant has as a whole: no module makes a slice host of it meanwhile.
+# sha256 b34917177e9bf20c4350807a7db5b80c6bb89e577aafca5d5be6e8b3a879b31e
+SOURCES["tenant._tenancy"] = r'''"""Guard of a machine that one tenant holds as a whole against becoming a slice host.
 
 The reconciler does not ask for that; a person with a shell, AWX or cloud-init may.
 """
@@ -8483,8 +8486,8 @@ def guarded(
     return replace(subject, observe=observe, plan=plan, facts=facts, forecast=forecast)
 '''
 
-# sha256 712389a37994053df87583301647a18b22edfb9815dc1a8cc6d0ca723370ff4b
-SOURCES["topology._candidates"] = r'''"""Which GPU goes with which disk and fabric function: pure over the discovery document's devices.
+# sha256 336ff9c70ec93916000525bf3e572a14deb9ff4558d2ddfd3b0b53e2fb7b5377
+SOURCES["topology._candidates"] = r'''"""Slot candidates: GPU, disk and fabric function paired from the discovery document. Pure.
 
 The pairing looks at where devices sit, never at whether they are in use. So it stays the same when
 a share is unmounted, when functions appear, and after a reboot that renames the disks.
@@ -8627,8 +8630,8 @@ def _candidate(
     }
 '''
 
-# sha256 fb46bf6cd31a7b83aaae5b03d38b4e85cdf64afffc66bebd45071f9fc20d3141
-SOURCES["topology._host_resources"] = r'''"""What the host itself offers slices: processors, memory, and what bootstrap has done."""
+# sha256 227d2e816bc2f127072dd803a3ef661f77686a385a33a6fde59e2387b4683f72
+SOURCES["topology._host_resources"] = r'''"""Resources of the host for slices: processors, memory, and the state of bootstrap."""
 
 from __future__ import annotations
 
@@ -8671,7 +8674,9 @@ def boot_params(profile: Mapping[str, Any], intent: str = "slice") -> dict[str, 
     return {
         "arguments": profile["kernel_arguments"],
         # An ordinary machine has no record, and one that is left is a remnant.
-        "tuning": _host_tuning.asked(profile) if slices else profile.get("tuning") or [],
+        "tuning": _host_tuning.requested_profiles(profile)
+        if slices
+        else profile.get("tuning") or [],
         "hugepages_1g": profile.get("hugepages_1g"),
         "state": "present" if slices else "absent",
         "in_effect": False,
@@ -8775,8 +8780,8 @@ def _mib(meminfo: str | None, name: str) -> int:
     return 0
 '''
 
-# sha256 6a0ce784be34a46d68f395a4ab054511f0b9e490ed5a576b3ba96e3f648a0ace
-SOURCES["topology._nvme_disks"] = r'''"""NVMe disks of this host as discovery shows them, with everything that speaks against each.
+# sha256 9b5571550d9359faa77eef4a28d6ca692f0c269d653ac87694f3cdf49d7b524f
+SOURCES["topology._nvme_disks"] = r'''"""NVMe disks in the discovery document, each with its blockers.
 
 Kernel names and mounts are told, but identity is what counts: names move between boots.
 """
@@ -8970,8 +8975,8 @@ def _aliases() -> dict[str, list[str]]:
     return found
 '''
 
-# sha256 d80a2e655d23e0c4ae6df1a8588c25b8dc64e4a6d1f869282db164de7a8c7668
-SOURCES["topology._pci_functions"] = r'''"""GPUs and fabric functions of this host as the discovery document shows them."""
+# sha256 d94e34e873322dc1092827731e974ad3f2b733eeb17e19ea896387704ce6771b
+SOURCES["topology._pci_functions"] = r'''"""GPUs and fabric functions in the discovery document."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class ParityHost:
         self.script = script
 
     def facts(self, *slots: dict[str, Any], **profile: Any) -> _host_facts.Facts:
-        asked = _host_facts.Asked(profile=PROFILE | profile, slots=slots)
+        asked = _host_facts.Request(profile=PROFILE | profile, slots=slots)
         return _host_facts.Facts(asked)
 
     def installed(self, unit: _boot_service.Unit, **settings: Any) -> None:
@@ -162,7 +162,7 @@ class ParityHost:
     def boots(self) -> None:
         """The boot as bootstrap configures it: files, a menu of them, an initramfs of them."""
         params = _host_resources.boot_params(PROFILE)
-        wanted = _kernel_arguments.wanted(params, _kernel_arguments.observe(params))
+        wanted = _kernel_arguments.desired_files(params, _kernel_arguments.observe(params))
         for path, text in wanted.items():
             if text is not None:
                 self.machine.file(path, text)

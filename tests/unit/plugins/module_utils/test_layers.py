@@ -10,7 +10,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import _source_c
 UTILS = Path(__file__).resolve().parents[4] / "plugins" / "module_utils"
 # Each may import those before it.
 LAYERS = (
-    "core", "disk", "network", "fabric", "slice", "tenant", "boot", "topology", "parity", "firmware",
+    "core", "disk", "network", "fabric", "slice", "tenant", "boot", "topology", "parity",
+    "firmware",
 )  # fmt: skip
 
 

@@ -49,7 +49,7 @@ from ansible_collections.gpuaas.slice.plugins.modules import baremetal_tenant, h
 ALLOCATION = "23bd713b-6073-4ef7-8a51-2897e902365d"
 RECORDED = {"allocation_id": ALLOCATION, "fence": 1, "state": "recorded"}
 KERNEL = {"arguments": ["iommu=pt"], "state": "present", "in_effect": False}
-ASKED = _host_facts.Asked(profile={"network": {}}, slots=())
+ASKED = _host_facts.Request(profile={"network": {}}, slots=())
 TENANT = _tenant_account.Traces(accounts=("alice",))
 
 
@@ -79,7 +79,7 @@ def agent() -> object:
 
 
 def ipoib() -> object:
-    asked = _host_facts.Asked(profile={"network": {}, "fabric": {}})
+    asked = _host_facts.Request(profile={"network": {}, "fabric": {}})
     return _checks_network.ipoib_netplan(_host_facts.Facts(asked))
 
 
@@ -222,7 +222,7 @@ def test_a_guest_that_the_system_keeps_from_being_played_is_one_answer_for_all_c
     lock.mkdir(parents=True)
     network = {"bridge": "br0", "address": "10.0.0.1/24", "subnet": "10.0.0.0/24"}
     profile = {"network": {**network, "egress_probe": "192.0.2.1"}}
-    facts = _host_facts.Facts(_host_facts.Asked(profile=profile))
+    facts = _host_facts.Facts(_host_facts.Request(profile=profile))
     assert refusal(lambda: facts.guest) == "probe_failed"
     lock.rmdir()
     assert "Is a directory" in facts.guest_problem

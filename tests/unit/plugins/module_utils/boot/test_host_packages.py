@@ -60,7 +60,7 @@ def test_what_is_missing_or_only_removed_is_installed(script: Any) -> None:
     assert drive(*wanted).done == ["install_packages"]
     assert script.calls[1:3] == [(*APT, LOCK, "update"), install("ovmf", "dnsmasq")]
     # The way back asks which of them were not there before.
-    assert _host_snapshot.recalled(_host_packages.RECORD) == dict.fromkeys(
+    assert _host_snapshot.recall(_host_packages.RECORD) == dict.fromkeys(
         ["ovmf", "dnsmasq"], "installed"
     )
 
@@ -82,7 +82,7 @@ def test_what_apt_does_not_have_is_named_and_stops_nothing(script: Any) -> None:
     outcome = drive("zstd", optional=("rshim",))
     assert outcome.failure is None and outcome.facts["unavailable"] == ["rshim"]
     assert outcome.evidence["install_optional"] == {"installed": [], "unavailable": ["rshim"]}
-    assert _host_snapshot.recalled(_host_packages.RECORD) == {"zstd": "installed"}
+    assert _host_snapshot.recall(_host_packages.RECORD) == {"zstd": "installed"}
     # The next run has nothing to do, and needs no mirror to know.
     asked = len(script.calls)
     again = drive("zstd", optional=("rshim",))
@@ -106,7 +106,7 @@ def test_what_apt_has_is_installed_though_it_is_optional(script: Any) -> None:
     outcome = drive(optional=("rshim", "nosuch"))
     assert outcome.failure is None
     assert outcome.facts == {"installed": ["rshim"], "unavailable": ["nosuch"]}
-    assert _host_snapshot.recalled(_host_packages.RECORD) == {"rshim": "installed"}
+    assert _host_snapshot.recall(_host_packages.RECORD) == {"rshim": "installed"}
 
 
 def test_what_apt_has_and_cannot_install_stops_nothing(script: Any) -> None:
@@ -126,7 +126,7 @@ def test_what_apt_has_and_cannot_install_stops_nothing(script: Any) -> None:
     (doubt,) = outcome.doubts
     assert doubt.code == "command_failed" and broken in doubt.found
     # The service of one that somebody installs later is not one that came with us.
-    assert _host_snapshot.recalled(_host_packages.RECORD) == {
+    assert _host_snapshot.recall(_host_packages.RECORD) == {
         "zstd": "installed",
         "mstflint": "installed",
     }

@@ -173,7 +173,7 @@ def test_the_question_about_the_limit_works_on_this_machine() -> None:
 
 def test_the_record_is_the_first_word(kernel: Kernel) -> None:
     drive(_tuning_profiles.NETWORK)
-    record = _host_snapshot.recalled(_host_tuning.RECORD) or {}
+    record = _host_snapshot.recall(_host_tuning.RECORD) or {}
     assert record["net.core.rmem_max"] == "212992"
 
 

@@ -98,7 +98,7 @@ def facts() -> _host_facts.Facts:
     """With a profile that was written for Intel."""
     network = {"bridge": "ovsbr0", "address": "10.100.0.1/24", "subnet": "10.100.0.0/24"}
     profile = {"name": "epyc", "kernel_arguments": INTELS, "network": network}
-    return _host_facts.Facts(_host_facts.Asked(profile=profile))
+    return _host_facts.Facts(_host_facts.Request(profile=profile))
 
 
 @pytest.mark.parametrize(

@@ -34,10 +34,10 @@ def no_text(file: Path) -> None:
 def test_a_record_that_cannot_be_read_is_not_written_anew(
     tree: Path, damage: Callable[[Path], None]
 ) -> None:
-    assert _host_snapshot.recalled("x") is None
-    for step in _host_snapshot.remembering("x", None, {"was": "on"}):
+    assert _host_snapshot.recall("x") is None
+    for step in _host_snapshot.remember_steps("x", None, {"was": "on"}):
         _host_snapshot.apply(step)
-    assert _host_snapshot.recalled("x") == {"was": "on"}
+    assert _host_snapshot.recall("x") == {"was": "on"}
     damage(tree / _host_snapshot.file_of("x").lstrip("/"))
     with pytest.raises(Refusal, match="before_unreadable"):
-        _host_snapshot.recalled("x")
+        _host_snapshot.recall("x")

@@ -15,7 +15,7 @@ SIZE = 16 << 20
 def types(image: Path, start: int = 0, length: int = SIZE) -> list[str]:
     descriptor = os.open(image, os.O_RDONLY)
     try:
-        return [mark.type for mark in _signature.found(descriptor, start, length)]
+        return [mark.type for mark in _signature.scan(descriptor, start, length)]
     finally:
         os.close(descriptor)
 
@@ -114,7 +114,7 @@ def test_a_filesystem_is_described_with_its_identifier(image: Path) -> None:
     make = ["mke2fs", "-q", "-t", "ext4", "-U", uuid, str(image)]
     subprocess.run(make, check=True, capture_output=True)
     descriptor = os.open(image, os.O_RDONLY)
-    (mark,) = _signature.found(descriptor, 0, SIZE)
+    (mark,) = _signature.scan(descriptor, 0, SIZE)
     assert _signature.describe(descriptor, mark) == f"ext4@1080#{uuid.replace('-', '')}"
     os.close(descriptor)
 
@@ -122,7 +122,7 @@ def test_a_filesystem_is_described_with_its_identifier(image: Path) -> None:
 def test_offsets_are_those_of_the_disk(image: Path) -> None:
     put(image, 4 << 20, b"XFSB")
     descriptor = os.open(image, os.O_RDONLY)
-    found = _signature.found(descriptor, 4 << 20, 8 << 20)
+    found = _signature.scan(descriptor, 4 << 20, 8 << 20)
     os.close(descriptor)
     assert found == [_signature.Signature("xfs", 4 << 20)]
 

@@ -122,7 +122,7 @@ def test_check_mode_tells_the_way_back(host: Host) -> None:
 
 def test_the_first_word_counts(host: Host) -> None:
     host.has(4, autoprobe=False)
-    for index, name in enumerate(_virtual_functions.card_at(PF).wanted({}, 4)):
+    for index, name in enumerate(_virtual_functions.card_at(PF).desired_identities({}, 4)):
         host.card.identities[index] = {"address": name}
     host.pci.set_flags("ens30", "0x1003")
     # Nothing to change on the card, and yet this is what was before.
@@ -222,13 +222,13 @@ def test_nothing_is_forgotten_while_the_sites_functions_are_others(
     infiniband.has(2)
     infiniband.card.identities |= {index: dict(one) for index, one in OWNS.items()}
     done(4, link="infiniband")
-    tell = _virtual_functions._tell
+    tell = _virtual_functions._set_attribute
 
     def told(card: Any, index: int, word: str, value: str) -> None:
         tell(card, index, word, value)
         infiniband.card.identities.clear()
 
-    monkeypatch.setattr(_virtual_functions, "_tell", told)
+    monkeypatch.setattr(_virtual_functions, "_set_attribute", told)
     assert refused(drive(0, link="infiniband")).code == "vfs_not_restored"
     assert _host.path(RECORD).exists()
 

@@ -223,7 +223,7 @@ def test_what_ipoib_puts_before_the_cards_guid_names_nobody(card: Card, pci: Any
     link, names = pci.interface("ens30", kind="32"), set()
     for before in ("80:00:10:29:fe:80:00:00:00:00:00:00", "80:00:0a:28:fe:c0:00:00:00:00:00:01"):
         (link / "address").write_text(f"{before}:0c:42:a1:03:00:7e:54:10\n")
-        names.update(_virtual_functions.card_at(PF).wanted({}, 1))
+        names.update(_virtual_functions.card_at(PF).desired_identities({}, 1))
     assert len(names) == 1
 
 

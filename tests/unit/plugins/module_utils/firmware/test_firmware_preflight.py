@@ -393,7 +393,7 @@ def test_racadm_is_installed_where_it_is_missing_and_signed_only(
     )  # fmt: skip
     assert (source.parent.stat().st_mode & 0o777) == 0o755
     # What was not there before is remembered.
-    assert _host_snapshot.recalled("packages") == {"srvadmin-idracadm8": "installed"}
+    assert _host_snapshot.recall("packages") == {"srvadmin-idracadm8": "installed"}
     # It is there now: nothing is installed again.
     _preflight_command.main(["--root", str(tree)], settings)
     assert (tmp_path / "calls").read_text().splitlines() == calls
@@ -457,7 +457,7 @@ def test_a_disk_is_shown_with_everything_on_it(bench: Any) -> None:
     bench.write("nvme1n1", (1 << 20) + 1024 + 56, b"\x53\xef")
     bench.mount("259:2", r"/share\0402", "/dev/nvme1n1p1")
     bench.disk("nvme2n1", minor=3, eui="5e0000000000a002")
-    asked = _firmware_preflight.Asked(bios={}, not_applicable=["bios_settings"])
+    asked = _firmware_preflight.Request(bios={}, not_applicable=["bios_settings"])
     found = _firmware_preflight.report(asked)
     used, raw = (fields(r) for r in found["lines"] if r.startswith("GPUAAS_SLICE_NVME "))
     assert used["by_id"] == "/dev/disk/by-id/nvme-eui.5e0000000000a000"
@@ -473,7 +473,7 @@ def test_a_disk_is_shown_with_everything_on_it(bench: Any) -> None:
 
 def nvme(*exclude: str) -> tuple[list[dict[str, str]], tuple[str, str]]:
     """The lines of the disks, and what the check says of them all."""
-    asked = _firmware_preflight.Asked(
+    asked = _firmware_preflight.Request(
         bios={}, not_applicable=["bios_settings"], exclude_models=exclude
     )
     found = _firmware_preflight.report(asked)

@@ -177,7 +177,7 @@ def test_at_boot_the_cards_link_is_waited_for_when_guests_have_their_network(
 ) -> None:
     _host.write(SETTINGS, json.dumps({**PARAMS, "tmfifo": True}))
     there: list[bool] = []
-    monkeypatch.setattr(_boot_service, "_tell_ready", lambda: there.append(RULE in network.rules))
+    monkeypatch.setattr(_boot_service, "_notify_ready", lambda: there.append(RULE in network.rules))
     real = _boot_service.boot
 
     def late(*words: Any, **more: Any) -> int:

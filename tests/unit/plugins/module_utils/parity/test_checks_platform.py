@@ -129,7 +129,7 @@ def test_an_unresolved_name_fails_and_an_address_passes(
     ],
 )
 def test_intent_of_the_machine(parity: Any, tags: list[str] | None, status: str) -> None:
-    asked = _host_facts.Asked(profile=parity.profile, maas_tags=tags)
+    asked = _host_facts.Request(profile=parity.profile, maas_tags=tags)
     found = _checks_platform.maas_intent(_host_facts.Facts(asked))
     assert found.status == status
 
@@ -337,6 +337,6 @@ def test_topology_evidence(
     parity: Any, machine: Any, evidence: dict[str, Any] | None, status: str
 ) -> None:
     machine.file("/proc/sys/kernel/random/boot_id", "b-2\n")
-    asked = _host_facts.Asked(profile=parity.profile, api_topology=evidence)
+    asked = _host_facts.Request(profile=parity.profile, api_topology=evidence)
     found = _checks_platform.api_topology(_host_facts.Facts(asked))
     assert found.status == status

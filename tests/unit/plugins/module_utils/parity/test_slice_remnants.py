@@ -192,7 +192,7 @@ def test_a_sites_own_functions_are_told_from_ours(host: Any, machine: Any, scrip
     assert left(host) == []
     shown = {one["found"] for one in look(host)["compared"] if one["name"] == card}
     assert shown == {"1 virtual functions of the site's own"}
-    (name,) = _virtual_functions.card_at(card).wanted({}, 1)
+    (name,) = _virtual_functions.card_at(card).desired_identities({}, 1)
     named(name)
     ours = ("fabric_vfs", card, "1 virtual functions with identities of ours")
     assert left(host) == [ours]
@@ -256,7 +256,7 @@ def test_unknown_is_not_absent(host: Any, machine: Any, script: Any) -> None:
     script.on(*NAT, rc=4, err="another app is holding the xtables lock")
     machine.file("/var/lib/gpuaas/ledger/slot-0.json", "{broken")
     found = _slice_remnants.compare(
-        _host_facts.Facts(_host_facts.Asked(profile=host.profile, intent="baremetal"))
+        _host_facts.Facts(_host_facts.Request(profile=host.profile, intent="baremetal"))
     )
     unknown = {one.check: one.found for one in found if not one.ok}
     assert set(unknown) == {"nat", "nvme_ownership"}
