@@ -136,7 +136,7 @@ def observe(params: _change.Params) -> State:
     return State(
         disk=disk,
         entry=entry,
-        proven=_proof.standing(disk.identity) is not None,
+        proven=_proof.standing(disk.disk_identity) is not None,
         uses=() if complete else (*others, *_block.refusals(disk, used, _excluded(params))),
         written=tuple(_block.written(used.filesystems)),
         complete=complete,
@@ -151,7 +151,7 @@ def _excluded(params: _change.Params) -> list[str]:
 
 def _complete(params: _change.Params, disk: _block.Disk, entry: _ledger.Entry) -> Mapping[str, Any]:
     fence = int(params["slot"]["fence"])
-    wanted = {"fence": fence, "disk": disk.identity, "digest": params["digest"]}
+    wanted = {"fence": fence, "disk": disk.disk_identity, "digest": params["digest"]}
     record = _image_clone.finished(entry.slot_id) or {}
     unwiped = entry.dirty and str(record.get("finished_at", "")) > entry.clean_at
     return record if unwiped and wanted.items() <= record.items() else {}
@@ -160,7 +160,7 @@ def _complete(params: _change.Params, disk: _block.Disk, entry: _ledger.Entry) -
 def plan(params: _change.Params, state: State) -> _change.Plan:
     if state.complete:
         return _change.Plan()
-    digest, disk = params["digest"], state.disk.identity
+    digest, disk = params["digest"], state.disk.disk_identity
     verify = _change.Step("verify_image", params["image_path"], after=digest)
     clone = _change.Step(
         "clone_image", state.disk.by_id or state.disk.kernel_name, after=digest, destroys=disk
@@ -197,14 +197,14 @@ def _disk_blockers(params: _change.Params, state: State) -> Iterator[Refusal]:
     if state.proven and state.written:
         yield Refusal(
             "unexpected_filesystem",
-            expected=f"nothing on {state.disk.identity}, as its wipe proof says",
+            expected=f"nothing on {state.disk.disk_identity}, as its wipe proof says",
             found=", ".join(state.written),
             remedy="find out whose data it is, then wipe the slot's disk (`gpuaas recover`)",
         )
     if not (state.proven or interrupted):
         yield Refusal(
             "not_clean",
-            expected=f"a wipe proof of {state.disk.identity} that still stands",
+            expected=f"a wipe proof of {state.disk.disk_identity} that still stands",
             found=f"written to at {entry.dirty_at}" if entry.dirty else "no proof",
             remedy="wipe the slot's disk first (`gpuaas recover`, or nvme_wipe by hand)",
         )
@@ -222,17 +222,21 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any]:
     # What this claim's own interrupted clone left is written over; on a clean disk nothing may be.
     seen = None if _ledger.load(slot_id).dirty else ()
     with _block.exclusive(disk, seen=seen) as descriptor:
-        _ledger.mark_dirty(slot_id, fence=fence, disk=disk.identity)
-        syslog.syslog(f"gpuaas: cloning {params['digest']} onto {disk.identity}, slot {slot_id}")
+        _ledger.mark_dirty(slot_id, fence=fence, disk_identity=disk.disk_identity)
+        syslog.syslog(
+            f"gpuaas: cloning {params['digest']} onto {disk.disk_identity}, slot {slot_id}"
+        )
         began = time.monotonic()
         progress = _image_clone.Progress(params["progress_path"], params["size_bytes"])
         _image_clone.copy(path, found, descriptor, progress)
         seconds = round(time.monotonic() - began, 3)
-    syslog.syslog(f"gpuaas: cloned {params['size_bytes']} bytes onto {disk.identity}, {seconds} s")
+    syslog.syslog(
+        f"gpuaas: cloned {params['size_bytes']} bytes onto {disk.disk_identity}, {seconds} s"
+    )
     document = {
         "slot_id": slot_id,
         "fence": fence,
-        "disk": disk.identity,
+        "disk": disk.disk_identity,
         "digest": params["digest"],
         "bytes": params["size_bytes"],
         "seconds": seconds,

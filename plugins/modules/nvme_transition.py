@@ -191,16 +191,17 @@ def _duplicates(state: State) -> list[Refusal]:
     seen: dict[str, str] = {}
     found = []
     for device in state.devices:
-        if device.identity and device.identity in seen:
+        if device.disk_identity and device.disk_identity in seen:
             found.append(
                 Refusal(
                     "duplicate_device",
                     expected="each disk once",
-                    found=f"{seen[device.identity]} and {device.path} are {device.identity}",
+                    found=f"{seen[device.disk_identity]} and {device.path}"
+                    f" are {device.disk_identity}",
                     remedy="name each disk by one path",
                 )
             )
-        seen[device.identity] = device.path
+        seen[device.disk_identity] = device.path
     return found
 
 
@@ -229,7 +230,7 @@ def _erase(params: _change.Params, step: _change.Step) -> dict[str, Any]:
             disk, _approval.resumed(approved, _erase_journal.resumable(disk), _block.Usage(), ())
         )
         proof = _nvme_wipe.erase(descriptor, disk, params["methods"])
-        _proof.record(disk.identity, proof)
+        _proof.record(disk.disk_identity, proof)
     # A record that stays is void beside a younger proof.
     with contextlib.suppress(OSError):
         _erase_journal.forget(disk)
@@ -242,7 +243,7 @@ def _refuse_change(disk: _block.Disk, descriptor: int, seen: Sequence[str]) -> N
     if more:
         raise Refusal(
             "changed_since_plan",
-            expected=f"on {disk.identity} what the plan saw",
+            expected=f"on {disk.disk_identity} what the plan saw",
             found=", ".join(more),
             remedy="find out who uses the disk; make a new plan and have it approved",
         )

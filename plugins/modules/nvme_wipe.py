@@ -118,7 +118,7 @@ class SlotState:
     """
 
     slot_id: str
-    identity: str = ""
+    disk_identity: str = ""
     dirty: bool = False
     overdue: bool = False
     written: tuple[str, ...] = ()
@@ -152,11 +152,11 @@ def _look(slot: Mapping[str, Any], params: _change.Params) -> SlotState:
     made = [_unexpected(disk, written)] if raw and written and not entry.dirty else []
     return SlotState(
         slot_id=slot_id,
-        identity=disk.identity,
+        disk_identity=disk.disk_identity,
         dirty=entry.dirty,
         overdue=renew and entry.clean_fence < int(slot["fence"]),
         written=tuple(written),
-        proof=_proof.standing(disk.identity),
+        proof=_proof.standing(disk.disk_identity),
         refusals=(*_slot_use.refusals(disk, slot_id), *_block.refusals(disk, used, exclude), *made),
     )
 
@@ -164,7 +164,7 @@ def _look(slot: Mapping[str, Any], params: _change.Params) -> SlotState:
 def _unexpected(disk: _block.Disk, written: Sequence[str]) -> Refusal:
     return Refusal(
         "unexpected_filesystem",
-        expected=f"nothing on {disk.identity}, as when it was taken",
+        expected=f"nothing on {disk.disk_identity}, as when it was taken",
         found=", ".join(written),
         remedy="find out who made it; discover the node again, which leaves the disk out",
     )
@@ -178,7 +178,7 @@ def plan(_params: _change.Params, state: list[SlotState]) -> _change.Plan:
                 slot.slot_id,
                 before={"dirty": slot.dirty, "written": list(slot.written)},
                 after={"dirty": False, "written": []},
-                destroys=slot.identity,
+                destroys=slot.disk_identity,
             )
             for slot in state
             if slot.needs_wipe()
@@ -194,9 +194,9 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any]:
     # A tenant's bytes go, whatever they became; on a disk that is nobody's, only what was planned.
     seen = None if step.before["dirty"] else step.before["written"]
     with _block.exclusive(disk, seen=seen) as descriptor:
-        _ledger.mark_dirty(slot_id, fence=fence, disk=disk.identity)
+        _ledger.mark_dirty(slot_id, fence=fence, disk_identity=disk.disk_identity)
         proof = _nvme_wipe.erase(descriptor, disk, params["methods"])
-        _ledger.mark_clean(slot_id, fence=fence, disk=disk.identity, proof=proof)
+        _ledger.mark_clean(slot_id, fence=fence, disk_identity=disk.disk_identity, proof=proof)
     return proof
 
 

@@ -121,7 +121,7 @@ ledger:
   elements: dict
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
@@ -280,8 +280,8 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
         entry = state.entries[str(slot["slot_id"])]
         disk = state.disks.get(entry.slot_id)
         after = {"allocation_id": allocation, "fence": int(slot["fence"])}
-        after["disk"] = disk.identity if disk else ""
-        before = {key: getattr(entry, key) for key in after}
+        after["disk"] = disk.disk_identity if disk else ""
+        before = {key: entry.document()[key] for key in after}
         if before != after:
             steps.append(_change.Step("hold_slot", entry.slot_id, before, after))
     return _change.Plan(tuple(steps), state.problems)
@@ -340,7 +340,7 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
             step.subject,
             fence=fences[step.subject],
             allocation_id=allocation,
-            disk=step.after["disk"],
+            disk_identity=step.after["disk"],
         )
     elif step.name == "raise_fence":
         _ledger.raise_fence(step.subject, fence=fences[step.subject])
@@ -352,7 +352,7 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
 
 
 def facts(params: _change.Params, state: State) -> dict[str, Any]:
-    ledger = [asdict(entry) for entry in state.entries.values()]
+    ledger = [entry.document() for entry in state.entries.values()]
     if params["state"] != "held":
         return {"ledger": ledger}
     slots = [_resolved(slot, state) for slot in _slots.checked(params["slots"])]
@@ -365,7 +365,7 @@ def _resolved(slot: _slots.Slot, state: State) -> dict[str, Any]:
     return {
         **slot,
         "kernel_device": f"/dev/{disk.kernel_name}" if disk else "",
-        "disk": disk.identity if disk else "",
+        "disk": disk.disk_identity if disk else "",
         "iommu_groups": groups,
     }
 

@@ -210,7 +210,9 @@ def observe(params: _change.Params) -> State:
     held: frozenset[str] = frozenset()
     if params["state"] == "running":
         guard = _guard(params)
-        held = frozenset(e.disk for e in _ledger.entries() if e.allocation_id == allocation)
+        held = frozenset(
+            e.disk_identity for e in _ledger.entries() if e.allocation_id == allocation
+        )
         if active and port:
             wanted = _flows.rules(guard, port, _flows.host_addresses())
     files = [_object_names.nvram_path(allocation), *_object_names.console_files(allocation)]
@@ -393,7 +395,9 @@ def _mark_dirty(slots: list[dict[str, Any]]) -> None:
     for slot in slots:
         entry = _ledger.load(str(slot["slot_id"]))
         if not entry.dirty:
-            _ledger.mark_dirty(entry.slot_id, fence=int(slot["fence"]), disk=entry.disk)
+            _ledger.mark_dirty(
+                entry.slot_id, fence=int(slot["fence"]), disk_identity=entry.disk_identity
+            )
 
 
 def _stop(name: str, state: str, deadline: float) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def _mounts(owners: Mapping[str, str]) -> list[tuple[_usage.Mount, str]]:
 
 def _given(there: _block.Disk, entry: _ledger.Entry) -> bool:
     """Whether the tenant got this disk: the ledger has it dirty when it was given away."""
-    return entry.dirty and entry.disk == there.identity
+    return entry.dirty and entry.disk_identity == there.disk_identity
 
 
 def _use(disk: _block.Disk, *, given: bool) -> Use:
@@ -158,7 +158,7 @@ def _system(there: _block.Disk, *, given: bool) -> list[Refusal]:
     return [
         Refusal(
             "os_disk",
-            expected=f"{there.by_id or there.kernel_name} ({there.identity}) without the system",
+            expected=f"{there.label} without the system",
             found=f"mounted from it: {', '.join(carried)}",
             remedy="the machine runs from this disk: have it deployed anew, then clean it",
         )
@@ -170,7 +170,7 @@ def _pools(there: _block.Disk, used: _block.Usage) -> list[Refusal]:
     return [
         Refusal(
             "zfs_pool",
-            expected=f"{there.by_id or there.kernel_name} ({there.identity}) in no imported pool",
+            expected=f"{there.label} in no imported pool",
             found=f"ZFS pool {name}",
             remedy=f"on the machine: `zpool export {name}`; when it is busy, take its import out "
             "of the boot and restart the machine; then clean up again",

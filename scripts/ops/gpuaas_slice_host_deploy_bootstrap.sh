@@ -3447,7 +3447,7 @@ def apply(step: _change.Step) -> None:
         _host.remove(step.subject)
 '''
 
-# sha256 2bb2c5a65a25cbbbb0af69cdeb4031323e16498b7f6d0b2b0c8b7d2ee16ebb44
+# sha256 e9c091622b89526dc1275c1bdcf674e1442fbe10fe613459069fff95cd530e0e
 SOURCES["core._ledger"] = r'''"""Ledger of the host: for each slot the highest fence, its holder, and whether its disk is dirty.
 
 One JSON file per slot under /var/lib/gpuaas/ledger, replaced atomically and synced, so that it
@@ -3478,8 +3478,8 @@ class Entry:
     """What the host knows of one slot.
 
     fence: highest number seen; 0 before the first claim. allocation_id: holder of the lease or "".
-    disk: identity of the slot's disk. dirty: a tenant's or unknown bytes may be on it.
-    dirty_at, clean_at: ISO times; proof: the last wipe proof, as nvme_wipe returned it, and
+    disk_identity: of the slot's disk, `disk` in the file. dirty: a tenant's or unknown bytes may be
+    on it. dirty_at, clean_at: ISO times; proof: the last wipe proof, as nvme_wipe returned it, and
     clean_fence the fence it was taken under, -1 before the first. written_off: when and why its
     last lease was given up, and whose that was.
     """
@@ -3487,13 +3487,19 @@ class Entry:
     slot_id: str
     fence: int = 0
     allocation_id: str = ""
-    disk: str = ""
+    disk_identity: str = ""
     dirty: bool = False
     dirty_at: str = ""
     clean_at: str = ""
     proof: dict[str, object] | None = None
     clean_fence: int = -1
     written_off: dict[str, object] | None = None
+
+    def document(self) -> dict[str, Any]:
+        """The entry as its file and the run contract have it."""
+        document = asdict(self)
+        document["disk"] = document.pop("disk_identity")
+        return document
 
 
 _KINDS: dict[str, type] = {"fence": int, "allocation_id": str, "disk": str, "dirty": bool}
@@ -3506,13 +3512,14 @@ def load(slot_id: str) -> Entry:
     if kept is None:
         return Entry(slot_id)
     try:
-        entry = Entry(**kept)
+        entry = Entry(disk_identity=kept.pop("disk", ""), **kept)
     except TypeError as broken:
         raise _unreadable(file, str(broken)) from broken
     if entry.slot_id != slot_id:
         raise _unreadable(file, f"the entry of {entry.slot_id!r}")
+    document = entry.document()
     for key, kind in _KINDS.items():
-        value = getattr(entry, key)
+        value = document[key]
         # A flag is a number too, as Python sees it.
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise _unreadable(file, f"{key} {value!r}")
@@ -3588,7 +3595,7 @@ def others_leased(allocation_id: str) -> list[Refusal]:
     ]
 
 
-def hold(slot_id: str, *, fence: int, allocation_id: str, disk: str) -> Entry:
+def hold(slot_id: str, *, fence: int, allocation_id: str, disk_identity: str) -> Entry:
     """Take the lease for an allocation and remember its fence.
 
     Whether slots and the whole machine exclude each other is asked under the lock, so of two runs
@@ -3613,7 +3620,9 @@ def hold(slot_id: str, *, fence: int, allocation_id: str, disk: str) -> Entry:
                 found=f"marked dirty at {entry.dirty_at} and not wiped since",
                 remedy="wipe the slot (`gpuaas recover`) before it is given to another tenant",
             )
-        return _save(replace(entry, fence=fence, allocation_id=allocation_id, disk=disk))
+        return _save(
+            replace(entry, fence=fence, allocation_id=allocation_id, disk_identity=disk_identity)
+        )
 
 
 def raise_fence(slot_id: str, *, fence: int) -> Entry:
@@ -3655,20 +3664,29 @@ def not_its_holder(entry: Entry, allocation_id: str) -> Refusal:
     )
 
 
-def mark_dirty(slot_id: str, *, fence: int, disk: str) -> Entry:
+def mark_dirty(slot_id: str, *, fence: int, disk_identity: str) -> Entry:
     """Say, durably, that bytes are about to be written. Before the first byte, never after."""
     with locked():
         entry = check(slot_id, fence)
         return _save(
-            replace(entry, fence=fence, disk=disk, dirty=True, dirty_at=_host.now(), proof=None)
+            replace(
+                entry,
+                fence=fence,
+                disk_identity=disk_identity,
+                dirty=True,
+                dirty_at=_host.now(),
+                proof=None,
+            )
         )
 
 
-def mark_clean(slot_id: str, *, fence: int, disk: str, proof: dict[str, object]) -> Entry:
+def mark_clean(slot_id: str, *, fence: int, disk_identity: str, proof: dict[str, object]) -> Entry:
     """Record a verified wipe."""
     with locked():
         entry = check(slot_id, fence)
-        entry = replace(entry, fence=fence, disk=disk, dirty=False, clean_at=_host.now())
+        entry = replace(
+            entry, fence=fence, disk_identity=disk_identity, dirty=False, clean_at=_host.now()
+        )
         return _save(replace(entry, proof=proof, clean_fence=fence))
 
 
@@ -3695,7 +3713,9 @@ def _unreadable(file: str, found: str) -> Refusal:
 
 
 def _save(entry: Entry) -> Entry:
-    _host.write(_file(entry.slot_id), json.dumps(asdict(entry), sort_keys=True) + "\n", mode=0o600)
+    _host.write(
+        _file(entry.slot_id), json.dumps(entry.document(), sort_keys=True) + "\n", mode=0o600
+    )
     return entry
 '''
 

@@ -66,7 +66,7 @@ def refusals(disk: Disk, used: Usage, exclude: Iterable[str] = ()) -> list[Refus
         *excluded,
         Refusal(
             "os_disk" if "os_disk" in codes else "disk_in_use",
-            expected=f"{disk.by_id or disk.kernel_name} ({disk.identity}) not in use by anything",
+            expected=f"{disk.label} not in use by anything",
             found="; ".join(f"{code}: {text}" for code, text in found),
             remedy="stop what uses it, or choose another disk; nothing is taken away by force",
         ),
@@ -93,7 +93,9 @@ def exclusive(disk: Disk, *, seen: Collection[str] | None = None) -> Iterator[in
     try:
         _reserve(descriptor, disk)
         actual = _disk.of_descriptor(descriptor)
-        _disk.require(actual, identifier=disk.identity, serial=disk.serial, size=disk.size_bytes)
+        _disk.require(
+            actual, identifier=disk.disk_identity, serial=disk.serial, size=disk.size_bytes
+        )
         _refuse_use(actual)
         if seen is not None:
             _refuse_change(descriptor, actual, seen)
@@ -124,7 +126,7 @@ def _refuse_change(descriptor: int, disk: Disk, seen: Collection[str]) -> None:
     if sorted(seen) != sorted(there):
         raise Refusal(
             "changed_since_plan",
-            expected=f"on {disk.identity} what the plan saw: {', '.join(seen) or 'nothing'}",
+            expected=f"on {disk.disk_identity} what the plan saw: {', '.join(seen) or 'nothing'}",
             found=", ".join(there) or "nothing",
             remedy="find out who uses the disk; make a new plan and have it approved",
         )
@@ -159,7 +161,7 @@ def _patiently(act: Callable[[], Result]) -> Result:
 def _unreadable(disk: Disk, broken: OSError) -> Refusal:
     return Refusal(
         "device_unreadable",
-        expected=f"to read what is on {disk.by_id or disk.kernel_name} ({disk.identity})",
+        expected=f"to read what is on {disk.label}",
         found=str(broken),
         remedy="read the kernel log; replace the disk, or have it formatted when nothing on it is "
         "needed, and run again; nothing was changed",
@@ -176,7 +178,7 @@ def _busy(disk: Disk, who: str) -> Refusal:
         return found[0]
     return Refusal(
         "disk_in_use",
-        expected=f"{disk.by_id or disk.kernel_name} ({disk.identity}) free to be claimed",
+        expected=f"{disk.label} free to be claimed",
         found=f"held by {who}",
         remedy="find its user (`lsblk`, `fuser`) and stop it; nothing is taken away by force",
     )

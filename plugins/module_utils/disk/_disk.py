@@ -26,11 +26,19 @@ BOOT_CARDS = ("DELLBOSS",)
 _PATH_MEMBER = re.compile(r"nvme\d+c\d+n\d+")
 
 
+def disk_identity(identifier: str) -> str:
+    """The one spelling of a disk's identity: `eui.` and lower-case hexadecimal digits.
+
+    identifier: the digits, with or without `eui.`, or a /dev/disk/by-id/nvme-eui.* path.
+    """
+    return f"eui.{identifier.removeprefix(BY_ID).lower().removeprefix('eui.')}"
+
+
 @dataclass(frozen=True)
 class Disk:
     """One namespace. by_id: its /dev/disk/by-id/nvme-eui.* path or "". devt: `major:minor`."""
 
-    identity: str
+    disk_identity: str
     by_id: str
     kernel_name: str
     serial: str
@@ -40,13 +48,15 @@ class Disk:
     model: str
     devt: str
 
+    @property
+    def label(self) -> str:
+        """The disk in a message: its path and its identity."""
+        return f"{self.by_id or self.kernel_name} ({self.disk_identity})"
+
     def is_known_as(self, identifier: str) -> bool:
-        """Whether `identifier` (hex, with or without `eui.`) is one of the disk's own."""
-        return bool(identifier) and identifier.lower().removeprefix("eui.") in (
-            self.identity.removeprefix("eui."),
-            self.eui,
-            self.nguid,
-        )
+        """Whether `identifier` (hex, with or without `eui.`) is one of the disk's."""
+        known = [self.disk_identity, self.eui, self.nguid]
+        return disk_identity(identifier) in {disk_identity(name) for name in known if name}
 
 
 def disks() -> list[Disk]:
@@ -58,7 +68,7 @@ def disks() -> list[Disk]:
             disk = _identified(name)
         except (OSError, Refusal):
             continue  # It went away, does not answer, or is no device: not a disk to build on.
-        own = next((link for link in links.get(name, []) if disk.is_known_as(_suffix(link))), "")
+        own = next((link for link in links.get(name, []) if disk.is_known_as(link)), "")
         found.append(replace(disk, by_id=own))
     return found
 
@@ -103,10 +113,10 @@ def resolve(path: str) -> Disk:
             remedy="look at the controller in the kernel log; replace the disk if it is dead",
         ) from silent
     if path.startswith(BY_ID):
-        if not disk.is_known_as(_suffix(path)):
-            raise mismatch(path, _suffix(path), disk.identity.removeprefix("eui."), "identifier")
+        if not disk.is_known_as(path):
+            raise mismatch(path, _digits(path), _digits(disk.disk_identity), "identifier")
         return replace(disk, by_id=path)
-    own = next((link for link in _links().get(name, []) if disk.is_known_as(_suffix(link))), "")
+    own = next((link for link in _links().get(name, []) if disk.is_known_as(link)), "")
     return replace(disk, by_id=own)
 
 
@@ -123,7 +133,7 @@ def require(disk: Disk, *, identifier: str = "", serial: str = "", size: int = 0
     """Refuse a disk that is not the one approved; what is empty is not compared."""
     named = disk.by_id or disk.kernel_name
     if identifier and not disk.is_known_as(identifier):
-        raise mismatch(named, identifier, disk.identity.removeprefix("eui."), "identifier")
+        raise mismatch(named, identifier, _digits(disk.disk_identity), "identifier")
     if serial and serial != disk.serial:
         raise mismatch(named, serial, disk.serial, "serial")
     if size and size != disk.size_bytes:
@@ -153,7 +163,7 @@ def excluded(disk: Disk, models: Iterable[str] = ()) -> list[Refusal]:
     return [
         Refusal(
             "excluded_model",
-            expected=f"a data disk as {disk.by_id or disk.kernel_name} ({disk.identity})",
+            expected=f"a data disk as {disk.label}",
             found=f"model {disk.model!r}, {'a boot card' if card else 'excluded by the profile'}",
             remedy="choose another disk; the operating system lives on disks of this model",
         )
@@ -178,7 +188,7 @@ def of_descriptor(descriptor: int) -> Disk:
     if not identifier:
         raise OSError("the namespace has neither NGUID nor EUI64")
     return Disk(
-        identity=f"eui.{identifier}",
+        disk_identity=disk_identity(identifier),
         by_id="",
         kernel_name=name_of(devt),
         serial=said.serial,
@@ -254,8 +264,8 @@ def _target(path: str) -> str:
     return Path(name).name
 
 
-def _suffix(link: str) -> str:
-    return link.removeprefix(BY_ID).lower()
+def _digits(identifier: str) -> str:
+    return disk_identity(identifier).removeprefix("eui.")
 
 
 def _not_found(path: str) -> Refusal:

@@ -76,7 +76,7 @@ def erase(descriptor: int, disk: Disk, methods: Sequence[str]) -> dict[str, Any]
         )
     raise Refusal(
         "wipe_not_verified",
-        expected=f"one of {', '.join(methods)} to leave nothing but zeros on {disk.identity}",
+        expected=f"one of {', '.join(methods)} to leave nothing but zeros on {disk.disk_identity}",
         found="; ".join(f"{one['method']}: {one['outcome']}" for one in attempts) or "no method",
         remedy="keep the slot blocked; replace the disk, or allow a method that it supports",
     )
@@ -162,7 +162,7 @@ def _zero_residue(descriptor: int, size: int) -> int:
 
 def _subject(disk: Disk) -> dict[str, Any]:
     return {
-        "disk": disk.identity,
+        "disk": disk.disk_identity,
         "nvme_device": disk.by_id,
         "serial": disk.serial,
         "model": disk.model,

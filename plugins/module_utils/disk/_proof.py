@@ -58,17 +58,19 @@ def seal(proof: Mapping[str, Any]) -> dict[str, Any]:
     return {**proof, "digest": f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"}
 
 
-def standing(identity: str) -> dict[str, Any] | None:
+def standing(disk_identity: str) -> dict[str, Any] | None:
     """The newest proof of the disk, or None when it was never wiped or was written to since."""
-    entries = [entry for entry in _ledger.entries() if entry.disk == identity]
+    entries = [entry for entry in _ledger.entries() if entry.disk_identity == disk_identity]
     # A tenant writes long after the disk was marked; without a lease, the mark is the last word.
     if any(entry.dirty and entry.allocation_id for entry in entries):
         return None
     proofs: list[Mapping[str, Any]] = [entry.proof for entry in entries if entry.proof]
-    record = recorded(identity)
+    record = recorded(disk_identity)
     if record is not None:
         proofs.append(record["proof"])
-    proofs = [proof for proof in proofs if proof.get("disk") == identity and proof.get("verified")]
+    proofs = [
+        proof for proof in proofs if proof.get("disk") == disk_identity and proof.get("verified")
+    ]
     newest = max(proofs, key=lambda proof: str(proof["finished_at"]), default=None)
     dirtied = max((entry.dirty_at for entry in entries), default="")
     if newest is None or str(newest["finished_at"]) <= dirtied:
@@ -76,19 +78,19 @@ def standing(identity: str) -> dict[str, Any] | None:
     return dict(newest)
 
 
-def recorded(identity: str) -> dict[str, Any] | None:
+def recorded(disk_identity: str) -> dict[str, Any] | None:
     """The record of the disk's transition: `proof`, and `manifest` once that is written."""
     return _host.document(
-        f"{DIRECTORY}/{identity}.json",
+        f"{DIRECTORY}/{disk_identity}.json",
         code="proof_unreadable",
         remedy="remove the file; the disk then counts as one without a proof",
     )
 
 
-def record(identity: str, proof: Mapping[str, Any], *, manifest: str = "") -> None:
+def record(disk_identity: str, proof: Mapping[str, Any], *, manifest: str = "") -> None:
     """Keep the proof of a disk that belongs to no slot yet."""
     text = json.dumps({"proof": dict(proof), "manifest": manifest}, sort_keys=True)
-    _host.write(f"{DIRECTORY}/{identity}.json", text + "\n", mode=0o600)
+    _host.write(f"{DIRECTORY}/{disk_identity}.json", text + "\n", mode=0o600)
 
 
 def _draw(seed: bytes, spot: int) -> int:

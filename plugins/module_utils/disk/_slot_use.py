@@ -7,9 +7,9 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import R
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk._disk import Disk
 
 
-def in_use(identity: str) -> list[str]:
+def in_use(disk_identity: str) -> list[str]:
     """Slots that are leased on the disk, or whose tenant's bytes may still be on it."""
-    entries = [entry for entry in _ledger.entries() if entry.disk == identity]
+    entries = [entry for entry in _ledger.entries() if entry.disk_identity == disk_identity]
     return [entry.slot_id for entry in entries if entry.dirty or entry.allocation_id]
 
 
@@ -18,7 +18,9 @@ def refusals(disk: Disk, slot_id: str) -> list[Refusal]:
     others = [
         f"{entry.slot_id} for {entry.allocation_id}"
         for entry in _ledger.entries()
-        if entry.disk == disk.identity and entry.allocation_id and entry.slot_id != slot_id
+        if entry.disk_identity == disk.disk_identity
+        and entry.allocation_id
+        and entry.slot_id != slot_id
     ]
     return [belongs(disk, f"leased in {', '.join(others)}")] if others else []
 
@@ -26,7 +28,7 @@ def refusals(disk: Disk, slot_id: str) -> list[Refusal]:
 def belongs(disk: Disk, found: str) -> Refusal:
     return Refusal(
         "disk_belongs_to_slot",
-        expected=f"{disk.by_id or disk.kernel_name} ({disk.identity}) in no other slot's use",
+        expected=f"{disk.label} in no other slot's use",
         found=found,
         remedy="release and wipe that slot first (`gpuaas recover`)",
     )

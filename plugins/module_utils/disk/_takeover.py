@@ -47,8 +47,8 @@ class Device:
     begun: Mapping[str, Any] | None = None
 
     @property
-    def identity(self) -> str:
-        return self.disk.identity if self.disk else ""
+    def disk_identity(self) -> str:
+        return self.disk.disk_identity if self.disk else ""
 
     def needs_erase(self) -> bool:
         there = self.used.children or self.used.filesystems
@@ -70,8 +70,8 @@ def observe(path: str) -> Device:
         disk=disk,
         used=used,
         fstab=tuple(_fstab_entries.lines_of([disk.kernel_name, *used.children], used.mounts)),
-        slots=tuple(_slot_use.in_use(disk.identity)),
-        proof=_proof.standing(disk.identity),
+        slots=tuple(_slot_use.in_use(disk.disk_identity)),
+        proof=_proof.standing(disk.disk_identity),
         manifest=manifest,
         mounts=tuple(mounts),
         signatures=tuple(used.signatures),
@@ -82,7 +82,7 @@ def observe(path: str) -> Device:
 
 def _manifest(disk: _block.Disk) -> str:
     """The path of the disk's manifest, "" without one: a second would lose what the first says."""
-    path = str((_proof.recorded(disk.identity) or {}).get("manifest", ""))
+    path = str((_proof.recorded(disk.disk_identity) or {}).get("manifest", ""))
     again = "repair the file, or move it away: a new one is written then; nothing was changed"
     if not path or _host.document(path, code="manifest_unreadable", remedy=again) is None:
         return ""
@@ -105,7 +105,7 @@ def _claimed(
             if refused.errno == errno.EBUSY:
                 yield Refusal(
                     "held",
-                    expected=f"{disk.identity} free but for its mounts",
+                    expected=f"{disk.disk_identity} free but for its mounts",
                     found=f"{name} is claimed in the kernel by something that shows nowhere",
                     remedy="look for a pool or volume with this disk (`zpool status`, "
                     "`btrfs filesystem show`) and take the disk out of it; nothing was changed",
@@ -144,7 +144,7 @@ def steps(device: Device) -> list[_change.Step]:
     """What would be done to the device itself, in order; fstab and manifest are shared by all."""
     if device.disk is None:
         return []
-    found = _mounting.steps(device.mounts, device.identity)
+    found = _mounting.steps(device.mounts, device.disk_identity)
     if device.needs_erase():
         before = {
             "partitions": device.used.children,
@@ -152,7 +152,7 @@ def steps(device: Device) -> list[_change.Step]:
             "signatures": list(device.signatures),
         }
         found.append(
-            _change.Step("erase_disk", device.path, before=before, destroys=device.identity)
+            _change.Step("erase_disk", device.path, before=before, destroys=device.disk_identity)
         )
     return found
 
@@ -165,7 +165,7 @@ def fstab_step(devices: Sequence[Device], moment: str) -> list[_change.Step]:
     after = {
         "backup": _fstab_entries.BACKUP + moment,
         "marker": _fstab_entries.MARKER,
-        "of": {device.identity: list(device.fstab) for device in devices if device.fstab},
+        "of": {device.disk_identity: list(device.fstab) for device in devices if device.fstab},
     }
     return [_change.Step("disable_fstab", _fstab_entries.FILE, before=lines, after=after)]
 
@@ -203,7 +203,7 @@ def document_of(device: Device) -> dict[str, Any]:
     disk = device.disk
     return {
         "nvme_device": (disk.by_id or device.path) if disk else device.path,
-        "identity": device.identity,
+        "identity": device.disk_identity,
         "kernel_name": disk.kernel_name if disk else "",
         "serial": disk.serial if disk else "",
         "model": disk.model if disk else "",
@@ -224,7 +224,7 @@ def document_of(device: Device) -> dict[str, Any]:
 def _use_blockers(
     device: Device, approved: _approval.Approval, *, apply: bool
 ) -> Iterator[Refusal]:
-    named = f"{device.path} ({device.identity})"
+    named = f"{device.path} ({device.disk_identity})"
     approved = _approval.resumed(approved, device.begun, device.used, device.signatures)
     for code, found in device.used.findings():
         if code != "mounted":

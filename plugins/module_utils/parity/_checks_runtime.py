@@ -75,7 +75,7 @@ def nvme_ownership(facts: Facts) -> Verdict:
         try:
             problems += _disk_problems(slot, disk, facts.usage(disk))
         except Refusal as refusal:
-            problems.append(f"{disk.identity}: {refusal.code}: {refusal.found}")
+            problems.append(f"{disk.disk_identity}: {refusal.code}: {refusal.found}")
     return verdict(problems, f"{len(facts.slots)} approved disks of {len(facts.disks)}")
 
 
@@ -144,7 +144,7 @@ def _disk_problems(slot: Mapping[str, Any], disk: _block.Disk, usage: _block.Usa
             problems.append(f"not raw: {', '.join(left)}")
         if usage.qemu_pids:
             problems.append(f"held by QEMU {usage.qemu_pids} without a lease")
-    return [f"{disk.identity}: {problem}" for problem in problems]
+    return [f"{disk.disk_identity}: {problem}" for problem in problems]
 
 
 def _installed(program: str) -> bool:

@@ -87,7 +87,9 @@ def kept(facts: Facts) -> dict[str, Any]:
     images, entries = _host.path(f"{_host.STATE_DIRECTORY}/images"), _ledger.entries()
     return {
         "ledger": [entry.slot_id for entry in entries],
-        "disks_gone": sorted({entry.disk for entry in entries if _gone_dirty(entry, facts)}),
+        "disks_gone": sorted(
+            {entry.disk_identity for entry in entries if _gone_dirty(entry, facts)}
+        ),
         "fstab_disabled": _fstab_entries.disabled(),
         "images": sorted(file.name for file in images.glob("*.raw")) if images.is_dir() else [],
         "packages": sorted(_host_snapshot.recall(_host_snapshot.PACKAGES) or {}),
@@ -120,11 +122,11 @@ def _leases(facts: Facts) -> Iterator[Item]:
     for entry in entries:
         name, wanted = f"slot {entry.slot_id}", "free and clean"
         if _gone_dirty(entry, facts):
-            found = f"free, and {entry.disk}, which was not wiped, is gone"
+            found = f"free, and {entry.disk_identity}, which was not wiped, is gone"
             yield Item("nvme_ownership", name, wanted, found, ok=True)
             continue
         left = [f"is leased by {entry.allocation_id}"] if entry.allocation_id else []
-        left += [f"waits for the wipe of {entry.disk}"] if entry.dirty else []
+        left += [f"waits for the wipe of {entry.disk_identity}"] if entry.dirty else []
         yield _none("nvme_ownership", name, left, wanted)
     if not entries:
         yield _none("nvme_ownership", "slots in the ledger", [])
@@ -135,14 +137,14 @@ def _gone_dirty(entry: _ledger.Entry, facts: Facts) -> bool:
 
     Only when every namespace says who it is: one that does not answer may be that disk.
     """
-    if entry.allocation_id or not (entry.dirty and entry.disk):
+    if entry.allocation_id or not (entry.dirty and entry.disk_identity):
         return False
     folder = _host.path("/sys/block")
     names = [one.name for one in folder.iterdir()] if folder.is_dir() else []
     known = {disk.kernel_name for disk in facts.disks}
     if any(_disk.WHOLE.fullmatch(name) and name not in known for name in names):
         return False
-    return not any(disk.is_known_as(entry.disk) for disk in facts.disks)
+    return not any(disk.is_known_as(entry.disk_identity) for disk in facts.disks)
 
 
 def _reservations(_facts: Facts) -> Iterator[Item]:

@@ -100,7 +100,7 @@ def _disks(slots: Collection[_slots.Slot]) -> str:
         disk, problems = _slots.disk(slot)
         if disk is None:
             raise problems[0]  # not there or another one: nothing is known about its users
-        found += [f"{disk.identity}: {problem.found}" for problem in problems]
+        found += [f"{disk.disk_identity}: {problem.found}" for problem in problems]
     return "; ".join(found)
 
 

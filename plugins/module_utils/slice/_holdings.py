@@ -87,7 +87,7 @@ def _leases() -> Found:
             "slot_id": entry.slot_id,
             "allocation_id": entry.allocation_id,
             "fence": entry.fence,
-            "disk": entry.disk,
+            "disk": entry.disk_identity,
             "dirty": entry.dirty,
         }
         for entry in _ledger.entries()

@@ -136,12 +136,13 @@ def unproven(slot: Slot, found: _block.Disk) -> list[Refusal]:
     """Why the slot's disk does not count as wiped (I5)."""
     entry = _ledger.load(str(slot["slot_id"]))
     # A dirty slot is the ledger's finding: the claim's own, or refused as `disk_dirty`.
-    if entry.dirty or _proof.standing(found.identity) is not None:
+    if entry.dirty or _proof.standing(found.disk_identity) is not None:
         return []
     return [
         Refusal(
             "not_clean",
-            expected=f"a wipe proof of {found.identity} in slot {entry.slot_id} that still stands",
+            expected=f"a wipe proof of {found.disk_identity} in slot {entry.slot_id}"
+            " that still stands",
             found="no proof, or the disk was marked dirty since",
             remedy="wipe the slot's disk first (`gpuaas recover`, or nvme_wipe by hand)",
         )

@@ -13,6 +13,7 @@ from typing import Any
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _boot_service, _host, _ledger
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block, _proof, _slot_use
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk._disk import disk_identity
 
 MACHINE = _ledger.MACHINE
 
@@ -22,10 +23,11 @@ Disk = Mapping[str, Any]
 def slot_of(disk: Disk) -> str:
     """The ledger's name for a tenant's disk; refused when it is not named by its identity."""
     slot_id = str(disk.get("slot_id") or "")
-    if slot_id != f"disk-{disk.get('nvme_eui')}":
+    identifier = disk_identity(str(disk.get("nvme_eui") or "")).removeprefix("eui.")
+    if not identifier or slot_id != f"disk-{identifier}":
         raise Refusal(
             "disk_misnamed",
-            expected=f"slot_id disk-{disk.get('nvme_eui')} for {disk.get('nvme_device')}",
+            expected=f"slot_id disk-{identifier} for {disk.get('nvme_device')}",
             found=repr(slot_id),
             remedy="name a tenant's disk by its identity, so that no slot's ledger is touched",
         )
@@ -141,7 +143,7 @@ def _written(disk: _block.Disk, used: _block.Usage) -> list[Refusal]:
     return [
         Refusal(
             "unexpected_filesystem",
-            expected=f"nothing on {disk.by_id or disk.kernel_name} ({disk.identity})",
+            expected=f"nothing on {disk.label}",
             found=", ".join(there),
             remedy="find out whose data it is; discover the node again, which leaves the disk out, "
             "or have the disk taken over under its identity (storage transition)",
@@ -151,12 +153,12 @@ def _written(disk: _block.Disk, used: _block.Usage) -> list[Refusal]:
 
 def _unproven(disk: _block.Disk) -> list[Refusal]:
     """A disk without a signature may be full of data; only its approval by identity says not."""
-    if _proof.standing(disk.identity) is not None:
+    if _proof.standing(disk.disk_identity) is not None:
         return []
     return [
         Refusal(
             "not_clean",
-            expected=f"a wipe proof of {disk.identity} that still stands",
+            expected=f"a wipe proof of {disk.disk_identity} that still stands",
             found="no proof on this host, or a disk marked dirty since",
             remedy="have the disk taken over under its identity (storage transition) first",
         )
@@ -168,12 +170,14 @@ def _left(disk: _block.Disk, allocation_id: str, own: str) -> list[Refusal]:
     return [
         Refusal(
             "disk_dirty",
-            expected=f"{disk.identity} wiped since its last tenant",
+            expected=f"{disk.disk_identity} wiped since its last tenant",
             found=f"marked dirty at {entry.dirty_at}",
             remedy="have the node cleaned (`gpuaas nodes clean-machine`), which wipes it",
         )
         if entry.slot_id == own
         else _slot_use.belongs(disk, f"not wiped in {entry.slot_id} since {entry.dirty_at}")
         for entry in _ledger.entries()
-        if entry.disk == disk.identity and entry.dirty and entry.allocation_id != allocation_id
+        if entry.disk_identity == disk.disk_identity
+        and entry.dirty
+        and entry.allocation_id != allocation_id
     ]

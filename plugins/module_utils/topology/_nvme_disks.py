@@ -26,11 +26,11 @@ def disks(exclude_models: Sequence[str]) -> list[dict[str, Any]]:
     known = _block.disks()
     names = _aliases()
     usages = _usages(known)
-    copies = Counter(disk.identity for disk in known)
+    copies = Counter(disk.disk_identity for disk in known)
     found = []
     for disk in known:
         entry = _entry(disk, usages.get(disk.kernel_name), names)
-        entry["blockers"] += _identity_blockers(disk, copies[disk.identity], exclude_models)
+        entry["blockers"] += _identity_blockers(disk, copies[disk.disk_identity], exclude_models)
         found.append(entry)
     named = {disk.kernel_name for disk in known}
     unknown = (name for name in _namespaces() if name not in named)
@@ -50,20 +50,17 @@ def _usages(known: Sequence[_block.Disk]) -> dict[str, _block.Usage]:
         return found
 
 
+def _names(disk: _block.Disk) -> dict[str, Any]:
+    fields = asdict(disk)
+    return {"identity": fields.pop("disk_identity"), **fields}
+
+
 def _entry(
     disk: _block.Disk, usage: _block.Usage | None, names: Mapping[str, list[str]]
 ) -> dict[str, Any]:
     address = next(iter(_block.pci_addresses(disk)), "")
     entry: dict[str, Any] = {
-        "by_id": disk.by_id,
-        "identity": disk.identity,
-        "serial": disk.serial,
-        "eui": disk.eui,
-        "nguid": disk.nguid,
-        "model": disk.model,
-        "size_bytes": disk.size_bytes,
-        "kernel_name": disk.kernel_name,
-        "devt": disk.devt,
+        **_names(disk),
         **_whereabouts(address),
         "aliases": names.get(disk.kernel_name, []),
     }
@@ -124,9 +121,9 @@ def use_blockers(usage: _block.Usage) -> list[Blocker]:
 def _identity_blockers(disk: _block.Disk, copies: int, exclude: Sequence[str]) -> list[Blocker]:
     found = []
     if not disk.by_id:
-        found.append(blocker("by_id_missing", f"no /dev/disk/by-id link for {disk.identity}"))
+        found.append(blocker("by_id_missing", f"no /dev/disk/by-id link for {disk.disk_identity}"))
     if copies > 1:
-        found.append(blocker("duplicate_identity", f"{copies} disks say {disk.identity}"))
+        found.append(blocker("duplicate_identity", f"{copies} disks say {disk.disk_identity}"))
     return found + _excluded(disk, exclude)
 
 
@@ -142,7 +139,7 @@ def _nameless(name: str, names: Mapping[str, list[str]], exclude: Sequence[str])
     folder = f"/sys/class/block/{name}"
     why = _disk.why_unknown(name)
     disk = _block.Disk(
-        identity="",
+        disk_identity="",
         by_id="",
         kernel_name=name,
         serial=_host.read(f"{folder}/device/serial") or "",
@@ -153,7 +150,7 @@ def _nameless(name: str, names: Mapping[str, list[str]], exclude: Sequence[str])
         devt=_host.read(f"{folder}/dev") or "",
     )
     return {
-        **asdict(disk),
+        **_names(disk),
         **_whereabouts(_host.read(f"{folder}/device/address") or ""),
         "aliases": names.get(name, []),
         **_use(_block.Usage(), names),

@@ -3258,7 +3258,7 @@ def apply(step: _change.Step) -> None:
         _host.remove(step.subject)
 '''
 
-# sha256 2bb2c5a65a25cbbbb0af69cdeb4031323e16498b7f6d0b2b0c8b7d2ee16ebb44
+# sha256 e9c091622b89526dc1275c1bdcf674e1442fbe10fe613459069fff95cd530e0e
 SOURCES["core._ledger"] = r'''"""Ledger of the host: for each slot the highest fence, its holder, and whether its disk is dirty.
 
 One JSON file per slot under /var/lib/gpuaas/ledger, replaced atomically and synced, so that it
@@ -3289,8 +3289,8 @@ class Entry:
     """What the host knows of one slot.
 
     fence: highest number seen; 0 before the first claim. allocation_id: holder of the lease or "".
-    disk: identity of the slot's disk. dirty: a tenant's or unknown bytes may be on it.
-    dirty_at, clean_at: ISO times; proof: the last wipe proof, as nvme_wipe returned it, and
+    disk_identity: of the slot's disk, `disk` in the file. dirty: a tenant's or unknown bytes may be
+    on it. dirty_at, clean_at: ISO times; proof: the last wipe proof, as nvme_wipe returned it, and
     clean_fence the fence it was taken under, -1 before the first. written_off: when and why its
     last lease was given up, and whose that was.
     """
@@ -3298,13 +3298,19 @@ class Entry:
     slot_id: str
     fence: int = 0
     allocation_id: str = ""
-    disk: str = ""
+    disk_identity: str = ""
     dirty: bool = False
     dirty_at: str = ""
     clean_at: str = ""
     proof: dict[str, object] | None = None
     clean_fence: int = -1
     written_off: dict[str, object] | None = None
+
+    def document(self) -> dict[str, Any]:
+        """The entry as its file and the run contract have it."""
+        document = asdict(self)
+        document["disk"] = document.pop("disk_identity")
+        return document
 
 
 _KINDS: dict[str, type] = {"fence": int, "allocation_id": str, "disk": str, "dirty": bool}
@@ -3317,13 +3323,14 @@ def load(slot_id: str) -> Entry:
     if kept is None:
         return Entry(slot_id)
     try:
-        entry = Entry(**kept)
+        entry = Entry(disk_identity=kept.pop("disk", ""), **kept)
     except TypeError as broken:
         raise _unreadable(file, str(broken)) from broken
     if entry.slot_id != slot_id:
         raise _unreadable(file, f"the entry of {entry.slot_id!r}")
+    document = entry.document()
     for key, kind in _KINDS.items():
-        value = getattr(entry, key)
+        value = document[key]
         # A flag is a number too, as Python sees it.
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise _unreadable(file, f"{key} {value!r}")
@@ -3399,7 +3406,7 @@ def others_leased(allocation_id: str) -> list[Refusal]:
     ]
 
 
-def hold(slot_id: str, *, fence: int, allocation_id: str, disk: str) -> Entry:
+def hold(slot_id: str, *, fence: int, allocation_id: str, disk_identity: str) -> Entry:
     """Take the lease for an allocation and remember its fence.
 
     Whether slots and the whole machine exclude each other is asked under the lock, so of two runs
@@ -3424,7 +3431,9 @@ def hold(slot_id: str, *, fence: int, allocation_id: str, disk: str) -> Entry:
                 found=f"marked dirty at {entry.dirty_at} and not wiped since",
                 remedy="wipe the slot (`gpuaas recover`) before it is given to another tenant",
             )
-        return _save(replace(entry, fence=fence, allocation_id=allocation_id, disk=disk))
+        return _save(
+            replace(entry, fence=fence, allocation_id=allocation_id, disk_identity=disk_identity)
+        )
 
 
 def raise_fence(slot_id: str, *, fence: int) -> Entry:
@@ -3466,20 +3475,29 @@ def not_its_holder(entry: Entry, allocation_id: str) -> Refusal:
     )
 
 
-def mark_dirty(slot_id: str, *, fence: int, disk: str) -> Entry:
+def mark_dirty(slot_id: str, *, fence: int, disk_identity: str) -> Entry:
     """Say, durably, that bytes are about to be written. Before the first byte, never after."""
     with locked():
         entry = check(slot_id, fence)
         return _save(
-            replace(entry, fence=fence, disk=disk, dirty=True, dirty_at=_host.now(), proof=None)
+            replace(
+                entry,
+                fence=fence,
+                disk_identity=disk_identity,
+                dirty=True,
+                dirty_at=_host.now(),
+                proof=None,
+            )
         )
 
 
-def mark_clean(slot_id: str, *, fence: int, disk: str, proof: dict[str, object]) -> Entry:
+def mark_clean(slot_id: str, *, fence: int, disk_identity: str, proof: dict[str, object]) -> Entry:
     """Record a verified wipe."""
     with locked():
         entry = check(slot_id, fence)
-        entry = replace(entry, fence=fence, disk=disk, dirty=False, clean_at=_host.now())
+        entry = replace(
+            entry, fence=fence, disk_identity=disk_identity, dirty=False, clean_at=_host.now()
+        )
         return _save(replace(entry, proof=proof, clean_fence=fence))
 
 
@@ -3506,7 +3524,9 @@ def _unreadable(file: str, found: str) -> Refusal:
 
 
 def _save(entry: Entry) -> Entry:
-    _host.write(_file(entry.slot_id), json.dumps(asdict(entry), sort_keys=True) + "\n", mode=0o600)
+    _host.write(
+        _file(entry.slot_id), json.dumps(entry.document(), sort_keys=True) + "\n", mode=0o600
+    )
     return entry
 '''
 
@@ -3874,7 +3894,7 @@ def imported(text: str) -> Iterator[str]:
             yield from (f"{name}{alias.name}" for alias in node.names)
 '''
 
-# sha256 0ce9691fdedb64ce7d2b933c9fc7e1775129779e1b3a71acc5ad8008340d349d
+# sha256 9803877647eb0898149f930955f2d1d039ccc67dd36aea9e053e8f749843b48b
 SOURCES["disk._block"] = r'''"""Disk for other modules, and the exclusive descriptor that every destructive act needs.
 
 `exclusive` is invariant I7: one descriptor, opened O_EXCL, on which identity and use are checked
@@ -3943,7 +3963,7 @@ def refusals(disk: Disk, used: Usage, exclude: Iterable[str] = ()) -> list[Refus
         *excluded,
         Refusal(
             "os_disk" if "os_disk" in codes else "disk_in_use",
-            expected=f"{disk.by_id or disk.kernel_name} ({disk.identity}) not in use by anything",
+            expected=f"{disk.label} not in use by anything",
             found="; ".join(f"{code}: {text}" for code, text in found),
             remedy="stop what uses it, or choose another disk; nothing is taken away by force",
         ),
@@ -3970,7 +3990,9 @@ def exclusive(disk: Disk, *, seen: Collection[str] | None = None) -> Iterator[in
     try:
         _reserve(descriptor, disk)
         actual = _disk.of_descriptor(descriptor)
-        _disk.require(actual, identifier=disk.identity, serial=disk.serial, size=disk.size_bytes)
+        _disk.require(
+            actual, identifier=disk.disk_identity, serial=disk.serial, size=disk.size_bytes
+        )
         _refuse_use(actual)
         if seen is not None:
             _refuse_change(descriptor, actual, seen)
@@ -4001,7 +4023,7 @@ def _refuse_change(descriptor: int, disk: Disk, seen: Collection[str]) -> None:
     if sorted(seen) != sorted(there):
         raise Refusal(
             "changed_since_plan",
-            expected=f"on {disk.identity} what the plan saw: {', '.join(seen) or 'nothing'}",
+            expected=f"on {disk.disk_identity} what the plan saw: {', '.join(seen) or 'nothing'}",
             found=", ".join(there) or "nothing",
             remedy="find out who uses the disk; make a new plan and have it approved",
         )
@@ -4036,7 +4058,7 @@ def _patiently(act: Callable[[], Result]) -> Result:
 def _unreadable(disk: Disk, broken: OSError) -> Refusal:
     return Refusal(
         "device_unreadable",
-        expected=f"to read what is on {disk.by_id or disk.kernel_name} ({disk.identity})",
+        expected=f"to read what is on {disk.label}",
         found=str(broken),
         remedy="read the kernel log; replace the disk, or have it formatted when nothing on it is "
         "needed, and run again; nothing was changed",
@@ -4053,7 +4075,7 @@ def _busy(disk: Disk, who: str) -> Refusal:
         return found[0]
     return Refusal(
         "disk_in_use",
-        expected=f"{disk.by_id or disk.kernel_name} ({disk.identity}) free to be claimed",
+        expected=f"{disk.label} free to be claimed",
         found=f"held by {who}",
         remedy="find its user (`lsblk`, `fuser`) and stop it; nothing is taken away by force",
     )
@@ -4410,7 +4432,7 @@ def _strides(start: int, length: int) -> Iterator[tuple[int, int]]:
         yield offset, min(_STRIDE, start + length - offset)
 '''
 
-# sha256 1f3a810243ac139f540af9532826a4ef94cdc065975f60cf701639f0bc423089
+# sha256 4b7d178f9eca093d1aec68ce5d5455580f046f434b14f94fd97227b5bc491722
 SOURCES["disk._disk"] = r'''"""Whole NVMe namespaces of this host, by an identity that survives reboots.
 
 A disk is known as `eui.<hex>`: its NGUID, or its EUI64 when it has no NGUID, which is also what the
@@ -4439,11 +4461,19 @@ BOOT_CARDS = ("DELLBOSS",)
 _PATH_MEMBER = re.compile(r"nvme\d+c\d+n\d+")
 
 
+def disk_identity(identifier: str) -> str:
+    """The one spelling of a disk's identity: `eui.` and lower-case hexadecimal digits.
+
+    identifier: the digits, with or without `eui.`, or a /dev/disk/by-id/nvme-eui.* path.
+    """
+    return f"eui.{identifier.removeprefix(BY_ID).lower().removeprefix('eui.')}"
+
+
 @dataclass(frozen=True)
 class Disk:
     """One namespace. by_id: its /dev/disk/by-id/nvme-eui.* path or "". devt: `major:minor`."""
 
-    identity: str
+    disk_identity: str
     by_id: str
     kernel_name: str
     serial: str
@@ -4453,13 +4483,15 @@ class Disk:
     model: str
     devt: str
 
+    @property
+    def label(self) -> str:
+        """The disk in a message: its path and its identity."""
+        return f"{self.by_id or self.kernel_name} ({self.disk_identity})"
+
     def is_known_as(self, identifier: str) -> bool:
-        """Whether `identifier` (hex, with or without `eui.`) is one of the disk's own."""
-        return bool(identifier) and identifier.lower().removeprefix("eui.") in (
-            self.identity.removeprefix("eui."),
-            self.eui,
-            self.nguid,
-        )
+        """Whether `identifier` (hex, with or without `eui.`) is one of the disk's."""
+        known = [self.disk_identity, self.eui, self.nguid]
+        return disk_identity(identifier) in {disk_identity(name) for name in known if name}
 
 
 def disks() -> list[Disk]:
@@ -4471,7 +4503,7 @@ def disks() -> list[Disk]:
             disk = _identified(name)
         except (OSError, Refusal):
             continue  # It went away, does not answer, or is no device: not a disk to build on.
-        own = next((link for link in links.get(name, []) if disk.is_known_as(_suffix(link))), "")
+        own = next((link for link in links.get(name, []) if disk.is_known_as(link)), "")
         found.append(replace(disk, by_id=own))
     return found
 
@@ -4516,10 +4548,10 @@ def resolve(path: str) -> Disk:
             remedy="look at the controller in the kernel log; replace the disk if it is dead",
         ) from silent
     if path.startswith(BY_ID):
-        if not disk.is_known_as(_suffix(path)):
-            raise mismatch(path, _suffix(path), disk.identity.removeprefix("eui."), "identifier")
+        if not disk.is_known_as(path):
+            raise mismatch(path, _digits(path), _digits(disk.disk_identity), "identifier")
         return replace(disk, by_id=path)
-    own = next((link for link in _links().get(name, []) if disk.is_known_as(_suffix(link))), "")
+    own = next((link for link in _links().get(name, []) if disk.is_known_as(link)), "")
     return replace(disk, by_id=own)
 
 
@@ -4536,7 +4568,7 @@ def require(disk: Disk, *, identifier: str = "", serial: str = "", size: int = 0
     """Refuse a disk that is not the one approved; what is empty is not compared."""
     named = disk.by_id or disk.kernel_name
     if identifier and not disk.is_known_as(identifier):
-        raise mismatch(named, identifier, disk.identity.removeprefix("eui."), "identifier")
+        raise mismatch(named, identifier, _digits(disk.disk_identity), "identifier")
     if serial and serial != disk.serial:
         raise mismatch(named, serial, disk.serial, "serial")
     if size and size != disk.size_bytes:
@@ -4566,7 +4598,7 @@ def excluded(disk: Disk, models: Iterable[str] = ()) -> list[Refusal]:
     return [
         Refusal(
             "excluded_model",
-            expected=f"a data disk as {disk.by_id or disk.kernel_name} ({disk.identity})",
+            expected=f"a data disk as {disk.label}",
             found=f"model {disk.model!r}, {'a boot card' if card else 'excluded by the profile'}",
             remedy="choose another disk; the operating system lives on disks of this model",
         )
@@ -4591,7 +4623,7 @@ def of_descriptor(descriptor: int) -> Disk:
     if not identifier:
         raise OSError("the namespace has neither NGUID nor EUI64")
     return Disk(
-        identity=f"eui.{identifier}",
+        disk_identity=disk_identity(identifier),
         by_id="",
         kernel_name=name_of(devt),
         serial=said.serial,
@@ -4667,8 +4699,8 @@ def _target(path: str) -> str:
     return Path(name).name
 
 
-def _suffix(link: str) -> str:
-    return link.removeprefix(BY_ID).lower()
+def _digits(identifier: str) -> str:
+    return disk_identity(identifier).removeprefix("eui.")
 
 
 def _not_found(path: str) -> Refusal:
@@ -8780,7 +8812,7 @@ def _mib(meminfo: str | None, name: str) -> int:
     return 0
 '''
 
-# sha256 9b5571550d9359faa77eef4a28d6ca692f0c269d653ac87694f3cdf49d7b524f
+# sha256 ad7e50861e06da0053b0ba3ffd4568d891aec2230f0d6b966c91ca6c06b89799
 SOURCES["topology._nvme_disks"] = r'''"""NVMe disks in the discovery document, each with its blockers.
 
 Kernel names and mounts are told, but identity is what counts: names move between boots.
@@ -8809,11 +8841,11 @@ def disks(exclude_models: Sequence[str]) -> list[dict[str, Any]]:
     known = _block.disks()
     names = _aliases()
     usages = _usages(known)
-    copies = Counter(disk.identity for disk in known)
+    copies = Counter(disk.disk_identity for disk in known)
     found = []
     for disk in known:
         entry = _entry(disk, usages.get(disk.kernel_name), names)
-        entry["blockers"] += _identity_blockers(disk, copies[disk.identity], exclude_models)
+        entry["blockers"] += _identity_blockers(disk, copies[disk.disk_identity], exclude_models)
         found.append(entry)
     named = {disk.kernel_name for disk in known}
     unknown = (name for name in _namespaces() if name not in named)
@@ -8833,20 +8865,17 @@ def _usages(known: Sequence[_block.Disk]) -> dict[str, _block.Usage]:
         return found
 
 
+def _names(disk: _block.Disk) -> dict[str, Any]:
+    fields = asdict(disk)
+    return {"identity": fields.pop("disk_identity"), **fields}
+
+
 def _entry(
     disk: _block.Disk, usage: _block.Usage | None, names: Mapping[str, list[str]]
 ) -> dict[str, Any]:
     address = next(iter(_block.pci_addresses(disk)), "")
     entry: dict[str, Any] = {
-        "by_id": disk.by_id,
-        "identity": disk.identity,
-        "serial": disk.serial,
-        "eui": disk.eui,
-        "nguid": disk.nguid,
-        "model": disk.model,
-        "size_bytes": disk.size_bytes,
-        "kernel_name": disk.kernel_name,
-        "devt": disk.devt,
+        **_names(disk),
         **_whereabouts(address),
         "aliases": names.get(disk.kernel_name, []),
     }
@@ -8907,9 +8936,9 @@ def use_blockers(usage: _block.Usage) -> list[Blocker]:
 def _identity_blockers(disk: _block.Disk, copies: int, exclude: Sequence[str]) -> list[Blocker]:
     found = []
     if not disk.by_id:
-        found.append(blocker("by_id_missing", f"no /dev/disk/by-id link for {disk.identity}"))
+        found.append(blocker("by_id_missing", f"no /dev/disk/by-id link for {disk.disk_identity}"))
     if copies > 1:
-        found.append(blocker("duplicate_identity", f"{copies} disks say {disk.identity}"))
+        found.append(blocker("duplicate_identity", f"{copies} disks say {disk.disk_identity}"))
     return found + _excluded(disk, exclude)
 
 
@@ -8925,7 +8954,7 @@ def _nameless(name: str, names: Mapping[str, list[str]], exclude: Sequence[str])
     folder = f"/sys/class/block/{name}"
     why = _disk.why_unknown(name)
     disk = _block.Disk(
-        identity="",
+        disk_identity="",
         by_id="",
         kernel_name=name,
         serial=_host.read(f"{folder}/device/serial") or "",
@@ -8936,7 +8965,7 @@ def _nameless(name: str, names: Mapping[str, list[str]], exclude: Sequence[str])
         devt=_host.read(f"{folder}/dev") or "",
     )
     return {
-        **asdict(disk),
+        **_names(disk),
         **_whereabouts(_host.read(f"{folder}/device/address") or ""),
         "aliases": names.get(name, []),
         **_use(_block.Usage(), names),

@@ -92,6 +92,13 @@ def test_the_life_of_a_lease(host) -> None:
     assert [entry.allocation_id for entry in _ledger.entries()] == ["", ""]
 
 
+def test_the_ledger_has_one_spelling_of_a_disks_identity(host) -> None:
+    lease(disks=[{**DISK, "nvme_eui": EUI.upper()}])
+    assert _ledger.load(SLOT).disk_identity == IDENTITY
+    with pytest.raises(_change.Refusal, match="disk_misnamed"):
+        lease(disks=[{**DISK, "nvme_eui": EUI.upper(), "slot_id": f"disk-{EUI.upper()}"}])
+
+
 def test_a_repeated_provision_finds_the_machine_given_and_asks_nothing_of_its_disks(host) -> None:
     lease()
     lease("given")
@@ -103,7 +110,7 @@ def test_a_repeated_provision_finds_the_machine_given_and_asks_nothing_of_its_di
 def test_a_crash_before_everything_was_marked_does_not_look_given(host) -> None:
     """Half a wipe leaves the disk dirty; the machine's own mark is what says: a tenant is there."""
     lease()
-    _ledger.mark_dirty(SLOT, fence=1, disk=IDENTITY)
+    _ledger.mark_dirty(SLOT, fence=1, disk_identity=IDENTITY)
     again = lease()
     assert again.failure is None and again.facts["given"] is False
     assert wipe(1).done == ["wipe_disk"]
@@ -114,7 +121,7 @@ def test_what_the_tenant_wrote_into_the_ledger_saves_no_disk_from_the_wipe(host)
     wipe(1)
     lease("given")
     forged = {"disk": IDENTITY, "verified": True, "finished_at": "2999-01-01"}
-    _ledger.mark_clean(SLOT, fence=1, disk=IDENTITY, proof=forged)
+    _ledger.mark_clean(SLOT, fence=1, disk_identity=IDENTITY, proof=forged)
     _ledger.release("machine", fence=1)
     lease("ending", fence=2)
     assert wipe(2).done == ["wipe_disk"]
@@ -142,13 +149,13 @@ def test_an_older_claim_is_refused_in_every_state(host) -> None:
 
 def test_what_speaks_against_taking_the_machine(host) -> None:
     assert code(boot_id="another") == "boot_changed"
-    _ledger.hold("slot-0", fence=1, allocation_id=OTHER, disk="eui.1")
+    _ledger.hold("slot-0", fence=1, allocation_id=OTHER, disk_identity="eui.1")
     assert code() == "slot_leased"
     _ledger.release("slot-0", fence=1)
-    _ledger.mark_dirty("slot-0", fence=1, disk=IDENTITY)
+    _ledger.mark_dirty("slot-0", fence=1, disk_identity=IDENTITY)
     assert code() == "disk_belongs_to_slot"
-    _ledger.mark_clean("slot-0", fence=1, disk=IDENTITY, proof={})
-    _ledger.mark_dirty(SLOT, fence=1, disk=IDENTITY)
+    _ledger.mark_clean("slot-0", fence=1, disk_identity=IDENTITY, proof={})
+    _ledger.mark_dirty(SLOT, fence=1, disk_identity=IDENTITY)
     assert code() == "disk_dirty"
     assert wipe(1).failure is None
     assert lease().failure is None
@@ -168,8 +175,8 @@ def test_a_disk_that_nobody_took_over_is_not_the_tenants(host) -> None:
 
 @pytest.mark.covers("CTRL-15", "I5")
 def test_a_proof_that_a_later_mark_outdates_does_not_count(host) -> None:
-    _ledger.mark_dirty("slot-0", fence=1, disk=IDENTITY)
-    _ledger.mark_clean("slot-0", fence=1, disk=IDENTITY, proof={})
+    _ledger.mark_dirty("slot-0", fence=1, disk_identity=IDENTITY)
+    _ledger.mark_clean("slot-0", fence=1, disk_identity=IDENTITY, proof={})
     assert code() == "not_clean"
 
 
@@ -223,7 +230,7 @@ def test_a_disk_that_somebody_uses_since_the_lease_is_not_given_away(host) -> No
 
 def test_what_is_on_the_disk_of_an_interrupted_wipe_is_wiped_and_not_asked(host) -> None:
     assert lease().failure is None
-    _ledger.mark_dirty(SLOT, fence=1, disk=IDENTITY)
+    _ledger.mark_dirty(SLOT, fence=1, disk_identity=IDENTITY)
     host.write("nvme1n1", 512, b"EFI PART")
     assert lease().failure is None
     assert wipe(1).done == ["wipe_disk"]
@@ -243,7 +250,7 @@ def test_a_slot_leased_between_look_and_lease_is_refused_by_the_ledger(host) -> 
 
 
 def _lease_slot() -> None:
-    _ledger.hold("slot-0", fence=1, allocation_id=OTHER, disk="eui.1")
+    _ledger.hold("slot-0", fence=1, allocation_id=OTHER, disk_identity="eui.1")
 
 
 @pytest.mark.parametrize(
@@ -307,8 +314,8 @@ def test_a_dead_disk_is_given_up_and_stays_dirty(host) -> None:
         "nvme_device": f"/dev/disk/by-id/nvme-eui.{dead_eui}",
     }
     for name, disk in ((SLOT, IDENTITY), (dead["slot_id"], f"eui.{dead_eui}"), ("machine", "")):
-        _ledger.hold(name, fence=1, allocation_id=ALLOCATION, disk=disk)
-        _ledger.mark_dirty(name, fence=1, disk=disk)
+        _ledger.hold(name, fence=1, allocation_id=ALLOCATION, disk_identity=disk)
+        _ledger.mark_dirty(name, fence=1, disk_identity=disk)
     assert code("ending", fence=2, disks=[], written_off=[DISK, dead]) == "disk_present"
     told = lease("ending", fence=2, written_off=[dead]).facts
     assert [one["slot_id"] for one in told["slots"]] == [SLOT], "the dead one is not wiped"

@@ -40,11 +40,11 @@ def test_machines_are_found_without_libvirt(tree: Path) -> None:
 
 
 def test_a_tenant_of_the_whole_machine_has_no_qemu(tree: Path) -> None:
-    _ledger.hold(_ledger.MACHINE, fence=1, allocation_id=TENANT, disk="")
+    _ledger.hold(_ledger.MACHINE, fence=1, allocation_id=TENANT, disk_identity="")
     found = refusal(RESTART)
     assert (found.code, found.found) == ("host_in_use", f"the whole machine leased by {TENANT}")
     assert refusal(BOOTSTRAP).code == "machine_leased"
-    _ledger.mark_dirty(_ledger.MACHINE, fence=1, disk="")
+    _ledger.mark_dirty(_ledger.MACHINE, fence=1, disk_identity="")
     _ledger.release(_ledger.MACHINE, fence=1)
     for params in (RESTART, BOOTSTRAP):
         assert "an unnamed allocation" in refusal(params).found
@@ -53,7 +53,7 @@ def test_a_tenant_of_the_whole_machine_has_no_qemu(tree: Path) -> None:
 @pytest.mark.covers("I15")
 def test_a_leased_slot_whose_guest_is_off_is_somebodys(tree: Path) -> None:
     for slot, holder in (("slot-0", TENANT), ("slot-1", OTHER), ("slot-2", TENANT)):
-        _ledger.hold(slot, fence=1, allocation_id=holder, disk="")
+        _ledger.hold(slot, fence=1, allocation_id=holder, disk_identity="")
     _ledger.release("slot-2", fence=1)
     process(tree, 9, "/usr/bin/qemu-system-x86_64")
     found = f"qemu-system-x86_64 9, slot-0 leased by {TENANT}, slot-1 leased by {OTHER}"

@@ -57,7 +57,7 @@ def ready(bench):
     # What BLKZEROOUT must overwrite when the proof missed it.
     bench.write("nvme1n1", 7 * MIB, b"old bytes")
     _proof.record(DISK, {"disk": DISK, "verified": True, "finished_at": _host.now()})
-    _ledger.hold("slot-0", fence=1, allocation_id="alloc", disk=DISK)
+    _ledger.hold("slot-0", fence=1, allocation_id="alloc", disk_identity=DISK)
     place = _host.path(_image_cache.path_of(DIGEST))
     place.parent.mkdir(parents=True)
     place.write_bytes(CONTENT)
@@ -159,7 +159,7 @@ def test_bytes_that_rot_unseen_are_caught_before_they_are_written(ready, monkeyp
 
 
 def test_an_interrupted_clone_is_done_again_by_the_same_claim_only(ready) -> None:
-    _ledger.mark_dirty("slot-0", fence=1, disk=DISK)
+    _ledger.mark_dirty("slot-0", fence=1, disk_identity=DISK)
     assert clone(check_mode=True).failure is None
     assert "lease_not_held" in codes(clone(allocation_id="other"))
     assert codes(clone(fence=2)) == ["not_clean"]
@@ -168,7 +168,7 @@ def test_an_interrupted_clone_is_done_again_by_the_same_claim_only(ready) -> Non
 
 @pytest.mark.covers("I10")
 def test_a_stale_fence_is_refused(ready) -> None:
-    _ledger.hold("slot-0", fence=7, allocation_id="alloc", disk=DISK)
+    _ledger.hold("slot-0", fence=7, allocation_id="alloc", disk_identity=DISK)
     with pytest.raises(image_clone.Refusal) as caught:
         clone(fence=6)
     assert caught.value.code == "stale_fence"
@@ -178,9 +178,9 @@ def test_a_wipe_after_the_clone_makes_it_due_again(ready) -> None:
     clone()
     ready.write("nvme1n1", 0, bytes(48 * MIB))
     proof = {"disk": DISK, "verified": True, "finished_at": _host.now()}
-    _ledger.mark_clean("slot-0", fence=1, disk=DISK, proof=proof)
+    _ledger.mark_clean("slot-0", fence=1, disk_identity=DISK, proof=proof)
     assert clone(check_mode=True).changed
-    _ledger.mark_dirty("slot-0", fence=1, disk=DISK)
+    _ledger.mark_dirty("slot-0", fence=1, disk_identity=DISK)
     assert clone(check_mode=True).changed
 
 

@@ -44,7 +44,7 @@ class Home:
         (tree / "etc").mkdir()
         line = f"alice:x:{UID}:{UID}::/home/alice:/bin/bash\n"
         (tree / "etc/passwd").write_text(line)
-        _ledger.hold(_ledger.MACHINE, fence=3, allocation_id=ALLOCATION, disk="")
+        _ledger.hold(_ledger.MACHINE, fence=3, allocation_id=ALLOCATION, disk_identity="")
 
     def holds(self, content: bytes, *, mode: int = 0o600, gid: int = UID) -> None:
         self.keys.write_bytes(content)

@@ -201,7 +201,7 @@ def test_an_unusual_filesystem_can_be_named_in_the_approval_an_array_cannot(benc
 
 def test_the_disk_of_a_slot_is_refused(bench) -> None:
     bench.disk()
-    _ledger.hold("slot-0", fence=1, allocation_id="a", disk=f"eui.{EUI}")
+    _ledger.hold("slot-0", fence=1, allocation_id="a", disk_identity=f"eui.{EUI}")
     assert codes(take()) == ["disk_belongs_to_slot"]
 
 

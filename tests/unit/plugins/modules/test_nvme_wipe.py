@@ -85,7 +85,7 @@ def bad(bench, monkeypatch: pytest.MonkeyPatch) -> set[int]:
 def test_a_dirty_disk_is_wiped_once(bench) -> None:
     bench.disk()
     bench.write("nvme1n1", 20 * MIB, b"tenant")
-    _ledger.mark_dirty("slot-0", fence=3, disk=DISK)
+    _ledger.mark_dirty("slot-0", fence=3, disk_identity=DISK)
     assert wipe(check_mode=True).changed
     assert bench.read("nvme1n1", 20 * MIB, 6) == b"tenant"
 
@@ -108,7 +108,7 @@ def test_a_tenants_bytes_are_of_no_known_kind_and_go_all_the_same(bench, dirty: 
     wipe()
     bench.write("nvme1n1", 24 * MIB, b"rows of a tenant's database")
     if dirty:
-        _ledger.mark_dirty("slot-0", fence=3, disk=DISK)
+        _ledger.mark_dirty("slot-0", fence=3, disk_identity=DISK)
     outcome = wipe(renew=True)
     assert outcome.failure is None, outcome.failure
     assert outcome.plan.steps[0].before["written"] == ["raw_data on nvme1n1"]
@@ -118,7 +118,7 @@ def test_a_tenants_bytes_are_of_no_known_kind_and_go_all_the_same(bench, dirty: 
 @pytest.mark.covers("I7", "HOST-9")
 def test_a_boot_card_is_not_wiped_whatever_the_ledger_says(bench) -> None:
     bench.disk(model="DELLBOSS VD")
-    _ledger.mark_dirty("slot-0", fence=3, disk=DISK)
+    _ledger.mark_dirty("slot-0", fence=3, disk_identity=DISK)
     assert code() == "excluded_model"
 
 
@@ -129,7 +129,7 @@ def test_a_model_that_was_excluded_after_the_disk_was_taken_can_be_released(
 ) -> None:
     bench.disk(model="Some Other Card")
     if dirty:
-        _ledger.mark_dirty("slot-0", fence=3, disk=DISK)
+        _ledger.mark_dirty("slot-0", fence=3, disk_identity=DISK)
     params = {"slots": [{**slot(0), "fence": 3}], "methods": ["zero_fill"], "renew": False}
     outcome = _change.drive(SUBJECT, params | {"exclude_models": ["Other"]}, check_mode=False)
     assert (outcome.failure and outcome.failure.code) == (None if dirty else "excluded_model")
@@ -144,7 +144,7 @@ def test_what_a_tenant_wrote_does_not_decide_whether_it_goes(bench) -> None:
     for claimed in (set(), {"nvme1n1"}):
         bench.claimed = claimed
         bench.write("nvme1n1", 130 * 1024, b"\x0c\xb1\xba\x00\0\0\0\0")
-        _ledger.mark_dirty("slot-0", fence=3, disk=DISK)
+        _ledger.mark_dirty("slot-0", fence=3, disk_identity=DISK)
         outcome = wipe()
         # Once clean again, the disk is looked at as anybody's.
         assert outcome.failure is None, outcome.failure
@@ -159,7 +159,7 @@ def test_a_bad_sector_keeps_no_dirty_disk_from_the_erase_that_cures_it(bench, ba
     refused = wipe()
     assert refused.failure is not None and refused.failure.code == "device_unreadable"
     assert bench.read("nvme1n1", 20 * MIB, 6) == b"tenant"
-    _ledger.mark_dirty("slot-0", fence=3, disk=DISK)
+    _ledger.mark_dirty("slot-0", fence=3, disk_identity=DISK)
     outcome = _change.drive(
         SUBJECT,
         {"slots": [{**slot(0), "fence": 3}], "methods": ["discard", "user_data_erase"]}
@@ -200,7 +200,7 @@ def test_what_was_made_on_a_raw_disk_since_it_was_taken_is_not_wiped(bench) -> N
     assert bench.read("nvme1n1", 512, 8) == b"EFI PART"
     assert not _ledger.load("slot-0").dirty
     # An interrupted wipe of its own: what is there came after the disk was taken.
-    _ledger.mark_dirty("slot-0", fence=3, disk=DISK)
+    _ledger.mark_dirty("slot-0", fence=3, disk_identity=DISK)
     assert wipe(raw=True).failure is None
     assert bench.read("nvme1n1", 512, 8) == bytes(8)
 
@@ -258,7 +258,7 @@ def test_a_disk_in_use_is_refused_and_kept(bench) -> None:
 
 def test_a_disk_that_another_slot_has_leased_is_refused(bench) -> None:
     bench.disk()
-    _ledger.hold("slot-9", fence=1, allocation_id="alloc", disk=DISK)
+    _ledger.hold("slot-9", fence=1, allocation_id="alloc", disk_identity=DISK)
     assert code() == "disk_belongs_to_slot"
     _ledger.release("slot-9", fence=1)
     assert wipe().changed
@@ -298,7 +298,7 @@ def test_what_was_made_of_the_disk_between_plan_and_act_is_kept_unless_it_is_a_t
 ) -> None:
     bench.disk()
     if dirty:
-        _ledger.mark_dirty("slot-0", fence=3, disk=DISK)
+        _ledger.mark_dirty("slot-0", fence=3, disk_identity=DISK)
 
     def overtaken(params: _change.Params, step: _change.Step) -> dict[str, Any]:
         bench.write("nvme1n1", 0, b"XFSB")

@@ -160,12 +160,12 @@ def a_guest(tree: Path) -> str:
 
 
 def a_slot(_tree: Path) -> str:
-    _ledger.hold("slot-0", fence=1, allocation_id=TENANT, disk="")
+    _ledger.hold("slot-0", fence=1, allocation_id=TENANT, disk_identity="")
     return f"slot-0 leased by {TENANT}"
 
 
 def a_machine(_tree: Path) -> str:
-    _ledger.hold(_ledger.MACHINE, fence=1, allocation_id=TENANT, disk="")
+    _ledger.hold(_ledger.MACHINE, fence=1, allocation_id=TENANT, disk_identity="")
     return f"the whole machine leased by {TENANT}"
 
 

@@ -52,7 +52,7 @@ def test_without_slots_nothing_is_proven() -> None:
 
 
 def test_the_ledger_says_whether_bytes_were_written() -> None:
-    _ledger.mark_dirty("slot-3", fence=1, disk="d")
+    _ledger.mark_dirty("slot-3", fence=1, disk_identity="d")
     assert module.look(PARAMS)["disk_dirty"]
 
 

@@ -60,7 +60,7 @@ SECOND = {**PARAMS, "allocation_id": TWO, "slots": [{**SLOT, "slot_id": "slot-4"
 
 
 def proof_of(disk: _block.Disk) -> dict[str, Any]:
-    return {"disk": disk.identity, "verified": True, "finished_at": "2026-01-01"}
+    return {"disk": disk.disk_identity, "verified": True, "finished_at": "2026-01-01"}
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def host(pci: Any, tree: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     boot.parent.mkdir(parents=True)
     boot.write_text(f"{BOOT}\n")
     _host.write(_boot_service.SLICE_MODE, json.dumps({"mode": "slice", "profile": "lab"}))
-    _proof.record(DISK.identity, proof_of(DISK))
+    _proof.record(DISK.disk_identity, proof_of(DISK))
     pci.add(GPU, "1234:11e8", driver="vfio-pci", group=12)
     monkeypatch.setattr(_slots, "passthrough", lambda *_, **__: [])
     monkeypatch.setattr(_block, "of_slot", lambda _slot: DISK)
@@ -103,7 +103,11 @@ def test_take_and_take_again(host: Path) -> None:
     outcome = drive(PARAMS)
     assert (outcome.done, code(outcome)) == (["record_plan", "hold_slot"], "")
     entry = _ledger.load("slot-3")
-    assert (entry.allocation_id, entry.fence, entry.disk) == (ONE, 7, "eui.5e0000000000a003")
+    assert (entry.allocation_id, entry.fence, entry.disk_identity) == (
+        ONE,
+        7,
+        "eui.5e0000000000a003",
+    )
     bundle = outcome.facts["bundle"]
     assert (bundle["cpus"], bundle["gpus"], bundle["disks"]) == ([0], [GPU], [BY_ID])
     assert bundle["slots"][0]["kernel_device"] == "/dev/nvme2n1"
@@ -226,9 +230,9 @@ def test_shared_cpus_are_not_pinned(host: Path) -> None:
 @pytest.mark.parametrize("given", [False, True])
 def test_a_machine_that_a_tenant_has_as_a_whole_leases_no_slot(host: Path, given: bool) -> None:
     """The bare-metal claim is older here: fences of node and slot are not comparable."""
-    _ledger.hold("machine", fence=1, allocation_id=TWO, disk="")
+    _ledger.hold("machine", fence=1, allocation_id=TWO, disk_identity="")
     if given:
-        _ledger.mark_dirty("machine", fence=1, disk="")
+        _ledger.mark_dirty("machine", fence=1, disk_identity="")
     before = _ledger.entries()
     outcome = drive(PARAMS)
     assert (code(outcome), outcome.done) == ("machine_leased", [])
@@ -237,15 +241,15 @@ def test_a_machine_that_a_tenant_has_as_a_whole_leases_no_slot(host: Path, given
     # What a claim that ends needs is not in the way of anybody.
     fenced = {**RELEASED, "state": "fenced"}
     assert (code(drive(fenced)), code(drive(RELEASED))) == ("", "")
-    _ledger.mark_clean("machine", fence=1, disk="", proof={})
+    _ledger.mark_clean("machine", fence=1, disk_identity="", proof={})
     _ledger.release("machine", fence=1)
     assert code(drive(PARAMS)) == ""
 
 
 @pytest.mark.covers("I2")
 def test_a_name_taken_out_of_the_ledger_frees_no_machine(host: Path) -> None:
-    _ledger.hold("machine", fence=1, allocation_id=TWO, disk="")
-    _ledger.mark_dirty("machine", fence=1, disk="")
+    _ledger.hold("machine", fence=1, allocation_id=TWO, disk_identity="")
+    _ledger.mark_dirty("machine", fence=1, disk_identity="")
     _ledger.release("machine", fence=1)
     assert code(drive(PARAMS)) == "machine_leased"
 
@@ -258,7 +262,7 @@ def test_a_machine_taken_between_look_and_lease_is_refused_by_the_ledger(
 
     def overtaken(allocation: str, given: dict[str, Any]) -> None:
         record(allocation, given)
-        _ledger.hold("machine", fence=1, allocation_id=TWO, disk="")
+        _ledger.hold("machine", fence=1, allocation_id=TWO, disk_identity="")
 
     monkeypatch.setattr(_pinning, "record", overtaken)
     outcome = drive(PARAMS)
@@ -297,22 +301,22 @@ def test_every_disk_of_the_slice_needs_a_proof_that_stands(
     params = {**PARAMS, "slots": TWO_SLOTS}
     outcome = drive(params)
     assert (code(outcome), outcome.done) == ("not_clean", [])
-    assert outcome.failure is not None and SPARE.identity in outcome.failure.expected
+    assert outcome.failure is not None and SPARE.disk_identity in outcome.failure.expected
     assert _ledger.entries() == []
-    _proof.record(SPARE.identity, proof_of(SPARE))
+    _proof.record(SPARE.disk_identity, proof_of(SPARE))
     assert drive(params).done == ["record_plan", "hold_slot", "hold_slot"]
 
 
 @pytest.mark.covers("I5")
 def test_a_proof_from_before_the_last_mark_does_not_stand(host: Path) -> None:
-    _ledger.mark_dirty("slot-9", fence=1, disk=DISK.identity)
+    _ledger.mark_dirty("slot-9", fence=1, disk_identity=DISK.disk_identity)
     assert code(drive(PARAMS)) == "not_clean"
 
 
 def test_what_the_allocation_itself_wrote_is_no_obstacle(host: Path) -> None:
     """A repeated provision finds its own image on the disk."""
     drive(PARAMS)
-    _ledger.mark_dirty("slot-3", fence=7, disk=DISK.identity)
+    _ledger.mark_dirty("slot-3", fence=7, disk_identity=DISK.disk_identity)
     outcome = drive(PARAMS)
     assert (code(outcome), outcome.changed) == ("", False)
 
@@ -360,7 +364,7 @@ def test_a_late_release_is_refused(host: Path) -> None:
 
 
 def test_the_lease_of_another_is_left_alone(host: Path) -> None:
-    _ledger.hold("slot-3", fence=7, allocation_id=TWO, disk="d")
+    _ledger.hold("slot-3", fence=7, allocation_id=TWO, disk_identity="d")
     assert not drive(RELEASED).changed
     assert _ledger.load("slot-3").allocation_id == TWO
 

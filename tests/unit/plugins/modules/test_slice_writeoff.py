@@ -23,9 +23,9 @@ PARAMS: dict[str, Any] = {"slots": [DEAD]}
 def host(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Slot 3 was being wiped when its disk died; slot 4 is another tenant's."""
     monkeypatch.setattr(_libvirt, "processes", lambda _name: {})
-    _ledger.hold("slot-3", fence=7, allocation_id=ONE, disk=DISK)
-    _ledger.mark_dirty("slot-3", fence=8, disk=DISK)
-    _ledger.hold("slot-4", fence=3, allocation_id=TWO, disk="eui.5e0000000000a004")
+    _ledger.hold("slot-3", fence=7, allocation_id=ONE, disk_identity=DISK)
+    _ledger.mark_dirty("slot-3", fence=8, disk_identity=DISK)
+    _ledger.hold("slot-4", fence=3, allocation_id=TWO, disk_identity="eui.5e0000000000a004")
     _pinning.record(ONE, {"cpus": [2]})
     _pinning.record(TWO, {"cpus": [3]})
     return tree
@@ -48,7 +48,12 @@ def test_it_is_given_up_once_and_stays_unwiped(host: Path) -> None:
     assert (outcome.done, code(outcome)) == (["give_up_lease", "forget_plan"], "")
     assert outcome.facts == {"written_off": ["slot-3"]}
     entry = _ledger.load("slot-3")
-    assert (entry.allocation_id, entry.fence, entry.dirty, entry.disk) == ("", 9, True, DISK)
+    assert (entry.allocation_id, entry.fence, entry.dirty, entry.disk_identity) == (
+        "",
+        9,
+        True,
+        DISK,
+    )
     assert entry.written_off is not None
     assert {**entry.written_off, "at": ""} == {
         "at": "", "allocation_id": ONE, "reason": "no disk any more"
@@ -70,7 +75,7 @@ def test_what_the_host_never_saw_is_left_alone(host: Path) -> None:
 
 
 def test_the_plan_stays_while_the_allocation_has_another_slot(host: Path) -> None:
-    _ledger.hold("slot-5", fence=1, allocation_id=ONE, disk="eui.5e0000000000a005")
+    _ledger.hold("slot-5", fence=1, allocation_id=ONE, disk_identity="eui.5e0000000000a005")
     assert drive(PARAMS).done == ["give_up_lease"]
     assert _pinning.recorded(ONE) == {"cpus": [2]}
     fifth = {**DEAD, "slot_id": "slot-5"}

@@ -198,7 +198,7 @@ def image_clone(host: Host, params: Document) -> Document:
             raise refuse("lease_not_held")
         if disk not in host.proofs and not (entry.dirty and entry.fence == slot["fence"]):
             raise refuse("not_clean")
-        _ledger.mark_dirty(slot["slot_id"], fence=slot["fence"], disk=disk)
+        _ledger.mark_dirty(slot["slot_id"], fence=slot["fence"], disk_identity=disk)
         host.proofs.pop(disk, None)
         host.disks[disk] = key
         host.clones[slot["slot_id"]] = done
@@ -238,13 +238,15 @@ def slice_vm(host: Host, params: Document) -> Document:
         told = {"stop_domain": {"shutdown": "graceful"}} if gone else {}
         return {"domain": {}, "evidence": told}
     disks = tuple(disk_of(slot) for slot in slots)
-    held = {e.disk for e in _ledger.entries() if e.allocation_id == key}
+    held = {e.disk_identity for e in _ledger.entries() if e.allocation_id == key}
     if not held.issuperset(disks):
         raise refuse("lease_missing")
     if key not in host.running:
         for slot in slots:
             if not _ledger.load(slot["slot_id"]).dirty:
-                _ledger.mark_dirty(slot["slot_id"], fence=slot["fence"], disk=disk_of(slot))
+                _ledger.mark_dirty(
+                    slot["slot_id"], fence=slot["fence"], disk_identity=disk_of(slot)
+                )
                 host.proofs.pop(disk_of(slot), None)
             host.disks[disk_of(slot)] = key
         host.running[key] = disks
@@ -268,9 +270,11 @@ def nvme_wipe(host: Host, params: Document) -> Document:
         if entry.dirty or disk not in host.proofs:
             if any(disk in disks for disks in host.running.values()) or disk in host.mounts:
                 raise refuse("disk_in_use")
-            _ledger.mark_dirty(slot["slot_id"], fence=slot["fence"], disk=disk)
+            _ledger.mark_dirty(slot["slot_id"], fence=slot["fence"], disk_identity=disk)
             proof = host.wiped(slot)
-            _ledger.mark_clean(slot["slot_id"], fence=slot["fence"], disk=disk, proof=proof)
+            _ledger.mark_clean(
+                slot["slot_id"], fence=slot["fence"], disk_identity=disk, proof=proof
+            )
         proofs[slot["slot_id"]] = {**host.proofs[disk], "slot_id": slot["slot_id"]}
     return {"proofs": proofs}
 
@@ -317,7 +321,7 @@ def slice_holdings(host: Host, params: Document) -> Document:
                 "slot_id": entry.slot_id,
                 "allocation_id": entry.allocation_id,
                 "fence": entry.fence,
-                "disk": entry.disk,
+                "disk": entry.disk_identity,
                 "dirty": entry.dirty,
             }
             for entry in _ledger.entries()
@@ -372,11 +376,11 @@ def _held(host: Host, params: Document, disks: dict[str, str], entries: Entries)
         for entry in _ledger.entries():
             if entry.allocation_id not in ("", key):
                 raise refuse("slot_leased")
-            if entry.dirty and entry.allocation_id != key and entry.disk in disks.values():
+            if entry.dirty and entry.allocation_id != key and entry.disk_identity in disks.values():
                 raise refuse("disk_dirty")
     for name in entries:
         disk = disks.get(name, "")
-        _ledger.hold(name, fence=params["fence"], allocation_id=key, disk=disk)
+        _ledger.hold(name, fence=params["fence"], allocation_id=key, disk_identity=disk)
 
 
 def _given(host: Host, params: Document, disks: dict[str, str], entries: Entries) -> None:
@@ -402,7 +406,7 @@ def _released(_host: Host, params: Document, disks: dict[str, str], entries: Ent
     for name, entry in entries.items():
         if entry.allocation_id in own and (entry.allocation_id or entry.dirty):
             if name == MACHINE:
-                _ledger.mark_clean(MACHINE, fence=params["fence"], disk="", proof={})
+                _ledger.mark_clean(MACHINE, fence=params["fence"], disk_identity="", proof={})
             _ledger.release(name, fence=params["fence"])
 
 
@@ -410,7 +414,7 @@ _MACHINE_STATES = {"held": _held, "given": _given, "ending": _ending, "released"
 
 
 def _dirty(host: Host, name: str, fence: int, disk: str) -> None:
-    _ledger.mark_dirty(name, fence=fence, disk=disk)
+    _ledger.mark_dirty(name, fence=fence, disk_identity=disk)
     host.proofs.pop(disk, None)
 
 
@@ -425,9 +429,9 @@ def baremetal_tenant(host: Host, params: Document) -> Document:
         # A tenant that is in uses what there is.
         holder = _ledger.load(MACHINE).allocation_id
         for entry in _ledger.entries():
-            if entry.disk and entry.dirty and entry.allocation_id == holder:
-                host.disks[entry.disk] = holder
-                host.mounts.add(entry.disk)
+            if entry.disk_identity and entry.dirty and entry.allocation_id == holder:
+                host.disks[entry.disk_identity] = holder
+                host.mounts.add(entry.disk_identity)
         return {"account": {"username": name, "uid": 59000}}
     if state == "absent":
         host.accounts.discard(name)

@@ -138,11 +138,11 @@ def test_what_a_lost_run_goes_on_to_do_is_found_and_cleaned(at: Open) -> None:
     assert statuses(stage) == ["available", "available"]
     # As if somebody had started it again, through what writes the ledger before the disk.
     stage.host.running, stage.host.disks = seen.running, seen.disks
-    entries = {entry.disk: entry for entry in seen.ledger()}
+    entries = {entry.disk_identity: entry for entry in seen.ledger()}
     with stage.host.at():
         for disk in seen.running[key]:
             slot_id, fence = entries[disk].slot_id, _ledger.load(entries[disk].slot_id).fence
-            _ledger.mark_dirty(slot_id, fence=fence, disk=disk)
+            _ledger.mark_dirty(slot_id, fence=fence, disk_identity=disk)
     look = Look(stage)
     look.take()
     result = look.tell()

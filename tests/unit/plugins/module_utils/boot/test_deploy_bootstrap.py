@@ -230,7 +230,7 @@ def _guest(tree: Path) -> None:
 
 
 def _slot(_tree: Path) -> None:
-    _ledger.hold("slot-0", fence=1, allocation_id=TENANT, disk="")
+    _ledger.hold("slot-0", fence=1, allocation_id=TENANT, disk_identity="")
 
 
 def _broken_ledger(_tree: Path) -> None:
@@ -254,7 +254,7 @@ def test_nobody_is_rebooted(
 def test_a_machine_that_a_tenant_has_is_left_alone(
     machine: Machine, script: Any, capsys: Any
 ) -> None:
-    _ledger.hold(_ledger.MACHINE, fence=1, allocation_id=TENANT, disk="")
+    _ledger.hold(_ledger.MACHINE, fence=1, allocation_id=TENANT, disk_identity="")
     machine.reasons = ["initramfs"]
     allowed = {"GPUAAS_SLICE_REBOOT_IF_REQUIRED": "1"}
     assert run(capsys, **allowed) == (1, ["FAIL tenants"])

@@ -308,7 +308,7 @@ def test_early_at_boot_nothing_is_said_about_what_is_not_the_slices(
     if why == "not a slice host":
         _host.remove(_boot_service.SLICE_MODE)
     if why == "leased":
-        _ledger.hold(_ledger.MACHINE, fence=1, allocation_id="a tenant", disk="")
+        _ledger.hold(_ledger.MACHINE, fence=1, allocation_id="a tenant", disk_identity="")
     assert _vfio_bind.claim(_vfio_bind.SETTINGS) == (1 if why == "leased" else 0)
     assert _pci.read(GPU).driver_override == ""
 

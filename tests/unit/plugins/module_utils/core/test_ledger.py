@@ -51,8 +51,8 @@ BROKEN = [folder, loop, cut_short, no_text, other_slot, no_fence, no_holder]
 @pytest.fixture
 def entry(tree: Path) -> Path:
     """A slot that a tenant has, dirty, under fence 7."""
-    _ledger.hold(SLOT, fence=7, allocation_id=TENANT, disk="eui.1")
-    _ledger.mark_dirty(SLOT, fence=7, disk="eui.1")
+    _ledger.hold(SLOT, fence=7, allocation_id=TENANT, disk_identity="eui.1")
+    _ledger.mark_dirty(SLOT, fence=7, disk_identity="eui.1")
     return tree / f"var/lib/gpuaas/ledger/{SLOT}.json"
 
 
@@ -62,9 +62,9 @@ def test_a_broken_entry_is_no_fresh_one(entry: Path, damage: Callable[[Path], No
     asks: list[Callable[[], object]] = [
         lambda: _ledger.load(SLOT),
         lambda: _ledger.check(SLOT, 1),
-        lambda: _ledger.hold(SLOT, fence=8, allocation_id=OTHER, disk="eui.1"),
-        lambda: _ledger.hold(_ledger.MACHINE, fence=8, allocation_id=OTHER, disk=""),
-        lambda: _ledger.mark_clean(SLOT, fence=8, disk="eui.1", proof={}),
+        lambda: _ledger.hold(SLOT, fence=8, allocation_id=OTHER, disk_identity="eui.1"),
+        lambda: _ledger.hold(_ledger.MACHINE, fence=8, allocation_id=OTHER, disk_identity=""),
+        lambda: _ledger.mark_clean(SLOT, fence=8, disk_identity="eui.1", proof={}),
         lambda: _ledger.release(SLOT, fence=8),
         _ledger.entries,
     ]
@@ -93,3 +93,13 @@ def test_an_entry_of_an_earlier_release_is_read(tree: Path) -> None:
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps({"slot_id": SLOT, "fence": 3}))
     assert _ledger.load(SLOT) == _ledger.Entry(SLOT, fence=3)
+
+
+def test_the_file_names_the_disk_as_earlier_releases_did(tree: Path) -> None:
+    entry = _ledger.hold(SLOT, fence=7, allocation_id=TENANT, disk_identity="eui.1")
+    file = tree / f"var/lib/gpuaas/ledger/{SLOT}.json"
+    kept = json.loads(file.read_text())
+    assert kept == entry.document() and kept["disk"] == "eui.1" and "disk_identity" not in kept
+    file.write_text(json.dumps({**kept, "disk_identity": "eui.2"}))
+    with pytest.raises(Refusal, match="ledger_unreadable"):
+        _ledger.load(SLOT)

@@ -202,7 +202,7 @@ def test_what_is_on_the_disk_must_be_what_the_plan_saw(loop) -> None:
         with pytest.raises(Refusal) as caught, _block.exclusive(disk, seen=seen):
             pass
         assert (caught.value.code, caught.value.found) == ("changed_since_plan", there)
-        assert disk.identity in caught.value.expected
+        assert disk.disk_identity in caught.value.expected
     with _block.exclusive(disk, seen=[there]):
         pass
     with _block.exclusive(disk):

@@ -23,7 +23,7 @@ def refused(path: str) -> str:
 def test_a_disk_is_known_by_what_the_device_says(bench) -> None:
     bench.disk()
     disk = _block.resolve("/dev/nvme1n1")
-    assert (disk.identity, disk.by_id, disk.serial) == (f"eui.{EUI}", BY_ID, "LABNVME0")
+    assert (disk.disk_identity, disk.by_id, disk.serial) == (f"eui.{EUI}", BY_ID, "LABNVME0")
     assert (disk.devt, disk.size_bytes, disk.model) == ("259:1", 48 << 20, "QEMU NVMe Ctrl")
     assert _block.resolve(BY_ID) == disk
 
@@ -32,8 +32,19 @@ def test_an_nguid_goes_before_the_eui_as_in_the_kernels_link(bench) -> None:
     nguid = "000000000000000100a075244a103331"
     bench.disk(nguid=nguid)
     disk = _block.resolve(f"/dev/disk/by-id/nvme-eui.{nguid}")
-    assert disk.identity == f"eui.{nguid}"
+    assert disk.disk_identity == f"eui.{nguid}"
     assert disk.is_known_as(EUI) and disk.is_known_as(nguid.upper())
+
+
+@pytest.mark.parametrize("name", [EUI, EUI.upper(), f"eui.{EUI}", f"EUI.{EUI.upper()}", BY_ID])
+def test_a_disks_identity_has_one_spelling(name: str) -> None:
+    assert _disk.disk_identity(name) == f"eui.{EUI}"
+
+
+def test_no_identifier_is_no_disk(bench) -> None:
+    bench.disk()
+    disk = _block.resolve(BY_ID)
+    assert not disk.nguid and not disk.is_known_as("") and not disk.is_known_as("eui.")
 
 
 @pytest.mark.covers("HOST-9")

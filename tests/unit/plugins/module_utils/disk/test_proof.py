@@ -57,33 +57,33 @@ def test_a_proof_stands_until_the_disk_is_written_to(tree: Path) -> None:
     assert _proof.standing(DISK) is None
     _proof.record(DISK, proof(_host.now()))
     assert _proof.standing(DISK) is not None
-    _ledger.mark_dirty("slot-0", fence=1, disk=DISK)
+    _ledger.mark_dirty("slot-0", fence=1, disk_identity=DISK)
     assert _proof.standing(DISK) is None
     newer = proof(_host.now())
-    _ledger.mark_clean("slot-0", fence=1, disk=DISK, proof=newer)
+    _ledger.mark_clean("slot-0", fence=1, disk_identity=DISK, proof=newer)
     assert _proof.standing(DISK) == newer
 
 
 def test_an_old_transition_does_not_stand_in_for_a_lost_wipe_proof(tree: Path) -> None:
     _proof.record(DISK, proof(_host.now()))
-    _ledger.mark_dirty("slot-0", fence=1, disk=DISK)
-    _ledger.mark_clean("slot-0", fence=1, disk=DISK, proof={})
+    _ledger.mark_dirty("slot-0", fence=1, disk_identity=DISK)
+    _ledger.mark_clean("slot-0", fence=1, disk_identity=DISK, proof={})
     assert _proof.standing(DISK) is None
 
 
 def test_a_wipe_also_answers_for_a_slot_that_is_not_used_any_more(tree: Path) -> None:
-    _ledger.mark_dirty("slot-old", fence=1, disk=DISK)
+    _ledger.mark_dirty("slot-old", fence=1, disk_identity=DISK)
     _proof.record(DISK, proof(_host.now()))
     assert _proof.standing(DISK) is not None
-    _ledger.mark_clean("slot-old", fence=1, disk="", proof={})
-    _ledger.hold("slot-old", fence=1, allocation_id="alloc", disk=DISK)
-    _ledger.mark_dirty("slot-old", fence=1, disk=DISK)
+    _ledger.mark_clean("slot-old", fence=1, disk_identity="", proof={})
+    _ledger.hold("slot-old", fence=1, allocation_id="alloc", disk_identity=DISK)
+    _ledger.mark_dirty("slot-old", fence=1, disk_identity=DISK)
     _proof.record(DISK, proof(_host.now()))
     assert _proof.standing(DISK) is None
 
 
 def test_proofs_of_other_disks_do_not_count(tree: Path) -> None:
-    _ledger.mark_clean("slot-0", fence=1, disk=DISK, proof=proof("9") | {"disk": "eui.0"})
+    _ledger.mark_clean("slot-0", fence=1, disk_identity=DISK, proof=proof("9") | {"disk": "eui.0"})
     assert _proof.standing(DISK) is None
 
 

@@ -275,7 +275,7 @@ def test_a_machine_with_somebody_on_it_is_not_power_cycled(
     machine: Any, tree: Path, racadm: Path
 ) -> None:
     record(machine)
-    _ledger.hold(_ledger.MACHINE, fence=1, allocation_id="23bd713b", disk="")
+    _ledger.hold(_ledger.MACHINE, fence=1, allocation_id="23bd713b", disk_identity="")
     done = run(racadm, tree, GPUAAS_SLICE_APPLY_BIOS="1")
     assert done.returncode == 1
     (said,) = (row for row in done.stdout.splitlines() if "GPUAAS_SLICE_BIOS_APPLY" in row)

@@ -24,7 +24,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.topology import _host
 pytestmark = pytest.mark.covers("HOST-10")
 
 DISK = _block.Disk(
-    identity="eui.5e0000000000a000",
+    disk_identity="eui.5e0000000000a000",
     by_id="/dev/disk/by-id/nvme-eui.5e0000000000a000",
     kernel_name="nvme0n1",
     serial="LABNVME0",
@@ -82,7 +82,7 @@ def test_approved_disks_are_raw_and_ours(parity: Any, disk: dict[str, _block.Usa
 
 def test_a_tenants_disk_is_not_drift(parity: Any, disk: dict[str, _block.Usage]) -> None:
     disk["use"] = _block.Usage(children=["nvme0n1p1"], qemu_pids=[4])
-    _ledger.hold("slot-0", fence=1, allocation_id="a", disk=DISK.identity)
+    _ledger.hold("slot-0", fence=1, allocation_id="a", disk_identity=DISK.disk_identity)
     assert _checks_runtime.nvme_ownership(parity.facts(parity.slot)).status == "PASS"
 
 

@@ -133,7 +133,7 @@ def test_slice_services_left_on_bare_metal_are_named(
     machine.file("/etc/modules-load.d/gpuaas-vfio.conf", "vfio\n")
     machine.file("/etc/default/grub.d/60-gpuaas-slice.cfg", "# ours\n")
     machine.file("/etc/gpuaas/slice-mode.json", '{"mode": "slice"}')
-    _ledger.hold("slot-0", fence=1, allocation_id="alloc-1", disk="eui.5e0000000000a000")
+    _ledger.hold("slot-0", fence=1, allocation_id="alloc-1", disk_identity="eui.5e0000000000a000")
     parity.shown(("ovsbr0", "10.100.0.1/24"))
     script.on(*NAT, out=RULE)
     parity.units(baseline="loaded/active/enabled/success", fabric="loaded/active/enabled/success")

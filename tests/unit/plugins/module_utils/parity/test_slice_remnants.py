@@ -206,8 +206,8 @@ def test_slices_are_told_from_slice_mode(bench: Any, host: Any, machine: Any) ->
     machine.file("/etc/gpuaas/slice-mode.json", '{"mode": "slice"}')
     _ledger.raise_fence("slot-0", fence=3)
     assert left(host, "slices") == []
-    _ledger.hold("slot-0", fence=4, allocation_id="alloc-1", disk="eui.1")
-    _ledger.mark_dirty("slot-1", fence=1, disk="eui.5e00000000000002")
+    _ledger.hold("slot-0", fence=4, allocation_id="alloc-1", disk_identity="eui.1")
+    _ledger.mark_dirty("slot-1", fence=1, disk_identity="eui.5e00000000000002")
     machine.file("/run/libvirt/qemu/gpuaas-slice-2.xml", "<domstatus/>")
     machine.file("/proc/77/cmdline", "/usr/bin/qemu-system-x86_64\0-name\0guest=gpuaas-slice-3\0")
     assert left(host, "slices") == [
@@ -224,8 +224,8 @@ def test_slices_are_told_from_slice_mode(bench: Any, host: Any, machine: Any) ->
 @pytest.mark.covers("HOST-15", "I12")
 def test_a_disk_that_was_written_off_is_left_only_while_it_is_there(bench: Any, host: Any) -> None:
     eui = "5e0000000000dead"
-    _ledger.hold(f"disk-{eui}", fence=1, allocation_id="alloc-1", disk=f"eui.{eui}")
-    _ledger.mark_dirty(f"disk-{eui}", fence=1, disk=f"eui.{eui}")
+    _ledger.hold(f"disk-{eui}", fence=1, allocation_id="alloc-1", disk_identity=f"eui.{eui}")
+    _ledger.mark_dirty(f"disk-{eui}", fence=1, disk_identity=f"eui.{eui}")
     bench.disk("nvme1n1")
     leased = f"is leased by alloc-1, waits for the wipe of eui.{eui}"
     assert left(host) == [("nvme_ownership", f"slot disk-{eui}", leased)]
@@ -247,7 +247,7 @@ def test_a_disk_that_was_written_off_is_left_only_while_it_is_there(bench: Any, 
 
 
 def test_the_mark_of_the_whole_machine_is_left_without_a_disk(host: Any) -> None:
-    _ledger.mark_dirty(_ledger.MACHINE, fence=1, disk="")
+    _ledger.mark_dirty(_ledger.MACHINE, fence=1, disk_identity="")
     assert [one[:2] for one in left(host)] == [("nvme_ownership", "slot machine")]
 
 

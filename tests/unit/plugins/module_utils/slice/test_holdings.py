@@ -79,7 +79,7 @@ def test_a_slice_is_listed_in_every_part(empty: Path, monkeypatch: pytest.Monkey
     file(empty, _object_names.seed_path(ONE))
     file(empty, _object_names.nvram_path(ONE))
     file(empty, f"{_object_names.SEEDS}/gpuaas-slice-notes.txt")
-    _ledger.hold("slot-0", fence=3, allocation_id=ONE, disk="eui.1")
+    _ledger.hold("slot-0", fence=3, allocation_id=ONE, disk_identity="eui.1")
     found = {name: part["found"] for name, part in look().items()}
     address = {"mac": "52:54:00:64:00:0a", "ip": "10.100.0.10"}
     own = {"allocation_id": ONE}

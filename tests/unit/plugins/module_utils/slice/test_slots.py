@@ -108,11 +108,11 @@ def test_another_disk_under_the_name_is_a_finding(monkeypatch: pytest.MonkeyPatc
 
 def test_the_ledger_speaks_as_the_hold_would(tree: Path) -> None:
     assert _slots.ledger(SLOT, ONE) == []
-    _ledger.hold("slot-3", fence=7, allocation_id=TWO, disk="d")
+    _ledger.hold("slot-3", fence=7, allocation_id=TWO, disk_identity="d")
     assert codes(_slots.ledger(SLOT, ONE)) == ["slot_leased"]
     assert codes(_slots.ledger({**SLOT, "fence": 6}, ONE)) == ["stale_fence"]
     assert _slots.ledger({**SLOT, "fence": 8}, ONE) == []
-    _ledger.mark_dirty("slot-3", fence=7, disk="d")
+    _ledger.mark_dirty("slot-3", fence=7, disk_identity="d")
     assert codes(_slots.ledger({**SLOT, "fence": 8}, ONE)) == ["disk_dirty"]
     assert _slots.ledger(SLOT, TWO) == []
 

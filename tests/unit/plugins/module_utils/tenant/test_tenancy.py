@@ -34,8 +34,8 @@ BIND: dict[str, Any] = {"gpu_ids": ["10de:2335"], "pf_ids": [], "exclusive": Fal
 
 @pytest.fixture
 def tenant(tree: Path) -> None:
-    _ledger.hold(_ledger.MACHINE, fence=1, allocation_id=TENANT, disk="")
-    _ledger.mark_dirty(_ledger.MACHINE, fence=1, disk="")
+    _ledger.hold(_ledger.MACHINE, fence=1, allocation_id=TENANT, disk_identity="")
+    _ledger.mark_dirty(_ledger.MACHINE, fence=1, disk_identity="")
 
 
 def refused(subject: _change.Subject, **params: Any) -> bool:
@@ -56,7 +56,7 @@ def test_it_is_not_put_into_slice_mode(tree: Path, tenant: None) -> None:
 def test_a_word_for_slices_can_always_be_taken_back(tree: Path) -> None:
     """With it the tenant could not be released: baremetal_lease refuses a slice host."""
     _host.write(_boot_service.SLICE_MODE, '{"mode": "slice"}\n')
-    _ledger.hold(_ledger.MACHINE, fence=1, allocation_id=TENANT, disk="")
+    _ledger.hold(_ledger.MACHINE, fence=1, allocation_id=TENANT, disk_identity="")
     outcome = _change.drive(_slice_mode.SUBJECT, {"state": "absent"}, check_mode=False)
     assert (outcome.failure, _host.read(_boot_service.SLICE_MODE)) == (None, None)
 
@@ -85,7 +85,7 @@ def test_services_are_not_given_back_under_a_tenant(tree: Path, script: Any) -> 
         script.on("systemctl", verb, "--", SERVICE)
     quiesced = _change.drive(_gpu_services.SUBJECT, {"services": [SERVICE]}, check_mode=False)
     assert quiesced.failure is None and SERVICE in quiesced.facts["before"]
-    _ledger.hold(_ledger.MACHINE, fence=1, allocation_id=TENANT, disk="")
+    _ledger.hold(_ledger.MACHINE, fence=1, allocation_id=TENANT, disk_identity="")
     assert refused(_gpu_services.SUBJECT, services=[], state="restored")
 
 

@@ -42,7 +42,7 @@ LEFT, RIGHT = "pci0000:20/0000:20:00.0", "pci0000:40/0000:40:00.0"
 def disk(number: int, *, model: str = "QEMU NVMe Ctrl", by_id: bool = True) -> _block.Disk:
     name = f"5e0000000000a00{number}"
     return _block.Disk(
-        identity=f"eui.{name}",
+        disk_identity=f"eui.{name}",
         by_id=f"/dev/disk/by-id/nvme-eui.{name}" if by_id else "",
         kernel_name=f"nvme{number}n1",
         serial=f"LABNVME{number}",
