@@ -76,7 +76,7 @@ from typing import Any
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host, _ledger
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _absence, _slots
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _slice_absence, _slots
 
 _NEEDED = ("slot_id", "nvme_device", "gpu_pci_address", "management_mac", "private_ip")
 
@@ -84,7 +84,7 @@ _NEEDED = ("slot_id", "nvme_device", "gpu_pci_address", "management_mac", "priva
 def look(params: _change.Params) -> dict[str, Any]:
     slots = _slots.checked(params["slots"], needed=_NEEDED)
     collected_at = _host.now()
-    checks = _absence.look(params["allocation_id"], slots, params["bridge"])
+    checks = _slice_absence.look(params["allocation_id"], slots, params["bridge"])
     # Without slots nothing was asked of the disks and devices, so nothing is proven.
     absent = bool(slots) and all(check["absent"] for check in checks.values())
     if params["require_absent"] and not absent:

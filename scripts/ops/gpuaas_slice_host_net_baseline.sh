@@ -5125,7 +5125,7 @@ def _binding() -> str:
     return "bind-dynamic"
 '''
 
-# sha256 ca60d7862b8690f6f79de75e1ed70b983c995456c5f0c2f99c6cb4cdff6aacf6
+# sha256 244d1159bfd8104b849e05d3790d1ae8023e8b879a561d8a173137624d979640
 SOURCES["network._bridge"] = r'''"""Live slice network: bridge, address, forwarding, NAT, and the link of the card.
 
 The same code runs in a playbook and in gpuaas-slice-network-baseline.service at boot. It leaves
@@ -5184,9 +5184,14 @@ def ports(bridge: str) -> list[str]:
     return _lines(["ovs-vsctl", "--timeout=20", "list-ports", bridge])
 
 
+def running() -> bool:
+    """Whether Open vSwitch answers questions."""
+    return _host.path(_DATABASE).exists()
+
+
 def bridges() -> list[str]:
     """Names of the OVS bridges; none while Open vSwitch does not run."""
-    if not _host.path(_DATABASE).exists():
+    if not running():
         return []
     return _lines(["ovs-vsctl", "--timeout=20", "list-br"])
 

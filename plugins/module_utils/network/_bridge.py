@@ -56,9 +56,14 @@ def ports(bridge: str) -> list[str]:
     return _lines(["ovs-vsctl", "--timeout=20", "list-ports", bridge])
 
 
+def running() -> bool:
+    """Whether Open vSwitch answers questions."""
+    return _host.path(_DATABASE).exists()
+
+
 def bridges() -> list[str]:
     """Names of the OVS bridges; none while Open vSwitch does not run."""
-    if not _host.path(_DATABASE).exists():
+    if not running():
         return []
     return _lines(["ovs-vsctl", "--timeout=20", "list-br"])
 

@@ -214,7 +214,7 @@ CHECKS: tuple[Check[Facts], ...] = (
         "libvirt",
         runtime.libvirt,
         _role("libvirt_host"),
-        baremetal=_nothing_of("libvirt"),
+        baremetal=_nothing_of("libvirt", "slice_files", "slice_limits"),
         restore=Remedy("release or recover the slices of this host first"),
     ),
     Check("libvirt_directory", runtime.libvirt_directory, _role("libvirt_host")),

@@ -31,6 +31,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _disk, _f
 from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _virtual_functions
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _baseline_files,
+    _bridge,
     _slice_network,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _checks_network
@@ -38,11 +39,19 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.parity._host_facts im
     OLD_BASELINE,
     Facts,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _libvirt
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _object_names, _traces
 from ansible_collections.gpuaas.slice.plugins.module_utils.topology import _host_resources
 
 SLICE_MODE = "/etc/gpuaas/slice-mode.json"
-_DOMAIN = "gpuaas-slice-"
+# Kinds of traces that the looks below name, each by its check. Two ask programs that a bare-metal
+# host need not run: domains are read from libvirt's files, and ports and flows end with the bridge.
+TRACES = {
+    "libvirt": ("qemu_process",),
+    "slice_reservations": ("reservation",),
+    "slice_files": ("nvram", "seed", "console"),
+    "slice_limits": ("qos",),
+}
+OTHERWISE = {"domain": "libvirt", "ovs_port": "ovs_bridge", "flows": "ovs_bridge"}
 # Where RACADM is from. Firmware is looked at on any machine, so this is no part of slice mode.
 RACADM_SOURCE = "/etc/apt/sources.list.d/dell-openmanage.sources"
 _MARKER = "# Written by the gpuaas.slice collection"
@@ -107,13 +116,15 @@ def _tried(check: str, look: Look, facts: Facts) -> list[Item]:
     return [Item(check, "the look itself", "an answer", f"unknown: {why}", ok=False)]
 
 
-def _domains(_facts: Facts) -> Iterator[Item]:
+def _domains(facts: Facts) -> Iterator[Item]:
     """Read from libvirt's files: it need not be installed, and must not be started to be asked."""
     folders = [_host.path(path) for path in ("/etc/libvirt/qemu", "/run/libvirt/qemu")]
-    defined = {file.stem for folder in folders for file in folder.glob(f"{_DOMAIN}*.xml")}
+    defined = {
+        file.stem for folder in folders for file in folder.glob(f"{_object_names.PREFIX}*.xml")
+    }
     yield _none("libvirt", "domains of slices", sorted(defined))
-    running = _libvirt.processes(_DOMAIN)
-    yield _none("libvirt", "QEMU of slices", [f"process {pid}" for pid in sorted(running)])
+    running = [f"process {trace.row['pid']}" for trace in _traces_of("libvirt", facts)]
+    yield _none("libvirt", "QEMU of slices", running)
 
 
 def _leases(facts: Facts) -> Iterator[Item]:
@@ -147,10 +158,25 @@ def _gone_dirty(entry: _ledger.Entry, facts: Facts) -> bool:
     return not any(disk.is_known_as(entry.disk_identity) for disk in facts.disks)
 
 
-def _reservations(_facts: Facts) -> Iterator[Item]:
-    folder = _host.path(_baseline_files.RESERVATIONS)
-    files = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
-    yield _none("slice_reservations", "reservations of slices", files)
+def _reservations(facts: Facts) -> Iterator[Item]:
+    owners = [trace.owner for trace in _traces_of("slice_reservations", facts)]
+    yield _none("slice_reservations", "reservations of slices", owners)
+
+
+def _slice_files(facts: Facts) -> Iterator[Item]:
+    paths = [trace.text for trace in _traces_of("slice_files", facts)]
+    yield _none("slice_files", "seeds, NVRAM and console logs of slices", paths)
+
+
+def _limits(facts: Facts) -> Iterator[Item]:
+    """QoS rows outlive their bridge, and nothing can be asked while Open vSwitch does not run."""
+    there = _traces_of("slice_limits", facts) if _bridge.running() else []
+    yield _none("slice_limits", "rate limits of slices", [trace.text for trace in there])
+
+
+def _traces_of(check: str, facts: Facts) -> list[_traces.Trace]:
+    looks = _traces.looks(facts.network["bridge"])
+    return [trace for kind in TRACES[check] for trace in looks[kind]()]
 
 
 def _mode(_facts: Facts) -> Iterator[Item]:
@@ -236,7 +262,7 @@ def _ipoib(_facts: Facts) -> Iterator[Item]:
     yield _given_back("ipoib_netplan", "ipoib")
 
 
-def _bridge(facts: Facts) -> Iterator[Item]:
+def _ovs_bridge(facts: Facts) -> Iterator[Item]:
     name = facts.network["bridge"]
     yield _none("ovs_bridge", f"bridge {name}", ["is there"] if name in facts.interfaces else [])
 
@@ -331,13 +357,15 @@ SLICES: dict[str, Look] = {
     "libvirt": _domains,
     "nvme_ownership": _leases,
     "slice_reservations": _reservations,
+    "slice_files": _slice_files,
+    "slice_limits": _limits,
 }
 MODE: dict[str, Look] = {
     "slice_mode": _mode,
     "vfio_binding": _binding,
     "fabric_vfs": _functions,
     "ipoib_netplan": _ipoib,
-    "ovs_bridge": _bridge,
+    "ovs_bridge": _ovs_bridge,
     "dnsmasq": _dnsmasq,
     "nat": _nat,
     "ip_forwarding": _forwarding,

@@ -11,8 +11,10 @@ The cookie is made of the allocation id: listing and removing a slice's flows is
 from __future__ import annotations
 
 import ipaddress
+import json
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -47,7 +49,7 @@ class Guard:
 
     @property
     def cookie(self) -> str:
-        return cookie(self.allocation_id)
+        return _object_names.cookie(self.allocation_id)
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,6 @@ class Flow:
         return ",".join([f"priority={self.priority}", *sorted(self.match, key=_field_order)]) + (
             f",actions={self.actions}"
         )
-
-
-def cookie(allocation_id: str) -> str:
-    # 64 bits; not 0, since the version digit of a UUID lies within.
-    return f"0x{int(_object_names.hexadecimal(allocation_id)[:16], 16):x}"
 
 
 def check(guard: Guard) -> Guard:
@@ -124,16 +121,20 @@ def rules(guard: Guard, port: int, host_addresses: Iterable[str]) -> frozenset[F
 def installed(bridge: str, allocation_id: str) -> frozenset[Flow]:
     """The flows of this allocation that the switch has now."""
     out = _ofctl(
-        "--no-names", "--no-stats", "dump-flows", bridge, f"cookie={cookie(allocation_id)}/-1"
+        "--no-names",
+        "--no-stats",
+        "dump-flows",
+        bridge,
+        f"cookie={_object_names.cookie(allocation_id)}/-1",
     )
     return frozenset(_parse(line) for line in out.splitlines() if "actions=" in line)
 
 
-def cookies(bridge: str) -> list[str]:
-    """Whose flows the switch has: one cookie for each allocation. The bridge's own have none."""
+def guards(bridge: str) -> Counter[str]:
+    """Number of flows by cookie, one for each allocation. The bridge's own flows have none."""
     out = _ofctl("--no-names", "--no-stats", "dump-flows", bridge)
-    found = (line.strip().partition(",")[0].removeprefix("cookie=") for line in out.splitlines())
-    return sorted({one for one in found if re.fullmatch(r"0x[0-9a-f]+", one) and one != "0x0"})
+    cookies = (line.strip().partition(",")[0].removeprefix("cookie=") for line in out.splitlines())
+    return Counter(c for c in cookies if re.fullmatch(r"0x[0-9a-f]+", c) and c != "0x0")
 
 
 def install(guard: Guard, port: int, host_addresses: Iterable[str]) -> int:
@@ -153,7 +154,7 @@ def install(guard: Guard, port: int, host_addresses: Iterable[str]) -> int:
 
 
 def remove(bridge: str, allocation_id: str) -> None:
-    _ofctl("del-flows", bridge, f"cookie={cookie(allocation_id)}/-1")
+    _ofctl("del-flows", bridge, f"cookie={_object_names.cookie(allocation_id)}/-1")
 
 
 def port_number(port: str) -> int | None:
@@ -162,7 +163,14 @@ def port_number(port: str) -> int | None:
     text = _command.run(argv).out.strip()
     if not text:
         return None
-    return int(text) if text.isdigit() and int(text) < 65280 else 0
+    return _number(text)
+
+
+def ports() -> dict[str, int]:
+    """OpenFlow number of every port of the switch, whatever its bridge; 0 while it has none."""
+    argv = ["ovs-vsctl", "--timeout=10", "--format=json", "--columns=name,ofport"]
+    rows = json.loads(_command.run([*argv, "list", "Interface"]).out)["data"]
+    return {name: _number(str(number)) for name, number in rows}
 
 
 def await_port(port: str, *, deadline: float = 30) -> int:
@@ -196,6 +204,10 @@ def host_addresses() -> list[str]:
         elif text.startswith("/32 host LOCAL"):
             found.add(last)
     return sorted(found)
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdigit() and int(text) < 65280 else 0
 
 
 def _outside(addresses: Iterable[str], subnet: ipaddress.IPv4Network) -> set[str]:

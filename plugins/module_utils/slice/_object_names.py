@@ -7,13 +7,22 @@ from __future__ import annotations
 
 import re
 import uuid
-from pathlib import PurePosixPath
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
 SEEDS = f"{_host.STATE_DIRECTORY}/seeds"
+# What the names of a slice's domain, its files and its QEMU begin with or contain.
+PREFIX = "gpuaas-slice-"
+# Folder and end of a file's name, between them the domain's; virtlogd adds to a console's.
+_FILES = {
+    "seed": (SEEDS, ".iso"),
+    "nvram": ("/var/lib/libvirt/qemu/nvram", "_VARS.fd"),
+    "console": ("/var/log/libvirt/qemu", "-console.log"),
+}
 
+_ID = re.compile(PREFIX + "".join(f"([0-9a-f]{{{size}}})" for size in (8, 4, 4, 4, 12)))
+_PORT = re.compile(r"gs([0-9a-f]{12})")
 _PCI = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[01][0-9a-f]\.[0-7]")
 _MAC = re.compile(r"[0-9a-f][02468ace](:[0-9a-f]{2}){5}")
 
@@ -29,8 +38,14 @@ def hexadecimal(allocation_id: str) -> str:
     return allocation_id.replace("-", "")
 
 
+def owner(text: str) -> str:
+    """The allocation id in a domain's name, or in anything that contains it; "" without one."""
+    digits = _ID.search(text)
+    return "-".join(digits.groups()) if digits else ""
+
+
 def domain_name(allocation_id: str) -> str:
-    return f"gpuaas-slice-{hexadecimal(allocation_id)}"
+    return f"{PREFIX}{hexadecimal(allocation_id)}"
 
 
 def port_name(allocation_id: str) -> str:
@@ -38,23 +53,49 @@ def port_name(allocation_id: str) -> str:
     return f"gs{hexadecimal(allocation_id)[:12]}"
 
 
+def port_owner(name: str) -> str:
+    """The first digits of the allocation id in a port's name; "" for a port of nobody's slice."""
+    digits = _PORT.fullmatch(name)
+    return digits[1] if digits else ""
+
+
+def cookie(allocation_id: str) -> str:
+    """What the flows of a slice's port carry: 64 bits, not 0, as a UUID's version lies within."""
+    return f"0x{int(hexadecimal(allocation_id)[:16], 16):x}"
+
+
+def cookie_owner(flow_cookie: str) -> str:
+    """The first digits of the allocation id in a cookie."""
+    return f"{int(flow_cookie, 16):016x}"
+
+
 def seed_path(allocation_id: str) -> str:
-    return f"{SEEDS}/{domain_name(allocation_id)}.iso"
+    return _path("seed", allocation_id)
 
 
 def nvram_path(allocation_id: str) -> str:
-    return f"/var/lib/libvirt/qemu/nvram/{domain_name(allocation_id)}_VARS.fd"
+    return _path("nvram", allocation_id)
 
 
 def console_path(allocation_id: str) -> str:
-    return f"/var/log/libvirt/qemu/{domain_name(allocation_id)}-console.log"
+    return _path("console", allocation_id)
 
 
 def console_files(allocation_id: str) -> list[str]:
     """The console's log as it is there, with the older parts that virtlogd has put aside."""
-    path = PurePosixPath(console_path(allocation_id))
-    folder = _host.path(str(path.parent))
-    return sorted(str(path.parent / file.name) for file in folder.glob(f"{path.name}*"))
+    return [path for path in files("console") if owner(path) == allocation_id]
+
+
+def files(kind: str) -> list[str]:
+    """Files of every slice on this host. kind: seed, nvram or console."""
+    folder, end = _FILES[kind]
+    pattern = f"{PREFIX}*{end}" + ("*" if kind == "console" else "")
+    return sorted(f"{folder}/{file.name}" for file in _host.path(folder).glob(pattern))
+
+
+def _path(kind: str, allocation_id: str) -> str:
+    folder, end = _FILES[kind]
+    return f"{folder}/{domain_name(allocation_id)}{end}"
 
 
 def check_mac(mac: str) -> str:

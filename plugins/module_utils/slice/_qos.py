@@ -109,6 +109,15 @@ def observe(allocation_id: str) -> State:
     return State(policed, shaped, tuple(sorted(owned)))
 
 
+def rows() -> dict[str, str]:
+    """Allocation by QoS row, for the rows of every slice. A row outlives port and bridge."""
+    argv = ["ovs-vsctl", "--timeout=10", "--format=json"]
+    argv += ["--columns=_uuid,external_ids", "list", "QoS"]
+    listed = json.loads(_command.run(argv).out)["data"]
+    owners = {_uuid(row): _map(ids).get(LABEL, "") for row, ids in listed}
+    return {row: owner for row, owner in owners.items() if owner}
+
+
 def install(allocation_id: str, wanted: Limit | None) -> None:
     """Give the port this limit, or none, in one transaction of the switch's database."""
     port = _object_names.port_name(allocation_id)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _ledger
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _absence
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _slice_absence
 from ansible_collections.gpuaas.slice.plugins.modules import slice_absence as module
 
 SLOT = {
@@ -32,7 +32,7 @@ def checks(**absent: bool) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def nothing_left(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_absence, "look", lambda *_: checks(domain=True, seed=True))
+    monkeypatch.setattr(_slice_absence, "look", lambda *_: checks(domain=True, seed=True))
 
 
 def test_absent_and_clean() -> None:
@@ -41,7 +41,7 @@ def test_absent_and_clean() -> None:
 
 
 def test_one_trace_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_absence, "look", lambda *_: checks(domain=True, seed=False))
+    monkeypatch.setattr(_slice_absence, "look", lambda *_: checks(domain=True, seed=False))
     assert not module.look(PARAMS)["absent"]
     with pytest.raises(Refusal, match=r"not_absent.*seed"):
         module.look({**PARAMS, "require_absent": True})

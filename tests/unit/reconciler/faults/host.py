@@ -17,6 +17,7 @@ from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _ledger
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _object_names
 
 Document = dict[str, Any]
 MACHINE = "machine"
@@ -159,7 +160,7 @@ def slice_lease(host: Host, params: Document) -> Document:
                 raise refuse("disk_dirty")
         host.plans.add(key)
         for slot in slots:
-            args = {"fence": slot["fence"], "allocation_id": key, "disk": disk_of(slot)}
+            args = {"fence": slot["fence"], "allocation_id": key, "disk_identity": disk_of(slot)}
             _ledger.hold(slot["slot_id"], **args)
         boot = slots[0]
         bundle = {"ip": boot["private_ip"], "mac": boot["management_mac"], "cpus": [], "gpus": []}
@@ -331,9 +332,16 @@ def slice_holdings(host: Host, params: Document) -> Document:
             for key, ip in host.reservations.items()
         ],
         "addresses": [],
-        "ports": [{"port": f"gs{key.replace('-', '')[:12]}"} for key in machines],
-        "guards": [{"cookie": f"0x{int(key.replace('-', '')[:16], 16):x}"} for key in machines],
+        "ports": [
+            {"port": _object_names.port_name(key), "owner": key.replace("-", "")[:12]}
+            for key in machines
+        ],
+        "guards": [
+            {"cookie": _object_names.cookie(key), "owner": key.replace("-", "")[:16]}
+            for key in machines
+        ],
         "files": [{"allocation_id": key, "path": f"/seeds/{key}"} for key in sorted(host.seeds)],
+        "limits": [],
         "devices": [],
     }
     parts = {name: {"known": True, "detail": "", "found": found} for name, found in held.items()}

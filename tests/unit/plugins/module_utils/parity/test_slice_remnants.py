@@ -30,6 +30,11 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.parity import (
     _host_facts,
     _slice_remnants,
 )
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
+    _object_names,
+    _qos,
+    _traces,
+)
 from ansible_collections.gpuaas.slice.plugins.modules import slice_remnants
 
 bench = runpy.run_path(str(Path(__file__).parents[2] / "storage_bench.py"))["bench"]
@@ -38,6 +43,7 @@ pytestmark = pytest.mark.covers("HOST-15")
 
 NAT = ("iptables", "-w", "-t", "nat", "-S", "POSTROUTING")
 UNITS = "/etc/systemd/system"
+ALLOCATION = "23bd713b-6073-4ef7-8a51-2897e902365d"
 
 
 @pytest.fixture
@@ -115,6 +121,9 @@ FILES = [
     ("libvirt_service", "/var/lib/gpuaas/before/libvirt.json", "{}"),
     ("libvirt", "/etc/libvirt/qemu/gpuaas-slice-1.xml", "<domain/>"),
     ("slice_reservations", "/var/lib/gpuaas/dnsmasq/hosts.d/1", "x"),
+    ("slice_files", _object_names.seed_path(ALLOCATION), "x"),
+    ("slice_files", _object_names.nvram_path(ALLOCATION), "x"),
+    ("slice_files", f"{_object_names.console_path(ALLOCATION)}.0", "x"),
 ]  # fmt: skip
 
 
@@ -199,6 +208,24 @@ def test_a_sites_own_functions_are_told_from_ours(host: Any, machine: Any, scrip
     named("0e:11:22:33:44:55")
     machine.file(_host_snapshot.file_of(_virtual_functions.RECORD), "{}")
     assert [one[1] for one in left(host)] == [card, "fabric as before"]
+
+
+def test_every_kind_of_trace_is_looked_for() -> None:
+    kinds = [kind for kinds in _slice_remnants.TRACES.values() for kind in kinds]
+    assert {*kinds, *_slice_remnants.OTHERWISE} == set(_traces.looks("ovsbr0"))
+    assert {*_slice_remnants.TRACES, *_slice_remnants.OTHERWISE.values()} <= {
+        *_slice_remnants.SLICES,
+        *_slice_remnants.MODE,
+    }
+
+
+def test_a_rate_limit_outlives_its_bridge(
+    host: Any, machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_qos, "rows", lambda: {"row-1": ALLOCATION})
+    assert left(host) == [], "nobody can be asked"
+    machine.file("/run/openvswitch/db.sock")
+    assert left(host) == [("slice_limits", "rate limits of slices", "row-1")]
 
 
 def test_slices_are_told_from_slice_mode(bench: Any, host: Any, machine: Any) -> None:

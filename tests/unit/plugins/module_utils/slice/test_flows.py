@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -117,3 +118,11 @@ def test_host_addresses(tree: Path) -> None:
 def test_a_foreign_address_is_refused(ip: str) -> None:
     with pytest.raises(Refusal, match="spec_invalid"):
         _flows.check(Guard(ALLOCATION, "ovsbr0", "52:54:00:64:00:0a", ip, "10.100.0.1/24"))
+
+
+def test_the_ports_of_every_bridge(script: Script) -> None:
+    argv = ("ovs-vsctl", "--timeout=10", "--format=json", "--columns=name,ofport")
+    data = [["gs23bd713b6073", 4], ["ovsbr0", 65534], ["eno1", ["set", []]]]
+    text = json.dumps({"data": data, "headings": ["name", "ofport"]}) + "\n"
+    script.on(*argv, "list", "Interface", out=text)
+    assert _flows.ports() == {"gs23bd713b6073": 4, "ovsbr0": 0, "eno1": 0}

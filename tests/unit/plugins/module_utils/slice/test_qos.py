@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -122,3 +123,14 @@ def test_what_would_let_nothing_pass_is_refused() -> None:
     for wrong in ({"rate_kbps": 0, "burst_kb": 100}, {"rate_kbps": 1000, "burst_kb": 11}):
         with pytest.raises(Refusal, match="mgmt_qos"):
             _qos.limit(wrong)
+
+
+def test_rows_of_slices_are_listed_with_their_allocation(script: Any) -> None:
+    argv = ("ovs-vsctl", "--timeout=10", "--format=json", "--columns=_uuid,external_ids")
+    data = [
+        [["uuid", "row-1"], ["map", [[_qos.LABEL, "23bd713b-6073-4ef7-8a51-2897e902365d"]]]],
+        [["uuid", "row-2"], ["map", []]],
+    ]
+    text = json.dumps({"data": data, "headings": ["_uuid", "external_ids"]}) + "\n"
+    script.on(*argv, "list", "QoS", out=text)
+    assert _qos.rows() == {"row-1": "23bd713b-6073-4ef7-8a51-2897e902365d"}

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _ledger
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _bridge
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _dnsmasq,
     _flows,
-    _holdings,
     _libvirt,
     _object_names,
+    _qos,
+    _slice_holdings,
     _slots,
 )
 
@@ -36,6 +36,7 @@ PARTS = {
     "ports",
     "guards",
     "files",
+    "limits",
     "devices",
 }
 
@@ -44,15 +45,16 @@ PARTS = {
 def empty(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A host that holds nothing."""
     monkeypatch.setattr(_libvirt, "states", dict)
-    monkeypatch.setattr(_bridge, "ports", lambda _name: [])
-    monkeypatch.setattr(_flows, "cookies", lambda _name: [])
+    monkeypatch.setattr(_flows, "ports", dict)
+    monkeypatch.setattr(_flows, "guards", lambda _name: {})
+    monkeypatch.setattr(_qos, "rows", dict)
     monkeypatch.setattr(_slots, "disk", lambda *_, **__: (object(), []))
     monkeypatch.setattr(_slots, "passthrough", lambda *_, **__: [])
     return tree
 
 
 def look() -> dict[str, Any]:
-    return _holdings.look([SLOT], "ovsbr0")
+    return _slice_holdings.look([SLOT], "ovsbr0")
 
 
 def file(root: Path, path: str, text: str = "") -> None:
@@ -70,14 +72,16 @@ def test_nothing_is_held(empty: Path) -> None:
 def test_a_slice_is_listed_in_every_part(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_libvirt, "states", lambda: {DOMAIN: _libvirt.State("shut off")})
     monkeypatch.setattr(_libvirt, "definition", lambda _name: XML)
-    monkeypatch.setattr(_bridge, "ports", lambda _name: ["eno1", _object_names.port_name(ONE)])
-    monkeypatch.setattr(_flows, "cookies", lambda _name: [_flows.cookie(ONE)])
+    monkeypatch.setattr(_flows, "ports", lambda: {"eno1": 1, _object_names.port_name(ONE): 4})
+    monkeypatch.setattr(_flows, "guards", lambda _name: {_object_names.cookie(ONE): 17})
+    monkeypatch.setattr(_qos, "rows", lambda: {"row": ONE})
     command = f"/usr/bin/qemu-system-x86_64\0-name\0guest={DOMAIN},debug-threads=on\0"
     file(empty, "/proc/7/cmdline", command)
     file(empty, _dnsmasq.file_of(ONE), "52:54:00:64:00:0a,id:*,10.100.0.10,vm,12h")
     file(empty, _dnsmasq.LEASES, "1 52:54:00:64:00:0a 10.100.0.10 vm *\n")
     file(empty, _object_names.seed_path(ONE))
     file(empty, _object_names.nvram_path(ONE))
+    file(empty, f"{_object_names.console_path(ONE)}.0")
     file(empty, f"{_object_names.SEEDS}/gpuaas-slice-notes.txt")
     _ledger.hold("slot-0", fence=3, allocation_id=ONE, disk_identity="eui.1")
     found = {name: part["found"] for name, part in look().items()}
@@ -92,12 +96,14 @@ def test_a_slice_is_listed_in_every_part(empty: Path, monkeypatch: pytest.Monkey
         "leases": [{**own, "slot_id": "slot-0", "fence": 3, "disk": "eui.1", "dirty": False}],
         "reservations": [own | address],
         "addresses": [address],
-        "ports": [{"port": "gs23bd713b6073"}],
-        "guards": [{"cookie": "0x23bd713b60734ef7"}],
+        "ports": [{"port": "gs23bd713b6073", "owner": "23bd713b6073"}],
+        "guards": [{"cookie": "0x23bd713b60734ef7", "owner": "23bd713b60734ef7"}],
         "files": [
-            {**own, "path": _object_names.seed_path(ONE)},
             {**own, "path": _object_names.nvram_path(ONE)},
+            {**own, "path": _object_names.seed_path(ONE)},
+            {**own, "path": f"{_object_names.console_path(ONE)}.0"},
         ],
+        "limits": [{**own, "row": "row"}],
         "devices": [],
     }
 
@@ -126,7 +132,7 @@ def test_what_speaks_against_a_device_is_said_and_a_slice_is_no_obstacle(
     monkeypatch.setattr(_host, "read", lambda _path: "")
     monkeypatch.setattr(_slots, "disk", lambda *_, **__: (None, [used]))
     monkeypatch.setattr(_slots, "passthrough", passthrough)
-    found = _holdings.look([SLOT], "ovsbr0")["devices"]["found"]
+    found = _slice_holdings.look([SLOT], "ovsbr0")["devices"]["found"]
     assert [(one["slot_id"], one["code"]) for one in found] == [
         ("slot-0", "disk_in_use"),
         ("slot-0", "not_bound"),
@@ -139,8 +145,9 @@ def test_what_speaks_against_a_device_is_said_and_a_slice_is_no_obstacle(
     ("owner", "name", "part"),
     [
         (_libvirt, "states", "domains"),
-        (_bridge, "ports", "ports"),
-        (_flows, "cookies", "guards"),
+        (_flows, "ports", "ports"),
+        (_flows, "guards", "guards"),
+        (_qos, "rows", "limits"),
         (_slots, "disk", "devices"),
         (_ledger, "entries", "leases"),
         (_dnsmasq, "reservations", "reservations"),
@@ -166,4 +173,4 @@ def test_cookies_are_those_of_slices(script: Any) -> None:
         " priority=0 actions=NORMAL\n"
     )
     script.on("ovs-ofctl", "--no-names", "--no-stats", "dump-flows", "ovsbr0", out=flows)
-    assert _flows.cookies("ovsbr0") == [_flows.cookie(ONE)]
+    assert _flows.guards("ovsbr0") == {_object_names.cookie(ONE): 2}

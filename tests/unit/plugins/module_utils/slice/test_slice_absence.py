@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
-    _absence,
     _dnsmasq,
     _flows,
     _libvirt,
     _object_names,
     _qos,
+    _slice_absence,
     _slots,
 )
 
@@ -35,9 +35,9 @@ def broken(*_: object, **__: object) -> Any:
 def empty(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A host on which nothing is left."""
     monkeypatch.setattr(_libvirt, "states", dict)
-    monkeypatch.setattr(_flows, "port_number", lambda _port: None)
-    monkeypatch.setattr(_flows, "installed", lambda _bridge, _allocation: frozenset())
-    monkeypatch.setattr(_qos, "observe", lambda _allocation: _qos.State())
+    monkeypatch.setattr(_flows, "ports", lambda: {"gs33bd713b6073": 5})
+    monkeypatch.setattr(_flows, "guards", lambda _bridge: {_object_names.cookie(TWO): 17})
+    monkeypatch.setattr(_qos, "rows", lambda: {"another": TWO})
     monkeypatch.setattr(_dnsmasq, "connections", lambda _ip: 0)
     monkeypatch.setattr(_slots, "disk", lambda _slot: (object(), []))
     monkeypatch.setattr(_slots, "passthrough", lambda _address: [])
@@ -50,13 +50,12 @@ def left(checks: dict[str, Any]) -> set[str]:
 
 @pytest.mark.covers("I17")
 def test_nothing_left(empty: Path) -> None:
-    checks = _absence.look(ONE, [SLOT], "ovsbr0")
+    checks = _slice_absence.look(ONE, [SLOT], "ovsbr0")
     assert left(checks) == set()
     assert all(check["known"] for check in checks.values())
 
 
 OFF = {_object_names.domain_name(ONE): _libvirt.State("shut off")}
-RULE = _flows.Flow(1, frozenset(), "drop")
 UNBOUND = Refusal("not_bound", expected="", found="", remedy="")
 
 
@@ -66,9 +65,9 @@ UNBOUND = Refusal("not_bound", expected="", found="", remedy="")
     [
         ((_libvirt, "states", lambda: OFF), "domain"),
         ((_libvirt, "processes", lambda _marker: {7: "qemu-system-x86_64"}), "qemu_process"),
-        ((_flows, "port_number", lambda _port: 0), "ovs_port"),
-        ((_flows, "installed", lambda *_: {RULE}), "flows"),
-        ((_qos, "observe", lambda _allocation: _qos.State(rows=("row",))), "qos"),
+        ((_flows, "ports", lambda: {_object_names.port_name(ONE): 0}), "ovs_port"),
+        ((_flows, "guards", lambda _bridge: {_object_names.cookie(ONE): 1}), "flows"),
+        ((_qos, "rows", lambda: {"row": ONE}), "qos"),
         ((_dnsmasq, "connections", lambda _ip: 2), "connections"),
         pytest.param(
             (_slots, "passthrough", lambda _functions: [UNBOUND]),
@@ -81,7 +80,7 @@ def test_one_trace_is_enough(
     empty: Path, monkeypatch: pytest.MonkeyPatch, look: tuple[Any, str, Any], trace: str
 ) -> None:
     monkeypatch.setattr(*look)
-    assert left(_absence.look(ONE, [SLOT], "ovsbr0")) == {trace}
+    assert left(_slice_absence.look(ONE, [SLOT], "ovsbr0")) == {trace}
 
 
 @pytest.mark.covers("I17")
@@ -98,7 +97,7 @@ def test_a_file_left_behind(empty: Path, path: str, trace: str) -> None:
     file = empty / path.lstrip("/")
     file.parent.mkdir(parents=True)
     file.write_text("52:54:00:64:00:0d,10.100.0.13,a")
-    assert left(_absence.look(ONE, [SLOT], "ovsbr0")) == {trace}
+    assert left(_slice_absence.look(ONE, [SLOT], "ovsbr0")) == {trace}
 
 
 @pytest.mark.covers("I17")
@@ -106,11 +105,11 @@ def test_a_lease_counts_unless_the_address_has_a_new_holder(empty: Path) -> None
     leases = empty / _dnsmasq.LEASES.lstrip("/")
     leases.parent.mkdir(parents=True)
     leases.write_text("1 52:54:00:64:00:0d 10.100.0.13 a *\n")
-    assert left(_absence.look(ONE, [SLOT], "ovsbr0")) == {"lease"}
+    assert left(_slice_absence.look(ONE, [SLOT], "ovsbr0")) == {"lease"}
     other = empty / _dnsmasq.file_of(TWO).lstrip("/")
     other.parent.mkdir(parents=True)
     other.write_text("52:54:00:64:00:0d,id:*,10.100.0.13,b,12h")
-    assert left(_absence.look(ONE, [SLOT], "ovsbr0")) == set()
+    assert left(_slice_absence.look(ONE, [SLOT], "ovsbr0")) == set()
 
 
 @pytest.mark.covers("I13")
@@ -118,9 +117,9 @@ def test_a_lease_counts_unless_the_address_has_a_new_holder(empty: Path) -> None
     ("owner", "name", "trace"),
     [
         (_libvirt, "states", "domain"),
-        (_flows, "port_number", "ovs_port"),
-        (_flows, "installed", "flows"),
-        (_qos, "observe", "qos"),
+        (_flows, "ports", "ovs_port"),
+        (_flows, "guards", "flows"),
+        (_qos, "rows", "qos"),
         (_dnsmasq, "connections", "connections"),
         (_slots, "disk", "disk_holders"),
         (_slots, "passthrough", "vfio_bound"),
@@ -130,7 +129,7 @@ def test_a_look_that_fails_proves_nothing(
     empty: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, trace: str
 ) -> None:
     monkeypatch.setattr(owner, name, broken)
-    checks = _absence.look(ONE, [SLOT], "ovsbr0")
+    checks = _slice_absence.look(ONE, [SLOT], "ovsbr0")
     assert left(checks) == {trace}
     assert not checks[trace]["known"]
 
@@ -140,4 +139,4 @@ def test_a_disk_that_is_not_the_approved_one_proves_nothing(
 ) -> None:
     refusal = Refusal("identity_mismatch", expected="", found="", remedy="")
     monkeypatch.setattr(_slots, "disk", lambda _slot: (None, [refusal]))
-    assert not _absence.look(ONE, [SLOT], "ovsbr0")["disk_holders"]["known"]
+    assert not _slice_absence.look(ONE, [SLOT], "ovsbr0")["disk_holders"]["known"]
