@@ -43,6 +43,9 @@ bench: ## Measure against the named peers; adds to build/bench.json (without Ope
 	@$(PYTHON) -m tests.bench.tasks
 	@$(PYTHON) -m tests.bench.memory
 
+scripts: setup ## Build the single-file programs into build/scripts
+	@$(PYTHON) -m scripts.standalone
+
 lab-up: setup ## Boot the lab host and leave it running
 	@$(GPUAAS) lab up
 
@@ -58,4 +61,4 @@ run: setup ## Reconciler on 127.0.0.1 with SQLite
 lock: ## Resolve the dependencies anew into requirements.lock
 	@scripts/lock
 
-.PHONY: help setup demo test test-fast test-long lint sanity molecule bench lab-up lab-ssh lab-down run lock
+.PHONY: help setup demo test test-fast test-long lint sanity molecule bench scripts lab-up lab-ssh lab-down run lock

@@ -13,6 +13,8 @@ _PACKAGE = Path(__file__).resolve().parent
 _CARRIED = _PACKAGE / "_shipped"
 INSTALLED = _CARRIED.is_dir()
 PROJECT = _CARRIED if INSTALLED else _PACKAGE.parent
+# Single-file programs for hosts, which a checkout has from `make scripts`.
+SCRIPTS = (PROJECT if INSTALLED else PROJECT / "build") / "scripts"
 
 # Where an installed service keeps things unless it is told otherwise: its units and
 # packaging/gpuaas.env say the same.

@@ -8,6 +8,7 @@ import json
 from functools import lru_cache
 from pathlib import Path
 
+from reconciler import carrier as carrying
 from reconciler.benchmark.harness.request import Request
 
 _HERE = Path(__file__).resolve().parent
@@ -32,8 +33,8 @@ def digest() -> str:
 def text(request: Request) -> str:
     """A program that prints one capture."""
     asked = dataclasses.asdict(dataclasses.replace(request, harness=digest()))
-    carrier = (_HERE / "carrier.py").read_text(encoding="utf-8")
+    carrier = Path(carrying.__file__).read_text(encoding="utf-8")
     # A Python literal made from plain strings and numbers: whatever a label holds, it stays data.
     # One line each: an error message then quotes a line, not the whole harness.
     lines = "".join(f"    {name!r}: {source!r},\n" for name, source in sources().items())
-    return f"{carrier}\n\nrun({{\n{lines}}}, {f'{_PACKAGE}.main'!r}, {asked!r})\n"
+    return f"{carrier}\n\ninstall({{\n{lines}}})\nrun({f'{_PACKAGE}.main:main'!r}, {asked!r})\n"

@@ -37,8 +37,10 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import _tenanc
 
 DONE, FAILED, WRONG_CALL, REBOOT_NEEDED = 0, 1, 2, 3
 DEFAULT_PROFILE = "xe9680l-h200"
+NETWORK = "network"
 
 SETTINGS = """\
+`network` as the first word repairs the network baseline alone; see `network --help`.
 settings, from the environment:
   GPUAAS_SLICE_PROFILE             hardware profile (xe9680l-h200)
   GPUAAS_SLICE_REBOOT_IF_REQUIRED  1 reboots when that is needed and nobody would be cut off;
@@ -88,19 +90,24 @@ class Part:
 
 
 def main(words: Sequence[str], environment: Mapping[str, str]) -> int:
-    """The whole bootstrap. Profiles are the JSON that the generated file carries."""
+    """The whole bootstrap, or with NETWORK as the first word the network baseline alone.
+
+    Profiles are the JSON that the single-file program carries.
+    """
+    if words[:1] == [NETWORK]:
+        return network(words[1:], environment)
     return _run(words, environment, "Make a slice host of this deployed machine.")
 
 
 def network(words: Sequence[str], environment: Mapping[str, str]) -> int:
     """The network baseline alone: repaired now, and by its service at every boot."""
-    return _run(words, environment, "Repair the network baseline of this slice host.", "network")
+    return _run(words, environment, "Repair the network baseline of this slice host.", NETWORK)
 
 
 def _run(words: Sequence[str], environment: Mapping[str, str], about: str, only: str = "") -> int:
     # What is run is a file descriptor, which has no name that helps.
     parser = argparse.ArgumentParser(
-        prog="sh <this file>",
+        prog=" ".join(["sh <this file>", *([only] if only else [])]),
         description=about,
         epilog=NETWORK_SETTINGS if only else SETTINGS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -277,7 +284,7 @@ def _refuse_unused(environment: Mapping[str, str]) -> None:
 
 
 def _carried(name: str) -> str:
-    """A file that the generated script carries. Raises LookupError."""
+    """A file that the single-file program carries. Raises LookupError."""
     return str(globals()["__loader__"].get_data(name).decode())
 
 

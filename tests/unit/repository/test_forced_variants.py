@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts import standalone
 from tests.unit.repository import commands, sources
 
 pytestmark = pytest.mark.covers("I8")
@@ -153,8 +154,7 @@ def test_the_scanner_reads_what_must_be_read() -> None:
         "lab/disks.py",
         "Makefile",
     } <= names
-    script = "scripts/maas/commissioning/50-gpuaas-slice-firmware-preflight.sh"
-    text = (sources.ROOT / script).read_text()
+    text = standalone.build(standalone.FIRMWARE)
     spoiled = text.replace('["env", "DEBIAN_FRONTEND=noninteractive"', '["wipefs", "-f"', 1)
     assert spoiled != text and list(sources.in_shell(spoiled))
 

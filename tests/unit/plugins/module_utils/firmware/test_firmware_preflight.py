@@ -33,7 +33,7 @@ pytestmark = pytest.mark.covers("HOST-1")
 
 REPOSITORY = Path(__file__).resolve().parents[5]
 STANDIN = REPOSITORY / "tests" / "standin" / "racadm"
-SCRIPT = REPOSITORY / "scripts/maas/commissioning/50-gpuaas-slice-firmware-preflight.sh"
+SCRIPT = standalone.BUILD / standalone.FIRMWARE.path
 PROFILE: dict[str, Any] = {
     "name": "test",
     "gpu": {"ids": ["10de:2335"], "expected": 2},
