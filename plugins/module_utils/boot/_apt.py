@@ -1,4 +1,4 @@
-"""Calls of apt that wait for its locks, since a machine's first boot upgrades packages too."""
+"""apt calls that wait for its locks, because a machine's first boot also upgrades packages."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from collections.abc import Sequence
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
-# How long others may have a lock. A first boot's own upgrade takes minutes; less, and a bootstrap
-# beside it fails.
+# How long other processes may hold a lock. The first boot's own upgrade takes minutes; with a
+# shorter wait, a bootstrap that runs at the same time fails.
 LOCK_S = 600
-# Some hundred megabytes from a slow mirror; much longer means that the mirror is gone.
+# Time for some hundred megabytes from a slow mirror; a longer time means that the mirror is gone.
 _WORK_S = 1800
 _PAUSE_S = 2.0
-# Exit code 100 means anything, so its words count; _command fixes their language. A lock that apt
-# cannot open (wrong user, no such folder, nothing to write on) gets "are you root?" instead: that
-# passes with no waiting.
+# Exit code 100 has many causes, so the error text counts; _command fixes its language. A lock that
+# apt cannot open (wrong user, missing folder, read-only medium) gives "are you root?" instead, and
+# apt is then not retried.
 _HELD = ("Could not get lock", "is another process using it?")
 
-# Without the cache that apt-cache writes: nothing is left behind by a look.
+# apt-cache would otherwise write a package cache; a read must leave nothing behind.
 _LOOK = ("Dir::Cache::pkgcache=", "Dir::Cache::srcpkgcache=")
 
 
 def run(*words: str, settings: Sequence[str] = (), wait: float = LOCK_S) -> None:
-    """`apt-get` with `words`; settings: apt's own, as `NAME=VALUE`.
+    """Run `apt-get` with `words`; settings: apt's own, as `NAME=VALUE`.
 
-    apt waits for dpkg's lock by itself and fails at once for the others, of its lists and of its
-    cache: those are waited for here. Raises Refusal `apt_locked` after `wait` seconds.
+    apt itself waits for dpkg's lock, but fails at once on the locks of its lists and cache. This
+    function waits for those two. Raises Refusal `apt_locked` after `wait` seconds.
     """
     until = time.monotonic() + wait
     while True:
@@ -52,10 +52,10 @@ def run(*words: str, settings: Sequence[str] = (), wait: float = LOCK_S) -> None
 
 
 def offered(names: Sequence[str]) -> frozenset[str]:
-    """Those of `names` that apt could install, by the package lists that this host has now."""
+    """Those of `names` that apt could install, by this host's current package lists."""
     if not names:
         return frozenset()
-    # 100: sources that apt cannot read offer nothing.
+    # 100: sources that apt cannot read offer no packages.
     out = _command.run(["apt-cache", *_given(_LOOK), "policy", "--", *names], ok=(0, 100)).out
     found, name = set(), ""
     for row in out.splitlines():

@@ -1,7 +1,7 @@
 """Signed apt repository with a key that is trusted for that repository alone.
 
-The key is believed for its fingerprint, which comes from the operator and not from the place the
-key comes from. Nothing that would let apt take a package without a signature is passed over.
+The key is verified by its fingerprint. The fingerprint comes from the operator, not from the server
+that provides the key. Every setting that lets apt take an unsigned package is reported.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import R
 SOURCES = "/etc/apt/sources.list.d"
 KEYRINGS = "/usr/share/keyrings"
 
-# No user part: a password in a source file is readable by everybody.
+# No user part, because everybody can read a password in a source file.
 _URI = re.compile(r"(https?://[A-Za-z0-9.\[\]:-]+|file://)(/[A-Za-z0-9._~%+/-]*)?")
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*")
 _ONE_LINE = re.compile(r"\s*deb(?:-src)?\s+(?:\[([^\]]*)\]\s*)?(\S+)")
 # A key with many signatures has some hundred kilobytes.
 _LARGEST_KEY = 1 << 20
 _NO = ("no", "false", "without", "off", "disable", "0")
-# Options of a source, and settings of apt, that let a package in without a signature.
+# Source options and apt settings that allow a package without a signature.
 _OPEN_OPTIONS = ("trusted", "allow-insecure", "allow-weak", "allow-downgrade-to-insecure")
 _OPEN_SETTINGS = (
     "APT::Get::AllowUnauthenticated",
@@ -42,10 +42,10 @@ _OPEN_SETTINGS = (
 
 @dataclass(frozen=True)
 class State:
-    """keys: fingerprints in our keyring. source: text of our file, None when there is none.
+    """keys: fingerprints in the managed keyring. source: text of the managed file, None if absent.
 
-    elsewhere: other files that name the same repository. open_doors: sources and settings that take
-    packages without a signature; not those of our file, which is rewritten where it is not ours.
+    elsewhere: other files that name the same repository. open_doors: sources and settings that
+    allow unsigned packages. The managed file is not among them, because a wrong one is rewritten.
     """
 
     keys: tuple[str, ...]
@@ -56,7 +56,7 @@ class State:
 
 @dataclass(frozen=True)
 class Source:
-    """One stanza or line of apt's sources."""
+    """A stanza or line of apt's sources."""
 
     file: str
     uris: tuple[str, ...]
@@ -93,8 +93,8 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
     wanted = stanza(params)
     if state.source != wanted:
         step = _change.Step("write_source", source_path(params), before=state.source, after=wanted)
-        # A new source comes after its key. An edited one may take anything: it is put right first,
-        # whether or not the key can be had.
+        # A new source comes after its key. An edited source may accept any package, so it is
+        # corrected first, even if the key is unavailable.
         steps.insert(0 if state.source is not None else len(steps), step)
     return _change.Plan(tuple(steps), tuple(blockers))
 
@@ -144,7 +144,7 @@ def source_path(params: _change.Params) -> str:
 
 
 def stanza(params: _change.Params) -> str:
-    """Our source file. Signed-By is what scopes the key."""
+    """Content of the managed source file. Signed-By limits the key to it."""
     rows = [
         "Types: deb",
         f"URIs: {params['uri']}",
@@ -157,7 +157,7 @@ def stanza(params: _change.Params) -> str:
 
 
 def sources() -> Iterator[Source]:
-    """Everything that apt reads packages from."""
+    """All sources from which apt reads packages."""
     folder = _host.path(SOURCES)
     names = sorted(one.name for one in folder.iterdir()) if folder.is_dir() else []
     for path in ("/etc/apt/sources.list", *(f"{SOURCES}/{name}" for name in names)):

@@ -1,9 +1,9 @@
 """Bootstrap of a deployed machine without Ansible, for cloud-init or an operator's shell.
 
-The same subjects in the same order as the playbook bootstrap, one line each on standard output. A
-step that fails ends it: later ones build on earlier ones. A reboot comes last and only when it is
-needed and allowed; the boot services then bring back what a reboot takes. Nothing begins on a
-machine that a tenant has as a whole, and nothing is rebooted under anybody.
+It runs the same subjects in the same order as the playbook bootstrap, with one line each on
+standard output. A failed step ends it, because later steps build on earlier steps. A reboot comes
+last, and only if it is needed and allowed; the boot services then restore runtime settings. It does
+not start on a machine that a tenant has as a whole, and does not reboot a machine in use.
 
 Exit codes: 0 done, 1 a step failed, 2 wrong settings, 3 done as far as possible without a reboot.
 """
@@ -70,7 +70,7 @@ _FABRIC = {
     "route": "GPUAAS_SLICE_FABRIC_ROUTE",
 }
 _REBOOT = "GPUAAS_SLICE_REBOOT_IF_REQUIRED"
-# What the network alone does not use.
+# Settings that the network-only bootstrap does not use.
 _WHOLE_ONLY = (
     _REBOOT,
     *_FABRIC.values(),
@@ -105,7 +105,7 @@ def network(words: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 def _run(words: Sequence[str], environment: Mapping[str, str], about: str, only: str = "") -> int:
-    # What is run is a file descriptor, which has no name that helps.
+    # The program runs from a file descriptor, whose name would not help the reader.
     parser = argparse.ArgumentParser(
         prog=" ".join(["sh <this file>", *([only] if only else [])]),
         description=about,
@@ -132,7 +132,7 @@ def _run(words: Sequence[str], environment: Mapping[str, str], about: str, only:
         if only not in ("", part.name):
             continue
         failed = not _done(part, check=check) or failed
-        # A forecast names everything that stands in the way, not only the first.
+        # A forecast names all problems, not only the first.
         if failed and not check:
             break
     if failed:
@@ -141,7 +141,7 @@ def _run(words: Sequence[str], environment: Mapping[str, str], about: str, only:
 
 
 def parts(profile: Mapping[str, Any]) -> Iterator[Part]:
-    """What a slice host of this profile needs, in order."""
+    """The parts that a slice host of this profile needs, in order."""
     fabric, network = profile["fabric"], profile["network"]
     packages = [*_host_packages.REQUIRED, *profile.get("packages", [])]
     optional = profile.get("optional_packages", [])
@@ -176,7 +176,7 @@ def _kernel(profile: Mapping[str, Any], *, in_effect: bool = False) -> dict[str,
     return {
         "arguments": profile["kernel_arguments"],
         "tuning": profile.get("tuning", []),
-        # Nothing beside them: a forecast has not yet taken back what is recorded.
+        # Empty, because a forecast has not yet withdrawn the recorded profiles.
         "opted_in": [],
         "hugepages_1g": profile.get("hugepages_1g"),
         "state": "present",
@@ -185,7 +185,9 @@ def _kernel(profile: Mapping[str, Any], *, in_effect: bool = False) -> dict[str,
 
 
 def _free() -> bool:
-    """Look for a tenant of the whole machine: first, since packages restart services already."""
+    """Check for a tenant of the whole machine. This comes first, because even package installation
+    restarts services.
+    """
     try:
         for taken in _tenancy.refusals():
             raise taken
@@ -196,7 +198,7 @@ def _free() -> bool:
 
 
 def _done(part: Part, *, check: bool) -> bool:
-    """Drive one part and say how it ended."""
+    """Run one part and report its result."""
     try:
         outcome = _change.drive(part.subject, part.params, check_mode=check)
     except (Refusal, OSError, ValueError, LookupError) as problem:
@@ -205,12 +207,12 @@ def _done(part: Part, *, check: bool) -> bool:
     if outcome.failure is not None:
         _say(part.name, "FAIL", str(outcome.failure))
         return False
-    # A step for something optional may have failed: a warning below tells it.
+    # An optional step may have failed; a warning below reports it.
     told = outcome.plan.steps if check else outcome.steps_done
     steps = [f"{step.name}({step.subject})" for step in told]
     status = "PASS" if not steps else "PLANNED" if check else "CHANGED"
     without = outcome.facts.get("unavailable", [])
-    # What a host can do without does not stop it, and is not passed over either.
+    # A missing optional package does not stop the bootstrap, but it is reported.
     left = f"; without {', '.join(without)}, which apt does not have" if without else ""
     _say(part.name, status, f"{', '.join(steps) or 'nothing to do'}{left}")
     for doubt in outcome.doubts:
@@ -219,7 +221,7 @@ def _done(part: Part, *, check: bool) -> bool:
 
 
 def _reboot(profile: Mapping[str, Any], *, may_reboot: bool) -> int:
-    """Prove that this boot has what was configured, or get a boot that has."""
+    """Verify that this boot has the configured settings, or reboot into them."""
     reasons = _kernel_arguments.reboot_reasons(
         _kernel(profile), _kernel_arguments.observe(_kernel(profile))
     )
@@ -235,7 +237,7 @@ def _reboot(profile: Mapping[str, Any], *, may_reboot: bool) -> int:
         return FAILED
     _say("reboot", "CHANGED", "; ".join(reasons))
     try:
-        # As a job of its own: cloud-init, which may have called us, gets to its end first.
+        # An asynchronous job, so that cloud-init, the possible caller, can finish first.
         _command.run(["systemctl", "--no-block", "reboot"])
     except Refusal as refusal:
         _say("reboot", "FAIL", str(refusal))
@@ -260,7 +262,8 @@ def _profile(environment: Mapping[str, str], only: str = "") -> dict[str, Any]:
         if environment.get(variable):
             profile["fabric"][key] = environment[variable]
     profile["opted_in"] = _tuning_opt_in.setting(environment.get(_tuning_opt_in.SETTING, ""))
-    # All of them, since a forecast records nothing that a later part could read.
+    # All opted-in profiles are merged here, because a forecast writes no record that a later part
+    # could read.
     profile["tuning"] = _tuning_opt_in.names(profile.get("tuning", []), profile["opted_in"])
     pairs = [pair for pair in environment.get("GPUAAS_SLICE_API_NAMES", "").split(",") if pair]
     profile["api_names"] = dict(pair.partition("=")[::2] for pair in pairs)
@@ -268,10 +271,10 @@ def _profile(environment: Mapping[str, str], only: str = "") -> dict[str, Any]:
 
 
 def _refuse_unused(environment: Mapping[str, str]) -> None:
-    """A setting that is taken and comes to nothing looks as if it were in force."""
+    """Refuse settings without effect, because they would look as if they were in force."""
     unused = [name for name in _WHOLE_ONLY if environment.get(name)]
     if environment.get(_REBOOT) == "0":
-        # There is none, as asked.
+        # There is no reboot, as requested.
         unused.remove(_REBOOT)
     if unused:
         raise Refusal(

@@ -1,10 +1,11 @@
 """GPU services of a slice host (persistence, fabric manager, DCGM), stopped and barred.
 
-Each is masked: disabling takes back its own [Install] alone, and a udev rule or another unit may
-want it too, as the rules of Ubuntu's driver want nvidia-persistenced when `nvidia` is loaded. Where
-the site's own unit file leaves no place for a mask, a drop-in bars it. A service that is not there
-is quiet already. What each was is remembered before it is stopped, and returning to bare metal
-makes it that again, no more and no less: what was masked stays so.
+Each service is masked. Disabling is not enough: it removes only the unit's own [Install] links, and
+a udev rule or another unit may still start it. For example, the rules of Ubuntu's driver start
+nvidia-persistenced when `nvidia` loads. If the site's own unit file occupies the place of the mask,
+a drop-in bars the service. A service that is not installed counts as quiet. The earlier state is
+recorded before the stop, and the return to bare metal restores exactly that state: a service that
+was masked stays masked.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ RECORD = "gpu-services"
 _AT_BOOT = ("enabled", "enabled-runtime")
 _MASKED = "masked"
 _QUIET = ("inactive", "failed")
-# Where a mask is a link to /dev/null, unless a unit file of the site's is there.
+# Folder of the masks: a mask is a link to /dev/null, unless the site has a unit file there.
 _MASKS = "/etc/systemd/system"
 BAR = "90-gpuaas-slice.conf"
 _BARRED = """\
@@ -37,12 +38,12 @@ _BARRED = """\
 [Unit]
 ConditionPathExists=!/
 """
-# Types of units, one of which systemctl takes a name to end in; it adds the first where none is.
+# Suffixes of unit names. systemctl adds the first if a name has none.
 _TYPES = (
     *(".service", ".socket", ".target", ".timer", ".path", ".mount", ".automount", ".swap"),
     *(".slice", ".scope", ".device"),
 )
-# Where packages have their units, for what lies beneath a mask: systemd does not say.
+# Unit folders of packages, for the unit beneath a mask, which systemd does not report.
 _PACKAGED = (
     "/run/systemd/system",
     "/usr/local/lib/systemd/system",
@@ -55,10 +56,10 @@ Params = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Service:
-    """What systemd says of a unit. file: its UnitFileState, "" when there is no such unit.
+    """State of a systemd unit. file: its UnitFileState, "" when there is no such unit.
 
-    own: the site's unit file is where the mask would be. drop_in: our drop-in's text, None without
-    one. installed: there is a unit to bring back.
+    own: the site's unit file is in the place of the mask. drop_in: text of the managed drop-in,
+    None without it. installed: a unit exists that can be restored.
     """
 
     active: str
@@ -73,7 +74,7 @@ class Service:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """What it does; () when it is quiet."""
+        """Its activity; () when it is quiet."""
         return tuple(filter(None, (self.active if self.runs else "", self.at_boot)))
 
     @property
@@ -88,7 +89,7 @@ class Service:
 
 @dataclass(frozen=True)
 class State:
-    """before: what was remembered of each service at our first look; None when nothing ever was."""
+    """before: recorded state of each service before the first change; None without a record."""
 
     services: Mapping[str, Service]
     before: Mapping[str, Any] | None
@@ -116,7 +117,7 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
     if step.name in _host_snapshot.STEPS:
         _host_snapshot.apply(step)
         return None
-    # The subject is the unit, then what of it: a diff has one entry for each.
+    # The subject is the unit and the changed aspect, because a diff has one entry for each.
     unit = step.subject.partition(" ")[0]
     if step.name in ("bar_service", "unbar_service"):
         _write_bar(unit, step.after)
@@ -133,15 +134,15 @@ def _write_bar(unit: str, text: str | None) -> None:
         _host.write(path, text)
         return
     _host.remove(path)
-    # The folder stays where the site has something in it.
+    # The folder stays if the site has other files in it.
     with contextlib.suppress(OSError):
         _host.path(path).parent.rmdir()
 
 
 def _commands(step: _change.Step) -> list[list[str]]:
     if step.name == "disable_service":
-        # What was enabled until the next boot is not disabled without the word, and stays beside
-        # what was enabled for good.
+        # A unit enabled until the next boot is disabled only with `--runtime`, and that state can
+        # coexist with permanent enabling.
         return [["disable", "--runtime"], ["disable"]]
     if step.name == "enable_service":
         return [["enable", *(["--runtime"] if step.after == "enabled-runtime" else [])]]
@@ -162,7 +163,8 @@ SUBJECT = _tenancy.guarded(
 
 
 def _to_quiesce(state: State) -> list[_change.Step]:
-    # The quiet ones as well, at the first run: one that is started by hand later was quiet before.
+    # The first run records quiet services too: if one is started by hand later, it was still quiet
+    # before.
     there = {
         name: {"active": found.runs, "file": found.file}
         for name, found in state.services.items()
@@ -177,14 +179,15 @@ def _to_quiesce(state: State) -> list[_change.Step]:
 def _quiesce(name: str, found: Service) -> list[_change.Step]:
     steps = []
     if found.file in _AT_BOOT and not found.own:
-        # Before the mask, which would hide it: who unmasks the unit later must not start it too.
+        # Before the mask, which would hide the unit. Otherwise the service would start again when
+        # an operator unmasks it.
         after = "disabled"
         steps.append(_change.Step("disable_service", f"{name} at boot", found.file, after))
     if found.runs:
-        # Before the mask, which would hide how the unit wants to be stopped.
+        # Before the mask, which would hide the unit's own stop command.
         steps.append(_change.Step("stop_service", name, found.active, "inactive"))
     if found.at_boot and found.own:
-        # Enabled or not, as it is: that it is a link may be all that its enabling consists of.
+        # Enabling is left unchanged, because the unit may be enabled only by being a link.
         steps.append(_change.Step("bar_service", f"{name} bar", found.drop_in, _BARRED))
     elif found.at_boot:
         steps.append(_change.Step("mask_service", f"{name} mask", found.file, _MASKED))
@@ -205,19 +208,19 @@ def _still_quiet(state: State) -> list[_change.Step]:
             continue
         if now.file == _MASKED:
             steps.append(_change.Step("unmask_service", f"{name} mask", _MASKED, was["file"]))
-        # A service that was uninstalled meanwhile cannot be brought back by us.
+        # A service that was uninstalled in the meantime cannot be restored.
         if not now.installed:
             continue
         if was["file"] in _AT_BOOT and now.file != was["file"]:
             steps.append(_change.Step("enable_service", f"{name} at boot", now.file, was["file"]))
-        # One that ran beneath its mask could be started by nobody.
+        # A service that ran beneath its mask cannot be started again.
         if was["active"] and not now.runs and was["file"] != "masked-runtime":
             steps.append(_change.Step("start_service", name, now.active, "active"))
     return steps
 
 
 def _prove_restored(params: Params) -> None:
-    """The record goes only when the services are what it says."""
+    """Delete the record only when the services are in the recorded state."""
     left = _still_quiet(observe(params))
     if left:
         raise Refusal(
@@ -238,7 +241,7 @@ def _service(name: str, block: str) -> Service:
 
 
 def service(name: str, active: str, file: str) -> Service:
-    """The unit of which systemd says so much, with what it does not say."""
+    """The unit's state from systemd's values, with the details that systemd does not report."""
     return Service(
         active=active,
         file=file,
@@ -261,7 +264,8 @@ def _beneath(name: str) -> bool:
     # A unit that is generated from a script is not generated while it is masked.
     places = [f"/etc/init.d/{unit.removesuffix('.service')}"]
     places += [f"{folder}/{unit}" for folder in _PACKAGED]
-    # Of an instance its mask hides nothing but the name: the site's own template counts too.
+    # The mask of an instance hides only that instance's name, so the site's own template counts
+    # too.
     template, at, rest = unit.partition("@")
     if at:
         kind = rest.rpartition(".")[2]
@@ -270,12 +274,12 @@ def _beneath(name: str) -> bool:
 
 
 def _whole(name: str) -> str:
-    """The name of the unit's files, which systemctl is told without `.service` too."""
+    """The name of the unit's files; systemctl also accepts it without `.service`."""
     return name if name.endswith(_TYPES) else f"{name}.service"
 
 
 def _defined(absolute: str) -> bool:
-    """Whether there is a file of a unit, and not just a mask."""
+    """Whether a unit file exists that is not just a mask."""
     place = _host.path(absolute)
     if place.is_symlink():
         return str(place.readlink()) != "/dev/null"

@@ -1,7 +1,7 @@
 """GRUB menu on disk: the entry of the next boot and its kernel arguments.
 
-Read, never made anew: `update-grub` takes seconds and writes. Forms are those that grub-mkconfig of
-Debian 12 and Ubuntu 24.04 writes; lines in branches of an `if` all count.
+The menu is only read, because `update-grub` takes seconds and writes. The parser knows the forms
+that grub-mkconfig of Debian 12 and Ubuntu 24.04 writes. Lines in all branches of an `if` count.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ONCE = "${next_entry}"
 
 @dataclass
 class Entry:
-    """kernels: the arguments of each kernel line. entries: of a submenu; None of a plain entry."""
+    """kernels: the arguments of each kernel line. entries: of a submenu; None for a plain entry."""
 
     title: str
     id: str = ""
@@ -34,14 +34,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class Menu:
-    """top: the first level, which holds all others. defaults: what the menu sets, in its order."""
+    """top: the first level, which holds all others. defaults: the menu's default settings, in
+    order.
+    """
 
     top: Entry
     defaults: tuple[str, ...]
 
 
 def next_boot() -> Entry | None:
-    """The entry that the next boot takes by itself; None without a menu."""
+    """The entry that the next boot takes by default; None without a menu."""
     text = _host.kept(MENU)
     if not text:
         return None
@@ -52,7 +54,7 @@ def next_boot() -> Entry | None:
 def parse(text: str) -> Menu:
     top = Entry("", entries=[])
     defaults: list[str] = []
-    # None: a block that is no entry, such as a function.
+    # None: a block other than an entry, such as a function.
     stack: list[Entry | None] = [top]
     for row in map(str.strip, text.splitlines()):
         current = next(entry for entry in reversed(stack) if entry is not None)
@@ -73,9 +75,10 @@ def parse(text: str) -> Menu:
 
 
 def chosen(menu: Menu, environment: dict[str, str]) -> Entry:
-    """As GRUB chooses: once what `grub-reboot` asked for, else the default; the first if in doubt.
+    """The entry that GRUB chooses: the single `grub-reboot` entry, else the default; the first if
+    in doubt.
 
-    A menu without entries is its own: all that it would start.
+    A menu without entries is treated as one entry with all its kernels.
     """
     path = next((word for word in menu.defaults[::-1] if word != _ONCE), "0")
     if path == "${saved_entry}":
@@ -98,7 +101,7 @@ def _named(entries: list[Entry], word: str) -> Entry:
 
 
 def _first(path: str) -> tuple[str, str]:
-    """The first step of `submenu>entry`; a doubled sign is one of the title itself."""
+    """The first step of `submenu>entry`; a doubled sign is part of the title."""
     word, _step, rest = re.sub(r"(?<!>)>(?!>)", "\0", path, count=1).partition("\0")
     return word.replace(">>", ">"), rest
 

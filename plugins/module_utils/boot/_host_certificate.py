@@ -1,7 +1,7 @@
 """SSH host certificate of this machine and its renewal.
 
-The file is the one that enrolment named in sshd's settings; enrolment itself is the way back for a
-certificate that has ended, because nobody can log in through one.
+sshd's settings name the file since the enrolment. Only a new enrolment can replace an expired
+certificate, because an expired certificate allows no login.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FILE = "/etc/ssh/ssh_host_ed25519_key-cert.pub"
 
 @dataclass(frozen=True)
 class State:
-    """key and installed: texts of the two files, None when missing. served: sshd's own words."""
+    """key and installed: texts of the two files, None when missing. served: sshd's own settings."""
 
     key: str | None
     installed: str | None
@@ -48,12 +48,14 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
 
 
 def apply(params: _change.Params, _step: _change.Step) -> None:
-    """Sshd takes the new file or keeps the old one: there must be a way in at every moment."""
+    """Install the new file if sshd accepts it, else keep the old file, so that a login is possible
+    at every moment.
+    """
     before = _host.kept(FILE)
     _host.write(FILE, params["certificate"].strip() + "\n")
     try:
         _command.run(["sshd", "-t"])
-        # Connections go on, this one among them.
+        # A reload keeps open connections, including the current connection.
         _command.run(["systemctl", "try-reload-or-restart", "ssh"])
     except Refusal as refused:
         if before is None:
@@ -72,7 +74,7 @@ def facts(_params: _change.Params, state: State) -> dict[str, Any]:
     try:
         now, until = _dated(state.installed or "")
     except ValueError:
-        # Nothing, or nothing that anybody could show: what the plan is about to replace.
+        # No valid certificate is installed; the plan is about to replace the file.
         return {"certificate": {}}
     return {
         "certificate": {
@@ -121,7 +123,7 @@ def _blockers(text: str, node_id: str, state: State) -> Iterator[Refusal]:
 
 
 def _dated(text: str) -> tuple[_ssh_certificate.Certificate, datetime]:
-    """The certificate and when it ends; ValueError when it is none of a host, or never ends."""
+    """The certificate and its end. ValueError unless it is a host certificate that ends."""
     certificate = _ssh_certificate.parse(text)
     try:
         return certificate, datetime.fromtimestamp(certificate.valid_before, timezone.utc)

@@ -1,4 +1,4 @@
-"""Restart guard: virtual machines and leases that a restart of this machine would end."""
+"""Restart guard: virtual machines and holds that a restart of this machine would end."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MACHINES = ("qemu-system", "qemu-kvm")
 
 
 def refusals() -> list[Refusal]:
-    """Why the machine must not be restarted; [] when it is nobody's.
+    """Reasons against a restart of the machine; [] when it is idle.
 
-    A leased slot counts without a running machine: it is between two steps of its provision, or its
-    guest has shut itself down and comes back.
+    A held slot counts even without a running machine: it is between two steps of its provision, or
+    its guest has shut itself down and will return.
     """
     try:
         found = [*_running(), *_leased()]
@@ -36,7 +36,7 @@ def refusals() -> list[Refusal]:
 
 
 def _running() -> list[str]:
-    """Machines under QEMU, also ones that libvirt has lost or that are nobody's slice."""
+    """QEMU machines, including those that libvirt has lost or that belong to no slice."""
     programs = sorted(_libvirt.processes("").items())
     return [
         f"{program} {pid}"
@@ -46,7 +46,7 @@ def _running() -> list[str]:
 
 
 def _probe(pid: int) -> bool:
-    """Whether this QEMU is only asked by libvirt what it can do: it has no machine at all."""
+    """Whether libvirt started this QEMU only to query its capabilities; it then has no machine."""
     arguments = (_host.read(f"/proc/{pid}/cmdline") or "").split("\0")
     given = [
         value.split(",")[0].removeprefix("type=")

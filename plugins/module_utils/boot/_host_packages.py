@@ -1,7 +1,7 @@
-"""Packages of a slice host: one query to dpkg, and apt only for what is missing.
+"""Packages of a slice host: one query to dpkg, and apt only for missing packages.
 
-Those that a host can do without are installed where its apt has them, and named where it has not.
-One that apt has and cannot install is a doubt, and stops nothing either.
+Optional packages are installed if apt offers them, and reported if not. An optional package that
+apt offers but cannot install is a warning and stops nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import R
 
 RECORD = _host_snapshot.PACKAGES
 
-# What the modules of the collection call on a slice host, and what a slice VM runs on.
+# Commands that the collection's modules call on a slice host, and the runtime of a slice VM.
 REQUIRED = (
     "conntrack",
     "dnsmasq",
@@ -48,7 +48,7 @@ Params = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class State:
-    """offered: optional ones that are not installed, and that apt could install."""
+    """offered: optional packages that apt could install and that are not installed."""
 
     installed: frozenset[str]
     offered: frozenset[str] = frozenset()
@@ -77,14 +77,15 @@ def plan(params: Params, state: State) -> _change.Plan:
     missing = [name for name in params["packages"] if name not in state.installed]
     if missing:
         steps.append(_change.Step("install_packages", "packages", [], missing))
-    # Where apt's lists are read anew anyway they may offer more than those of now.
+    # If apt's lists are refreshed anyway, they may offer more packages than the current lists.
     sought = [
         name
         for name in optional
         if name not in state.installed and (missing or name in state.offered)
     ]
     if sought:
-        # apt may have one and be unable to install it: it is held, or what it needs is broken.
+        # apt may offer a package that it cannot install, because it is held or its dependencies are
+        # broken.
         steps.append(_change.Step("install_optional", "optional packages", [], sought, soft=True))
     return _change.Plan(tuple(steps))
 
@@ -100,14 +101,15 @@ def apply(_params: Params, step: _change.Step) -> dict[str, Any] | None:
         try:
             _get(names)
         finally:
-            # Only what came: the way back would take the service of any other for one of ours. Some
-            # may have come before apt failed.
+            # Record only packages that were installed. Otherwise the way back would treat another
+            # package's service as this collection's. Some packages may be installed before apt
+            # fails.
             _remember(sorted(_installed(names)))
     return {"installed": names, "unavailable": [n for n in step.after if n not in offered]}
 
 
 def install(names: Sequence[str], *, settings: Sequence[str] = ()) -> None:
-    """Have apt install them, by lists that were read anew. settings: apt's own."""
+    """Refresh apt's lists and install the packages. settings: apt's own."""
     _remember(names)
     _get(names, settings)
 
@@ -129,7 +131,9 @@ def _get(names: Sequence[str], settings: Sequence[str] = ()) -> None:
 
 
 def _remember(names: Iterable[str]) -> None:
-    """A service that came with a package of ours was not there before; the way back asks."""
+    """Record installed packages. The way back reads the record, because a service that came with
+    such a package did not exist before.
+    """
     new = dict.fromkeys(names, "installed")
     if not new:
         return
@@ -139,7 +143,7 @@ def _remember(names: Iterable[str]) -> None:
 
 def _installed(names: Sequence[str]) -> frozenset[str]:
     form = "--showformat=${db:Status-Status} ${Package}\\n"
-    # 1 says that some are unknown to dpkg, which is an answer.
+    # Exit code 1: dpkg does not know some of the packages, which is a valid answer.
     out = _command.run(["dpkg-query", "--show", form, "--", *names], ok=(0, 1)).out
     rows = (row.partition(" ") for row in out.splitlines())
     return frozenset(name for status, _blank, name in rows if status == "installed")

@@ -1,8 +1,8 @@
-"""Tuned profiles on a host: files for the next boot, values for this one, and what is in force.
+"""Tuned profiles on a host: files for the next boot, current values, and the part in force.
 
-One file per mechanism holds what all wanted profiles ask for: those of the hardware profile, and
-those that an operator opted in to on this host (`_tuning_opt_in`). What a value was before is
-remembered when it is first changed, and comes back when no profile wants it any more.
+One file per mechanism holds the settings of all requested profiles: those of the hardware profile,
+and those that an operator opted in to on this host (`_tuning_opt_in`). A value is recorded before
+its first change, and restored when no profile needs it any more.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OPTED_IN = _tuning_opt_in.FILE
 MARKER = "# Written by the gpuaas.slice collection; changed by its playbooks only."
 RECORD = "tuning"
 
-# A login that is nobody in particular shows the limit that every login gets.
+# A login of an ordinary user shows the limit that every login gets.
 _LOGIN = ["runuser", "nobody", "-s", "/bin/sh", "-c", "ulimit -S -l; ulimit -H -l"]
 
 Params = Mapping[str, Any]
@@ -44,8 +44,8 @@ Params = Mapping[str, Any]
 class State:
     """files: content, None when absent. values: of every sysctl that a profile knows.
 
-    recorded: names opted in to, None without a record. record: its content. lacking: why this
-    machine cannot give what is newly opted in to.
+    recorded: names opted in to, None without a record. record: its content. lacking: reasons why
+    this machine cannot provide a new opt-in.
     """
 
     files: Mapping[str, str | None]
@@ -57,8 +57,8 @@ class State:
 
 
 def observe(params: Params) -> State:
-    """params, beside `profiles`, all of them optional: state; opted_in, which replaces what the
-    host has recorded; hugepages_1g, with opted_in.
+    """Optional params besides `profiles`: state; opted_in, which replaces the recorded names;
+    hugepages_1g, with opted_in.
     """
     before = _host_snapshot.recall(RECORD)
     keys = {key for one in DEFINITIONS.values() for key in one.sysctl} | set(before or {})
@@ -69,8 +69,8 @@ def observe(params: Params) -> State:
         before=before,
         recorded=_recorded(params),
         record=_host.kept(OPTED_IN),
-        # Pages are made by a later step. Recorded before its refusal, they would fail every
-        # bootstrap to come.
+        # A later step reserves the pages. If the opt-in were recorded before that step refuses it,
+        # every later bootstrap would fail.
         lacking=tuple(_hugepages.refusals(pages)),
     )
 
@@ -81,7 +81,7 @@ def plan(params: Params, state: State) -> _change.Plan:
         return _change.Plan(blockers=tuple(refused))
     chosen = [DEFINITIONS[name] for name in names]
     wanted = {key: text for one in chosen for key, text in one.sysctl.items()}
-    # First: what a later step is stopped at, the next run goes on with.
+    # Recorded first, so that the next run continues if a later step fails.
     steps = _recording(params, state)
     if wanted:
         there = {key: state.values[key] for key in wanted}
@@ -97,7 +97,7 @@ def plan(params: Params, state: State) -> _change.Plan:
         for path, text in texts.items()
         if not text and (state.files[path] or "").startswith(MARKER)
     ]
-    # What no profile wants any more goes back to what it was.
+    # Values that no profile needs any more return to their recorded state.
     targets = {**(state.before or {}), **wanted}
     steps += [
         _change.Step("set_sysctl", key, state.values[key], text)
@@ -122,7 +122,7 @@ def apply(_params: Params, step: _change.Step) -> dict[str, Any] | None:
 
 
 def facts(params: Params, state: State) -> dict[str, Any]:
-    """What waits for a reboot: a module's options hold when it is loaded, limits at a login."""
+    """Settings that wait for a reboot: module options apply at load time, limits at login."""
     names = _names(params, state)
     chosen = [DEFINITIONS[name] for name in names if name in DEFINITIONS]
     pending = [problem for one in chosen for problem in _options(one)]
@@ -133,33 +133,34 @@ SUBJECT = _change.Subject(observe, plan, apply, facts)
 
 
 def problems(profile: Mapping[str, Any]) -> dict[str, list[str]]:
-    """By tuned profile that is asked for, by the hardware profile or on this host, what of it is
-    not in force.
+    """Per requested tuned profile (hardware profile or opt-in), the settings that are not in force.
 
-    Read from the running kernel and from a login, never from our files.
+    They are read from the running kernel and from a login, never from the managed files.
     """
     return {name: _problems(name, profile) for name in requested_profiles(profile)}
 
 
 def edited(profile: Mapping[str, Any]) -> list[str]:
-    """Why the next boot would not find the files of what is asked for as written."""
+    """Reasons why the next boot would not find the tuning files as written."""
     chosen = [DEFINITIONS[name] for name in requested_profiles(profile) if name in DEFINITIONS]
     texts = _texts(chosen).items()
     return [problem for path, text in texts if text for problem in _file_edits.unlike(path, text)]
 
 
 def requested_profiles(profile: Mapping[str, Any]) -> list[str]:
-    """The tuned profiles of this host: the hardware profile's, and those opted in to here."""
+    """The tuned profiles of this host: the hardware profile's, and those opted in to on
+    this host.
+    """
     return _tuning_opt_in.names(profile.get("tuning") or [])
 
 
 def value(key: str) -> str:
-    """A sysctl as the kernel has it now; "" when there is no such one."""
+    """The kernel's current value of a sysctl; "" when it does not exist."""
     return _words(_host.read(f"/proc/sys/{key.replace('.', '/')}") or "")
 
 
 def _word(params: Params) -> Sequence[str] | None:
-    """What the record is to hold; None where nobody says, and it stays as it is."""
+    """New content of the record; None leaves the record unchanged."""
     return [] if params.get("state") == "absent" else params.get("opted_in")
 
 
@@ -171,7 +172,7 @@ def _names(params: Params, state: State) -> list[str]:
 
 
 def _recorded(params: Params) -> tuple[str, ...] | None:
-    """What is recorded. A record that somebody broke is written anew by who says what it holds."""
+    """Names in the record. A damaged record is overwritten if the caller gives the new content."""
     try:
         return _tuning_opt_in.recorded()
     except Refusal:
@@ -206,7 +207,7 @@ def _problems(name: str, profile: Mapping[str, Any]) -> list[str]:
 
 
 def _options(one: Definition) -> list[str]:
-    """Options of loaded modules; one that is not loaded takes them when it is."""
+    """Options of loaded modules; a module that is not loaded takes its options when it loads."""
     found = []
     for module, options in one.modprobe.items():
         for name, wanted in options.items():
@@ -227,14 +228,14 @@ def _limits(one: Definition) -> list[str]:
 
 
 def _texts(chosen: Sequence[Definition]) -> dict[str, str | None]:
-    """Content of each file; None for one that nobody needs."""
+    """Content of each file; None for a file that no profile needs."""
     sysctl = [f"{key} = {text}" for one in chosen for key, text in one.sysctl.items()]
     modprobe = [
         f"options {module} {' '.join(f'{name}={text}' for name, text in options.items())}"
         for one in chosen
         for module, options in one.modprobe.items()
     ]
-    # `*` does not mean root.
+    # `*` does not include root.
     limits = [
         f"{who} - memlock {one.memlock}" for one in chosen if one.memlock for who in ("*", "root")
     ]
@@ -243,7 +244,7 @@ def _texts(chosen: Sequence[Definition]) -> dict[str, str | None]:
 
 
 def _foreign(texts: Mapping[str, str | None], state: State) -> list[Refusal]:
-    """A file under our name that we have not written is somebody's work."""
+    """Refuse to overwrite a file with a managed name that this collection did not write."""
     return [
         Refusal(
             "file_not_ours",
@@ -257,5 +258,5 @@ def _foreign(texts: Mapping[str, str | None], state: State) -> list[Refusal]:
 
 
 def _words(text: str) -> str:
-    """The kernel separates with tabs what people separate with blanks."""
+    """Values with blanks as separators; the kernel prints tabs."""
     return re.sub(r"\s+", " ", str(text)).strip()

@@ -1,7 +1,8 @@
-"""Pages of 1 GiB for guest memory: how many on each NUMA node, and the memory that stays free.
+"""Pages of 1 GiB for guest memory: the number on each NUMA node, and the memory that stays free.
 
-They are taken at boot, node by node, since later no node has that much memory in one piece.
-`hugepages=512` alone would spread them as the kernel likes, and 8 x 64 GiB out of 512 leave none.
+They are reserved at boot, node by node, because later no node has enough contiguous memory.
+`hugepages=512` alone would let the kernel spread them, and 8 x 64 GiB out of 512 leave no page
+spare.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
 PROFILE = "hugepages-1g"
-# Eight guests of 64 GiB. What is left on each node runs the host, QEMU itself and the page tables:
-# less, and the kernel ends processes of the host while guests start.
+# Eight guests of 64 GiB. The reserve on each node is for the host, QEMU itself and the page tables.
+# With less, the kernel ends host processes while guests start.
 PAGES = 512
 RESERVE_MIB = 16384
 
 _ASKED_IN = "the profile's tuning or GPUAAS_SLICE_TUNING, whichever names it"
-# The first kernel that understands `hugepages=<node>:<pages>`; an older one takes no page for it.
+# The first kernel that understands `hugepages=<node>:<pages>`; an older kernel reserves no page for
+# it.
 _PER_NODE = (5, 16)
 _RELEASE = "/proc/sys/kernel/osrelease"
 _NODES = "/sys/devices/system/node"
@@ -37,7 +39,7 @@ class Request:
 
 
 def request(profiles: Sequence[str], settings: Mapping[str, Any] | None) -> Request | None:
-    """What the tuned profiles ask for; None when they ask for no pages."""
+    """The page request of the tuned profiles; None when they need no pages."""
     if PROFILE not in profiles:
         return None
     given = settings or {}
@@ -46,7 +48,7 @@ def request(profiles: Sequence[str], settings: Mapping[str, Any] | None) -> Requ
 
 
 def shares(wanted: Request) -> dict[int, int]:
-    """Pages per node, as even as they go: guests are placed on the node of their GPU."""
+    """Pages per node, spread evenly, because guests are placed on the node of their GPU."""
     nodes = sorted(_memory())
     each, rest = divmod(wanted.pages, max(len(nodes), 1))
     return {node: each + (place < rest) for place, node in enumerate(nodes)}
@@ -61,7 +63,7 @@ def arguments(wanted: Request | None) -> list[str]:
 
 
 def refusals(wanted: Request | None) -> list[Refusal]:
-    """Why this machine cannot give them."""
+    """Reasons why this machine cannot provide the pages."""
     if wanted is None:
         return []
     found = []
@@ -101,7 +103,7 @@ def refusals(wanted: Request | None) -> list[Refusal]:
 
 
 def problems(wanted: Request) -> list[str]:
-    """What the running kernel does not give, node by node; [] when it gives all."""
+    """Pages that the running kernel does not provide, node by node; [] when it has all."""
     return [
         f"node {node} has {have(node)} pages of 1 GiB, not {pages}"
         for node, pages in shares(wanted).items()
@@ -116,7 +118,7 @@ def have(node: int) -> int:
 
 
 def _version(release: str) -> tuple[int, int]:
-    """Of `6.8.0-51-generic` 6 and 8; one that says nothing we know counts as old."""
+    """(6, 8) for `6.8.0-51-generic`; an unknown form counts as an old kernel."""
     match = re.match(r"(\d+)\.(\d+)", release)
     return (int(match[1]), int(match[2])) if match else (0, 0)
 

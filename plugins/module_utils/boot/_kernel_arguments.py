@@ -1,6 +1,6 @@
 """Kernel arguments and early modules of a slice host, as configured and as booted.
 
-Configured and in effect are two things: between them lie update-grub, update-initramfs, a reboot.
+A configured argument takes effect only after update-grub, update-initramfs and a reboot.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ INITRAMFS_MODULES = "/etc/initramfs-tools/modules"
 INITRAMFS_RECORD = f"{_host.STATE_DIRECTORY}/initramfs.json"
 GRUB_PENDING = f"{_host.STATE_DIRECTORY}/grub-update-pending"
 _INITRAMFS_INPUTS = (SOFT_DEPENDENCIES, INITRAMFS_MODULES)
-# In place of the digest, from the change of an input until the build.
+# Replaces the digest from the change of an input until the build.
 DUE = "a build is due"
 MODULES = ("vfio", "vfio_iommu_type1", "vfio_pci")
 
-# With these the kernel makes no IOMMU group, whatever else it is given.
+# With any of these arguments the kernel creates no IOMMU group, whatever the others are.
 _SWITCHED_OFF = ("intel_iommu=off", "amd_iommu=off", "iommu=off")
 
-# Our part of INITRAMFS_MODULES; the rest is the site's.
+# The managed block of INITRAMFS_MODULES; the rest of the file is the site's.
 BLOCK = _managed_block.render(MODULES)
 _HOST_DRIVERS = ("nvidia", "nvidia_drm", "nouveau")
 _ARGUMENT = re.compile(r"[A-Za-z0-9_.,:=@+/-]+")
@@ -53,12 +53,13 @@ Params = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class State:
-    """arguments: the asked ones, fitted to this machine's IOMMU. given: by other GRUB files.
+    """arguments: the requested arguments, fitted to this machine's IOMMU. given: by other GRUB
+    files.
 
-    files: content of our files, None when absent. entries: arguments of GRUB's menu entries.
-    stray: of those, what nothing on this host gives but a menu made before, or our own file.
-    initramfs: digest of the inputs of the last build. built_in_boot: the boot that built it.
-    rebuilt: whether an image is younger than that, so somebody else has built it.
+    files: content of the managed files, None when absent. entries: arguments of GRUB's menu
+    entries. stray: entry arguments whose only source is an older menu or the managed drop-in.
+    initramfs: digest of the inputs of the last build. built_in_boot: boot id of that build.
+    rebuilt: whether an image is newer than that build, so another program built it.
     """
 
     arguments: tuple[str, ...]
@@ -78,25 +79,25 @@ class State:
 
 
 def fitted(arguments: Iterable[str]) -> list[str]:
-    """`arguments` for the IOMMU that this machine has: without those for the other maker's.
+    """`arguments` for this machine's IOMMU, without those for the other vendor's.
 
-    On AMD the kernel turns the IOMMU on by itself, so nothing takes the place of Intel's. The
-    firmware's table decides, not the maker of the CPU: a virtual machine may have an Intel IOMMU
-    under an AMD CPU.
+    On AMD the kernel turns the IOMMU on by default, so Intel's argument has no counterpart. The
+    firmware's table decides, not the CPU vendor: a virtual machine may have an Intel IOMMU under an
+    AMD CPU.
     """
     other = "intel_iommu=" if _is_amd() else "amd_iommu="
     return [a for a in arguments if not a.startswith(other)]
 
 
 def running() -> list[str]:
-    """Arguments of the kernel that runs now."""
+    """Arguments of the running kernel."""
     return (_host.read("/proc/cmdline") or "").split()
 
 
 def lacking(arguments: Iterable[str], there: Iterable[str]) -> list[str]:
-    """Arguments that do not hold in `there`; of a repeated one the last counts."""
+    """Arguments that do not hold in `there`; of a repeated argument the last counts."""
     last = {a.partition("=")[0]: a for a in there}
-    # Huge pages come in ordered pairs of size and count, so for them presence is all we can ask.
+    # Huge pages are ordered pairs of size and count, so only their presence can be checked.
     present = set(there)
     held = {a for a in present if _paired(a) or last[a.partition("=")[0]] == a}
     return [a for a in arguments if a not in held]
@@ -152,10 +153,11 @@ def plan(params: Params, state: State) -> _change.Plan:
 def apply(params: Params, step: _change.Step) -> None:
     if step.name == "write_file":
         if step.subject == DROP_IN:
-            # Survives a crash before update-grub: the drop-in alone would then look done.
+            # This marker survives a crash before update-grub. With the drop-in alone, the step
+            # would then look complete.
             _host.write(GRUB_PENDING, "")
         if step.subject in _INITRAMFS_INPUTS and _rebuilt():
-            # The same before update-initramfs.
+            # The same marker for update-initramfs.
             _remember_build(DUE, _record().get("boot_id", ""))
         if step.after is None:
             _host.remove(step.subject)
@@ -201,14 +203,14 @@ SUBJECT = _change.Subject(observe, plan, apply, facts, forecast)
 
 
 def reboot_reasons(params: Params, state: State) -> list[str]:
-    """Why what is configured does not hold yet; [] when this boot has it all."""
+    """Reasons why a configured setting is not in force; [] when this boot has all of them."""
     reasons = []
     ours = [a for a in state.running if _sets_pages(a)]
     if params["state"] == "present":
         reasons += [f"not booted with {a}" for a in lacking(state.arguments, state.running)]
     else:
         ours = [a for a in state.arguments if a in state.running] + ours
-    # What the site itself gives is in the menu too, and stays.
+    # The site's own arguments are in the menu too, and stay.
     menu = {a for entry in state.entries for a in entry}
     reasons += [f"still booted with {a}" for a in dict.fromkeys(ours) if menu and a not in menu]
     if state.built_in_boot and state.built_in_boot == state.boot_id:
@@ -217,14 +219,14 @@ def reboot_reasons(params: Params, state: State) -> list[str]:
 
 
 def desired_files(params: Params, state: State) -> dict[str, str | None]:
-    """Content of our files; None for one that must not be there."""
+    """Content of the managed files; None for a file that must be absent."""
     if params["state"] == "absent":
         text = state.files.get(INITRAMFS_MODULES)
         ours = dict.fromkeys((DROP_IN, MODULES_LOAD, SOFT_DEPENDENCIES))
-        # A file that holds our part alone was not there before.
+        # A file that contains only the managed block did not exist before.
         rest = (_without_block(text) or None) if has_block(text) else text
         return {**ours, INITRAMFS_MODULES: rest}
-    # A part of the list would leave the order to other files, so it is all or nothing.
+    # All or nothing, because a partial list would leave the order to other files.
     needed = state.arguments and lacking(state.arguments, state.given)
     return {
         DROP_IN: _drop_in(state.arguments) if needed else None,
@@ -251,17 +253,20 @@ def _grub_is_stale(params: Params, state: State, steps: list[_change.Step]) -> b
 
 
 def _initramfs_is_stale(params: Params, state: State, steps: list[_change.Step]) -> bool:
-    """Whether an image must be built: of other inputs than ours, or maybe with somebody's edit."""
+    """Whether an image must be built, because its inputs changed or it may contain another
+    program's edit.
+    """
     if params["state"] == "absent":
         return bool(state.initramfs)
     if state.initramfs != inputs(desired_files(params, state)):
         return True
-    # Where nobody has built since us, the images never had the edit: no reboot for a mere repair.
+    # Without a foreign build since then, the images never contained the edit, and a mere repair
+    # needs no reboot.
     return state.rebuilt and any(step.subject in _INITRAMFS_INPUTS for step in steps)
 
 
 def _unsafe(arguments: Iterable[str]) -> list[Refusal]:
-    """GRUB's files are shell: an argument must be inert in them."""
+    """GRUB's files are shell scripts: an argument must be inert in them."""
     return [
         Refusal(
             "argument_invalid",
@@ -311,7 +316,9 @@ def _not_in_effect(params: Params, state: State) -> list[Refusal]:
 
 
 def all_given() -> list[str]:
-    """Arguments that the next `update-grub` would put into the menu, our own file among them."""
+    """Arguments that the next `update-grub` would put into the menu, including the managed
+    drop-in's.
+    """
     return _given(_defaults())
 
 
@@ -327,7 +334,7 @@ def _others() -> list[str]:
 
 
 def _stray(arguments: Iterable[str], entries: Iterable[Iterable[str]]) -> list[str]:
-    """Ours in the menu, and no file that `update-grub` makes it from has the word."""
+    """Managed arguments in the menu that no other input file of `update-grub` contains."""
     found = dict.fromkeys(word for entry in entries for word in entry)
     mine = [word for word in found if word in arguments or _sets_pages(word)]
     folder = _host.path("/etc/grub.d")
@@ -342,13 +349,15 @@ def _given(paths: Iterable[str]) -> list[str]:
         text = _host.read(path) or ""
         for value in re.findall(r"^\s*GRUB_CMDLINE_LINUX=(.*)$", text, re.MULTILINE):
             words = _words(value)
-            # A plain assignment forgets what earlier files gave.
+            # A plain assignment discards the values of earlier files.
             found = found + words if any("GRUB_CMDLINE_LINUX" in w for w in words) else words
     return found
 
 
 def _words(value: str) -> list[str]:
-    """Words of a shell value; one that we cannot read gives nothing, so that ours is written."""
+    """Words of a shell value. An unreadable value gives no words, so that the managed value is
+    written.
+    """
     try:
         return " ".join(shlex.split(value, comments=True)).split()
     except ValueError:
@@ -380,7 +389,7 @@ def _with_block(text: str | None) -> str:
 
 
 def has_block(text: str | None) -> bool:
-    """Whether a list of initramfs modules has our part."""
+    """Whether a list of initramfs modules contains the managed block."""
     return _managed_block.BEGIN in (text or "").splitlines()
 
 
@@ -389,13 +398,15 @@ def _without_block(text: str | None) -> str:
 
 
 def inputs(files: Mapping[str, str | None]) -> str:
-    """What of our files an initramfs holds, as a digest."""
+    """Digest of the managed files that an initramfs includes."""
     relevant = [files[p] or "" for p in _INITRAMFS_INPUTS]
     return hashlib.sha256("\0".join(relevant).encode()).hexdigest()
 
 
 def _rebuilt() -> bool:
-    """A kernel's own package builds too, with whatever the files say by then."""
+    """Whether another program built an image; a kernel package does so with the files' content at
+    that time.
+    """
     record, folder = _host.path(INITRAMFS_RECORD), _host.path("/boot")
     if not (record.exists() and folder.is_dir()):
         return True
@@ -409,7 +420,9 @@ def _remember_build(of: str, boot_id: str) -> None:
 
 
 def _written(params: Params, step: _change.Step) -> str:
-    """What the step writes: of a file that is the site's too, its own bytes stay as they are."""
+    """New content of the step's file. In a file shared with the site, the site's bytes stay
+    unchanged.
+    """
     file = _host.path(step.subject)
     if step.subject != INITRAMFS_MODULES or not file.exists():
         return str(step.after)
@@ -422,11 +435,12 @@ def _record() -> dict[str, str]:
         kept = json.loads(_host.read(INITRAMFS_RECORD) or "{}")
         return {str(k): str(v) for k, v in kept.items()}
     except (ValueError, AttributeError):
-        return {}  # unreadable counts as never built: building once more is harmless
+        return {}  # an unreadable record counts as never built: an extra build is harmless
 
 
 def _text(absolute: str) -> str | None:
-    # As it is: our files are compared byte by byte. One that cannot be read is not written over.
+    # Unmodified text, because the managed files are compared byte by byte. An unreadable file is
+    # not overwritten.
     if _host.kept(absolute) is None:
         return None
     return _host.path(absolute).read_text(errors="replace")
@@ -441,9 +455,9 @@ def _sets_pages(argument: str) -> bool:
 
 
 def _huge(params: Params) -> _hugepages.Request | None:
-    """With what was opted in to on this host, unless all of it is to go.
+    """Pages including the opt-ins of this host, unless the state is absent.
 
-    opted_in: in place of what the host has recorded.
+    opted_in: replaces the names that the host has recorded.
     """
     names = params.get("tuning") or []
     if params["state"] == "present":

@@ -1,6 +1,6 @@
 """libvirt service of a slice host, now and after a reboot, with QEMU's access to its directory.
 
-On the way back libvirt becomes what it was before; where nothing was remembered it is left alone.
+The way back restores libvirt's recorded state; without a record libvirt is left alone.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
 
 RECORD = "libvirt"
 
-# The daemon ends by itself when idle; the socket is what must always be there.
+# The daemon stops when idle, so its socket must always be active.
 _DAEMON, _SOCKET = "libvirtd.service", "libvirtd.socket"
-# Any of them starts the daemon again.
+# Any of these sockets starts the daemon again.
 _SOCKETS = (_SOCKET, "libvirtd-ro.socket", "libvirtd-admin.socket")
 _OPEN = 0o755
 
@@ -32,7 +32,7 @@ Params = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class State:
-    """mode: of the directory, None when it is missing. before: None when nothing was remembered."""
+    """mode: of the directory, None when it is missing. before: None without a record."""
 
     mode: int | None
     daemon: _boot_service.Service
@@ -54,7 +54,8 @@ def observe(params: Params) -> State:
 def plan(params: Params, state: State) -> _change.Plan:
     if params.get("state") == "absent":
         return _change.Plan(tuple(_back(params, state)))
-    # Also when nothing else is to do: a later repair would take drift for what was before.
+    # Recorded even if nothing else changes, because a later repair would take drift for the
+    # original state.
     record = (
         [] if state.before is not None else _host_snapshot.remember_steps(RECORD, None, _was(state))
     )
@@ -87,7 +88,7 @@ def _back(params: Params, state: State) -> list[_change.Step]:
 
 
 def _was(state: State) -> dict[str, Any]:
-    """libvirt before us; one that came with our packages was not there."""
+    """libvirt's original state; if it came with this collection's packages, it did not exist."""
     ours = "libvirt-daemon-system" in (_host_snapshot.recall(_host_packages.RECORD) or {})
     return {
         "mode": None if state.mode is None or ours else f"{state.mode:04o}",

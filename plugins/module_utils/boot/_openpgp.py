@@ -1,7 +1,6 @@
 """OpenPGP key files: fingerprints, and the extraction of one key into its own keyring.
 
-Everything happens in a home directory that is thrown away: no key of the host's user is read, and
-none is left there.
+gpg runs in a temporary home directory, so no key of the host's user is read or left there.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import Path
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
-# The whole fingerprint of a version 4 or 6 key. Shorter ids are made to collide on purpose.
+# The whole fingerprint of a version 4 or 6 key. Shorter ids can be made to collide on purpose.
 FINGERPRINT = re.compile(r"[0-9A-F]{40}|[0-9A-F]{64}")
 
 _PRIMARY = ("pub", "sec")
@@ -25,14 +24,14 @@ _USELESS = {"r": "revoked", "e": "expired", "i": "invalid", "d": "disabled"}
 
 @dataclass(frozen=True)
 class Key:
-    """A primary key. problem: why it signs nothing any more, or ""."""
+    """A primary key. problem: the reason why it can no longer sign, or ""."""
 
     fingerprint: str
     problem: str = ""
 
 
 def normal(fingerprint: str) -> str:
-    """A fingerprint as people write it, with spaces or colons, as one upper-case word."""
+    """A fingerprint with spaces or colons, normalized to an upper-case word."""
     return re.sub(r"[\s:]", "", fingerprint).upper().removeprefix("0X")
 
 
@@ -44,7 +43,7 @@ def keys(file: Path) -> list[Key]:
 
 
 def only(file: Path, fingerprint: str) -> str:
-    """The armoured key with this fingerprint, the file's only one.
+    """The armoured key with this fingerprint, the file's only key.
 
     A second key in the file would be trusted along with it, so it is refused.
     """
@@ -83,7 +82,7 @@ def _parsed(listing: str) -> list[Key]:
         if fields[0] in _PRIMARY:
             validity = fields[1]
         elif fields[0] == "fpr" and validity is not None:
-            # The first fingerprint after a primary key is its own; those of subkeys follow.
+            # The first fingerprint after a primary key belongs to it; those of subkeys follow.
             found.append(Key(fields[9].upper(), _USELESS.get(validity[:1], "")))
             validity = None
     return found

@@ -1,4 +1,4 @@
-"""Slice mode marker. Nothing is bound on a host without it, now or at boot."""
+"""Slice mode marker. Without it no device is bound on the host, now or at boot."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def _present(params: Params) -> bool:
     return bool(params.get("state", "present") == "present")
 
 
-# The word can always be taken back: with it, a tenant of the whole machine is not even released.
+# Removing the marker is always allowed. While it exists, a tenant of the whole machine cannot even
+# be released.
 SUBJECT = _tenancy.guarded(
     _change.Subject(observe, plan, apply), lambda params, _plan: _present(params)
 )

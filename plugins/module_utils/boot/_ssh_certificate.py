@@ -6,7 +6,7 @@ import base64
 import struct
 from dataclasses import dataclass
 
-# How many strings the public key has between nonce and serial, by certificate type (OpenSSH's
+# Number of strings of the public key between nonce and serial, by certificate type (OpenSSH's
 # PROTOCOL.certkeys).
 _KEY_PARTS = {
     "ssh-ed25519-cert-v01@openssh.com": 1,
@@ -28,7 +28,7 @@ class Certificate:
 
 
 def parse(text: str) -> Certificate:
-    """Raises ValueError when `text` is no host certificate."""
+    """The host certificate in `text`. Raises ValueError when it is none."""
     words = text.split()
     if len(words) < 2 or words[0] not in _KEY_PARTS:
         raise ValueError("not an OpenSSH certificate of a known type")

@@ -1,7 +1,7 @@
 """Tuning profiles that an operator opted in to on this host, recorded on the host.
 
-They are kept on the host: nothing else knows of the operator's word, and whoever looks at or sets
-up the host later, with the hardware profile alone, must neither miss nor undo them.
+The record is on the host because no other place keeps the opt-in. Later runs have only the hardware
+profile, and must neither miss nor undo the opt-in.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import R
 
 FILE = "/etc/gpuaas/tuning.json"
 SETTING = "GPUAAS_SLICE_TUNING"
-# The operator's word that nothing more is wanted. Not "": templates make that of what nobody said.
+# `none` means "no tuning". An empty string cannot mean it, because templates render an undefined
+# variable as an empty string.
 NOTHING = "none"
 
 _UNREADABLE = "tuning_record_unreadable"
@@ -26,7 +27,7 @@ _REPAIR = (
 
 
 def recorded() -> tuple[str, ...] | None:
-    """What the host has recorded; None without a record. One that cannot be read is a Refusal."""
+    """The recorded names; None without a record. An unreadable record raises a Refusal."""
     found = _host.document(FILE, code=_UNREADABLE, remedy=_REPAIR)
     if found is None:
         return None
@@ -42,13 +43,13 @@ def recorded() -> tuple[str, ...] | None:
 
 
 def names(profiles: Sequence[str], opted_in: Sequence[str] | None = None) -> list[str]:
-    """The hardware profile's names and those opted in to, without an `opted_in` the recorded."""
+    """The hardware profile's names plus the opted-in names, by default those of the record."""
     more = (recorded() or ()) if opted_in is None else opted_in
     return list(dict.fromkeys([*profiles, *more]))
 
 
 def unknown(asked: Sequence[str]) -> list[Refusal]:
-    """Names in the record that mean nothing here; a newer release may have written them."""
+    """Unknown names in the record; a newer release may have written them."""
     found = [name for name in asked if name not in PROFILES]
     if not found:
         return []
@@ -69,7 +70,7 @@ def text(opted_in: Sequence[str]) -> str:
 
 
 def setting(value: str) -> list[str] | None:
-    """What the operator's setting asks for; None when it says nothing."""
+    """Profiles in the operator's setting; None when it is empty."""
     found = list(dict.fromkeys(name for name in value.split(",") if name))
     if found == [NOTHING]:
         return []

@@ -1,7 +1,7 @@
 """Tuning profiles by name and the settings of each.
 
-Off by default, because they change the whole host. A profile becomes a default for a kind of host
-when a benchmark with and without it says so; the figures here are where to begin.
+They are off by default, because they change the whole host. A profile becomes a default for a kind
+of host when a benchmark with and without it supports that. The values here are starting points.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ NETWORK = "network-buffers"
 
 @dataclass(frozen=True)
 class Definition:
-    """about: what it is for. sysctl: by key. modprobe: options by module and name. memlock: the
-    limit of every login, or "". Pages of 1 GiB are kernel arguments: _hugepages."""
+    """about: purpose of the profile. sysctl: by key. modprobe: options by module and name. memlock:
+    the limit of every login, or "". Pages of 1 GiB are kernel arguments: _hugepages.
+    """
 
     about: str
     sysctl: Mapping[str, str] = field(default_factory=dict)
@@ -30,18 +31,18 @@ DEFINITIONS: Mapping[str, Definition] = {
     NETWORK: Definition(
         "socket buffers, backlog, IPoIB queues and locked memory for a fast fabric",
         sysctl={
-            # Bandwidth times delay of 200 Gbit/s at 10 ms. A limit, not a use: a socket that needs
-            # less takes less.
+            # Bandwidth times delay of 200 Gbit/s at 10 ms. This is a limit, not a use: a socket
+            # that needs less takes less.
             "net.core.rmem_max": "268435456",
             "net.core.wmem_max": "268435456",
             "net.ipv4.tcp_rmem": "4096 87380 134217728",
             "net.ipv4.tcp_wmem": "4096 65536 134217728",
-            # Packets that wait for a processor; too few are dropped under a burst.
+            # Packets that wait for a processor; with too small a queue, a burst drops packets.
             "net.core.netdev_max_backlog": "250000",
         },
         # The driver takes at most 8192.
         modprobe={"ib_ipoib": {"send_queue_size": "4096", "recv_queue_size": "4096"}},
-        # RDMA locks what it registers; the usual limit is 8 MiB.
+        # RDMA locks the memory that it registers; the usual limit is 8 MiB.
         memlock="unlimited",
     ),
 }

@@ -1,7 +1,7 @@
 """Binding of approved PCI functions to vfio-pci, and its removal.
 
-Always by address through `driver_override`: binding by id would take every card of a model, those
-of the host included. Nothing is taken from a driver while somebody uses the device.
+Devices are always bound by address through `driver_override`. Binding by id would take every card
+of a model, including the host's own. A device in use is never taken from its driver.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ Params = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class State:
-    """What binding depends on.
+    """Inputs of binding.
 
-    devices: by address, the asked, the recorded, all members of their groups, and the physical
-    functions behind virtual ones. users: of devices that would change hands, who uses them now.
+    devices: by address, the requested and recorded devices, all members of their groups, and the
+    physical functions behind virtual functions. users: current users of the devices that would
+    change drivers.
     """
 
     slice_mode: bool
@@ -43,7 +44,7 @@ class State:
 
 
 def recorded() -> dict[str, str]:
-    """Address to `vendor:device` of what is bound at every boot."""
+    """Address to `vendor:device` of the devices bound at every boot."""
     again = "run bind_topology again with all approved slots of the node"
     kept = _host.document(SETTINGS, code="binding_record_unreadable", remedy=again) or {}
     devices = kept.get("devices", {})
@@ -58,7 +59,7 @@ def recorded() -> dict[str, str]:
 
 
 def _known(params: Params) -> dict[str, str]:
-    """What is recorded. A record that somebody broke is written anew by who says what it holds."""
+    """Recorded devices. A damaged record is overwritten if the caller gives the new content."""
     try:
         return recorded()
     except Refusal:
@@ -85,7 +86,7 @@ def observe(params: Params) -> State:
 
 
 def _all_users(params: Params, state: State) -> dict[str, tuple[str, ...]]:
-    """Users of the devices that would change hands; looking at every process is not for free."""
+    """Users of the devices that would change drivers; the scan of all processes is expensive."""
     bind = [a for a in to_bind(params, state) if not _is_bound(state.devices.get(a))]
     devices = [state.devices[a] for a in (*bind, *to_release(params, state)) if a in state.devices]
     driven = [device for device in devices if device.driver]
@@ -94,7 +95,9 @@ def _all_users(params: Params, state: State) -> dict[str, tuple[str, ...]]:
 
 
 def to_bind(params: Params, state: State) -> list[str]:
-    """Every address that must end on vfio-pci: the asked and the other functions of their cards."""
+    """Every address that must end on vfio-pci: requested functions and the other functions of their
+    cards.
+    """
     if params.get("state", "bound") != "bound":
         return []
     asked = set(params.get("addresses", [])) or set(params.get("devices", {}))
@@ -102,7 +105,7 @@ def to_bind(params: Params, state: State) -> list[str]:
 
 
 def companions(address: str, state: State) -> list[str]:
-    """The card's other functions in the group: a GPU's audio function goes where the GPU goes."""
+    """The card's other functions in the group: a GPU's audio function goes with the GPU."""
     device = state.devices.get(address)
     if device is None:
         return []
@@ -120,7 +123,7 @@ def _members(device: _pci.Device, state: State) -> list[_pci.Device]:
 
 
 def to_release(params: Params, state: State) -> list[str]:
-    """Recorded addresses that go back to the host's drivers."""
+    """Recorded addresses that return to the host's drivers."""
     if params.get("state", "bound") == "bound":
         keep = set(to_bind(params, state))
         return sorted(set(state.recorded) - keep) if params.get("exclusive") else []
@@ -155,7 +158,7 @@ def apply(_params: Params, step: _change.Step) -> dict[str, Any]:
 
 
 def _load_driver(address: str) -> None:
-    """Where all of its kind were claimed at boot, their driver found none and did not stay."""
+    """Load the device's driver. If all its devices were claimed at boot, the driver unloaded."""
     alias = _host.read(f"{_pci.DEVICES}/{address}/modalias")
     if alias:
         _command.run(["modprobe", "-q", "-b", "--", alias], ok=(0, 1))
@@ -177,32 +180,33 @@ def facts(params: Params, state: State) -> dict[str, Any]:
     }
 
 
-# A boot of an earlier slice host takes nothing from the tenant of the whole machine.
+# A boot service from an earlier slice host must take no device from a tenant of the whole machine.
 LIVE = _tenancy.guarded(
     _change.Subject(observe, plan, apply, facts), lambda _params, found: bool(found.steps)
 )
 
 
 def boot(settings_path: str) -> int:
-    """At boot: bind what was recorded. A host taken out of slice mode keeps its devices."""
+    """Bind the recorded devices at boot. On a host without slice mode they stay unbound."""
     if not _boot_service.slice_mode():
         return 0
-    # Virtual functions and cards behind late buses may still be on their way, and who watches GPUs
-    # comes and goes; who stays is named in the end.
+    # Virtual functions and cards behind slow buses may not exist yet, and GPU monitoring holds a
+    # device only briefly. Permanent users are reported in the end.
     return _boot_service.boot(LIVE, settings_path, wait_for=("device_missing", "device_busy"))
 
 
 def claim(settings_path: str) -> int:
-    """Early at boot: let no driver of the host take what was recorded and what is there by then.
+    """Claim the recorded devices that exist early at boot, so that no host driver takes them.
 
-    A GPU driver that finds the cards first opens them, and must be made to let go again. The kernel
-    may bind them as soon as vfio-pci is loaded; `boot` binds the rest and judges all of them.
+    A GPU driver that probes the cards first opens them, and must then be made to release them. The
+    kernel may bind claimed devices as soon as vfio-pci is loaded; `boot` binds the rest and checks
+    all of them.
     """
     return _boot_service.boot(_CLAIM, settings_path) if _boot_service.slice_mode() else 0
 
 
 def _unclaimed(_params: Params) -> list[str]:
-    """Recorded devices without a word on who may drive them; what has a driver keeps it for now."""
+    """Recorded devices without a driver_override. A device with a driver keeps it for now."""
     known = {address: id_ for address, id_ in recorded().items() if _pci.is_address(address)}
     there = [_pci.read(address) for address in sorted(known) if _pci.present(address)]
     return [
@@ -220,7 +224,7 @@ def _plan_claim(_params: Params, unclaimed: list[str]) -> _change.Plan:
 
 
 def _apply_claim(_params: Params, step: _change.Step) -> None:
-    """Every one that can be claimed is; then the first that could not be is told."""
+    """Claim every device that allows it, then raise the first refusal."""
     refused: list[Refusal] = []
     for address in step.before:
         try:
@@ -231,7 +235,8 @@ def _apply_claim(_params: Params, step: _change.Step) -> None:
         raise refused[0]
 
 
-# The tenant of a whole machine is guarded where /var is mounted that early; slice mode always is.
+# The guard for a whole-machine tenant works only where /var is mounted this early; the slice mode
+# guard always works.
 _CLAIM = _tenancy.guarded(
     _change.Subject(_unclaimed, _plan_claim, _apply_claim),
     lambda _params, found: bool(found.steps),
@@ -255,7 +260,9 @@ def _refusal(address: str, params: Params, state: State, bind: set[str]) -> Refu
 
 
 def _wrong_class(device: _pci.Device, params: Params, state: State) -> Refusal | None:
-    """Only a GPU or a virtual function of the profile's fabric; at boot, what it was before."""
+    """Refuse all but a GPU or a virtual function of the profile's fabric; at boot, compare with the
+    record.
+    """
     recorded_as = dict(params.get("devices", {})).get(device.address)
     asked = device.address in params.get("addresses", [])
     if recorded_as == device.id or not (asked or recorded_as):
@@ -330,7 +337,7 @@ def _is_ours(device: _pci.Device | None) -> bool:
 
 
 def _users(device: _pci.Device, held: Mapping[str, list[str]]) -> list[str]:
-    """Who would lose the device if its driver let go now."""
+    """Users that would lose the device if its driver released it now."""
     if device.driver == _pci.VFIO:
         return held.get(f"/dev/vfio/{device.iommu_group}", [])
     if device.driver.startswith("nvidia"):
@@ -343,7 +350,7 @@ def _users(device: _pci.Device, held: Mapping[str, list[str]]) -> list[str]:
 
 
 def _interface_users(name: str) -> list[str]:
-    """An interface with an address or a master carries traffic of the host."""
+    """Users of a network interface: an address or a master means host traffic."""
     if _host.path(f"/sys/class/net/{name}/master").exists():
         return [f"interface {name} belongs to a bridge or bond"]
     shown = json.loads(_command.run(["ip", "-j", "address", "show", "dev", name]).out or "[]")
@@ -363,7 +370,7 @@ def _open_files() -> dict[str, list[str]]:
         try:
             links = [link.readlink() for link in (process / "fd").iterdir()]
         except OSError:
-            continue  # the process ended while we looked
+            continue  # the process ended during the scan
         for path in {str(link) for link in links if _counts(link)}:
             name = _host.read(f"/proc/{process.name}/comm") or "?"
             held.setdefault(path, []).append(f"process {process.name} ({name})")

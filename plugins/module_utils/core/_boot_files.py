@@ -1,10 +1,10 @@
 """Files of a boot service: unit, program, settings, and the code that it runs.
 
-Apart from `_boot_service`, which installs and removes them, because parity needs only this: whether
-what the next boot runs is what was installed. Unit and program are compared with what the present
-code writes. The code itself is compared with digests that were recorded as it was written (RECORD):
-nearly every release changes a line of it, and an upgrade of the control machine alone must not
-close the gate of every host.
+They are separate from `_boot_service`, which installs and removes them, because parity needs only
+the comparison with the installed files. Unit and program are compared with the current code's
+rendering. The code itself is compared with digests recorded when it was written (RECORD). Nearly
+every release changes a line of it, and an upgrade of the control machine alone must not close the
+gate of every host.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ LIBRARY = "/usr/local/lib/gpuaas"
 PACKAGE = _source_closure.PACKAGE
 UNITS = "/etc/systemd/system"
 PROGRAMS = "/usr/local/sbin"
-# By service, path and digest of the code that it runs. Read and written by root alone.
+# Path and digest of the code, by service. Only root reads and writes it.
 RECORD = f"{_host.STATE_DIRECTORY}/boot-code.json"
 
-# Where systemd keeps what `systemctl edit` and `systemctl set-property` add to a unit for good.
+# Folders with the permanent additions of `systemctl edit` and `systemctl set-property` to a unit.
 _ADDITIONS = (UNITS, "/etc/systemd/system.control")
 
 _SCRIPT = """\
@@ -62,14 +62,14 @@ WantedBy={target}
 
 @dataclass(frozen=True)
 class Unit:
-    """A concern that is brought back at boot.
+    """A setting of the host that a boot service restores.
 
-    module, entry: the file below module_utils (`network._bridge`) and its function that is called.
-    settings: its parameters, kept as JSON in `settings_path`. borrowed: that file is another
-    unit's, which writes and removes it. order: lines of the [Unit] section. target: what pulls the
-    unit in. limit_s: how long it may take. after: ExecStartPost or "". patient: `entry` goes on
-    waiting for what is optional after it has told systemd that the rest is there; `after` and
-    units that wait for this one are not kept waiting.
+    module, entry: the file below module_utils (`network._bridge`) and the function to call.
+    settings: its parameters, kept as JSON in `settings_path`. borrowed: another unit writes and
+    removes that file. order: lines of the [Unit] section. target: starts the unit. limit_s: its
+    time limit. after: ExecStartPost or "". patient: after systemd knows that the required parts are
+    ready, `entry` continues to wait for optional parts. `after` and dependent units do not wait for
+    those.
     """
 
     name: str
@@ -121,7 +121,7 @@ def frame(unit: Unit) -> dict[str, tuple[str, int]]:
 
 
 def folders(unit: Unit) -> list[str]:
-    """Where files lie that change the unit from beside it, and stay over a boot."""
+    """Folders beside the unit whose files change it and survive a boot."""
     return [f"{where}/{unit.service}.d" for where in _ADDITIONS]
 
 
@@ -136,7 +136,7 @@ def additions(unit: Unit) -> list[str]:
 
 
 def edited(unit: Unit) -> list[str]:
-    """Why the next boot would not run what was installed; [] when it would."""
+    """Reasons why the next boot would not run the service as installed; [] when it would."""
     problems = [
         problem
         for path, (text, mode) in frame(unit).items()
@@ -154,7 +154,7 @@ def edited(unit: Unit) -> list[str]:
 
 
 def recorded() -> dict[str, dict[str, str]]:
-    """What RECORD holds; one that cannot be read knows nothing, and an installation writes it."""
+    """Content of RECORD; an unreadable record counts as empty, and an installation rewrites it."""
     try:
         kept = json.loads(_host.read(RECORD) or "{}")
         return {str(name): dict(digests) for name, digests in kept.items()}
@@ -163,7 +163,9 @@ def recorded() -> dict[str, dict[str, str]]:
 
 
 def remember(unit: Unit, digests: Mapping[str, str]) -> None:
-    """That the unit was given this code. Services share files: what was written last holds."""
+    """Record the code given to the unit. Services share files, so the last write is
+    valid for all.
+    """
     known = {
         name: {path: digests.get(path, was) for path, was in held.items()}
         for name, held in recorded().items()

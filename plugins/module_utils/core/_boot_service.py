@@ -1,8 +1,8 @@
 """Boot service: a systemd oneshot unit that runs the collection's code at every boot.
 
-The host needs no Ansible for it: the sources that the concern imports are copied below LIBRARY
-under their real names, and a script of a few lines calls `boot(<settings file>)` of one of them. So
-what runs at boot and what a playbook runs is the same observe, plan, apply and verify.
+The host needs no Ansible for it. The required sources are copied below LIBRARY under their real
+names, and a short script calls `boot(<settings file>)` of one module. A boot and a playbook
+therefore run the same observe, plan, apply and verify.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Unit = _boot_files.Unit
 
 @dataclass(frozen=True)
 class Service:
-    """What systemd says of a unit; started_at: seconds since the epoch, 0 when it does not run."""
+    """systemd's state of a unit; started_at: seconds since the epoch, 0 when it does not run."""
 
     active: bool
     enabled: bool
@@ -49,8 +49,8 @@ class Service:
 
 @dataclass(frozen=True)
 class Installed:
-    """What of a unit is on the host. differing: files that are not what they should be, among them
-    those that change the unit from beside it. traces: what an interrupted removal left of it.
+    """State of a unit on the host. differing: files with wrong content, including additions beside
+    the unit. traces: leftovers of an interrupted removal.
     """
 
     differing: tuple[str, ...]
@@ -72,7 +72,7 @@ def observe(unit: Unit) -> Installed:
 
 
 def plan(unit: Unit, found: Installed) -> list[_change.Step]:
-    """Steps that make the concern come back at every boot, and count as done in this one."""
+    """Steps that install the service for every boot and mark it as done in the current boot."""
     steps = []
     if found.differing or not found.service.enabled:
         before = {"differing": list(found.differing), "enabled": found.service.enabled}
@@ -95,7 +95,7 @@ def apply(unit: Unit, step: _change.Step) -> None:
         _command.run(["systemctl", "daemon-reload"])
         _command.run(["systemctl", "enable", unit.service])
     elif step.name == "start_service":
-        # restart, not start: a failed or half-done earlier start must not be taken for this one.
+        # restart, not start: a failed or partial earlier start must not count as the current start.
         _command.run(["systemctl", "restart", unit.service], timeout=200)
     elif step.name == "remove_service":
         _command.run(["systemctl", "disable", "--now", unit.service], ok=(0, 1, 5))
@@ -110,7 +110,7 @@ def apply(unit: Unit, step: _change.Step) -> None:
 
 
 def install(unit: Unit) -> None:
-    """Write the unit's files, and what they are; nothing else stays that changes the unit."""
+    """Write the unit's files and record their digests; remove all other additions to the unit."""
     for absolute, (text, mode) in _files(unit).items():
         _host.write(absolute, text, mode)
     for absolute in _boot_files.additions(unit):
@@ -144,7 +144,7 @@ def slice_mode() -> bool:
 
 
 def not_slice_mode() -> Refusal:
-    """The refusal where `slice_mode` says no."""
+    """The refusal for a host without slice mode."""
     return Refusal(
         "not_slice_mode",
         expected=f"a host put into slice mode ({SLICE_MODE})",
@@ -163,10 +163,10 @@ def boot(
 ) -> int:
     """Body of a boot script: drive `subject` by the settings file; 0 when done and verified.
 
-    wait_for: refusal codes that early boot explains (a card whose driver is still loading), retried
-    for `patience` seconds. Longer than TimeoutStartSec of the unit would hide the refusal. A doubt
-    of these codes is waited for as well, but only when all else is there and systemd was told so;
-    what stays of it is the last word, and no failure.
+    wait_for: refusal codes that are expected early in a boot (a card whose driver is still
+    loading), retried for `patience` seconds. A time longer than the unit's TimeoutStartSec would
+    hide the refusal. Doubts with these codes are awaited too, but only after all required parts are
+    ready and systemd was notified. A remaining doubt is reported and is no failure.
     """
     deadline = time.monotonic() + patience
     while True:
@@ -179,8 +179,8 @@ def boot(
             return 1
         sleep(2)
     _notify_ready()
-    # What must be is there and the unit is up. From now on that is somebody else's to change and
-    # parity's to judge: it is not done again here, and nothing fails any more.
+    # The required parts are in place and the unit is running. Later drift is reported by parity;
+    # this service does not re-apply them, and a failure no longer ends the unit.
     while any(doubt.code in wait_for for doubt in doubts) and time.monotonic() <= deadline:
         sleep(2)
         failure, doubts = _attempt(_optional(subject), settings_path, again=True)
@@ -193,9 +193,10 @@ def boot(
 def _attempt(
     subject: _change.Subject, settings_path: str, *, again: bool = False
 ) -> tuple[Refusal | None, list[Refusal]]:
-    """Drive once: why it failed or None, and what is doubtful.
+    """Drive once; returns the failure or None, and the doubts.
 
-    again: all that must be is there, so that to do nothing is no news, and nothing ends the unit.
+    again: all required parts are ready, so an empty run is not logged, and no failure ends the
+    unit.
     """
     try:
         settings = json.loads(_host.read(settings_path) or "{}")
@@ -212,7 +213,7 @@ def _attempt(
 
 
 def _optional(subject: _change.Subject) -> _change.Subject:
-    """The same with its soft steps alone; a blocker still keeps them off."""
+    """The same subject with its soft steps only; a blocker still prevents them."""
 
     def plan(params: _change.Params, state: object) -> _change.Plan:
         found = subject.plan(params, state)
@@ -223,12 +224,14 @@ def _optional(subject: _change.Subject) -> _change.Subject:
 
 @functools.cache
 def sources(module: str) -> dict[str, str]:
-    """`module` and every file of module_utils that it imports, near or far: name to source text."""
+    """`module` and every file of module_utils that it imports, directly or not: source text by
+    name.
+    """
     return _source_closure.closure(module, _source)
 
 
 def _source(name: str) -> str:
-    # The loader knows: of files, of the zip that Ansible sends a module in, of a generated script.
+    # The loader gives the source of files, of Ansible's module zip, and of a generated script.
     spec = importlib.util.find_spec(f"{PACKAGE}.{name}")
     source = getattr(spec.loader if spec else None, "get_source", None)
     text = source(f"{PACKAGE}.{name}") if source else None
@@ -244,9 +247,9 @@ def _unit_files(unit: Unit) -> tuple[str, ...]:
 
 
 def _traces(unit: Unit) -> Iterator[str]:
-    """The unit's share of what units have in common; the library is the last one's to take."""
+    """The unit's part of shared files; the last unit removes the library."""
     known = _boot_files.recorded()
-    # A record that says nothing is nobody's, and goes with any of them.
+    # An empty record belongs to no unit, so any unit removes it.
     if unit.name in known or (not known and _host.path(_boot_files.RECORD).exists()):
         yield _boot_files.RECORD
     if not _units_left() and _host.path(LIBRARY).exists():
@@ -258,7 +261,9 @@ def _units_left() -> bool:
 
 
 def _remove_folders(unit: Unit) -> None:
-    """Those beside the unit. One that is not empty holds what systemd does not read; it stays."""
+    """Folders beside the unit. A folder that is not empty has files that systemd does not read; it
+    stays.
+    """
     for absolute in _boot_files.folders(unit):
         with contextlib.suppress(OSError):
             _host.path(absolute).rmdir()
@@ -304,13 +309,13 @@ def _service(block: Mapping[str, str]) -> Service:
 
 
 def _notify_ready() -> None:
-    """Tell systemd, where it asked to be told: the unit counts as started from now on."""
+    """Notify systemd, if it requested that, that the unit counts as started."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if address:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
-            # An @ stands for the zero byte of a name that is in no file system.
+            # An @ stands for the leading zero byte of an abstract socket name.
             told.sendto(b"READY=1", address.replace("@", "\0", 1))
-        # What this program runs is not the unit's main process and has nothing to tell.
+        # Programs started from here are not the unit's main process and must not notify.
         del os.environ["NOTIFY_SOCKET"]
 
 
@@ -329,6 +334,6 @@ def _warn(doubts: Iterable[Refusal]) -> None:
 
 
 def _log(text: str) -> None:
-    # The journal takes one message per line; a newline in it would be a second, forged one.
+    # The journal takes one message per line; a newline in it would start a second, forged message.
     sys.stdout.write(text.replace("\n", " ") + "\n")
     sys.stdout.flush()

@@ -13,7 +13,8 @@ NETWORK = Unit(
     module="network._bridge",
     settings_path="/etc/gpuaas/network-baseline.json",
     order=(
-        # Not after rshim: it is optional, and what is optional keeps no guest from its network.
+        # Not after rshim, because it is optional, and an optional part must not delay the guests'
+        # network.
         "After=network.target openvswitch-switch.service",
         "Wants=openvswitch-switch.service",
         "Before=dnsmasq.service",
@@ -39,8 +40,8 @@ BINDING = Unit(
         "Before=libvirtd.service",
     ),
 )
-# Before anything loads drivers; all of the boot waits for it, so not for long. What it needs is on
-# the root file system. The functions of fabric cards are made later, and wait for BINDING.
+# Runs before any driver loads. The whole boot waits for it, so its time limit is short. Its files
+# are on the root file system. Functions of fabric cards are created later, and wait for BINDING.
 CLAIM = Unit(
     name="gpuaas-slice-vfio-claim",
     description="Keep the approved PCI functions of this slice host from its own drivers",

@@ -1,7 +1,7 @@
 """Driver of every module: observe, plan, apply, verify.
 
-`check_mode` is looked at here and nowhere else in the collection. *changed*, *diff* and the actions
-come from one plan, so they cannot disagree.
+`check_mode` is evaluated only here in the whole collection. *changed*, *diff* and the actions come
+from the same plan, so they cannot disagree.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ Params = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Step:
-    """One act of a plan.
+    """One action of a plan.
 
-    name: stable verb_noun, for example `stop_domain`; a step must be safe to do twice.
-    subject: what it acts on; the key of its entry in the diff.
-    before, after: what the diff shows; JSON values.
-    destroys: identity of the data that is lost when the step runs, or None.
-    soft: what it is for is optional, so that its failure is a doubt and ends nothing. Such steps
-    come last: no other one may wait for them.
+    name: stable verb_noun, for example `stop_domain`; a step must be safe to do twice. subject: the
+    object of the action; the key of its entry in the diff. before, after: JSON values for the diff.
+    destroys: identity of the data that is lost when the step runs, or None. soft: the purpose is
+    optional, so a failure is a doubt and ends nothing. Soft steps come last, so that no other step
+    waits for them.
     """
 
     name: str
@@ -50,9 +49,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """What would be done. With a blocker nothing is done: a blocker is never a warning.
+    """Planned steps. With a blocker no step runs: a blocker is never a warning.
 
-    doubts: what is optional, is missing, and cannot be brought about from here.
+    doubts: optional parts that are missing and cannot be provided from here.
     """
 
     steps: tuple[Step, ...] = ()
@@ -62,9 +61,9 @@ class Plan:
 
 @dataclass
 class Outcome:
-    """What a drive ended in; `failure` is None when every step is done and verified.
+    """Result of a drive; `failure` is None when every step is done and verified.
 
-    doubts: why what is optional is not so; they fail nothing.
+    doubts: reasons for missing optional parts; they cause no failure.
     """
 
     plan: Plan
@@ -78,7 +77,7 @@ class Outcome:
 
     @property
     def done(self) -> list[str]:
-        """Names of the steps that were done, in order."""
+        """Names of the completed steps, in order."""
         return [step.name for step in self.steps_done]
 
     def document(self) -> dict[str, Any]:
@@ -98,15 +97,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Subject:
-    """A module's four functions; `plan` is pure over parameters and state.
+    """A module's functions; `plan` is pure over parameters and state.
 
     apply returns evidence (a JSON object) for its step or None. facts turns the last observed state
-    into return values of the module. forecast is that state as the plan would leave it, for facts
-    of which check mode is asked what a run would come to. exclusive is a lock on this host, held
-    from the first look to the last, for plans that two runs must not make from the same look. Check
-    mode takes none: it leaves nothing behind, and its plan is a forecast. recover puts back what
-    the done steps took when a later one is refused, and returns the refusal with what was put back
-    and what was not.
+    into return values of the module. forecast is that state after the plan, for facts whose value
+    check mode must predict. exclusive is a lock on this host from the first read to the last, for
+    plans that two runs must not make from the same state. Check mode takes no lock: it leaves
+    nothing behind, and its plan is a forecast. recover restores the effects of the completed steps
+    when a later step is refused. It returns the refusal with the restored and the lost parts.
     """
 
     observe: Callable[[Params], Any]
@@ -123,7 +121,7 @@ class Subject:
 
 
 def drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
-    """Bring the host to what `params` ask for, or say why not."""
+    """Bring the host to the state in `params`, or return the reason why not."""
     with contextlib.nullcontext() if check_mode else subject.exclusive(params):
         return _drive(subject, params, check_mode=check_mode)
 
@@ -156,7 +154,8 @@ def _drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
                 continue
             outcome.failure = subject.recover(params, outcome.steps_done, step, refusal)
             outcome.failed_step = step.name
-            # What was seen before the first act is not what is now; it stays where nothing is seen.
+            # The state read before the first action is no longer valid; it is kept only if a new
+            # read fails.
             with contextlib.suppress(Refusal, OSError, ValueError):
                 outcome.facts = subject.facts(params, subject.observe(params))
             return outcome
@@ -169,7 +168,7 @@ def _drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
 
 
 def _unforeseen(step: Step, problem: Exception) -> Refusal:
-    """What the system said to a step that did not expect it: what is done must be put back too."""
+    """A system error of a step as a refusal, so that completed steps are restored after it too."""
     frames = traceback.extract_tb(problem.__traceback__)
     own = [frame for frame in frames if "/plugins/" in frame.filename] or frames
     where = f"{own[-1].filename.rpartition('/')[2]}:{own[-1].lineno}"
@@ -182,7 +181,7 @@ def _unforeseen(step: Step, problem: Exception) -> Refusal:
 
 
 def _verify(subject: Subject, params: Params, outcome: Outcome, told: list[Refusal]) -> None:
-    """A change counts only when a second look finds nothing left to do."""
+    """A change counts only when a second read leaves no open step."""
     state = subject.observe(params)
     outcome.facts = subject.facts(params, state)
     rest = subject.plan(params, state)
@@ -190,7 +189,7 @@ def _verify(subject: Subject, params: Params, outcome: Outcome, told: list[Refus
         outcome.failure, outcome.failed_step = rest.blockers[0], "verify"
     elif left := [step for step in rest.steps if not step.soft]:
         outcome.failure, outcome.failed_step = _still_open(left), "verify"
-    # What a soft step said of itself is not told twice.
+    # A soft step's own message is not repeated.
     found = [*told, *(doubt for doubt in rest.doubts if doubt.code not in {d.code for d in told})]
     soft = [step for step in rest.steps if step.soft]
     outcome.doubts = found or ([_still_open(soft)] if soft else [])
@@ -236,10 +235,10 @@ def inform(module: Any, look: Callable[[Params], dict[str, Any]]) -> None:
 def attend(
     module: Any, watch: Callable[[Params, bool], tuple[dict[str, Any], Refusal | None]]
 ) -> None:
-    """Run a read-only module that waits for something; in check mode `watch` is to look once.
+    """Run a read-only module that waits for a condition; in check mode `watch` reads once.
 
-    watch returns the module's values and why they are not what was waited for, or None. A failure
-    has the values too: they are its evidence.
+    watch returns the module's values, and the refusal if the condition is not met, or None. A
+    failure returns the values too, because they are its evidence.
     """
     try:
         found, refusal = watch(module.params, module.check_mode)

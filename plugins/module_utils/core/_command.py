@@ -1,4 +1,4 @@
-"""Gate through which the collection runs every program on a host.
+"""Command runner for every program that the collection runs on a host.
 
 Argument lists only, expected exit codes stated, locale fixed, always a time limit.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
-# sbin is not on every login's PATH, and nvme, dnsmasq and ovs tools live there.
+# Not every login's PATH contains sbin, where nvme, dnsmasq and the ovs tools are.
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 

@@ -15,7 +15,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _host
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
-# No byte for this long means a dead source; too low fails on busy links.
+# No byte for this long means a dead source; a lower value fails on busy links.
 _SILENCE_S = 60
 _UNPACK_S = 3600
 _BLOCK = 1 << 20
@@ -24,10 +24,10 @@ _MOVED = (301, 302, 303, 307, 308)
 
 
 def fetch(url: str, target: str, *, compression: str, size_bytes: int) -> None:
-    """Write what `url` holds, unpacked, to `target`, with holes where there are zeros.
+    """Write the unpacked content of `url` to `target`, with holes for zeros.
 
-    size_bytes: of the unpacked image. A source with more is refused (`image_too_large`) before the
-    bytes beyond it are written; what was written until then is left to the caller to remove.
+    size_bytes: of the unpacked image. A larger source is refused (`image_too_large`) before the
+    excess bytes are written; the caller removes the partial file.
     """
     limit = packed_limit(size_bytes) if compression == "zstd" else size_bytes
     place = _host.path(target)
@@ -52,12 +52,13 @@ def fetch(url: str, target: str, *, compression: str, size_bytes: int) -> None:
 
 
 def packed_limit(size_bytes: int) -> int:
-    """The most that zstd makes of `size_bytes` which cannot be packed, with room to spare."""
+    """Largest zstd output for `size_bytes` of incompressible data, with a margin."""
     return size_bytes + size_bytes // 128 + _BLOCK
 
 
 def _unpack(packed: Path, place: Path, url: str, size_bytes: int) -> None:
-    # A few packed bytes can stand for more than any disk holds: the kernel ends zstd at the size.
+    # A few packed bytes can expand to more than any disk holds, so the kernel stops zstd at the
+    # size.
     limited = ["prlimit", f"--fsize={size_bytes}", "--core=0", "--"]
     unpack = ["zstd", "-d", "-q", "--sparse", "-o", str(place), "--", str(packed)]
     done = _command.run([*limited, *unpack], ok=(0, -signal.SIGXFSZ), timeout=_UNPACK_S)
@@ -115,7 +116,7 @@ def _read(source: IO[bytes] | http.client.HTTPResponse) -> Iterator[bytes]:
 
 
 def shown(url: str) -> str:
-    """Without the query: that of a signed address is a secret."""
+    """The URL without its query, because the query of a signed address is a secret."""
     return urlsplit(url)._replace(query="", fragment="").geturl()
 
 
@@ -138,7 +139,7 @@ def _unreachable(url: str, found: str) -> Refusal:
 
 
 def free_bytes(target: str) -> int:
-    """Room on the filesystem that would hold `target`."""
+    """Free space on the filesystem of `target`."""
     folder = _host.path(target).parent
     while not folder.exists():
         folder = folder.parent

@@ -1,7 +1,7 @@
-"""Refusals and blockers: why an act is not done, and what keeps a device from being used.
+"""Refusals and blockers: reasons why an action is not done, or a device cannot be used.
 
-A Refusal is the one error that modules raise on purpose: what was expected, what was found, and
-what to do. A blocker is a row of the discovery document.
+A Refusal is the only error that modules raise on purpose: expectation, finding and remedy. A
+blocker is a row of the discovery document.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ def blocker(code: str, detail: str) -> Blocker:
 
 
 class Refusal(Exception):
-    """An act that is not done, with a stable code.
+    """A refused action, with a stable code.
 
-    code: snake_case, part of the contract; never reworded.
-    expected, found, remedy: plain text for the person who reads it at night.
+    code: snake_case, part of the contract; never reworded. expected, found, remedy: plain text for
+    the person who reads it at night.
     """
 
     def __init__(self, code: str, *, expected: str, found: str, remedy: str) -> None:

@@ -1,8 +1,8 @@
-"""Detection of edits in files that the collection writes whole.
+"""Detection of edits in files that the collection writes completely.
 
-Wanted is what the present code would write, since that is what a repair writes; nothing has to be
-remembered for it, and a host that an older release set up otherwise is found too. The one exception
-is the code that the boot services were given, see `_boot_files`.
+The reference is the current code's rendering, because a repair writes exactly that. Nothing needs
+to be recorded for it, and the different setup of an older release is detected too. The only
+exception is the code of the boot services, see `_boot_files`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import R
 
 
 def unlike(path: str, text: str | None, mode: int | None = None) -> list[str]:
-    """Why a file is not what its role writes; [] when it is. text: None for one that must not be.
+    """Differences between a file and its role's content; [] when equal. text: None for a file that
+    must be absent.
 
-    mode: what its mode must be, where a wrong one has consequences: a program that may not be run.
+    mode: the required mode, if a wrong mode has consequences: a program that may not be run.
     """
     try:
         found = _host.kept(path)
@@ -39,7 +40,7 @@ def unlike(path: str, text: str | None, mode: int | None = None) -> list[str]:
 
 
 def unlike_settings(path: str, wanted: Mapping[str, Any]) -> list[str]:
-    """The same for settings, which are data: their layout does not matter."""
+    """The same for settings. They are compared as data, because their layout does not matter."""
     try:
         there = json.loads(_host.read(path) or "null")
     except ValueError:
@@ -58,7 +59,7 @@ def digest(data: bytes) -> str:
 
 
 def digest_of(path: str) -> str:
-    """Of the file as it is; "" for one that is not there or cannot be read."""
+    """Digest of the file's current content; "" if it is absent or unreadable."""
     try:
         return digest(_host.path(path).read_bytes())
     except OSError:
@@ -66,7 +67,9 @@ def digest_of(path: str) -> str:
 
 
 def _difference(wanted: str, found: str) -> str:
-    """One line says which edit it was, and lets nobody read a whole foreign file in a report."""
+    """The first different line. It identifies the edit, and a report never shows a whole foreign
+    file.
+    """
     rows, there = wanted.split("\n"), found.split("\n")
     first = next((row for row in there if row not in rows), "")
     lost = next((row for row in rows if row not in there), "")

@@ -1,4 +1,4 @@
-"""File tree of the host: one root for every path and one way to write a file."""
+"""File tree of the host: the common root of all paths, and the file writer."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def path(absolute: str) -> Path:
 
 
 def read(absolute: str) -> str | None:
-    """The stripped text of a small file, or None when it is not there or not readable.
+    """The stripped text of a small file, or None when it is absent or unreadable.
 
-    Where something is decided by a file's absence: `kept` or `document`.
+    If a decision depends on the file's absence, use `kept` or `document`.
     """
     try:
         return path(absolute).read_text(errors="replace").strip()
@@ -37,7 +37,7 @@ def read(absolute: str) -> str | None:
 
 
 def kept(absolute: str) -> str | None:
-    """The stripped text of a file that is decided by; None only when it is not there.
+    """The stripped text of a file for a decision; None only when the file does not exist.
 
     Unreadable is not absent: an I/O error or a folder in its place is a Refusal.
     """
@@ -50,7 +50,7 @@ def kept(absolute: str) -> str | None:
 
 
 def content(absolute: str) -> bytes | None:
-    """The same, with every byte as it is: a name in a table may be in no known encoding."""
+    """The same with unmodified bytes, because a name in a table may have no known encoding."""
     try:
         return path(absolute).read_bytes()
     except FileNotFoundError:
@@ -60,7 +60,7 @@ def content(absolute: str) -> bytes | None:
 
 
 def listed(absolute: str) -> list[str]:
-    """Names in a folder, sorted; [] only when it is not there."""
+    """Names in a folder, sorted; [] only when the folder does not exist."""
     try:
         return sorted(entry.name for entry in path(absolute).iterdir())
     except FileNotFoundError:
@@ -70,9 +70,9 @@ def listed(absolute: str) -> list[str]:
 
 
 def document(absolute: str, *, code: str, remedy: str) -> dict[str, Any] | None:
-    """A JSON object that the host keeps; None only when the file is not there.
+    """A JSON object in a file on the host; None only when the file does not exist.
 
-    Whatever else there is in its place is a Refusal with this code: it is never an empty record.
+    Any other content is a Refusal with this code, and never an empty record.
     """
     try:
         found = json.loads(path(absolute).read_text(encoding="utf-8"))
@@ -92,7 +92,7 @@ def document(absolute: str, *, code: str, remedy: str) -> dict[str, Any] | None:
 
 
 def unreadable(absolute: str, broken: OSError) -> Refusal:
-    """Why nothing is decided by a file or folder that cannot be read."""
+    """The refusal of a decision that depends on an unreadable file or folder."""
     return Refusal(
         "file_unreadable",
         expected=f"a readable {absolute}, or none",
@@ -102,25 +102,27 @@ def unreadable(absolute: str, broken: OSError) -> Refusal:
 
 
 def shown(text: str) -> str:
-    """A name or line as plans and results show it, where not every byte may stand."""
+    """A printable form of a name or line for plans and results."""
     told = text.encode(errors="surrogateescape").decode(errors="backslashreplace")
     return told.replace("\0", "\\x00")
 
 
 def _why(problem: Exception) -> str:
-    """Without the path of an OSError, which is the one under our root."""
+    """The message without the path of an OSError, which includes the current root."""
     said = problem.strerror if isinstance(problem, OSError) else None
     return said or str(problem) or type(problem).__name__
 
 
 def write(absolute: str, text: str, mode: int = 0o644) -> None:
-    """Replace a file in one step: mode set before content shows, both synced to the disk."""
+    """Replace a file in one step: the mode is set before the content is visible, and both are
+    synced.
+    """
     target = path(absolute)
     target.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         os.fchmod(descriptor, mode)
-        # What was read with surrogateescape goes back as it was.
+        # Text that was read with surrogateescape is written back unchanged.
         with os.fdopen(descriptor, "w", encoding="utf-8", errors="surrogateescape") as handle:
             handle.write(text)
             handle.flush()
@@ -134,7 +136,7 @@ def write(absolute: str, text: str, mode: int = 0o644) -> None:
 
 
 def remove(absolute: str) -> None:
-    """Remove a file if it is there."""
+    """Remove a file if it exists."""
     target = path(absolute)
     target.unlink(missing_ok=True)
     if target.parent.is_dir():
@@ -143,7 +145,7 @@ def remove(absolute: str) -> None:
 
 @contextlib.contextmanager
 def locked(directory: str, *, mode: int) -> Iterator[None]:
-    """One holder at a time on this host; the directory is made, with `mode`, when it is missing."""
+    """Lock with one holder at a time on this host. A missing directory is created with `mode`."""
     folder = path(directory)
     folder.mkdir(parents=True, exist_ok=True, mode=mode)
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -168,7 +170,7 @@ def now() -> str:
 
 
 def identity() -> dict[str, str]:
-    """What says whether this is still the same boot of the same installation."""
+    """Identifiers of the current boot and of the installation."""
     return {
         "boot_id": read("/proc/sys/kernel/random/boot_id") or "",
         "machine_id": read("/etc/machine-id") or "",

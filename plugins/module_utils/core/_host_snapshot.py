@@ -1,9 +1,9 @@
 """Snapshot of the host from before slice mode, which the way back restores.
 
-One file per subject, written at the subject's first run, before its first change, and forgotten
-once it is restored. A first run that finds nothing to change writes it too, and that counts as its
-change: without it, drift that is repaired months later would be remembered as what was before.
-The first word counts: a second bootstrap finds a host that is ours already.
+Each subject has a file, written at its first run, before its first change, and deleted after the
+restore. A first run without other changes writes it too, and that counts as its change. Otherwise
+drift that is repaired months later would be recorded as the original state. The first record
+counts, because a second bootstrap sees a host that is already changed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, 
 FOLDER = f"{_host.STATE_DIRECTORY}/before"
 REMEMBER, FORGET = "remember_before", "forget_before"
 STEPS = (REMEMBER, FORGET)
-# The subject whose record says which packages were installed for slices.
+# The subject whose record lists the packages installed for slices.
 PACKAGES = "packages"
 
 
@@ -26,7 +26,7 @@ def file_of(subject: str) -> str:
 
 
 def recall(subject: str) -> dict[str, Any] | None:
-    """What was remembered of the subject; None when nothing ever was."""
+    """The subject's record; None without a record."""
     return _host.document(
         file_of(subject),
         code="before_unreadable",
@@ -38,7 +38,7 @@ def recall(subject: str) -> dict[str, Any] | None:
 def remember_steps(
     subject: str, known: Mapping[str, Any] | None, new: Mapping[str, Any]
 ) -> list[_change.Step]:
-    """A step that adds what is not known yet; [] when all of it is."""
+    """A step that adds missing values to the record; [] when it is complete."""
     added = {key: value for key, value in new.items() if key not in (known or {})}
     if known is not None and not added:
         return []

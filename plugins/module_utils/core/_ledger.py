@@ -1,8 +1,8 @@
-"""Ledger of the host: for each slot the highest fence, its holder, and whether its disk is dirty.
+"""Ledger of the host: the highest fence, the holder and the dirty mark of each slot.
 
 One JSON file per slot under /var/lib/gpuaas/ledger, replaced atomically and synced, so that it
-survives power loss. It is what lets a host refuse a controller that lost its claim (I10), and what
-proves whether a failed run wrote to the disk (a disk is marked dirty *before* the first byte).
+survives power loss. With it a host refuses a controller that lost its claim (I10). It also proves
+whether a failed run wrote to the disk, because a disk is marked dirty *before* the first byte.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import R
 
 DIRECTORY = f"{_host.STATE_DIRECTORY}/ledger"
 
-# The entry of the whole machine, beside those of slots and of a whole-machine tenant's disks.
+# The entry of the whole machine. The slots and the disks of a whole-machine tenant have their own.
 MACHINE = "machine"
 _REPAIR = "keep the file as evidence, disable the slot and repair it from the last proof"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What the host knows of one slot.
+    """The host's entry for a slot.
 
-    fence: highest number seen; 0 before the first claim. allocation_id: holder of the lease or "".
+    fence: highest number seen; 0 before the first claim. allocation_id: holder or "".
     disk_identity: of the slot's disk, `disk` in the file. dirty: a tenant's or unknown bytes may be
-    on it. dirty_at, clean_at: ISO times; proof: the last wipe proof, as nvme_wipe returned it, and
-    clean_fence the fence it was taken under, -1 before the first. written_off: when and why its
-    last lease was given up, and whose that was.
+    on it. dirty_at, clean_at: ISO times. proof: the last wipe proof, as nvme_wipe returned it.
+    clean_fence: the fence of that proof, -1 before the first. written_off: time, reason and holder
+    of the last hold that was given up.
     """
 
     slot_id: str
@@ -46,7 +46,7 @@ class Entry:
     written_off: dict[str, object] | None = None
 
     def document(self) -> dict[str, Any]:
-        """The entry as its file and the run contract have it."""
+        """The entry in the form of its file and the run contract."""
         document = asdict(self)
         document["disk"] = document.pop("disk_identity")
         return document
@@ -56,7 +56,7 @@ _KINDS: dict[str, type] = {"fence": int, "allocation_id": str, "disk": str, "dir
 
 
 def load(slot_id: str) -> Entry:
-    """The slot's entry; a fresh one when the host has never seen the slot."""
+    """The slot's entry; a new entry when the host has never seen the slot."""
     file = _file(slot_id)
     kept = _host.document(file, code="ledger_unreadable", remedy=_REPAIR)
     if kept is None:
@@ -70,7 +70,7 @@ def load(slot_id: str) -> Entry:
     document = entry.document()
     for key, kind in _KINDS.items():
         value = document[key]
-        # A flag is a number too, as Python sees it.
+        # In Python a bool is an int too.
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise _unreadable(file, f"{key} {value!r}")
     return entry
@@ -85,7 +85,7 @@ def entries() -> list[Entry]:
     except OSError as broken:
         raise _unreadable(DIRECTORY, broken.strerror or str(broken)) from broken
     stems = [name.removesuffix(".json") for name in names if name.endswith(".json")]
-    # What is being written has a name that begins with a dot.
+    # Temporary files of a write have names that begin with a dot.
     return [load(stem) for stem in stems if not stem.startswith(".")]
 
 
@@ -103,20 +103,22 @@ def check(slot_id: str, fence: int) -> Entry:
 
 
 def check_each(slots: Iterable[Mapping[str, Any]]) -> None:
-    """The same for every bundle that a run was given."""
+    """The same check for every bundle of a run."""
     for slot in slots:
         check(str(slot["slot_id"]), int(slot["fence"]))
 
 
 def machine_taken(allocation_id: str) -> list[Refusal]:
-    """Why nothing of this machine can be leased by an allocation: another one has all of it.
+    """Reasons why an allocation can hold nothing of this machine: another allocation holds all of
+    it.
 
-    "" is nobody's name, so every holder is another. Its fence is the node's and says nothing beside
-    a slot's. Dirty counts without a holder too: a tenant who is root can take the name out of the
-    ledger.
+    "" is not a holder's name, so every holder differs from it. The machine's fence is the node's
+    and cannot be compared with a slot's. A dirty mark without a holder counts too, because a tenant
+    with root access can delete the name from the ledger.
     """
     machine = load(MACHINE)
-    # Whoever asks for no allocation has none, also where the ledger names none.
+    # A request without an allocation id never matches a hold, even if the ledger entry has no
+    # allocation id either.
     own = allocation_id != "" and machine.allocation_id == allocation_id
     if own or not (machine.allocation_id or machine.dirty):
         return []
@@ -132,7 +134,7 @@ def machine_taken(allocation_id: str) -> list[Refusal]:
 
 
 def others_leased(allocation_id: str) -> list[Refusal]:
-    """Why the machine as a whole cannot be leased by an allocation: others have parts of it."""
+    """Reasons why an allocation cannot hold the whole machine: others hold parts of it."""
     return [
         Refusal(
             "slot_leased",
@@ -146,10 +148,10 @@ def others_leased(allocation_id: str) -> list[Refusal]:
 
 
 def hold(slot_id: str, *, fence: int, allocation_id: str, disk_identity: str) -> Entry:
-    """Take the lease for an allocation and remember its fence.
+    """Take the hold for an allocation and record its fence.
 
-    Whether slots and the whole machine exclude each other is asked under the lock, so of two runs
-    that come at once one is refused (I2).
+    The check that slots and the whole machine exclude each other runs under the lock, so that of
+    two concurrent runs one is refused (I2).
     """
     with locked():
         entry = check(slot_id, fence)
@@ -176,21 +178,21 @@ def hold(slot_id: str, *, fence: int, allocation_id: str, disk_identity: str) ->
 
 
 def raise_fence(slot_id: str, *, fence: int) -> Entry:
-    """Refuse, from now on, every run with a lower fence."""
+    """Refuse every later run with a lower fence."""
     with locked():
         return _save(replace(check(slot_id, fence), fence=fence))
 
 
 def release(slot_id: str, *, fence: int) -> Entry:
-    """Give the lease back; fence and disk state stay."""
+    """Give the hold back; fence and disk state stay."""
     with locked():
         return _save(replace(check(slot_id, fence), fence=fence, allocation_id=""))
 
 
 def give_up(slot_id: str, *, fence: int, allocation_id: str, reason: str) -> Entry:
-    """Take the lease from an allocation that can never give it back, and keep whose it was.
+    """Take the hold from an allocation that can never give it back, and record its holder.
 
-    A mark for a wipe stays: should the disk come back, it is one that was not wiped.
+    A dirty mark stays: if the disk returns, it has not been wiped.
     """
     with locked():
         entry = check(slot_id, fence)
@@ -205,7 +207,7 @@ def give_up(slot_id: str, *, fence: int, allocation_id: str, reason: str) -> Ent
 
 
 def not_its_holder(entry: Entry, allocation_id: str) -> Refusal:
-    """Why a slot is not given up in the name of an allocation that has not got it."""
+    """The refusal to give up a slot for an allocation that does not hold it."""
     return Refusal(
         "slot_leased",
         expected=f"slot {entry.slot_id} free or leased by {allocation_id}",
@@ -215,7 +217,9 @@ def not_its_holder(entry: Entry, allocation_id: str) -> Refusal:
 
 
 def mark_dirty(slot_id: str, *, fence: int, disk_identity: str) -> Entry:
-    """Say, durably, that bytes are about to be written. Before the first byte, never after."""
+    """Record durably that bytes are about to be written. This must happen before the first byte is
+    written.
+    """
     with locked():
         entry = check(slot_id, fence)
         return _save(

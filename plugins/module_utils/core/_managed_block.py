@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable
 
 BEGIN, END = "# gpuaas.slice: begin", "# gpuaas.slice: end"
-# A mark whose other half somebody deleted goes too, and takes no line of the site with it. An
-# editor may have left the last line without its end.
+# A mark whose counterpart was deleted is removed too, without any line of the site. An editor may
+# have left the last line without a newline.
 _PART = re.compile(
     rf"^{BEGIN}\n(?:(?!{BEGIN}\n).*\n)*?{END}(?:\n|\Z)|^(?:{BEGIN}|{END})(?:\n|\Z)",
     re.MULTILINE,
@@ -20,16 +20,16 @@ def render(rows: Iterable[str]) -> str:
 
 
 def block_of(text: str) -> str:
-    """What of a file is ours, marks included."""
+    """The managed block of a file, marks included."""
     return "".join(found.group() for found in _PART.finditer(text))
 
 
 def without_block(text: str) -> str:
-    """What of a file is the site's."""
+    """The file without the managed block."""
     return _PART.sub("", text)
 
 
 def with_block(text: str, ours: str) -> str:
-    """The file with this as our part, in place of what was there of ours."""
+    """The file with this managed block in place of the old block."""
     site = without_block(text)
     return site + ("\n" if site and not site.endswith("\n") else "") + ours

@@ -1,6 +1,7 @@
 """PCI functions of this host, from sysfs: identity, driver and IOMMU group.
 
-Entries of /sys/bus/pci/devices are symbolic links on every real kernel; nothing depends on it.
+Entries of /sys/bus/pci/devices are symbolic links on every real kernel; the code does not depend on
+it.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ VFIO = "vfio-pci"
 _ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[01][0-9a-f]\.[0-7]")
 _BRIDGE_CLASS = "0604"
 LINKS = INFINIBAND, ETHERNET = "infiniband", "ethernet"
-# Classes of PCI, and ARPHRD_ETHER and ARPHRD_INFINIBAND as /sys/class/net/*/type shows them.
+# PCI classes, and ARPHRD_ETHER and ARPHRD_INFINIBAND as /sys/class/net/*/type shows them.
 _LINK_CLASSES = {"0200": ETHERNET, "0207": INFINIBAND}
 _LINK_TYPES = {"1": ETHERNET, "32": INFINIBAND}
 
 
 @dataclass(frozen=True)
 class Device:
-    """One PCI function.
+    """A PCI function.
 
     vendor, device: four hex digits. class_code: six hex digits. driver, driver_override, physfn: ""
-    when none. iommu_group: None without an IOMMU. numa_node: -1 when the platform does not say.
+    when absent. iommu_group: None without an IOMMU. numa_node: -1 when the platform does not report
+    it.
     """
 
     address: str
@@ -57,7 +59,7 @@ class Device:
 
     @property
     def slot(self) -> str:
-        """Domain, bus and device: what the functions of one card share."""
+        """Domain, bus and device, which all functions of a card share."""
         return self.address.rpartition(".")[0]
 
 
@@ -71,7 +73,7 @@ def devices() -> list[Device]:
 
 
 def is_address(text: str) -> bool:
-    """Whether it reads like a PCI address: a disk behind a network has one of another kind."""
+    """Whether the text is a PCI address; a disk behind a network has another kind of address."""
     return _ADDRESS.fullmatch(text) is not None
 
 
@@ -80,7 +82,7 @@ def present(address: str) -> bool:
 
 
 def read(address: str) -> Device:
-    """The function at `address`; refused with `device_missing` when it is not there."""
+    """The function at `address`; refused with `device_missing` when it does not exist."""
     if not present(address):
         raise Refusal(
             "device_missing",
@@ -102,7 +104,7 @@ def group(address: str) -> list[Device]:
 
 
 def group_blockers(address: str) -> list[str]:
-    """Why the group of `address` cannot be given to a guest, one sentence each; [] when it can."""
+    """Reasons why a guest cannot get the group of `address`, one sentence each; [] when it can."""
     members = group(address)
     if not members:
         return [f"{address} is in no IOMMU group"]
@@ -126,16 +128,17 @@ def functions(address: str) -> list[str]:
 
 
 def interfaces(address: str) -> list[str]:
-    """Network interfaces of the function. Names change between boots: look them up every time."""
+    """Network interfaces of the function. Names change between boots, so read them every time."""
     folder = _host.path(f"{DEVICES}/{_checked(address)}/net")
     return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
 
 
 def link(address: str) -> str:
-    """What the function speaks: `infiniband`, `ethernet`, or "" where nothing says it.
+    """Link type of the function: `infiniband`, `ethernet`, or "" if unknown.
 
-    A vendor has one id for both: what the kernel made of the function counts, before a driver has
-    taken it the class, which the card's firmware sets by what the port is configured for.
+    Vendors use the same id for both, so the kernel's interface type counts. Before a driver has
+    bound the function, its PCI class counts, which the card's firmware sets by the port's
+    configuration.
     """
     for name in interfaces(address):
         kind = _LINK_TYPES.get(_host.read(f"/sys/class/net/{name}/type") or "")
@@ -145,7 +148,7 @@ def link(address: str) -> str:
 
 
 def unlike_link(address: str, wanted: str) -> str:
-    """Why the function is none of a fabric whose link is `wanted`; "" when it may be one."""
+    """Reason why the function does not fit a fabric with link `wanted`; "" when it may fit."""
     has = link(address)
     if has and has == wanted:
         return ""
@@ -154,10 +157,10 @@ def unlike_link(address: str, wanted: str) -> str:
 
 
 def answers(address: str) -> bool:
-    """Whether configuration space can be read: all ones mean a lost or sleeping (D3cold) device.
+    """Whether configuration space is readable: all ones mean a lost or sleeping (D3cold) device.
 
-    The identity alone says nothing: a virtual function has ones there by the SR-IOV specification,
-    so command, status and class are read too.
+    The identity alone proves nothing: by the SR-IOV specification a virtual function has ones
+    there, so command, status and class are read too.
     """
     try:
         with _host.path(f"{DEVICES}/{_checked(address)}/config").open("rb") as config:
@@ -167,25 +170,27 @@ def answers(address: str) -> bool:
 
 
 def override(address: str, driver: str) -> None:
-    """Say which driver alone may take the function; "" takes the word back. Binds nothing."""
+    """Set the only driver that may take the function; "" removes the override. Binds nothing."""
     # The kernel clears the override on an empty line, not on an empty write.
     store(f"{DEVICES}/{_checked(address)}/driver_override", f"{driver}\n")
 
 
 def unbind(address: str) -> None:
-    """Take the function from its driver, if it has one. The caller has made sure nobody uses it."""
+    """Unbind the function from its driver, if any. The caller has verified that it is
+    not in use.
+    """
     folder = f"{DEVICES}/{_checked(address)}/driver"
     if _host.path(folder).exists():
         store(f"{folder}/unbind", address)
 
 
 def probe(address: str) -> None:
-    """Let the kernel look for a driver of the function, its override respected."""
+    """Let the kernel look for a driver of the function; it respects the override."""
     store("/sys/bus/pci/drivers_probe", _checked(address))
 
 
 def store(absolute: str, value: str) -> None:
-    """Write one attribute of sysfs or procfs: in place, since those cannot be replaced."""
+    """Write an attribute of sysfs or procfs in place, because those files cannot be replaced."""
     try:
         descriptor = os.open(_host.path(absolute), os.O_WRONLY | os.O_CLOEXEC)
         try:
@@ -220,7 +225,7 @@ def _load(address: str) -> Device:
 
 
 def _checked(address: str) -> str:
-    # Addresses come from requests and become paths, so nothing but an address gets through.
+    # Addresses come from requests and become paths, so only valid addresses are accepted.
     if not _ADDRESS.fullmatch(address):
         raise Refusal(
             "pci_address_invalid",
@@ -232,7 +237,7 @@ def _checked(address: str) -> str:
 
 
 def _target(link: Path) -> str:
-    """The last name of what `link` points at, or ""; the target need not exist."""
+    """The last path component of the target of `link`, or ""; the target need not exist."""
     try:
         return link.readlink().name
     except OSError:

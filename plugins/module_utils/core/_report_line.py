@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import string
 
-# Written as they are; everything else gets a backslash, as a shell would quote it. `=` is not among
-# them, so that a hostile serial cannot put a second `status=…` into a line.
+# Written unchanged; all other characters get a backslash, as in shell quoting. `=` is not included,
+# so that a hostile serial cannot add a second `status=…` to a line.
 _PLAIN = frozenset(string.ascii_letters + string.digits + "_@%+:,./-")
 
 
@@ -15,7 +15,7 @@ def report_line(marker: str, **fields: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """`text` as one shell word; what does not print in ASCII is shown as its escape, never raw."""
+    """`text` as one shell word; characters outside printable ASCII appear as escapes, never raw."""
     shown = "".join(
         c if c.isascii() and c.isprintable() else c.encode("unicode_escape").decode() for c in text
     )

@@ -11,7 +11,7 @@ PACKAGE = "ansible_collections.gpuaas.slice.plugins.module_utils"
 def closure(entry: str, source: Callable[[str], str]) -> dict[str, str]:
     """`entry` and every file that it imports, directly or not: source text by name (`core._host`).
 
-    source: gives the text of a name.
+    source: returns the text of a name.
     """
     texts: dict[str, str] = {}
     queue = [entry]
@@ -24,7 +24,7 @@ def closure(entry: str, source: Callable[[str], str]) -> dict[str, str]:
 
 
 def imported(text: str) -> Iterator[str]:
-    """Names of the files of module_utils that one source text imports."""
+    """Names of the module_utils files that a source text imports."""
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.ImportFrom):
             continue

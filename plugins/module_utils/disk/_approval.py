@@ -1,7 +1,7 @@
-"""Approval of a disk's takeover, and what is on the disk beyond it.
+"""Approval of a disk's takeover, and content on the disk beyond the approval.
 
-An approval names what the dry run showed: who the disk is, what is mounted from it and what is
-written on it. What came since was approved by nobody.
+An approval names the findings of the dry run: the disk's identity, its mounts and its signatures.
+Anything added later is not approved.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Approval = Mapping[str, Any]
 
 
 def of(disk: _block.Disk, used: _block.Usage, signatures: Sequence[str]) -> dict[str, Any]:
-    """The approval that would cover the disk as it is."""
+    """The approval that would cover the disk in its current state."""
     return {
         "serial": disk.serial,
         "eui": disk.eui or disk.nguid,
@@ -30,9 +30,9 @@ def of(disk: _block.Disk, used: _block.Usage, signatures: Sequence[str]) -> dict
 def resumed(
     approved: Approval, begun: Approval | None, used: _block.Usage, signatures: Sequence[str]
 ) -> Approval:
-    """The approval, wider by what an erase that had begun was approved for and what it leaves.
+    """The approval, extended by an interrupted erase's approval and by that erase's residue.
 
-    As it is, once there is anything else on the disk: then it is in somebody's use since.
+    Unchanged if the disk has any other content, because then it is in use again.
     """
     if begun is None or _made_since(begun, used, signatures):
         return approved
@@ -58,7 +58,7 @@ def _made_since(begun: Approval, used: _block.Usage, signatures: Sequence[str]) 
 def identity(
     disk: _block.Disk, path: str, approved: Approval | None, *, apply: bool
 ) -> Iterator[Refusal]:
-    """Why the disk is not the approved one."""
+    """Reason why the disk is not the approved disk."""
     named = approved or {}
     serial, identifier = str(named.get("serial") or ""), str(named.get("eui") or "")
     if apply and not (serial and identifier):
@@ -75,7 +75,7 @@ def identity(
 
 
 def unusual(named: str, used: _block.Usage, approved: Approval) -> Iterator[Refusal]:
-    """Content that is no plain share, unless a person has named it. Members never are."""
+    """Content other than a plain share, unless a person has named it. Members are never allowed."""
     allowed = (*_signature.PLAIN, *(approved.get("filesystems") or ()))
     for name, kind in sorted(used.filesystems.items()):
         if kind in _signature.MEMBERS or kind not in (*_signature.TABLES, *allowed):
@@ -91,11 +91,11 @@ def unusual(named: str, used: _block.Usage, approved: Approval) -> Iterator[Refu
 def exceeded(
     named: str, used: _block.Usage, signatures: Sequence[str], approved: Approval
 ) -> Iterator[Refusal]:
-    """Mounts and content that were not there when the disk was approved."""
+    """Mounts and content that were not on the disk when it was approved."""
     more = [f"mounted on {at}" for at in used.mounts if at not in (approved.get("mounts") or ())]
     kinds = Counter(used.filesystems.values()) - Counter(approved.get("filesystems") or ())
     more += sorted(kinds.elements())
-    # An approval from a look that has no signatures is bound by mounts and types alone.
+    # An approval from a report without signatures is limited by mounts and types only.
     known = approved.get("signatures")
     if known is not None:
         more += [sign for sign in signatures if sign not in known]

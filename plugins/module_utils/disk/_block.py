@@ -1,8 +1,8 @@
-"""Disk for other modules, and the exclusive descriptor that every destructive act needs.
+"""Disk access for other modules, with the exclusive descriptor of every destructive action.
 
-`exclusive` is invariant I7: one descriptor, opened O_EXCL, on which identity and use are checked
-and through which everything destructive then goes. Nothing opens the path a second time: what is
-written on the disk is read through that descriptor too.
+`exclusive` implements invariant I7: a single descriptor, opened O_EXCL. Identity and use are
+checked on it, and every destructive action uses it. The path is never opened a second time; even
+the disk's content is read through that descriptor.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ pci_addresses = _disk.pci_addresses
 usages = _usage.usages
 written = _usage.written
 
-# QEMU keeps shared locks on bytes from 100 and from 200 of an image that it has open.
+# QEMU keeps shared locks on bytes from 100 and from 200 of an open image.
 _QEMU_LOCKS = (100, 200)
 _PATIENCE_S = 15.0  # How long udev or a scan may hold the disk before that counts as use.
 
 
 def usage(disk: Disk, *, dirty: bool = False) -> Usage:
-    """The use of one disk; a Refusal `device_unreadable` when it cannot be read.
+    """The use of a disk; a Refusal `device_unreadable` when it cannot be read.
 
-    dirty: by the ledger a tenant's bytes are on it. They are told where they can be read and
-    decide nothing: neither a bad sector nor a label with the name of a pool keeps them from going.
+    dirty: the ledger says that the disk holds a tenant's bytes. They are reported if readable, and
+    decide nothing: neither a bad sector nor a pool label may prevent their erase.
     """
     try:
         if not dirty:
@@ -54,7 +54,7 @@ def usage(disk: Disk, *, dirty: bool = False) -> Usage:
 
 
 def refusals(disk: Disk, used: Usage, exclude: Iterable[str] = ()) -> list[Refusal]:
-    """Why the disk must not be written to: `excluded_model`, `os_disk` or `disk_in_use`; [] for a
+    """Reasons against writing to the disk: `excluded_model`, `os_disk` or `disk_in_use`; [] for a
     free data disk. exclude: models beyond the known boot cards.
     """
     excluded = _disk.excluded(disk, exclude)
@@ -75,13 +75,13 @@ def refusals(disk: Disk, used: Usage, exclude: Iterable[str] = ()) -> list[Refus
 
 @contextlib.contextmanager
 def exclusive(disk: Disk, *, seen: Collection[str] | None = None) -> Iterator[int]:
-    """A descriptor of the disk that nobody else can claim, checked to be that disk and unused.
+    """An exclusive descriptor of the disk, verified to be that disk and unused.
 
-    Opened for direct I/O. While it is held no partition of the disk can be mounted or formatted,
-    and a QEMU that shares our /dev cannot start on it.
+    Opened for direct I/O. While it is open, no partition of the disk can be mounted or formatted,
+    and a QEMU that shares the host's /dev cannot start on it.
 
-    seen: the signatures that the plan saw, as `written` names them. With anything else on it the
-    disk is refused: nobody approved the end of what was made since.
+    seen: the signatures in the plan, as `written` names them. The disk is refused if it has any
+    other content, because its loss was not approved.
     """
     flags = os.O_RDWR | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC
     try:
@@ -105,7 +105,9 @@ def exclusive(disk: Disk, *, seen: Collection[str] | None = None) -> Iterator[in
 
 
 def _refuse_use(disk: Disk) -> None:
-    """A program may look at the disk for a moment; everything else is refused at once."""
+    """Refuse a disk in use. A brief open by a program is tolerated; any other use is refused at
+    once.
+    """
     until = time.monotonic() + _PATIENCE_S
     while True:
         used = _usage.claims(disk)
@@ -134,7 +136,7 @@ def _refuse_change(descriptor: int, disk: Disk, seen: Collection[str]) -> None:
 
 def _reserve(descriptor: int, disk: Disk) -> None:
     try:
-        # udev's protocol: it leaves a disk alone while somebody has it locked.
+        # udev's protocol: it leaves a locked disk alone.
         _patiently(lambda: fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB))
     except OSError as locked:
         raise _busy(disk, "a program that locked it") from locked
@@ -147,7 +149,7 @@ def _reserve(descriptor: int, disk: Disk) -> None:
 
 
 def _patiently(act: Callable[[], Result]) -> Result:
-    """Try again while something passing holds the disk; the last OSError comes out."""
+    """Retry while a transient user holds the disk; the last OSError is raised."""
     until = time.monotonic() + _PATIENCE_S
     while True:
         try:
@@ -169,7 +171,7 @@ def _unreadable(disk: Disk, broken: OSError) -> Refusal:
 
 
 def _busy(disk: Disk, who: str) -> Refusal:
-    """What uses the disk, as far as it can be seen; otherwise who refused."""
+    """The visible users of the disk; otherwise the call that failed."""
     try:
         found = refusals(disk, _usage.usage(disk))
     except OSError:

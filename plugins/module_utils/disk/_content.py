@@ -1,6 +1,6 @@
 """Content of a disk: signatures on it and its partitions, and bytes of unknown kind.
 
-A disk counts as blank only when it was looked at: zeros at both ends and wherever else is sampled.
+A disk counts as blank only after a read: zeros at both ends and at all sampled places.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.disk._device import A
 Marks = dict[str, list[_signature.Signature]]
 Extents = dict[str, tuple[int, int]]
 
-# 64 spots of 64 KiB: 6 MiB are read of a blank disk, and data on 5 % of it is missed with
-# probability 4 %. The spots are fixed, so that two looks at the same bytes say the same.
+# 64 spots of 64 KiB: 6 MiB of a blank disk are read, and data on 5 % of it is missed with
+# probability 4 %. The spots are fixed, so that two reads of the same bytes agree.
 _SPOTS = 64
 _SPOT = 64 * 1024
 
 
 def partitions(disk: _disk.Disk) -> list[str]:
-    """Kernel names of the disk's partitions, as the kernel sees them now."""
+    """The kernel's current names of the disk's partitions."""
     folder = f"/sys/class/block/{disk.kernel_name}"
     return [one for one in _host.listed(folder) if _host.path(f"{folder}/{one}/partition").exists()]
 
 
 def attribute(name: str, what: str) -> str | None:
-    """What sysfs says of a block device; None only when it does not say it, or no longer.
+    """A sysfs attribute of a block device; None only when it does not exist or no longer exists.
 
-    Raises OSError: a number, place or size that cannot be read would hide what is there.
+    Raises OSError: an unreadable number, offset or size would hide content.
     """
     try:
         return _host.path(f"/sys/class/block/{name}/{what}").read_text().strip()
@@ -51,7 +51,7 @@ def attribute(name: str, what: str) -> str | None:
 def extents(disk: _disk.Disk, descriptor: int) -> Extents:
     """Start and length in bytes of the disk and of each partition, by name.
 
-    Partitions that are in the disk's own table only are named as the kernel would name them.
+    Partitions that exist only in the disk's own table get the kernel's naming.
     """
     found = known_extents(disk)
     listed = _partitions.table(descriptor, disk.size_bytes, _block_size(disk))
@@ -63,11 +63,11 @@ def extents(disk: _disk.Disk, descriptor: int) -> Extents:
 
 
 def known_extents(disk: _disk.Disk) -> Extents:
-    """The same without the disk's own table: as the kernel knows them now."""
+    """The same without the disk's own table: the kernel's current view."""
     found = {disk.kernel_name: (0, disk.size_bytes)}
     for name in partitions(disk):
         start, size = attribute(name, "start"), attribute(name, "size")
-        # One that is gone by now covers nothing: what lies there is looked at as the disk's.
+        # A partition that is gone covers nothing; its bytes are then checked as the disk's.
         if start and size:
             found[name] = (int(start) * 512, int(size) * 512)
     return found
@@ -78,9 +78,10 @@ def _block_size(disk: _disk.Disk) -> int:
 
 
 def marks(disk: _disk.Disk, descriptor: int | None = None) -> Marks:
-    """Every signature of the disk and of each partition that has one, the telling one first.
+    """Every signature of the disk and of each partition with signatures, the decisive signature
+    first.
 
-    descriptor: the disk as it is held for direct I/O; without one its path is opened.
+    descriptor: an open descriptor of the disk for direct I/O; without it the path is opened.
     """
     if descriptor is None:
         with _opened(disk) as opened:
@@ -95,21 +96,23 @@ def marks(disk: _disk.Disk, descriptor: int | None = None) -> Marks:
 
 
 def signatures(disk: _disk.Disk, descriptor: int | None = None) -> dict[str, str]:
-    """Type of what is written on the disk and on each partition, read past the page cache."""
+    """Signature type of the disk and of each partition, read past the page cache."""
     return _types(marks(disk, descriptor))
 
 
 def both(disk: _disk.Disk) -> tuple[dict[str, str], list[str]]:
-    """`signatures` and `described` of one look: between two the disk may become another."""
+    """`signatures` and `described` from the same read, because the disk may change between two
+    reads.
+    """
     with _opened(disk) as descriptor:
         found = marks(disk, descriptor)
         return _types(found), _named(descriptor, found)
 
 
 def described(disk: _disk.Disk, descriptor: int | None = None) -> list[str]:
-    """Every mark as an approval names it: type, byte and, where it has one, its identifier.
+    """Every signature as an approval names it: type, byte and, if present, its identifier.
 
-    A filesystem that was made anew at the same place has another identifier.
+    A new filesystem at the same place has another identifier.
     """
     if descriptor is None:
         with _opened(disk) as opened:
@@ -127,7 +130,7 @@ def _named(descriptor: int, found: Marks) -> list[str]:
 
 
 def pools(disk: _disk.Disk) -> dict[str, str]:
-    """ZFS pools by the labels on the disk and its partitions, by the kernel name of what has one.
+    """ZFS pools from the labels on the disk and its partitions, by kernel name.
 
     "?" for a label without a name.
     """
@@ -141,7 +144,7 @@ def pools(disk: _disk.Disk) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _opened(disk: _disk.Disk) -> Iterator[int]:
-    """For reading only, past the page cache."""
+    """Read-only, past the page cache."""
     descriptor = os.open(_disk.node(disk.kernel_name), os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
     try:
         yield descriptor
@@ -152,10 +155,10 @@ def _opened(disk: _disk.Disk) -> Iterator[int]:
 def _unexplained(
     disk: _disk.Disk, descriptor: int, places: Extents, found: Marks
 ) -> Iterator[tuple[str, _signature.Signature]]:
-    """Bytes on the disk or on a partition that no signature accounts for."""
+    """Bytes on the disk or on a partition that belong to no signature."""
     whole = disk.kernel_name
     if any(one.type not in _signature.TABLES for one in found[whole]):
-        return  # A filesystem, or a member of something, over the whole disk.
+        return  # a filesystem or a member that covers the whole disk
     for name, (start, length) in places.items():
         if name != whole and not found[name]:
             yield from _raw(descriptor, name, start, length)
@@ -175,7 +178,7 @@ def _gaps(
     whole: str,
     edge: int,
 ) -> Iterator[tuple[int, int]]:
-    """What of the disk belongs to no partition and is no record of one."""
+    """Ranges of the disk outside all partitions and partition records."""
     reach, end = edge, places[whole][1] - edge
     taken = sorted([*(place for name, place in places.items() if name != whole), *records])
     for start, length in [*taken, (end, 0)]:
@@ -195,7 +198,7 @@ def _raw(
 
 
 def _samples(start: int, length: int) -> Iterator[tuple[int, int]]:
-    """Where to look: both ends first, where nearly everything begins."""
+    """Ranges to sample: both ends first, because nearly all formats start there."""
     edge = min(MIB, length)
     yield start, edge
     yield start + length - edge, edge

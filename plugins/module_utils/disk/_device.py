@@ -1,7 +1,7 @@
 """Open block device: size, ioctls, and I/O that the page cache cannot falsify.
 
 Every buffer is page aligned and every offset a multiple of 4096, so a descriptor opened with
-O_DIRECT works on 512-byte and on 4-KiB disks alike.
+O_DIRECT works on 512-byte and on 4-KiB disks.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ BLKDISCARD = 0x1277
 BLKZEROOUT = 0x127F
 BLKGETSIZE64 = 0x80081272
 
-# One ioctl of this size stays below a minute on slow disks: a run can be stopped between two.
+# An ioctl of this size takes less than a minute on slow disks, so a run can be stopped between two.
 _STRIDE = 1 << 30
-# What a device or its driver says when it does not know the request.
+# Errors of a device or driver that does not support the request.
 _UNKNOWN = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY)
 
 
 def call(descriptor: int, request: int, buffer: bytearray) -> int:
-    """The ioctl; a positive answer is a device's own status, an OSError the kernel's."""
+    """Run the ioctl. A positive result is the device's own status; an OSError comes from the
+    kernel.
+    """
     return int(fcntl.ioctl(descriptor, request, buffer))
 
 
@@ -52,20 +54,22 @@ def number(descriptor: int) -> str:
 
 
 def size(descriptor: int) -> int:
-    """Size in bytes, asked of the device."""
+    """Size in bytes, as the device reports it."""
     buffer = bytearray(8)
     call(descriptor, BLKGETSIZE64, buffer)
     return int(struct.unpack("=Q", buffer)[0])
 
 
 def discard(descriptor: int, start: int, length: int) -> None:
-    """Tell the device that the range is unused; promises nothing about what it reads as."""
+    """Tell the device that the range is unused; later reads may return anything."""
     for offset, part in _strides(start, length):
         call(descriptor, BLKDISCARD, bytearray(struct.pack("=QQ", offset, part)))
 
 
 def zero(descriptor: int, start: int, length: int) -> str:
-    """Make the range read as zeros; returns how: `write_zeroes`, or `writes` when unsupported."""
+    """Make the range read as zeros; returns the method: `write_zeroes`, or `writes` when
+    unsupported.
+    """
     for offset, part in _strides(start, length):
         try:
             call(descriptor, BLKZEROOUT, bytearray(struct.pack("=QQ", offset, part)))
@@ -78,7 +82,7 @@ def zero(descriptor: int, start: int, length: int) -> str:
 
 
 def write_zeros(descriptor: int, start: int, length: int) -> None:
-    """Write zeros, past everything that could say "done" without doing it."""
+    """Write zeros, past every layer that could report success without writing."""
     zeros = mmap.mmap(-1, min(4 * MIB, max(length, ALIGN)))
     with memoryview(zeros) as view:
         offset, end = start, start + length
@@ -87,14 +91,14 @@ def write_zeros(descriptor: int, start: int, length: int) -> None:
 
 
 def forget_cache(descriptor: int) -> None:
-    """Write back and drop what the kernel has cached of the device."""
+    """Write back and drop the kernel's cache of the device."""
     call(descriptor, BLKFLSBUF, bytearray(8))
 
 
 def reread_partitions(descriptor: int) -> bool:
-    """Let the kernel read the partition table; False when the device has none to speak of.
+    """Let the kernel read the partition table; False when the device does not support partitions.
 
-    Fails with EBUSY while a partition is in use, which is wanted.
+    Fails with EBUSY while a partition is in use, which is intended.
     """
     try:
         call(descriptor, BLKRRPART, bytearray(8))
@@ -106,7 +110,7 @@ def reread_partitions(descriptor: int) -> bool:
 
 
 def fill(descriptor: int, view: memoryview, offset: int) -> int:
-    """Read into `view` until it is full or the file ends; returns how much was read."""
+    """Read into `view` until it is full or the file ends; returns the number of bytes read."""
     got = 0
     while got < len(view):
         part = os.preadv(descriptor, [view[got:]], offset + got)
@@ -126,7 +130,7 @@ def drain(descriptor: int, view: memoryview, offset: int) -> None:
 def read(descriptor: int, offset: int, length: int) -> bytes:
     """Bytes of any range, read through an aligned buffer."""
     if length <= 0:
-        return b""  # A partition that went away while it was looked up has no bytes.
+        return b""  # a partition that went away during the read has no bytes
     start = offset - offset % ALIGN
     span = -(-(offset + length - start) // ALIGN) * ALIGN
     buffer = mmap.mmap(-1, span)

@@ -1,7 +1,7 @@
 """Whole NVMe namespaces of this host, by an identity that survives reboots.
 
-A disk is known as `eui.<hex>`: its NGUID, or its EUI64 when it has no NGUID, which is also what the
-kernel puts into /dev/disk/by-id/nvme-eui.*. Kernel names move between boots and identify nothing.
+A disk's identity is `eui.<hex>`: its NGUID, or its EUI64 when it has no NGUID. The kernel uses the
+same value in /dev/disk/by-id/nvme-eui.*. Kernel names change between boots and identify nothing.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import R
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _device, _nvme_admin
 
 BY_ID = "/dev/disk/by-id/nvme-eui."
-# nvme0n1, not the partition nvme0n1p1 and not nvme0c1n1, one path to a namespace with several.
+# nvme0n1, but neither the partition nvme0n1p1 nor nvme0c1n1, a single path of a multipath
+# namespace.
 WHOLE = re.compile(r"nvme\d+n\d+")
-# Boot RAID cards that show themselves as NVMe: the operating system's, mounted or not.
+# Boot RAID controllers (BOSS) appear as NVMe disks. Treat them as OS disks even when nothing on
+# them is mounted.
 BOOT_CARDS = ("DELLBOSS",)
 _PATH_MEMBER = re.compile(r"nvme\d+c\d+n\d+")
 
 
 def disk_identity(identifier: str) -> str:
-    """The one spelling of a disk's identity: `eui.` and lower-case hexadecimal digits.
+    """The only spelling of a disk's identity: `eui.` and lower-case hexadecimal digits.
 
     identifier: the digits, with or without `eui.`, or a /dev/disk/by-id/nvme-eui.* path.
     """
@@ -36,7 +38,7 @@ def disk_identity(identifier: str) -> str:
 
 @dataclass(frozen=True)
 class Disk:
-    """One namespace. by_id: its /dev/disk/by-id/nvme-eui.* path or "". devt: `major:minor`."""
+    """An NVMe namespace. by_id: its /dev/disk/by-id/nvme-eui.* path or "". devt: `major:minor`."""
 
     disk_identity: str
     by_id: str
@@ -54,27 +56,27 @@ class Disk:
         return f"{self.by_id or self.kernel_name} ({self.disk_identity})"
 
     def is_known_as(self, identifier: str) -> bool:
-        """Whether `identifier` (hex, with or without `eui.`) is one of the disk's."""
+        """Whether `identifier` (hex, with or without `eui.`) belongs to the disk."""
         known = [self.disk_identity, self.eui, self.nguid]
         return disk_identity(identifier) in {disk_identity(name) for name in known if name}
 
 
 def disks() -> list[Disk]:
-    """Every whole namespace, by kernel name; the single paths of a multipath one are left out."""
+    """Every whole namespace, by kernel name, without the single paths of a multipath namespace."""
     links = _links()
     found = []
     for name in sorted(_names()):
         try:
             disk = _identified(name)
         except (OSError, Refusal):
-            continue  # It went away, does not answer, or is no device: not a disk to build on.
+            continue  # gone, silent or not a device: unusable
         own = next((link for link in links.get(name, []) if disk.is_known_as(link)), "")
         found.append(replace(disk, by_id=own))
     return found
 
 
 def why_unknown(name: str) -> str:
-    """Why the namespace with a kernel name is none of `disks()`; "" when it is one."""
+    """Reason why the namespace with a kernel name is not in `disks()`; "" when it is."""
     try:
         _identified(name)
     except Refusal as refusal:
@@ -85,7 +87,7 @@ def why_unknown(name: str) -> str:
 
 
 def resolve(path: str) -> Disk:
-    """The disk behind a by-id path or kernel name, identified by itself and not by the link."""
+    """The disk behind a by-id path or kernel name, identified by the device and not by the link."""
     name = _target(path)
     if _PATH_MEMBER.fullmatch(name):
         raise Refusal(
@@ -121,7 +123,7 @@ def resolve(path: str) -> Disk:
 
 
 def of_slot(slot: Mapping[str, Any]) -> Disk:
-    """The disk of a slot bundle; refused unless the device itself says what the bundle says."""
+    """The disk of a slot bundle; refused unless the device itself has the bundle's identity."""
     disk = resolve(str(slot["nvme_device"]))
     identifier, serial = str(slot.get("nvme_eui") or ""), str(slot.get("nvme_serial") or "")
     size = int(slot.get("nvme_size_bytes") or 0)
@@ -130,7 +132,7 @@ def of_slot(slot: Mapping[str, Any]) -> Disk:
 
 
 def require(disk: Disk, *, identifier: str = "", serial: str = "", size: int = 0) -> None:
-    """Refuse a disk that is not the one approved; what is empty is not compared."""
+    """Refuse a disk other than the approved disk; empty values are not compared."""
     named = disk.by_id or disk.kernel_name
     if identifier and not disk.is_known_as(identifier):
         raise mismatch(named, identifier, _digits(disk.disk_identity), "identifier")
@@ -141,7 +143,7 @@ def require(disk: Disk, *, identifier: str = "", serial: str = "", size: int = 0
 
 
 def require_stable(path: str) -> None:
-    """Refuse a name that leads to another disk after the next boot."""
+    """Refuse a name that may lead to another disk after the next boot."""
     if not path.startswith(BY_ID):
         raise Refusal(
             "kernel_name_not_allowed",
@@ -152,9 +154,9 @@ def require_stable(path: str) -> None:
 
 
 def excluded(disk: Disk, models: Iterable[str] = ()) -> list[Refusal]:
-    """Why a disk of this model is never a slot's: it is a boot card, or the profile's word.
+    """Reasons that exclude a disk of this model from slots: a boot card, or the profile's setting.
 
-    models: parts of model names beyond those that are a boot card anywhere.
+    models: parts of model names in addition to the known boot cards.
     """
     model = re.sub(r"[\s_-]", "", disk.model).upper()
     card = any(known in model for known in BOOT_CARDS)
@@ -181,7 +183,7 @@ def mismatch(named: str, wanted: str, found: str, what: str) -> Refusal:
 
 
 def of_descriptor(descriptor: int) -> Disk:
-    """The disk that an open descriptor is, as it says itself; by_id is left empty."""
+    """The disk behind an open descriptor, as the device identifies itself; by_id is left empty."""
     devt = _device.number(descriptor)
     said = _nvme_admin.identify(descriptor)
     identifier = said.nguid or said.eui
@@ -201,7 +203,7 @@ def of_descriptor(descriptor: int) -> Disk:
 
 
 def name_of(devt: str) -> str:
-    """The kernel name of a device number, "" when sysfs has none."""
+    """The kernel name of a device number, "" when sysfs does not have it."""
     link = _host.path(f"/sys/dev/block/{devt}")
     return link.readlink().name if link.is_symlink() else ""
 
@@ -212,7 +214,7 @@ def node(name: str) -> Path:
 
 
 def pci_addresses(disk: Disk) -> list[str]:
-    """The PCI functions that lead to the disk: one, or several behind a multipath name."""
+    """The disk's PCI functions: one, or several behind a multipath name."""
     parent = _host.path(f"/sys/class/block/{disk.kernel_name}/device").resolve()
     controllers = [parent] if (parent / "address").is_file() else sorted(parent.glob("nvme*"))
     found = (controller / "address" for controller in controllers if controller.is_dir())
@@ -220,7 +222,7 @@ def pci_addresses(disk: Disk) -> list[str]:
 
 
 def _identified(name: str) -> Disk:
-    """Raises OSError when the device does not answer, Refusal when it is none."""
+    """Identify the device. Raises OSError when it does not answer, Refusal when it is no disk."""
     with _opened(name) as descriptor:
         return of_descriptor(descriptor)
 
@@ -241,7 +243,7 @@ def _names() -> list[str]:
 
 
 def _links() -> dict[str, list[str]]:
-    """by-id paths by the kernel name they lead to."""
+    """by-id paths by kernel name."""
     found: dict[str, list[str]] = {}
     folder = _host.path("/dev/disk/by-id")
     for link in sorted(folder.glob("nvme-eui.*")) if folder.is_dir() else []:

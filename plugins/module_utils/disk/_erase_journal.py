@@ -1,7 +1,7 @@
-"""Journal of a begun erase: the disk, and what was approved of it.
+"""Journal of an erase in progress: the disk and its approval.
 
-Written before the first byte and removed after the verified end. What a broken erase leaves reads
-as bytes of no known kind, which no approval names; with this record the disk can be taken again.
+Written before the first byte and removed after the verified end. An interrupted erase leaves bytes
+of unknown kind, which no approval names. This record lets the takeover continue.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DIRECTORY = f"{_host.STATE_DIRECTORY}/erasing"
 
 
 def resumable(disk: _disk.Disk) -> dict[str, Any] | None:
-    """What was approved for the erase of this disk that has not ended; None when there is none."""
+    """The approval of this disk's unfinished erase; None when no erase is unfinished."""
     record = _host.document(
         _file(disk.disk_identity),
         code="erase_record_unreadable",
@@ -25,7 +25,8 @@ def resumable(disk: _disk.Disk) -> dict[str, Any] | None:
     )
     if record is None or record.get("disk") != _who(disk):
         return None
-    # It ended, and what is on the disk came after: only the removal of the record was missed.
+    # The erase had ended and the disk's content is newer; only the removal of the record was
+    # missed.
     ended = str((_proof.standing(disk.disk_identity) or {}).get("finished_at", ""))
     if ended > str(record.get("begun_at", "")):
         return None
@@ -33,7 +34,7 @@ def resumable(disk: _disk.Disk) -> dict[str, Any] | None:
 
 
 def record(disk: _disk.Disk, approved: Mapping[str, Any]) -> None:
-    """Say, durably, that bytes are about to be written. Before the first byte, never after."""
+    """Record durably that an erase starts. This must happen before the first byte is written."""
     text = {"disk": _who(disk), "approved": dict(approved), "begun_at": _host.now()}
     _host.write(_file(disk.disk_identity), json.dumps(text, sort_keys=True) + "\n", mode=0o600)
 
@@ -43,7 +44,7 @@ def forget(disk: _disk.Disk) -> None:
 
 
 def has_entry(disk_identity: str) -> bool:
-    """Whether bytes of the disk may be gone; what cannot be looked at may."""
+    """Whether bytes of the disk may be erased; an unreadable journal counts as yes."""
     try:
         _host.path(_file(disk_identity)).lstat()
     except FileNotFoundError:

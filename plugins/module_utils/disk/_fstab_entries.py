@@ -24,11 +24,11 @@ _TAGS = {
 
 
 def lines_of(names: Collection[str], points: Collection[str]) -> list[str]:
-    """Lines in force that mount one of the devices `names`, a file below one of `points`, or on one
-    of them what is not there.
+    """Active lines of these devices or mount points.
 
-    A line for a device that is there and is none of these belongs to that one: what is mounted over
-    its point now does not make it ours.
+    A line matches if it mounts a device of `names`, a file below a mount point of `points`, or an
+    absent device on such a mount point. A line for an existing other device belongs to that device;
+    a mount over its mount point does not change that.
     """
     return [
         shown(line)
@@ -48,10 +48,9 @@ def lines_of(names: Collection[str], points: Collection[str]) -> list[str]:
 
 
 def text() -> str:
-    """The file as it is, "" when there is none; whatever bytes it has can be written back.
+    """The file's content, "" when it does not exist; arbitrary bytes survive a write-back.
 
-    Split at "\\n" alone, which is where lines end for those who mount by it. One that cannot be
-    read is a Refusal.
+    Split at "\\n" only, because mount programs end lines there. An unreadable file is a Refusal.
     """
     return (_host.content(FILE) or b"").decode(errors="surrogateescape")
 
@@ -67,7 +66,7 @@ def disable(lines: Iterable[str], *, backup: str) -> None:
 
 
 def remove(lines: Iterable[str], *, backup: str) -> None:
-    """Take the lines out; without them the file is what it was before they came, to the byte."""
+    """Delete the lines; the file is then byte for byte the file before they were added."""
     was, unwanted = text(), set(lines)
     _host.write(backup, was, mode=0o600)
     rows = io.StringIO(was, newline="\n")
@@ -75,13 +74,13 @@ def remove(lines: Iterable[str], *, backup: str) -> None:
 
 
 def disabled() -> list[str]:
-    """Lines that `disable` put out of force, as they were."""
+    """Original lines that `disable` commented out."""
     prefix = f"# {MARKER} "
     return [shown(row.removeprefix(prefix)) for row in text().split("\n") if row.startswith(prefix)]
 
 
 def enable(lines: Iterable[str]) -> None:
-    """Put lines back into force that `disable` commented out."""
+    """Restore lines that `disable` commented out."""
     prefix, back = f"# {MARKER} ", set(lines)
     rows = [
         row.removeprefix(prefix)
@@ -93,22 +92,22 @@ def enable(lines: Iterable[str]) -> None:
 
 
 def device_there(line: str) -> bool:
-    """Whether what the line mounts exists: a wiped disk has lost its labels and UUIDs."""
+    """Whether the line's device exists; a wiped disk has lost its labels and UUIDs."""
     source = line.split(maxsplit=1)[0]
     tag, equals, _value = source.partition("=")
     if not (source.startswith("/dev/") or (equals and tag in _TAGS)):
-        return True  # A network or virtual file system.
+        return True  # a network or virtual file system
     name = _device_name(source)
     return bool(name) and _host.path(f"/sys/class/block/{name}").exists()
 
 
 def _as_mounted(path: str) -> str:
-    """As `_usage.mounts` names it, whatever bytes it has."""
+    """The path in the spelling of `_usage.mounts`, whatever bytes it has."""
     return shown(_usage.unescape(path))
 
 
 def _device_name(spec: str) -> str:
-    """The kernel name of what the line mounts; "" for what is no device or can be no path."""
+    """The kernel name of the line's device; "" if it is no device or not a possible path."""
     try:
         return _resolved(spec)
     except (OSError, ValueError):

@@ -1,9 +1,9 @@
 """Image cache of the host: raw files, each with an index of verified digests.
 
-An image is known by the sha256 of its raw bytes. The pass that computes it also takes the sha256 of
-every chunk. The index ties both together: chunks that match it are the bytes that matched the
-digest. So a clone can check each chunk *before* it is written, on several cores, and needs neither
-read nor hash chunks that are all zeros.
+The sha256 of its raw bytes identifies an image. The pass that computes it also computes the sha256
+of every chunk. The index binds both: chunks that match it are the bytes that matched the digest. A
+clone can therefore check each chunk *before* it is written, on several cores. It need neither read
+nor hash chunks that are all zeros.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHUNK = 4 << 20
 
 @dataclass(frozen=True)
 class Stamp:
-    """What changes when a file is written to or replaced; ctime cannot be set by a program."""
+    """File attributes that change on a write or replacement; no program can set ctime."""
 
     size_bytes: int
     mtime_ns: int
@@ -36,7 +36,9 @@ class Stamp:
 
 @dataclass(frozen=True)
 class Index:
-    """digest: `sha256:<hex>` of all bytes. chunks: sha256 of each chunk, "" for one of zeros."""
+    """digest: `sha256:<hex>` of all bytes. chunks: sha256 of each chunk, "" for a chunk
+    of zeros.
+    """
 
     digest: str
     stamp: Stamp
@@ -45,12 +47,14 @@ class Index:
 
 
 def path_of(digest: str) -> str:
-    """Where the cache keeps an image."""
+    """Path of an image in the cache."""
     return f"{DIRECTORY}/{hexadecimal(digest)}.raw"
 
 
 def hexadecimal(digest: str) -> str:
-    """The hex of `sha256:<hex>`; refused when it is anything else, since it names a file."""
+    """The hex of `sha256:<hex>`; any other form is refused, because the value becomes a
+    file name.
+    """
     name = digest.removeprefix("sha256:")
     if len(name) != 64 or not set(name) <= set("0123456789abcdef"):
         raise Refusal(
@@ -82,7 +86,7 @@ def verified(path: str) -> Index | None:
 
 
 def stamp_of(path: str) -> Stamp | None:
-    """The stamp of a file, None when it is not there."""
+    """The stamp of a file, None when it does not exist."""
     try:
         status = _host.path(path).stat()
     except FileNotFoundError:
@@ -91,12 +95,12 @@ def stamp_of(path: str) -> Stamp | None:
 
 
 def verify(path: str, digest: str, size_bytes: int) -> Index:
-    """Read the whole file; keep its index, or refuse it when it is not that image."""
+    """Read the whole file and keep its index, or refuse the file when its digest differs."""
     return _keep_index(path, _checked(path, digest, size_bytes))
 
 
 def admit(draft: str, path: str, digest: str, size_bytes: int) -> Index:
-    """Check a fetched file and put it into the cache under its name."""
+    """Verify a downloaded file and move it into the cache under its name."""
     index = _checked(draft, digest, size_bytes)
     _host.path(draft).chmod(0o444)
     _host.path(draft).replace(_host.path(path))
@@ -115,7 +119,7 @@ def _checked(path: str, digest: str, size_bytes: int) -> Index:
 
 
 def _keep_index(path: str, index: Index) -> Index:
-    """Write the index with the stamp of now: a rename changes ctime, a write also mtime."""
+    """Write the index with the current stamp: a rename changes ctime, a write also mtime."""
     now = stamp_of(path)
     if now is None or (now.mtime_ns, now.inode) != (index.stamp.mtime_ns, index.stamp.inode):
         raise mismatch(path, index.digest, "a file that changed", index.stamp.size_bytes)
@@ -125,7 +129,9 @@ def _keep_index(path: str, index: Index) -> Index:
 
 
 def forget(path: str) -> None:
-    """Remove an image and its index; the index goes first, so that it never vouches for nothing."""
+    """Remove an image and its index; the index goes first, so that it never exists without its
+    image.
+    """
     _host.remove(_index_path(path))
     _host.remove(path)
 
@@ -147,7 +153,7 @@ def chunk_digest(view: memoryview) -> str:
 
 
 def is_zero(view: memoryview) -> bool:
-    """Whether all bytes are zero; most chunks show it is not so within the first page."""
+    """Whether all bytes are zero; most other chunks differ within the first page."""
     head = bytes(view[:4096])
     return not any(head) and bytes(view) == bytes(len(view))
 
@@ -173,7 +179,7 @@ def mismatch(path: str, digest: str, found: str, size_bytes: int) -> Refusal:
 def _ahead(
     reader: ThreadPoolExecutor, descriptor: int, size: int, buffers: list[mmap.mmap]
 ) -> Iterator[tuple[memoryview, str]]:
-    """Chunks with their digest; the next is read while the caller works on this one."""
+    """Chunks with their digest; the next is read while the caller works on the current chunk."""
 
     def load(number: int) -> tuple[memoryview, str]:
         wanted = min(CHUNK, size - number * CHUNK)

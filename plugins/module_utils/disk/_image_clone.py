@@ -1,8 +1,8 @@
 """Copy of a verified image onto a disk; each chunk is checked before it is written.
 
-Several threads each read, check and write one chunk at a time, so that reading, hashing and the
-disk work side by side; the interpreter's lock is free during all three. Chunks of zeros are not
-read at all: the device is told to write zeros.
+Several threads each read, check and write a chunk at a time, so that reading, hashing and writing
+overlap; all three release the interpreter's lock. Chunks of zeros are not read: the device is told
+to write zeros.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _device, 
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk._disk import Disk
 
 DIRECTORY = f"{_host.STATE_DIRECTORY}/clones"
-# Enough to keep a disk busy while chunks are hashed; each holds one chunk of memory.
+# Enough to keep a disk busy while chunks are hashed; each thread holds a chunk in memory.
 _THREADS = 3
 _PROGRESS_S = 1.0
 
@@ -38,7 +38,7 @@ class Piece:
 
 
 def pieces(index: _image_cache.Index) -> Iterator[Piece]:
-    """The image as chunks to copy and, neighbours joined, ranges of zeros."""
+    """The image as chunks to copy and merged ranges of zeros."""
     size, chunk, number = index.stamp.size_bytes, index.chunk_bytes, 0
     for zeros, run in groupby(index.chunks, key=lambda digest: digest == ""):
         digests = list(run)
@@ -52,7 +52,7 @@ def pieces(index: _image_cache.Index) -> Iterator[Piece]:
 
 
 class Progress:
-    """Says how far the copy is, at most once a second, in a file that others poll."""
+    """Progress of the copy, written at most once a second to a file that others poll."""
 
     def __init__(self, path: str, total: int) -> None:
         self._path, self._total, self._done, self._said = path, total, 0, 0.0
@@ -70,13 +70,15 @@ class Progress:
             self._said = now
             place = _host.path(self._path)
             draft = place.with_name(f".{place.name}")
-            # Not synced: it is for watchers, and a sync would hold up the copy.
+            # Not synced, because the file is only for watchers and a sync would delay the copy.
             draft.write_text(json.dumps({"done": done, "total": self._total}) + "\n")
             draft.replace(place)
 
 
 def copy(image_path: str, index: _image_cache.Index, descriptor: int, progress: Progress) -> None:
-    """Write the image; refuses the first chunk that is not what was verified, before writing it."""
+    """Write the image; refuses the first chunk that differs from the verified index, before writing
+    it.
+    """
     local = threading.local()
     source = os.open(_host.path(image_path), os.O_RDONLY | os.O_CLOEXEC)
 
@@ -107,7 +109,9 @@ def finished(slot_id: str) -> dict[str, object] | None:
 
 
 def record(slot_id: str, document: dict[str, object]) -> None:
-    """Keep that the clone is complete, so that a second run does not write over the tenant."""
+    """Record that the clone is complete, so that a second run does not overwrite the
+    tenant's data.
+    """
     _host.write(f"{DIRECTORY}/{slot_id}.json", json.dumps(document, sort_keys=True) + "\n", 0o600)
 
 
@@ -137,7 +141,7 @@ def _copy_chunk(source: int, descriptor: int, piece: Piece, buffer: mmap.mmap) -
 
 
 def _all(threads: ThreadPoolExecutor, work: Iterator[Future[None]]) -> None:
-    """Wait for all; the first failure stops what has not begun."""
+    """Wait for all; the first failure cancels the work that has not started."""
     try:
         for one in as_completed(list(work)):
             one.result()

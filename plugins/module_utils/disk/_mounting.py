@@ -1,4 +1,4 @@
-"""Planned unmounts of a disk, and mounting again when the plan is given up."""
+"""Planned unmounts of a disk, and the remounts when the plan is abandoned."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _usage
 
 
 def steps(found: Sequence[_usage.Mount], owner: str) -> list[_change.Step]:
-    """Unmount these, the last mounted first; each step keeps what it takes to mount it again.
+    """Unmount these mounts, the last mounted first; each step keeps the data for its remount.
 
-    place, origin: point and source to the byte, which in what is shown of them is lost.
+    place, origin: exact bytes of mount point and source, because their printable forms lose bytes.
     """
     return [
         _change.Step(
@@ -36,7 +36,7 @@ def steps(found: Sequence[_usage.Mount], owner: str) -> list[_change.Step]:
 
 
 def covered(found: Sequence[_usage.Mount], table: Sequence[_usage.Mount]) -> list[Refusal]:
-    """Mounts with something else over them, which `umount` would take instead."""
+    """Mounts that another mount covers; `umount` would take the upper mount instead."""
     numbers = {mount.devt for mount in found}
     hidden = {
         mount.point: upper
@@ -47,7 +47,7 @@ def covered(found: Sequence[_usage.Mount], table: Sequence[_usage.Mount]) -> lis
 
 
 def unmount(step: _change.Step) -> None:
-    """Refused when the uppermost mount there is another by now; what is busy stays."""
+    """Unmount the step's mount. Refused when another mount is uppermost now; a busy mount stays."""
     table = _usage.mounts()
     upper = _usage.uppermost(table, _exact(step.before["place"]))
     if upper is None:
@@ -58,9 +58,9 @@ def unmount(step: _change.Step) -> None:
 
 
 def again(done: Sequence[_change.Step], *, spare: Collection[str]) -> tuple[list[str], list[str]]:
-    """Mount what these steps unmounted: points that are back, and what is not and why.
+    """Mount again after these steps: restored mount points, and failures with reasons.
 
-    spare: owners whose disk is gone by now.
+    spare: owners whose disk is already erased.
     """
     back, left = [], []
     for step in reversed(done):
@@ -88,7 +88,7 @@ def _mount(was: dict[str, Any]) -> None:
 
 
 def _kept(name: str) -> str:
-    """A name of any bytes as JSON can have it, and `_exact` gives it back."""
+    """A JSON-safe form of arbitrary bytes in a name; `_exact` reverses it."""
     return quote(name, errors="surrogateescape")
 
 

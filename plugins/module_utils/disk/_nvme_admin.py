@@ -1,7 +1,7 @@
 """NVMe admin commands through the descriptor of a namespace: Identify and Format NVM.
 
-Linux names and identifies some namespaces by quirk lists, so identity is asked of the device, on
-the descriptor that is about to be used.
+Linux names and identifies some namespaces by quirk lists. The identity is therefore read from the
+device, on the descriptor that is about to be used.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ NVME_IOCTL_ADMIN_CMD = 0xC0484E41
 _FORMAT_NVM, _IDENTIFY = 0x80, 0x06
 _CNS_NAMESPACE, _CNS_CONTROLLER, _CNS_ACTIVE_NAMESPACES = 0, 1, 2
 
-# Secure Erase Settings of Format NVM. Without one of them a format erases nothing.
+# Secure Erase Settings of Format NVM. Without such a setting a format erases nothing.
 SECURE_ERASE = {"user_data_erase": 1, "crypto_erase": 2}
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What the device says of itself.
+    """Identity that the device reports.
 
-    eui, nguid: lower-case hex, "" when all zero. format_setting: what a format must repeat so that
-    block size and protection stay as they are. can_format, can_crypto_erase: from OACS and FNA.
-    format_spreads: a format of this namespace would also erase the controller's other ones.
+    eui, nguid: lower-case hex, "" when all zero. format_setting: the value that a format must
+    repeat to keep block size and protection. can_format, can_crypto_erase: from OACS and FNA.
+    format_spreads: a format of this namespace would also erase the controller's other namespaces.
     """
 
     serial: str
@@ -43,7 +43,7 @@ class Identity:
     format_spreads: bool
 
     def supports(self, method: str) -> bool:
-        """Whether the controller can erase just this namespace in that way."""
+        """Whether the controller can erase only this namespace with this method."""
         if method not in SECURE_ERASE:
             return True
         able = self.can_format and not self.format_spreads
@@ -62,7 +62,7 @@ def identify(descriptor: int) -> Identity:
 
 
 def parse(namespace: int, controller: bytes, described: bytes, active: bytes) -> Identity:
-    """The three Identify structures of the NVMe base specification."""
+    """Parse the three Identify structures of the NVMe base specification."""
     (oacs,) = struct.unpack_from("<H", controller, 256)
     fna = controller[524]
     flbas, protection = described[26], described[29]
@@ -103,7 +103,7 @@ def admin(
     data: ctypes.Array[ctypes.c_char] | None = None,
     timeout_ms: int = 0,
 ) -> int:
-    """One admin command; returns its NVMe status."""
+    """Send an admin command; returns its NVMe status."""
     address, length = (ctypes.addressof(data), len(data)) if data is not None else (0, 0)
     # opcode, flags, reserved, nsid, cdw2-3, metadata, address, lengths, cdw10-15, timeout, result
     command = struct.pack(

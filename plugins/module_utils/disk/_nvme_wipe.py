@@ -1,7 +1,8 @@
 """Erase of a whole disk, proven by reading back.
 
-Works on the descriptor of `_block.exclusive` only. A method counts when the read-back finds zeros;
-one that reports success and leaves bytes is recorded as a failed attempt and the next one is tried.
+Works only on the descriptor of `_block.exclusive`. A method counts when the read-back finds zeros.
+A method that reports success and leaves bytes is recorded as a failed attempt, and the next method
+runs.
 """
 
 from __future__ import annotations
@@ -85,13 +86,12 @@ def erase(descriptor: int, disk: Disk, methods: Sequence[str]) -> dict[str, Any]
 def clear_signatures(descriptor: int, disk: Disk) -> list[int]:
     """Overwrite both ends of the disk and of each partition, and forget the partitions.
 
-    Returns the offsets of the signatures that were there and of the ends that were overwritten, to
-    be read back later. An interrupted erase then leaves no table or filesystem to be found. A place
-    that can be neither read nor written is passed over: the erase may cure it, and without zeros at
-    the end there is no proof.
+    Returns the offsets of the old signatures and of the overwritten ends, to be read back later. An
+    interrupted erase then leaves no table or filesystem. A place that can be neither read nor
+    written is skipped: the erase may cure it, and without zeros at the end there is no proof.
     """
     marks: list[int] = []
-    # The disk itself comes last: its table tells where the partitions are.
+    # The disk itself comes last, because its table contains the places of the partitions.
     extents = sorted(_extents(descriptor, disk), reverse=True)
     for start, length in extents:
         with contextlib.suppress(OSError):
@@ -114,7 +114,7 @@ def clear_signatures(descriptor: int, disk: Disk) -> list[int]:
 
 
 def _extents(descriptor: int, disk: Disk) -> list[tuple[int, int]]:
-    """The disk and its partitions; of an unreadable table those that the kernel knows."""
+    """The disk and its partitions; if the table is unreadable, the kernel's partitions."""
     try:
         return list(_usage.extents(disk, descriptor).values())
     except OSError:
@@ -122,15 +122,15 @@ def _extents(descriptor: int, disk: Disk) -> list[tuple[int, int]]:
 
 
 def _outwards(start: int, length: int, size: int) -> tuple[int, int]:
-    """First byte and end, in blocks that direct I/O can write.
+    """First byte and end, rounded outwards to blocks that direct I/O can write.
 
-    A guest that counts in sectors of 512 bytes ends its partitions between the disk's of 4096.
+    A guest that counts in sectors of 512 bytes ends its partitions inside a 4096-byte block.
     """
     return start - start % ALIGN, min(-(-(start + length) // ALIGN) * ALIGN, size)
 
 
 def _run(descriptor: int, disk: Disk, said: _nvme_admin.Identity, method: str) -> dict[str, Any]:
-    """One method over the whole disk; `status` is 0 when the device reports success."""
+    """Run a method over the whole disk; `status` is 0 when the device reports success."""
     whole = (0, disk.size_bytes)
     found: dict[str, Any] = {"command": method, "status": 0}
     if method in _nvme_admin.SECURE_ERASE:
@@ -141,7 +141,8 @@ def _run(descriptor: int, disk: Disk, said: _nvme_admin.Identity, method: str) -
             descriptor, said, method, timeout=FORMAT_TIMEOUT_S
         )
     elif method == "discard":
-        # Discard promises nothing about reads, so all of the disk is read and the rest overwritten.
+        # Discard guarantees nothing about reads, so the whole disk is read and the residue
+        # overwritten.
         _device.discard(descriptor, *whole)
         found["rewritten_bytes"] = _zero_residue(descriptor, disk.size_bytes)
     else:

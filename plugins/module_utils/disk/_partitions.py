@@ -1,7 +1,8 @@
 """Partitions in the table on the disk, whether or not the kernel has read it.
 
-A kernel that knows no partition of a disk says nothing of what is in them: the table may have been
-written since, or the kernel was told to forget it. Everything here is bounded: a disk may lie.
+A kernel without partitions of a disk proves nothing about the disk's content. The table may be
+newer, or the kernel was told to forget it. All loops are bounded, because a disk may contain false
+data.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _device
 
-_MOST = 128  # Entries; what a GPT has by default, and more than any disk here has.
+_MOST = 128  # entries; a GPT's default, and more than any disk here has
 _EXTENDED = (0x05, 0x0F, 0x85)
 _PROTECTIVE = 0xEE
 
@@ -32,7 +33,7 @@ def chain(descriptor: int, block: int) -> list[tuple[int, int]]:
 
 
 def _gpt(descriptor: int, size: int) -> list[tuple[int, int, int]]:
-    """By the first header, else by its copy at the end."""
+    """Entries from the first header, else from its copy at the end."""
     for block in (512, 4096):
         for at in (block, size - block):
             header = _device.read(descriptor, at, 92)
@@ -58,7 +59,7 @@ def _gpt_entries(
 
 
 def _dos(descriptor: int, block: int) -> list[tuple[int, int, int]]:
-    """Partitions by number; 0 for the records that make up an extended one."""
+    """Partitions by number; 0 for the records that make up an extended partition."""
     found = []
     for number, (kind, first, count) in enumerate(_dos_entries(descriptor, 0), start=1):
         if kind in _EXTENDED:
@@ -69,7 +70,7 @@ def _dos(descriptor: int, block: int) -> list[tuple[int, int, int]]:
 
 
 def _logical(descriptor: int, block: int, base: int) -> Iterator[tuple[int, int, int]]:
-    """The chain inside an extended partition; its links are counted from `base`."""
+    """The chain inside an extended partition; its links are relative to `base`."""
     link = 0
     for number in range(5, 5 + _MOST):
         entries = _dos_entries(descriptor, (base + link) * block)
@@ -85,12 +86,12 @@ def _logical(descriptor: int, block: int, base: int) -> Iterator[tuple[int, int,
 
 
 def _dos_entries(descriptor: int, at: int) -> list[tuple[int, int, int]]:
-    """Type, first block and number of blocks of the four entries; [] for what is no table."""
+    """Type, first block and number of blocks of the four entries; [] if the sector is no table."""
     sector = _device.read(descriptor, at, 512)
     if len(sector) < 512 or sector[510:] != b"\x55\xaa":
         return []
     entries = [sector[446 + 16 * number : 462 + 16 * number] for number in range(4)]
-    # Boot code of a filesystem looks like a table but for this.
+    # A filesystem's boot code looks like a table except for these bytes.
     if any(entry[0] not in (0, 0x80) for entry in entries):
         return []
     return [(entry[4], *struct.unpack_from("<II", entry, 8)) for entry in entries]

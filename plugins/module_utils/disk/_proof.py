@@ -1,7 +1,7 @@
-"""Proof of a wipe: what was read back, and whether it still stands.
+"""Proof of a wipe: the read-back result, and whether the proof is still valid.
 
-A proof stands while nothing was written to the disk after it. Proofs of slots lie in the ledger;
-those of the first use of a disk, before it belongs to a slot, in files of their own.
+A proof is valid until the next write to the disk. Proofs of slots are in the ledger. Proofs from
+the first use of a disk, before it belongs to a slot, are in files of their own.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ DIRECTORY = f"{_host.STATE_DIRECTORY}/proofs"
 
 # Read back in full at both ends, where labels and tables live.
 EDGE = 16 * MIB
-# With 64 spots a leftover on 5 % of the disk is missed with probability 4 %, on 10 % with 0.1 %.
+# With 64 spots a residue on 5 % of the disk is missed with probability 4 %, on 10 % with 0.1 %.
 SPOTS = 64
 SPOT = MIB
 
 
 def samples(size: int, marks: Iterable[int], seed: bytes) -> list[tuple[int, int]]:
-    """What to read back, as (offset, length): both ends, old signatures, spots drawn from `seed`.
+    """Ranges to read back, as (offset, length): both ends, old signatures, spots drawn from `seed`.
 
-    One spot is drawn from each of SPOTS equal parts, so that they cannot crowd together.
+    One spot is drawn from each of SPOTS equal parts, so that they cannot cluster.
     """
     chosen = [(0, EDGE), (size - EDGE, EDGE), *((mark, ALIGN) for mark in marks)]
     part = size // SPOTS
@@ -52,7 +52,7 @@ def residue(descriptor: int, chosen: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def seal(proof: Mapping[str, Any]) -> dict[str, Any]:
-    """The proof with a digest over its other fields, so that a later change to it shows."""
+    """The proof with a digest over its other fields, so that a later change is detected."""
     body = {key: value for key, value in proof.items() if key not in ("digest", "slot_id")}
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return {**proof, "digest": f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"}
@@ -61,7 +61,7 @@ def seal(proof: Mapping[str, Any]) -> dict[str, Any]:
 def standing(disk_identity: str) -> dict[str, Any] | None:
     """The newest proof of the disk, or None when it was never wiped or was written to since."""
     entries = [entry for entry in _ledger.entries() if entry.disk_identity == disk_identity]
-    # A tenant writes long after the disk was marked; without a lease, the mark is the last word.
+    # A tenant writes long after the disk was marked. Without a hold, the mark is the last write.
     if any(entry.dirty and entry.allocation_id for entry in entries):
         return None
     proofs: list[Mapping[str, Any]] = [entry.proof for entry in entries if entry.proof]
@@ -79,7 +79,7 @@ def standing(disk_identity: str) -> dict[str, Any] | None:
 
 
 def recorded(disk_identity: str) -> dict[str, Any] | None:
-    """The record of the disk's transition: `proof`, and `manifest` once that is written."""
+    """The record of the disk's takeover: `proof`, and `manifest` once that is written."""
     return _host.document(
         f"{DIRECTORY}/{disk_identity}.json",
         code="proof_unreadable",

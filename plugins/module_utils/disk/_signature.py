@@ -1,7 +1,7 @@
 """Signatures of partition tables, filesystems and volume members on a disk.
 
-Read from the device itself, because a database of signatures may be stale and a forgotten member
-of an array has no holder. Types are named as blkid names them.
+Read from the device itself, because a database of signatures may be stale and a forgotten member of
+an array has no holder. Types have blkid's names.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _device
 
-# What is read at the end of a disk or partition: two ZFS labels, and what is left after them.
+# Bytes read at the end of a disk or partition: two ZFS labels, and the remainder after them.
 EDGE = 1 << 20
 _HEAD = 2 * (1 << 20) + _device.ALIGN
 
 TABLES = ("gpt", "dos")
-# A file share of a bare-metal host; everything else needs to be named in the approval.
+# File shares of a bare-metal host; the approval must name any other content.
 PLAIN = ("ext2", "ext3", "ext4", "xfs", "vfat")
-# Bytes that nothing here knows: a database on the bare disk looks like that.
+# Bytes of unknown kind; a database on the bare disk looks like that.
 RAW = "raw_data"
-# Members of bigger things, assembled or not, by the code that refuses them.
+# Members of larger volumes, assembled or not, by the code that refuses them.
 MEMBERS = {
     "LVM2_member": "lvm_member",
     "linux_raid_member": "md_member",
@@ -100,14 +100,14 @@ _RAID_MAGIC = b"\xfc\x4e\x2b\xa9"
 
 @dataclass(frozen=True)
 class Signature:
-    """type: as blkid says. offset: bytes from the start of the disk."""
+    """type: blkid's name. offset: bytes from the start of the disk."""
 
     type: str
     offset: int
 
 
 def scan(descriptor: int, start: int, length: int) -> list[Signature]:
-    """The signatures of the disk, or of the partition at `start`; the telling one first."""
+    """The signatures of the disk, or of the partition at `start`; the decisive signature first."""
     head = _device.read(descriptor, start, min(length, _HEAD))
     tail_at = max(0, length - EDGE)
     tail = _device.read(descriptor, start + tail_at, length - tail_at)
@@ -117,7 +117,7 @@ def scan(descriptor: int, start: int, length: int) -> list[Signature]:
 
 
 def describe(descriptor: int, mark: Signature) -> str:
-    """`type@byte`, with `#` and its identifier for those whose place is known here."""
+    """`type@byte`, with `#` and the identifier for types whose identifier has a known place."""
     place, length = _IDENTIFIERS.get(mark.type, (0, 0))
     text = f"{mark.type}@{mark.offset}"
     if not length:
@@ -126,14 +126,16 @@ def describe(descriptor: int, mark: Signature) -> str:
 
 
 def _weight(kind: str) -> int:
-    """What tells most comes first: a mirror's member looks like its content, but for its end."""
+    """Sort key: the decisive type first. A mirror's member looks like its content except at its
+    end.
+    """
     if kind in MEMBERS:
         return 0
     return 3 if kind in TABLES else 2 if kind in PLAIN else 1
 
 
 def pool(descriptor: int, start: int) -> str:
-    """The name of the ZFS pool in the label at `start`; "" when there is none to be read."""
+    """The name of the ZFS pool in the label at `start`; "" when no name can be read."""
     pairs = _device.read(descriptor, start + _ZFS_PAIRS, 112 * 1024)
     _before, found_it, rest = pairs.partition(_ZFS_NAME)
     length = int.from_bytes(rest[:4], "big") if found_it else 0
@@ -167,7 +169,7 @@ def _of_tail(tail: bytes, length: int) -> list[tuple[str, int]]:
         at = place - (length - len(tail))
         if at >= 0 and tail.startswith(_RAID_MAGIC, at):
             marks.append(("linux_raid_member", at))
-    # The last two of four labels, counted on whole labels from the start of the device.
+    # The last two of four labels, aligned to whole labels from the start of the device.
     last = len(tail) - length % _ZFS_LABEL - _ZFS_LABEL
     marks += _zfs(tail, (last - _ZFS_LABEL, last))
     return marks

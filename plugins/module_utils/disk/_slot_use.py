@@ -1,4 +1,6 @@
-"""Slots of the ledger that use a disk, so that no act for one slot reaches another's disk."""
+"""Slots in the ledger that use a disk, so that an action for a slot never reaches
+another's disk.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,13 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.disk._disk import Dis
 
 
 def in_use(disk_identity: str) -> list[str]:
-    """Slots that are leased on the disk, or whose tenant's bytes may still be on it."""
+    """Slots with a hold on the disk, or whose tenant's bytes may still be on it."""
     entries = [entry for entry in _ledger.entries() if entry.disk_identity == disk_identity]
     return [entry.slot_id for entry in entries if entry.dirty or entry.allocation_id]
 
 
 def refusals(disk: Disk, slot_id: str) -> list[Refusal]:
-    """Why a slot must not write to the disk: another one holds a lease on it."""
+    """Reasons why a slot must not write to the disk: another slot has a hold on it."""
     others = [
         f"{entry.slot_id} for {entry.allocation_id}"
         for entry in _ledger.entries()

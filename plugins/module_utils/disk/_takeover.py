@@ -27,10 +27,10 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.disk import (
 
 @dataclass(frozen=True)
 class Device:
-    """One requested path. disk is None when it could not be identified; refusal then says why.
+    """A requested path. disk is None when it could not be identified; refusal gives the reason.
 
-    obstacles: what would come to light only when the disk is claimed, after it was unmounted.
-    begun: what was approved for an erase that broke off.
+    obstacles: problems that would otherwise appear only at the exclusive open, after the unmount.
+    begun: the approval of an interrupted erase.
     """
 
     path: str
@@ -56,7 +56,7 @@ class Device:
 
 
 def observe(path: str) -> Device:
-    """Look at one device; never raises for what a blocker can say."""
+    """Read a device; a problem that a blocker can express raises nothing."""
     try:
         disk = _block.resolve(path)
     except Refusal as refusal:
@@ -81,7 +81,9 @@ def observe(path: str) -> Device:
 
 
 def _manifest(disk: _block.Disk) -> str:
-    """The path of the disk's manifest, "" without one: a second would lose what the first says."""
+    """The path of the disk's manifest, "" without one; a second manifest would lose the first's
+    content.
+    """
     path = str((_proof.recorded(disk.disk_identity) or {}).get("manifest", ""))
     again = "repair the file, or move it away: a new one is written then; nothing was changed"
     if not path or _host.document(path, code="manifest_unreadable", remedy=again) is None:
@@ -92,12 +94,12 @@ def _manifest(disk: _block.Disk) -> str:
 def _claimed(
     disk: _block.Disk, used: _block.Usage, mounts: Sequence[_usage.Mount]
 ) -> Iterator[Refusal]:
-    """What the kernel lets nobody claim though nothing is seen to use it, mounts aside."""
+    """Devices that cannot be opened exclusively although no use is visible, except for mounts."""
     if [code for code, _why in used.findings() if code != "mounted"]:
         return
     names = [disk.kernel_name, *used.children]
     free = [name for name in names if not _usage.mounted([name], mounts)]
-    # While a partition is mounted the whole disk cannot be claimed, which says nothing.
+    # While a partition is mounted the whole disk cannot be claimed, which proves nothing.
     for name in (one for one in free if one != disk.kernel_name or not mounts):
         try:
             os.close(os.open(_disk.node(name), os.O_RDONLY | os.O_EXCL | os.O_CLOEXEC))
@@ -113,7 +115,7 @@ def _claimed(
 
 
 def stamp() -> str:
-    """The time as backups and manifests carry it in their names, UTC."""
+    """Time stamp in the names of backups and manifests, UTC."""
     return time.strftime("%Y%m%d%H%M%S", time.gmtime())
 
 
@@ -124,7 +126,7 @@ def blockers(
     apply: bool,
     exclude_models: Collection[str] = (),
 ) -> Iterator[Refusal]:
-    """Why the device must not be taken; `expected` is its approval."""
+    """Reasons against the takeover; `expected` is the device's approval."""
     if device.disk is None or device.refusal is not None:
         yield device.refusal or _disk.mismatch(device.path, "a disk", "nothing", "identity")
         return
@@ -141,7 +143,7 @@ def blockers(
 
 
 def steps(device: Device) -> list[_change.Step]:
-    """What would be done to the device itself, in order; fstab and manifest are shared by all."""
+    """Steps on the device itself, in order; all devices share fstab and manifest."""
     if device.disk is None:
         return []
     found = _mounting.steps(device.mounts, device.disk_identity)
@@ -158,7 +160,7 @@ def steps(device: Device) -> list[_change.Step]:
 
 
 def fstab_step(devices: Sequence[Device], moment: str) -> list[_change.Step]:
-    """One edit of fstab for all devices."""
+    """A single edit of fstab for all devices."""
     lines = sorted({line for device in devices for line in device.fstab})
     if not lines:
         return []
@@ -171,7 +173,7 @@ def fstab_step(devices: Sequence[Device], moment: str) -> list[_change.Step]:
 
 
 def manifest_step(devices: Sequence[Device], directory: str, moment: str) -> list[_change.Step]:
-    """The record of what was done, for devices that have none yet."""
+    """The record of the takeover, for devices without a manifest."""
     taken = [device for device in devices if device.needs_erase() or not device.manifest]
     if not taken:
         return []
@@ -180,7 +182,7 @@ def manifest_step(devices: Sequence[Device], directory: str, moment: str) -> lis
         "fstab_backup": _fstab_entries.BACKUP + moment if any(one.fstab for one in taken) else "",
         "devices": [document_of(device) for device in taken],
     }
-    # Ends as the contract's does; what is in it is JSON all the same.
+    # The contract requires this suffix; the content is JSON all the same.
     path = f"{directory}/slice-storage-transition-{moment}.txt"
     return [_change.Step("write_manifest", path, after=document)]
 
@@ -199,7 +201,7 @@ def write_manifest(step: _change.Step) -> None:
 
 
 def document_of(device: Device) -> dict[str, Any]:
-    """The device as results and manifests show it."""
+    """The device in results and manifests."""
     disk = device.disk
     return {
         "nvme_device": (disk.by_id or device.path) if disk else device.path,

@@ -1,7 +1,7 @@
 """Usage of a disk: mounts, swap, holders, open files, and its content.
 
-Asking whether the *disk* is mounted says no while its partition is mounted, so every look goes over
-the disk, its partitions and what is stacked on them.
+The *disk* itself is not mounted while its partition is. Every check therefore covers the disk, its
+partitions and the devices stacked on them.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ known_extents = _content.known_extents
 signatures = _content.signatures
 marks = _content.marks
 
-# A disk that carries one of these, or anything below them, is the host's own, whatever else is on
-# it: /var holds our ledger, libvirt's images and whatever other services keep.
+# A disk with one of these mount points, or a mount point below, is the host's own, whatever else is
+# on it: /var holds this collection's ledger, libvirt's images and other services' data.
 _SYSTEM_TREES = (
     *("/bin", "/boot", "/dev", "/efi", "/etc", "/lib", "/lib64", "/opt", "/proc", "/root", "/run"),
     *("/sbin", "/sys", "/usr", "/var"),
 )
 _SYSTEM_POINTS = frozenset({"/", *(f"/{name}" for name in ("home", "srv", "tmp")), *_SYSTEM_TREES})
-# What a machine boots and runs from.
+# Mount points that a machine boots and runs from.
 BOOT_POINTS = frozenset({"/", "/boot", "/boot/efi", "/boot/firmware", "/efi"})
-# Ours and libvirt's, wherever a link leads from here.
+# State of this collection and of libvirt, wherever a link leads from here.
 _OWN_STATE = (
     *(_host.STATE_DIRECTORY, "/etc/gpuaas", "/var/log/gpuaas"),
     *("/etc/libvirt", "/var/lib/libvirt"),
@@ -45,8 +45,8 @@ _PASSING = ("systemd-udevd", "(udev-worker)", "udevd")
 
 @dataclass(frozen=True)
 class Mount:
-    """point, source, root: as they may be shown. place, origin: point and source to the byte, for
-    `umount` and `mount`. options: words of the kernel's alone.
+    """point, source, root: printable forms. place, origin: exact bytes of point and source, for
+    `umount` and `mount`. options: kernel options only.
     """
 
     point: str
@@ -61,12 +61,12 @@ class Mount:
 
 @dataclass(frozen=True)
 class Usage:
-    """What makes a disk unfit for destruction, by kind; all empty for a raw, unused disk.
+    """Uses that make a disk unfit for destruction, by kind; all empty for a raw, unused disk.
 
-    system: what of the operating system is mounted from it. children: its partitions; they are no
-    use by themselves. swap: kernel names, or paths of swap files. btrfs: other devices of a mounted
-    volume. zfs: imported pools. filesystems: type of signature by kernel name. signatures: each of
-    them as an approval names it. openers: `pid:name` of programs other than QEMU that hold it open.
+    system: operating system mounts from it. children: its partitions; they are no use by
+    themselves. swap: kernel names, or paths of swap files. btrfs: other devices of a mounted
+    volume. zfs: imported pools. filesystems: type of signature by kernel name. signatures: as an
+    approval names them. openers: `pid:name` of programs other than QEMU that hold it open.
     """
 
     os_disk: bool = False
@@ -86,7 +86,7 @@ class Usage:
     openers: list[str] = field(default_factory=list)
 
     def findings(self) -> list[tuple[str, str]]:
-        """Every use as (refusal code, what was found); the gravest first."""
+        """Every use as (refusal code, description); the gravest first."""
         system = ["operating system", *(f"mounted on {point}" for point in self.system)]
         kinds: tuple[tuple[str, str, Collection[object]], ...] = (
             ("os_disk", "a disk of the", system if self.os_disk else ()),
@@ -115,12 +115,12 @@ class Opener:
 
 
 def usage(disk: _disk.Disk) -> Usage:
-    """The use of one disk."""
+    """The use of a disk."""
     return usages([disk])[disk.kernel_name]
 
 
 def usages(disks: Sequence[_disk.Disk]) -> dict[str, Usage]:
-    """The use of several disks by kernel name, with one look at mounts, swap and processes."""
+    """The use of several disks by kernel name, with a single read of mounts, swap and processes."""
     found = _claims(disks)
     for disk in disks:
         kinds, named = _content.both(disk)
@@ -130,7 +130,7 @@ def usages(disks: Sequence[_disk.Disk]) -> dict[str, Usage]:
 
 
 def claims(disk: _disk.Disk) -> Usage:
-    """The same without what is written on the disk, so that nothing is opened to be asked."""
+    """The same without the disk's signatures, so that no device is opened."""
     return _claims([disk])[disk.kernel_name]
 
 
@@ -178,7 +178,7 @@ def _claims(disks: Sequence[_disk.Disk]) -> dict[str, Usage]:
 
 
 def is_system(point: str) -> bool:
-    """Whether what is mounted on `point` is the host's own."""
+    """Whether a mount on `point` is the host's own."""
     trees = tuple(f"{tree}/" for tree in _SYSTEM_TREES)
     return point in _SYSTEM_POINTS or point.startswith(trees)
 
@@ -188,10 +188,10 @@ def system_devices(
     volumes: Sequence[set[str]],
     points: Collection[str] | None = None,
 ) -> dict[str, set[str]]:
-    """Kernel names of everything below the host's own mounts, and what is mounted from each.
+    """Kernel names of all devices below the host's own mounts, and the mounts from each.
 
-    points: count just these mounts; without them every one that is the host's, and every one that
-    our own state or libvirt's lies on.
+    points: count only these mounts. By default, count all mounts of the host's own and those under
+    the state of this collection or libvirt.
     """
     own = _own_devices() if points is None else set()
     found: dict[str, set[str]] = {}
@@ -204,17 +204,18 @@ def system_devices(
 
 
 def carries(disk: _disk.Disk, points: Collection[str]) -> list[str]:
-    """Which of `points` are mounted from the disk, whatever lies in between."""
+    """The `points` that are mounted from the disk, through any intermediate devices."""
     found = system_devices(mounts(), _volumes(), points)
     names = [disk.kernel_name, *partitions(disk)]
     return sorted({point for name in names for point in found.get(name, ())})
 
 
 def mounts() -> list[Mount]:
-    """The host's mounts; the last one mounted last. Without the table nothing would look mounted.
+    """The host's mounts in mount order. Raises without the table, because every disk would look
+    unmounted.
 
-    A row of another form is passed over: whoever may mount could otherwise keep every disk of the
-    host from being looked at. What it hides is still claimed in the kernel.
+    A malformed row is skipped: otherwise any user who may mount could block the check of every
+    disk. A mount hidden that way is still claimed in the kernel.
     """
     rows, found = _rows(_MOUNTS), []
     if rows is None:
@@ -247,7 +248,7 @@ def mounts() -> list[Mount]:
 
 
 def mounted(names: Collection[str], table: Sequence[Mount]) -> list[Mount]:
-    """The mounts from the devices `names`, by number or by the source that they name."""
+    """The mounts from the devices `names`, by device number or by source."""
     numbers = {number for name in names if (number := _number(name))}
     return [one for one in table if one.devt in numbers or node_name(one.source) in names]
 
@@ -258,7 +259,7 @@ def uppermost(table: Sequence[Mount], place: str) -> Mount | None:
 
 
 def holders(name: str) -> list[str]:
-    """What is stacked on a device: kernel names, the layers above them included."""
+    """Devices stacked on a device: kernel names of all layers above."""
     direct = _host.listed(f"/sys/class/block/{name}/holders")
     return [*direct, *(upper for one in direct for upper in holders(one))]
 
@@ -266,8 +267,8 @@ def holders(name: str) -> list[str]:
 def openers(numbers: Collection[str]) -> dict[str, list[Opener]]:
     """Processes, other than this one, with an open file of these device numbers.
 
-    By device number, because libvirt gives QEMU a /dev of its own: neither names nor file locks
-    show through it.
+    By device number, because libvirt gives QEMU its own /dev, through which neither names nor file
+    locks are visible.
     """
     wanted = {os.makedev(*map(int, number.split(":"))): number for number in numbers}
     found: dict[str, list[Opener]] = {}
@@ -291,7 +292,7 @@ def node_name(source: str) -> str:
                 break
             source = os.path.normpath(Path(source).parent / link.readlink())
     except OSError:
-        # A tenant can mount a tmpfs under any name, also one too long to be a path.
+        # A tenant can mount a tmpfs under any name, even a name too long for a path.
         return ""
     return Path(source).name
 
@@ -306,7 +307,7 @@ def _open_devices(process: Path, wanted: dict[int, str]) -> set[str]:
     try:
         entries = list(os.scandir(process / "fd"))
     except OSError:
-        return found  # The process ended, or is a kernel thread.
+        return found  # the process ended, or is a kernel thread
     for entry in entries:
         try:
             status = entry.stat()
@@ -318,7 +319,7 @@ def _open_devices(process: Path, wanted: dict[int, str]) -> set[str]:
 
 
 def _below(name: str, volumes: Sequence[set[str]]) -> set[str]:
-    """The device, what it is stacked on, and what shares a volume with one of these."""
+    """The device, the devices below it, and all devices that share a volume with them."""
     if not name:
         return set()
     found = {name, *(one for volume in volumes if name in volume for one in volume)}
@@ -334,15 +335,15 @@ def _slaves(name: str) -> list[str]:
 def _volumes() -> list[set[str]]:
     """Devices of each mounted btrfs volume: a mount names one of them, and none has a holder."""
     places = [f"/sys/fs/btrfs/{name}/devices" for name in _host.listed("/sys/fs/btrfs")]
-    # What is no volume, or was unmounted since it was listed, has no devices.
+    # A folder without devices is no volume, or was unmounted since the listing.
     return [found for place in places if (found := set(_host.listed(place)))]
 
 
 def _pooled(disk: _disk.Disk, used: Usage) -> Usage:
-    """With the imported ZFS pools that the disk is in: neither mounts nor holders show them.
+    """The usage with the disk's imported ZFS pools, which neither mounts nor holders show.
 
-    Anybody who ever had the disk may have written the label, with any name in it. It counts where
-    the kernel lets nobody claim what carries it: ZFS claims every device of an imported pool.
+    Any earlier user of the disk may have written the label, with any name in it. A label counts
+    only if the device cannot be claimed, because ZFS claims every device of an imported pool.
     """
     folder = "/proc/spl/kstat/zfs"
     imported = {name for name in _host.listed(folder) if _host.path(f"{folder}/{name}").is_dir()}
@@ -361,9 +362,9 @@ def _pooled(disk: _disk.Disk, used: Usage) -> Usage:
 
 
 def is_claimed(name: str) -> bool:
-    """Whether something in the kernel, or an exclusive descriptor, holds the device.
+    """Whether the kernel or an exclusive descriptor holds the device.
 
-    One that is not there is held by nothing; any other answer than yes or no is an OSError.
+    An absent device is not held; an answer other than yes or no is an OSError.
     """
     try:
         os.close(os.open(_disk.node(name), os.O_RDONLY | os.O_EXCL | os.O_CLOEXEC))
@@ -375,7 +376,7 @@ def is_claimed(name: str) -> bool:
 
 
 def _own_devices() -> set[str]:
-    """Device numbers of the filesystems that our own state and libvirt's lie on."""
+    """Device numbers of the filesystems with the state of this collection and of libvirt."""
     found = set()
     for place in _OWN_STATE:
         try:
@@ -394,7 +395,7 @@ def _on(path: str, points: Collection[str]) -> bool:
 
 
 def swap_place(path: str) -> str:
-    """The path of what is swapped to, as it may be shown, to the byte: for `swapoff`."""
+    """Exact bytes of a swap path from its printable form: for `swapoff`."""
     return next((place for place in _swap_places() if _host.shown(place) == path), path)
 
 
@@ -409,10 +410,9 @@ def _swap_places() -> list[str]:
 
 
 def _rows(absolute: str) -> list[str] | None:
-    """Rows of a table of the kernel's, which escapes newlines in names and no other line ends.
+    """Rows of a kernel table, which escapes newlines in names and no other line ends.
 
-    Every byte is kept. None only where there is no such table; one that cannot be read is a
-    Refusal.
+    Every byte is kept. None only if the table does not exist; an unreadable table is a Refusal.
     """
     table = _host.content(absolute)
     if table is None:

@@ -1,4 +1,6 @@
-"""Address of the host on the InfiniBand fabric, kept by netplan. Not yet run on hardware."""
+"""Address of the host on the InfiniBand fabric, managed through netplan. Not yet run on
+hardware.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,10 @@ Params = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class State:
-    """before: the site's own file that ours replaced, if any; None when nothing was remembered.
+    """before: the site's own file that the managed file replaced, if any; None without a record.
 
-    refused: what netplan says against the file that is to be written, "" for nothing. missing: what
-    the host itself lacks of address and route. there: whether it has the interface.
+    refused: netplan's error for the new file, or "". missing: parts of address and route that the
+    host lacks. there: whether the interface exists.
     """
 
     text: str | None
@@ -51,7 +53,7 @@ class State:
 
 def observe(params: Params) -> State:
     written, before = _host.kept(FILE), _host_snapshot.recall(RECORD)
-    # What is unsafe is not even shown to netplan.
+    # Unsafe values never reach netplan.
     if params.get("state") == "absent" or _unsafe(params):
         return State(written, before)
     wanted = text(params)
@@ -68,13 +70,14 @@ def plan(params: Params, state: State) -> _change.Plan:
         return _change.Plan(blockers=blockers)
     wanted, steps = text(params), []
     if state.before is None:
-        # No file is remembered too: one that somebody puts over ours later is not the site's own.
+        # The absence of a file is recorded too, because a file that later replaces the managed file
+        # is not the site's original.
         was = None if state.ours else state.text
         steps += _host_snapshot.remember_steps(RECORD, None, {"text": was})
     different = state.text != wanted.strip()
     if different:
         steps.append(_change.Step("write_netplan", FILE, state.text, wanted))
-    # The file proves nothing: an apply that failed leaves it as it should be.
+    # A correct file proves nothing, because a failed apply leaves it in place.
     if different or state.missing:
         lacking = f"without {', '.join(state.missing)}" if state.missing else "another file"
         steps.append(_change.Step("apply_netplan", params["interface"], lacking, "as the file"))
@@ -87,7 +90,7 @@ def _back(state: State) -> list[_change.Step]:
         was = (state.before or {}).get("text")
         name = "remove_netplan" if was is None else "write_netplan"
         steps.append(_change.Step(name, FILE, state.text, None if was is None else f"{was}\n"))
-    # As long as something is remembered, the way back has not been applied to its end.
+    # While a record exists, the way back has not been completed.
     if state.ours or state.before is not None:
         steps.append(_change.Step("apply_netplan", "netplan", "ours", "the site's"))
     return [*steps, *_host_snapshot.forget_steps(RECORD, state.before)]
@@ -174,7 +177,9 @@ def _unsafe(params: Params) -> list[Refusal]:
 
 
 def _address(text: str) -> None:
-    """Without a prefix length netplan refuses it, and the host would be alone on its fabric."""
+    """Require a prefix length. Without it netplan refuses the address, and the host would be alone
+    on its fabric.
+    """
     if "/" not in text:
         raise ValueError(text)
     ipaddress.IPv4Interface(text)

@@ -1,8 +1,8 @@
 """SR-IOV of the fabric cards: virtual functions now and at every boot, and the way back.
 
-What a card had is remembered before its first change. Of a card that a service of ours served
-already, without a record (earlier versions kept none), it is unknown: it goes back to plain use.
-One that neither a record nor a service of ours knows is the site's, and is left alone.
+A card's state is recorded before its first change. A card that an installed service already served
+without a record (earlier versions kept none) has an unknown original state and returns to plain
+use. A card with neither a record nor such a service is the site's, and is left alone.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ RECORD = _virtual_functions.RECORD
 
 @dataclass(frozen=True)
 class State:
-    """before: what was remembered by card, None when nothing ever was. served: the cards whose
-    functions the installed service makes, so that what they are is not what they were.
+    """before: recorded state by card, None without a record. served: the cards whose functions the
+    installed service creates, so their current state is not the original state.
     """
 
     live: _virtual_functions.State
@@ -43,7 +43,8 @@ def observe(params: _change.Params) -> State:
     before, installed = _recalled(), _boot_service.observe(_unit(params))
     asked = params
     if not params["count"]:
-        # The profile may have forgotten a card since, or a kind; a port may speak otherwise.
+        # The profile may have dropped a card or a device id since, and a port may have changed its
+        # link type.
         pfs, ids, _link = _served_cards() or ((), (), "")
         known = [*params["pfs"], *(before or {}), *pfs]
         kinds = [*params["pf_ids"], *ids]
@@ -85,7 +86,7 @@ SUBJECT = _change.Subject(observe, plan, apply, facts)
 
 
 def settings(params: _change.Params) -> dict[str, Any]:
-    """What the boot service is told."""
+    """Settings of the boot service."""
     told = {key: params[key] for key in ("pfs", "pf_ids", "count", "macs")}
     return {**told, "link": params.get("link") or ""}
 
@@ -95,7 +96,9 @@ def _unit(params: _change.Params) -> _boot_service.Unit:
 
 
 def _unsaid(params: _change.Params) -> list[Refusal]:
-    """An id alone would take a port of the other kind, past the isolation of the bridge."""
+    """Require the link type. A device id alone would also match a port of the other type, outside
+    the bridge's isolation.
+    """
     if params.get("link") or not params["pf_ids"]:
         return []
     return [
@@ -109,7 +112,8 @@ def _unsaid(params: _change.Params) -> list[Refusal]:
 
 
 def _remembering(state: State) -> list[_change.Step]:
-    # Also when nothing else is to do: a later repair would take drift for what was before.
+    # Recorded even if nothing else changes, because a later repair would take drift for the
+    # original state.
     cards = [card for card in state.live.cards if card.address not in state.served]
     was = {card.address: card.remembered() for card in cards}
     return _host_snapshot.remember_steps(RECORD, state.before, was) if was else []
@@ -122,7 +126,7 @@ def _to_give_back(state: State) -> _virtual_functions.State:
 
 
 def _prove_given_back(params: _change.Params) -> None:
-    """Afterwards nothing on the host says what a card is to be."""
+    """Verify that no setting for a card is left on the host."""
     state = observe(params)
     wish = {**params, "before": state.before}
     cards = _to_give_back(state).cards
@@ -147,7 +151,7 @@ def _served(live: _virtual_functions.State, installed: _boot_service.Installed) 
         return frozenset()
     told = _served_cards()
     if told is None:
-        # Edited or gone: any card may be one of them.
+        # Edited or gone: any card may be a served card.
         return every
     pfs, ids, link = told
     alike = {a for a in every if _pci.read(a).id in ids and link in ("", _pci.link(a))}
@@ -155,9 +159,10 @@ def _served(live: _virtual_functions.State, installed: _boot_service.Installed) 
 
 
 def _served_cards() -> tuple[list[str], list[str], str] | None:
-    """The addresses, kinds and link of cards that the installed service serves; None when unknown.
+    """Addresses, device ids and link of the cards that the installed service serves; None if
+    unknown.
 
-    Earlier versions told it no link: it serves both.
+    Earlier versions gave the service no link, so it serves both link types.
     """
     try:
         told = json.loads(_host.kept(_boot_units.FABRIC.settings_path) or "")

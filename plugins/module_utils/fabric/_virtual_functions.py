@@ -1,15 +1,14 @@
 """Virtual functions of the fabric cards: number, identities and link states.
 
-A card is found by its PCI address; its interface name changes between boots. Automatic probing is
-off for virtual functions, so that no driver of the host takes one on its way to a guest.
+A card is identified by its PCI address, because its interface name changes between boots. Automatic
+probing is off for virtual functions, so that no host driver takes a function on its way to a guest.
 
-A vendor gives one id to InfiniBand and Ethernet ports: of the fabric is a card that has one of the
-ids and the fabric's link. The port of an InfiniBand function is down until it is told to follow the
-card's.
+Vendors use the same id for InfiniBand and Ethernet ports. A fabric card has a matching id and the
+fabric's link. The port of an InfiniBand function is down until it is set to follow the card's port.
 
-A site may have virtual functions of its own on them: what is remembered of a card is what it gets
-on the way back, where count is 0. On InfiniBand that is who they are, too: the driver tells
-functions that are made anew what the ones before them were told.
+A site may have its own virtual functions on these cards. The way back (count 0) restores each
+card's recorded state. On InfiniBand the record includes the identities, because the driver gives
+new functions the identities of their predecessors.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ SETTINGS = "/etc/gpuaas/fabric.json"
 RECORD = "fabric"
 _UP = 0x1  # IFF_UP
 _AND = " and "
-# Link states by iproute2's names. A function's port that follows is up when the card's is.
+# Link states in iproute2's spelling. A following function's port is up when the card's port is.
 FOLLOW, _DOWN = "auto", "disable"
 _LINK_STATES = (FOLLOW, "enable", _DOWN)
-_NOBODY = ":".join(["00"] * 8)  # the GUID of a function that was given none
+_NOBODY = ":".join(["00"] * 8)  # GUID of a function without an assigned identity
 _GUID = "([0-9a-f]{2}:){7}[0-9a-f]{2}"
 _GUIDS = re.compile(f"({_GUID}({_AND}{_GUID})?)?")
 
@@ -47,8 +46,10 @@ Params = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Card:
-    """A physical function as found. kind: its link. identities: MAC or GUID per virtual function,
-    by index; where its two GUIDs differ, both. states: their link states.
+    """Observed state of a physical function.
+
+    kind: its link. identities: MAC or GUID per virtual function, by index; both if its two GUIDs
+    differ. states: their link states.
     """
 
     address: str
@@ -65,7 +66,9 @@ class Card:
     used: tuple[str, ...]
 
     def desired_identities(self, params: Params, count: int) -> list[str]:
-        """The identity of every function: given, or derived from the card's own unique one."""
+        """The identity of every function: configured, or derived from the card's own unique
+        identity.
+        """
         given = params.get("macs") or {}
         return [
             str(given.get(f"{self.address}/{index}") or self._derived(index)).lower()
@@ -73,12 +76,12 @@ class Card:
         ]
 
     def ours(self, params: Params) -> bool:
-        """Whether a function has the identity that slice mode gives it."""
+        """Whether a function has the identity that slice mode assigns."""
         names = self.desired_identities(params, len(self.identities))
         return any(n in have.split(_AND) for have, n in zip(self.identities, names, strict=True))
 
     def misnamed(self, params: Params) -> list[str]:
-        """The functions that have not the identity which slice mode gives them."""
+        """The functions without the identity that slice mode assigns."""
         have = [*self.identities, *[""] * (len(self.functions) - len(self.identities))]
         names = self.desired_identities(params, len(have))
         return [
@@ -88,7 +91,9 @@ class Card:
         ]
 
     def unlinked(self) -> list[str]:
-        """The functions whose port does not follow the card's: a tenant's could stay down."""
+        """The functions whose port does not follow the card's port; a tenant's port could stay
+        down.
+        """
         return [
             f"function {index} of {self.address} has link state {state or 'unknown'}, not {FOLLOW}"
             for index, state in enumerate(self.states)
@@ -96,7 +101,7 @@ class Card:
         ]
 
     def remembered(self) -> dict[str, Any]:
-        """What is to come back. On Ethernet a function's name ends with the function."""
+        """State for the way back. On Ethernet a function's identity ends with the function."""
         was: dict[str, Any] = {"count": self.count, "autoprobe": self.autoprobe}
         named = self.kind == _pci.INFINIBAND
         if not self.states or not (named or self.unlinked()):
@@ -109,10 +114,10 @@ class Card:
         return (self.count, self.autoprobe) == (then["count"], then["autoprobe"])
 
     def _derived(self, index: int) -> str:
-        # 02 says locally administered: it cannot meet an address that a vendor gave out.
+        # 02 marks a locally administered address, so it cannot collide with a vendor's address.
         octets = 8 if self.kind == _pci.INFINIBAND else 6
-        # Of IPoIB's 20 octets only the last 8 are the card's: what comes before changes whenever
-        # the driver or the subnet manager starts.
+        # Only the last 8 of IPoIB's 20 octets belong to the card. The others change with every
+        # start of the driver or the subnet manager.
         own = ":".join(self.hardware_address.split(":")[-8:])
         digest = hashlib.sha256(f"{own}/{index}".encode()).digest()
         return ":".join(f"{byte:02x}" for byte in b"\x02" + digest[: octets - 1])
@@ -120,14 +125,14 @@ class Card:
 
 @dataclass(frozen=True)
 class State:
-    """missing: each card that is asked for and not there, with what is found instead."""
+    """missing: each requested card that is absent, with the device found in its place."""
 
     cards: tuple[Card, ...]
     missing: tuple[tuple[str, str], ...]
 
 
 def can_tell(told: object) -> bool:
-    """Whether a function can be made again what this says of one."""
+    """Whether a function can be restored from this record."""
     if not isinstance(told, Mapping):
         return False
     who = told.get("identity")
@@ -152,7 +157,9 @@ def observe(params: Params) -> State:
 
 
 def wish(params: Params, address: str) -> dict[str, Any]:
-    """What a card is to have. On the way back that is what is remembered of it, else plain use."""
+    """Target state of a card. On the way back it is the recorded state, or plain use without a
+    record.
+    """
     if params["count"]:
         return {"count": params["count"], "autoprobe": False}
     was = (params.get("before") or {}).get(address)
@@ -169,7 +176,7 @@ def plan(params: Params, state: State) -> _change.Plan:
             remedy="check the card, what its port is set to, and the profile's fabric",
         )
         for name, found in state.missing
-        # A card that is gone must not keep the others from going back to plain use.
+        # A missing card must not prevent the others from returning to plain use.
         if params["count"]
     ]
     steps: list[_change.Step] = []
@@ -185,8 +192,8 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
     if step.name == "make_functions":
         count = step.after["count"]
         _pci.store(f"{folder}/sriov_drivers_autoprobe", "1" if step.after["autoprobe"] else "0")
-        # The kernel changes the number only from or to zero. On the way back none of ours stays,
-        # with our identity and without a driver, where the site had as many.
+        # The kernel changes the number only from or to zero. The way back keeps no managed
+        # function, with its identity and without a driver, even if the site had the same number.
         stays = (0, count) if params["count"] else (0,)
         if _pci.read(address).sriov_numvfs not in stays:
             _pci.store(f"{folder}/sriov_numvfs", "0")
@@ -234,7 +241,7 @@ LIVE = _change.Subject(observe, plan, apply, facts)
 
 
 def boot(settings_path: str) -> int:
-    """At boot: make the functions again. The card's driver may still be loading."""
+    """Create the functions again at boot. The card's driver may still be loading."""
     return _boot_service.boot(LIVE, settings_path, wait_for=("device_missing", "interface_missing"))
 
 
@@ -242,7 +249,7 @@ def _blockers(card: Card, params: Params) -> list[Refusal]:
     found, then = [], wish(params, card.address)
     made = _made(card, params)
     if then["count"] > card.total:
-        # What is remembered is a file that a person may correct, as the profile is.
+        # The record is a file that a person may correct, like the profile.
         where = "vfs_per_pf in the profile" if params["count"] else _host_snapshot.file_of(RECORD)
         found.append(
             Refusal(
@@ -289,7 +296,7 @@ def _blockers(card: Card, params: Params) -> list[Refusal]:
 
 
 def open_steps(card: Card, params: Params) -> list[_change.Step]:
-    """What is still to be done with the card."""
+    """Open steps for the card."""
     steps, then, made = [], wish(params, card.address), _made(card, params)
     if made:
         now = {"count": card.count, "autoprobe": card.autoprobe}
@@ -302,7 +309,7 @@ def open_steps(card: Card, params: Params) -> list[_change.Step]:
     if names and (anew or list(card.identities) != names):
         before = list(card.identities)
         steps.append(_change.Step("name_functions", f"{card.address} identities", before, names))
-    # What a function of InfiniBand starts with depends on the ones before it.
+    # The initial state of an InfiniBand function depends on its predecessors.
     fresh = "" if card.kind == _pci.INFINIBAND else FOLLOW
     if states and states != ([fresh] * len(states) if anew else list(card.states)):
         before = list(card.states)
@@ -311,7 +318,9 @@ def open_steps(card: Card, params: Params) -> list[_change.Step]:
 
 
 def _made(card: Card, params: Params) -> bool:
-    """Whether the functions are to be made, or unmade. Ours are not the site's if as many."""
+    """Whether the functions must be created or removed. An equal number does not make managed
+    functions the site's.
+    """
     if not card.is_as(wish(params, card.address)):
         return True
     names, _states = _desired_functions(card, params)
@@ -319,25 +328,27 @@ def _made(card: Card, params: Params) -> bool:
 
 
 def _desired_functions(card: Card, params: Params) -> tuple[list[str], list[str]]:
-    """Names and link states that the functions are told; [] leaves them what they are made with."""
+    """Identities and link states to set on the functions; [] keeps their initial values."""
     if params["count"]:
         return card.desired_identities(params, params["count"]), [FOLLOW] * params["count"]
     then = wish(params, card.address)
     told: Sequence[Mapping[str, str]] = then.get("functions") or ()
     if not told and card.kind == _pci.INFINIBAND and card.ours(params):
-        # The record does not say who they were, as earlier versions' did not: nobody.
+        # Records of earlier versions contain no identities, so the functions get the null identity.
         told = [{"identity": _NOBODY, "link_state": _DOWN}] * then["count"]
     names = [one["identity"] for one in told]
     return names if all(names) else [], [one["link_state"] for one in told]
 
 
 def card_at(address: str) -> Card:
-    """The card as it is now. What cannot be read is refused: it would be remembered as none."""
+    """Current state of the card. An unreadable state is refused, because it would be recorded as
+    empty.
+    """
     device, folder = _pci.read(address), f"{_pci.DEVICES}/{address}"
     name = next(iter(_pci.interfaces(address)), "")
     kind, functions = _pci.link(address), _pci.functions(address)
     shown = _shown(name) if functions else []
-    # iproute2 names none for an Ethernet card whose driver knows no other.
+    # iproute2 shows no link state for an Ethernet card whose driver supports only the default.
     unsaid = "" if kind == _pci.INFINIBAND else FOLLOW
     return Card(
         address=address,
@@ -356,7 +367,7 @@ def card_at(address: str) -> Card:
 
 
 def _is_used(address: str) -> bool:
-    """Bound for a slice, or an interface of the host that is up."""
+    """Bound for a slice, or a host interface that is up."""
     if _pci.read(address).driver == _pci.VFIO:
         return True
     return any(_is_up(name) for name in _pci.interfaces(address))
@@ -371,7 +382,9 @@ def _link(name: str, attribute: str) -> str:
 
 
 def _own_address(name: str) -> str:
-    """In a bond the card has another one, often the same as its neighbour: the one from before."""
+    """The card's permanent address. In a bond the card has another address, often equal to its
+    neighbour's.
+    """
     bonded = _host.kept(f"/sys/class/net/{name}/bonding_slave/perm_hwaddr") if name else None
     return bonded or _link(name, "address")
 
@@ -386,7 +399,7 @@ def _shown(name: str) -> list[Mapping[str, Any]]:
 
 
 def _identity(vf: Mapping[str, Any]) -> str:
-    # GUIDs stand under a key with a space. One that is right says nothing about the other.
+    # GUIDs stand under a key with a space. A correct GUID does not imply that the other is correct.
     guids = [str(vf[key]).lower() for key in ("node guid", "port guid") if vf.get(key)]
     # iproute2 wrote `mac` before 5.0.
     return _AND.join(dict.fromkeys(guids)) or str(vf.get("address") or vf.get("mac") or "").lower()

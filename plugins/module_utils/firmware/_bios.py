@@ -1,10 +1,10 @@
-"""BIOS settings compared with the desired ones: differences, pending values, jobs. Pure.
+"""BIOS settings compared with the desired settings: differences, pending values, jobs.
 
-A setting is what the running machine has (current) and what the next job would make of it
-(pending). The management controller shows a pending value as soon as it is asked for, so it proves
-nothing: a setting counts when its current value is right and no BIOS job is open.
+Pure functions. A setting has the running machine's value (current) and the value after the next job
+(pending). The management controller shows a pending value immediately after the request, so it
+proves nothing. A setting is in force when its current value is right and no BIOS job is open.
 
-The words are those of RACADM; whoever reads the controller another way fills the same `State`.
+The vocabulary is RACADM's. Other interfaces to the controller fill the same `State`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from typing import Any
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._change import Plan, Step
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
-# What slices need: VT-x or AMD-V, threads for the slices' vCPUs, and virtual functions.
+# Requirements of slices: VT-x or AMD-V, threads for the slices' vCPUs, and virtual functions.
 WANTED = {
     "ProcSettings.ProcVirtualization": "Enabled",
     "ProcSettings.LogicalProc": "Enabled",
     "IntegratedDevices.SriovGlobalEnable": "Enabled",
 }
-# The same without RACADM's groups, of which Redfish has none.
+# The same without RACADM's groups, which Redfish does not have.
 BARE = {name.partition(".")[2]: value for name, value in WANTED.items()}
 TARGET = "BIOS.Setup.1-1"
 
-# Options of modules that look, and of those that change; the doc fragment `bios` describes them.
+# Options of the reading modules and of the changing modules; the doc fragment `bios` describes
+# them.
 LOOKING: dict[str, Any] = {"attributes": {"type": "dict", "default": BARE}}
 ARGUMENTS: dict[str, Any] = {
     **LOOKING,
@@ -42,7 +43,7 @@ _JOB_ID = re.compile(r"\b[JR]ID_[0-9]{6,20}\b")
 
 
 class Phase(Enum):
-    """Where a job is. A status that we do not know is OPEN: what is unknown has not ended."""
+    """Phase of a job. An unknown status counts as OPEN, because it does not prove an end."""
 
     OPEN = "open"
     DONE = "done"
@@ -60,7 +61,7 @@ _ENDED = {
 
 @dataclass(frozen=True)
 class Attribute:
-    """One setting. pending: what the next job makes of it, None when nothing is staged."""
+    """A BIOS setting. pending: its value after the next job, None when nothing is staged."""
 
     name: str
     current: str
@@ -75,7 +76,7 @@ class Attribute:
 
 @dataclass(frozen=True)
 class Job:
-    """One entry of the controller's queue. percent: as it says, "" when it does not."""
+    """An entry of the controller's queue. percent: as reported, or ""."""
 
     id: str
     name: str
@@ -97,7 +98,7 @@ class Job:
 
     @property
     def number(self) -> int:
-        """Grows with time."""
+        """Job number, which grows with time."""
         return int(self.id.partition("_")[2])
 
     def document(self) -> dict[str, str]:
@@ -109,7 +110,7 @@ class Job:
 class State:
     """attributes: every setting of the groups that were read, by `Group.Name`.
 
-    in_use: why the machine must not be power-cycled, where whoever reads can see that.
+    in_use: reasons against a power cycle, if the reader can see them.
     """
 
     attributes: Mapping[str, Attribute]
@@ -122,11 +123,11 @@ class State:
 
 @dataclass(frozen=True)
 class Wish:
-    """What is asked for.
+    """The requested settings.
 
-    wanted: value by `Group.Name`. power_cycle: whether the machine may be power-cycled.
-    wait: whether an open BIOS job is followed to its end. acknowledged: ids of failed jobs that a
-    person has looked at.
+    wanted: value by `Group.Name`. power_cycle: whether the machine may be power-cycled. wait:
+    whether to follow an open BIOS job to its end. acknowledged: ids of failed jobs that a person
+    has checked.
     """
 
     wanted: Mapping[str, str]
@@ -136,12 +137,12 @@ class Wish:
 
 
 def job_ids(text: str) -> list[str]:
-    """The job ids in an answer, in order, each once."""
+    """The distinct job ids in an answer, in order."""
     return list(dict.fromkeys(_JOB_ID.findall(text)))
 
 
 def plan(wish: Wish, state: State) -> Plan:
-    """Stage what is not staged, commit it with one job and a power cycle, or finish that job."""
+    """Stage missing values, commit them with one job and a power cycle, or finish that job."""
     blockers = _unusable(wish, state)
     known = {name: state.attributes[name] for name in wish.wanted if name in state.attributes}
     differing = {n: a for n, a in known.items() if a.current != wish.wanted[n]}
@@ -172,7 +173,7 @@ def plan(wish: Wish, state: State) -> Plan:
 
 
 def settled(wish: Wish, state: State) -> bool:
-    """Whether every wanted value is the current one, stays so, and no BIOS job is open."""
+    """Whether every wanted value is current and stays so, and no BIOS job is open."""
     return not any(job.is_bios for job in state.open_jobs()) and all(
         name in state.attributes
         and state.attributes[name].current == value
@@ -182,7 +183,7 @@ def settled(wish: Wish, state: State) -> bool:
 
 
 def unstaged(wish: Wish, state: State) -> list[str]:
-    """What a job made now would leave as it is."""
+    """Settings that a job created now would leave unchanged."""
     return [
         f"{name} would be {state.attributes[name].coming}"
         for name, value in wish.wanted.items()
@@ -191,7 +192,7 @@ def unstaged(wish: Wish, state: State) -> list[str]:
 
 
 def failed(jobs: Iterable[Job]) -> Refusal:
-    """The refusal for jobs that ended badly."""
+    """The refusal for failed jobs."""
     shown = "; ".join(f"{job.id} {job.status}: {job.message or 'no message'}" for job in jobs)
     return Refusal(
         "bios_job_failed",
@@ -203,7 +204,7 @@ def failed(jobs: Iterable[Job]) -> Refusal:
 
 
 def queued(jobs: Iterable[Job]) -> Refusal:
-    """The refusal for jobs that are in the way."""
+    """The refusal for open jobs that block a change."""
     return Refusal(
         "job_in_queue",
         expected="no open job that our power cycle would start or that holds the BIOS settings",
@@ -213,7 +214,7 @@ def queued(jobs: Iterable[Job]) -> Refusal:
 
 
 def document(wish: Wish, state: State) -> dict[str, Any]:
-    """Result of the module: each wanted setting, the jobs, and whether all of it holds."""
+    """The module's result: each wanted setting, the jobs, and whether all settings are in force."""
     return {
         "settled": settled(wish, state),
         "attributes": [
@@ -263,12 +264,12 @@ def _unusable(wish: Wish, state: State) -> list[Refusal]:
 
 
 def _unlike(unstaged: Mapping[str, Attribute], running: list[Job]) -> list[Refusal]:
-    """An open job that brings something else holds the settings until it ends."""
+    """An open job with other values locks the settings until it ends."""
     return [queued(running)] if unstaged else []
 
 
 def _stuck(state: State, running: list[Job]) -> list[Refusal]:
-    """A job that waits for a power cycle which failed will never end by itself."""
+    """A job that waits for a failed power cycle never ends by itself."""
     if any(job.phase is Phase.OPEN for job in state.jobs if job.is_reboot):
         return []
     oldest = min(job.number for job in running)
@@ -283,7 +284,8 @@ def _stuck(state: State, running: list[Job]) -> list[Refusal]:
 def _not_now(wish: Wish, state: State, differing: Mapping[str, Attribute]) -> list[Refusal]:
     if not differing:
         return []
-    # Without leave for the power cycle, that is the word; with it, who is on the machine.
+    # Without permission for the power cycle, the missing permission is the reason; with it, the
+    # machine's users.
     found = [*state.in_use] if wish.power_cycle else []
     found += [queued(state.open_jobs())] if state.open_jobs() else []
     bad = _last_failure(state)
@@ -317,7 +319,7 @@ def _not_now(wish: Wish, state: State, differing: Mapping[str, Attribute]) -> li
 
 
 def _last_failure(state: State) -> Job | None:
-    """The newest BIOS job when it failed: the queue remembers it over reboots and reinstalls."""
+    """The newest BIOS job if it failed. The queue keeps it over reboots and reinstalls."""
     ended = [job for job in state.jobs if job.is_bios and job.phase is not Phase.OPEN]
     newest = max(ended, key=lambda job: job.number, default=None)
     return newest if newest is not None and newest.phase is Phase.FAILED else None

@@ -1,4 +1,4 @@
-"""Wait for BIOS jobs, whichever interface reports them."""
+"""Wait for BIOS jobs, independent of the interface that reports them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ Observer = Callable[[_bios.Job], None]
 
 
 def silent(_job: _bios.Job) -> None:
-    """A module has nobody to tell; a program at a console has."""
+    """No progress output, for modules; a console program prints progress."""
 
 
 @dataclass(frozen=True)
 class Watch:
-    """How a job is looked at. look: the job of an id, raises Refusal. deadline: seconds until every
-    job must have ended; interval: seconds between two looks. fatal: codes of refusals that another
-    look would only repeat; every other one says nothing about the job, since the controller is busy
-    while the machine restarts."""
+    """Settings for following a job.
+
+    look: returns the job of an id, or raises Refusal. deadline: seconds until every job must have
+    ended. interval: seconds between two reads. fatal: refusal codes for which a retry is useless.
+    Every other refusal says nothing about the job, because the controller is busy while the machine
+    restarts.
+    """
 
     look: Callable[[str], _bios.Job]
     deadline: float
@@ -31,9 +34,9 @@ class Watch:
 
 
 def follow(watch: Watch, ids: Iterable[str]) -> list[_bios.Job]:
-    """Look until every job of `ids` has ended well.
+    """Poll until every job of `ids` has succeeded.
 
-    Raises Refusal `bios_job_failed`, `bios_job_timeout` or a fatal one.
+    Raises Refusal `bios_job_failed`, `bios_job_timeout` or a fatal refusal.
     """
     until = time.monotonic() + watch.deadline
     wanted = list(ids)

@@ -1,7 +1,7 @@
 """Firmware preflight of a future slice host: BIOS settings and their effect, GPUs, fabric, disks.
 
-Read-only. Works in MAAS commissioning, before the collection was ever used on the machine, and on
-a slice host alike.
+Read-only. It works in MAAS commissioning, before the first use of the collection on the machine,
+and on a slice host.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.topology import (
     _pci_functions,
 )
 
-# Dell XE9680L: H200 SXM, and InfiniBand of a BlueField-3. A profile says otherwise.
+# Dell XE9680L: H200 SXM, and InfiniBand of a BlueField-3. A profile can override both.
 GPU_IDS = ("10de:2335",)
 FABRIC_IDS = ("15b3:a2dc",)
 FABRIC_LINK = _pci.INFINIBAND
 
 _FIRMWARE = "run playbook gpuaas.slice.firmware, approve its plan, power-cycle"
-# ACPI tables by which the firmware says that the machine has an IOMMU: Intel's and AMD's.
+# ACPI tables that show an IOMMU: Intel's and AMD's.
 _IOMMU_TABLES = ("/sys/firmware/acpi/tables/DMAR", "/sys/firmware/acpi/tables/IVRS")
-# What makes a disk unusable for a slot for good; the rest a storage transition takes away.
+# Blockers that make a disk permanently unusable for a slot. A storage transition removes all
+# others.
 _BROKEN = ("identity_missing", "duplicate_identity", "by_id_missing", "device_unreadable")
 
 _GPU_KEYS = "address id numa_node iommu_group driver"
@@ -54,7 +55,7 @@ _FABRIC_KEYS = "address id link netdev rdma numa_node driver sriov_totalvfs srio
 class Request:
     """bios: parameters of the module racadm_bios. expected_gpus: 0 when it is not known.
 
-    refused: what had to come before the BIOS settings can be read, and failed.
+    refused: failure of a prerequisite for reading the BIOS settings.
     """
 
     bios: Mapping[str, Any]
@@ -68,21 +69,23 @@ class Request:
 
 
 class Facts:
-    """One look at the machine; lazy, so that a check that does not apply costs nothing."""
+    """Facts of the machine; lazy, so that a check that does not apply costs nothing."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
 
     @property
     def bios(self) -> dict[str, Any]:
-        """Raises the Refusal of the one look, each time it is asked for."""
+        """BIOS settings from a single read. Raises the same Refusal at every access if that read
+        failed.
+        """
         if isinstance(self._bios, Refusal):
             raise self._bios
         return self._bios
 
     @property
     def bios_known(self) -> dict[str, Any]:
-        """{} when the settings could not be read or are not asked for."""
+        """{} when the settings could not be read or are not requested."""
         if "bios_settings" in self.request.not_applicable or isinstance(self._bios, Refusal):
             return {}
         return self._bios
@@ -106,7 +109,7 @@ class Facts:
 
     @cached_property
     def fabric(self) -> list[dict[str, Any]]:
-        """What has one of the ids, also where it speaks another link than the fabric."""
+        """Devices with a fabric id, including those with another link than the fabric's."""
         request = self.request
         return _pci_functions.fabric(self.devices, request.fabric_ids, request.fabric_link)
 
@@ -121,7 +124,7 @@ class Facts:
 
     @cached_property
     def disks(self) -> list[dict[str, Any]]:
-        """As discovery shows them, with every signature and where it is."""
+        """Disks as in the discovery document, with every signature and its offset."""
         known = {disk.kernel_name: disk for disk in _block.disks()}
         found = _nvme_disks.disks(self.request.exclude_models)
         for entry in found:
@@ -131,7 +134,7 @@ class Facts:
 
 
 def report(request: Request) -> dict[str, Any]:
-    """The document: checks, counts, and `lines`, one per setting, job, device and check."""
+    """The report: checks, counts, and `lines`, one per setting, job, device and check."""
     facts = Facts(request)
     outcomes = _check.evaluate(CHECKS, facts, intent="slice", not_applicable=request.not_applicable)
     failures = sum(one["status"] == _check.FAIL for one in outcomes)
@@ -152,7 +155,7 @@ def report(request: Request) -> dict[str, Any]:
 
 
 def line(name: str, **fields: Any) -> str:
-    """`GPUAAS_SLICE_<name> key=value …`: one line, each value one shell word, whatever is in it."""
+    """`GPUAAS_SLICE_<name> key=value …`: a single line; each value is one quoted shell word."""
     return report_line(
         f"GPUAAS_SLICE_{name}", **{key: _text(value) for key, value in fields.items()}
     )
@@ -163,7 +166,7 @@ def job_line(job: Mapping[str, Any]) -> str:
 
 
 def bios_settings(facts: Facts) -> Verdict:
-    """Every wanted value current, and no job that could change it."""
+    """Every wanted value is current, and no job could change it."""
     found = facts.bios
     problems = [
         f"{one['name']} is {one['current'] or 'not there'}, not {one['wanted']}"
@@ -177,8 +180,9 @@ def bios_settings(facts: Facts) -> Verdict:
 
 
 def iommu(facts: Facts) -> Verdict:
-    """Groups when the kernel uses it; on a machine not yet bootstrapped, at least the firmware's
-    word that there is one."""
+    """IOMMU groups exist if the kernel uses the IOMMU. On a machine before bootstrap, the firmware
+    must at least report it.
+    """
     if facts.iommu_groups:
         return passed(f"{facts.iommu_groups} IOMMU groups")
     tables = [path.rpartition("/")[2] for path in _IOMMU_TABLES if _host.path(path).exists()]
@@ -188,7 +192,7 @@ def iommu(facts: Facts) -> Verdict:
     off = [word for word in _kernel_arguments.running() if word.endswith("iommu=off")]
     if off:
         return warned(f"{finding} is told {off[0]}")
-    # AMD's is used without a word.
+    # The kernel uses AMD's IOMMU by default.
     requested = "IVRS" in tables or "intel_iommu=on" in _kernel_arguments.running()
     return warned(f"{finding} {'asks' if requested else 'does not ask'} for it")
 
@@ -211,7 +215,7 @@ def fabric(facts: Facts) -> Verdict:
 
 
 def sriov(facts: Facts) -> Verdict:
-    """Virtual functions can be made. How many there are is bootstrap's concern."""
+    """Virtual functions can be created. Bootstrap checks their number."""
     if not facts.cards:
         return failed("no fabric card that could offer virtual functions")
     without = [one["address"] for one in facts.cards if not one["sriov_totalvfs"]]
@@ -220,9 +224,9 @@ def sriov(facts: Facts) -> Verdict:
 
 
 def nvme(facts: Facts) -> Verdict:
-    """FAIL for a disk that cannot be named for good, WARN for one that is in use.
+    """FAIL for a disk without a stable name, WARN for a disk in use.
 
-    What is never a slot's, such as a boot card, is shown and not judged: it need have no identity.
+    Excluded disks, such as a boot card, are listed but not judged, because they need no identity.
     """
     if not facts.disks:
         return failed("no NVMe namespace")
@@ -292,7 +296,9 @@ def _device_lines(facts: Facts) -> list[str]:
 
 
 def _rows(make: Callable[[], list[str]]) -> list[str]:
-    """What cannot be read has no lines; the check of the same name says why."""
+    """Lines of a device kind; [] if it cannot be read, because the check of the same name gives the
+    reason.
+    """
     try:
         return make()
     except (Refusal, OSError, ValueError):
@@ -323,7 +329,7 @@ def _check_line(outcome: Mapping[str, str]) -> str:
 
 
 def _signatures(disk: _block.Disk) -> list[str]:
-    """`kernel name:type@byte`; a disk that cannot be read has a blocker that says so."""
+    """`kernel name:type@byte`; an unreadable disk has a blocker instead."""
     try:
         found = _usage.marks(disk)
     except OSError:

@@ -1,8 +1,9 @@
 """Firmware preflight program for MAAS commissioning: one line per finding on stdout.
 
-Reads only, unless GPUAAS_SLICE_APPLY_BIOS=1: then it stages what differs, makes the BIOS job with
-its power cycle and follows it. The power cycle ends this program; run again when the machine is
-back, it finds the job in the controller's queue and follows it to its end.
+It only reads, unless GPUAAS_SLICE_APPLY_BIOS=1. With it, the program stages the differences,
+creates the BIOS job with its power cycle, and follows the job. The power cycle ends the program.
+When it runs again after the restart, it finds the job in the controller's queue and follows it to
+its end.
 
 Exit codes: 0 no check failed, 1 a check failed or a change was refused, 2 wrong settings.
 """
@@ -72,7 +73,7 @@ _INSTALL = {
     "key_url": "GPUAAS_SLICE_RACADM_KEY_URL",
     "fingerprint": "GPUAAS_SLICE_RACADM_FINGERPRINT",
 }
-# Said again here, so that a setting of the machine's own apt cannot weaken it.
+# Repeated here, so that the machine's own apt settings cannot weaken it.
 _SIGNED_ONLY = (
     "APT::Get::AllowUnauthenticated=false",
     "Acquire::AllowInsecureRepositories=false",
@@ -83,7 +84,7 @@ _PACKAGE = re.compile(r"[a-z0-9][a-z0-9.+-]+")
 
 
 class WrongSetting(ValueError):
-    """A setting that says nothing we know: never guessed at."""
+    """An unknown value of a setting; the program never guesses."""
 
 
 def main(words: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -148,7 +149,8 @@ class _Settings:
         return value == "1"
 
     def _link(self) -> str:
-        # A vendor gives one id to both: with ids of its own a machine says which of them it means.
+        # Vendors use the same id for both link types. A machine with its own ids must also name the
+        # link.
         own = self._environment.get("GPUAAS_SLICE_FABRIC_IDS")
         value = self._environment.get("GPUAAS_SLICE_FABRIC_LINK")
         value = value or ("" if own else _firmware_preflight.FABRIC_LINK)
@@ -199,14 +201,15 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _install(settings: _Settings) -> int:
-    """RACADM from its signed repository, where it is missing and the repository is known."""
+    """Install RACADM from its signed repository, if it is missing and the repository is known."""
     program = _racadm_bios.program(settings.bios["program"])
     if not settings.install or _there(program):
         return DONE
     subject = _change.Subject(
         _apt_source.observe, _apt_source.plan, _apt_source.apply, _apt_source.facts
     )
-    # Enrolment has a strict one, with which apt's own user could read neither source nor lists.
+    # Enrolment sets a strict umask. With it, apt's own user could read neither the source nor the
+    # lists.
     before = os.umask(0o022)
     try:
         outcome = _change.drive(subject, settings.install, check_mode=False)
@@ -255,6 +258,6 @@ def _refused(name: str, refusal: Refusal) -> int:
 
 
 def _say(row: str) -> None:
-    # At once: the power cycle that we asked for may be the next thing that happens.
+    # Flushed immediately, because the requested power cycle may end the program at any moment.
     sys.stdout.write(f"{row}\n")
     sys.stdout.flush()

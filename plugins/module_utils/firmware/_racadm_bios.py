@@ -1,8 +1,8 @@
 """BIOS settings through RACADM on the host: read, stage, create the job, follow it.
 
-The local program talks to the controller over the host's own interface and needs no credentials;
-so none is in an argument list, a log or a process table. Answers are read strictly: what does not
-look like an answer is refused as `racadm_garbled` and never taken for an empty one.
+The local program talks to the controller over the host's own interface without credentials. No
+password can therefore appear in an argument list, a log or a process table. Answers are parsed
+strictly: an unknown form is refused as `racadm_garbled` and never taken for an empty answer.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.firmware import _bios, _bios_jobs
 
-# Dell's packages put it beside the PATH.
+# Dell's packages install it outside the PATH.
 _PLACES = ("/opt/dell/srvadmin/sbin/racadm", "/opt/dell/srvadmin/bin/idracadm7")
 
 _NAME = re.compile(r"[A-Za-z0-9]+\.[A-Za-z0-9_]+")
 _VALUE = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+:/-]{0,127}")
-# A read-only setting is listed behind `#`, one that another setting switches off behind `!!`.
+# A read-only setting is listed behind `#`, and a setting disabled by another setting behind `!!`.
 _SETTING = re.compile(r"([#!]*)([A-Za-z0-9_]+)=(.*?)(?: \(Pending Value=(.*)\))?")
 _JOB_HEAD = re.compile(r"\[Job ID=([JR]ID_[0-9]{6,20})\]")
 _JOB_FIELD = re.compile(r"([A-Z][A-Za-z ]+)=\[?(.*?)\]?")
@@ -55,7 +55,7 @@ class Racadm:
         self._ask("set", f"BIOS.{name}", value)
 
     def commit(self) -> list[str]:
-        """Make the job and its power cycle; returns their ids."""
+        """Create the job and its power cycle; returns their ids."""
         words = ("jobqueue", "create", _bios.TARGET, "-r", "pwrcycle", "-s", "TIME_NOW")
         answer = self._ask(*words)
         ids = _bios.job_ids(answer)
@@ -68,14 +68,14 @@ class Racadm:
 
 
 def program(asked: str) -> str:
-    """Where RACADM is. asked: a path or name; `racadm` is also looked for where Dell puts it."""
+    """Path of RACADM. asked: a path or name; `racadm` is also searched in Dell's folders."""
     if asked == "racadm":
         return next((place for place in _PLACES if _host.path(place).exists()), asked)
     return asked
 
 
 def desired_values(attributes: Mapping[str, Any]) -> dict[str, str]:
-    """`attributes` with full names; a bare name is one of `_bios.WANTED`.
+    """`attributes` with full names; a bare name must be in `_bios.WANTED`.
 
     Raises Refusal `attribute_invalid`.
     """
@@ -107,15 +107,17 @@ def wish(params: _change.Params) -> _bios.Wish:
 def observe(params: _change.Params) -> _bios.State:
     racadm = _of(params)
     groups = dict.fromkeys(name.partition(".")[0] for name in desired_values(params["attributes"]))
-    # The queue first: a job that ends between the two looks is then still seen as open, and is
-    # followed. The other way round its old values would look like work for another power cycle.
+    # The queue first: a job that ends between the two reads then still appears open, and is
+    # followed. In the other order its old values would look like work for another power cycle.
     jobs = racadm.queue()
     attributes = racadm.settings(groups)
     return _bios.State(attributes, jobs, tuple(_host_idle.refusals()))
 
 
 def plan(params: _change.Params, state: _bios.State) -> _change.Plan:
-    """Unless `present` nothing is done and nothing is in the way; the facts say what would be."""
+    """Unless the state is `present`, the plan is empty and unblocked; the facts contain the
+    forecast.
+    """
     if params["state"] != "present":
         return _change.Plan()
     return _bios.plan(wish(params), state)
@@ -150,7 +152,7 @@ def facts(params: _change.Params, state: _bios.State) -> dict[str, Any]:
 
 
 def parse_group(group: str, text: str) -> dict[str, _bios.Attribute]:
-    """The answer to `racadm get BIOS.<group>`."""
+    """The settings in the answer to `racadm get BIOS.<group>`."""
     rows = [row.rstrip("\r").strip() for row in text.split("\n")]
     head = f"[Key={_bios.TARGET}#{group}]"
     asked = f"get BIOS.{group}"
@@ -172,7 +174,7 @@ def parse_group(group: str, text: str) -> dict[str, _bios.Attribute]:
 
 
 def parse_jobs(text: str, head: str) -> tuple[_bios.Job, ...]:
-    """The answer to `racadm jobqueue view`; head: the words of its first line."""
+    """The jobs in the answer to `racadm jobqueue view`; head: the words of its first line."""
     rows = [row.rstrip("\r").strip() for row in text.split("\n")]
     if not any(re.fullmatch(rf"-+ ?{head} ?-+", row) for row in rows):
         raise garbled("jobqueue view", f"the head line {head}", text)
@@ -204,7 +206,7 @@ def parse_jobs(text: str, head: str) -> tuple[_bios.Job, ...]:
 
 
 def garbled(asked: str, expected: str, found: str) -> Refusal:
-    """The refusal of an answer that is none."""
+    """The refusal of an invalid answer."""
     shown = " ".join(found.split())[:200] or "nothing"
     return Refusal(
         "racadm_garbled",
@@ -219,7 +221,7 @@ def _of(params: _change.Params) -> Racadm:
 
 
 def _commit(racadm: Racadm, params: _change.Params) -> list[str]:
-    """Make the job for what is staged now: a setting that did not take is not power-cycled for."""
+    """Create the job for the staged values. A setting that was not staged causes no power cycle."""
     state = observe(params)
     for somebody in state.in_use:
         raise somebody
@@ -234,7 +236,7 @@ def _commit(racadm: Racadm, params: _change.Params) -> list[str]:
     try:
         return racadm.commit()
     except Refusal as refused:
-        # Somebody else's job may have come between our look and this.
+        # Another client may have created a job since the queue was read.
         others = _bios.State({}, racadm.queue()).open_jobs()
         if refused.code == "command_failed" and others:
             raise _bios.queued(others) from refused

@@ -1,7 +1,7 @@
-"""BIOS attributes and jobs of a server through Redfish, as `_bios` knows them.
+"""BIOS attributes and jobs of a server through Redfish, in the form of `_bios`.
 
-Everything is found by following links. Only settings that were asked for are kept: among the others
-are CHAP secrets and asset data. Of a foreign change that waits only the name is kept.
+All paths come from links. Only requested settings are kept, because the others include CHAP secrets
+and asset data. Of another client's pending change only the name is kept.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.firmware import _bios
 
 _JOB_ID = re.compile(r"[JR]ID_[0-9]{6,20}")
 _BIOS_JOB = "BIOSConfiguration"
-# PowerCycle is what RACADM's job asks for; both cut the machine's software short.
+# RACADM's job uses PowerCycle. Both types stop the machine's software abruptly.
 _RESETS = ("PowerCycle", "ForceRestart")
-# An iDRAC gives 50 jobs at a time and keeps some hundred. One that never ends its list is not read
-# for ever.
+# An iDRAC returns 50 jobs per page and keeps some hundred. The limit stops an endless list.
 _MOST_PAGES = 64
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What the registry says of one setting.
+    """Registry entry of a BIOS setting.
 
     kind: Enumeration, Integer, String, Boolean or Password. allowed: values of an Enumeration.
     """
@@ -39,10 +38,10 @@ class Rule:
 
 @dataclass(frozen=True)
 class Firmware:
-    """settings, jobs, reset: paths, "" where the BMC has none of it.
+    """settings, jobs, reset: paths, "" if the BMC lacks the resource.
 
-    on_reset: whether a change may wait for the next reset. reset_types: what the BMC offers.
-    rules: by setting, of those asked for; None when the BMC publishes no registry.
+    on_reset: whether a change may wait for the next reset. reset_types: the BMC's reset types.
+    rules: registry entries of the requested settings; None when the BMC publishes no registry.
     """
 
     state: _bios.State
@@ -56,13 +55,15 @@ class Firmware:
 
 
 def read(client: _redfish_session.Client, names: Collection[str], *, system: str = "") -> Firmware:
-    """The firmware of `system` (its id; may be "" where the BMC has one system). Raises Refusal."""
+    """The firmware of `system` (its id; "" is allowed if the BMC has a single system). Raises
+    Refusal.
+    """
     root = client.once(_redfish_session.ROOT)
     at = _system(client, root, system)
     machine = client.get(at)
     bios_at = client.link(machine, "Bios") or _missing("a Bios resource", at)
-    # The queue before the values: a job that ends between the two looks is then still seen as open.
-    # The other way round its old values would look like work for another job.
+    # The queue before the values: a job that ends between the two reads then still appears open. In
+    # the other order its old values would look like work for another job.
     jobs_at = _jobs_at(client, machine)
     jobs = tuple(queue(client, jobs_at)) if jobs_at else ()
     bios = client.get(bios_at)
@@ -86,10 +87,10 @@ def read(client: _redfish_session.Client, names: Collection[str], *, system: str
 def stage(
     client: _redfish_session.Client, firmware: Firmware, changes: Mapping[str, str], *, commit: bool
 ) -> str:
-    """Ask for `changes`; with commit a job makes them true at the next reset: its id, or "".
+    """Request `changes`. With commit, a job applies them at the next reset: returns its id, or "".
 
-    One request for all of them: the first one makes the job, and an iDRAC takes no more while that
-    is open.
+    All changes go in a single request: the first change creates the job, and an iDRAC accepts no
+    more while that job is open.
     """
     rules = firmware.rules or {}
     body: dict[str, Any] = {
@@ -101,17 +102,17 @@ def stage(
 
 
 def schedule(client: _redfish_session.Client, firmware: Firmware) -> str:
-    """Make the job for values that wait without one; its id or "".
+    """Create the job for values that are pending without a job; its id or "".
 
-    An iDRAC that is asked for what waits already answers 200 and makes no job; the values would
-    then wait for ever.
+    If the value is already pending, an iDRAC answers 200 and creates no job; the values would then
+    wait for ever.
     """
     answer = client.post(firmware.jobs, {"TargetSettingsURI": firmware.settings})
     return _job_id(answer.headers.get("location", ""))
 
 
 def queue(client: _redfish_session.Client, jobs_at: str) -> Iterator[_bios.Job]:
-    """Every job, page by page: an open one on a page that nobody turned would look settled."""
+    """Every job, page by page, because an open job on an unread page would look settled."""
     for member in _collected(client, f"{jobs_at}?$expand=*($levels=1)"):
         # A BMC that does not expand gives links only.
         full = member if "JobState" in member else client.get(client.link({"job": member}, "job"))
@@ -127,12 +128,14 @@ def _collected(client: _redfish_session.Client, first: str) -> Iterator[dict[str
         page = client.get(at)
         members = _list(page.get("Members"))
         seen += len(members)
-        # Of the whole collection. What goes while it is read may push another out of sight.
+        # The count of the whole collection. A member removed during the read may hide another
+        # member.
         count = page.get("Members@odata.count")
         said = max(said, count) if isinstance(count, int) else said
         yield from map(_object, members)
         following = page.get("Members@odata.nextLink")
-        # A path: whatever host it names, this BMC is asked.
+        # Only the path is used, so that the request always goes to this BMC, whatever host the link
+        # names.
         at = "" if following is None else client.path(following)
         if at in pages or len(pages) > _MOST_PAGES:
             raise _garbled(f"a list that ends within {_MOST_PAGES} pages", following)
@@ -150,7 +153,7 @@ def job(client: _redfish_session.Client, firmware: Firmware, job_id: str) -> _bi
 
 
 def reset(client: _redfish_session.Client, firmware: Firmware) -> str:
-    """Power-cycle the machine, or start it when it is off; the type of reset that was asked for."""
+    """Power-cycle the machine, or start it when it is off; returns the requested reset type."""
     offered = [kind for kind in _RESETS if kind in firmware.reset_types]
     kind = "On" if not firmware.powered else next(iter(offered), "")
     if not firmware.reset or not kind:
@@ -160,7 +163,7 @@ def reset(client: _redfish_session.Client, firmware: Firmware) -> str:
 
 
 def typed(value: str, rule: Rule | None) -> str | int | bool:
-    """`value` as the JSON type of its setting. Raises ValueError when it is none."""
+    """`value` as the JSON type of its setting. Raises ValueError when it does not fit."""
     if rule is not None and rule.kind == "Integer":
         return int(value)
     if rule is not None and rule.kind == "Boolean":
@@ -198,7 +201,9 @@ def _attributes(
     names: Collection[str],
     rules: Mapping[str, Rule],
 ) -> dict[str, _bios.Attribute]:
-    """The settings asked for, and those of others that wait for a change, without their values."""
+    """The requested settings, and the names of other settings with a pending change, without their
+    values.
+    """
     found = {}
     for name, value in current.items():
         pending = waiting.get(name, value)
@@ -230,7 +235,7 @@ def _rules(
         last = path.rstrip("/").rpartition("/")[2]
         if last == name or name.startswith(f"{last}."):
             file = client.once(path)
-            # The first one will do: names and values are the same in every language.
+            # The first is enough, because names and values are the same in every language.
             places = [_object(each).get("Uri") for each in _list(file.get("Location"))]
             at = client.path(next(iter(places), None))
             entries = _list(_object(client.once(at).get("RegistryEntries")).get("Attributes"))
@@ -261,8 +266,9 @@ def _jobs_at(client: _redfish_session.Client, machine: dict[str, Any]) -> str:
 
 
 def _job(document: dict[str, Any]) -> _bios.Job | None:
-    """None for an entry that is no job of a machine, such as Dell's JID_CLEARALL, unless it is one
-    for the BIOS: that is never overlooked."""
+    """The job in a queue entry. None for an entry that is no machine job, such as Dell's
+    JID_CLEARALL. A BIOS entry is never skipped.
+    """
     id_, name = str(document.get("Id")), str(document.get("Name"))
     is_bios = document.get("JobType") == _BIOS_JOB
     if not _JOB_ID.fullmatch(id_):
@@ -272,7 +278,7 @@ def _job(document: dict[str, Any]) -> _bios.Job | None:
     return _bios.Job(
         id=id_,
         name=f"{name} ({_bios.TARGET})" if is_bios and _bios.TARGET not in name else name,
-        # Redfish says CompletedWithErrors where RACADM says "Completed with errors".
+        # Redfish writes CompletedWithErrors where RACADM writes "Completed with errors".
         status=re.sub(r"(?<=[a-z])(?=[A-Z])", " ", str(document.get("JobState"))),
         message=f"{document.get('MessageId')}: {document.get('Message')}",
         percent=str(document.get("PercentComplete", "")),
@@ -280,7 +286,7 @@ def _job(document: dict[str, Any]) -> _bios.Job | None:
 
 
 def _job_id(location: str) -> str:
-    """`JID_…` out of the Location of a job or of its task monitor; "" when there is none."""
+    """`JID_…` from the Location of a job or of its task monitor; "" when it has none."""
     last = location.rstrip("/").rpartition("/")[2]
     return last if _JOB_ID.fullmatch(last) else ""
 

@@ -1,7 +1,7 @@
 """BIOS settings through Redfish: the plan of `_bios`, staged in one request.
 
-RACADM stages setting by setting and then makes the job; Redfish does both at once, so there is no
-half of it. Without a power cycle the job waits for whoever resets the machine next.
+RACADM stages setting by setting and then creates the job. Redfish does both at once, so no partial
+state exists. Without a power cycle the job waits for the machine's next reset.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.firmware._redfish_att
     Rule,
 )
 
-# Only a job in one of these is taken up by a reset; before that the reset passes it by.
+# A reset starts only a job in one of these states; it skips a job in an earlier state.
 _WAITS_FOR_RESET = {"scheduled", "scheduled with errors", "ready for execution"}
 
 
 def subject(
     client: _redfish_session.Client, observer: _bios_jobs.Observer = _bios_jobs.silent
 ) -> _change.Subject:
-    """What `_change` drives. Parameters as in the documentation of the module redfish_bios."""
+    """The subject that `_change` drives. Parameters as in the documentation of the module
+    redfish_bios.
+    """
     return _change.Subject(
         observe=lambda params: _observe(client, params),
         plan=plan,
@@ -40,8 +42,9 @@ def subject(
 
 
 def wish(params: _change.Params) -> _bios.Wish:
-    """For the plan a job that waits for a reset counts as allowed: it cuts nothing short by itself.
-    Without a power cycle there is nothing to wait for either."""
+    """The wish for the plan. A job that waits for a reset is allowed, because it does not interrupt
+    the machine. Without a power cycle the plan does not wait either.
+    """
     return _bios.Wish(
         wanted={str(name): str(value) for name, value in params["attributes"].items()},
         power_cycle=True,
@@ -51,7 +54,9 @@ def wish(params: _change.Params) -> _bios.Wish:
 
 
 def plan(params: _change.Params, found: Firmware) -> _change.Plan:
-    """Unless `present` nothing is done and nothing is in the way; the facts say what would be."""
+    """Unless the state is `present`, the plan is empty and unblocked; the facts contain the
+    forecast.
+    """
     return _would(params, found) if params["state"] == "present" else _change.Plan()
 
 
@@ -65,7 +70,7 @@ def facts(params: _change.Params, found: Firmware) -> dict[str, Any]:
 
 
 def one_request(shared: _change.Plan) -> _change.Plan:
-    """The shared plan with what it stages moved into the step that makes the job."""
+    """The shared plan, with its staged values moved into the step that creates the job."""
     commit = next((step for step in shared.steps if step.name == "commit_job"), None)
     if commit is None:
         return shared
@@ -98,7 +103,7 @@ def unfit(wanted: Mapping[str, str], rules: Mapping[str, Rule]) -> list[Refusal]
 
 
 def _allowed(rule: Rule, value: str) -> str | None:
-    """What would be allowed instead of `value`; None when it is."""
+    """The allowed values if `value` is not allowed; None when it is allowed."""
     if rule.kind == "Password":
         return "no value: this is a password, which is never set here"
     if rule.kind == "Enumeration" and rule.allowed and value not in rule.allowed:
@@ -140,8 +145,8 @@ def _apply(
     step: _change.Step,
     observer: _bios_jobs.Observer,
 ) -> dict[str, Any] | None:
-    # What lies between this look and the plan's is the time of a few requests; the BMC itself
-    # refuses a change while another job holds the settings.
+    # Only a few requests lie between this read and the plan's. The BMC itself refuses a change
+    # while another job locks the settings.
     found = _observe(client, params)
     if step.name == "stage_attribute":
         _redfish_attributes.stage(
@@ -162,7 +167,7 @@ def _apply(
 
 
 def _commit(client: _redfish_session.Client, found: Firmware, changes: Mapping[str, str]) -> str:
-    """Ask for `changes` and make sure that a job will bring them; its id."""
+    """Request `changes` and verify that a job will apply them; its id."""
     try:
         job_id = _redfish_attributes.stage(client, found, changes, commit=True)
     except Refusal as refused:
@@ -191,8 +196,9 @@ def _no_job(found: Firmware) -> str:
 def _restart(
     client: _redfish_session.Client, found: Firmware, ids: Iterable[str], params: _change.Params
 ) -> str:
-    """Power-cycle the machine once its BIOS job waits for that; the type of reset, or "" when the
-    job runs already or somebody's power cycle is on its way."""
+    """Power-cycle the machine once its BIOS job waits for that. Returns the reset type, or "" when
+    the job runs already or another client's power cycle is pending.
+    """
     until = time.monotonic() + params["timeout"]
     wanted = list(ids)
     while True:
@@ -210,7 +216,7 @@ def _restart(
 
 
 def _found_or_new(client: _redfish_session.Client, found: Firmware, job_id: str) -> _bios.Job:
-    """A job that was just made is not in the queue for a moment."""
+    """Read a job that was just created; it appears in the queue with a short delay."""
     try:
         return _redfish_attributes.job(client, found, job_id)
     except Refusal as refusal:
@@ -234,6 +240,6 @@ def _watch(
         deadline=params["deadline"],
         interval=params["interval"],
         observer=observer,
-        # A login that is refused again and again blocks this address on the BMC.
+        # Repeated refused logins would block this address on the BMC.
         fatal=("bmc_login_refused", "tls_untrusted"),
     )

@@ -1,7 +1,7 @@
 """Program dell_redfish_slice_firmware.py: plan, and with --apply stage, BIOS settings.
 
-Exit codes: 0 the plan was printed or what was asked for is done, 1 refused, 2 wrong command line or
-environment. Lines on stdout are for machines, one each; the reason of a refusal is on stderr too.
+Exit codes: 0 the plan was printed or the request was carried out, 1 refused, 2 wrong command line
+or environment. Each line on stdout is machine-readable; the reason of a refusal is on stderr too.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ def main(words: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 class _Lines:
-    """What is printed. The password is not in any of it; should a BMC send it back, it is hidden
-    even so."""
+    """The printed lines. They do not contain the password, and it is hidden even if a BMC returns
+    it.
+    """
 
     def __init__(self, secret: str) -> None:
         self._secret = secret
@@ -111,12 +112,12 @@ class _Lines:
         sys.stderr.write(f"{self._hidden(text)}\n")
 
     def _line(self, name: str, **words: str) -> None:
-        # Hidden before quoting: a quoted password no longer looks like itself.
+        # Hidden before quoting, because the quoted password is a different string.
         self._print(report_line(name, **{key: self._hidden(word) for key, word in words.items()}))
 
     def _print(self, line: str) -> None:
         sys.stdout.write(f"{self._hidden(line)}\n")
-        # A job is followed for many minutes; whoever reads a pipe wants to see it.
+        # A job takes many minutes, and a reader of the pipe needs the lines immediately.
         sys.stdout.flush()
 
     def _hidden(self, text: str) -> str:
@@ -124,7 +125,7 @@ class _Lines:
 
 
 def _restart(*, power_cycle: bool) -> dict[str, str]:
-    """The plan's word on the restart: the BMC cannot say who is on the machine."""
+    """The plan's entry for the restart. The BMC cannot report the machine's users."""
     when = "with_this_call" if power_cycle else "by_whoever_resets_next"
     return {"when": when, "ends": "whatever runs on the machine, unasked"}
 

@@ -1,7 +1,7 @@
-"""HTTPS exchange with a BMC: trust is decided first, and every exchange ends in time.
+"""HTTPS exchange with a BMC: trust is verified first, and every exchange has a time limit.
 
-There is no way to talk to a BMC whose certificate is not verified: either against a CA file, or
-against the machine's own store, or by the SHA-256 fingerprint that the caller gives.
+A BMC's certificate is always verified: against a CA file, against the machine's own store, or by
+the SHA-256 fingerprint that the caller gives.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from urllib.parse import urlsplit
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
-# An attribute registry of an iDRAC has about 2 MB; more than this is not an answer.
+# An attribute registry of an iDRAC has about 2 MB; a larger answer is invalid.
 _LARGEST = 32 * 1024 * 1024
 _HEX_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
 class Trust:
-    """How the BMC proves who it is. Both empty: the machine's own CA store and the host name.
+    """Verification of the BMC's certificate. Both empty: the machine's own CA store and the host
+    name.
 
-    ca_file: path of a PEM file whose CAs are the only ones accepted.
-    fingerprint: SHA-256 of the BMC's own certificate in hexadecimal, colons allowed; the name in
-    the certificate does not matter then.
+    ca_file: path of a PEM file with the only accepted CAs. fingerprint: SHA-256 of the BMC's own
+    certificate in hexadecimal, colons allowed; the name in the certificate does not matter then.
     """
 
     ca_file: str = ""
     fingerprint: str = ""
 
     def context(self) -> ssl.SSLContext:
-        """Not `create_default_context`: that one writes session keys to a file named by the
-        environment, and with them everything that is said here.
+        """The TLS context. `create_default_context` is not used, because it writes session keys to
+        a file named by the environment; that file would expose the whole exchange.
 
         Raises Refusal `trust_invalid`.
         """
@@ -48,7 +48,7 @@ class Trust:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         if self.fingerprint:
             self.pinned()
-            # The pin replaces the chain: `_Connection.connect` compares it before anything is sent.
+            # The pin replaces the chain: `_Connection.connect` compares it before any data is sent.
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE
         elif self.ca_file:
@@ -95,7 +95,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Place:
-    """host, port: where the BMC listens; shown: how it is named in messages."""
+    """host, port: address of the BMC; shown: its name in messages."""
 
     host: str
     port: int
@@ -107,7 +107,9 @@ class Place:
 
 
 def place(address: str) -> Place:
-    """`name`, `name:port`, `10.0.0.1`, `[fd00::1]:443`. Raises Refusal `bmc_address_invalid`."""
+    """Parses `name`, `name:port`, `10.0.0.1`, `[fd00::1]:443`. Raises Refusal
+    `bmc_address_invalid`.
+    """
     try:
         parts = urlsplit(f"//{address}")
         host, port = parts.hostname or "", parts.port or http.client.HTTPS_PORT
@@ -125,7 +127,7 @@ def place(address: str) -> Place:
 
 
 class _Connection(http.client.HTTPSConnection):
-    """HTTPS with the trust above and a watch that ends the connection when time is over."""
+    """HTTPS with the trust above and a watchdog that closes the connection at the deadline."""
 
     def __init__(self, where: Place, trust: Trust, deadline: float) -> None:
         context = trust.context()
@@ -139,8 +141,10 @@ class _Connection(http.client.HTTPSConnection):
         self.cut = threading.Event()
 
     def connect(self) -> None:
-        """A socket's own timeout begins anew with every byte, so a BMC that sends one byte a
-        second could hold us for ever; the watch cuts a second handle of the same connection."""
+        """Connect and start the watchdog. A socket's own timeout restarts with every byte, so a BMC
+        that sends a byte per second could block the caller for ever. The watchdog shuts down a
+        second handle of the same connection.
+        """
         raw = socket.create_connection((self.host, self.port), self.timeout)
         self.watched = raw.dup()
         self.watch = threading.Timer(
@@ -155,7 +159,9 @@ class _Connection(http.client.HTTPSConnection):
                 raise _untrusted(self.host, "the pinned certificate", f"one with SHA-256 {found}")
 
     def end(self) -> None:
-        """Not in `close`: http.client calls that before the body is read."""
+        """Stop the watchdog. Not in `close`, because http.client calls that before the body is
+        read.
+        """
         self.close()
         if self.watch is not None:
             self.watch.cancel()
@@ -178,8 +184,8 @@ def exchange(
 ) -> Answer:
     """Send `request` (method, path, headers, body) on a connection of its own.
 
-    deadline: on the monotonic clock. Raises Refusal `tls_untrusted`, `bmc_unreachable` (for a
-    request that changes something its effect is unknown), `bmc_answer_malformed` or those of Trust.
+    deadline: on the monotonic clock. Raises Refusal `tls_untrusted`, `bmc_unreachable` (a changing
+    request then has an unknown effect), `bmc_answer_malformed` or those of Trust.
     """
     method, path, headers, body = request
     connection = _Connection(where, trust, deadline)
@@ -193,7 +199,7 @@ def exchange(
         finally:
             connection.end()
         if connection.cut.is_set():
-            # http.client takes headers that break off for the whole of them.
+            # http.client accepts truncated headers as complete.
             raise TimeoutError("cut off when the time was over")
         if len(content) > _LARGEST:
             raise malformed(where, path, f"more than {_LARGEST} bytes")

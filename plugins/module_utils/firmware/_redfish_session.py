@@ -1,7 +1,7 @@
 """Redfish session with a BMC: login, requests with retries, and always a logout.
 
-A BMC has few sessions (an iDRAC eight) and keeps a forgotten one for half an hour, so a client that
-does not log out locks everybody out.
+A BMC has few sessions (an iDRAC eight) and keeps a forgotten session for half an hour. A client
+that does not log out therefore locks out all others.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ ROOT = "/redfish/v1/"
 _SESSIONS = "/redfish/v1/SessionService/Sessions"
 # Longest single exchange. An iDRAC takes up to ten seconds for its registry.
 _EXCHANGE_S = 60.0
-# Time for the logout, after whatever the deadline left: a session left open costs more.
+# Extra time for the logout after the deadline, because a session left open costs more.
 _LOGOUT_S = 10.0
-# Without Retry-After. Less than the shortest is a busy loop against a small processor.
+# Used without Retry-After. A pause below the shortest would be a busy loop against a small
+# processor.
 _PAUSE_S, _SHORTEST_PAUSE_S = 5.0, 0.2
 _BUSY = (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS)
 _MESSAGE_ID = re.compile(r"[A-Za-z]{2,20}(\.\d{1,4}){1,3}\.[A-Za-z0-9]{1,60}")
@@ -45,7 +46,7 @@ class Account:
 
 
 class Client:
-    """Talks to one BMC as one user. Logs in at the first request that needs it.
+    """Client for a BMC and a user. It logs in at the first request that needs it.
 
     timeout: seconds for all requests and waits since `begin`; the logout has time of its own.
     """
@@ -63,7 +64,7 @@ class Client:
         self.begin()
 
     def begin(self) -> None:
-        """The time limit begins anew: for one look, or one change."""
+        """Restart the time limit, for a read or a change."""
         self._deadline = time.monotonic() + self._timeout
 
     def __enter__(self) -> Client:
@@ -71,7 +72,7 @@ class Client:
 
     @functools.cached_property
     def where(self) -> _redfish_connection.Place:
-        """Raises Refusal at the first request, as everything else does."""
+        """The BMC's place. Raises Refusal at the first request, like all other errors."""
         return _redfish_connection.place(self._address)
 
     def __exit__(
@@ -83,12 +84,13 @@ class Client:
         self.close()
 
     def get(self, path: str) -> dict[str, Any]:
-        """The document at `path`. Raises Refusal; `bmc_answer_missing` when there is none."""
+        """The document at `path`. Raises Refusal; `bmc_answer_missing` when it does not exist."""
         return self._document(path, self._authorised("GET", path))
 
     def once(self, path: str) -> dict[str, Any]:
-        """As get, but asked for only once: for what does not change while this client lives. An
-        attribute registry alone takes an iDRAC seconds."""
+        """Like get, but cached, for documents that do not change during the client's life. An
+        attribute registry alone takes an iDRAC seconds.
+        """
         if path not in self._known:
             self._known[path] = self.get(path)
         return self._known[path]
@@ -102,14 +104,14 @@ class Client:
     def close(self) -> bool:
         """End every session this client opened; True when the BMC confirmed it for each.
 
-        An expired session may still count on the BMC, so it is deleted too; 404 says it is gone,
-        and so does 401 for a token that was good before.
+        An expired session may still count on the BMC, so it is deleted too. 404 confirms that it is
+        gone, and so does 401 for a token that was valid before.
         """
         gone = [HTTPStatus.OK, HTTPStatus.ACCEPTED, HTTPStatus.NO_CONTENT, HTTPStatus.NOT_FOUND]
         if self._token:
             gone.append(HTTPStatus.UNAUTHORIZED)
         self._deadline = time.monotonic() + _LOGOUT_S
-        # The newest last: its token is the one that all of this is done with.
+        # The newest session last, because its token authorises all of these requests.
         for session in list(self.opened):
             with contextlib.suppress(Refusal):
                 if self._patient("DELETE", session, None).status in gone:
@@ -118,9 +120,10 @@ class Client:
         return not self.opened
 
     def link(self, document: dict[str, Any], *keys: str) -> str:
-        """The path that `document` gives under `keys`, or "" when it gives none.
+        """The path that `document` gives under `keys`, or "" without such a key.
 
-        A path that leaves the Redfish tree is refused: the document is the BMC's, not ours.
+        A path outside the Redfish tree is refused, because the document comes from the BMC and is
+        not trusted.
         """
         inner: Any = document
         for key in keys:
@@ -139,7 +142,7 @@ class Client:
         return path
 
     def _authorised(self, method: str, path: str, body: dict[str, Any] | None = None) -> Answer:
-        """One request in a session; an expired session is replaced once."""
+        """A request in a session; an expired session is replaced once."""
         if not self._token:
             self._login()
         answer = self._patient(method, path, body)
@@ -149,7 +152,9 @@ class Client:
         return self._accepted(method, path, answer)
 
     def _login(self) -> None:
-        """Raises Refusal `bmc_login_refused`: not tried again, an iDRAC blocks after three."""
+        """Log in. Raises Refusal `bmc_login_refused` without a retry, because an iDRAC blocks after
+        three failures.
+        """
         self._token = ""
         account = {"UserName": self._account.user, "Password": self._account.password}
         answer = self._patient("POST", _SESSIONS, account)
@@ -173,7 +178,7 @@ class Client:
         self._token = token
 
     def _patient(self, method: str, path: str, body: dict[str, Any] | None) -> Answer:
-        """One request; while the BMC is busy, again after the time it asks for."""
+        """A request, repeated while the BMC is busy, after the pause that the BMC requests."""
         headers = {"Accept": "application/json", "Connection": "close", "OData-Version": "4.0"}
         if self._token:
             headers["X-Auth-Token"] = self._token
@@ -227,7 +232,7 @@ class Client:
         return document
 
     def _said(self, answer: Answer) -> str:
-        """Status and message ids. Never the BMC's free text: it may repeat what we sent."""
+        """Status and message ids. Never the BMC's free text, because it may repeat the request."""
         ids: list[str] = []
         with contextlib.suppress(Refusal):
             ids = message_ids(self._document("", answer))
@@ -236,7 +241,7 @@ class Client:
 
 
 def message_ids(document: dict[str, Any]) -> list[str]:
-    """The ids in a Redfish error, such as `IDRAC.2.14.SYS011`; those that look like ids only."""
+    """The ids in a Redfish error, such as `IDRAC.2.14.SYS011`; only well-formed ids."""
     error = document.get("error")
     infos = error.get("@Message.ExtendedInfo") if isinstance(error, dict) else None
     listed = infos if isinstance(infos, list) else []
@@ -245,7 +250,7 @@ def message_ids(document: dict[str, Any]) -> list[str]:
 
 
 def _pause(answer: Answer) -> float:
-    """Seconds that the BMC asks us to wait: Retry-After as seconds or as a date."""
+    """Seconds that the BMC asks the client to wait: Retry-After as seconds or as a date."""
     asked = answer.headers.get("retry-after", "").strip()
     if asked.isdigit():
         return max(_SHORTEST_PAUSE_S, float(asked[:6]))

@@ -1,6 +1,6 @@
 """Names of the control plane on a host: a managed block of /etc/hosts, and a check of each address.
 
-For a site whose DNS does not know them. Enrolment needs the name once; everything after it too.
+For a site whose DNS does not resolve them. Enrolment and all later API calls need these names.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
 HOSTS = "/etc/hosts"
-# cloud-init writes /etc/hosts anew from this at every boot where it was told to manage it.
+# If cloud-init manages /etc/hosts, it rewrites the file from this template at every boot.
 TEMPLATE = "/etc/cloud/templates/hosts.debian.tmpl"
-# A control plane that takes longer to answer is not reachable for any practical purpose.
+# A control plane that takes longer to answer is not usable in practice.
 PATIENCE_S = 3.0
 
 _NAME = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
@@ -33,7 +33,7 @@ Params = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class State:
-    """files: content of the files that must have the block."""
+    """files: content of the files that must contain the block."""
 
     files: Mapping[str, str]
 
@@ -68,7 +68,7 @@ SUBJECT = _change.Subject(observe, plan, apply, facts)
 
 
 def addresses(name: str) -> list[str]:
-    """What this host makes of the name, by all its means; [] when nothing."""
+    """Addresses of the name from this host's resolver; [] when it does not resolve."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -77,7 +77,9 @@ def addresses(name: str) -> list[str]:
 
 
 def unreachable(address: str, port: int) -> str:
-    """Why nothing answers there, or "". A refused connection is an answer: the address is right."""
+    """Reason why the address does not answer, or "". A refused connection is an answer: the address
+    is right.
+    """
     try:
         with socket.create_connection((address, port), timeout=PATIENCE_S):
             return ""
@@ -117,7 +119,9 @@ def _unsafe(names: Mapping[str, str]) -> list[Refusal]:
 
 
 def _taken(names: Mapping[str, str], state: State) -> list[Refusal]:
-    """The first line with a name wins, so another one outside our block would go on winning."""
+    """Names that occur outside the managed block. The first line with a name wins, so the other
+    entry would stay in force.
+    """
     found = []
     for path, text in state.files.items():
         for row in _managed_block.without_block(text).splitlines():
@@ -136,13 +140,13 @@ def _taken(names: Mapping[str, str], state: State) -> list[Refusal]:
 
 
 def _text(absolute: str) -> str:
-    # As it is, so that the site's lines are written back as they were. One that cannot be read is
-    # not written over.
+    # Unmodified text, so that the site's lines are preserved. An unreadable file is not
+    # overwritten.
     if _host.kept(absolute) is None:
         return ""
     return _host.path(absolute).read_bytes().decode("utf-8", "surrogateescape")
 
 
 def _shown(text: str) -> str:
-    """Bytes that are no text, as text: a result must not hold them."""
+    """Text with undecodable bytes escaped, because a result must not contain them."""
     return text.encode(errors="replace").decode()

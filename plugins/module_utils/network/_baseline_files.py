@@ -1,6 +1,7 @@
 """Files of the network baseline, as bootstrap writes them and parity compares them.
 
-One rendering serves both. Apart from `_ovs_nat`, whose imports take seconds to load on a host.
+Both use the same rendering. It is separate from `_ovs_nat`, whose imports take seconds to load on a
+host.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ DNSMASQ = "/etc/dnsmasq.d/gpuaas-slice.conf"
 RESERVATIONS = f"{_host.STATE_DIRECTORY}/dnsmasq/hosts.d"
 LEASES = "/var/lib/misc/dnsmasq.leases"
 SYSCTL = "/etc/sysctl.d/60-gpuaas-slice.conf"
-# What the service goes by at boot.
+# Settings file of the boot service.
 SETTINGS = _boot_units.NETWORK.settings_path
 
-# What Debian's service leaves out of the folder.
+# Suffixes that Debian's service skips in the folder.
 _IGNORED = (".dpkg-dist", ".dpkg-old", ".dpkg-new")
 
-# Parity's guest, which asks for a lease that it never takes. Locally administered, outside every
-# profile's MAC prefix.
+# MAC of parity's probe guest, which requests an address and never takes it. Locally administered,
+# outside every profile's MAC prefix.
 PROBE_MAC = "02:67:73:70:72:62"
 
 FORWARDING = "net.ipv4.ip_forward = 1\n"
@@ -31,13 +32,13 @@ Network = Mapping[str, Any]
 
 
 def settings(network: Network) -> dict[str, Any]:
-    """What of a profile's network the boot service is told."""
+    """The part of a profile's network that the boot service needs."""
     named = {key: network[key] for key in ("bridge", "address", "subnet")}
     return {**named, "tmfifo": bool(network.get("tmfifo"))}
 
 
 def probe_address(subnet: str) -> str:
-    """The subnet's last usable address: slots are numbered from its beginning."""
+    """The subnet's last usable address, because slots are numbered from the start."""
     return str(ipaddress.IPv4Network(subnet).broadcast_address - 1)
 
 
@@ -69,15 +70,17 @@ def dnsmasq(network: Network) -> str:
 
 
 def _binding() -> str:
-    """How dnsmasq takes addresses: so that the bridge may come later than it, unless another file
-    has decided. Ubuntu's libvirt puts a link there that says `bind-interfaces`, and again at each
-    of its upgrades; with both words dnsmasq does not start, and `--test` does not notice.
+    """dnsmasq's bind option. `bind-dynamic` lets the bridge appear after dnsmasq's start, unless
+    another file has already chosen a mode.
+
+    Ubuntu's libvirt links a file with `bind-interfaces` into the folder, also at each upgrade. With
+    both options dnsmasq does not start, and `--test` does not notice.
     """
     folder = _host.path("/etc/dnsmasq.d")
     names = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
     others = [f"/etc/dnsmasq.d/{name}" for name in names if not name.endswith(_IGNORED)]
     for path in ("/etc/dnsmasq.conf", *others):
-        # dnsmasq passes over folders too.
+        # dnsmasq skips folders too.
         told = "" if path == DNSMASQ or _host.path(path).is_dir() else _host.kept(path)
         lines = (told or "").splitlines()
         if "bind-interfaces" in (line.split("#")[0].strip() for line in lines):

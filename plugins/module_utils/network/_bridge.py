@@ -1,9 +1,9 @@
 """Live slice network: bridge, address, forwarding, NAT, and the link of the card.
 
-The same code runs in a playbook and in gpuaas-slice-network-baseline.service at boot. It leaves
-dnsmasq alone: a start of dnsmasq from inside its own ordering dependency once hung a host. The
-card's link is optional and comes last: somebody else may own the card's rshim (its BMC, another
-host), and guests have no use for it.
+The same code runs in a playbook and in gpuaas-slice-network-baseline.service at boot. It does not
+touch dnsmasq: a start of dnsmasq from inside its own ordering dependency once hung a host. The
+card's link is optional and comes last, because the card's BMC or another host may own its rshim,
+and guests do not need it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Interface:
 
 @dataclass(frozen=True)
 class State:
-    """interfaces: those that are there, of the bridge and the card's link. uplink: "" when none."""
+    """interfaces: existing interfaces of the bridge and the card's link. uplink: "" without one."""
 
     bridges: tuple[str, ...]
     interfaces: Mapping[str, Interface]
@@ -57,7 +57,7 @@ def ports(bridge: str) -> list[str]:
 
 
 def running() -> bool:
-    """Whether Open vSwitch answers questions."""
+    """Whether Open vSwitch answers."""
     return _host.path(_DATABASE).exists()
 
 
@@ -79,13 +79,13 @@ def nat_present(subnet: str) -> bool:
     except Refusal as refusal:
         if refusal.code != "command_missing":
             raise
-        # The rule is made by iptables: where there is none, there is no rule of ours.
+        # iptables creates the rule, so a host without iptables cannot have it.
         return False
     return nat_rule(subnet) in [rule.strip() for rule in rules]
 
 
 def without_nat(subnet: str) -> None:
-    """Take the rule away, also where somebody has added it twice."""
+    """Delete the rule, even if it was added twice."""
     rule = nat_rule(subnet).split()[1:]
     while nat_present(subnet):
         _command.run(["iptables", "--wait", "10", "-t", "nat", "-D", *rule])
@@ -137,7 +137,7 @@ def plan(params: Params, state: State) -> _change.Plan:
 
 
 def link_steps(state: State) -> list[_change.Step]:
-    """What gives the card's link its address, there or about to come."""
+    """Steps that give the card's link its address, for a link that exists or is about to appear."""
     return [replace(step, soft=True) for step in _addressing(TMFIFO, TMFIFO_ADDRESS, state)]
 
 
@@ -161,7 +161,7 @@ LIVE = _change.Subject(observe, plan, apply)
 
 
 def boot(settings_path: str) -> int:
-    """At boot: the network of the slices, before dnsmasq. The card's link may come later."""
+    """Set up the slice network at boot, before dnsmasq. The card's link may appear later."""
     return _boot_service.boot(LIVE, settings_path, wait_for=("tmfifo_missing", "command_failed"))
 
 
@@ -170,7 +170,7 @@ def link_there() -> bool:
 
 
 def link_shown(state: State) -> str:
-    """The card's link in a word or two."""
+    """Short description of the card's link."""
     if TMFIFO not in state.interfaces:
         return "missing"
     return ", ".join(state.interfaces[TMFIFO].addresses) or "no address"
@@ -188,7 +188,7 @@ def _interfaces() -> dict[str, Interface]:
     shown = json.loads(_command.run(["ip", "-j", "-4", "address", "show"]).out or "[]")
     there = {entry["ifname"]: entry for entry in shown if entry.get("ifname")}
     folder = _host.path("/sys/class/net")
-    # `ip -4` leaves out interfaces without an IPv4 address, so what exists comes from sysfs.
+    # `ip -4` omits interfaces without an IPv4 address, so the list comes from sysfs.
     names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
     return {name: _interface(there.get(name, {}), name) for name in {*names, *there}}
 

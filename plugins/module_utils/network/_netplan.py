@@ -1,7 +1,7 @@
 """Effective netplan configuration: its validity, and the addresses of each link.
 
-It is asked, on a copy of the files. What a text in YAML means is read from what its generator makes
-of it, for networkd and NetworkManager: hosts need not have a YAML parser for our Python.
+netplan's generator runs on a copy of the files. The configuration is read from its output for
+networkd and NetworkManager, because hosts may lack a YAML parser for this Python.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _host
 
-# Where netplan looks; a file of a later folder hides one of the same name in an earlier one.
+# netplan's folders; a file in a later folder hides a file of the same name in an earlier folder.
 _FOLDERS = ("/lib/netplan", "/etc/netplan", "/run/netplan")
 _GENERATED = (
     "run/systemd/network/*.network",
@@ -33,7 +33,9 @@ _NUMBERED = re.compile(r"address[0-9]+")
 
 @dataclass(frozen=True)
 class Link:
-    """names: patterns of the names that its interface may have. macs: or what it is known by."""
+    """names: patterns of the possible interface names. macs: MAC addresses that select
+    it instead.
+    """
 
     names: tuple[str, ...]
     macs: tuple[str, ...]
@@ -48,14 +50,14 @@ class Link:
 
 @dataclass(frozen=True)
 class Judgement:
-    """refused: what netplan says against the files, "" for nothing."""
+    """refused: netplan's error for the files, or ""."""
 
     refused: str
     links: tuple[Link, ...]
 
 
 def judge(path: str = "", text: str = "") -> Judgement:
-    """All of the host's files together; with `text` in place of the one at `path`, if given."""
+    """Judge all files of the host together; `text` replaces the content of `path`, if given."""
     with tempfile.TemporaryDirectory(prefix="gpuaas-netplan-") as root:
         for folder in _FOLDERS:
             for file in sorted(_host.path(folder).glob("*.yaml")):
@@ -84,7 +86,7 @@ def _link(text: str) -> Link:
     names, macs, addresses = [], [], []
     for section, key, value in _settings(text):
         if (section, key) in _NAMES:
-            # networkd parts patterns by spaces, NetworkManager by semicolons.
+            # networkd separates patterns by spaces, NetworkManager by semicolons.
             names += value.replace(";", " ").split()
         elif (section, key) in _MACS:
             macs += value.lower().split()

@@ -1,4 +1,4 @@
-"""The network baseline of a slice host: dnsmasq's configuration, forwarding, the boot service.
+"""Network baseline of a slice host: dnsmasq's configuration, forwarding, the boot service.
 
 The live part is `_bridge`, which also runs at boot. The way back is `_ovs_nat_removal`.
 """
@@ -52,9 +52,9 @@ Params = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class State:
-    """dnsmasq_changed: when its files changed last, in seconds since the epoch.
+    """dnsmasq_changed: last change of its files, in seconds since the epoch.
 
-    before: what was remembered of the host before its first baseline; None when nothing ever was.
+    before: host state recorded before its first baseline; None without a record.
     """
 
     live: _bridge.State
@@ -72,7 +72,7 @@ class State:
 
     @property
     def ours(self) -> bool:
-        """Whether a baseline of ours is on this host already, in whole or in part."""
+        """Whether a managed baseline is on this host, completely or partly."""
         return self.files[DNSMASQ] is not None or bool(self.installed.present)
 
 
@@ -92,7 +92,7 @@ def observe(params: Params) -> State:
         stale=tuple(sorted(file.name for file in stale)),
         old=tuple(_old()),
         dnsmasq=services[DHCP],
-        # A file that came, went or was replaced moves the folder's time.
+        # Adding, removing or replacing a file changes the folder's time.
         dnsmasq_changed=int(folder.stat().st_mtime) if folder.is_dir() else 0,
         switch=services[SWITCH],
         rshim=services[RSHIM],
@@ -128,7 +128,7 @@ def plan(params: Params, state: State) -> _change.Plan:
         before = "active until the next boot" if state.rshim.active else "inactive"
         after = "active at every boot"
         start = _change.Step("start_rshim", RSHIM, before, after, soft=True)
-        # The interface comes with the service.
+        # The interface appears with the service.
         soft, doubts = [start, *_bridge.link_steps(state.live)], ()
     return _change.Plan((*steps, *soft), tuple(blockers), doubts)
 
@@ -177,7 +177,9 @@ def _texts(params: Params) -> dict[str, str]:
 
 
 def outdated(state: State) -> list[_change.Step]:
-    """What earlier releases left: the service under its first name, reservations one file each."""
+    """Leftovers of earlier releases: the service under its first name, one reservation file per
+    slice.
+    """
     steps = []
     if state.old:
         steps.append(_change.Step("remove_old_service", _OLD_SERVICE, list(state.old), []))
@@ -188,10 +190,10 @@ def outdated(state: State) -> list[_change.Step]:
 
 
 def _old() -> list[str]:
-    """Files of the first service; links of `enable` stay behind when only its unit was removed."""
+    """Files of the first service; `enable` links remain when only its unit was removed."""
     folders = sorted(folder.name for folder in _host.path(_UNITS).glob("*.wants"))
     links = [f"{_UNITS}/{folder}/{_OLD_SERVICE}.service" for folder in folders]
-    # A link to a unit that is gone does not exist, as far as `exists` can tell.
+    # `exists` returns False for a link to a unit that is gone.
     found = [path for path in links if _host.path(path).is_symlink()]
     return [path for path in _OLD_FILES if _host.path(path).exists()] + found
 
@@ -208,7 +210,9 @@ def _remove_old(paths: Sequence[str]) -> None:
 
 
 def _was(state: State) -> dict[str, Any]:
-    """The host before us. A service of a package that we installed was not there at all."""
+    """The host's original state. A service from a package that this collection installed did not
+    exist.
+    """
     ours = _host_snapshot.recall(_host_snapshot.PACKAGES) or {}
     services = (("dnsmasq", state.dnsmasq), ("openvswitch-switch", state.switch))
     found: dict[str, Any] = {
@@ -248,7 +252,7 @@ def _unsafe(params: Params) -> list[Refusal]:
 
 def _start_rshim() -> None:
     _command.run(["systemctl", "enable", "--now", RSHIM])
-    # The driver needs some seconds to make its interface; after 30 it will not.
+    # The driver needs some seconds to create its interface; after 30 it will not appear.
     deadline = time.monotonic() + 30
     while not _bridge.link_there() and time.monotonic() < deadline:
         time.sleep(1)

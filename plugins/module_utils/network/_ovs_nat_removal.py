@@ -1,7 +1,7 @@
-"""Removal of the network baseline: the host's network as it was before.
+"""Removal of the network baseline: restores the host's original network.
 
-Where nothing was remembered, a host with a baseline of ours is taken for a freshly deployed one,
-which has neither Open vSwitch nor dnsmasq running. A host without one is left alone.
+Without a record, a host with a managed baseline is treated as freshly deployed, with neither Open
+vSwitch nor dnsmasq running. A host without a baseline is left alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Params = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class State:
-    """ports: of the bridge, its own apart. reserved: files of slices in the reservations."""
+    """ports: of the bridge, without its own port. reserved: files of slices in the reservations."""
 
     baseline: _ovs_nat.State
     ports: tuple[str, ...]
@@ -40,7 +40,7 @@ class State:
 
     @property
     def concerned(self) -> bool:
-        """Whether this host has or had a baseline of ours."""
+        """Whether this host has or had a managed baseline."""
         return self.baseline.ours or self.baseline.before is not None
 
 
@@ -74,7 +74,7 @@ def plan(params: Params, state: State) -> _change.Plan:
         steps.append(_change.Step("remove_address", _bridge.TMFIFO, before, []))
     if bridge in found.live.bridges:
         steps.append(_change.Step("remove_bridge", bridge, "OVS bridge", None))
-    # Unknown is left to the next boot, which has no setting of ours.
+    # An unknown earlier state is left to the next boot, which has no managed setting.
     if found.live.forwarding and (found.before or {}).get("forwarding") is False:
         steps.append(_change.Step("stop_forwarding", "net.ipv4.ip_forward", 1, 0))
     if state.concerned:
@@ -87,7 +87,7 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
     if step.name == "remove_file":
         _host.remove(step.subject)
     elif step.name == "remove_folder":
-        # Not a tree: a reservation that came after the look must stop this.
+        # Not a recursive delete: a reservation added after the scan must stop this step.
         _host.path(step.subject).rmdir()
     elif step.name == "remove_nat":
         _bridge.without_nat(params["subnet"])
@@ -114,14 +114,16 @@ SUBJECT = _change.Subject(observe, plan, apply, facts)
 
 
 def _services(found: _ovs_nat.State, *, rewritten: bool) -> list[_change.Step]:
-    """Services become what they were, now and for the next boot, and forget our settings."""
+    """Services return to their recorded state, now and at the next boot, without the managed
+    settings.
+    """
     steps = []
     now = {"dnsmasq": found.dnsmasq, "openvswitch-switch": found.switch, "rshim": found.rshim}
     for package, service in now.items():
         was = (found.before or {}).get(package, _OFF)
         name = _SERVICES[package]
         before = {"active": service.active, "enabled": service.enabled}
-        # What somebody else has stopped since stays so.
+        # A service that another program has stopped since stays stopped.
         after = {key: now_so and was[key] for key, now_so in before.items()}
         if before != after:
             steps.append(_change.Step("stop_service", name, before, after))

@@ -1,7 +1,7 @@
-"""State of the slice network, with every reason why guests would have none.
+"""State of the slice network, with every reason why guests would have no network.
 
-False green is the worst failure here (a missing NAT rule under green services), so this reads
-state that carries traffic, never the state of a service.
+A false success is the worst failure here: for example, a missing NAT rule while all services are
+active. The checks therefore read the state that carries traffic, never the state of a service.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import (
 
 STALE_RESERVATIONS = "gpuaas-gpuaas-slice-*.conf"
 _TRANSLATIONS = {"MASQUERADE", "SNAT"}
-# Options of a rule that do not narrow which of the subnet's traffic is translated.
+# Rule options that do not restrict which traffic of the subnet is translated.
 _LOCAL_ONLY = re.compile(r" ! -[od] \S+")
 _HARMLESS = {"-m", "--comment", "--random", "--random-fully", "--to-source"}
 
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface: whether it is set up, and its addresses as `a.b.c.d/n`."""
+    """A network interface: whether it is up, and its addresses as `a.b.c.d/n`."""
 
     up: bool
     addresses: tuple[str, ...]
@@ -61,8 +61,8 @@ def nat_rules() -> list[str]:
 
 
 def translates(rule: str, subnet: str) -> bool:
-    """Whether `rule` translates everything that `subnet` sends out."""
-    # `! -o bridge` and `! -d subnet` only spare traffic that stays inside.
+    """Whether `rule` translates all outgoing traffic of `subnet`."""
+    # `! -o bridge` and `! -d subnet` only exempt traffic that stays inside.
     words = shlex.split(_LOCAL_ONLY.sub("", rule))
     options = dict(itertools.pairwise(words))
     if options.get("-j") not in _TRANSLATIONS or "!" in words:
@@ -80,22 +80,22 @@ def forwarding() -> bool:
 
 
 def stale_reservations() -> list[str]:
-    """Per-slice files of older releases: one duplicate in them stops dnsmasq for everyone."""
+    """Per-slice files of older releases: a duplicate in them stops dnsmasq for all guests."""
     folder = _host.path("/etc/dnsmasq.d")
     return sorted(entry.name for entry in folder.glob(STALE_RESERVATIONS))
 
 
 def dnsmasq_pid() -> int:
-    """The process of the system's dnsmasq (not one of libvirt's own); 0 when it does not run."""
+    """The process of the system's dnsmasq (not libvirt's own); 0 when it does not run."""
     pid = _host.read("/run/dnsmasq/dnsmasq.pid") or ""
     alive = pid.isdigit() and _host.read(f"/proc/{pid}/comm") == "dnsmasq"
     return int(pid) if alive else 0
 
 
 def ways(destination: str) -> list[tuple[str, ...]]:
-    """By which interfaces each IPv4 route to just this network leads: several if it is multipath.
+    """Interfaces of each IPv4 route to exactly this network; several for a multipath route.
 
-    Not from /proc/net/route, which shows the first hop of a multipath route alone.
+    Not from /proc/net/route, which shows only the first hop of a multipath route.
     """
     shown = _command.run(["ip", "-j", "-4", "route", "show", "table", "main"]).out
     rows = [row for row in json.loads(shown or "[]") if _network(row["dst"]) == destination]
@@ -135,7 +135,7 @@ def observe(profile: Mapping[str, Any]) -> dict[str, Any]:
         "forwarding": forwarding(),
         "dnsmasq": {"running": bool(dnsmasq_pid()), "stale": stale_reservations()},
         "fabric_route": {
-            # A site that forgot to name it must not look like hardware without a fabric.
+            # A missing site setting must not look like hardware without a fabric.
             "required": "fabric_route" not in profile.get("not_applicable", ()),
             "present": any(not interface or {*way} == {interface} for way in led),
             "route": route,
@@ -172,7 +172,7 @@ def _blockers(state: Mapping[str, Any], network: Mapping[str, Any]) -> list[Bloc
 
 
 def _rules_if_any() -> Sequence[str]:
-    """Before bootstrap there may be no iptables; that counts as no rule, which is a blocker."""
+    """Before bootstrap iptables may be missing; that counts as no rule, which is a blocker."""
     try:
         return nat_rules()
     except Refusal:
@@ -180,7 +180,7 @@ def _rules_if_any() -> Sequence[str]:
 
 
 def _network(shown: str) -> str:
-    """As iproute2 shows it, which leaves out the prefix length of one address."""
+    """A network in iproute2's form, which omits the prefix length of a single address."""
     return str(ipaddress.ip_network("0.0.0.0/0" if shown == "default" else shown))
 
 

@@ -1,4 +1,4 @@
-"""Parity check, its verdict and remedy, and the report line of its outcome."""
+"""Parity check with its verdict, its remedy and the report line of its outcome."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Facts = TypeVar("Facts")
 
 PASS, WARN, FAIL = "PASS", "WARN", "FAIL"
 
-# A host that answers with megabytes fills no record.
+# Longest detail in characters, so that a host that answers with megabytes cannot fill a record.
 _LONGEST = 2000
 
 
@@ -36,7 +36,7 @@ def failed(detail: str) -> Verdict:
 
 
 def verdict(problems: Sequence[str], fine: str, doubts: Sequence[str] = ()) -> Verdict:
-    """FAIL with every problem named, WARN when there are only doubts, or PASS with `fine`."""
+    """FAIL with all problems, WARN when there are only doubts, otherwise PASS with `fine`."""
     if problems or doubts:
         return Verdict(FAIL if problems else WARN, "; ".join([*problems, *doubts]))
     return passed(fine)
@@ -44,11 +44,11 @@ def verdict(problems: Sequence[str], fine: str, doubts: Sequence[str] = ()) -> V
 
 @dataclass(frozen=True)
 class Remedy:
-    """What to do about a condition that does not hold.
+    """Remedy for a failed condition.
 
-    playbook: the one that does it, or "" when a person must act. role: the part of it that the
-    parity playbook may run by itself (`slice_remediate`), or "" when approval, a firmware setting
-    or the reconciler is needed.
+    playbook: the playbook to run, or "" when a person must act. role: the role that the parity
+    playbook may run by itself (`slice_remediate`), or "" when approval, a firmware setting or the
+    reconciler is needed.
     """
 
     text: str
@@ -60,9 +60,9 @@ class Remedy:
 class Check(Generic[Facts]):
     """One target condition of a host.
 
-    examine: what a slice host must show. baremetal: what a bare-metal host must show; None when the
-    condition does not matter there. restore: the remedy on bare metal; None when it is the same.
-    soft: a failure is a warning.
+    examine: the condition on a slice host. baremetal: the condition on a bare-metal host; None when
+    it does not matter there. restore: the remedy on bare metal; None when it is the same. soft: a
+    failure is a warning.
     """
 
     name: str
@@ -76,7 +76,9 @@ class Check(Generic[Facts]):
 def evaluate(
     checks: Sequence[Check[Facts]], facts: Facts, *, intent: str, not_applicable: Sequence[str]
 ) -> list[dict[str, str]]:
-    """Run every check once; one that cannot look has failed, it never passes by accident."""
+    """Run every check once. A check that cannot read the host fails; it never passes by
+    accident.
+    """
     return [_outcome(check, facts, intent, check.name in not_applicable) for check in checks]
 
 
@@ -113,7 +115,7 @@ def _look(examine: Callable[[Facts], Verdict], facts: Facts) -> Verdict:
 
 
 def report(outcomes: Sequence[dict[str, str]]) -> dict[str, Any]:
-    """Counts and lines; the last line is the summary."""
+    """Counts and report lines; the last line is the summary."""
     failures = sum(outcome["status"] == FAIL for outcome in outcomes)
     warnings = sum(outcome["status"] == WARN for outcome in outcomes)
     status = FAIL if failures else WARN if warnings else PASS
@@ -131,7 +133,7 @@ def report(outcomes: Sequence[dict[str, str]]) -> dict[str, Any]:
 
 
 def line(outcome: dict[str, str]) -> str:
-    """The machine-readable line of one check: always exactly one line, whatever the host says."""
+    """Report line of one check: always exactly one line, whatever the host returns."""
     fields = {key: outcome[key] for key in ("status", "check", "detail")}
     if outcome["remediation"]:
         fields["remediation"] = outcome["remediation"]

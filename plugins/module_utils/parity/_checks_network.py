@@ -1,4 +1,4 @@
-"""Parity checks of the slice network, most of them by using it."""
+"""Parity checks of the slice network; most of them send traffic through it."""
 
 from __future__ import annotations
 
@@ -35,15 +35,17 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.parity._host_facts im
     Facts,
 )
 
-# What bootstrap writes; named again, since the code that writes it takes seconds to load on a host.
+# Values that bootstrap writes. They are repeated here because the module that writes them takes
+# seconds to load on a host.
 TMFIFO, TMFIFO_ADDRESS, TMFIFO_PEER = "tmfifo_net0", "192.168.100.1/30", "192.168.100.2"
 IPOIB = _ipoib_address.FILE
 
 
 def fabric_vfs(facts: Facts) -> Verdict:
-    """Each card of the fabric has its virtual functions, under the identities that slice mode gives
-    them and with ports that follow the card's, now and after the next boot; the approved ones are
-    among them.
+    """Each fabric card has its virtual functions, with the identities that slice mode gives them.
+
+    The link state of each function follows its card's port, now and after the next boot. All
+    approved functions exist.
     """
     fabric = facts.profile["fabric"]
     link = str(fabric.get("link") or "")
@@ -69,7 +71,8 @@ def fabric_vfs(facts: Facts) -> Verdict:
             why = others.get(parent) or f"{parent} is no card of the profile's fabric"
             problems.append(f"{address} is a slot's: {why}")
     problems += facts.not_at_boot(_boot_units.FABRIC)
-    # As bootstrap's role gives them: all cards of these kinds, with identities of their own.
+    # The parameters that the bootstrap role passes: all cards with these device ids, with generated
+    # identities.
     cards = {"pfs": [], "pf_ids": list(fabric["pf_ids"]), "macs": {}, "link": link}
     for device in physical:
         found = _virtual_functions.card_at(device.address)
@@ -81,16 +84,18 @@ def fabric_vfs(facts: Facts) -> Verdict:
 
 
 def ipoib_netplan(facts: Facts) -> Verdict:
-    """The next boot gives the host its site address, as netplan itself reads all of its files.
+    """The next boot gives the host its site address, as netplan reads all of its files.
 
-    One of ours is as bootstrap writes it; what else the site's own file says is the site's.
+    A netplan file of this collection must be as bootstrap writes it. Other content of the site's
+    own file is not judged.
     """
     fabric, text = facts.profile["fabric"], _host.kept(IPOIB)
     wanted = str(fabric.get("site_address") or "")
     if not text:
         return failed(f"{IPOIB} is missing")
     problems = []
-    # A machine may have been told its interface otherwise than by a profile.
+    # An operator can set a machine's interface outside the profile. The file is compared only if
+    # the profile names one.
     if wanted and fabric.get("interface") and text.startswith(_ipoib_address.MARKER):
         own = {key: str(fabric.get(key) or "") for key in ("interface", "route")}
         problems += _file_edits.unlike(IPOIB, _ipoib_address.text({**own, "address": wanted}))
@@ -111,8 +116,8 @@ def fabric_address(facts: Facts) -> Verdict:
 
 
 def fabric_route(facts: Facts) -> Verdict:
-    """By the interface that owns the address, with every hop: by any other it leads to no fabric,
-    or to another.
+    """Every hop of the fabric route uses the interface that owns the site address. Any other
+    interface leads to no fabric or to a different one.
     """
     fabric = facts.profile["fabric"]
     wanted, address = str(fabric.get("route") or ""), str(fabric.get("site_address") or "")
@@ -130,7 +135,7 @@ def fabric_route(facts: Facts) -> Verdict:
 
 
 def ovs_bridge(facts: Facts) -> Verdict:
-    """The bridge is Open vSwitch's, up, and owns the gateway's address."""
+    """The slice bridge is an Open vSwitch bridge, is up, and has the gateway address."""
     name, address = facts.network["bridge"], facts.network["address"]
     found = facts.interfaces.get(name)
     if found is None:
@@ -138,7 +143,7 @@ def ovs_bridge(facts: Facts) -> Verdict:
     problems = [] if found.up else [f"{name} is down"]
     if address not in found.addresses:
         problems.append(f"{name} has {', '.join(found.addresses) or 'no address'}, not {address}")
-    # A guest that was put on it is proof enough.
+    # A successful guest probe already proves this, because its port was added to the bridge.
     if (
         facts.guest_problem
         and _command.run(["ovs-vsctl", "--timeout=10", "br-exists", name], ok=(0, 2)).rc
@@ -148,7 +153,7 @@ def ovs_bridge(facts: Facts) -> Verdict:
 
 
 def dnsmasq(facts: Facts) -> Verdict:
-    """A guest on the bridge gets a name answered and an address offered."""
+    """A guest on the bridge gets a DNS answer and a DHCP offer."""
     pid, bridge = _slice_network.dnsmasq_pid(), facts.network["bridge"]
     if not pid:
         return failed("dnsmasq does not run")
@@ -162,13 +167,15 @@ def dnsmasq(facts: Facts) -> Verdict:
 
 
 def dnsmasq_config(facts: Facts) -> Verdict:
-    """The next start of dnsmasq works and is ours: its settings are those that bootstrap writes and
-    parse, nothing is stale, no address is reserved twice.
+    """The dnsmasq configuration works at its next start.
+
+    It is the configuration that bootstrap writes, it parses, nothing in it is stale, and no address
+    is reserved twice.
     """
     problems = [f"stale {name}" for name in _slice_network.stale_reservations()]
     problems += _file_edits.unlike(_baseline_files.DNSMASQ, _baseline_files.dnsmasq(facts.network))
     problems += _duplicates(_baseline_files.probe_address(facts.network["subnet"]))
-    # Debian's service adds the folder on its command line, so the test must name it too.
+    # Debian's service adds this folder on its command line, so the test must name it too.
     folder = "--conf-dir=/etc/dnsmasq.d,.dpkg-dist,.dpkg-old,.dpkg-new"
     tested = _command.run(["dnsmasq", "--test", folder], ok=range(256))
     if tested.rc:
@@ -185,7 +192,7 @@ def nat(facts: Facts) -> Verdict:
 
 
 def ip_forwarding(_facts: Facts) -> Verdict:
-    """Now, and by the settings of the next boot."""
+    """IP forwarding is on now and in the settings of the next boot."""
     problems = [] if _slice_network.forwarding() else ["net.ipv4.ip_forward is not 1"]
     problems += _file_edits.unlike(_baseline_files.SYSCTL, _baseline_files.FORWARDING)
     return verdict(problems, "net.ipv4.ip_forward is 1")
@@ -210,7 +217,9 @@ def guest_egress(facts: Facts) -> Verdict:
 
 
 def network_service(facts: Facts) -> Verdict:
-    """It ran, it will run at the next boot, and what it goes by then is this profile's network."""
+    """The network service succeeded, starts at the next boot, and its settings match
+    this profile.
+    """
     name = _boot_units.NETWORK.service
     unit = facts.unit(name)
     problems = facts.not_at_boot(_boot_units.NETWORK)
@@ -231,7 +240,9 @@ def historical_network_service(facts: Facts) -> Verdict:
 
 
 def tmfifo(facts: Facts) -> Verdict:
-    """The card's link has its address, and the next boot starts what makes the link."""
+    """The tmfifo link has its address, and the next boot starts the service that
+    creates the link.
+    """
     found = facts.interfaces.get(TMFIFO)
     problems = []
     if found is None:
@@ -252,13 +263,15 @@ def rshim_peer(_facts: Facts) -> Verdict:
 
 
 def _fabric_interfaces(facts: Facts) -> list[str]:
-    """Those that may own the site address: the profile's, or each ibp* where it names none."""
+    """Interfaces that may own the site address: the profile's, or each ibp* if the profile names
+    none.
+    """
     named = str(facts.profile["fabric"].get("interface") or "")
     return [named] if named else [name for name in facts.interfaces if name.startswith("ibp")]
 
 
 def _owners(facts: Facts, address: str) -> list[str]:
-    """Of these, the ones that have the site address now."""
+    """Fabric interfaces that have the site address now."""
     return [
         name
         for name in _fabric_interfaces(facts)
@@ -267,12 +280,12 @@ def _owners(facts: Facts, address: str) -> list[str]:
 
 
 def _is_among(wanted: str, addresses: Sequence[str]) -> bool:
-    """A profile may leave out the prefix length."""
+    """Whether the address is in the list; a profile may omit the prefix length."""
     return any(wanted in (address, address.partition("/")[0]) for address in addresses)
 
 
 def _not_given(facts: Facts, links: Sequence[_netplan.Link], wanted: str) -> list[str]:
-    """Why the next boot would not give the address to the interface that is to own it."""
+    """Reasons why the next boot would not give the address to its interface."""
     giving = [link for link in links if _is_among(wanted, link.addresses)]
     if not giving:
         return [f"{IPOIB} does not give {wanted}"]
@@ -287,8 +300,8 @@ def _not_given(facts: Facts, links: Sequence[_netplan.Link], wanted: str) -> lis
 
 
 def _duplicates(own: str) -> list[str]:
-    """Addresses that two reservations name, our guest's among them: dnsmasq does not start with
-    such a pair, or leaves the second one out.
+    """Addresses with two DHCP reservations, including the probe guest's address. dnsmasq does not
+    start with such a pair, or it ignores the second reservation.
     """
     folder = _host.path(_baseline_files.RESERVATIONS)
     seen = {own: "bootstrap's own file"}

@@ -41,7 +41,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.topology import (
 
 ENROLMENT = "/etc/gpuaas/enrolment.env"
 HOST_KEY = "/etc/ssh/ssh_host_ed25519_key.pub"
-# Written by the enrolment, once for an installation.
+# Report of the first boot's preflight. The enrolment writes it once per installation.
 FIRST_BOOT = "/var/log/gpuaas-slice-firmware.log"
 CERTIFICATE = "/etc/ssh/ssh_host_ed25519_key-cert.pub"
 _TAGS = {"slice": "gpuaas-profile-slice-vm", "baremetal": "gpuaas-profile-baremetal"}
@@ -49,7 +49,9 @@ _KVM_GET_API_VERSION, _KVM_CREATE_VM = 0xAE00, 0xAE01
 
 
 def node_agent(facts: Facts) -> Verdict:
-    """The management path: enrolled, certificate valid, for this key, and offered by sshd."""
+    """Management path: the host is enrolled, and sshd offers a valid certificate for its current
+    key.
+    """
     if not facts.enrolment:
         return failed(f"not enrolled: {ENROLMENT} is missing")
     text = _host.kept(CERTIFICATE)
@@ -69,7 +71,7 @@ def node_agent(facts: Facts) -> Verdict:
 
 
 def name_resolution(facts: Facts) -> Verdict:
-    """Every name of the API leads to an address that answers, even if only with a refusal."""
+    """Every API name resolves to an address that answers; a refusal counts as an answer."""
     names = _expected_names(facts)
     if not names:
         return failed(f"{ENROLMENT} names no API")
@@ -87,7 +89,9 @@ def name_resolution(facts: Facts) -> Verdict:
 
 
 def maas_intent(facts: Facts) -> Verdict:
-    """The tag of this intent and of no other: two would leave the next deployment to chance."""
+    """The machine has the tag of this intent and no other. Two tags would leave the next deployment
+    to chance.
+    """
     tags, wanted = facts.request.maas_tags, _TAGS[facts.request.intent]
     if tags is None:
         return warned("the MAAS tags of this machine are not known here")
@@ -105,15 +109,15 @@ def firmware_virtualization(_facts: object) -> Verdict:
 
 
 def firmware(facts: Facts) -> Verdict:
-    """What the processor shows now decides; beside it stands what the first boot's preflight found,
-    which somebody may have mended since.
+    """The processor's current flags decide. The first boot's preflight result is only added to the
+    detail, because its failures may have been repaired since.
     """
     found = firmware_virtualization(facts)
     return Verdict(found.status, f"{found.detail}; {_first_boot()}")
 
 
 def kvm(_facts: object) -> Verdict:
-    """A virtual machine can be made, not only: the file exists."""
+    """KVM can create a virtual machine; the existence of the device file is not enough."""
     descriptor = os.open(_host.path("/dev/kvm"), os.O_RDWR | os.O_CLOEXEC)
     try:
         version = fcntl.ioctl(descriptor, _KVM_GET_API_VERSION)
@@ -124,7 +128,7 @@ def kvm(_facts: object) -> Verdict:
 
 
 def kernel_cmdline(facts: Facts) -> Verdict:
-    """Now, and by the boot menu at the next boot."""
+    """The required kernel arguments are active now and in the boot menu for the next boot."""
     arguments = facts.kernel.arguments
     problems = [f"{word} is not in /proc/cmdline" for word, there in arguments.items() if not there]
     problems += _menu_problems(facts.boot)
@@ -133,7 +137,7 @@ def kernel_cmdline(facts: Facts) -> Verdict:
 
 
 def iommu_groups(facts: Facts) -> Verdict:
-    """Groups exist, and those of approved devices hold nothing else that lives."""
+    """IOMMU groups exist, and the groups of approved devices contain no other active device."""
     count = facts.kernel.iommu_groups
     if not count:
         return failed("the kernel has made no IOMMU group")
@@ -148,14 +152,14 @@ def iommu_groups(facts: Facts) -> Verdict:
 
 
 def vfio_modules(facts: Facts) -> Verdict:
-    """Loaded now, and loaded again, before the drivers of GPUs, at the next boot."""
+    """The VFIO modules are loaded now, and at the next boot they load before the GPU drivers."""
     problems = [f"{name} is not loaded" for name in facts.kernel.missing_modules]
     problems += _module_problems(facts.boot_params, facts.boot)
     return verdict(problems, " ".join(_kernel_arguments.MODULES))
 
 
 def vfio_binding(facts: Facts) -> Verdict:
-    """Every approved device is on vfio-pci, will be after the next boot, and answers on its
+    """Every approved device is on vfio-pci, stays there after the next boot, and answers on its
     configuration space.
     """
     if not facts.passthrough:
@@ -187,7 +191,8 @@ def vfio_binding(facts: Facts) -> Verdict:
         and address in facts.devices
         and recorded[address] != facts.devices[address].id
     ]
-    # A card's other functions go with it. What is no longer approved may wait for the next binding.
+    # The other functions of a card are bound with it. Devices that are no longer approved can wait
+    # for the next binding.
     cards = {_card(address) for address in facts.passthrough}
     doubts = [
         f"{address} of {path} is of no approved slot, and would be bound at boot"
@@ -196,7 +201,8 @@ def vfio_binding(facts: Facts) -> Verdict:
     ]
     claim = facts.unit(_boot_units.CLAIM.service)
     if claim.load == "loaded" and claim.active != "active":
-        # The binding took from their drivers what this one did not keep from them.
+        # The claim service failed, so the binding took these devices from the drivers that had
+        # claimed them.
         doubts.append(f"{_boot_units.CLAIM.service} is {claim.active or 'unknown'}")
     return verdict(problems, f"{len(facts.passthrough)} devices on {_pci.VFIO}", doubts)
 
@@ -233,12 +239,12 @@ def api_topology(facts: Facts) -> Verdict:
 
 
 def _card(address: str) -> str:
-    """All functions of a card have it in common."""
+    """PCI address without the function number, which all functions of a card share."""
     return address.rpartition(".")[0]
 
 
 def _first_boot() -> str:
-    """The preflight's report that the enrolment left, in a few words of ours."""
+    """Short summary of the preflight report that the enrolment left."""
     text = _host.read(FIRST_BOOT)
     if text is None:
         return "no report of the first boot"
@@ -251,12 +257,12 @@ def _first_boot() -> str:
 
 
 def _expected_names(facts: Facts) -> dict[str, int]:
-    """Port by name; 0 where only the name is known."""
+    """Port by host name; 0 if the enrolment gives no port."""
     names: dict[str, int] = {}
     for key, value in facts.enrolment.items():
         if "API" not in key or not value:
             continue
-        # https://name:port/path, or the bare name.
+        # Either https://name:port/path or the bare name.
         url = urlsplit(value if "://" in value else f"//{value}")
         if url.hostname:
             port = url.port or {"http": 80, "https": 443}.get(url.scheme, 0)
@@ -284,7 +290,7 @@ def _offered() -> bool:
 
 
 def _nvidia_holders() -> list[str]:
-    """Processes that hold an NVIDIA device: they block the change to vfio-pci."""
+    """Processes that hold an NVIDIA device and so block the change to vfio-pci."""
     if not list(_host.path("/dev").glob("nvidia*")):
         return []
     holders = []
@@ -298,14 +304,14 @@ def _nvidia_holders() -> list[str]:
 
 
 def _iso(seconds: int) -> str:
-    # OpenSSH writes "for ever" as the largest 64-bit number, which no calendar holds.
+    # OpenSSH encodes "for ever" as the largest 64-bit number, which no calendar can represent.
     if seconds > 253402300799:
         return "for ever"
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
 def _menu_problems(state: _kernel_arguments.State) -> list[str]:
-    """What the entry that the next boot takes lacks."""
+    """Kernel arguments missing from the menu entry that the next boot takes."""
     entry = _grub_menu.next_boot()
     if entry is None:
         return [f"{_grub_menu.MENU} is missing: no boot menu to look at"]
@@ -321,9 +327,10 @@ def _menu_problems(state: _kernel_arguments.State) -> list[str]:
 
 
 def _settings_doubts(params: Mapping[str, Any], state: _kernel_arguments.State) -> list[str]:
-    """What is wrong with the files that the menu is made from.
+    """Problems in the files from which the boot menu is generated.
 
-    No failure while the menu itself is right: nothing is lost until somebody runs `update-grub`.
+    These are warnings as long as the menu itself is correct: the arguments are lost only at the
+    next `update-grub`.
     """
     wanted = _kernel_arguments.desired_files(params, state)[_kernel_arguments.DROP_IN]
     doubts = _file_edits.unlike(_kernel_arguments.DROP_IN, wanted)
@@ -332,11 +339,13 @@ def _settings_doubts(params: Mapping[str, Any], state: _kernel_arguments.State) 
 
 
 def _module_problems(params: Mapping[str, Any], state: _kernel_arguments.State) -> list[str]:
-    """What keeps the drivers of GPUs away in the first seconds, before a service of ours runs."""
+    """Problems with keeping GPU drivers away early in the boot, before this collection's services
+    run.
+    """
     files = _kernel_arguments.desired_files(params, state)
     whole = (_kernel_arguments.MODULES_LOAD, _kernel_arguments.SOFT_DEPENDENCIES)
     problems = [found for path in whole for found in _file_edits.unlike(path, files[path])]
-    # The site may add to this list, and the next build takes that in beside ours.
+    # The site may add modules to this list. The next build includes them beside this collection's.
     if _kernel_arguments.BLOCK not in (state.files[_kernel_arguments.INITRAMFS_MODULES] or ""):
         problems.append(f"{_kernel_arguments.INITRAMFS_MODULES} lacks our modules")
     if state.initramfs in ("", _kernel_arguments.DUE):

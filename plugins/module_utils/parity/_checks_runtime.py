@@ -1,4 +1,4 @@
-"""Parity checks of what a slice VM needs: libvirt, firmware, tools, disks, images, memory."""
+"""Parity checks of the slice VM runtime: libvirt, firmware, tools, disks, images, memory."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.parity._check import 
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity._host_facts import Facts
 
 IMAGES = f"{_host.STATE_DIRECTORY}/images"
-# Debian and Ubuntu name them alike; the 4 MiB build is the one that domains are defined with.
+# Debian and Ubuntu use the same names. Domains are defined with the 4 MiB build.
 FIRMWARE = ("/usr/share/OVMF/OVMF_CODE_4M.fd", "/usr/share/OVMF/OVMF_VARS_4M.fd")
 _SEED_MAKERS = ("genisoimage", "xorriso", "cloud-localds")
 _RDMA_TOOLS = ("rdma", "ibv_devinfo", "ib_write_bw")
 _PROGRAMS = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
-# Below this an image cannot be unpacked, and the root file system of a host is close to full.
+# With less, an image cannot be unpacked, and the host's root file system is almost full.
 _LEAST_FREE_BYTES = 2 << 30
 
 
 def libvirt(_facts: Facts) -> Verdict:
-    """The daemon answers and has a hypervisor to run."""
+    """The libvirt daemon answers and offers a hypervisor."""
     out = _command.run(["virsh", "-q", "-c", "qemu:///system", "version"], timeout=120).out
     rows = dict(row.partition(":")[::2] for row in out.splitlines())
     running = str(rows.get("Running hypervisor", "")).strip()
@@ -39,7 +39,7 @@ def libvirt(_facts: Facts) -> Verdict:
 
 
 def libvirt_directory(_facts: Facts) -> Verdict:
-    """QEMU runs as another user and must be able to walk through."""
+    """QEMU runs as a different user and must be able to traverse the directory."""
     mode = stat.S_IMODE(_host.path("/var/lib/libvirt").stat().st_mode)
     return verdict([] if mode & 0o001 else [f"/var/lib/libvirt is {mode:04o}"], f"{mode:04o}")
 
@@ -64,7 +64,9 @@ def rdma_tools(_facts: Facts) -> Verdict:
 
 
 def nvme_ownership(facts: Facts) -> Verdict:
-    """Approved disks are there by identity, unused by the host, and raw unless a tenant's."""
+    """Approved disks are present by identity, unused by the host, and raw unless a
+    tenant has them.
+    """
     by_path = {disk.by_id: disk for disk in facts.disks}
     problems: list[str] = []
     for slot in facts.slots:
@@ -91,7 +93,9 @@ def image_cache(_facts: Facts) -> Verdict:
 
 
 def hugepages(facts: Facts) -> Verdict:
-    """Pages of 1 GiB node by node, in use or free: as tuned, and enough for every approved slot."""
+    """Pages of 1 GiB per node, in use or free: as many as tuned, and enough for all
+    approved slots.
+    """
     pages = _hugepages.request(
         _host_tuning.requested_profiles(facts.profile), facts.profile.get("hugepages_1g")
     )
@@ -110,9 +114,9 @@ def hugepages(facts: Facts) -> Verdict:
 
 
 def tuning(facts: Facts) -> Verdict:
-    """The tuned profiles are in force in the running kernel and for a login, and will be."""
+    """The tuned profiles are in force in the running kernel and at a login, and stay so at boot."""
     found = _host_tuning.problems(facts.profile)
-    # Pages have a check of their own.
+    # Huge pages have a check of their own.
     found.pop(_hugepages.PROFILE, None)
     problems = [f"{name}: {problem}" for name, left in found.items() for problem in left]
     problems += _host_tuning.edited(facts.profile)
@@ -137,7 +141,8 @@ def _disk_problems(slot: Mapping[str, Any], disk: _block.Disk, usage: _block.Usa
         if names:
             problems.append(f"{word}: {', '.join(map(str, names))}")
     entry = _ledger.load(str(slot["slot_id"]))
-    # A tenant's disk has partitions, and one that waits for its wipe may: that is no drift.
+    # A tenant's disk has partitions, and a disk that waits for its wipe may have them. Neither is
+    # drift.
     if not entry.allocation_id and not entry.dirty:
         left = [*usage.children, *usage.filesystems]
         if left:

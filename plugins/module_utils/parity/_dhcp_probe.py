@@ -1,6 +1,6 @@
-"""DHCP probe without a lease: a DISCOVER, and whether an OFFER answers it (RFC 2131).
+"""DHCP probe that takes no DHCP lease: it sends a DISCOVER and waits for an OFFER (RFC 2131).
 
-A server can run, listen and answer questions of names while no guest gets an address from it.
+A running DHCP server may listen and answer DNS queries, and still give no guest an address.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ CLIENT_PORT = 68
 
 _REQUEST, _REPLY = 1, 2
 _ETHERNET, _MAC_BYTES = 1, 6
-# The answer comes to everybody: a guest without an address could not be reached otherwise.
+# The broadcast flag. A guest without an address cannot receive a unicast answer.
 _BROADCAST = 0x8000
 _COOKIE = b"\x63\x82\x53\x63"
 _DISCOVER = b"\x35\x01\x01"
 _OFFER = b"\x35\x01\x02"
 _END = b"\xff"
-# transaction, chaddr and options of the fixed layout of 236 bytes.
+# Fixed BOOTP layout of 236 bytes; the code uses the transaction id, chaddr and options.
 _HEAD = struct.Struct("!BBBB4sHH4s4s4s4s16s64s128s")
 
 
 def open_socket(interface: str) -> socket.socket:
-    """A client's socket on `interface`, of the namespace that this is called in."""
+    """A DHCP client socket on `interface`, in the caller's network namespace."""
     handle = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     try:
         handle.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
         handle.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, interface.encode())
-        # Any address: the answer is for everybody. The interface is the limit.
+        # Bound to any address, because the answer is a broadcast. The interface is the limit.
         handle.bind(("", CLIENT_PORT))
     except OSError:
         handle.close()
@@ -41,7 +41,7 @@ def open_socket(interface: str) -> socket.socket:
 
 
 def offered(handle: socket.socket, mac: str, *, tries: int, wait_s: float) -> str:
-    """The address that a server offers this MAC; "" when none does."""
+    """The address that a server offers this MAC; "" without an offer."""
     for _try in range(tries):
         transaction = os.urandom(4)
         with contextlib.suppress(OSError):
@@ -52,7 +52,7 @@ def offered(handle: socket.socket, mac: str, *, tries: int, wait_s: float) -> st
 
 
 def discover(transaction: bytes, mac: str) -> bytes:
-    """The request. Padded to what the oldest servers want, 300 bytes."""
+    """A DISCOVER packet, padded to 300 bytes because the oldest servers need that."""
     none = bytes(4)
     hardware = bytes.fromhex(mac.replace(":", ""))
     head = _HEAD.pack(
@@ -63,12 +63,12 @@ def discover(transaction: bytes, mac: str) -> bytes:
 
 
 def offer(transaction: bytes, packet: bytes) -> str:
-    """The address in an OFFER that answers `transaction`; "" for every other packet."""
+    """The address in an OFFER for `transaction`; "" for every other packet."""
     options = packet[_HEAD.size :]
     if len(packet) < _HEAD.size or not options.startswith(_COOKIE):
         return ""
     fields = _HEAD.unpack_from(packet)
-    # dnsmasq, like every known server, says first of what kind its message is.
+    # dnsmasq, like every known server, sends the message type as the first option.
     if fields[0] != _REPLY or fields[4] != transaction or not options[4:].startswith(_OFFER):
         return ""
     return socket.inet_ntoa(fields[8])

@@ -1,9 +1,9 @@
-"""Guest probe: a namespace on the slice bridge that uses the network as a guest would.
+"""Guest probe: a network namespace on the slice bridge that uses the network like a guest.
 
-It has a test address of the subnet, asks the host's dnsmasq for a lease and a name, and reaches an
-address outside, while the host watches under which address its packets leave: an answer alone is
-no proof of NAT, since a gateway may well know the way back. Nothing of it stays on the host, also
-when a step of it fails.
+It has a test address of the subnet, asks the host's dnsmasq for an address and a name, and contacts
+an address outside. Meanwhile the host records the source address of the packets that leave. An
+answer alone does not prove NAT, because a gateway may know the route back. The probe leaves nothing
+on the host, even if one of its steps fails.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TRIES, _WAIT_S = 3, 1.0
 
 @dataclass(frozen=True)
 class Probe:
-    """Who plays the guest and what it tries. target: an address, or `address:port` for TCP."""
+    """Settings of the guest probe. target: an address, or `address:port` for TCP."""
 
     bridge: str
     bridge_address: str
@@ -45,16 +45,16 @@ class Probe:
 
     @property
     def address(self) -> str:
-        """What dnsmasq has for it."""
+        """The probe's address, which dnsmasq reserves for it."""
         return _baseline_files.probe_address(self.subnet)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What the guest saw. egress_ms: None when the target is silent. named: dnsmasq answered.
+    """Result of the guest probe. egress_ms: None without an answer. named: dnsmasq answered.
 
-    offered: the address that dnsmasq offers it, "" when none. sources: the addresses under which
-    its packets to the target left the host.
+    offered: the address that dnsmasq offers, or "". sources: the source addresses of the packets
+    that left the host for the target.
     """
 
     egress_ms: float | None
@@ -64,7 +64,7 @@ class Finding:
 
 
 def look(probe: Probe) -> Finding:
-    """Play the guest. Raises Refusal when the stand-in cannot be built or removed."""
+    """Run the guest probe. Raises Refusal when its namespace cannot be created or removed."""
     with _alone(), _guest(probe):
         with _inside(NAMESPACE):
             names = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -86,7 +86,7 @@ def echo(target: str) -> float | None:
 
 
 def reach(handle: socket.socket, target: str) -> float | None:
-    """Milliseconds until `target` answers an echo (or accepts a connection), or None."""
+    """Milliseconds until `target` answers an echo or accepts a connection, or None."""
     host, _sep, port = target.partition(":")
     begin = time.monotonic()
     if port:
@@ -96,7 +96,7 @@ def reach(handle: socket.socket, target: str) -> float | None:
         except OSError:
             return None
         return (time.monotonic() - begin) * 1000
-    # New each time: a flow that the kernel knows stays translated after its rule is gone.
+    # A new identifier each time, because a known flow stays translated after its NAT rule is gone.
     identifier = int.from_bytes(os.urandom(2), "big")
     for sequence in range(_TRIES):
         begin = time.monotonic()
@@ -108,14 +108,14 @@ def reach(handle: socket.socket, target: str) -> float | None:
 
 
 def name_server_answers(handle: socket.socket, server: str) -> bool:
-    """Whether dnsmasq tells a guest its own version, which needs nothing from outside."""
+    """Whether dnsmasq returns its version, a query that needs no upstream server."""
     handle.settimeout(_WAIT_S)
     transaction = os.urandom(2)
     for _try in range(_TRIES):
         with contextlib.suppress(OSError):
             handle.sendto(version_query(transaction), (server, 53))
             answer = handle.recv(2048)
-            # The first bit of the flags says: an answer.
+            # The first flag bit marks a response.
             if answer[:2] == transaction and answer[2] & 0x80:
                 return True
     return False
@@ -141,7 +141,7 @@ def _await_echo(handle: socket.socket, host: str, identifier: int) -> bool:
     while (left := deadline - time.monotonic()) > 0:
         handle.settimeout(left)
         packet, sender = handle.recvfrom(2048)
-        # A raw socket sees the IP header too, and every other echo reply of the namespace.
+        # A raw socket also receives the IP header, and all other echo replies of the namespace.
         message = packet[(packet[0] & 0x0F) * 4 :]
         if (
             sender[0] == host
@@ -159,11 +159,11 @@ def _egress_socket(target: str) -> socket.socket:
 
 
 def _watch(target: str) -> socket.socket:
-    """A socket that sees what the host sends to `target`, on every interface, after NAT."""
+    """A socket that captures packets from the host to `target`, on every interface, after NAT."""
     handle = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(_EVERY_PROTOCOL))
     wanted = int(ipaddress.IPv4Address(target.partition(":")[0]))
-    # Classic BPF on the IP header: destination at byte 16 equal, keep; else drop. A busy host must
-    # not push our few packets out of the buffer.
+    # Classic BPF on the IP header: keep packets whose destination (byte 16) matches, drop all
+    # others. A busy host's traffic must not push the probe's few packets out of the buffer.
     program = b"".join(
         struct.pack("HBBI", *instruction)
         for instruction in ((0x20, 0, 0, 16), (0x15, 0, 1, wanted), (6, 0, 0, 65535), (6, 0, 0, 0))
@@ -189,7 +189,7 @@ def _sources(leaving: socket.socket) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """One probe at a time: two would take each other's port away."""
+    """Allow only one probe at a time, because two would delete each other's port."""
     lock = _host.path("/run/gpuaas-parity.lock")
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -204,7 +204,7 @@ def _guest(probe: Probe) -> Iterator[None]:
     if NAMESPACE in _host.listed("/run/netns"):
         _remove()
     try:
-        # One transaction: a port that a killed run left goes as the new one comes.
+        # A single transaction replaces the port that a killed run may have left.
         port = ["--if-exists", "del-port", PORT, "--", "add-port", probe.bridge, PORT]
         kind = ["--", "set", "interface", PORT, "type=internal", f'mac="{MAC}"']
         _command.run(["ovs-vsctl", "--timeout=10", *port, *kind])
@@ -225,7 +225,7 @@ def _guest(probe: Probe) -> Iterator[None]:
 
 
 def _remove() -> None:
-    """Idempotent. The port goes first: without it nothing of the namespace reaches the bridge."""
+    """Idempotent. The port is deleted first: without it the namespace cannot reach the bridge."""
     _command.run(["ovs-vsctl", "--timeout=10", "--if-exists", "del-port", PORT])
     if NAMESPACE in _host.listed("/run/netns"):
         _command.run(["ip", "netns", "delete", NAMESPACE])
@@ -233,7 +233,7 @@ def _remove() -> None:
 
 @contextlib.contextmanager
 def _inside(namespace: str) -> Iterator[None]:
-    """Sockets made here belong to the namespace for as long as they live."""
+    """Sockets created inside belong to the namespace for their whole life."""
     here = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
         there = os.open(_host.path(f"/run/netns/{namespace}"), os.O_RDONLY | os.O_CLOEXEC)

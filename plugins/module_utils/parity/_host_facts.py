@@ -1,4 +1,4 @@
-"""Facts that parity checks judge, each read at most once per run."""
+"""Host facts for parity checks, each read at most once per run."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ RSHIM = "rshim.service"
 
 
 def kept(path: str) -> dict[str, Any]:
-    """What a boot service goes by; {} only when it is not there."""
+    """The settings of a boot service; {} only when the file does not exist."""
     again = "run the playbook that installs the service again"
     return _host.document(path, code="settings_unreadable", remedy=again) or {}
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A systemd unit: load, active and sub state, whether it starts at boot, how it last ended."""
+    """systemd unit: load, active and sub state, start at boot, and result of the last run."""
 
     load: str
     active: str
@@ -47,7 +47,7 @@ _ABSENT = Unit("not-found", "inactive", "dead", "", "")
 
 @dataclass(frozen=True)
 class Request:
-    """The module's parameters. api_topology, maas_tags: None when the caller does not know."""
+    """The module's parameters. api_topology, maas_tags: None when the caller does not know them."""
 
     profile: Mapping[str, Any]
     slots: Sequence[Mapping[str, Any]] = ()
@@ -57,7 +57,7 @@ class Request:
 
 
 class Facts:
-    """A look at the host. Everything is lazy: a check that is not applicable costs nothing."""
+    """Facts of the host. All of them are lazy, so a check that does not apply costs nothing."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -79,7 +79,7 @@ class Facts:
 
     @cached_property
     def boot(self) -> _kernel_arguments.State:
-        """What of the boot is configured, and what is in force."""
+        """The boot configuration, and its part that is in force."""
         return _kernel_arguments.observe(self.boot_params)
 
     @cached_property
@@ -95,12 +95,14 @@ class Facts:
         return _block.disks()
 
     def usage(self, disk: _block.Disk) -> _block.Usage:
-        """The use of one of `disks`; a Refusal of its own when it cannot be read."""
+        """The use of one of `disks`. Raises a Refusal for this disk if it cannot be read."""
         return self._usages.get(disk.kernel_name) or _block.usage(disk)
 
     @cached_property
     def _usages(self) -> dict[str, _block.Usage]:
-        """By one look at the host; {} when a disk cannot be read: each is then asked by itself."""
+        """Use of all disks from one scan. {} when a disk cannot be read; each disk is then read by
+        itself.
+        """
         try:
             return _block.usages(self.disks)
         except OSError:
@@ -108,14 +110,16 @@ class Facts:
 
     @cached_property
     def enrolment(self) -> dict[str, str]:
-        """The words of /etc/gpuaas/enrolment.env; {} when the host is not enrolled."""
+        """The settings in /etc/gpuaas/enrolment.env; {} when the host is not enrolled."""
         rows = (_host.kept("/etc/gpuaas/enrolment.env") or "").splitlines()
         pairs = (row.partition("=") for row in rows if "=" in row and not row.startswith("#"))
         return {key.strip(): value.strip().strip("'\"") for key, _sep, value in pairs}
 
     @property
     def guest(self) -> _guest_probe.Finding:
-        """What a guest would see; building the stand-in is the costly part, so once for all."""
+        """The guest probe's result. Creating the namespace is expensive, so all checks share one
+        run.
+        """
         found = self._guest
         if isinstance(found, Refusal):
             raise found
@@ -123,7 +127,7 @@ class Facts:
 
     @property
     def guest_problem(self) -> str:
-        """Why no guest stand-in could be made, or ""."""
+        """The reason why no guest probe could be created, or ""."""
         return str(self._guest) if isinstance(self._guest, Refusal) else ""
 
     @cached_property
@@ -140,7 +144,7 @@ class Facts:
         except Refusal as refusal:
             return refusal
         except OSError as broken:
-            # Kept as an answer: what the host refuses once is not tried again for each check.
+            # The refusal is cached, so that the checks do not repeat a failed attempt.
             return Refusal(
                 "probe_failed",
                 expected=f"a stand-in for a guest on {probe.bridge}",
@@ -158,7 +162,7 @@ class Facts:
         return self._units.get(name, _ABSENT)
 
     def not_at_boot(self, service: _boot_files.Unit) -> list[str]:
-        """Why the next boot would not run a service of ours as it was installed; [] if it would."""
+        """Reasons why the next boot would not run this service as installed; [] if it would."""
         name, unit = service.service, self.unit(service.service)
         if unit.load != "loaded":
             return [f"{name} is {unit.load or 'unknown'}"]
@@ -177,7 +181,8 @@ class Facts:
         keys = "Id,LoadState,ActiveState,SubState,UnitFileState,Result"
         out = _command.run(["systemctl", "show", f"--property={keys}", "--", *names]).out
         units: dict[str, Unit] = {}
-        # One block per unit in the order asked for; an alias would answer with another Id.
+        # One block per unit in the order of the query, because an alias would answer with another
+        # Id.
         for name, block in zip(names, out.split("\n\n"), strict=False):
             values = dict(row.partition("=")[::2] for row in block.splitlines())
             units[name] = Unit(

@@ -1,4 +1,4 @@
-"""Table of all parity checks in the order of the report, each with its remedy."""
+"""Table of all parity checks in report order, each with its remedy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _RESTORE = "gpuaas.slice.restore_baremetal"
 
 
 def _role(name: str, before: str = "", after: str = "") -> Remedy:
-    """A part of bootstrap, with what must be done before it and what if that is not enough."""
+    """Remedy by a bootstrap role. before: preparation. after: advice if the role is not enough."""
     return Remedy(f"{before}run playbook {_BOOTSTRAP} (role {name}){after}", _BOOTSTRAP, name)
 
 
@@ -72,7 +72,7 @@ CHECKS: tuple[Check[Facts], ...] = (
         "maas_intent",
         platform.maas_intent,
         Remedy("tag the machine in MAAS with the profile that it is meant for"),
-        # Tags that nobody knows are a warning; wrong ones are another machine's intent.
+        # Unknown tags are a warning. Wrong tags mean the intent of another machine.
         baremetal=platform.maas_intent,
     ),
     Check(
@@ -224,7 +224,7 @@ CHECKS: tuple[Check[Facts], ...] = (
     Check(
         "nvme_ownership",
         runtime.nvme_ownership,
-        # No role: what is on a disk is destroyed with an approval only, never by a repair.
+        # No role: data on a disk is destroyed only with an approval, never by a repair.
         Remedy(
             f"run playbook {_STORAGE} for the disk, or approve the slot again; "
             "wipe what a tenant left",

@@ -1,8 +1,8 @@
-"""Remnants of slice mode on a host: every comparison, item by item.
+"""Remnants of slice mode on a host, compared item by item.
 
-One list for three readers: the way back to bare metal ends with it, parity of a bare-metal host is
-the same list by check, and the reconciler looks at it later. Names of files are said again here
-where the code that writes them takes long to load on a host; a test holds both to each other.
+The list has three readers: the conversion to bare metal ends with it, parity of a bare-metal host
+reports it by check, and the reconciler reads it later. Some file names are repeated here because
+the modules that write the files take long to load on a host. A test keeps both equal.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _object_
 from ansible_collections.gpuaas.slice.plugins.module_utils.topology import _host_resources
 
 SLICE_MODE = "/etc/gpuaas/slice-mode.json"
-# Kinds of traces that the looks below name, each by its check. Two ask programs that a bare-metal
-# host need not run: domains are read from libvirt's files, and ports and flows end with the bridge.
+# Kinds of traces that the functions below report, by parity check. Two kinds need programs that a
+# bare-metal host may not run: domains are read from libvirt's files, and ports and flows end with
+# the bridge.
 TRACES = {
     "libvirt": ("qemu_process",),
     "slice_reservations": ("reservation",),
@@ -52,10 +53,10 @@ TRACES = {
     "slice_limits": ("qos",),
 }
 OTHERWISE = {"domain": "libvirt", "ovs_port": "ovs_bridge", "flows": "ovs_bridge"}
-# Where RACADM is from. Firmware is looked at on any machine, so this is no part of slice mode.
+# Package source of RACADM. Firmware is read on every machine, so it is no part of slice mode.
 RACADM_SOURCE = "/etc/apt/sources.list.d/dell-openmanage.sources"
 _MARKER = "# Written by the gpuaas.slice collection"
-# What systemd says of the load state of a unit that it does not know.
+# Load states that systemd reports for a unit that it does not know.
 _ABSENT = ("not-found", "")
 
 
@@ -77,22 +78,22 @@ Look = Callable[[Facts], Iterator[Item]]
 
 
 def compare(facts: Facts, *, scope: str = "host") -> list[Item]:
-    """Every item. scope `slices`: only what slices themselves leave, not what slice mode does.
+    """Every item. scope `slices`: only traces of slices, not the settings of slice mode.
 
-    What cannot be looked at is an item that is not ok: unknown is not absent.
+    An item that cannot be read is not ok, because unknown does not mean absent.
     """
     looks = SLICES if scope == "slices" else {**SLICES, **MODE}
     return [item for check, look in looks.items() for item in _tried(check, look, facts)]
 
 
 def of(facts: Facts, *checks: str) -> list[Item]:
-    """The items of some checks; a look that fails raises."""
+    """The items of the given checks. Raises if an item cannot be read."""
     looks = {**SLICES, **MODE}
     return [item for check in checks for item in looks[check](facts)]
 
 
 def kept(facts: Facts) -> dict[str, Any]:
-    """What stays on purpose, for the record of a conversion."""
+    """Settings that stay on purpose, for the record of a conversion."""
     images, entries = _host.path(f"{_host.STATE_DIRECTORY}/images"), _ledger.entries()
     return {
         "ledger": [entry.slot_id for entry in entries],
@@ -117,7 +118,9 @@ def _tried(check: str, look: Look, facts: Facts) -> list[Item]:
 
 
 def _domains(facts: Facts) -> Iterator[Item]:
-    """Read from libvirt's files: it need not be installed, and must not be started to be asked."""
+    """Domains from libvirt's files. libvirt need not be installed, and a query must not
+    start it.
+    """
     folders = [_host.path(path) for path in ("/etc/libvirt/qemu", "/run/libvirt/qemu")]
     defined = {
         file.stem for folder in folders for file in folder.glob(f"{_object_names.PREFIX}*.xml")
@@ -128,7 +131,9 @@ def _domains(facts: Facts) -> Iterator[Item]:
 
 
 def _leases(facts: Facts) -> Iterator[Item]:
-    """What waits for the wipe of a disk that is gone waits for ever; it is left if that returns."""
+    """A hold that waits for the wipe of a missing disk would wait for ever. It is therefore ok
+    while the disk is absent, and a remnant again when the disk returns.
+    """
     entries = _ledger.entries()
     for entry in entries:
         name, wanted = f"slot {entry.slot_id}", "free and clean"
@@ -144,9 +149,9 @@ def _leases(facts: Facts) -> Iterator[Item]:
 
 
 def _gone_dirty(entry: _ledger.Entry, facts: Facts) -> bool:
-    """Whether a mark without a holder is of a disk that this host has not.
+    """Whether a dirty mark without a holder belongs to a disk that this host does not have.
 
-    Only when every namespace says who it is: one that does not answer may be that disk.
+    False unless every namespace identifies itself, because a silent namespace may be that disk.
     """
     if entry.allocation_id or not (entry.dirty and entry.disk_identity):
         return False
@@ -169,7 +174,7 @@ def _slice_files(facts: Facts) -> Iterator[Item]:
 
 
 def _limits(facts: Facts) -> Iterator[Item]:
-    """QoS rows outlive their bridge, and nothing can be asked while Open vSwitch does not run."""
+    """QoS rows outlive their bridge. They cannot be read while Open vSwitch does not run."""
     there = _traces_of("slice_limits", facts) if _bridge.running() else []
     yield _none("slice_limits", "rate limits of slices", [trace.text for trace in there])
 
@@ -205,14 +210,16 @@ def _binding(facts: Facts) -> Iterator[Item]:
 
 
 def _kernel(facts: Facts) -> Iterator[Item]:
-    """The next boot has no arguments of ours; this boot's are the matter of reboot_required."""
+    """The next boot has none of this collection's arguments. `reboot_required` covers the current
+    boot.
+    """
     yield _gone("kernel_cmdline", _kernel_arguments.DROP_IN)
     stray = [f"{word}, which no file of the host asks for" for word in facts.boot.stray]
     yield _none("kernel_cmdline", _grub_menu.MENU, stray, "no argument of ours")
 
 
 def _modules(facts: Facts) -> Iterator[Item]:
-    """Nothing of ours keeps GPUs from the host's own drivers at the next boot."""
+    """Nothing of this collection keeps GPUs from the host's own drivers at the next boot."""
     yield _gone("vfio_modules", _kernel_arguments.MODULES_LOAD)
     yield _gone("vfio_modules", _kernel_arguments.SOFT_DEPENDENCIES)
     block = _kernel_arguments.has_block(_host.kept(_kernel_arguments.INITRAMFS_MODULES))
@@ -223,7 +230,7 @@ def _modules(facts: Facts) -> Iterator[Item]:
 
 
 def _functions(facts: Facts) -> Iterator[Item]:
-    """The site's own virtual functions stay."""
+    """Virtual functions of the site stay."""
     settings, unit = _boot_units.FABRIC.settings_path, facts.unit(_boot_units.FABRIC.service)
     kept = _file(settings) != "absent" or unit.load not in _ABSENT
     kept = kept or _host_snapshot.recall(_virtual_functions.RECORD) is not None
@@ -238,8 +245,8 @@ def _functions(facts: Facts) -> Iterator[Item]:
 
 
 def _made(device: _pci.Device, *, not_given_back: bool) -> tuple[str, bool]:
-    """A card's virtual functions, and whether they are the site's: by their identities, since the
-    record of what was before is gone when they are.
+    """A card's virtual functions, and whether they are the site's. Their identities decide, because
+    the record of the earlier state is deleted when they are given back.
     """
     count = device.sriov_numvfs
     if not count:
@@ -255,7 +262,7 @@ def _made(device: _pci.Device, *, not_given_back: bool) -> tuple[str, bool]:
 
 
 def _ipoib(_facts: Facts) -> Iterator[Item]:
-    """The site may have a file of its own under this name."""
+    """The site may have its own file under this name."""
     path = _checks_network.IPOIB
     ours = (_host.kept(path) or "").startswith(_MARKER)
     yield _none("ipoib_netplan", path, ["a file of ours"] if ours else [], "no file of ours")
@@ -268,7 +275,7 @@ def _ovs_bridge(facts: Facts) -> Iterator[Item]:
 
 
 def _dnsmasq(_facts: Facts) -> Iterator[Item]:
-    """The slice settings are gone; a dnsmasq for other purposes may run."""
+    """The slice settings of dnsmasq are gone; a dnsmasq for other purposes may run."""
     yield _gone("dnsmasq", _baseline_files.DNSMASQ)
     yield _none("dnsmasq", "stale reservations", _slice_network.stale_reservations())
     yield _gone("dnsmasq", _baseline_files.RESERVATIONS)
@@ -281,7 +288,7 @@ def _nat(facts: Facts) -> Iterator[Item]:
     except Refusal as refusal:
         if refusal.code != "command_missing":
             raise
-        # Our rule is made by iptables; a machine that never had it has no rule of ours.
+        # iptables creates the NAT rule, so a machine without iptables cannot have it.
         rules = []
     yield _none("nat", f"rules for {subnet}", rules)
 
@@ -317,14 +324,14 @@ def _tuned(_facts: Facts) -> Iterator[Item]:
 
 
 def _given_back(check: str, subject: str) -> Item:
-    """What was remembered of the host before slice mode has been given back."""
+    """The host state recorded before slice mode has been restored."""
     found = [] if _host_snapshot.recall(subject) is None else ["not given back"]
     return _none(check, f"{subject} as before", found, "given back")
 
 
 def _quiet(_facts: Facts) -> Iterator[Item]:
     yield _given_back("gpu_services_quiesced", "gpu-services")
-    # A mask without a record may be the site's; this file is ours alone.
+    # A mask without a record may be the site's. Only this collection creates the drop-in.
     bars = _host.path(_boot_files.UNITS).glob(f"*.d/{_gpu_services.BAR}")
     yield _none("gpu_services_quiesced", "barred services", sorted(one.parent.name for one in bars))
 
@@ -334,10 +341,10 @@ def _libvirt_service(_facts: Facts) -> Iterator[Item]:
 
 
 def _files(_facts: Facts) -> Iterator[Item]:
-    """Any unit, link of `enable` or program under our names, whatever wrote it."""
+    """Every unit, `enable` link or program under this collection's names, whatever wrote it."""
     patterns = {
         _boot_files.UNITS: ("gpuaas-slice-*", "*.wants/gpuaas-slice-*"),
-        # What `systemctl set-property` adds.
+        # Files that `systemctl set-property` adds.
         f"{_boot_files.UNITS}.control": ("gpuaas-slice-*",),
         _boot_files.PROGRAMS: ("gpuaas-slice-*",),
     }

@@ -1,8 +1,8 @@
 """NoCloud seed of a guest: three YAML documents on an ISO labelled `cidata`.
 
-The documents are rendered as data, never by templates: JSON text in the part of it that YAML reads
-alike. The ISO carries the digest of its content in its own header, so that a look at the file says
-whether it is the right one.
+The documents are rendered as data, never by templates, as JSON text that YAML reads alike. The ISO
+header contains the digest of the content, so that reading the file shows whether it is the right
+seed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAKERS = (("genisoimage",), ("xorrisofs",), ("mkisofs",))
 
 
 def yaml(document: Any) -> str:
-    """`document` as text that JSON-shaped YAML readers take back unchanged."""
+    """`document` as JSON-shaped text that YAML readers parse unchanged."""
     text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
     return "".join(character if _plain(character) else _escape(character) for character in text)
 
@@ -46,12 +46,12 @@ def files(
 
 
 def digest(content: Mapping[str, str]) -> str:
-    """One SHA-256 over names and content."""
+    """A SHA-256 over names and content."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def present(path: str) -> str | None:
-    """The digest that the ISO at `path` carries; "" for a foreign file, None without one."""
+    """The digest in the ISO at `path`; "" for a foreign file, None if the file does not exist."""
     try:
         with _host.path(path).open("rb") as image:
             image.seek(_APPLICATION)
@@ -64,7 +64,7 @@ def present(path: str) -> str | None:
 def make(path: str, content: Mapping[str, str]) -> None:
     """Write the ISO: readable by root only until libvirt gives it to the guest's QEMU."""
     target = _host.path(path)
-    # QEMU's user must be able to pass through, and to list nothing.
+    # QEMU's user must be able to traverse the directory, but not to list it.
     target.parent.mkdir(parents=True, exist_ok=True)
     target.parent.chmod(0o711)
     work = Path(tempfile.mkdtemp(prefix=".seed-", dir=target.parent))
@@ -107,7 +107,9 @@ def _plain(character: str) -> bool:
 
 
 def _escape(character: str) -> str:
-    """As a YAML escape. JSON's pairs of surrogates are two characters to YAML, so none are used."""
+    """The character as a YAML escape. JSON's surrogate pairs are two characters in YAML, so none
+    are used.
+    """
     code = ord(character)
     if 0xD800 <= code <= 0xDFFF:
         raise _object_names.invalid("seed", "text without lone surrogates", repr(character))

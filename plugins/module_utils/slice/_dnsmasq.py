@@ -1,7 +1,7 @@
 """DHCP server of the slice network: reservations, DHCP leases and connections.
 
-One file per allocation in the directory that the network baseline gives dnsmasq as
-`dhcp-hostsdir`. dnsmasq reads new files by itself; what it has read it keeps until a SIGHUP.
+Each allocation has a file in the directory that the network baseline gives dnsmasq as
+`dhcp-hostsdir`. dnsmasq reads new files by itself, and keeps their content until a SIGHUP.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _object_
 DIRECTORY, LEASES = _baseline_files.RESERVATIONS, _baseline_files.LEASES
 PID_FILE = "/run/dnsmasq/dnsmasq.pid"
 
-# dnsmasq tells fields apart by their form: a name like `12h` would be taken for a lease time.
+# dnsmasq distinguishes fields by their form: a name like `12h` would be taken for a lease time.
 _WORDS = r"\d+[smhdw]?|infinite|ignore"
 _HOSTNAME = re.compile(rf"(?!({_WORDS})\Z)[a-z0-9]([a-z0-9-]{{0,61}}[a-z0-9])?")
 
 
 @dataclass(frozen=True)
 class Reservation:
-    """An address kept for one MAC. name: file name, which is the allocation id."""
+    """An address reserved for a MAC. name: file name, which is the allocation id."""
 
     name: str
     mac: str
@@ -44,7 +44,7 @@ class Reservation:
 
 @dataclass(frozen=True)
 class Lease:
-    """One line of dnsmasq's lease file. expires: seconds since the epoch, 0 is never."""
+    """A line of dnsmasq's lease file. expires: seconds since the epoch, 0 is never."""
 
     expires: int
     mac: str
@@ -65,7 +65,7 @@ def check(reservation: Reservation) -> Reservation:
 
 
 def parse(name: str, text: str) -> Reservation:
-    """A reservation file; fields are told apart by their form, as dnsmasq does."""
+    """A reservation file; fields are distinguished by their form, as in dnsmasq."""
     mac = ip = hostname = ""
     for field in (part.strip() for part in text.strip().split(",")):
         if re.fullmatch(r"([0-9A-Fa-f]{2}:){5}[0-9A-Fa-f]{2}", field):
@@ -87,7 +87,7 @@ def reservations() -> list[Reservation]:
 
 
 def leases() -> list[Lease]:
-    """What the lease file holds now; IPv6 and broken lines are passed over."""
+    """Current DHCP leases of the lease file; IPv6 and malformed lines are skipped."""
     found = []
     for line in (_host.kept(LEASES) or "").splitlines():
         fields = line.split()
@@ -106,8 +106,8 @@ def pid() -> int | None:
 
 
 def test(all_of_them: list[Reservation]) -> None:
-    """Let dnsmasq itself check the reservations together, with those that bootstrap wrote: one
-    duplicate would stop it for all.
+    """Let dnsmasq check all reservations together, including those that bootstrap wrote. A single
+    duplicate would stop it for all guests.
     """
     written = (_host.kept(_baseline_files.DNSMASQ) or "").splitlines()
     fixed = [line for line in written if line.startswith("dhcp-host=")]
@@ -129,7 +129,7 @@ def remove(name: str) -> None:
 
 
 def reload() -> None:
-    """Make dnsmasq read its host files afresh; nothing to do when it does not run."""
+    """Make dnsmasq read its host files again; no action when it does not run."""
     process = pid()
     if process is not None:
         with contextlib.suppress(ProcessLookupError):
@@ -137,10 +137,11 @@ def reload() -> None:
 
 
 def release(interface: str, lease: Lease, *, deadline: float = 5) -> str:
-    """Make dnsmasq give up a lease; how it was done.
+    """Make dnsmasq give up a DHCP lease; returns the method.
 
-    `dhcp_release` sends what the client would send. dnsmasq may not hear it; then the lease goes
-    from the file while dnsmasq is stopped, because it holds the file's content in memory.
+    `dhcp_release` sends the client's own message, which dnsmasq may not receive. In that case the
+    DHCP lease is deleted from the file while dnsmasq is stopped, because dnsmasq keeps the file's
+    content in memory.
     """
     try:
         _command.run(["dhcp_release", interface, lease.ip, lease.mac])
@@ -175,7 +176,9 @@ def _forget_while_stopped(lease: Lease) -> None:
 
 
 def neighbour(interface: str, ip: str) -> str:
-    """The MAC that answered for `ip` on `interface`, from the kernel's ARP table; "" when none."""
+    """The MAC that answered for `ip` on `interface`, from the kernel's ARP table; "" without an
+    entry.
+    """
     for line in (_host.read("/proc/net/arp") or "").splitlines()[1:]:
         fields = line.split()
         # Flag 0x2: the entry is complete.
@@ -185,14 +188,14 @@ def neighbour(interface: str, ip: str) -> str:
 
 
 def connections(ip: str) -> int:
-    """How many tracked connections have `ip` as their original source or destination."""
+    """Number of tracked connections with `ip` as their original source or destination."""
     return sum(_listed(side, ip) for side in ("--orig-src", "--orig-dst"))
 
 
 def forget_connections(ip: str) -> None:
-    """Drop them, so that a next holder of the address inherits no state."""
+    """Drop the connections, so that the next holder of the address inherits no state."""
     for side in ("--orig-src", "--orig-dst"):
-        # 1 also means that there was none.
+        # Exit code 1 also means that no connection existed.
         _command.run(["conntrack", "-D", side, ip], ok=(0, 1))
 
 

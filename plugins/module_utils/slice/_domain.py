@@ -1,7 +1,7 @@
 """libvirt definition of a slice VM: written from checked values, parsed, compared.
 
-Nothing here runs a program. `describe` says what a definition must contain, `parse` what one does
-contain; they are equal only when the definition holds these devices and no others.
+Nothing here runs a program. `describe` returns the required content of a definition, `parse` the
+actual content. They are equal only when the definition contains these devices and no others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ ET.register_namespace("qemu", QEMU_NAMESPACE)
 OVMF_CODE = "/usr/share/OVMF/OVMF_CODE_4M.fd"
 OVMF_VARIABLES = "/usr/share/OVMF/OVMF_VARS_4M.fd"
 
-# What libvirt adds by itself to a q35 machine; anything else in <devices> counts as a difference.
+# Devices that libvirt adds by itself to a q35 machine; any other in <devices> counts as a
+# difference.
 _IMPLIED = frozenset({"emulator", "controller", "input", "audio", "watchdog", "console"})
 
 _INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,14}")
@@ -45,11 +46,11 @@ _ARGUMENT = re.compile(r"[\x20-\x7e]+")
 
 @dataclass(frozen=True, kw_only=True)
 class Domain:
-    """What one slice VM is made of; every value has been checked.
+    """Parameters of a slice VM; every value has been checked.
 
-    cpus: host CPUs the virtual ones are pinned to, one each; empty leaves them to the kernel.
-    numa_node: where all memory must come from; None when the slots span nodes or have none.
-    disks: by-id paths, the first one boots.
+    cpus: host CPUs to which the virtual CPUs are pinned, one each; empty leaves them to the kernel.
+    numa_node: source of all memory; None when the slots span nodes or have no node. disks: by-id
+    paths; the first disk boots.
     """
 
     allocation_id: str
@@ -105,7 +106,7 @@ def check(domain: Domain) -> Domain:
 
 
 def describe(domain: Domain) -> Description:
-    """What the definition of this domain must contain; comparable to `parse`."""
+    """The required content of this domain's definition; comparable to `parse`."""
     uefi = domain.firmware == "uefi"
     return {
         "name": domain.name,
@@ -157,8 +158,8 @@ def render(domain: Domain) -> str:
 
 def _resources(root: ET.Element, domain: Domain) -> None:
     _add(root, "memory", str(domain.memory_mib), unit="MiB")
-    # VFIO pins the guest's memory. The limit also bounds QEMU's cgroup, so it leaves room for
-    # QEMU itself: too low and the VM is killed while it starts.
+    # VFIO pins the guest's memory. The limit also bounds QEMU's cgroup, so it leaves room for QEMU
+    # itself. With a lower limit the VM is killed while it starts.
     limit = domain.memory_mib * 5 // 4 + 1024
     _add(_add(root, "memtune"), "hard_limit", str(limit), unit="MiB")
     if domain.hugepages:
@@ -220,7 +221,9 @@ def _disk(devices: ET.Element, path: str, number: int) -> None:
 
 
 def _seed(devices: ET.Element, path: str, number: int) -> None:
-    """A virtio disk: guests with a cloud kernel have no AHCI driver for a CD."""
+    """The seed as a virtio disk, because guests with a cloud kernel have no AHCI driver
+    for a CD.
+    """
     disk = _add(devices, "disk", type="file", device="disk")
     _add(disk, "driver", name="qemu", type="raw")
     _add(disk, "source", file=path)
@@ -229,7 +232,7 @@ def _seed(devices: ET.Element, path: str, number: int) -> None:
 
 
 def _hostdev(devices: ET.Element, address: str, port: int) -> None:
-    """managed='no': the host has bound the device for good; libvirt must not rebind it."""
+    """managed='no': the host has bound the device permanently, and libvirt must not rebind it."""
     device = _add(devices, "hostdev", mode="subsystem", type="pci", managed="no")
     _add(device, "driver", name="vfio")
     domain, bus, rest = address.split(":")
@@ -246,8 +249,10 @@ def _hostdev(devices: ET.Element, address: str, port: int) -> None:
 
 
 def parse(xml: str) -> Description:
-    """What a definition (ours or as libvirt gives it back) contains; comparable to `describe`."""
-    # Not a stranger's text: libvirtd wrote it, as root on this host.
+    """The content of a definition (rendered here or returned by libvirt); comparable to
+    `describe`.
+    """
+    # Trusted text: libvirtd wrote it, as root on this host.
     root = ET.XML(xml)
     devices = root.find("devices")
     disks, seeds, hostdevs, nics, console, other = [], [], [], [], [], []
@@ -288,7 +293,7 @@ def parse(xml: str) -> Description:
 
 
 def differences(want: Description, found: Description) -> dict[str, tuple[Any, Any]]:
-    """Field by field what is wanted and what is there instead."""
+    """Required and actual value of each different field."""
     return {key: (want[key], found[key]) for key in want if want[key] != found[key]}
 
 
@@ -328,7 +333,7 @@ def _add(parent: ET.Element, tag: str, text: str = "", **attributes: str) -> ET.
 
 
 def from_options(allocation_id: str, options: Mapping[str, Any]) -> Domain:
-    """The domain that a module's `spec` option asks for."""
+    """The domain for a module's `spec` option."""
 
     def listed(key: str) -> Sequence[Any]:
         return options.get(key) or ()

@@ -1,11 +1,12 @@
-"""Guard of a slice's bridge port: OVS flows that name what may pass; the rest is dropped.
+"""Guard of a slice's bridge port: OVS flows for the allowed traffic; all other traffic is dropped.
 
-NAT is not isolation and libvirt's filters do nothing on OVS ports, so this is where a guest is kept
-to its own addresses and away from its neighbours. Whatever a guest sends goes to the bridge's own
-port (the host) or nowhere: two slices share no path at layer 2, and none through the host at
-layer 3, because the slice subnet and the host's own addresses are refused as destinations.
+NAT is no isolation, and libvirt's filters have no effect on OVS ports. The guard therefore limits a
+guest to its own addresses and keeps it away from its neighbours. All traffic of a guest goes to the
+bridge's own port (the host) or is dropped. Two slices share no path at layer 2. They share no path
+through the host at layer 3 either, because the slice subnet and the host's own addresses are
+refused as destinations.
 
-The cookie is made of the allocation id: listing and removing a slice's flows is exact.
+The cookie is derived from the allocation id, so listing and removing a slice's flows is exact.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ _NEVER = ("127.0.0.0/8", "169.254.0.0/16", "224.0.0.0/4", "240.0.0.0/4")
 
 @dataclass(frozen=True)
 class Guard:
-    """One port and what is its own.
+    """A guarded port with its own addresses.
 
-    address: the bridge's own address with its prefix length, `10.100.0.1/24`.
-    denied: further destinations (networks or addresses) that guests must not reach.
+    address: the bridge's own address with its prefix length, `10.100.0.1/24`. denied: further
+    destinations (networks or addresses) that guests must not reach.
     """
 
     allocation_id: str
@@ -54,7 +55,7 @@ class Guard:
 
 @dataclass(frozen=True)
 class Flow:
-    """One rule as ovs-ofctl prints it; the order of match fields carries no meaning."""
+    """A rule as ovs-ofctl prints it; the order of match fields carries no meaning."""
 
     priority: int
     match: frozenset[str]
@@ -81,7 +82,7 @@ def check(guard: Guard) -> Guard:
 
 
 def rules(guard: Guard, port: int, host_addresses: Iterable[str]) -> frozenset[Flow]:
-    """Everything that guards OpenFlow port number `port`.
+    """All flows that guard OpenFlow port number `port`.
 
     host_addresses: the host's own IPv4 addresses; guests must not reach its services there.
     """
@@ -103,14 +104,14 @@ def rules(guard: Guard, port: int, host_addresses: Iterable[str]) -> frozenset[F
             _flow(290, f"tcp,{to_host},tp_dst=53", "LOCAL"),
             _flow(290, f"icmp,{to_host},icmp_type=8", "LOCAL"),
             _flow(290, f"icmp,{to_host},icmp_type=0", "LOCAL"),
-            # Answers only: without a first SYN the host's own sockets take no connection.
+            # Answers only: without a first SYN the host's own sockets accept no connection.
             *[
                 _flow(290, f"tcp,{to_host},tp_src={number},tcp_flags=+ack", "LOCAL")
                 for number in MANAGED_PORTS
             ],
             *[_flow(280, f"ip,in_port={port},nw_dst={network}", "drop") for network in refused],
             _flow(270, own, "LOCAL"),
-            _flow(200, f"in_port={port}", "drop"),  # IPv6 and all the rest
+            _flow(200, f"in_port={port}", "drop"),  # IPv6 and all other traffic
             _flow(190, f"arp,in_port=LOCAL,arp_tpa={guard.ip}", f"output:{port}"),
             _flow(190, f"ip,in_port=LOCAL,dl_dst={guard.mac},nw_dst={guard.ip}", f"output:{port}"),
             _flow(180, f"dl_dst={guard.mac}", "drop"),
@@ -119,7 +120,7 @@ def rules(guard: Guard, port: int, host_addresses: Iterable[str]) -> frozenset[F
 
 
 def installed(bridge: str, allocation_id: str) -> frozenset[Flow]:
-    """The flows of this allocation that the switch has now."""
+    """The current flows of this allocation in the switch."""
     out = _ofctl(
         "--no-names",
         "--no-stats",
@@ -131,16 +132,18 @@ def installed(bridge: str, allocation_id: str) -> frozenset[Flow]:
 
 
 def guards(bridge: str) -> Counter[str]:
-    """Number of flows by cookie, one for each allocation. The bridge's own flows have none."""
+    """Number of flows by cookie, one cookie for each allocation. The bridge's own flows
+    have none.
+    """
     out = _ofctl("--no-names", "--no-stats", "dump-flows", bridge)
     cookies = (line.strip().partition(",")[0].removeprefix("cookie=") for line in out.splitlines())
     return Counter(c for c in cookies if re.fullmatch(r"0x[0-9a-f]+", c) and c != "0x0")
 
 
 def install(guard: Guard, port: int, host_addresses: Iterable[str]) -> int:
-    """Replace the port's rules in one transaction; how many there are then.
+    """Replace the port's rules in one transaction; returns their number.
 
-    Port numbers are used again, so rules that another allocation left for this number go too.
+    Port numbers are reused, so rules that another allocation left for this number are deleted too.
     """
     wanted = sorted(rules(guard, port, host_addresses), key=Flow.text)
     lines = [
@@ -158,7 +161,9 @@ def remove(bridge: str, allocation_id: str) -> None:
 
 
 def port_number(port: str) -> int | None:
-    """OpenFlow number of a port; 0 while the switch has not given one, None without the port."""
+    """OpenFlow number of a port; 0 before the switch assigns it, None if the port does
+    not exist.
+    """
     argv = ["ovs-vsctl", "--timeout=10", "--if-exists", "get", "Interface", port, "ofport"]
     text = _command.run(argv).out.strip()
     if not text:
@@ -167,7 +172,9 @@ def port_number(port: str) -> int | None:
 
 
 def ports() -> dict[str, int]:
-    """OpenFlow number of every port of the switch, whatever its bridge; 0 while it has none."""
+    """OpenFlow number of every port of the switch, on any bridge; 0 before the switch
+    assigns it.
+    """
     argv = ["ovs-vsctl", "--timeout=10", "--format=json", "--columns=name,ofport"]
     rows = json.loads(_command.run([*argv, "list", "Interface"]).out)["data"]
     return {name: _number(str(number)) for name, number in rows}
@@ -237,7 +244,7 @@ def _parse(line: str) -> Flow:
 
 
 def _field_order(field: str) -> tuple[bool, str]:
-    """The protocol comes first: the fields after it are only valid under it."""
+    """Sort key: the protocol comes first, because the other fields are only valid under it."""
     return ("=" in field, field)
 
 

@@ -22,8 +22,8 @@ STATES = (
 )
 ACTIVE = frozenset({"running", "blocked", "paused", "in shutdown", "suspended"})
 
-# virDomainPausedReason: by a user's word (also `start --paused`), and while starting up. Only these
-# may be resumed; the others (a disk error, a watchdog) say that something is wrong.
+# virDomainPausedReason: paused by a user (also `start --paused`), and while starting up. Only these
+# may be resumed; all other reasons (a disk error, a watchdog) report a fault.
 PAUSED_ON_PURPOSE = frozenset({1, 11})
 
 _RESEND_SECONDS = 15
@@ -31,7 +31,7 @@ _RESEND_SECONDS = 15
 
 @dataclass(frozen=True)
 class State:
-    """A domain's state in words, and libvirt's number for the reason of it."""
+    """A domain's state in words, with libvirt's number of the reason."""
 
     name: str
     reason: int = 0
@@ -44,7 +44,7 @@ class State:
 
 def states() -> dict[str, State]:
     """Every domain of this host, defined or running, by name."""
-    # --nowait: a QEMU that does not answer its monitor must not hang the look at the others.
+    # --nowait: a QEMU that does not answer its monitor must not block the query of the others.
     out = _virsh("domstats", "--state", "--nowait").out
     found: dict[str, State] = {}
     name, values = "", {"state": 0, "reason": 0}
@@ -71,7 +71,7 @@ def definition(name: str) -> str:
 
 
 def define(xml: str) -> None:
-    """Define a domain, checked against libvirt's schema; replaces one of the same name."""
+    """Define a domain, checked against libvirt's schema; replaces a domain of the same name."""
     _virsh("define", "--validate", "/dev/stdin", stdin=xml)
 
 
@@ -93,7 +93,7 @@ def shut_down(name: str, *, deadline: float) -> bool:
             return True
         # A guest that is still booting ignores the first request.
         if asked == 0.0 or time.monotonic() - asked > _RESEND_SECONDS:
-            # It may end between look and request, which virsh answers with 1.
+            # The guest may end between query and request; virsh then exits with 1.
             _virsh("shutdown", name, ok=(0, 1))
             asked = time.monotonic()
         time.sleep(1)
@@ -101,7 +101,9 @@ def shut_down(name: str, *, deadline: float) -> bool:
 
 
 def destroy(name: str, *, deadline: float = 60) -> None:
-    """Take the power away; asked again, since unpinning a large guest's memory takes its time."""
+    """Power the domain off. The request is repeated, because unpinning a large guest's memory takes
+    time.
+    """
     end = time.monotonic() + deadline
     while True:
         _virsh("destroy", name, ok=(0, 1))
@@ -136,14 +138,15 @@ def qemu_pid(name: str) -> int | None:
 
 
 def processes(marker: str) -> dict[int, str]:
-    """Processes whose program is a QEMU and whose arguments contain `marker`, also ones that
-    libvirt has lost: by pid, their program."""
+    """QEMU processes with `marker` in their arguments, including those that libvirt has lost:
+    program by pid.
+    """
     found: dict[int, str] = {}
     for folder in _host.path("/proc").glob("[0-9]*"):
         try:
             arguments = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
         except OSError:
-            continue  # it ended while we looked
+            continue  # it ended during the scan
         program = PurePosixPath(arguments[0]).name
         if program.startswith("qemu") and any(marker in argument for argument in arguments):
             found[int(folder.name)] = program
@@ -161,6 +164,8 @@ def _word(number: int) -> str:
 def _virsh(
     *arguments: str, ok: tuple[int, ...] = (0,), stdin: str | None = None, timeout: float = 180
 ) -> _command.Result:
-    """A wide limit: libvirtd ends when idle, and once started it first asks QEMU what it can do."""
+    """Run virsh with a long limit: libvirtd stops when idle, and after a start it first queries
+    QEMU's capabilities.
+    """
     argv = ["virsh", "--connect", "qemu:///system", *arguments]
     return _command.run(argv, ok=ok, stdin=stdin, timeout=timeout)

@@ -1,6 +1,6 @@
 """Names of a slice's objects on its host, and validation of the values in them.
 
-Every name carries the allocation id, so what a slice left behind can be found without a record.
+Every name contains the allocation id, so that traces of a slice can be found without a record.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
 SEEDS = f"{_host.STATE_DIRECTORY}/seeds"
-# What the names of a slice's domain, its files and its QEMU begin with or contain.
+# Part of the names of a slice's domain, its files and its QEMU.
 PREFIX = "gpuaas-slice-"
-# Folder and end of a file's name, between them the domain's; virtlogd adds to a console's.
+# Folder and suffix of a file's name, with the domain's name between; virtlogd extends a console's.
 _FILES = {
     "seed": (SEEDS, ".iso"),
     "nvram": ("/var/lib/libvirt/qemu/nvram", "_VARS.fd"),
@@ -39,7 +39,7 @@ def hexadecimal(allocation_id: str) -> str:
 
 
 def owner(text: str) -> str:
-    """The allocation id in a domain's name, or in anything that contains it; "" without one."""
+    """The allocation id in a text that contains a domain's name; "" without an id."""
     digits = _ID.search(text)
     return "-".join(digits.groups()) if digits else ""
 
@@ -54,13 +54,15 @@ def port_name(allocation_id: str) -> str:
 
 
 def port_owner(name: str) -> str:
-    """The first digits of the allocation id in a port's name; "" for a port of nobody's slice."""
+    """The first digits of the allocation id in a port's name; "" for a port of no slice."""
     digits = _PORT.fullmatch(name)
     return digits[1] if digits else ""
 
 
 def cookie(allocation_id: str) -> str:
-    """What the flows of a slice's port carry: 64 bits, not 0, as a UUID's version lies within."""
+    """Cookie of the flows of a slice's port: 64 bits, never 0, because they include the UUID's
+    version.
+    """
     return f"0x{int(hexadecimal(allocation_id)[:16], 16):x}"
 
 
@@ -82,7 +84,7 @@ def console_path(allocation_id: str) -> str:
 
 
 def console_files(allocation_id: str) -> list[str]:
-    """The console's log as it is there, with the older parts that virtlogd has put aside."""
+    """The current console log, and its older parts that virtlogd rotated."""
     return [path for path in files("console") if owner(path) == allocation_id]
 
 

@@ -1,7 +1,7 @@
 """CPU and memory pinning of a slice on its host, and its record.
 
-A physical core is never split between two slices, and no memory is promised twice. What was given
-is one file per allocation, so that a second plan sees it before the first one's domain exists.
+A physical core is never split between two slices, and no memory is promised twice. The record is a
+file per allocation, so that a second plan sees it before the first domain exists.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def numbers(text: str) -> list[int]:
 
 
 def cores(node: int | None) -> list[tuple[int, ...]]:
-    """The physical cores of a NUMA node, each as its hardware threads; of the host without one."""
+    """The physical cores of a NUMA node, each as its hardware threads; of the whole host without a
+    node.
+    """
     place = f"{_CPUS}/online" if node is None else f"{_NODES}/node{node}/cpulist"
     found: dict[tuple[int, ...], None] = {}
     for cpu in numbers(_host.read(place) or ""):
@@ -42,14 +44,15 @@ def cores(node: int | None) -> list[tuple[int, ...]]:
 
 
 def choose(available: list[tuple[int, ...]], taken: set[int], count: int) -> list[int]:
-    """`count` CPUs of cores nobody else has a thread of, threads of one core together; [] when
-    there are not enough."""
+    """`count` CPUs of cores without threads of other slices, threads of a core together; [] when
+    there are not enough.
+    """
     free = [cpu for core in available if not taken.intersection(core) for cpu in core]
     return free[:count] if len(free) >= count else []
 
 
 def memory_free_mib(node: int | None, *, hugepages: bool) -> int:
-    """What a new guest could take: free and reclaimable memory, or free 1 GiB pages."""
+    """Memory available to a new guest: free and reclaimable memory, or free 1 GiB pages."""
     if hugepages:
         places = [f"{_NODES}/node{node}/{_GIB_PAGES}"]
         if node is None:
@@ -58,17 +61,18 @@ def memory_free_mib(node: int | None, *, hugepages: bool) -> int:
     if node is None:
         return _mebibytes(_host.read("/proc/meminfo") or "", "MemAvailable")
     text = _host.read(f"{_NODES}/node{node}/meminfo") or ""
-    # Per node the kernel gives no MemAvailable: page cache can be had back, except shared memory.
+    # The kernel reports no MemAvailable per node: page cache can be reclaimed, except shared
+    # memory.
     cache = _mebibytes(text, "FilePages") - _mebibytes(text, "Shmem")
     return _mebibytes(text, "MemFree") + max(cache, 0) + _mebibytes(text, "SReclaimable")
 
 
 def memory_promised_mib(node: int | None, *, hugepages: bool, except_for: str) -> int:
-    """Memory that other allocations were given and that no QEMU of theirs has taken yet.
+    """Memory that is promised to other allocations and that their QEMU has not taken yet.
 
-    Ask for it before `memory_free_mib`: what a starting guest takes in between is then counted
-    twice, which refuses; the other way round it would be missing from both. A plan that names no
-    node may take its memory from any, so it counts on every one.
+    Read it before `memory_free_mib`. Memory that a starting guest takes in between is then counted
+    twice, which refuses; in the other order it would be missing from both. A plan without a node
+    may take its memory from any node, so it counts on every node.
     """
     found = 0
     for allocation_id, plan in _plans(except_for):
@@ -81,7 +85,7 @@ def memory_promised_mib(node: int | None, *, hugepages: bool, except_for: str) -
 
 
 def recorded(allocation_id: str) -> dict[str, Any] | None:
-    """What this allocation was given before."""
+    """This allocation's earlier record."""
     return _host.document(
         _file(allocation_id),
         code="host_plan_unreadable",
@@ -90,12 +94,12 @@ def recorded(allocation_id: str) -> dict[str, Any] | None:
 
 
 def taken(except_for: str) -> set[int]:
-    """CPUs that other allocations were given."""
+    """CPUs that are pinned for other allocations."""
     return {cpu for _holder, plan in _plans(except_for) for cpu in plan.get("cpus", [])}
 
 
 def _plans(except_for: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every other allocation, and what it was given."""
+    """Every other allocation with its record."""
     folder = _host.path(DIRECTORY)
     for file in folder.glob("*.json") if folder.is_dir() else ():
         plan = None if file.stem == except_for else recorded(file.stem)
@@ -113,7 +117,7 @@ def forget(allocation_id: str) -> None:
 
 
 def locked() -> AbstractContextManager[None]:
-    """One planner at a time on this host, from its look at what is free to its record."""
+    """One planner at a time on this host, from reading the free resources to writing the record."""
     return _host.locked(DIRECTORY, mode=0o755)
 
 
@@ -128,6 +132,6 @@ def _mebibytes(text: str, key: str) -> int:
 
 
 def _resident_mib(pid: int, hugepages: bool) -> int:
-    """What a process has of this kind of memory now."""
+    """Current memory of this kind in a process."""
     text = _host.read(f"/proc/{pid}/status") or ""
     return _mebibytes(text, "HugetlbPages" if hugepages else "VmRSS")

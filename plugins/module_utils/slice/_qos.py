@@ -1,8 +1,9 @@
-"""Rate limit of a slice's bridge port: policing of what the guest sends, shaping of what it gets.
+"""Rate limit of a slice's bridge port: policing of sent traffic, shaping of received traffic.
 
-Open vSwitch polices by two columns of the Interface and shapes by a QoS row that the Port names.
-That row is the only thing which outlives its port, so it carries the allocation's id. Not libvirt's
-`<bandwidth>`: it is set once at the start, and neither compared nor repaired on a running machine.
+Open vSwitch polices by two columns of the Interface and shapes by a QoS row that the Port
+references. Only that row outlives its port, so it contains the allocation's id. libvirt's
+`<bandwidth>` is not used, because it is set only at the start, and neither compared nor repaired on
+a running machine.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _object_
 LABEL = "gpuaas-allocation"
 _SHAPER = "linux-htb"
 
-# A frame of 1,500 bytes is 12 kb: under a smaller burst it never passes.
+# A frame of 1,500 bytes is 12 kb and would never pass with a smaller burst.
 LEAST_BURST_KB = 12
 
 
@@ -39,10 +40,10 @@ class Limit:
 
 @dataclass(frozen=True)
 class State:
-    """What the switch's database says of one allocation.
+    """State of an allocation in the switch's database.
 
     policed: the Interface's columns, zeros without a limit or a port. shaped: type, rate in bits a
-    second and row that the Port names, if any. rows: the QoS rows of this allocation.
+    second and row that the Port references, if any. rows: the QoS rows of this allocation.
     """
 
     policed: tuple[int, int] = (0, 0)
@@ -50,7 +51,7 @@ class State:
     rows: tuple[str, ...] = ()
 
     def holds(self, limit: Limit | None) -> bool:
-        """The port has this limit and the allocation nothing else."""
+        """The port has this limit and the allocation has no other QoS row."""
         if limit is None:
             return self == UNLIMITED
         kind, bits, row = self.shaped
@@ -61,7 +62,7 @@ class State:
         )
 
     def document(self) -> dict[str, Any]:
-        """As Open vSwitch has it; {} when it limits nothing."""
+        """The limit as Open vSwitch has it; {} without a limit."""
         if self == UNLIMITED:
             return {}
         kind, bits, _row = self.shaped
@@ -74,12 +75,12 @@ class State:
         }
 
 
-# Neither a limit nor a trace of one.
+# Neither a limit nor a trace of a limit.
 UNLIMITED = State()
 
 
 def limit(options: Mapping[str, Any] | None) -> Limit | None:
-    """The limit that a module's option asks for; None when it asks for none."""
+    """The limit in a module's option; None without it."""
     if not options:
         return None
     found = Limit(int(options["rate_kbps"]), int(options["burst_kb"]))
@@ -90,7 +91,7 @@ def limit(options: Mapping[str, Any] | None) -> Limit | None:
 
 
 def observe(allocation_id: str) -> State:
-    """All of it in one look."""
+    """The whole state from a single read."""
     port = _object_names.port_name(allocation_id)
     argv = ["ovs-vsctl", "--timeout=10", "--format=json"]
     columns = "--columns=ingress_policing_rate,ingress_policing_burst"
@@ -119,14 +120,14 @@ def rows() -> dict[str, str]:
 
 
 def install(allocation_id: str, wanted: Limit | None) -> None:
-    """Give the port this limit, or none, in one transaction of the switch's database."""
+    """Set or remove the port's limit in one transaction of the switch's database."""
     port = _object_names.port_name(allocation_id)
     argv = ["ovs-vsctl", "--timeout=30"]
     if wanted is None:
         argv += ["--", "--if-exists", "set", "Interface", port, *_policing(0, 0)]
         _command.run([*argv, *_forget(allocation_id, port)])
         return
-    # Without --if-exists: a port that is gone must not count as limited.
+    # Without --if-exists, because a missing port must not count as limited.
     argv += ["--", "set", "Interface", port, *_policing(wanted.rate_kbps, wanted.burst_kb)]
     argv += _forget(allocation_id, port)
     argv += ["--", "--id=@limit", "create", "QoS", f"type={_SHAPER}"]
@@ -140,14 +141,14 @@ def _policing(rate: int, burst: int) -> list[str]:
 
 
 def _forget(allocation_id: str, port: str) -> list[str]:
-    """A row that a port still names cannot be destroyed."""
+    """Clear the port's reference first, because a referenced row cannot be destroyed."""
     words = ["--", "--if-exists", "clear", "Port", port, "qos"]
     rows = observe(allocation_id).rows
     return [*words, *(["--", "--if-exists", "destroy", "QoS", *rows] if rows else [])]
 
 
 def _uuid(value: Any) -> str:
-    """OVSDB writes a row's name as ["uuid", name], and no value as ["set", []]."""
+    """OVSDB writes a row's name as ["uuid", name], and an absent value as ["set", []]."""
     return value[1] if isinstance(value, list) and value[0] == "uuid" else ""
 
 

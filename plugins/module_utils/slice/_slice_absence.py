@@ -1,7 +1,7 @@
 """Proof that nothing of a slice is left on its host: invariants I13, I17 and I18.
 
-Every trace is looked for by itself, whatever libvirt reports, and a look that fails proves nothing:
-then the answer is *unknown*, which is not *absent*.
+Every trace is checked independently of libvirt's report. A failed check proves nothing: its result
+is *unknown*, which is not *absent*.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _traces,
 )
 
-# What is left, as text; "" when there is nothing.
+# Description of the remaining trace; "" without a trace.
 Check = Callable[[], str]
 
 
@@ -52,7 +52,7 @@ def _traces_of(allocation_id: str, traces: _traces.Look) -> Check:
 
 
 def _processes(allocation_id: str) -> str:
-    """A QEMU that was started past libvirt may carry the id without the name."""
+    """A QEMU that was started without libvirt may carry the id without the name."""
     programs = sorted(_libvirt.processes(allocation_id).items())
     return ", ".join(f"{program} {pid}" for pid, program in programs)
 
@@ -76,7 +76,7 @@ def _disks(slots: Collection[_slots.Slot]) -> str:
     for slot in slots:
         disk, problems = _slots.disk(slot)
         if disk is None:
-            raise problems[0]  # not there or another one: nothing is known about its users
+            raise problems[0]  # absent or a different device: nothing is known about its users
         users += [f"{disk.disk_identity}: {problem.found}" for problem in problems]
     return "; ".join(users)
 

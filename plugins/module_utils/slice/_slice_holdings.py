@@ -1,6 +1,6 @@
-"""Holdings of a host: everything of slices on it, whatever its owner, without a verdict.
+"""Holdings of a host: all objects of slices on it, of every owner, without a verdict.
 
-Each part is looked at by itself; a look that fails makes its part *unknown*, never *empty*.
+Each part is read independently; a failed read makes its part *unknown*, never *empty*.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
 
 Rows = list[dict[str, Any]]
 
-# The part in which each kind of trace is listed.
+# The part that lists each kind of trace.
 PARTS = {
     "domain": "domains",
     "qemu_process": "processes",
@@ -36,9 +36,10 @@ PARTS = {
 
 
 def look(slots: Collection[_slots.Slot], bridge: str) -> dict[str, Any]:
-    """By part: `{known, detail, found}`. slots: approved bundles, whose devices are looked at.
+    """By part: `{known, detail, found}`. slots: approved bundles, whose devices are checked.
 
-    Connections are no part: any program of the host that addresses an idle slot's guest makes one.
+    Connections are not included, because any host program that contacts an idle slot's guest
+    creates one.
     """
     kinds = _traces.looks(bridge)
     parts: dict[str, Callable[[], Rows]] = {
@@ -92,9 +93,9 @@ def _addresses() -> Rows:
 
 
 def _devices(slots: Collection[_slots.Slot]) -> Rows:
-    """What speaks against giving a slot's devices to a guest.
+    """Reasons against giving a slot's devices to a guest.
 
-    Their use by a slice does not: the domains and processes say which slice it is.
+    Use by a slice is no reason here: the domains and processes already identify the slice.
     """
     own = list(_libvirt.processes(_object_names.PREFIX))
     rows: Rows = []

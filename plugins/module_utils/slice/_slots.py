@@ -1,6 +1,6 @@
 """Slot bundle compared with this host: parts that are missing, in use or unfit.
 
-Every finding is a refusal, never a warning, and a look that fails is a finding too.
+Every finding is a refusal, never a warning. A failed read is a finding too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NEEDED = ("slot_id", "fence", "gpu_pci_address", "nvme_device", "nvme_serial")
 
 
 def checked(slots: Collection[Slot], *, needed: Collection[str] = _NEEDED) -> list[Slot]:
-    """The slots as given, the boot slot first; refused when a bundle is not complete."""
+    """The given slots, the boot slot first; refused when a bundle is incomplete."""
     for slot in slots:
         missing = [key for key in needed if slot.get(key) in (None, "")]
         if missing:
@@ -31,7 +31,7 @@ def checked(slots: Collection[Slot], *, needed: Collection[str] = _NEEDED) -> li
                 found=f"slot {slot.get('slot_id', '?')} without {', '.join(missing)}",
                 remedy="approve the slot with a complete bundle",
             )
-    # The order is the reconciler's: image, reservation and readiness go by the first one too.
+    # The order is the reconciler's: image, reservation and readiness use the first slot too.
     return list(slots)
 
 
@@ -42,7 +42,7 @@ def addresses(slot: Slot) -> list[str]:
 
 
 def passthrough(functions: Collection[str], *, own_pids: Collection[int] = ()) -> list[Refusal]:
-    """Why PCI functions could not be given to a guest now; [] when they can.
+    """Reasons why PCI functions cannot be given to a guest now; [] when they can.
 
     own_pids: the QEMU of the allocation that already has them, whose use is no obstacle.
     """
@@ -77,10 +77,10 @@ def _function(
 
 
 def _vfio_holders() -> dict[str, set[int]]:
-    """Processes that have an IOMMU group open, by group, whether libvirt knows them or not."""
+    """Processes with an open IOMMU group, by group, including those that libvirt does not know."""
     found: dict[str, set[int]] = {}
     for process in _host.path("/proc").glob("[0-9]*"):
-        # A process may end, and a file of it be closed, while we look.
+        # A process may end, or close a file, during the scan.
         with contextlib.suppress(OSError):
             for descriptor in (process / "fd").iterdir():
                 target = _target(descriptor)
@@ -97,7 +97,7 @@ def _target(link: Path) -> str:
 
 
 def disk(slot: Slot, *, own_pids: Collection[int] = ()) -> tuple[_block.Disk | None, list[Refusal]]:
-    """The slot's disk by its own word, and why it cannot be used.
+    """The slot's disk as the device identifies itself, and reasons against its use.
 
     own_pids: the QEMU of the allocation that already holds the slot, whose use is no obstacle.
     """
@@ -112,7 +112,7 @@ def disk(slot: Slot, *, own_pids: Collection[int] = ()) -> tuple[_block.Disk | N
 
 
 def ledger(slot: Slot, allocation_id: str) -> list[Refusal]:
-    """What the host's own ledger says against this claim; the same as `_ledger.hold` would."""
+    """The host ledger's reasons against this claim; the same as those of `_ledger.hold`."""
     try:
         entry = _ledger.check(str(slot["slot_id"]), int(slot["fence"]))
     except Refusal as refusal:
@@ -133,9 +133,9 @@ def ledger(slot: Slot, allocation_id: str) -> list[Refusal]:
 
 
 def unproven(slot: Slot, found: _block.Disk) -> list[Refusal]:
-    """Why the slot's disk does not count as wiped (I5)."""
+    """Reasons why the slot's disk does not count as wiped (I5)."""
     entry = _ledger.load(str(slot["slot_id"]))
-    # A dirty slot is the ledger's finding: the claim's own, or refused as `disk_dirty`.
+    # The ledger check covers a dirty slot: it belongs to this claim, or is refused as `disk_dirty`.
     if entry.dirty or _proof.standing(found.disk_identity) is not None:
         return []
     return [
@@ -150,7 +150,7 @@ def unproven(slot: Slot, found: _block.Disk) -> list[Refusal]:
 
 
 def other_domains(own: str) -> dict[str, _domain.Description]:
-    """What every other domain of this host, running or not, is made of."""
+    """Definition of every other domain of this host, running or not."""
     names = (name for name in _libvirt.states() if name != own)
     return {name: _domain.parse(_libvirt.definition(name)) for name in names}
 

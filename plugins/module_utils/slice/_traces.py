@@ -1,11 +1,11 @@
-"""Traces of slices on a host: every object that carries the name of an allocation, by kind.
+"""Traces of slices on a host: every object with an allocation id in its name, by kind.
 
-One table with three readers: slice_absence takes the traces of one allocation, slice_holdings takes
-all, and slice_remnants expects none. Objects are found by name and place, so a trace that no record
-knows is found too. A look that fails raises, because it proves nothing.
+The table has three readers: slice_absence selects the traces of one allocation, slice_holdings
+lists all, and slice_remnants expects none. Objects are found by name and place, so a trace without
+a record is found too. A failed read raises, because it proves nothing.
 
 Not in the table: DHCP leases and connections, which belong to an address, and the entries of the
-ledger, which outlive every allocation. The readers judge these by rules of their own.
+ledger, which outlive every allocation. The readers have their own rules for these.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ _LEAST_DIGITS = 12
 
 @dataclass(frozen=True)
 class Trace:
-    """One object of a slice.
+    """An object of a slice.
 
-    owner: the allocation id, or its first hexadecimal digits where the name has room for no more;
-    "" when the name does not say. text: the object in a message. row: its entry in slice_holdings.
+    owner: the allocation id, or its first hexadecimal digits if the name has no room for more; ""
+    when the name does not contain it. text: the object in a message. row: its entry in
+    slice_holdings.
     """
 
     owner: str
@@ -48,7 +49,7 @@ Look = Callable[[], list[Trace]]
 
 
 def looks(bridge: str) -> dict[str, Look]:
-    """One look for each kind. bridge: the Open vSwitch bridge whose flows are read."""
+    """A reader for each kind of trace. bridge: the Open vSwitch bridge whose flows are read."""
     return {
         "domain": lambda: list(_domains()),
         "qemu_process": lambda: list(_processes()),
@@ -63,7 +64,9 @@ def looks(bridge: str) -> dict[str, Look]:
 
 
 def _domains() -> Iterator[Trace]:
-    """Every domain, also a stranger's: it may have been given the devices of a slot."""
+    """Every domain, including foreign domains, because they may have been given the devices of a
+    slot.
+    """
     for name, state in sorted(_libvirt.states().items()):
         owner = _object_names.owner(name)
         row = {"name": name, "state": state.name, "active": state.active}
@@ -71,7 +74,7 @@ def _domains() -> Iterator[Trace]:
 
 
 def _processes() -> Iterator[Trace]:
-    """Every QEMU of a slice, also one that libvirt has lost."""
+    """Every QEMU of a slice, including those that libvirt has lost."""
     for pid, program in sorted(_libvirt.processes(_object_names.PREFIX).items()):
         owner = _object_names.owner(_host.read(f"/proc/{pid}/cmdline") or "")
         yield Trace(owner, f"{program} {pid}", {"allocation_id": owner, "pid": pid})
@@ -90,7 +93,7 @@ def _reservations() -> Iterator[Trace]:
 
 
 def _ports() -> Iterator[Trace]:
-    """Ports of any bridge: a slice's port under another one is a trace as well."""
+    """Ports of any bridge, because a slice's port on another bridge is a trace as well."""
     for name, number in sorted(_flows.ports().items()):
         owner = _object_names.port_owner(name)
         if owner:

@@ -1,8 +1,9 @@
-"""Baseline of a bare-metal host: digests of what decides about logins and services.
+"""Tenant baseline of a bare-metal host: digests of files and settings for logins and services.
 
-Taken before a tenant comes and again after it left; what differs is named. Small on purpose: it is
-no audit of a host that somebody was root on, but it names what a next tenant would stumble over.
-Digests only, so that no secret of the host is in it.
+Recorded before a tenant comes and compared after the tenant has left; each difference is named. It
+is deliberately small. It is no audit of a host on which a tenant had root access, but it names the
+changes that would affect the next tenant. It contains digests only, so that no secret of the host
+is in it.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command,
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _usage
 from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import _tenant_account
 
-# Sections whose differences can give somebody access, or run something, on the next tenant's
-# machine. The others (packages, kernel modules) follow from honest use as well.
+# Sections whose differences can give access to the next tenant's machine or run a program on it.
+# The others (packages, kernel modules) also change through honest use.
 ACCESS = ("accounts", "groups", "keys", "files", "programs", "listening", "mounts", "homes")
 
-# Files that are read when somebody enters, when the machine boots, or at set times.
+# Files that are read at login, at boot, or at scheduled times.
 _WATCHED = (
     "/etc/sudoers", "/etc/sudoers.d", "/etc/ssh", "/etc/pam.d", "/etc/security",
     "/etc/nsswitch.conf", "/etc/ld.so.preload", "/etc/ld.so.conf.d", "/etc/environment",
@@ -33,13 +34,13 @@ _WATCHED = (
     "/etc/apt/sources.list.d", "/etc/apt/apt.conf.d", "/etc/hosts", "/etc/subuid", "/etc/subgid",
     "/root/.bashrc", "/root/.profile", "/root/.bash_profile",
 )  # fmt: skip
-# Renewed before it ends (playbook renew_certificate), also while a tenant is on the machine; nobody
-# believes one that our CA has not signed for this key.
+# Host certificates are renewed before they end (playbook renew_certificate), also while a tenant
+# has the machine. A certificate is trusted only if the site's CA has signed it for this key.
 _RENEWED = "-cert.pub"
 _PROGRAMS = ("/usr/local/sbin", "/usr/local/bin", "/usr/local/lib/systemd", "/boot/grub/grub.cfg")
-# Above, ports are taken by whoever asks for any: they come and go by themselves.
+# Higher ports are ephemeral: they appear and disappear in normal operation.
 _LAST_FIXED_PORT = 32_767
-# A file that is larger is told by its size and time: these are configuration, not data.
+# A larger file is identified by size and time, because these files are configuration, not data.
 _LARGEST = 4 << 20
 _LISTEN = "0A"
 _OWN = {"proc", "sysfs", "cgroup2", "devpts", "mqueue", "securityfs", "debugfs", "tracefs"}
@@ -48,7 +49,7 @@ _OWN |= {"efivarfs", "rpc_pipefs", "binfmt_misc", "ramfs", "squashfs", "overlay"
 
 
 def take() -> dict[str, dict[str, str]]:
-    """The sections by name: what there is, with what tells it from something else."""
+    """The sections by name: entries with a value that distinguishes them."""
     return {
         "accounts": _lines("/etc/passwd", "/etc/shadow"),
         "groups": _lines("/etc/group"),
@@ -66,7 +67,7 @@ def take() -> dict[str, dict[str, str]]:
 def differences(
     before: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[str, str]]
 ) -> list[dict[str, Any]]:
-    """What differs, by section and name; access says that it is of a kind that lets somebody in."""
+    """Differences by section and name; access marks those that can let a user in."""
     found = []
     for section in sorted({*before, *now}):
         was, is_now = before.get(section, {}), now.get(section, {})
@@ -85,7 +86,7 @@ def differences(
 
 
 def _lines(*paths: str) -> dict[str, str]:
-    """First field of each line, with a digest of the lines that all files have for it."""
+    """First field of each line, with a digest of that field's lines in all files."""
     texts: dict[str, list[str]] = {}
     for path in paths:
         for line in _text(path):
@@ -94,7 +95,7 @@ def _lines(*paths: str) -> dict[str, str]:
 
 
 def _keys() -> dict[str, str]:
-    """Keys with which somebody may enter, of every account."""
+    """Keys that allow a login, of every account."""
     homes = sorted({user.home for user in _tenant_account.users()})
     return {path: text for home in homes if home != "/" for path, text in _files(f"{home}/.ssh")}
 
@@ -149,5 +150,5 @@ def _text(absolute: str) -> list[str]:
 
 
 def _digest(data: bytes) -> str:
-    # 64 bits tell files apart; the whole document travels through run variables twice.
+    # 64 bits distinguish files; the whole document travels through run variables twice.
     return hashlib.sha256(data).hexdigest()[:16]

@@ -1,8 +1,8 @@
-"""Managed line in a tenant's authorized_keys, in a home that the tenant arranges.
+"""Managed line in a tenant's authorized_keys, in a home that the tenant controls.
 
-Nothing is found by a path below the home: each step goes from a descriptor to the next name and
-follows no link, and what is opened must be the tenant's own. So whatever the tenant puts in the way
-meanwhile, what is read and written here is the tenant's already.
+No file is opened by a path below the home. Each step goes from a descriptor to the next name and
+follows no link, and each opened file must be the tenant's own. The tenant may change the home
+meanwhile; the code still reads and writes only the tenant's own files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import R
 
 FILE = "authorized_keys"
 FOLDER = ".ssh"
-# More than any tenant has keys; a larger file is not read into memory.
+# More than any tenant's keys need; a larger file is not read into memory.
 LARGEST = 1 << 20
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _KEY = re.compile(r"[a-z0-9][a-z0-9@.-]{6,60} AAAA[A-Za-z0-9+/]{20,2000}={0,2}")
@@ -30,7 +30,9 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @dataclass(frozen=True)
 class Found:
-    """content: of the file, b"" when there is none. mode, gid: of the file, None when none is."""
+    """content: of the file, b"" when it does not exist. mode, gid: of the file, None when it does
+    not exist.
+    """
 
     content: bytes = b""
     mode: int | None = None
@@ -38,16 +40,16 @@ class Found:
 
 
 def marker(instance_id: str) -> str:
-    """The comment by which the line of an application's instance is known."""
+    """The comment that identifies the line of an application's instance."""
     if not _UUID.fullmatch(instance_id):
         raise _invalid("instance_id", "a UUID with dashes", instance_id)
     return f"gpuaas-managed:{instance_id}"
 
 
 def line(instance_id: str, public_key: str, expires_at: int) -> bytes:
-    """The key, for commands only, until it ends.
+    """The key, for commands only, until its expiry.
 
-    The end is in the host's own time, which every sshd understands; UTC needs OpenSSH 9.1.
+    The expiry is in the host's own time, which every sshd understands; UTC needs OpenSSH 9.1.
     """
     if not _KEY.fullmatch(public_key):
         raise _invalid("public_key", "type and base64 of a public key", public_key)
@@ -56,12 +58,12 @@ def line(instance_id: str, public_key: str, expires_at: int) -> bytes:
 
 
 def ours(content: bytes, instance_id: str) -> list[bytes]:
-    """The lines with the instance's marker, without their ends."""
+    """The lines with the instance's marker, without their newlines."""
     return [row.rstrip(b"\r\n") for row in _rows(content) if _is_ours(row, instance_id)]
 
 
 def replaced(content: bytes, instance_id: str, wanted: bytes | None) -> bytes:
-    """The content with this line as the instance's only one; all other bytes stay as they are."""
+    """The content with this line as the instance's only line; all other bytes stay unchanged."""
     if ours(content, instance_id) == ([] if wanted is None else [wanted]):
         return content
     kept = b"".join(row for row in _rows(content) if not _is_ours(row, instance_id))
@@ -74,9 +76,9 @@ def replaced(content: bytes, instance_id: str, wanted: bytes | None) -> bytes:
 
 @contextlib.contextmanager
 def folder(home: str, uid: int, *, make_for: int | None = None) -> Iterator[int | None]:
-    """A descriptor of the tenant's ~/.ssh, None when there is none.
+    """A descriptor of the tenant's ~/.ssh, None when it does not exist.
 
-    make_for: make it, when it is missing, for this group.
+    make_for: create a missing directory, for this group.
     """
     with contextlib.ExitStack() as held:
         top = _opened(str(_host.path(home)), home, uid)
@@ -93,10 +95,12 @@ def folder(home: str, uid: int, *, make_for: int | None = None) -> Iterator[int 
 
 
 def read(at: int, home: str, uid: int) -> Found:
-    """The tenant's file below this descriptor; Refusal for anything but a file of the tenant's."""
+    """The tenant's file below this descriptor; Refusal unless it is a regular file of
+    the tenant.
+    """
     where = f"{home}/{FOLDER}/{FILE}"
     try:
-        # A pipe in its place must not keep us waiting for somebody to write into it.
+        # A pipe in its place must not block until a process writes into it.
         descriptor = os.open(FILE, _READ | os.O_NONBLOCK, dir_fd=at)
     except FileNotFoundError:
         return Found()
@@ -114,12 +118,12 @@ def read(at: int, home: str, uid: int) -> Found:
         os.close(descriptor)
     if len(content) > LARGEST:
         raise unsafe(where, f"more than {LARGEST} bytes")
-    # Neither set-id nor sticky bits: what is written is a file of keys.
+    # Neither set-id nor sticky bits, because the file contains only keys.
     return Found(content, stat.S_IMODE(status.st_mode) & 0o777, status.st_gid)
 
 
 def write(at: int, content: bytes, *, uid: int, gid: int, mode: int) -> None:
-    """Put the content in the file's place in one step, as the tenant's."""
+    """Replace the file with the content in one step, with the tenant as owner."""
     name = f".{FILE}.gpuaas-{secrets.token_hex(8)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -156,7 +160,7 @@ def unsafe(where: str, found: str) -> Refusal:
 
 
 def _rows(content: bytes) -> list[bytes]:
-    # Ends of lines as sshd sees them: bytes.splitlines knows others too.
+    # Split lines as sshd does: bytes.splitlines accepts other line ends too.
     return [row for row in re.split(rb"(?<=\n)", content) if row]
 
 
@@ -181,8 +185,8 @@ def _opened(name: str, where: str, uid: int, *, at: int | None = None) -> int | 
 def _made(top: int, home: str, uid: int, gid: int) -> int:
     """A new ~/.ssh for the tenant.
 
-    Between the two calls the tenant may put another folder there: only an empty one that nobody has
-    written in is given away.
+    Between the two calls the tenant may put another folder there. Only an empty folder without
+    other writers changes its owner.
     """
     where = f"{home}/{FOLDER}"
     try:

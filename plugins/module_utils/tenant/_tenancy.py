@@ -1,6 +1,6 @@
-"""Guard of a machine that one tenant holds as a whole against becoming a slice host.
+"""Guard against turning a machine into a slice host while a tenant holds it as a whole.
 
-The reconciler does not ask for that; a person with a shell, AWX or cloud-init may.
+The reconciler never requests that, but a person with a shell, AWX or cloud-init may.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Params = _change.Params
 
 @dataclass(frozen=True)
 class State:
-    """found: of the subject that is guarded. taken: why it must not be touched."""
+    """found: state of the guarded subject. taken: reasons against a change."""
 
     found: Any
     taken: tuple[Refusal, ...]
 
 
 def refusals() -> list[Refusal]:
-    """Why nothing may be taken from under somebody: an allocation has all of this machine."""
+    """Reasons against taking devices from a tenant: an allocation holds the whole machine."""
     return _ledger.machine_taken("")
 
 
@@ -33,8 +33,9 @@ def guarded(
 ) -> _change.Subject:
     """`subject`, refused while a tenant has the whole machine.
 
-    concerns: which calls. Those that take something for slices do, also when nothing is left to do:
-    whoever asked would go on from there. Those that give back do when they would act.
+    concerns: selects the guarded calls. Calls that take devices for slices are guarded even without
+    an open step, because the caller would continue from there. Calls that give devices back are
+    guarded when they would act.
     """
 
     def observe(params: Params) -> State:

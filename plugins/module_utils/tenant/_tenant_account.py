@@ -1,7 +1,7 @@
-"""Account of a bare-metal tenant on this host, and every trace that an account leaves.
+"""Account of a bare-metal tenant on this host, and every trace of that account.
 
-Traces are looked for by the uid, which is ours to give: a tenant who is root may have renamed the
-account, but the kernel knows processes and files by number.
+Traces are searched by the uid, which the platform assigns. A tenant with root access may have
+renamed the account, but the kernel identifies processes and files by number.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import R
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _usage
 
 SUDOERS = "/etc/sudoers.d/90-gpuaas-tenant"
-# Where anybody may leave files.
+# Folders in which every user may create files.
 SHARED = tuple(f"/{name}" for name in ("tmp", "var/tmp", "dev/shm", "run/lock", "var/mail"))
 _SCHEDULES = ("/var/spool/cron/crontabs", "/var/spool/cron/atjobs")
-# systemd removes the control group after it has answered; longer, and it does not.
+# systemd removes the control group after its answer; after this time it will not.
 _SLICE_S = 15
 _NAME = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
 
 
 @dataclass(frozen=True)
 class User:
-    """One line of passwd."""
+    """A line of passwd."""
 
     name: str
     uid: int
@@ -43,7 +43,7 @@ class User:
 
 @dataclass(frozen=True)
 class Traces:
-    """What is there of a tenant; all empty when nothing is."""
+    """Traces of a tenant; all empty without a trace."""
 
     accounts: tuple[str, ...] = ()
     sudoers: bool = False
@@ -56,7 +56,7 @@ class Traces:
     files: tuple[str, ...] = ()
 
     def checks(self) -> dict[str, dict[str, object]]:
-        """One entry for each trace, as slice_absence shows them."""
+        """An entry for each trace, in the form of slice_absence."""
         found: dict[str, str] = {
             "account": ", ".join(self.accounts),
             "sudoers": SUDOERS if self.sudoers else "",
@@ -74,7 +74,7 @@ class Traces:
 
 
 def users() -> list[User]:
-    """Every account of passwd, in order; lines that are none are left out."""
+    """Every account of passwd, in order; malformed lines are skipped."""
     found = []
     for line in (_host.kept("/etc/passwd") or "").splitlines():
         fields = line.split(":")
@@ -85,7 +85,7 @@ def users() -> list[User]:
 
 
 def home_of(name: str) -> str:
-    """The home that an account of ours has; refused for what could lead elsewhere."""
+    """The home of a tenant account; refused for names that could lead elsewhere."""
     if not _NAME.fullmatch(name) or name == "root":
         raise Refusal(
             "username_invalid",
@@ -97,7 +97,9 @@ def home_of(name: str) -> str:
 
 
 def taken(name: str, uid: int) -> list[Refusal]:
-    """Why the account cannot be the tenant's: somebody else has its name, number or home."""
+    """Reasons why the account cannot be the tenant's: another account has its name,
+    number or home.
+    """
     found = [
         f"{user.name} has uid {user.uid}"
         for user in users()
@@ -118,7 +120,7 @@ def taken(name: str, uid: int) -> list[Refusal]:
 
 
 def traces(name: str, uid: int) -> Traces:
-    """Look for everything of the tenant."""
+    """Search all traces of the tenant."""
     home = home_of(name)
     accounts = tuple(user.name for user in users() if user.uid == uid)
     return Traces(
@@ -129,19 +131,21 @@ def traces(name: str, uid: int) -> Traces:
         lingering=_host.path(f"/var/lib/systemd/linger/{name}").exists(),
         schedules=tuple(path for folder in _SCHEDULES for path in _owned(folder, uid)),
         mounts=tuple(m.point for m in _usage.mounts() if m.point.startswith(f"{home}/")),
-        # By its owner: a home that was there before belongs to somebody else, and stays.
+        # By its owner: a home that existed before belongs to another user, and stays.
         home=_owns(home, uid),
         files=tuple(path for folder in SHARED for path in _owned(folder, uid)),
     )
 
 
 def slice_alive(uid: int) -> bool:
-    """Whether a session of the uid, or anything started from one, lives (control groups v2)."""
+    """Whether a session of the uid, or a process started from it, is alive (control groups v2)."""
     return _host.path(f"/sys/fs/cgroup/user.slice/user-{uid}.slice").is_dir()
 
 
 def end_sessions(uid: int) -> None:
-    """Stop the slice with all that is in it, also what sudo started, and wait until it is gone."""
+    """Stop the slice with all its processes, including those that sudo started, and wait until it
+    is gone.
+    """
     # 5: systemd does not know the slice any more.
     _command.run(["systemctl", "stop", f"user-{uid}.slice"], ok=(0, 5), timeout=150)
     end = time.monotonic() + _SLICE_S
@@ -150,9 +154,9 @@ def end_sessions(uid: int) -> None:
 
 
 def processes(uid: int) -> list[int]:
-    """Processes that have this uid, and those that somebody started who had logged in with it.
+    """Processes with this uid, and processes of users who had logged in with it.
 
-    The kernel hands the login uid down, also through sudo, and lets nobody change it.
+    Child processes inherit the login uid, also through sudo, and cannot change it.
     """
     found = []
     for process in _host.path("/proc").glob("[0-9]*"):
@@ -163,10 +167,10 @@ def processes(uid: int) -> list[int]:
 
 
 def end_processes(uid: int, *, grace: float) -> list[int]:
-    """Ask every process of the uid to end, then end it; returns those that were there.
+    """Ask every process of the uid to end, then kill it; returns the processes that existed.
 
-    grace: seconds. Through descriptors of the processes, and only after the uid was read under
-    them: a number that the kernel gave to somebody else meanwhile is never signalled.
+    grace: seconds. Signals go through process descriptors, and only after the uid was read under
+    them. A process id that the kernel has reused meanwhile is therefore never signalled.
     """
     ended: set[int] = set()
     end = time.monotonic() + grace
@@ -188,7 +192,7 @@ def end_processes(uid: int, *, grace: float) -> list[int]:
 
 
 def remove_home(name: str) -> None:
-    """Remove what is left of the home; refused while something is mounted in it."""
+    """Remove the rest of the home; refused while it contains a mount."""
     home = home_of(name)
     mounted = [
         m.point for m in _usage.mounts() if m.point == home or m.point.startswith(f"{home}/")
@@ -208,13 +212,13 @@ def remove_home(name: str) -> None:
 
 
 def remove_files(uid: int) -> int:
-    """Remove what the uid owns in shared folders; folders only when nothing else is in them."""
+    """Remove the uid's files in shared folders; folders only when they contain nothing else."""
     removed = 0
     for folder in SHARED:
         root = _host.path(folder)
         if not root.is_dir():
             continue
-        # Relative to descriptors, bottom up: a link put in the way leads nowhere.
+        # Relative to descriptors, bottom up, so that a link placed meanwhile leads nowhere.
         for _top, folders, files, at in os.fwalk(root, topdown=False, follow_symlinks=False):
             for name in (*files, *folders):
                 with contextlib.suppress(FileNotFoundError):
@@ -226,7 +230,7 @@ def remove_files(uid: int) -> int:
 
 
 def unmount_home(name: str) -> None:
-    """Everything below the home, the last one mounted first."""
+    """Unmount everything below the home, the last mount first."""
     home = home_of(name)
     for mount in reversed([m for m in _usage.mounts() if m.point.startswith(f"{home}/")]):
         _command.run(["umount", "--", mount.place])
@@ -236,7 +240,7 @@ def _unlink(name: str, at: int, folder: bool) -> None:
     if not folder:
         os.unlink(name, dir_fd=at)
         return
-    # Not empty: somebody else's file is in it, which is for the look afterwards to name.
+    # Not empty: it contains another user's file, which the check afterwards names.
     with contextlib.suppress(OSError):
         os.rmdir(name, dir_fd=at)
 
@@ -254,11 +258,11 @@ def _signal(pid: int, uid: int, number: signal.Signals) -> None:
 
 
 def _uids(process: Path) -> set[int]:
-    """Real, effective, saved, filesystem and login uid; none of a process that is dead."""
+    """Real, effective, saved, filesystem and login uid; empty for a dead process."""
     found: set[int] = set()
     for line in (process / "status").read_text(errors="replace").splitlines():
         if line.startswith("State:") and "\tZ" in line:
-            return set()  # Its parent only has not asked yet.
+            return set()  # a zombie: only its parent has not collected it yet
         if line.startswith("Uid:"):
             found = {int(number) for number in line.split()[1:]}
     # A kernel without audit has no such file.

@@ -1,8 +1,8 @@
 """Whole machine of one tenant: its entries in the host's ledger.
 
-The ledger has one entry for the machine and one for each disk that the tenant gets, all under the
-fence of the node's claim. The machine's entry is marked dirty last, when everything is ready: from
-then on a tenant may be there, and no later run of the same provision may wipe anything.
+The ledger has an entry for the machine and an entry for each of the tenant's disks, all under the
+fence of the node's claim. The machine's entry is marked dirty last, when everything is ready. From
+then on a tenant may use the machine, and no later run of the same provision may wipe a disk.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ Disk = Mapping[str, Any]
 
 
 def slot_of(disk: Disk) -> str:
-    """The ledger's name for a tenant's disk; refused when it is not named by its identity."""
+    """The ledger's name for a tenant's disk; refused unless the name contains the
+    disk's identity.
+    """
     slot_id = str(disk.get("slot_id") or "")
     identifier = disk_identity(str(disk.get("nvme_eui") or "")).removeprefix("eui.")
     if not identifier or slot_id != f"disk-{identifier}":
@@ -40,9 +42,10 @@ def entries(disks: Iterable[Disk]) -> dict[str, _ledger.Entry]:
 
 
 def slice_mode() -> list[Refusal]:
-    """Why this host takes no bare-metal tenant; [] when it is an ordinary machine.
+    """Reasons why this host accepts no bare-metal tenant; [] when it is an ordinary machine.
 
-    A file that cannot be read says that somebody meant this to be a slice host.
+    An unreadable file counts as slice mode, because it shows that this was meant to be a slice
+    host.
     """
     try:
         found = _host.document(
@@ -66,7 +69,7 @@ def slice_mode() -> list[Refusal]:
 
 
 def stale(fence: int, held: Mapping[str, _ledger.Entry]) -> list[Refusal]:
-    """A fence lower than the highest seen for the machine or one of its disks."""
+    """The refusal of a fence lower than the highest seen for the machine or one of its disks."""
     found = []
     for name, entry in held.items():
         if fence < entry.fence:
@@ -78,13 +81,13 @@ def stale(fence: int, held: Mapping[str, _ledger.Entry]) -> list[Refusal]:
 
 
 def alive(disks: Iterable[Disk]) -> list[Refusal]:
-    """Disks that were given up as dead, and are there: they are to be wiped like all others."""
+    """Disks that were written off as dead but are present; they must be wiped like all others."""
     found = []
     for disk in disks:
         try:
             _block.of_slot(disk)
         except Refusal as refusal:
-            # Whatever else answers under that name may be this disk after all.
+            # Another device that answers under that name may still be this disk.
             if refusal.code == "device_not_found":
                 continue
         found.append(
@@ -99,7 +102,7 @@ def alive(disks: Iterable[Disk]) -> list[Refusal]:
 
 
 def unfit(disks: Iterable[Disk], allocation_id: str) -> list[Refusal]:
-    """What of this host speaks against giving it away: slots, another tenant, disks in use."""
+    """The host's reasons against giving it away: slots, another tenant, disks in use."""
     found = _ledger.others_leased(allocation_id)
     for disk in disks:
         try:
@@ -111,14 +114,14 @@ def unfit(disks: Iterable[Disk], allocation_id: str) -> list[Refusal]:
         left = _left(there, allocation_id, slot_of(disk))
         found += [*_block.refusals(there, used), *left]
         own = _ledger.load(slot_of(disk))
-        # An interrupted wipe of this allocation: what is on the disk came after it was taken.
+        # An interrupted wipe of this allocation: the disk's content is newer than its hold.
         if not left and not (own.dirty and own.allocation_id == allocation_id):
             found += [*_written(there, used), *_unproven(there)]
     return found
 
 
 def remade(disks: Iterable[Disk]) -> list[Refusal]:
-    """What was made of clean disks, or is done with them, since they were looked at and wiped."""
+    """Changes to and uses of clean disks since they were checked and wiped."""
     found = []
     for disk in disks:
         # Marked by an earlier run that was about to give the machine away.
@@ -135,7 +138,7 @@ def remade(disks: Iterable[Disk]) -> list[Refusal]:
 
 
 def _written(disk: _block.Disk, used: _block.Usage) -> list[Refusal]:
-    """Somebody made something of the disk since it was proven raw, and nobody approved its end."""
+    """Content created on the disk after its proof; its loss was not approved."""
     there = [f"partition {name}" for name in used.children]
     there += _block.written(used.filesystems)
     if not there:
@@ -152,7 +155,9 @@ def _written(disk: _block.Disk, used: _block.Usage) -> list[Refusal]:
 
 
 def _unproven(disk: _block.Disk) -> list[Refusal]:
-    """A disk without a signature may be full of data; only its approval by identity says not."""
+    """A disk without a signature may still be full of data; only an approval by identity excludes
+    that.
+    """
     if _proof.standing(disk.disk_identity) is not None:
         return []
     return [
@@ -166,7 +171,7 @@ def _unproven(disk: _block.Disk) -> list[Refusal]:
 
 
 def _left(disk: _block.Disk, allocation_id: str, own: str) -> list[Refusal]:
-    """Another tenant's bytes on the disk, in whatever slot it had it."""
+    """Another tenant's bytes on the disk, under any slot."""
     return [
         Refusal(
             "disk_dirty",

@@ -1,7 +1,7 @@
-"""Slot candidates: GPU, disk and fabric function paired from the discovery document. Pure.
+"""Slot candidates: pairs of GPU, disk and fabric function from the discovery document.
 
-The pairing looks at where devices sit, never at whether they are in use. So it stays the same when
-a share is unmounted, when functions appear, and after a reboot that renames the disks.
+A pure function. Pairing uses the location of devices and ignores their current use. Unmounting a
+share, creating virtual functions or a reboot that renames disks therefore does not change it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import B
 
 Device = Mapping[str, Any]
 
-# A disk with one of these can never be a slot's disk, whatever is done to it.
+# Blockers that exclude a disk from slots for good, whatever is done to it.
 _NEVER = {"os_disk", "excluded_model", "identity_missing", "by_id_missing", "duplicate_identity"}
-# Nor a function with this one a slot's function: its card is none of the profile's fabric.
+# Blocker that excludes a function, because its card is not part of the profile's fabric.
 WRONG_LINK = "wrong_link"
 
 
@@ -28,7 +28,7 @@ def candidates(
     network: Mapping[str, Any],
     machine_id: str,
 ) -> list[dict[str, Any]]:
-    """One suggested bundle per GPU, in the order of PCI addresses.
+    """A suggested bundle per GPU, in the order of PCI addresses.
 
     network: the profile's. A GPU without a partner gives an incomplete candidate.
     """
@@ -48,8 +48,8 @@ def candidates(
 def suggestions(count: int, network: Mapping[str, Any], machine_id: str) -> list[dict[str, Any]]:
     """MAC, private address and port name per slot index; advisory until approved.
 
-    A prefix shorter than five octets is filled from the machine id, so that two hosts that share
-    a layer 2 network suggest different MACs.
+    A prefix shorter than five octets is completed from the machine id. Two hosts in the same layer
+    2 network then suggest different MACs.
     """
     subnet = ipaddress.ip_network(network["subnet"])
     own = ipaddress.ip_interface(network["address"]).ip
@@ -59,7 +59,8 @@ def suggestions(count: int, network: Mapping[str, Any], machine_id: str) -> list
     found: list[dict[str, Any]] = []
     for index in range(count):
         number = int(network["first_host"]) + index
-        # The subnet ends with parity's guest and the broadcast; the octet of the MAC ends at 255.
+        # The subnet ends with the address of parity's probe guest and the broadcast address. The
+        # last octet of the MAC ends at 255.
         fits = number < min(subnet.num_addresses - 2, 256) and subnet[number] != own
         found.append(
             {
@@ -73,7 +74,9 @@ def suggestions(count: int, network: Mapping[str, Any], machine_id: str) -> list
 
 
 def _pair(gpus: Sequence[Device], others: Sequence[Device]) -> dict[int, Device]:
-    """GPU index to partner: first the same NUMA node for all, then what is left, nearest first."""
+    """GPU index to partner: first within the same NUMA node, then the remaining devices, nearest
+    first.
+    """
     left = list(others)
     partners: dict[int, Device] = {}
     for local in (True, False):
@@ -81,7 +84,7 @@ def _pair(gpus: Sequence[Device], others: Sequence[Device]) -> dict[int, Device]
             choice = [other for other in left if not local or _same_node(gpu, other)]
             if index in partners or not choice:
                 continue
-            # min keeps the first of equals, and `others` comes sorted: the choice is deterministic.
+            # min keeps the first of equals and `others` is sorted, so the choice is deterministic.
             best = min(choice, key=lambda other: -_shared(gpu, other))
             partners[index] = best
             left.remove(best)
@@ -93,7 +96,7 @@ def _same_node(one: Device, other: Device) -> bool:
 
 
 def _shared(one: Device, other: Device) -> int:
-    """How many bridges the two have in common, counted from the root complex."""
+    """Number of bridges that the two devices share, counted from the root complex."""
     count = 0
     for left, right in zip(one["pci_path"], other["pci_path"], strict=False):
         if left != right:

@@ -1,4 +1,4 @@
-"""Resources of the host for slices: processors, memory, and the state of bootstrap."""
+"""Host resources for slices: processors, memory, and the state of bootstrap."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ NODES = "/sys/devices/system/node"
 
 @dataclass(frozen=True)
 class Kernel:
-    """arguments: what the profile asks of this machine, and whether the running kernel has it."""
+    """State of the kernel arguments: the profile's for this machine, and whether they
+    are running.
+    """
 
     arguments: Mapping[str, bool]
     missing_modules: tuple[str, ...]
@@ -36,11 +38,11 @@ def mode() -> str:
 
 
 def boot_params(profile: Mapping[str, Any], intent: str = "slice") -> dict[str, Any]:
-    """What the profile asks of the boot, as the module kernel_arguments is asked."""
+    """The profile's boot settings as parameters of the module kernel_arguments."""
     slices = intent == "slice"
     return {
         "arguments": profile["kernel_arguments"],
-        # An ordinary machine has no record, and one that is left is a remnant.
+        # A bare-metal machine has no record; a record that is left is a remnant.
         "tuning": _host_tuning.requested_profiles(profile)
         if slices
         else profile.get("tuning") or [],
@@ -51,7 +53,7 @@ def boot_params(profile: Mapping[str, Any], intent: str = "slice") -> dict[str, 
 
 
 def kernel(params: Mapping[str, Any], found: _kernel_arguments.State) -> Kernel:
-    """How the kernel was started, against what is asked for."""
+    """The running kernel's arguments, compared with the requested arguments."""
     lacking = set(_kernel_arguments.lacking(found.arguments, found.running))
     return Kernel(
         arguments={word: word not in lacking for word in found.arguments},
@@ -64,8 +66,10 @@ def kernel(params: Mapping[str, Any], found: _kernel_arguments.State) -> Kernel:
 
 
 def resources(profile: Mapping[str, Any]) -> dict[str, Any]:
-    """The `host` part of the discovery document. tuning: profiles that are wholly in force, also
-    those that were opted in to on this host."""
+    """The `host` part of the discovery document.
+
+    tuning: profiles that are completely in force, including those opted in to on this host.
+    """
     return {
         "tuning": [name for name, left in _host_tuning.problems(profile).items() if not left],
         "kernel": _host.read("/proc/sys/kernel/osrelease") or "",
@@ -130,7 +134,7 @@ def _node(path: str) -> dict[str, Any]:
 
 
 def _count(cpulist: str | None) -> int:
-    """How many processors `0-3,8` names."""
+    """Number of processors in a list such as `0-3,8`."""
     total = 0
     for part in (cpulist or "").split(","):
         first, _sep, last = part.partition("-")
@@ -141,7 +145,7 @@ def _count(cpulist: str | None) -> int:
 def _mib(meminfo: str | None, name: str) -> int:
     for row in (meminfo or "").splitlines():
         words = row.replace(":", " ").split()
-        # A node's own table begins with `Node 0`; the value is the word before the unit.
+        # Rows of a node's own table begin with `Node 0`; the value stands before the unit.
         if name in words and words[-1] == "kB":
             return int(words[-2]) // 1024
     return 0

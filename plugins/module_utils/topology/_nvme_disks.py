@@ -1,6 +1,6 @@
 """NVMe disks in the discovery document, each with its blockers.
 
-Kernel names and mounts are told, but identity is what counts: names move between boots.
+Kernel names and mounts are reported, but identity decides, because names change between boots.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.topology import _pci_
 
 
 def disks(exclude_models: Sequence[str]) -> list[dict[str, Any]]:
-    """Every whole NVMe namespace, by identity; those that cannot say who they are come first."""
+    """Every whole NVMe namespace, by identity; namespaces that cannot identify themselves come
+    first.
+    """
     known = _block.disks()
     names = _aliases()
     usages = _usages(known)
@@ -39,7 +41,7 @@ def disks(exclude_models: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _usages(known: Sequence[_block.Disk]) -> dict[str, _block.Usage]:
-    """The use of every disk with one look at the host; a disk that cannot be read is left out."""
+    """The use of every disk from one scan of the host; a disk that cannot be read is omitted."""
     try:
         return _block.usages(known)
     except OSError:
@@ -88,7 +90,7 @@ def _use(usage: _block.Usage, names: Mapping[str, list[str]]) -> dict[str, Any]:
 
 
 def use_blockers(usage: _block.Usage) -> list[Blocker]:
-    """Why the disk's present use forbids giving it to a slot."""
+    """Blockers from the disk's current use."""
     found = []
     if usage.os_disk:
         found.append(blocker("os_disk", "the operating system runs from it"))
@@ -108,7 +110,7 @@ def use_blockers(usage: _block.Usage) -> list[Blocker]:
     written: dict[str, list[str]] = {}
     for name, kind in usage.filesystems.items():
         code = "partitions_present" if kind in _signature.TABLES else "unexpected_filesystem"
-        # A member that is not assembled has no holder; what is written on it says what it is.
+        # An unassembled member has no holder, so the signature on the disk identifies it.
         found_as = _signature.MEMBERS.get(kind, code)
         written.setdefault(found_as, []).append(f"{kind} on {name}")
     if usage.children and "partitions_present" not in written:
@@ -132,9 +134,10 @@ def _excluded(disk: _block.Disk, exclude: Sequence[str]) -> list[Blocker]:
 
 
 def _nameless(name: str, names: Mapping[str, list[str]], exclude: Sequence[str]) -> dict[str, Any]:
-    """A namespace that did not identify itself: shown, so that nobody misses it; never usable.
+    """A namespace that did not identify itself: listed so that it is visible, but never usable.
 
-    Its model is the kernel's word. That can only exclude it: without an identity it is no slot's.
+    Its model comes from the kernel. The model can only exclude it, because a disk without an
+    identity cannot be a slot's disk.
     """
     folder = f"/sys/class/block/{name}"
     why = _disk.why_unknown(name)
@@ -178,7 +181,7 @@ def _namespaces() -> list[str]:
 
 
 def _aliases() -> dict[str, list[str]]:
-    """Every path under /dev that leads to a disk or partition, by its kernel name."""
+    """All paths under /dev that lead to a disk or partition, by its kernel name."""
     found: dict[str, list[str]] = {}
     for entry in sorted(_host.path("/dev").glob("nvme*")):
         found[entry.name] = [f"/dev/{entry.name}"]

@@ -14,16 +14,16 @@ _STEP = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}|[0-9a-f]{4,8}:[0-9a-f]{2}:[01]
 
 
 def gpus(devices: Sequence[_pci.Device], ids: Sequence[str]) -> list[dict[str, Any]]:
-    """Every function whose `vendor:device` the profile counts as a GPU."""
+    """Every function whose `vendor:device` is a GPU in the profile."""
     found = [device for device in devices if device.id in ids]
     return [_gpu(device, devices, found) for device in found]
 
 
 def fabric(devices: Sequence[_pci.Device], ids: Sequence[str], link: str) -> list[dict[str, Any]]:
-    """The physical functions whose ids the profile names, each with its virtual functions.
+    """Physical functions with the profile's device ids, each with its virtual functions.
 
-    One that does not speak the fabric's link is shown with the blocker `wrong_link`, as are its
-    virtual functions: a vendor gives the same id to InfiniBand and to Ethernet ports.
+    A function whose link is not the fabric's gets the blocker `wrong_link`, as do its virtual
+    functions, because vendors use the same id for InfiniBand and Ethernet ports.
     """
     rdma = _rdma_names()
     found = [_physical(device, devices, rdma) for device in devices if device.id in ids]
@@ -40,15 +40,16 @@ def is_of_fabric(card: Mapping[str, Any]) -> bool:
 
 
 def path(address: str) -> list[str]:
-    """The bridges above a function, from the root complex down: how near two devices are."""
+    """The bridges above a function, from the root complex down; shows how close two devices are."""
     real = _host.path(f"{_pci.DEVICES}/{address}").resolve()
     return [part for part in real.parent.parts if _STEP.fullmatch(part)]
 
 
 def group_blockers(device: _pci.Device, devices: Sequence[_pci.Device]) -> list[Blocker]:
-    """Why the function's IOMMU group cannot go to one guest.
+    """Reasons why the function's IOMMU group cannot go to one guest.
 
-    Its own driver is no reason: binding replaces it. A live neighbour is one.
+    The function's own driver is no blocker, because binding replaces it. An active neighbour blocks
+    it.
     """
     if device.iommu_group is None:
         return [blocker("iommu_group_missing", f"{device.address} is in no IOMMU group")]
@@ -75,13 +76,13 @@ def _gpu(
     device: _pci.Device, devices: Sequence[_pci.Device], gpus: Sequence[_pci.Device]
 ) -> dict[str, Any]:
     blockers = group_blockers(device, devices)
-    # Driven by nobody it looks free, and would go to the same guest all the same.
+    # A GPU without a driver looks free, and would still go to the same guest.
     blockers += [
         blocker("group_shared", f"GPU {other.address} shares IOMMU group {other.iommu_group}")
         for other in _members(device, gpus)
         if other.address != device.address
     ]
-    # The console of the host runs on it; the firmware's framebuffer holds its memory.
+    # The host's console runs on it, and the firmware's framebuffer holds its memory.
     if _host.read(f"{_pci.DEVICES}/{device.address}/boot_vga") == "1":
         blockers.append(blocker("boot_vga", f"{device.address} is the host's own display"))
     return {**_common(device), "class": device.class_code, **_place(device, devices, blockers)}

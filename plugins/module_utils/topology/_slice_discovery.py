@@ -1,7 +1,7 @@
-"""Discovery document: parts of this host that could become slots, and their blockers.
+"""Discovery document: devices of this host that could become slots, and their blockers.
 
-Works on a host that was never bootstrapped, where it simply reports more blockers. Nothing in it is
-schedulable: it suggests, a person approves.
+It also works on a host that was never bootstrapped, with more blockers. The scheduler uses nothing
+of it until a person approves the suggested slots.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SCHEMA = 1
 
 
 def discover(profile: Mapping[str, Any]) -> dict[str, Any]:
-    """Look at the host once. profile: the hardware profile, which says what counts as what."""
+    """Scan the host once. profile: the hardware profile, which classifies the devices."""
     identity = _host.identity()
     devices = _pci.devices()
     params = _host_resources.boot_params(profile)
@@ -59,7 +59,7 @@ def discover(profile: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def summary(document: Mapping[str, Any], expected_gpus: int) -> dict[str, Any]:
-    """Counts, and the codes that concern the whole node; a device's own stay with the device."""
+    """Counts, and the blocker codes of the whole node; a device's blockers stay with the device."""
     codes = {
         found["code"]
         for part in ("bootstrap", "slice_network")
