@@ -26,7 +26,7 @@ class PolicyBody(Reasoned):
     remove_leftovers: StrictFlag = Policy.remove_leftovers
 
 
-class RecoveryCase(Answer):
+class BlockedAllocation(Answer):
     """Blocked slots of one allocation, and the next move of the policy."""
 
     allocation_id: str
@@ -43,7 +43,7 @@ class RecoveryPolicy(Answer):
     per_node: int
     per_hour: int
     remove_leftovers: bool
-    cases: list[RecoveryCase]
+    cases: list[BlockedAllocation]
 
 
 @router.get("")
@@ -72,7 +72,7 @@ def _policy(conn: Connection) -> RecoveryPolicy:
         per_hour=policy.per_hour,
         remove_leftovers=policy.remove_leftovers,
         cases=[
-            RecoveryCase(
+            BlockedAllocation(
                 allocation_id=case.allocation_id,
                 node_id=case.node_id,
                 slot_ids=[slot["id"] for slot in case.slots],

@@ -55,7 +55,7 @@ def test_an_image_is_cached_by_what_people_call_it(gpuaas: Gpuaas, selling: Worl
     for image in ("base", "base:2"):
         run("images", "cache", NODE, image, "--no-wait", "--output", "json")
         assert gpuaas.status == 0, gpuaas.err
-        queue.add(json.loads(gpuaas.out)["id"])
+        tasks.add(json.loads(gpuaas.out)["id"])
     assert len(tasks) == 1
     run("images", "cache", NODE, "base:3", "--no-wait")
     assert (gpuaas.status, "image_not_found" in gpuaas.err) == (1, True)
