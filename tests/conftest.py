@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT / "build" / "collections"))
 
 from ansible_collections.gpuaas.slice.plugins.module_utils import _command, _host
 
-pytest_plugins = ("tests.standin.bmc_fixtures",)
+pytest_plugins = ("tests.coverage", "tests.standin.bmc_fixtures")
 
 # What takes tens of seconds without a lab host: make test runs it, make test-fast does not.
 SLOW = (

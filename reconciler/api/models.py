@@ -34,6 +34,9 @@ Filter = Annotated[str | None, Query(max_length=128, pattern=r"^[A-Za-z0-9][A-Za
 Text = TypeAliasType(
     "Text", Annotated[str, StringConstraints(max_length=200, pattern=_NO_CONTROL_CHARACTERS)]
 )
+RequiredText = Annotated[
+    str, StringConstraints(min_length=1, max_length=200, pattern=_NO_CONTROL_CHARACTERS)
+]
 Reason = TypeAliasType(
     "Reason",
     Annotated[

@@ -24,6 +24,7 @@ from reconciler.api.models import (
     Reason,
     Reasoned,
     Record,
+    RequiredText,
     Switch,
     Text,
     Username,
@@ -50,20 +51,17 @@ NodeId = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
 # Where the tenant of the whole machine connects. Members see it, so it is never derived from
 # `address`. Empty: the machine is not sold as a whole.
-TenantAddress = TypeAliasType(
-    "TenantAddress",
-    Annotated[str, StringConstraints(max_length=253, pattern=r"^([A-Za-z0-9:][A-Za-z0-9.:-]*)?$")],
-)
-TelemetryUrl = TypeAliasType(
-    "TelemetryUrl",
-    Annotated[str, StringConstraints(max_length=500, pattern=r"^(https?://[\x21-\x7e]+)?$")],
-)
+TenantAddress = Annotated[
+    str, StringConstraints(max_length=253, pattern=r"^([A-Za-z0-9:][A-Za-z0-9.:-]*)?$")
+]
+TelemetryUrl = Annotated[
+    str, StringConstraints(max_length=500, pattern=r"^(https?://[\x21-\x7e]+)?$")
+]
 # The host's interface and address on the InfiniBand fabric; they override the profile's. Empty: the
 # profile's.
-FabricInterface = TypeAliasType(
-    "FabricInterface",
-    Annotated[str, StringConstraints(max_length=15, pattern=r"^([a-z][a-z0-9]{0,14})?$")],
-)
+FabricInterface = Annotated[
+    str, StringConstraints(max_length=15, pattern=r"^([a-z][a-z0-9]{0,14})?$")
+]
 _OCTET = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 FabricAddress = TypeAliasType(
     "FabricAddress",
@@ -116,13 +114,7 @@ class NodeChange(Body):
     are.
     """
 
-    name: (
-        Annotated[
-            str,
-            StringConstraints(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$"),
-        ]
-        | None
-    ) = None
+    name: RequiredText | None = None
     address: Address | None = None
     port: Port | None = None
     ssh_user: Username | None = None
@@ -438,21 +430,10 @@ def enrol(node_id: Id, body: EnrolmentBody, request: Request) -> Enrolment:
             valid_until=certificate.valid_before.timestamp(),
         )
         tokens.replace_certificates(conn, node_id, parsed.host_key, act)
-        host.enrolled(
-            conn,
-            node_id,
-            act,
-            machine_id=parsed.machine_id,
-            host_key=parsed.host_key,
-            boot_id=parsed.boot_id,
-        )
-        host.learn_fabric(
-            conn,
-            node_id,
-            act,
-            interface=parsed.fabric_interface,
-            address=parsed.fabric_address,
-        )
+        identity = {"machine_id": parsed.machine_id, "boot_id": parsed.boot_id}
+        host.enrolled(conn, node_id, act, host_key=parsed.host_key, **identity)
+        fabric = {"interface": parsed.fabric_interface, "address": parsed.fabric_address}
+        host.learn_fabric(conn, node_id, act, **fabric)
         return answer
 
     engine = request.app.state.engine

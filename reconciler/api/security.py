@@ -184,7 +184,7 @@ def _require_project(request: Request, project_id: str) -> None:
 
 def _authenticate(request: Request, secret: str) -> Caller | None:
     settings: Settings = request.app.state.settings
-    if settings.oidc_issuer and oidc.looks_like_one(secret):
+    if settings.oidc_issuer and oidc.looks_like_jwt(secret):
         identity = oidc.verifier(provider(settings)).identity(secret)
         return None if identity is None else _caller_of_provider(identity)
     with asking(request.app.state.engine) as conn:

@@ -122,35 +122,32 @@ _PROCESS = CollectorRegistry(auto_describe=True)
 ProcessCollector(registry=_PROCESS)
 _REQUESTS = Histogram(
     "gpuaas_http_request_seconds",
-    "Time until an answer was complete. route is the pattern, never a path that somebody sent.",
+    "Time until an answer was complete. route is the route's pattern, not the requested path.",
     ("method", "route", "status"),
     buckets=(0.005, 0.02, 0.1, 0.5, 2, 10),
     registry=_PROCESS,
 )
-# A client may send any word as its method, and each would become a time series.
+# Methods of HTTP. A client may send any other word, and each would create a time series.
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _ENDED = (TaskState.SUCCEEDED, TaskState.FAILED, TaskState.CANCELED, TaskState.LOST)
 
 
-def exposition(engine: Engine) -> bytes:
-    """The metrics of this process's requests and of the site, as text for Prometheus.
-
-    The site's metrics are read from the database on each request, so every process answers the
-    same.
-    """
-    site = CollectorRegistry(auto_describe=False)
-    with reading(engine) as conn:
-        site.register(_Collected(list(_site_metrics(conn))))
-    return generate_latest(_PROCESS) + generate_latest(site)
-
-
 def _count_request(scope: MutableMapping[str, Any], status: int, seconds: float) -> None:
+    """Count one request of the API."""
     route = getattr(scope.get("route"), "path", "none")
     method = scope["method"] if scope["method"] in _METHODS else "other"
     _REQUESTS.labels(method, route, str(status)).observe(seconds)
 
 
-class _Collected(Collector):
+def exposition(engine: Engine) -> bytes:
+    """All metrics in Prometheus' text format."""
+    site = CollectorRegistry(auto_describe=False)
+    with reading(engine) as conn:
+        site.register(_Metrics(list(_site(conn))))
+    return generate_latest(_PROCESS) + generate_latest(site)
+
+
+class _Metrics(Collector):
     """Metrics that have been read already."""
 
     def __init__(self, metrics: list[Metric]) -> None:
@@ -160,98 +157,102 @@ class _Collected(Collector):
         yield from self._metrics
 
 
-def _site_metrics(conn: Connection) -> Iterator[Metric]:
-    for name, description, columns in (
+def _site(conn: Connection) -> Iterator[Metric]:
+    for name, text, columns in (
         ("gpuaas_tasks", "Tasks by kind and state.", (tasks.c.kind, tasks.c.state)),
         ("gpuaas_nodes", "Nodes by state and mode.", (nodes.c.state, nodes.c.mode)),
         ("gpuaas_allocations", "Allocations by state.", (allocations.c.state,)),
     ):
-        yield _count_rows(conn, name, description, columns)
+        yield _counted(conn, name, text, columns)
     present = slots.c.retired_at.is_(None)
     states = (slots.c.status, slots.c.health_state)
-    yield _count_rows(conn, "gpuaas_slots", "Approved slots by state and health.", states, present)
+    yield _counted(conn, "gpuaas_slots", "Approved slots by state and health.", states, present)
     due = sa.and_(
         tasks.c.state.in_(DUE),
         sa.or_(tasks.c.not_before.is_(None), tasks.c.not_before <= clock.now()),
     )
     yield _gauge(
         "gpuaas_task_wait_seconds",
-        "How long the oldest task that could begin has waited.",
+        "How long the oldest task that is due has waited.",
         _number(conn, sa.select(clock.now() - sa.func.min(tasks.c.created_at)).where(due)),
     )
     live = tasks.c.state.not_in(_ENDED)
     late = sa.and_(live, tasks.c.deadline_at < clock.now())
     yield _gauge(
         "gpuaas_tasks_overdue",
-        "Tasks past their deadline that nothing has ended yet.",
+        "Tasks past their deadline that have not ended yet.",
         _number(conn, sa.select(sa.func.count()).select_from(tasks).where(late)),
     )
     yield _gauge(
         "gpuaas_drift_seconds",
-        "Time since the last drift report of the slice host whose report is the oldest.",
+        "Time since the last drift check of the slice host that has waited longest.",
         drift.overdue_nodes(conn),
     )
     unsent = outbox.c.published_at.is_(None)
     yield _gauge(
         "gpuaas_outbox_pending",
-        "Events that no relay has taken yet.",
+        "Events that have not been relayed yet.",
         _number(conn, sa.select(sa.func.count()).select_from(outbox).where(unsent)),
     )
-    yield from _certificate_metrics(conn)
-    yield from _process_metrics(conn)
+    yield from _certificates(conn)
+    yield from _service(conn)
 
 
-def _certificate_metrics(conn: Connection) -> Iterator[Metric]:
-    ends = certificates.of_living(conn).values()
+def _certificates(conn: Connection) -> Iterator[Metric]:
+    until = certificates.of_living(conn).values()
     now = clock.read(conn)
     family = GaugeMetricFamily(
         "gpuaas_host_certificates",
-        "Hosts by whether their certificate is still valid.",
+        "Hosts by the validity of their certificate.",
         labels=["validity"],
     )
-    expired = sum(end <= now for end in ends)
-    family.add_metric(["valid"], len(ends) - expired)
+    expired = sum(end <= now for end in until)
+    family.add_metric(["valid"], len(until) - expired)
     family.add_metric(["expired"], expired)
     yield family
-    if ends:
+    if until:
         yield _gauge(
             "gpuaas_host_certificate_seconds",
-            "Time until the first host certificate expires; negative after it has expired.",
-            min(ends) - now,
+            "Time until the first host certificate expires; negative after its expiry.",
+            min(until) - now,
         )
 
 
-def _process_metrics(conn: Connection) -> Iterator[Metric]:
-    family = GaugeMetricFamily(
+def _service(conn: Connection) -> Iterator[Metric]:
+    living = GaugeMetricFamily(
         "gpuaas_service_processes", "Living processes of the service by role.", labels=["role"]
     )
-    living = leader.live_roles(conn)
+    counts = leader.live_roles(conn)
     for role in ("api", "worker", "loops"):
-        family.add_metric([role], living.get(role, 0))
-    yield family
-    term = leader.read(conn, leader.LOOPS)
-    yield _gauge("gpuaas_leader", "1 while a leader's term runs.", int(bool(term and term["live"])))
+        living.add_metric([role], counts.get(role, 0))
+    yield living
+    leads = leader.read(conn, leader.LOOPS)
     yield _gauge(
-        "gpuaas_leader_epoch", "Grows with every new leader.", term["epoch"] if term else 0
+        "gpuaas_leader", "1 while a leader's term is valid.", int(bool(leads and leads["live"]))
+    )
+    yield _gauge(
+        "gpuaas_leader_epoch",
+        "Number of the leader's term.",
+        leads["epoch"] if leads else 0,
     )
 
 
-def _count_rows(
+def _counted(
     conn: Connection,
     name: str,
-    description: str,
+    text: str,
     columns: tuple[sa.Column[Any], ...],
     where: sa.ColumnElement[bool] | None = None,
 ) -> Metric:
-    family = GaugeMetricFamily(name, description, labels=[column.name for column in columns])
+    family = GaugeMetricFamily(name, text, labels=[column.name for column in columns])
     query = sa.select(*columns, sa.func.count()).group_by(*columns).order_by(*columns)
     for *labels, count in conn.execute(query if where is None else query.where(where)):
         family.add_metric([str(label) for label in labels], count)
     return family
 
 
-def _gauge(name: str, description: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, description, value=value)
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, text, value=value)
 
 
 def _number(conn: Connection, query: sa.Select[Any]) -> float:

@@ -1,6 +1,7 @@
-"""Modules without files: the text that `bundle` sends is this one, followed by a call of `run`.
+"""Import of modules from memory, on the measured machine.
 
-Runs on the measured machine, so: standard library only, Python 3.8 or newer.
+`bundle` sends this text, followed by a call of `run`. It uses the standard library only and runs on
+Python 3.8 or newer.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 
 class Carried(MetaPathFinder, InspectLoader):
-    """Finds modules in a dictionary from full names to sources; what has children is a package."""
+    """Finder and loader of modules in a dictionary. A module with children is a package."""
 
     def __init__(self, sources: Mapping[str, str]) -> None:
         self._sources = sources
@@ -23,7 +24,7 @@ class Carried(MetaPathFinder, InspectLoader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        del path, target  # names are whole, so the way to them says nothing
+        del path, target  # not needed, because the names are complete
         if fullname not in self._sources:
             return None
         package = self.is_package(fullname)
@@ -36,7 +37,7 @@ class Carried(MetaPathFinder, InspectLoader):
         return self._sources[fullname]
 
 
-def run(sources: Mapping[str, str], module: str, asked: Mapping[str, Any]) -> None:
-    """Call `main` of the carried module and exit with what it returns."""
+def run(sources: Mapping[str, str], module: str, request: Mapping[str, Any]) -> None:
+    """Call `main` of the module and exit with its return value."""
     sys.meta_path.insert(0, Carried(sources))
-    sys.exit(importlib.import_module(module).main(dict(asked)))
+    sys.exit(importlib.import_module(module).main(dict(request)))

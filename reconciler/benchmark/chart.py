@@ -1,7 +1,7 @@
-"""Bar chart of a comparison as SVG: a bar per metric and capture, left or right of the baseline.
+"""Bar chart of a comparison as SVG, with a bar per metric and capture beside the baseline.
 
-Drawn by pygal, which would load a script from its project's site. The chart is for pages and
-viewers that load nothing, so it goes out without any script; tooltips are titles of SVG instead.
+pygal draws it, with a script from its project's site for tooltips. Pages and viewers of the chart
+must load nothing, so the script is removed and SVG titles serve as tooltips.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def element(comparison: Mapping[str, Any]) -> ET.Element:
         css=["file://style.css", "file://graph.css", _CSS],
         js=[],
     )
-    # A name made of chance would make every chart another file.
+    # A fixed id, so that the same comparison gives the same file.
     chart.uuid = "comparison"
     chart.x_labels = [_label(row) for row in rows]
     chart.add("difference", [_bar(row) for row in rows])
@@ -83,7 +83,7 @@ def element(comparison: Mapping[str, Any]) -> ET.Element:
 
 
 def _inert(root: ET.Element) -> ET.Element:
-    """The drawing without pygal's settings for its script, and without the comments."""
+    """The drawing without scripts and comments."""
     for parent in list(root.iter()):
         for child in list(parent):
             if child.tag in ("script", ET.Comment):
@@ -103,7 +103,7 @@ def _legend(rows: list[dict[str, Any]]) -> str:
         f"{SIGNS['better']} better",
         f"{SIGNS['worse']} worse",
         f"{SIGNS['same']} same within spread",
-        f"{SIGNS['unclear']} too noisy to say",
+        f"{SIGNS['unclear']} too noisy to tell",
     ]
     if any(row["reference"] is not None for row in rows):
         parts.append("dashed: the prototype's loss")
@@ -111,7 +111,7 @@ def _legend(rows: list[dict[str, Any]]) -> str:
 
 
 def _rows(comparison: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """One per metric and capture other than the baseline."""
+    """A row per metric and capture other than the baseline."""
     for row in comparison["rows"]:
         for index, cell in enumerate(row["cells"][1:], 1):
             capture = comparison["captures"][index]
@@ -134,7 +134,7 @@ def _label(row: Mapping[str, Any]) -> str:
 
 
 def _bar(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Without a difference it has no length: pygal draws no label where nothing has a value."""
+    """A bar of length 0 without a difference, because pygal draws no labels without values."""
     value = "" if row["value"] is None else f"{figure(row['value'])} {row['unit']}"
     return {
         "value": row["delta_percent"] or 0,

@@ -65,7 +65,7 @@ def _serve(settings: Settings, taken: list[socket.socket], *, api_only: bool) ->
 
 def _where(settings: Settings, taken: list[socket.socket]) -> str:
     """Where it listens, and the URL under which others find it where that is another."""
-    own = [f"http://{addresses.told(one.getsockname()[:2])}" for one in taken]
+    own = [f"http://{addresses.host_port(one.getsockname()[:2])}" for one in taken]
     listens = " and ".join(own)
     elsewhere = settings.public_url and settings.public_url.rstrip("/") not in own
     return f"{listens}, for others at {settings.public_url}" if elsewhere else listens

@@ -89,7 +89,7 @@ def own_api() -> str:
             host = "::1" if ":" in host else "127.0.0.1"
     except ValueError:
         pass
-    return f"http://{addresses.told((host, port))}"
+    return f"http://{addresses.host_port((host, port))}"
 
 
 def default_token_file() -> Path:

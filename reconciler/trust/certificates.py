@@ -1,7 +1,7 @@
-"""SSH certificates: signed by an authority's key file, and read back.
+"""SSH certificates: signing with the key file of an authority, and reading.
 
-The limits are those of ssh-keygen, which signed and read them before: a key file that others can
-read does not sign, and a certificate whose signature does not verify is not read.
+The limits are those of ssh-keygen: a key file that other users can read signs nothing, and a
+certificate with an invalid signature is not read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from reconciler.trust.keygen import public_key
 
 SigningKey = Ed25519PrivateKey | EllipticCurvePrivateKey | RSAPrivateKey
 
-# What ssh-keygen permits the holder of a user certificate by default. Host certificates have none.
+# Default extensions of a user certificate in ssh-keygen. A host certificate has none.
 _USER_EXTENSIONS = (
     b"permit-X11-forwarding",
     b"permit-agent-forwarding",
@@ -40,15 +40,15 @@ _USER_EXTENSIONS = (
     b"permit-pty",
     b"permit-user-rc",
 )
-# The values of the two times that stand for "no limit".
+# Values of valid_after and valid_before that mean "no limit".
 _ALWAYS, _FOREVER = 0, 2**64 - 1
 _UNREADABLE = (ValueError, TypeError, OverflowError, UnsupportedAlgorithm, InvalidSignature)
 
 
 @dataclass(frozen=True)
 class CertificateInfo:
-    """Fields of a certificate. kind is `host` or `user`; times are UTC; the fingerprint is that
-    of the certified key.
+    """Fields of a certificate. kind is `host` or `user`, times are UTC, and the fingerprint is the
+    certified key's.
     """
 
     kind: str
@@ -76,7 +76,7 @@ class Signature:
 
 
 def certify(authority: Path, key: str, signature: Signature) -> str:
-    """A certificate for the public key, signed by the private key in `authority`, as one line."""
+    """A line with a certificate of the public key, signed by the key file `authority`."""
     signer = _signing_key(authority)
     try:
         subject = load_ssh_public_identity(public_key(key).encode())
@@ -105,7 +105,7 @@ def certify(authority: Path, key: str, signature: Signature) -> str:
 
 
 def read_certificate(text: str) -> CertificateInfo:
-    """The fields of a certificate with a signature that verifies and a limited validity."""
+    """Fields of a certificate. Refuse an invalid signature and an unlimited validity."""
     try:
         certificate = load_ssh_public_identity(text.strip().encode())
         if not isinstance(certificate, SSHCertificate):

@@ -1,4 +1,4 @@
-"""SSH key pairs made by ssh-keygen, and lines of public keys."""
+"""SSH key pairs by ssh-keygen, and validation of public keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LIMIT_S = 30
 
 
 def run(*arguments: str) -> str:
-    """Standard output of ssh-keygen, or TrustError `keygen_failed`."""
+    """Run ssh-keygen and return its output; TrustError `keygen_failed`."""
     environment = {"PATH": os.environ.get("PATH", "/usr/bin:/bin"), "LC_ALL": "C", "TZ": "UTC"}
     done = subprocess.run(
         ["ssh-keygen", *arguments],
@@ -38,18 +38,18 @@ def run(*arguments: str) -> str:
 
 
 def new_key(path: Path, comment: str) -> None:
-    """An Ed25519 pair without passphrase at `path` and `path`.pub."""
+    """Create an Ed25519 pair without a passphrase at `path` and `path`.pub."""
     run("-q", "-t", "ed25519", "-N", "", "-C", comment, "-f", str(path))
 
 
 def public_key(text: str) -> str:
-    """`type base64` of a public key line without its comment; anything else is refused."""
+    """Validate the line of a public key and return its type and base64, without the comment."""
     fields = text.strip().split(" ", 2)
     key = " ".join(fields[:2])
     if "\n" in text.strip() or not _PUBLIC_KEY.fullmatch(key):
         raise TrustError(
             "host_key_invalid",
-            expected="one SSH public key: type and base64",
+            expected="a single SSH public key: type and base64",
             found=repr(text)[:120],
             remedy="send the content of /etc/ssh/ssh_host_ed25519_key.pub",
         )

@@ -348,8 +348,8 @@ def test_a_restore_that_goes_on_is_left_alone(tmp_path: Path) -> None:
     new.state_dir.mkdir(parents=True, exist_ok=True)
     file = tmp_path / "backup.tar"
     file.write_bytes(b"of no matter")
-    with unfinished.alone(new), unfinished.workplace(new) as folder:
-        with pytest.raises(Problem, match="one that goes on"):
+    with unfinished.locked(new), unfinished.work_folder(new) as folder:
+        with pytest.raises(Problem, match="another restore that is running"):
             restore(new, file)
         assert folder.exists()
 

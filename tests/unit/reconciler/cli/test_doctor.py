@@ -18,7 +18,7 @@ from reconciler.backup import unfinished
 from reconciler.db import leader
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
-from reconciler.doctor import configured, folders, records, tools
+from reconciler.doctor import configuration, folders, records, tools
 from reconciler.service.authorities import adopt
 from reconciler.settings import Settings
 from reconciler.trust.ca import Trust, open_trust
@@ -223,7 +223,7 @@ def test_the_file_of_settings_is_looked_at(
     file.write_text("GPUAAS_WORKERS=7\nGPUAAS_WRKERS=3\n")
     monkeypatch.setenv("GPUAAS_CONFIG_FILE", str(file))
     file.chmod(0o644)
-    assert [one.found[-10:] for one in configured._file()] == ["(mode 644)"]
+    assert [one.found[-10:] for one in configuration._file()] == ["(mode 644)"]
     assert Settings().workers == 7
     monkeypatch.setenv("GPUAAS_WORKERS", "1")
     assert Settings().workers == 1, "the environment goes before the file"
@@ -272,9 +272,9 @@ def test_forgotten_holds_are_named(sound: World) -> None:
     run = folder / "runs" / "nobodys-run"
     run.mkdir(parents=True)
     with transaction(sound.engine) as conn:
-        assert not [one for one in records._held(sound.settings, conn) if one.status != "ok"]
+        assert not [one for one in records._run_locks(sound.settings, conn) if one.status != "ok"]
     with (run / "lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         with transaction(sound.engine) as conn:
-            (stale,) = records._held(sound.settings, conn)
+            (stale,) = records._run_locks(sound.settings, conn)
     assert (stale.status, "nobodys-run" in stale.found) == ("warn", True)

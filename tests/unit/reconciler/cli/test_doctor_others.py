@@ -51,7 +51,7 @@ def test_the_provider_of_identities(
     assert said(gpuaas, check) == [("ok", f"{provider.url}: 3 keys")]
     provider.set(issuer="https://elsewhere.example")
     ((status, found),) = said(gpuaas, check)
-    assert (status, "calls itself by another name" in found) == ("warn", True)
+    assert (status, "names another issuer" in found) == ("warn", True)
     provider.set(issuer="", down=True)
     ((status, found),) = said(gpuaas, check)
     assert (status, provider.url in found) == ("warn", True)
@@ -82,7 +82,7 @@ def test_a_ca_of_the_sites_own(
 @pytest.mark.parametrize(
     ("faults", "wanted"),
     [
-        ({}, [("ok", "17 job templates as they must be")]),
+        ({}, [("ok", "17 job templates as required")]),
         ({"without": ["gpuaas.slice.parity"]}, [("fail", "parity: 0 of that name")]),
         ({"status": {TEMPLATES: [401, 99]}}, [("fail", "awx_unauthorized")]),
     ],

@@ -62,7 +62,7 @@ def test_worker_and_api(new: World, gpuaas: Gpuaas, story: list[str]) -> None:
     folder = new.settings.state_dir.name
     told = [f"worker of {folder}", "start", "serve 127.0.0.1 False", "ready 200", "stop"]
     assert (gpuaas.status, story) == (0, told)
-    assert not {"worker", "pulse", "loops"} & {thread.name for thread in threading.enumerate()}
+    assert not {"worker", "heartbeat", "loops"} & {thread.name for thread in threading.enumerate()}
 
 
 def test_the_log_says_where_it_listens_and_where_others_find_it(

@@ -40,7 +40,7 @@ def test_gone(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "TASK [gpuaas.slice.slice_machine : Wait until it is reachable] ****",
+        "TASK [Wait until it is reachable] ****",
         "changed: [n1] => {'changed': true, 'fence': 3}",
         "https://images.example/a.raw",
         "secrets: {}",
