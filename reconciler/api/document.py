@@ -105,7 +105,7 @@ def operations(document: Document) -> Iterator[tuple[str, str, Document]]:
 
 def _complete(path: str, operation: Document, *, mutating: bool, schemas: Document) -> None:
     secured = "security" in operation
-    parameters = [_tidy_parameter(one) for one in operation.get("parameters", [])]
+    parameters = [_tidy_parameter(part) for part in operation.get("parameters", [])]
     refusals = _refusals(path, operation, parameters, mutating=mutating)
     if secured and mutating:
         parameters += [_ref("parameters", "IdempotencyKey"), _ref("parameters", "XIdempotencyKey")]
@@ -164,7 +164,7 @@ def _has_generation(response: Document, schemas: Document) -> bool:
 def _tidy_parameter(parameter: Document) -> Document:
     """Title case for headers, and no null: an optional parameter is left out."""
     schema = {name: part for name, part in parameter["schema"].items() if name != "description"}
-    options = [one for one in schema.pop("anyOf", []) if one != {"type": "null"}]
+    options = [part for part in schema.pop("anyOf", []) if part != {"type": "null"}]
     for option in options:
         schema |= option
     name = parameter["name"]
@@ -234,7 +234,7 @@ def _tidy_schema(part: Any, *, names: bool) -> Any:
     with whole numbers as integers.
     """
     if isinstance(part, list):
-        return [_tidy_schema(one, names=False) for one in part]
+        return [_tidy_schema(item, names=False) for item in part]
     if isinstance(part, float) and part.is_integer():
         return int(part)
     if not isinstance(part, dict):
