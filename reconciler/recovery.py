@@ -15,7 +15,7 @@ from typing import Any
 
 from reconciler.client import Client
 from reconciler.model.errors import Problem
-from reconciler.wait_timeout import Patience
+from reconciler.wait_timeout import WaitTimeout
 
 Record = dict[str, Any]
 OnStep = Callable[[str, Record], None]
@@ -225,7 +225,7 @@ def _settled(client: Client, node_id: str, mine: set[str]) -> Record:
     A slot's deadline there follows its task's, and some disks take hours: what is past it, the
     service blocks. Problem `cleanup_unfinished` when it does not.
     """
-    patience: dict[str, Patience] = {}
+    patience: dict[str, WaitTimeout] = {}
     while True:
         found = _inventory(client, node_id, mine)
         cleaning = {key: slot for key, slot in found.items() if slot["status"] == "cleanup"}
@@ -234,7 +234,9 @@ def _settled(client: Client, node_id: str, mine: set[str]) -> Record:
         late = [
             f"slot {slot['slot_index']} ({key}), until {slot['deadline_at']}"
             for key, slot in cleaning.items()
-            if patience.setdefault(key, Patience()).ends(slot["status_since"], slot["deadline_at"])
+            if patience.setdefault(key, WaitTimeout()).ends(
+                slot["status_since"], slot["deadline_at"]
+            )
         ]
         if late:
             raise _unfinished(node_id, late)

@@ -14,6 +14,7 @@ from reconciler.api.http import IfMatch, PageOf, Paging, tagged
 from reconciler.api.launches import Connection
 from reconciler.api.models import Answer, Body, Id, Moment, Name, PublicKey, Reasoned, Record
 from reconciler.api.security import Member
+from reconciler.db import schema
 from reconciler.lifecycle import app_operations, apps
 from reconciler.model.states import (
     AllocationState,
@@ -145,9 +146,9 @@ class AppOperation(Answer):
     finished_at: Moment | None
 
     @classmethod
-    def of_operation(cls, row: Record) -> Self:
+    def of_operation(cls, row: schema.AppOperation) -> Self:
         """The answer for a row. Only the code of a failure: its text can name host addresses."""
-        return cls.of(row, failure_code=str(row["failure"].get("code", "")))
+        return cls.of(row, failure_code=str(row.failure.get("code", "")))
 
 
 class AppOperations(Answer):
@@ -218,7 +219,7 @@ def operations(
     """The work on its members and how it ended."""
     page = paging.page(app_operations.OPERATIONS)
 
-    def read(conn: DatabaseConnection) -> list[Record]:
+    def read(conn: DatabaseConnection) -> list[schema.AppOperation]:
         apps.get(conn, project_id, app_instance_id)
         return app_operations.every(conn, app_instance_id, page)
 

@@ -21,11 +21,13 @@ from reconciler.api.models import Answer, Record
 from reconciler.db import idempotency, locks
 from reconciler.db.engine import reading, retrying
 from reconciler.db.rows import Key, Order, Page
+from reconciler.db.schema import Row
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.settings import Settings
 
 T = TypeVar("T")
+R = TypeVar("R", bound=Row | Record)
 
 # -- Paging -------------------------------------------------------------------------------------
 
@@ -57,9 +59,7 @@ class PageRequest:
         """
         return Page(self.limit + 1, _decode_cursor(self.cursor, order) if self.cursor else ())
 
-    def answer(
-        self, order: Order, rows: Sequence[Record], item: Callable[[Record], T]
-    ) -> PageOf[T]:
+    def answer(self, order: Order, rows: Sequence[R], item: Callable[[R], T]) -> PageOf[T]:
         """The answer for the rows of `page`."""
         shown = rows[: self.limit]
         more = len(rows) > self.limit
@@ -83,7 +83,7 @@ def _page_request(
 Paging = Annotated[PageRequest, Depends(_page_request)]
 
 
-def _encode_cursor(order: Order, row: Record) -> str:
+def _encode_cursor(order: Order, row: Row | Record) -> str:
     # A cursor needs no signature: it holds only what its reader has seen, and it only positions
     # the caller's own query.
     place = json.dumps([order.table.name, *order.keys(row)]).encode()

@@ -10,10 +10,11 @@ from pydantic import Field, StringConstraints
 from sqlalchemy import Connection
 
 from reconciler.api.http import PageOf, Paging
-from reconciler.api.models import Answer, Bytes, Id, Label, Moment, Name, Reasoned, Record
+from reconciler.api.models import Answer, Bytes, Id, Label, Moment, Name, Reasoned
 from reconciler.api.security import Admin, Holder
+from reconciler.db import schema
 from reconciler.db.engine import reading
-from reconciler.model.errors import Problem
+from reconciler.model.errors import Problem, not_found
 from reconciler.records import images
 from reconciler.trust import downloads
 
@@ -115,9 +116,9 @@ def content(
     return FileResponse(downloads.file_of(image), media_type="application/octet-stream")
 
 
-def _local_image(conn: Connection, digest: str) -> Record:
+def _local_image(conn: Connection, digest: str) -> schema.Image:
     # The same bytes may be registered under several names; any local file of them serves.
     for image in images.every(conn):
-        if image["digest"] == digest and downloads.local(image["url"]) is not None:
+        if image.digest == digest and downloads.local(image.url) is not None:
             return image
-    return {"digest": digest, "url": ""}
+    raise not_found("image_file", digest)

@@ -30,6 +30,7 @@ from reconciler.api.models import (
     Username,
 )
 from reconciler.api.security import Member
+from reconciler.db import schema
 from reconciler.lifecycle import launch as launching
 from reconciler.lifecycle import placement
 from reconciler.model.errors import Problem, not_found
@@ -145,14 +146,14 @@ class MemberAllocation(Answer):
     ended_at: Moment | None
 
     @classmethod
-    def of_allocation(cls, allocation: Record) -> Self:
+    def of_allocation(cls, allocation: schema.Allocation) -> Self:
         """The answer for the record of an allocation."""
-        reachable = allocation["state"] == AllocationState.ACTIVE
-        connection = (allocation["connection"] or {}) if reachable else {}
+        reachable = allocation.state == AllocationState.ACTIVE
+        connection = allocation.connection if reachable else {}
         return cls.of(
             allocation,
             # Only the code: error texts can contain device names of the host.
-            error_code=str((allocation["error"] or {}).get("code", "")),
+            error_code=str(allocation.error.get("code", "")),
             connection=Connection.of_document(connection) if connection else None,
             telemetry_url=str(connection.get("telemetry_url", "")),
         )
@@ -257,8 +258,10 @@ def _catalogue(settings: Settings, shape: CapacityShape) -> Mapping[str, str]:
     return skus if shape is CapacityShape.GPU_SLICE else {name: name for name in skus}
 
 
-def _allocation_of(conn: DatabaseConnection, project_id: str, allocation_id: str) -> Record:
+def _allocation_of(
+    conn: DatabaseConnection, project_id: str, allocation_id: str
+) -> schema.Allocation:
     allocation = allocations.get(conn, allocation_id)
-    if allocation["project_id"] != project_id:
+    if allocation.project_id != project_id:
         raise not_found("allocation", allocation_id)
     return allocation

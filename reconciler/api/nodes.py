@@ -32,7 +32,7 @@ from reconciler.api.models import (
 from reconciler.api.security import Admin, write_secret
 from reconciler.api.tasks import Task, audited
 from reconciler.api.telemetry import correlation_id
-from reconciler.db import settings
+from reconciler.db import schema, settings
 from reconciler.db.engine import reading, retrying
 from reconciler.lifecycle import host
 from reconciler.model import hardware
@@ -274,15 +274,15 @@ def list_nodes(
     """All nodes."""
     page = paging.page(nodes.ORDER)
 
-    def read(conn: Connection) -> tuple[list[Record], dict[str, float]]:
+    def read(conn: Connection) -> tuple[list[schema.Node], dict[str, float]]:
         rows = nodes.every(conn, state=state, mode=mode, page=page)
-        return rows, certificates.ends(conn, [row["id"] for row in rows])
+        return rows, certificates.ends(conn, [row.id for row in rows])
 
     rows, ends = context.read(read)
     return paging.answer(
         nodes.ORDER,
         rows,
-        lambda row: ListedNode.of(row, certificate_valid_until=ends.get(row["id"])),
+        lambda row: ListedNode.of(row, certificate_valid_until=ends.get(row.id)),
     )
 
 
@@ -313,7 +313,7 @@ def change(node_id: Id, body: NodeChange, context: Admin, guard: IfMatch) -> JSO
     def work(conn: Connection) -> Node:
         guard.check(conn, "node", node_id)
         node = nodes.get(conn, node_id)
-        changed = {name: value for name, value in values.items() if value != node[name]}
+        changed = {name: value for name, value in values.items() if value != getattr(node, name)}
         # Without a change the generation stays, so that the If-Match of others still holds.
         return Node.of(nodes.change(conn, node_id, act, **changed) if changed else node)
 
@@ -366,7 +366,7 @@ def issue(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResp
             context.settings.url_for_hosts,
             node_id,
             secret,
-            user=node["ssh_user"],
+            user=node.ssh_user,
             ca=enrolment.read_pin(context.settings.enrolment_ca_file),
             address=str(context.settings.public_address or ""),
         )
@@ -416,7 +416,7 @@ def enrol(node_id: Id, body: EnrolmentBody, request: Request) -> Enrolment:
         tokens.redeem_enrolment(conn, node_id, parsed.token, used_by=used_by)
         tokens.check_host_key(conn, node_id, parsed.host_key)
         node = nodes.get(conn, node_id)
-        profile = hardware_profile(configuration.profiles_dir, node["profile"])
+        profile = hardware_profile(configuration.profiles_dir, node.profile)
         answer = enrolment.answer(trust, parsed, preflight=preflight.document(profile))
         certificate = ca.read_certificate(answer["certificate"])
         tokens.record_certificate(

@@ -27,6 +27,7 @@ from reconciler.api.models import (
 from reconciler.api.nodes import Node
 from reconciler.api.security import Admin
 from reconciler.api.tasks import Task, audited, queue_for_node
+from reconciler.db import schema
 from reconciler.lifecycle import baremetal, gate, host, slots
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
@@ -265,7 +266,7 @@ def cache_image(node_id: Id, body: ImageCache, context: Admin) -> JSONResponse:
     """Copy an image into the host's cache."""
 
     def parameters(conn: Connection) -> Record:
-        return {"image_id": images.get(conn, body.image_id)["id"]}
+        return {"image_id": images.get(conn, body.image_id).id}
 
     return queue_for_node(context, node_id, TaskKind.NODE_IMAGE_CACHE, body, parameters)
 
@@ -355,7 +356,7 @@ def parity(node_id: Id, context: Admin) -> Parity | NoReport:
     """
 
     def read(conn: Connection) -> Parity | NoReport:
-        mode = NodeMode(nodes.get(conn, node_id)["mode"])
+        mode = NodeMode(nodes.get(conn, node_id).mode)
         row = reports.latest_parity(conn, node_id, mode.purpose)
         return _report(Parity, row, _latest_task(conn, node_id, TaskKind.NODE_PARITY))
 
@@ -378,12 +379,16 @@ def compare(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONRe
     return queue_for_node(context, node_id, kind, body or Reasoned(), parameters)
 
 
-def _latest_task(conn: Connection, node_id: str, kind: TaskKind) -> Record | None:
+def _latest_task(conn: Connection, node_id: str, kind: TaskKind) -> schema.Task | None:
     tasks = queue.every(conn, node_id=node_id, kind=kind, limit=1)
     return tasks[0] if tasks else None
 
 
-def _report(kind: type[Report], row: Record | None, task: Record | None) -> Report | NoReport:
+def _report(
+    kind: type[Report],
+    row: schema.Discovery | schema.Parity | None,
+    task: schema.Task | None,
+) -> Report | NoReport:
     if row is None:
         return NoReport.of({"document": None, "task": task})
     return kind.of(row, task=task)

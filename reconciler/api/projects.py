@@ -38,7 +38,7 @@ def create(body: NewProject, context: Admin) -> JSONResponse:
     act = context.act(body.reason)
 
     def work(conn: Connection) -> Project:
-        if body.id in {row["id"] for row in projects.every(conn)}:
+        if body.id in {row.id for row in projects.every(conn)}:
             raise Problem(
                 "project_exists",
                 409,

@@ -191,8 +191,8 @@ def _authenticate(request: Request, secret: str) -> Caller | None:
         record = tokens.authenticate(conn, secret)
     if record is None:
         return None
-    project_ids = frozenset({record["project_id"]} - {None})
-    return Caller(record["id"], record["name"], record["role"], project_ids)
+    project_ids = frozenset({record.project_id} if record.project_id else ())
+    return Caller(record.id, record.name, record.role, project_ids)
 
 
 def _caller_of_provider(identity: oidc.Identity) -> Caller:

@@ -25,7 +25,7 @@ from reconciler.api.models import (
 from reconciler.api.security import Admin
 from reconciler.api.tasks import Task
 from reconciler.api.timeline import Change
-from reconciler.db import journal
+from reconciler.db import journal, schema
 from reconciler.lifecycle import gate, recovery
 from reconciler.lifecycle import slots as slot_life
 from reconciler.model.bundle import Bundle
@@ -194,7 +194,7 @@ def approve(node_id: Id, body: Approval, context: Admin) -> JSONResponse:
                 raise
         indexes = {request.slot_index for request in body.slots}
         rows = slot_records.of_node(conn, node_id)
-        return Slots(items=[_listed(row) for row in rows if row["slot_index"] in indexes])
+        return Slots(items=[_listed(row) for row in rows if row.slot_index in indexes])
 
     return context.write(work, body=body, status=201)
 
@@ -299,14 +299,14 @@ def switch(
     return context.write(work, body=body)
 
 
-def _listed(slot: Record) -> ListedSlot:
-    return ListedSlot.of(slot, slot_id=slot["id"])
+def _listed(slot: schema.Slot) -> ListedSlot:
+    return ListedSlot.of(slot, slot_id=slot.id)
 
 
-def _profile(context: Context, node: Record) -> Record:
-    if not node["profile"]:
+def _profile(context: Context, node: schema.Node) -> Record:
+    if not node.profile:
         return {}
-    return hardware_profile(context.settings.profiles_dir, node["profile"])
+    return hardware_profile(context.settings.profiles_dir, node.profile)
 
 
 def _capacity_metadata(profile: Record, bundle: Bundle) -> Record:
@@ -334,8 +334,8 @@ def _proofs(conn: Connection, slot_id: str, paging: PageRequest) -> PageOf[Proof
     return paging.answer(proofs.ORDER, rows, Proof.of)
 
 
-def _slot_of(conn: Connection, node_id: str, slot_id: str) -> Record:
+def _slot_of(conn: Connection, node_id: str, slot_id: str) -> schema.Slot:
     slot = slot_records.get(conn, slot_id)
-    if slot["node_id"] != node_id:
+    if slot.node_id != node_id:
         raise not_found("slot", slot_id)
     return slot

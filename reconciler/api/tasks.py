@@ -15,7 +15,7 @@ from reconciler.api.eventstream import Batch, Event, EventStream
 from reconciler.api.http import Context, IfMatch, PageOf, Paging, encode, tagged
 from reconciler.api.models import Answer, Document, Filter, Id, Moment, Reasoned, Record
 from reconciler.api.security import Admin
-from reconciler.db import journal
+from reconciler.db import journal, schema
 from reconciler.model.act import Act
 from reconciler.model.states import TaskKind, TaskState
 from reconciler.records import leasing, nodes, queue
@@ -166,7 +166,7 @@ def list_tasks(
     """Tasks, the newest first."""
     page = paging.page(queue.ORDER)
 
-    def read(conn: Connection) -> tuple[list[Record], dict[str, Record]]:
+    def read(conn: Connection) -> tuple[list[schema.Task], dict[str, Record]]:
         rows = queue.every(
             conn, node_id=node_id, allocation_id=allocation_id, kind=kind, state=state, page=page
         )
@@ -174,7 +174,7 @@ def list_tasks(
 
     rows, reasons = context.read(read)
     return paging.answer(
-        queue.ORDER, rows, lambda row: ListedTask.of(row, waits_for=reasons.get(row["id"]))
+        queue.ORDER, rows, lambda row: ListedTask.of(row, waits_for=reasons.get(row.id))
     )
 
 
@@ -182,7 +182,7 @@ def list_tasks(
 def show(task_id: Id, context: Admin) -> JSONResponse:
     """One task with its events and the end of its run's output."""
 
-    def read(conn: Connection) -> tuple[Record, Record]:
+    def read(conn: Connection) -> tuple[schema.Task, Record]:
         row = queue.get(conn, task_id)
         reasons = leasing.wait_reasons(conn, [row])
         return row, {"waits_for": reasons.get(task_id), "events": queue.events(conn, task_id)}
@@ -204,7 +204,7 @@ def output(
     `here` is false and the output empty when the run's files are on another machine.
     """
     task = context.read(lambda conn: queue.get(conn, task_id))
-    here = bool(task["run_directory"]) and Path(task["run_directory"]).is_dir()
+    here = bool(task.run_directory) and Path(task.run_directory).is_dir()
     return TaskOutput(task_id=task_id, here=here, output=_output(task, limit))
 
 
@@ -288,17 +288,15 @@ def queue_for_node(
     return context.write(work, body=body, status=202)
 
 
-def audited(conn: Connection, task: Record, act: Act) -> Task:
+def audited(conn: Connection, task: schema.Task, act: Act) -> Task:
     """The task as an answer, with an entry in the audit log: work on a host is an admin's act."""
-    detail = {"kind": task["kind"], "task_id": task["id"]}
-    journal.audit(
-        conn, act, "admin.task.queued", task["subject_kind"], task["subject_id"], detail=detail
-    )
+    detail = {"kind": task.kind, "task_id": task.id}
+    journal.audit(conn, act, "admin.task.queued", task.subject_kind, task.subject_id, detail=detail)
     return Task.of(task)
 
 
-def _output(task: Record, limit: int) -> str:
-    directory = task["run_directory"]
+def _output(task: schema.Task, limit: int) -> str:
+    directory = task.run_directory
     return scrub(collect.output(Path(directory), limit)) if directory else ""
 
 

@@ -11,6 +11,7 @@ Runs may have ended since the backup, and tenants may have come and gone. Theref
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from sqlalchemy import Connection, Engine
 from reconciler.backup import archive, database, unfinished
 from reconciler.db import clock, migrations
 from reconciler.db.engine import open_engine, transaction
+from reconciler.db.schema import ApiToken
 from reconciler.lifecycle import restore as restored
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
@@ -94,12 +96,12 @@ def _doubt(
     waiting = restored.unfinished(conn)
     lost = queue.every(conn, state=TaskState.RUNNING, limit=100_000)
     for task in lost:
-        overdue.lose(conn, settings, {**task, "error": error}, act)
+        overdue.lose(conn, settings, replace(task, error=error), act)
     for task in waiting:
-        cancel(conn, settings, task["id"], act, error=undone, believed=False)
+        cancel(conn, settings, task.id, act, error=undone, believed=False)
     ended = {
-        "lost_tasks": [task["id"] for task in lost],
-        "canceled_tasks": [task["id"] for task in waiting],
+        "lost_tasks": [task.id for task in lost],
+        "canceled_tasks": [task.id for task in waiting],
     }
     return restored.doubt(conn, act, backup=backup, ended=ended)
 
@@ -112,13 +114,13 @@ def _accepted_again(conn: Connection) -> dict[str, Any]:
     }
 
 
-def _token(token: dict[str, Any]) -> dict[str, Any]:
+def _token(token: ApiToken) -> dict[str, Any]:
     """A valid token, with the command that revokes it."""
     return {
-        "name": token["name"],
-        "role": token["role"],
-        "created_at": clock.iso(token["created_at"]),
-        "if_revoked_since": f"gpuaas token revoke {token['id']}",
+        "name": token.name,
+        "role": token.role,
+        "created_at": clock.iso(token.created_at),
+        "if_revoked_since": f"gpuaas token revoke {token.id}",
     }
 
 

@@ -128,7 +128,7 @@ def _take(conn: sa.Connection, call: Call, holder: str) -> Answer | None:
     same = (table.c.scope == call.scope, table.c.key == call.key)
     found = rows.first(conn, sa.select(table).where(*same).with_for_update())
     if found is None:
-        rows.add(
+        rows.insert(
             conn,
             table,
             {

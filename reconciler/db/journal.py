@@ -5,25 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, Literal, overload
 
 import sqlalchemy as sa
 from sqlalchemy.sql.dml import ReturningUpdate
 
 from reconciler.db import clock, rows
-from reconciler.db.rows import Order, Page, Record, part
+from reconciler.db.rows import Order, Page, part
 from reconciler.db.schema import (
-    allocations,
-    app_instances,
-    app_members,
-    app_operations,
+    Allocation,
+    AppInstance,
+    AppMember,
+    AppOperation,
+    AuditEntry,
+    Claim,
+    Node,
+    OutboxEvent,
+    Row,
+    Slot,
+    StateChange,
+    Task,
     audit_log,
-    claims,
     history,
-    nodes,
     outbox,
-    slots,
-    tasks,
 )
 from reconciler.model import commands as asked
 from reconciler.model import transitions
@@ -35,9 +39,13 @@ from reconciler.model.errors import Problem
 class Entity:
     """Where an entity's state is kept."""
 
-    table: sa.Table
+    kind: type[Row]
     state: str = "state"
     deadline: str = "deadline_at"
+
+    @property
+    def table(self) -> sa.Table:
+        return self.kind.TABLE
 
     @property
     def computed(self) -> tuple[str, ...]:
@@ -46,15 +54,15 @@ class Entity:
 
 
 ENTITIES = {
-    "node": Entity(nodes),
-    "node_mode": Entity(nodes, "mode", "mode_deadline_at"),
-    "slot": Entity(slots, "status"),
-    "allocation": Entity(allocations),
-    "claim": Entity(claims),
-    "task": Entity(tasks),
-    "app_instance": Entity(app_instances, "status"),
-    "app_member": Entity(app_members, "status"),
-    "app_operation": Entity(app_operations, "status"),
+    "node": Entity(Node),
+    "node_mode": Entity(Node, "mode", "mode_deadline_at"),
+    "slot": Entity(Slot, "status"),
+    "allocation": Entity(Allocation),
+    "claim": Entity(Claim),
+    "task": Entity(Task),
+    "app_instance": Entity(AppInstance, "status"),
+    "app_member": Entity(AppMember, "status"),
+    "app_operation": Entity(AppOperation, "status"),
 }
 
 
@@ -69,6 +77,103 @@ class Overdue:
     event: str
 
 
+@overload
+def advance(
+    conn: sa.Connection,
+    entity: Literal["node", "node_mode"],
+    key: str,
+    event: str,
+    act: Act,
+    *,
+    expect_generation: int | None = None,
+    columns: Mapping[str, Any] | None = None,
+    held: Row | None = None,
+) -> Node: ...
+@overload
+def advance(
+    conn: sa.Connection,
+    entity: Literal["slot"],
+    key: str,
+    event: str,
+    act: Act,
+    *,
+    expect_generation: int | None = None,
+    columns: Mapping[str, Any] | None = None,
+    held: Row | None = None,
+) -> Slot: ...
+@overload
+def advance(
+    conn: sa.Connection,
+    entity: Literal["allocation"],
+    key: str,
+    event: str,
+    act: Act,
+    *,
+    expect_generation: int | None = None,
+    columns: Mapping[str, Any] | None = None,
+    held: Row | None = None,
+) -> Allocation: ...
+@overload
+def advance(
+    conn: sa.Connection,
+    entity: Literal["claim"],
+    key: str,
+    event: str,
+    act: Act,
+    *,
+    expect_generation: int | None = None,
+    columns: Mapping[str, Any] | None = None,
+    held: Row | None = None,
+) -> Claim: ...
+@overload
+def advance(
+    conn: sa.Connection,
+    entity: Literal["task"],
+    key: str,
+    event: str,
+    act: Act,
+    *,
+    expect_generation: int | None = None,
+    columns: Mapping[str, Any] | None = None,
+    held: Row | None = None,
+) -> Task: ...
+@overload
+def advance(
+    conn: sa.Connection,
+    entity: Literal["app_instance"],
+    key: str,
+    event: str,
+    act: Act,
+    *,
+    expect_generation: int | None = None,
+    columns: Mapping[str, Any] | None = None,
+    held: Row | None = None,
+) -> AppInstance: ...
+@overload
+def advance(
+    conn: sa.Connection,
+    entity: Literal["app_member"],
+    key: str,
+    event: str,
+    act: Act,
+    *,
+    expect_generation: int | None = None,
+    columns: Mapping[str, Any] | None = None,
+    held: Row | None = None,
+) -> AppMember: ...
+@overload
+def advance(
+    conn: sa.Connection,
+    entity: Literal["app_operation"],
+    key: str,
+    event: str,
+    act: Act,
+    *,
+    expect_generation: int | None = None,
+    columns: Mapping[str, Any] | None = None,
+    held: Row | None = None,
+) -> AppOperation: ...
+@overload
 def advance(
     conn: sa.Connection,
     entity: str,
@@ -78,19 +183,30 @@ def advance(
     *,
     expect_generation: int | None = None,
     columns: Mapping[str, Any] | None = None,
-    held: Record | None = None,
-) -> Record:
+    held: Row | None = None,
+) -> Row: ...
+def advance(
+    conn: sa.Connection,
+    entity: str,
+    key: str,
+    event: str,
+    act: Act,
+    *,
+    expect_generation: int | None = None,
+    columns: Mapping[str, Any] | None = None,
+    held: Row | None = None,
+) -> Any:
     """Apply an event: conditional on id, state and generation, with history and outbox row.
 
     columns are set by the same update, so that they cannot disagree with the state. held: the whole
     row, for a caller whose transaction has read and locked it already.
     """
     where = ENTITIES[entity]
-    before = held or rows.get(conn, where.table, key, entity, lock=True)
-    source = str(before[where.state])
+    before = held or rows.get(conn, where.kind, key, lock=True)
+    source = str(getattr(before, where.state))
     target = transitions.target(entity, source, event)
-    if expect_generation is not None and expect_generation != before["generation"]:
-        raise _outpaced(entity, key, expect_generation, before["generation"])
+    if expect_generation is not None and expect_generation != before.generation:
+        raise _outpaced(entity, key, expect_generation, before.generation)
     if target is None:
         raise _refused(entity, before, source, event)
     values = {
@@ -98,33 +214,33 @@ def advance(
         f"{where.state}_reason": act.why,
         f"{where.state}_since": _NOW,
         where.deadline: limit(entity, target),
-        "generation": before["generation"] + 1,
+        "generation": before.generation + 1,
         **(columns or {}),
     }
     made = {name: value for name, value in values.items() if isinstance(value, sa.ClauseElement)}
     plain = {name: value for name, value in values.items() if name not in made}
     update = _update(entity, tuple(plain), tuple(made.items()))
-    only = {"is_id": key, "is_state": source, "is_generation": before["generation"]}
+    only = {"is_id": key, "is_state": source, "is_generation": before.generation}
     found = conn.execute(update, plain | only).mappings().first()
     if found is None:
-        raise _outpaced(entity, key, before["generation"], None)
+        raise _outpaced(entity, key, before.generation, None)
     # The row was locked before: nobody has changed the rest of it.
-    after = {**before, **plain, **found}
+    after = where.kind(**{**vars(before), **plain, **found})
     write_history(conn, entity, after, act, source=source, event=event, target=target)
     _emit_change(conn, entity, after, act, change=(source, event, target))
     return after
 
 
-def begin(conn: sa.Connection, entity: str, record: Record, act: Act) -> None:
+def begin(conn: sa.Connection, entity: str, record: Row, act: Act) -> None:
     """History and outbox of a row that has just been inserted in its first state."""
-    state = str(record[ENTITIES[entity].state])
+    state = str(getattr(record, ENTITIES[entity].state))
     write_history(conn, entity, record, act, source="", event="create", target=state)
     _emit_change(conn, entity, record, act, change=("", "create", state))
 
 
-def remark(conn: sa.Connection, entity: str, record: Record, act: Act, event: str) -> None:
+def remark(conn: sa.Connection, entity: str, record: Row, act: Act, event: str) -> None:
     """History and outbox of what was asked of a row, which changed it and left it in its state."""
-    state = str(record[ENTITIES[entity].state])
+    state = str(getattr(record, ENTITIES[entity].state))
     write_history(conn, entity, record, act, source=state, event=event, target=state)
     _emit_change(conn, entity, record, act, change=(state, event, state))
 
@@ -168,43 +284,44 @@ def _update(
 
 
 def _emit_change(
-    conn: sa.Connection, entity: str, record: Record, act: Act, *, change: tuple[str, str, str]
+    conn: sa.Connection, entity: str, record: Row, act: Act, *, change: tuple[str, str, str]
 ) -> None:
     source, event, target = change
     payload = {
-        "id": record["id"],
+        "id": record.id,
         "from": source,
         "event": event,
         "to": target,
-        "generation": record["generation"],
+        "generation": record.generation,
         "actor": act.actor,
         "reason": act.why,
     }
     for name in ("allocation_id", "slot_id", "kind", "subject_kind", "subject_id"):
-        if record.get(name):
-            payload[name] = record[name]
+        if value := getattr(record, name, None):
+            payload[name] = value
     emit(
         conn,
         f"{entity}.{target}",
         entity,
-        record["id"],
+        record.id,
         payload=payload,
-        node_id=record["id"] if entity.startswith("node") else record.get("node_id") or "",
-        project_id=record.get("project_id") or "",
+        node_id=record.id if entity.startswith("node") else getattr(record, "node_id", "") or "",
+        project_id=getattr(record, "project_id", "") or "",
         correlation_id=act.correlation_id,
     )
 
 
-def _refused(entity: str, record: Record, source: str, event: str) -> Problem:
-    can = " or ".join(f"`{command}`" for command in asked.commands(entity, record, source))
+def _refused(entity: str, record: Row, source: str, event: str) -> Problem:
+    fields = vars(record)
+    can = " or ".join(f"`{command}`" for command in asked.commands(entity, fields, source))
     states = " or ".join(asked.sources(entity, event)) or "no state at all"
     return Problem(
         "transition_refused",
         409,
-        expected=f"{entity} {record['id']} in {states}, for {asked.named(entity, record, event)}",
+        expected=f"{entity} {record.id} in {states}, for {asked.named(entity, fields, event)}",
         found=f"{source}; what can be asked for there: {can}" if can else source,
-        remedy=asked.remedy(entity, record, source, event),
-        detail={"entity": entity, "id": record["id"], "state": source},
+        remedy=asked.remedy(entity, fields, source, event),
+        detail={"entity": entity, "id": record.id, "state": source},
     )
 
 
@@ -224,7 +341,7 @@ HISTORY_ORDER = Order(history, ("id",), descending=True)
 def write_history(
     conn: sa.Connection,
     entity: str,
-    record: Mapping[str, Any],
+    record: Row,
     act: Act,
     *,
     source: str,
@@ -232,7 +349,7 @@ def write_history(
     target: str,
 ) -> None:
     """One row per change, with who, why and on what evidence."""
-    own = str(record["id"])
+    own = str(record.id)
     rows.insert(
         conn,
         history,
@@ -242,29 +359,29 @@ def write_history(
             "source": source,
             "event": event,
             "target": target,
-            "generation": record["generation"],
+            "generation": record.generation,
             "actor": act.actor,
             "reason": act.why,
             "evidence": dict(act.evidence),
             "correlation_id": act.correlation_id,
-            "node_id": own if entity.startswith("node") else record.get("node_id") or "",
+            "node_id": own if entity.startswith("node") else getattr(record, "node_id", "") or "",
             "allocation_id": own
             if entity == "allocation"
-            else record.get("allocation_id") or act.evidence.get("allocation_id") or "",
+            else getattr(record, "allocation_id", "") or act.evidence.get("allocation_id") or "",
         },
     )
 
 
-def history_of(conn: sa.Connection, entity: str, key: str) -> list[Record]:
+def history_of(conn: sa.Connection, entity: str, key: str) -> list[StateChange]:
     """Oldest first."""
     query = sa.select(history).where(history.c.entity == entity, history.c.entity_id == key)
-    return rows.every(conn, query.order_by(history.c.id))
+    return rows.every(conn, query.order_by(history.c.id), StateChange)
 
 
-def history_page(conn: sa.Connection, entity: str, key: str, page: Page) -> list[Record]:
+def history_page(conn: sa.Connection, entity: str, key: str, page: Page) -> list[StateChange]:
     """A page of it, newest first."""
     query = sa.select(history).where(history.c.entity == entity, history.c.entity_id == key)
-    return rows.every(conn, part(query, HISTORY_ORDER, page))
+    return rows.every(conn, part(query, HISTORY_ORDER, page), StateChange)
 
 
 def emit(
@@ -294,10 +411,10 @@ def emit(
     )
 
 
-def pending_events(conn: sa.Connection, limit: int = 100) -> list[Record]:
+def pending_events(conn: sa.Connection, limit: int = 100) -> list[OutboxEvent]:
     """What no relay has taken yet, oldest first."""
     query = sa.select(outbox).where(outbox.c.published_at.is_(None))
-    return rows.every(conn, query.order_by(outbox.c.id).limit(limit))
+    return rows.every(conn, query.order_by(outbox.c.id).limit(limit), OutboxEvent)
 
 
 def mark_published(conn: sa.Connection, ids: Sequence[int]) -> None:
@@ -347,7 +464,7 @@ def audit_rows(
     subject_id: str | None = None,
     correlation_id: str | None = None,
     page: Page | None = None,
-) -> list[Record]:
+) -> list[AuditEntry]:
     """Newest first."""
     query = rows.where(
         sa.select(audit_log),
@@ -356,4 +473,4 @@ def audit_rows(
         subject_id=subject_id,
         correlation_id=correlation_id,
     )
-    return rows.every(conn, part(query, AUDIT_ORDER, page))
+    return rows.every(conn, part(query, AUDIT_ORDER, page), AuditEntry)

@@ -19,46 +19,45 @@ import sqlalchemy as sa
 
 from reconciler.db import rows
 from reconciler.db.journal import ENTITIES
-from reconciler.db.rows import Record
-from reconciler.db.schema import allocations, nodes, slots, tasks
+from reconciler.db.schema import Allocation, Node, Slot, Task, slots
 from reconciler.model.errors import Problem
 
 
-def hold_node(conn: sa.Connection, node_id: str) -> Record:
+def hold_node(conn: sa.Connection, node_id: str) -> Node:
     """The node, still until this transaction ends."""
-    return rows.get(conn, nodes, node_id, "node", lock=True)
+    return rows.get(conn, Node, node_id, lock=True)
 
 
-def hold_slot(conn: sa.Connection, slot_id: str) -> Record:
+def hold_slot(conn: sa.Connection, slot_id: str) -> Slot:
     """The slot, and before it its node."""
-    hold_node(conn, rows.get(conn, slots, slot_id, "slot")["node_id"])
-    return rows.get(conn, slots, slot_id, "slot", lock=True)
+    hold_node(conn, rows.get(conn, Slot, slot_id).node_id)
+    return rows.get(conn, Slot, slot_id, lock=True)
 
 
-def hold_slots(conn: sa.Connection, node_id: str) -> list[Record]:
+def hold_slots(conn: sa.Connection, node_id: str) -> list[Slot]:
     """All slots of a node, and before them the node: no launch is under way on it then."""
     hold_node(conn, node_id)
     query = sa.select(slots).where(slots.c.node_id == node_id)
-    return rows.every(conn, query.order_by(slots.c.id).with_for_update())
+    return rows.every(conn, query.order_by(slots.c.id).with_for_update(), Slot)
 
 
-def hold_allocation(conn: sa.Connection, allocation_id: str) -> Record:
+def hold_allocation(conn: sa.Connection, allocation_id: str) -> Allocation:
     """The allocation, and behind it its node."""
-    allocation = rows.get(conn, allocations, allocation_id, "allocation", lock=True)
-    hold_node(conn, allocation["node_id"])
+    allocation = rows.get(conn, Allocation, allocation_id, lock=True)
+    hold_node(conn, allocation.node_id)
     return allocation
 
 
-def hold_task(conn: sa.Connection, task_id: str) -> Record:
+def hold_task(conn: sa.Connection, task_id: str) -> Task:
     """The task, and before it the allocation or the node that it is about. Not its slots: whoever
     locks one and goes on to its task has come past the same allocation or node.
     """
-    task = rows.get(conn, tasks, task_id, "task")
-    if task["allocation_id"]:
-        hold_allocation(conn, task["allocation_id"])
+    task = rows.get(conn, Task, task_id)
+    if task.allocation_id:
+        hold_allocation(conn, task.allocation_id)
     else:
-        hold_node(conn, task["node_id"])
-    return rows.get(conn, tasks, task_id, "task", lock=True)
+        hold_node(conn, task.node_id)
+    return rows.get(conn, Task, task_id, lock=True)
 
 
 def require_generation(
@@ -71,7 +70,7 @@ def require_generation(
     elif entity == "task":
         # Its end changes what it is about, and that is locked first.
         hold_task(conn, key)
-    found = rows.get(conn, ENTITIES[entity].table, key, entity, lock=True)["generation"]
+    found = rows.get(conn, ENTITIES[entity].kind, key, lock=True).generation
     if found not in generations:
         raise Problem(
             "precondition_failed",

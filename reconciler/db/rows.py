@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.sql.dml import ReturningInsert
 
+from reconciler.db.schema.base import Row
 from reconciler.model.errors import not_found
 
 Key = str | int | float
@@ -29,9 +30,10 @@ class Order:
     columns: tuple[str, ...]
     descending: bool = False
 
-    def keys(self, row: Mapping[str, Any]) -> tuple[Key, ...]:
+    def keys(self, row: Row | Mapping[str, Any]) -> tuple[Key, ...]:
         """The row's place in the list."""
-        return tuple(row[name] for name in self.columns)
+        values = vars(row) if isinstance(row, Row) else row
+        return tuple(values[name] for name in self.columns)
 
     def fits(self, keys: tuple[object, ...]) -> bool:
         """Whether these can be the keys of a row."""
@@ -64,6 +66,7 @@ def part(query: sa.Select[Any], order: Order, page: Page | None) -> sa.Select[An
 
 
 Record = dict[str, Any]
+R = TypeVar("R", bound=Row)
 Made = tuple[tuple[str, sa.ColumnElement[Any]], ...]
 _PENDING = "gpuaas_kept_together"
 
@@ -220,44 +223,55 @@ class _Ordered:
 ordered_id = _Ordered()
 
 
-def first(conn: sa.Connection, query: sa.Select[Any]) -> Record | None:
-    """The first row, if there is one."""
+@overload
+def first(conn: sa.Connection, query: sa.Select[Any]) -> Record | None: ...
+@overload
+def first(conn: sa.Connection, query: sa.Select[Any], kind: type[R]) -> R | None: ...
+def first(conn: sa.Connection, query: sa.Select[Any], kind: type[R] | None = None) -> Any:
+    """The first row, if there is one: of this kind, or with the columns that the query names."""
     row = conn.execute(query.limit(1)).mappings().first()
-    return None if row is None else dict(row)
+    return None if row is None else (kind or dict)(**row)
 
 
-def every(conn: sa.Connection, query: sa.Select[Any]) -> list[Record]:
-    """All rows."""
-    return [dict(row) for row in conn.execute(query).mappings()]
+@overload
+def every(conn: sa.Connection, query: sa.Select[Any]) -> list[Record]: ...
+@overload
+def every(conn: sa.Connection, query: sa.Select[Any], kind: type[R]) -> list[R]: ...
+def every(conn: sa.Connection, query: sa.Select[Any], kind: type[R] | None = None) -> Any:
+    """All rows: of this kind, or with the columns that the query names."""
+    make = kind or dict
+    return [make(**row) for row in conn.execute(query).mappings()]
 
 
-def get(
-    conn: sa.Connection, table: sa.Table, key: str, entity: str, *, lock: bool = False
-) -> Record:
-    """The row with an id; lock keeps other writers of it out until the transaction ends.
+def get(conn: sa.Connection, kind: type[R], key: str, *, lock: bool = False) -> R:
+    """The row with an id; Problem `<entity>_not_found` when there is none.
 
-    Not those who write rows that point to it: a launch would wait for whoever holds its node, who
-    may wait for its slots.
+    lock keeps other writers of the row out until the transaction ends. It does not keep out those
+    who insert rows that refer to it: a launch would wait for the holder of its node, who may wait
+    for the launch's slots.
     """
-    query = sa.select(table).where(table.c.id == key)
-    row = first(conn, query.with_for_update(key_share=True) if lock else query)
+    query = sa.select(kind.TABLE).where(kind.TABLE.c.id == key)
+    row = first(conn, query.with_for_update(key_share=True) if lock else query, kind)
     if row is None:
-        raise not_found(entity, key)
+        raise not_found(kind.ENTITY, key)
     return row
 
 
-def add(conn: sa.Connection, table: sa.Table, values: Mapping[str, Any]) -> Record:
-    """Insert a row and give it back as stored; a value may be an SQL expression.
+def add(conn: sa.Connection, kind: type[R], values: Mapping[str, Any]) -> R:
+    """Insert a row and return it as stored; a value may be an SQL expression.
 
     Only what the database makes itself is asked back: reading a wide row takes longer than to
     write it.
     """
+    table = kind.TABLE
     plain, made = _split(table, values)
     asked = (*made, *(name for name in _generated(table) if name not in plain))
-    record = {name: plain.get(name) for name in _names(table)}
+    row = kind(**{name: plain.get(name) for name in _names(table)})
     shape = Shape(table, tuple(plain), tuple(made.items()), asked)
-    _insert(conn, BatchRow(shape, plain, record))
-    return record
+    # Columns that the database makes are filled in when the batch is written; until then nobody
+    # but the writer has the row.
+    _insert(conn, BatchRow(shape, plain, vars(row)))
+    return row
 
 
 def insert(conn: sa.Connection, table: sa.Table, values: Mapping[str, Any]) -> None:

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from reconciler.api.security import provider
 from reconciler.doctor.finding import Finding, ok, refused, warn
 from reconciler.runs import contract
-from reconciler.runs.awx import check
-from reconciler.runs.awx.access import awx_access
-from reconciler.runs.awx.client import Client
-from reconciler.runs.errors import RunError
+from reconciler.runs.awx import request
+from reconciler.runs.awx.client import Client, awx_access
+from reconciler.runs.spec import RunError
 from reconciler.settings import Settings
 from reconciler.trust import oidc
 
@@ -52,7 +51,7 @@ def awx(settings: Settings) -> Iterator[Finding]:
         with Client(access) as client:
             for playbook in contract.PLAYBOOKS:
                 try:
-                    check.standing(client, access, playbook)
+                    request.find_template(client, access, playbook)
                 except RunError as refusal:
                     if not refusal.code.startswith("awx_template_"):
                         raise

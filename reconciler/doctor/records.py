@@ -12,7 +12,7 @@ from reconciler.backup import unfinished
 from reconciler.db import clock, leader, migrations, rows
 from reconciler.db import settings as site
 from reconciler.db.engine import open_engine, reading
-from reconciler.db.schema import api_tokens, slots, tasks
+from reconciler.db.schema import Task, api_tokens, slots, tasks
 from reconciler.doctor.finding import Finding, fail, ok, refused, warn
 from reconciler.model.errors import Problem
 from reconciler.model.states import Role, SlotState, TaskState
@@ -182,14 +182,14 @@ def _processes(conn: Connection) -> Iterator[Finding]:
 def _expired_leases(conn: Connection) -> Iterator[Finding]:
     silent = tasks.c.lease_expires_at < clock.now() - _FORGOTTEN_S
     query = sa.select(tasks).where(tasks.c.state == TaskState.RUNNING, silent)
-    expired = rows.every(conn, query.limit(20))
+    expired = rows.every(conn, query.limit(20), Task)
     for task in expired:
         yield warn(
             "leases",
-            f"task {task['id']} ({task['kind']}): the lease of {task['lease_owner']} has expired",
+            f"task {task.id} ({task.kind}): the lease of {task.lease_owner} has expired",
             expected="a running worker that holds the lease",
             remedy="start a worker with the state folder of its run; without it the task is"
-            f" given up at its deadline, {clock.iso(task['deadline_at'])}",
+            f" given up at its deadline, {clock.iso(task.deadline_at)}",
         )
     if not expired:
         yield ok("leases", "every running task has a worker")

@@ -19,8 +19,19 @@ import sqlalchemy as sa
 
 from reconciler.db import clock, journal, rows
 from reconciler.db.journal import advance
-from reconciler.db.rows import Order, Page, Record, part
-from reconciler.db.schema import allocations, app_instances, app_members, app_operations, tasks
+from reconciler.db.rows import Order, Page, part
+from reconciler.db.schema import (
+    Allocation,
+    AppInstance,
+    AppMember,
+    AppOperation,
+    Task,
+    allocations,
+    app_instances,
+    app_members,
+    app_operations,
+    tasks,
+)
 from reconciler.lifecycle import baremetal
 from reconciler.model.act import Act
 from reconciler.model.states import (
@@ -54,32 +65,32 @@ _GUEST = {
 
 def request(
     conn: sa.Connection,
-    instance: Record,
-    member: Record,
-    allocation: Record,
+    instance: AppInstance,
+    member: AppMember,
+    allocation: Allocation,
     kind: OperationKind,
     act: Act,
-) -> Record:
+) -> AppOperation:
     """The operation, with its task; one that is under way already is not asked for twice.
 
     Fails at once, by name, for a member that nobody can do this for.
     """
-    same = rows.first(conn, _open_of(member["id"]))
+    same = rows.first(conn, _open_of(member.id), AppOperation)
     if same is not None:
         return same
-    id, whole = rows.ordered_id(), allocation["capacity_shape"] == CapacityShape.BAREMETAL
+    id, whole = rows.ordered_id(), allocation.capacity_shape == CapacityShape.BAREMETAL
     task = _enqueue(conn, instance, allocation, kind, id, act) if whole else None
     operation = rows.add(
         conn,
-        app_operations,
+        AppOperation,
         {
             "id": id,
-            "instance_id": instance["id"],
-            "member_id": member["id"],
+            "instance_id": instance.id,
+            "member_id": member.id,
             "kind": kind.value,
             "status": OperationStatus.ACCEPTED.value,
             "deadline_at": journal.limit("app_operation", OperationStatus.ACCEPTED),
-            "task_id": task["id"] if task else None,
+            "task_id": task.id if task else None,
             "requested_by": act.actor,
             "correlation_id": act.correlation_id,
         },
@@ -87,28 +98,28 @@ def request(
     journal.begin(conn, "app_operation", operation, act)
     if not whole:
         _fail(conn, operation, act, _GUEST)
-        operation = rows.get(conn, app_operations, id, "app_operation")
+        operation = rows.get(conn, AppOperation, id)
     return operation
 
 
-def every(conn: sa.Connection, instance_id: str, page: Page | None = None) -> list[Record]:
+def every(conn: sa.Connection, instance_id: str, page: Page | None = None) -> list[AppOperation]:
     """What was ever done with the instance's members, in order."""
     query = sa.select(app_operations).where(app_operations.c.instance_id == instance_id)
-    return rows.every(conn, part(query, OPERATIONS, page))
+    return rows.every(conn, part(query, OPERATIONS, page), AppOperation)
 
 
 def began(conn: sa.Connection, operation_id: str, act: Act) -> str:
     """Its run starts now; answers why nobody wants that any more, and then changes nothing."""
     operation, member, instance = held(conn, operation_id)
-    allocation = rows.get(conn, allocations, member["allocation_id"], "allocation")
-    removes = operation["kind"] == OperationKind.BOOTSTRAP_SSH_REMOVE
-    if operation["status"] not in OPEN:
-        return f"operation {operation['status']}"
-    if allocation["state"] != AllocationState.ACTIVE:
-        return f"allocation {allocation['state']}: its account goes with all its keys"
-    if not removes and instance["status"] in ENDED:
-        return f"its app instance {instance['status']}"
-    if operation["status"] == OperationStatus.ACCEPTED:
+    allocation = rows.get(conn, Allocation, member.allocation_id)
+    removes = operation.kind == OperationKind.BOOTSTRAP_SSH_REMOVE
+    if operation.status not in OPEN:
+        return f"operation {operation.status}"
+    if allocation.state != AllocationState.ACTIVE:
+        return f"allocation {allocation.state}: its account goes with all its keys"
+    if not removes and instance.status in ENDED:
+        return f"its app instance {instance.status}"
+    if operation.status == OperationStatus.ACCEPTED:
         advance(conn, "app_operation", operation_id, "begin", act, held=operation)
     return ""
 
@@ -118,7 +129,7 @@ def succeeded(
 ) -> bool:
     """The host says so; expires_at: of the key that it has now, None when it has none."""
     operation, member, _ = held(conn, operation_id)
-    if operation["status"] != OperationStatus.RUNNING:
+    if operation.status != OperationStatus.RUNNING:
         return False
     over = {"finished_at": clock.now()}
     advance(conn, "app_operation", operation_id, "succeed", act, columns=over, held=operation)
@@ -129,36 +140,36 @@ def succeeded(
 def failed(conn: sa.Connection, operation_id: str, act: Act, error: Mapping[str, Any]) -> bool:
     """It was not done. A member that has a key already keeps its place until that one ends."""
     operation, _, _ = held(conn, operation_id)
-    if operation["status"] not in OPEN:
+    if operation.status not in OPEN:
         return False
     _fail(conn, operation, act, error)
     return True
 
 
-def leave(conn: sa.Connection, member: Record) -> None:
+def leave(conn: sa.Connection, member: AppMember) -> None:
     """From now on the allocation is free for another application."""
     _set(conn, member, left_at=clock.now())
 
 
-def left(conn: sa.Connection, instance: Record, member: Record, act: Act) -> None:
+def left(conn: sa.Connection, instance: AppInstance, member: AppMember, act: Act) -> None:
     """Its allocation has ended: it cannot come back, and no instance lives without its controller.
 
     Its key is gone with the account that had it.
     """
-    own = act.because("allocation_ended", {"allocation_id": member["allocation_id"]})
-    if member["status"] != MemberStatus.FAILED:
-        advance(conn, "app_member", member["id"], "fail", own)
+    own = act.because("allocation_ended", {"allocation_id": member.allocation_id})
+    if member.status != MemberStatus.FAILED:
+        advance(conn, "app_member", member.id, "fail", own)
     _set(conn, member, left_at=clock.now(), key_expires_at=None)
-    living = instance["status"] in (AppStatus.DEPLOYING, AppStatus.RUNNING)
-    if living and member["role"] == MemberRole.CONTROLLER:
+    living = instance.status in (AppStatus.DEPLOYING, AppStatus.RUNNING)
+    if living and member.role == MemberRole.CONTROLLER:
         ended = {"ended_at": clock.now()}
-        advance(conn, "app_instance", instance["id"], "fail", own, columns=ended)
+        advance(conn, "app_instance", instance.id, "fail", own, columns=ended)
 
 
-def withdraw(conn: sa.Connection, member: Record, act: Act) -> None:
+def withdraw(conn: sa.Connection, member: AppMember, act: Act) -> None:
     """End what nobody has begun; what runs is left to end by itself."""
-    for operation in rows.every(conn, _open_of(member["id"])):
-        if operation["status"] != OperationStatus.ACCEPTED:
+    for operation in rows.every(conn, _open_of(member.id), AppOperation):
+        if operation.status != OperationStatus.ACCEPTED:
             continue
         error = {
             "code": "canceled",
@@ -167,68 +178,68 @@ def withdraw(conn: sa.Connection, member: Record, act: Act) -> None:
             "remedy": "nothing to do: no run was started",
         }
         _fail(conn, operation, act, error)
-        if operation["task_id"]:
-            queue.cancel(conn, operation["task_id"], act)
+        if operation.task_id:
+            queue.cancel(conn, operation.task_id, act)
 
 
-def held(conn: sa.Connection, operation_id: str) -> tuple[Record, Record, Record]:
+def held(conn: sa.Connection, operation_id: str) -> tuple[AppOperation, AppMember, AppInstance]:
     """Operation, member and instance, locked in the order in which everybody does it."""
-    operation = rows.get(conn, app_operations, operation_id, "app_operation")
-    instance, member = member_held(conn, operation["member_id"])
-    operation = rows.get(conn, app_operations, operation_id, "app_operation", lock=True)
+    operation = rows.get(conn, AppOperation, operation_id)
+    instance, member = member_held(conn, operation.member_id)
+    operation = rows.get(conn, AppOperation, operation_id, lock=True)
     return operation, member, instance
 
 
-def member_held(conn: sa.Connection, member_id: str) -> tuple[Record, Record]:
-    member = rows.get(conn, app_members, member_id, "app_member")
-    key = member["instance_id"]
-    instance = rows.get(conn, app_instances, key, "app_instance", lock=True)
-    return instance, rows.get(conn, app_members, member_id, "app_member", lock=True)
+def member_held(conn: sa.Connection, member_id: str) -> tuple[AppInstance, AppMember]:
+    member = rows.get(conn, AppMember, member_id)
+    key = member.instance_id
+    instance = rows.get(conn, AppInstance, key, lock=True)
+    return instance, rows.get(conn, AppMember, member_id, lock=True)
 
 
 def _enqueue(
     conn: sa.Connection,
-    instance: Record,
-    allocation: Record,
+    instance: AppInstance,
+    allocation: Allocation,
     kind: OperationKind,
     operation_id: str,
     act: Act,
-) -> Record:
+) -> Task:
     removes = kind == OperationKind.BOOTSTRAP_SSH_REMOVE
     parameters = {
         "operation_id": operation_id,
-        "allocation": {key: allocation[key] for key in ("id", "username")},
-        "fence": baremetal.claim_of(conn, allocation["id"])["fence"],
+        "allocation": {key: getattr(allocation, key) for key in ("id", "username")},
+        "fence": baremetal.claim_of(conn, allocation.id).fence,
         "managed_key": {
-            "instance_id": instance["id"],
-            "public_key": instance["managed_key"],
+            "instance_id": instance.id,
+            "public_key": instance.managed_key,
             "expires_at": int(clock.read(conn)) + KEY_S,
             "state": "absent" if removes else "present",
         },
     }
     item = queue.Enqueue(
         kind=TaskKind.ALLOCATION_RECONCILE_MANAGED_AUTHORIZED_KEY,
-        node_id=allocation["node_id"],
+        node_id=allocation.node_id,
         # One at a time on an allocation, and none beside its release.
         subject_kind="allocation",
-        subject_id=allocation["id"],
-        allocation_id=allocation["id"],
+        subject_id=allocation.id,
+        allocation_id=allocation.id,
         parameters=parameters,
         deadline_s=600,
     )
     return queue.add(conn, item, act)
 
 
-def _fail(conn: sa.Connection, operation: Record, act: Act, error: Mapping[str, Any]) -> None:
+def _fail(conn: sa.Connection, operation: AppOperation, act: Act, error: Mapping[str, Any]) -> None:
     names = ("code", "expected", "found", "remedy")
     failure = {name: str(error.get(name, "")) for name in names}
     own = act.because(failure["code"])
     columns = {"failure": failure, "finished_at": clock.now()}
-    advance(conn, "app_operation", operation["id"], "fail", own, columns=columns)
-    member = rows.get(conn, app_members, operation["member_id"], "app_member", lock=True)
-    present = operation["kind"] != OperationKind.BOOTSTRAP_SSH_REMOVE
-    if present and member["status"] == MemberStatus.RECONCILING and member["left_at"] is None:
-        advance(conn, "app_member", member["id"], "fail", own, held=member)
+    advance(conn, "app_operation", operation.id, "fail", own, columns=columns)
+    member = rows.get(conn, AppMember, operation.member_id, lock=True)
+    present = operation.kind != OperationKind.BOOTSTRAP_SSH_REMOVE
+    if present and member.status == MemberStatus.RECONCILING and member.left_at is None:
+        advance(conn, "app_member", member.id, "fail", own, held=member)
 
 
 def _open_of(member_id: str) -> sa.Select[Any]:
@@ -238,8 +249,8 @@ def _open_of(member_id: str) -> sa.Select[Any]:
     return query.order_by(app_operations.c.id)
 
 
-def _set(conn: sa.Connection, member: Record, **values: Any) -> None:
-    conn.execute(sa.update(app_members).where(app_members.c.id == member["id"]).values(values))
+def _set(conn: sa.Connection, member: AppMember, **values: Any) -> None:
+    conn.execute(sa.update(app_members).where(app_members.c.id == member.id).values(values))
 
 
 # With a third left a new end is written.
@@ -313,10 +324,10 @@ def _members_to_leave() -> sa.Select[Any]:
 
 def _leave(conn: sa.Connection, member_id: str, act: Act) -> None:
     instance, member = member_held(conn, member_id)
-    if member["left_at"] is not None:
+    if member.left_at is not None:
         return
-    allocation = rows.get(conn, allocations, member["allocation_id"], "allocation")
-    if allocation["state"] != AllocationState.ACTIVE:
+    allocation = rows.get(conn, Allocation, member.allocation_id)
+    if allocation.state != AllocationState.ACTIVE:
         left(conn, instance, member, act)
     else:
         leave(conn, member)
@@ -339,8 +350,8 @@ def _operations_to_close() -> sa.Select[Any]:
 
 
 def _close(conn: sa.Connection, operation_id: str, act: Act) -> None:
-    operation = rows.get(conn, app_operations, operation_id, "app_operation")
-    state = rows.get(conn, tasks, operation["task_id"], "task")["state"]
+    operation = rows.get(conn, AppOperation, operation_id)
+    state = rows.get(conn, Task, str(operation.task_id)).state
     error = {
         "code": f"task_{state}",
         "expected": "a task that ends with a result",
@@ -352,7 +363,7 @@ def _close(conn: sa.Connection, operation_id: str, act: Act) -> None:
 
 def _request_work(kind: OperationKind, conn: sa.Connection, member_id: str, act: Act) -> None:
     instance, member = member_held(conn, member_id)
-    allocation = rows.get(conn, allocations, member["allocation_id"], "allocation")
+    allocation = rows.get(conn, Allocation, member.allocation_id)
     request(conn, instance, member, allocation, kind, act)
 
 

@@ -11,7 +11,16 @@ import sqlalchemy as sa
 from reconciler.db import clock, journal, rows
 from reconciler.db.journal import advance
 from reconciler.db.rows import Order, Page, Record, part
-from reconciler.db.schema import allocations, app_instances, app_members, nodes
+from reconciler.db.schema import (
+    Allocation,
+    AppInstance,
+    AppMember,
+    AppOperation,
+    allocations,
+    app_instances,
+    app_members,
+    nodes,
+)
 from reconciler.lifecycle import app_operations
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem, not_found
@@ -40,7 +49,7 @@ class NewApp:
     worker_ids: Sequence[str] = ()
 
 
-def create(conn: sa.Connection, wish: NewApp, act: Act) -> Record:
+def create(conn: sa.Connection, wish: NewApp, act: Act) -> AppInstance:
     """Record it over allocations that are there, and queue what makes each of them ready."""
     projects.get(conn, wish.project_id)
     _require_new_name(conn, wish)
@@ -57,7 +66,7 @@ def create(conn: sa.Connection, wish: NewApp, act: Act) -> Record:
     held = {key: _usable(conn, wish.project_id, key) for key in sorted(ids)}
     instance = rows.add(
         conn,
-        app_instances,
+        AppInstance,
         {
             "id": rows.new_id(),
             "project_id": wish.project_id,
@@ -81,18 +90,18 @@ def create(conn: sa.Connection, wish: NewApp, act: Act) -> Record:
     return instance
 
 
-def get(conn: sa.Connection, project_id: str, id: str, *, lock: bool = False) -> Record:
+def get(conn: sa.Connection, project_id: str, id: str, *, lock: bool = False) -> AppInstance:
     """The project's instance with an id; that of another project is not there."""
-    found = rows.get(conn, app_instances, id, "app_instance", lock=lock)
-    if found["project_id"] != project_id:
+    found = rows.get(conn, AppInstance, id, lock=lock)
+    if found.project_id != project_id:
         raise not_found("app_instance", id)
     return found
 
 
-def every(conn: sa.Connection, project_id: str, page: Page | None = None) -> list[Record]:
+def every(conn: sa.Connection, project_id: str, page: Page | None = None) -> list[AppInstance]:
     """The project's instances, newest first."""
     query = sa.select(app_instances).where(app_instances.c.project_id == project_id)
-    return rows.every(conn, part(query, INSTANCES, page))
+    return rows.every(conn, part(query, INSTANCES, page), AppInstance)
 
 
 def members(conn: sa.Connection, instance_id: str, page: Page | None = None) -> list[Record]:
@@ -114,26 +123,26 @@ def members(conn: sa.Connection, instance_id: str, page: Page | None = None) -> 
     return rows.every(conn, part(query, MEMBERS, page))
 
 
-def reconcile(conn: sa.Connection, project_id: str, id: str, act: Act) -> list[Record]:
+def reconcile(conn: sa.Connection, project_id: str, id: str, act: Act) -> list[AppOperation]:
     """Put the managed key on every member again; the operations, each with its task."""
     instance = _living(conn, project_id, id)
     _audit(conn, instance, "app_instance.bootstrap_ssh_reconcile", act, {})
     made = []
     for member in _present(conn, id):
-        allocation = rows.get(conn, allocations, member["allocation_id"], "allocation")
-        if allocation["state"] != AllocationState.ACTIVE:
+        allocation = rows.get(conn, Allocation, member.allocation_id)
+        if allocation.state != AllocationState.ACTIVE:
             app_operations.left(conn, instance, member, act)
-            if member["role"] == MemberRole.CONTROLLER:
+            if member.role == MemberRole.CONTROLLER:
                 break  # The instance has failed with it: no key of its is wanted anywhere.
             continue
-        if member["status"] == MemberStatus.FAILED:
-            advance(conn, "app_member", member["id"], "reconcile", act)
+        if member.status == MemberStatus.FAILED:
+            advance(conn, "app_member", member.id, "reconcile", act)
         kind = OperationKind.BOOTSTRAP_SSH_RECONCILE
         made.append(app_operations.request(conn, instance, member, allocation, kind, act))
     return made
 
 
-def stop(conn: sa.Connection, project_id: str, id: str, act: Act) -> Record:
+def stop(conn: sa.Connection, project_id: str, id: str, act: Act) -> AppInstance:
     """End it: its allocations stay and are free for another; its keys are taken away."""
     instance = get(conn, project_id, id, lock=True)
     now = {"ended_at": clock.now()}
@@ -148,29 +157,27 @@ def stop(conn: sa.Connection, project_id: str, id: str, act: Act) -> Record:
 
 def reported(
     conn: sa.Connection, member_id: str, detail: Mapping[str, Any], act: Act, *, ready: bool
-) -> Record:
+) -> AppMember:
     """What the application's controller says of a member; with the last one ready, it runs."""
-    found = rows.get(conn, app_members, member_id, "app_member")
-    instance = rows.get(conn, app_instances, found["instance_id"], "app_instance", lock=True)
-    member = rows.get(conn, app_members, member_id, "app_member", lock=True)
+    found = rows.get(conn, AppMember, member_id)
+    instance = rows.get(conn, AppInstance, found.instance_id, lock=True)
+    member = rows.get(conn, AppMember, member_id, lock=True)
     columns = {"detail": dict(detail)}
-    if not ready or member["status"] != MemberStatus.RECONCILING:
+    if not ready or member.status != MemberStatus.RECONCILING:
         update = sa.update(app_members).where(app_members.c.id == member_id)
         conn.execute(update.values(columns))
     else:
         advance(conn, "app_member", member_id, "prepare", act, columns=columns, held=member)
-        all_ready = all(
-            one["status"] == MemberStatus.READY for one in _present(conn, instance["id"])
-        )
-        if all_ready and instance["status"] == AppStatus.DEPLOYING:
+        all_ready = all(one.status == MemberStatus.READY for one in _present(conn, instance.id))
+        if all_ready and instance.status == AppStatus.DEPLOYING:
             own = act.because("every member is ready")
-            advance(conn, "app_instance", instance["id"], "run", own, held=instance)
-    return rows.get(conn, app_members, member_id, "app_member")
+            advance(conn, "app_instance", instance.id, "run", own, held=instance)
+    return rows.get(conn, AppMember, member_id)
 
 
-def waits_for(instance: Record, found: Sequence[Record]) -> dict[str, str] | None:
+def waits_for(instance: AppInstance, found: Sequence[Record]) -> dict[str, str] | None:
     """What keeps an instance from running, by code; None when nothing does, or it has ended."""
-    if instance["status"] != AppStatus.DEPLOYING:
+    if instance.status != AppStatus.DEPLOYING:
         return None
     for member in found:
         if member["status"] == MemberStatus.FAILED:
@@ -178,7 +185,7 @@ def waits_for(instance: Record, found: Sequence[Record]) -> dict[str, str] | Non
     for member in found:
         if not member["key_good"]:
             return _waits("bootstrap_ssh_pending", f"{member['role']} {member['allocation_id']}")
-    return _waits("controller_absent", f"no {instance['slug']}-controller has registered")
+    return _waits("controller_absent", f"no {instance.slug}-controller has registered")
 
 
 def _waits(code: str, detail: str) -> dict[str, str]:
@@ -191,7 +198,7 @@ def _require_new_name(conn: sa.Connection, wish: NewApp) -> None:
         app_instances.c.name == wish.name,
         app_instances.c.status != AppStatus.STOPPED,
     )
-    if rows.first(conn, same) is not None:
+    if rows.first(conn, same, AppInstance) is not None:
         raise Problem(
             "app_instance_exists",
             409,
@@ -201,43 +208,43 @@ def _require_new_name(conn: sa.Connection, wish: NewApp) -> None:
         )
 
 
-def _usable(conn: sa.Connection, project_id: str, id: str) -> Record:
+def _usable(conn: sa.Connection, project_id: str, id: str) -> Allocation:
     """The allocation, held until the transaction ends; Problem when no application can have it."""
-    allocation = rows.get(conn, allocations, id, "allocation", lock=True)
-    if allocation["project_id"] != project_id:
+    allocation = rows.get(conn, Allocation, id, lock=True)
+    if allocation.project_id != project_id:
         raise not_found("allocation", id)
-    if allocation["state"] != AllocationState.ACTIVE:
+    if allocation.state != AllocationState.ACTIVE:
         raise Problem(
             "allocation_not_active",
             409,
             expected=f"allocation {id} active",
-            found=str(allocation["state"]),
+            found=str(allocation.state),
             remedy="wait until it is active, or name another one",
         )
     query = sa.select(app_members).where(
         app_members.c.allocation_id == id, app_members.c.left_at.is_(None)
     )
-    taken = rows.first(conn, query)
+    taken = rows.first(conn, query, AppMember)
     if taken is not None:
         raise Problem(
             "allocation_in_app",
             409,
             expected=f"allocation {id} in no application",
-            found=f"a member of app instance {taken['instance_id']}",
+            found=f"a member of app instance {taken.instance_id}",
             remedy="stop that instance first, or name another allocation",
         )
     return allocation
 
 
 def _add_member(
-    conn: sa.Connection, instance: Record, allocation_id: str, role: MemberRole, act: Act
-) -> Record:
+    conn: sa.Connection, instance: AppInstance, allocation_id: str, role: MemberRole, act: Act
+) -> AppMember:
     member = rows.add(
         conn,
-        app_members,
+        AppMember,
         {
             "id": rows.ordered_id(),
-            "instance_id": instance["id"],
+            "instance_id": instance.id,
             "allocation_id": allocation_id,
             "role": role.value,
             "status": MemberStatus.RECONCILING.value,
@@ -248,37 +255,37 @@ def _add_member(
     return member
 
 
-def _present(conn: sa.Connection, instance_id: str) -> list[Record]:
+def _present(conn: sa.Connection, instance_id: str) -> list[AppMember]:
     """The members that have not left, held until the transaction ends."""
     query = sa.select(app_members).where(
         app_members.c.instance_id == instance_id, app_members.c.left_at.is_(None)
     )
     found = part(query, MEMBERS, None).with_for_update(key_share=True)
-    return rows.every(conn, found)
+    return rows.every(conn, found, AppMember)
 
 
-def _living(conn: sa.Connection, project_id: str, id: str) -> Record:
+def _living(conn: sa.Connection, project_id: str, id: str) -> AppInstance:
     instance = get(conn, project_id, id, lock=True)
-    if instance["status"] in app_operations.ENDED:
+    if instance.status in app_operations.ENDED:
         raise Problem(
             "app_instance_ended",
             409,
             expected=f"app instance {id} deploying or running",
-            found=str(instance["status"]),
+            found=str(instance.status),
             remedy="make another one over allocations that are active",
         )
     return instance
 
 
 def _audit(
-    conn: sa.Connection, instance: Record, action: str, act: Act, detail: Mapping[str, Any]
+    conn: sa.Connection, instance: AppInstance, action: str, act: Act, detail: Mapping[str, Any]
 ) -> None:
     journal.audit(
         conn,
         act,
         action,
         "app_instance",
-        instance["id"],
+        instance.id,
         detail=detail,
-        project_id=instance["project_id"],
+        project_id=instance.project_id,
     )

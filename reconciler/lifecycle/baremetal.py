@@ -8,8 +8,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from reconciler.db import journal, rows
-from reconciler.db.rows import Record
-from reconciler.db.schema import allocations, claims, nodes, slots
+from reconciler.db.schema import Allocation, Claim, Discovery, Node, Task, claims, nodes, slots
 from reconciler.lifecycle import gate, slices
 from reconciler.lifecycle import slots as slot_life
 from reconciler.model.act import Act, require_reason
@@ -37,7 +36,7 @@ _TRIES = 20
 _IDLE = (SlotState.DISABLED, SlotState.AVAILABLE)
 
 
-def reserve(conn: sa.Connection, want: MachineWant) -> tuple[Record, Record]:
+def reserve(conn: sa.Connection, want: MachineWant) -> tuple[Node, Discovery]:
     """A machine that is free, locked until the transaction ends, and its discovery.
 
     One that others hold locked is passed over while another fits; only then are they waited for.
@@ -46,13 +45,13 @@ def reserve(conn: sa.Connection, want: MachineWant) -> tuple[Record, Record]:
     for _ in range(_TRIES):
         found = choose(_views(conn, passed), want)
         if isinstance(found, NoFit) and passed:
-            rows.get(conn, nodes, min(passed), "node", lock=True)
+            rows.get(conn, Node, min(passed), lock=True)
             passed = frozenset()
         elif isinstance(found, NoFit):
             raise _none(found)
         else:
             query = sa.select(nodes).where(nodes.c.id == found)
-            node = rows.first(conn, query.with_for_update(skip_locked=True))
+            node = rows.first(conn, query.with_for_update(skip_locked=True), Node)
             discovery = reports.latest_discovery(conn, found)
             if node is None:
                 passed |= {found}
@@ -70,32 +69,32 @@ def reserve(conn: sa.Connection, want: MachineWant) -> tuple[Record, Record]:
 def _views(conn: sa.Connection, without: frozenset[str]) -> Iterator[MachineView]:
     sliced = set(conn.execute(sa.select(slots.c.node_id).distinct()).scalars())
     query = sa.select(nodes).where(nodes.c.state != NodeState.RETIRED)
-    for node in rows.every(conn, query.order_by(nodes.c.id)):
-        if node["id"] not in without:
+    for node in rows.every(conn, query.order_by(nodes.c.id), Node):
+        if node.id not in without:
             yield MachineView(
-                id=node["id"],
-                region=node["region"],
-                pool=node["pool"],
-                profile=node["profile"],
+                id=node.id,
+                region=node.region,
+                pool=node.pool,
+                profile=node.profile,
                 refusal=_refusal(conn, node),
-                sliced=node["id"] in sliced,
+                sliced=node.id in sliced,
             )
 
 
-def _refusal(conn: sa.Connection, node: Record) -> str:
+def _refusal(conn: sa.Connection, node: Node) -> str:
     """Why a node is not given away, as a code; "" when it is."""
     for wrong, reason in (
-        (node["mode"] != NodeMode.BAREMETAL, "not_baremetal"),
-        (node["state"] != NodeState.READY, f"node_{node['state']}"),
-        (node["unclean_allocation_id"], "not_clean"),
-        (node["health_state"] == HealthState.FAILED, "node_unhealthy"),
-        (node["health_state"] == HealthState.DEGRADED, "node_degraded"),
-        (node["reboot_required"], "reboot_required"),
-        (not node["tenant_address"], "tenant_address_missing"),
+        (node.mode != NodeMode.BAREMETAL, "not_baremetal"),
+        (node.state != NodeState.READY, f"node_{node.state}"),
+        (node.unclean_allocation_id, "not_clean"),
+        (node.health_state == HealthState.FAILED, "node_unhealthy"),
+        (node.health_state == HealthState.DEGRADED, "node_degraded"),
+        (node.reboot_required, "reboot_required"),
+        (not node.tenant_address, "tenant_address_missing"),
     ):
         if wrong:
             return reason
-    return _in_use(conn, node["id"]) or _unknown(conn, node)
+    return _in_use(conn, node.id) or _unknown(conn, node)
 
 
 def _in_use(conn: sa.Connection, node_id: str) -> str:
@@ -108,15 +107,15 @@ def _in_use(conn: sa.Connection, node_id: str) -> str:
     return "slots_in_use" if rows.first(conn, busy) is not None else ""
 
 
-def _unknown(conn: sa.Connection, node: Record) -> str:
+def _unknown(conn: sa.Connection, node: Node) -> str:
     """What is there must have been seen since the last tenant, under the present boot (I16)."""
-    seen = reports.latest_discovery(conn, node["id"])
+    seen = reports.latest_discovery(conn, node.id)
     if seen is None:
         return "not_discovered"
-    same = node["boot_id"] and seen["boot_id"] == node["boot_id"]
-    if not same or seen["install_id"] != node["install_id"]:
+    same = node.boot_id and seen.boot_id == node.boot_id
+    if not same or seen.install_id != node.install_id:
         return "discovery_stale"
-    before = seen["observed_at"] < exclusive_ended_at(conn, node["id"])
+    before = (seen.observed_at or 0.0) < exclusive_ended_at(conn, node.id)
     return "discovery_stale" if before else ""
 
 
@@ -138,9 +137,9 @@ OURS = (node_records.NOT_CLEAN, DRIFT, IN_SLICE_MODE)
 _SHOWN = 50
 
 
-def claim_of(conn: sa.Connection, allocation_id: str) -> Record:
+def claim_of(conn: sa.Connection, allocation_id: str) -> Claim:
     """The allocation's claim on its node."""
-    found = [c for c in of_allocation(conn, allocation_id) if c["kind"] == ClaimKind.NODE_EXCLUSIVE]
+    found = [c for c in of_allocation(conn, allocation_id) if c.kind == ClaimKind.NODE_EXCLUSIVE]
     if not found:
         raise Problem(
             "allocation_not_baremetal",
@@ -152,26 +151,26 @@ def claim_of(conn: sa.Connection, allocation_id: str) -> Record:
     return found[0]
 
 
-def queue_provision(conn: sa.Connection, allocation: Record, boot_id: str, act: Act) -> Record:
+def queue_provision(conn: sa.Connection, allocation: Allocation, boot_id: str, act: Act) -> Task:
     """Queue the work that lets the tenant in."""
-    named = {key: allocation[key] for key in ("id", "username", "ssh_keys")}
-    claim = claim_of(conn, allocation["id"])
-    parameters = {"allocation": named, "fence": claim["fence"], "boot_id": boot_id}
+    named = {key: getattr(allocation, key) for key in ("id", "username", "ssh_keys")}
+    claim = claim_of(conn, allocation.id)
+    parameters = {"allocation": named, "fence": claim.fence, "boot_id": boot_id}
     return _enqueue(conn, TaskKind.BAREMETAL_PROVISION, allocation, parameters, act)
 
 
 def queue_release(
-    conn: sa.Connection, allocation: Record, act: Act, *, written_off: Sequence[str] = ()
-) -> Record:
+    conn: sa.Connection, allocation: Allocation, act: Act, *, written_off: Sequence[str] = ()
+) -> Task:
     """Queue the work that cleans the machine, under a new fence; one at a time.
 
     written_off: disks, by the name that the host's ledger has for them, that are not waited for.
     """
-    for task in queue.open_of_allocation(conn, allocation["id"]):
-        if task["kind"] == TaskKind.BAREMETAL_RELEASE:
+    for task in queue.open_of_allocation(conn, allocation.id):
+        if task.kind == TaskKind.BAREMETAL_RELEASE:
             return task
-    named = {key: allocation[key] for key in ("id", "username")}
-    fence = next_node_fence(conn, allocation["node_id"])
+    named = {key: getattr(allocation, key) for key in ("id", "username")}
+    fence = next_node_fence(conn, allocation.node_id)
     parameters: dict[str, Any] = {"allocation": named, "fence": fence}
     if written_off:
         parameters["written_off"] = list(written_off)
@@ -195,16 +194,16 @@ def provision_succeeded(
     task_id: str,
 ) -> bool:
     """The tenant can enter; what the machine was like before is kept where no tenant reaches."""
-    allocation = rows.get(conn, allocations, allocation_id, "allocation")
-    node = rows.get(conn, nodes, allocation["node_id"], "node")
+    allocation = rows.get(conn, Allocation, allocation_id)
+    node = rows.get(conn, Node, allocation.node_id)
     connection: dict[str, Any] = {
-        "host": node["tenant_address"],
-        "port": node["tenant_port"],
-        "username": allocation["username"],
+        "host": node.tenant_address,
+        "port": node.tenant_port,
+        "username": allocation.username,
     }
-    if node["telemetry_url"]:
-        connection["telemetry_url"] = node["telemetry_url"]
-    reports.record_baseline(conn, node["id"], allocation_id, baseline, task_id=task_id)
+    if node.telemetry_url:
+        connection["telemetry_url"] = node.telemetry_url
+    reports.record_baseline(conn, node.id, allocation_id, baseline, task_id=task_id)
     return slices.provision_succeeded(conn, allocation_id, act, connection=connection)
 
 
@@ -222,18 +221,18 @@ def provision_failed(
     """The tenant never came. Free again only when the host says that nothing was touched."""
     if not slices.provision_failed(conn, allocation_id, act, step=step, error=error):
         return False
-    allocation = rows.get(conn, allocations, allocation_id, "allocation")
+    allocation = rows.get(conn, Allocation, allocation_id)
     reports.record_baseline(
-        conn, allocation["node_id"], allocation_id, baseline or {}, task_id=task_id
+        conn, allocation.node_id, allocation_id, baseline or {}, task_id=task_id
     )
     if not untouched:
         left_behind(conn, allocation_id, act, step=step, error=error)
     elif error.get("code") == IN_SLICE_MODE:
         # The records and the host disagree about what it is: not to be sold before that is settled.
         detail = _detail(IN_SLICE_MODE, allocation_id, error, step)
-        _set_health(conn, allocation["node_id"], HealthState.FAILED, detail)
+        _set_health(conn, allocation.node_id, HealthState.FAILED, detail)
     else:
-        _look_again(conn, allocation["node_id"], act)
+        _look_again(conn, allocation.node_id, act)
     return True
 
 
@@ -252,29 +251,29 @@ def release_succeeded(
 
     Raises when a proof does not say so. False, and nothing changed, when the run was fenced off.
     """
-    allocation = rows.get(conn, allocations, allocation_id, "allocation", lock=True)
-    node = rows.get(conn, nodes, allocation["node_id"], "node", lock=True)
-    if fence != node["fence"] or not _owed(allocation, node):
+    allocation = rows.get(conn, Allocation, allocation_id, lock=True)
+    node = rows.get(conn, Node, allocation.node_id, lock=True)
+    if fence != node.fence or not _owed(allocation, node):
         return False
     absence = evidence["absence"]
     if not slices.release_succeeded(conn, allocation_id, act, proofs={}, absence=absence):
         slices.require_absence(conn, allocation_id, absence, act)
-    for disk in claim_of(conn, allocation_id)["disks"]:
+    for disk in claim_of(conn, allocation_id).disks:
         if disk["slot_id"] in written_off:
             continue
         # After the claim has ended: only then is the proof newer than the last tenant.
         proofs.record_disk(
             conn,
-            node["id"],
+            node.id,
             disk,
             evidence["proofs"].get(disk["slot_id"]),
             policy=policy,
             allocation_id=allocation_id,
             task_id=task_id,
         )
-    _mark(conn, node["id"], "")
-    _name_drift(conn, node["id"], allocation_id, evidence)
-    _look_again(conn, node["id"], act)
+    _mark(conn, node.id, "")
+    _name_drift(conn, node.id, allocation_id, evidence)
+    _look_again(conn, node.id, act)
     return True
 
 
@@ -288,9 +287,9 @@ def release_failed(
     error: Mapping[str, Any],
 ) -> bool:
     """Something may be left: the allocation stays as it is, the node waits for evidence."""
-    allocation = rows.get(conn, allocations, allocation_id, "allocation", lock=True)
-    node = rows.get(conn, nodes, allocation["node_id"], "node", lock=True)
-    if fence != node["fence"] or not _owed(allocation, node):
+    allocation = rows.get(conn, Allocation, allocation_id, lock=True)
+    node = rows.get(conn, Node, allocation.node_id, lock=True)
+    if fence != node.fence or not _owed(allocation, node):
         return False
     # An allocation that is on its way out says so itself; it has no slots to block.
     slices.release_failed(conn, allocation_id, act, step=step, error=error)
@@ -302,12 +301,12 @@ def left_behind(
     conn: sa.Connection, allocation_id: str, act: Act, *, step: str, error: Mapping[str, Any]
 ) -> bool:
     """Keep the node from everybody until it is proven clean; False when it never was near it."""
-    allocation = rows.get(conn, allocations, allocation_id, "allocation")
-    if allocation["capacity_shape"] != CapacityShape.BAREMETAL:
+    allocation = rows.get(conn, Allocation, allocation_id)
+    if allocation.capacity_shape != CapacityShape.BAREMETAL:
         return False
-    if not any(task["started_at"] for task in queue.every(conn, allocation_id=allocation_id)):
+    if not any(task.started_at for task in queue.every(conn, allocation_id=allocation_id)):
         return False
-    node_id = allocation["node_id"]
+    node_id = allocation.node_id
     _mark(conn, node_id, allocation_id)
     _set_health(
         conn,
@@ -326,17 +325,15 @@ def left_behind(
     return True
 
 
-def clean(
-    conn: sa.Connection, node_id: str, act: Act, *, without_dead_disks: bool = False
-) -> Record:
+def clean(conn: sa.Connection, node_id: str, act: Act, *, without_dead_disks: bool = False) -> Task:
     """Queue the release of what the last tenant left; the task that does it.
 
     without_dead_disks: disks that the latest discovery lacks are written off, not waited for.
     """
-    node = rows.get(conn, nodes, node_id, "node", lock=True)
-    allocation_id = node["unclean_allocation_id"] or (
-        node["health_detail"].get("allocation_id", "")
-        if node["health_detail"].get("code") in OURS
+    node = rows.get(conn, Node, node_id, lock=True)
+    allocation_id = node.unclean_allocation_id or (
+        node.health_detail.get("allocation_id", "")
+        if node.health_detail.get("code") in OURS
         else ""
     )
     if not allocation_id:
@@ -344,7 +341,7 @@ def clean(
             "machine_clean",
             409,
             expected="a node on which a tenant may have left something",
-            found=f"health {node['health_state']}, nothing known to be left",
+            found=f"health {node.health_state}, nothing known to be left",
             remedy="nothing to clean; a tenant that is there is released first",
         )
     live = sa.select(claims).where(
@@ -352,7 +349,7 @@ def clean(
         claims.c.allocation_id != allocation_id,
         claims.c.state.in_(LIVE_CLAIMS),
     )
-    if rows.first(conn, live) is not None:
+    if rows.first(conn, live, Claim) is not None:
         raise Problem(
             "node_in_use",
             409,
@@ -363,7 +360,7 @@ def clean(
     dead = _dead_disks(conn, node_id, allocation_id, act) if without_dead_disks else []
     detail = {"written_off": dead}
     journal.audit(conn, act, "admin.node.machine.clean", "node", node_id, detail=detail)
-    allocation = rows.get(conn, allocations, allocation_id, "allocation")
+    allocation = rows.get(conn, Allocation, allocation_id)
     _mark(conn, node_id, allocation_id)
     return queue_release(conn, allocation, act, written_off=dead)
 
@@ -371,8 +368,8 @@ def clean(
 def _dead_disks(conn: sa.Connection, node_id: str, allocation_id: str, act: Act) -> list[str]:
     """The tenant's disks that a discovery after everything that was tried does not show."""
     require_reason(act, gate.WHY_GIVEN_UP)
-    ended = [task["finished_at"] or 0.0 for task in queue.every(conn, allocation_id=allocation_id)]
-    disks = claim_of(conn, allocation_id)["disks"]
+    ended = [task.finished_at or 0.0 for task in queue.every(conn, allocation_id=allocation_id)]
+    disks = claim_of(conn, allocation_id).disks
     dead = slot_life.dead_disks(conn, node_id, disks, max(ended, default=0.0))
     if not dead:
         raise Problem(
@@ -385,28 +382,28 @@ def _dead_disks(conn: sa.Connection, node_id: str, allocation_id: str, act: Act)
     return [disk["slot_id"] for disk in disks if f"eui.{disk['nvme_eui']}" in dead]
 
 
-def accept_drift(conn: sa.Connection, node_id: str, act: Act) -> Record:
+def accept_drift(conn: sa.Connection, node_id: str, act: Act) -> Node:
     """A person has looked at what is different and answers for it."""
-    node = rows.get(conn, nodes, node_id, "node", lock=True)
+    node = rows.get(conn, Node, node_id, lock=True)
     require_reason(act, "say why the differences may stay")
-    detail = node["health_detail"]
+    detail = node.health_detail
     if detail.get("code") != DRIFT:
         raise Problem(
             "no_drift",
             409,
             expected="a node whose last tenant left named differences",
-            found=f"health {node['health_state']}",
+            found=f"health {node.health_state}",
             remedy="nothing to accept",
         )
     journal.audit(conn, act, "admin.node.drift.accepted", "node", node_id, detail=detail)
     _set_health(conn, node_id, HealthState.HEALTHY, {})
-    return rows.get(conn, nodes, node_id, "node")
+    return rows.get(conn, Node, node_id)
 
 
-def _owed(allocation: Record, node: Record) -> bool:
+def _owed(allocation: Allocation, node: Node) -> bool:
     """Whether a release of the allocation still means something for the node."""
-    releasing = allocation["state"] == AllocationState.RELEASING
-    return bool(releasing or node["unclean_allocation_id"] == allocation["id"])
+    releasing = allocation.state == AllocationState.RELEASING
+    return bool(releasing or node.unclean_allocation_id == allocation.id)
 
 
 def _name_drift(
@@ -437,9 +434,9 @@ def _set_health(
     conn: sa.Connection, node_id: str, state: HealthState, detail: Mapping[str, Any]
 ) -> None:
     """Say how the machine is, but for what others have found wrong with it."""
-    node = rows.get(conn, nodes, node_id, "node", lock=True)
-    troubled = node["health_state"] in (HealthState.FAILED, HealthState.DEGRADED)
-    if troubled and node["health_detail"].get("code") not in OURS:
+    node = rows.get(conn, Node, node_id, lock=True)
+    troubled = node.health_state in (HealthState.FAILED, HealthState.DEGRADED)
+    if troubled and node.health_detail.get("code") not in OURS:
         return
     _change(conn, node_id, health_state=state.value, health_detail=dict(detail))
 
@@ -464,18 +461,18 @@ def _look_again(conn: sa.Connection, node_id: str, act: Act) -> None:
 def _enqueue(
     conn: sa.Connection,
     kind: TaskKind,
-    allocation: Record,
+    allocation: Allocation,
     parameters: Mapping[str, Any],
     act: Act,
-) -> Record:
+) -> Task:
     return queue.enqueue(
         conn,
         queue.Enqueue(
             kind=kind,
-            node_id=allocation["node_id"],
+            node_id=allocation.node_id,
             subject_kind="allocation",
-            subject_id=allocation["id"],
-            allocation_id=allocation["id"],
+            subject_id=allocation.id,
+            allocation_id=allocation.id,
             parameters=parameters,
         ),
         act,

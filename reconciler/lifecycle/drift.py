@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -10,15 +11,30 @@ import sqlalchemy as sa
 
 from reconciler.db import clock, journal, rows
 from reconciler.db.journal import advance
-from reconciler.db.rows import Record
-from reconciler.db.schema import allocations, claims, nodes, slots, tasks
-from reconciler.db.schema import slots as slot_table
+from reconciler.db.schema import (
+    Allocation,
+    Node,
+    Slot,
+    Task,
+    allocations,
+    claims,
+    nodes,
+    slots,
+    tasks,
+)
 from reconciler.db.schema import tasks as task_table
 from reconciler.lifecycle import gate, host, slices
 from reconciler.model.act import Act
 from reconciler.model.bundle import Bundle
-from reconciler.model.drift import STEP, Allocation, Difference, Findings, Records, Slot, compare
-from reconciler.model.drift import Slot as Known
+from reconciler.model.drift import (
+    STEP,
+    Difference,
+    ExpectedAllocation,
+    ExpectedSlot,
+    Findings,
+    Records,
+    compare,
+)
 from reconciler.model.states import (
     AllocationState,
     HealthState,
@@ -63,28 +79,28 @@ def expected_state(
     """
     query = sa.select(slots).where(slots.c.node_id == node_id, slots.c.retired_at.is_(None))
     # Locked first: nobody can claim one between this look and what follows from it.
-    found = rows.every(conn, query.order_by(slots.c.id).with_for_update())
+    found = rows.every(conn, query.order_by(slots.c.id).with_for_update(), Slot)
     busy = _busy(conn, node_id, since)
-    holders = _holders(conn, [slot["id"] for slot in found])
+    holders = _holders(conn, [slot.id for slot in found])
     known = {
-        slot["id"]: Slot(
-            slot["id"],
-            Bundle.of(slot),
-            slot["status"],
-            holders.get(slot["id"], ""),
+        slot.id: ExpectedSlot(
+            slot.id,
+            Bundle.of(vars(slot)),
+            slot.status,
+            holders.get(slot.id, ""),
             _settled(slot, "status", _AT_WORK, busy, since),
         )
         for slot in found
     }
     named = {slot.holder for slot in known.values()} | _live(conn, node_id)
-    records = {one["id"]: one for one in _read(conn, named)}
-    records |= {one["id"]: one for one in _named(conn, holdings, records)}
+    records = {row.id: row for row in _read(conn, named)}
+    records |= {row.id: row for row in _named(conn, holdings, records)}
     return Records(
         tuple(known.values()),
         tuple(
-            Allocation(
+            ExpectedAllocation(
                 key,
-                one["state"] == AllocationState.ACTIVE and one["node_id"] == node_id,
+                one.state == AllocationState.ACTIVE and one.node_id == node_id,
                 _settled(one, "state", _UNDER_WAY, busy, since),
                 tuple(slot.id for slot in known.values() if slot.holder == key),
             )
@@ -94,12 +110,12 @@ def expected_state(
 
 
 def _settled(
-    record: Record, state: str, moving: tuple[str, ...], busy: set[str], since: float
+    record: Slot | Allocation, state: str, moving: tuple[str, ...], busy: set[str], since: float
 ) -> bool:
     return (
-        record[state] not in moving
-        and record[f"{state}_since"] < since
-        and record["id"] not in busy
+        getattr(record, state) not in moving
+        and getattr(record, f"{state}_since") < since
+        and record.id not in busy
     )
 
 
@@ -111,10 +127,10 @@ def _busy(conn: sa.Connection, node_id: str, since: float) -> set[str]:
         sa.or_(tasks.c.state == TaskState.RUNNING, tasks.c.finished_at >= since),
     )
     found: set[str] = set()
-    for task in rows.every(conn, query):
-        given = task["parameters"].get("slots") or []
-        found |= {*task["fences"], *(slot["slot_id"] for slot in given)}
-        found |= {task["allocation_id"]} - {None}
+    for task in rows.every(conn, query, Task):
+        given = task.parameters.get("slots") or []
+        found |= {*task.fences, *(slot["slot_id"] for slot in given)}
+        found |= {task.allocation_id} if task.allocation_id else set()
     return found
 
 
@@ -133,13 +149,15 @@ def _live(conn: sa.Connection, node_id: str) -> set[str]:
     return set(conn.execute(query).scalars())
 
 
-def _read(conn: sa.Connection, ids: set[str]) -> list[Record]:
-    return rows.every(conn, sa.select(allocations).where(allocations.c.id.in_(sorted(ids))))
+def _read(conn: sa.Connection, ids: set[str]) -> list[Allocation]:
+    return rows.every(
+        conn, sa.select(allocations).where(allocations.c.id.in_(sorted(ids))), Allocation
+    )
 
 
 def _named(
-    conn: sa.Connection, holdings: Mapping[str, Any], known: Mapping[str, Record]
-) -> list[Record]:
+    conn: sa.Connection, holdings: Mapping[str, Any], known: Mapping[str, Allocation]
+) -> list[Allocation]:
     """The allocations that the host names and that are not known yet, wherever they are."""
     starts = [key.replace("-", "") for key in known]
     names = sorted(
@@ -147,11 +165,11 @@ def _named(
         for name in set(_names(holdings))
         if len(name) >= 12 and not any(start.startswith(name) for start in starts)
     )
-    found: list[Record] = []
+    found: list[Allocation] = []
     for name in names[:_NAMES]:
         pattern = f"{_dashed(name)}%"
         query = sa.select(allocations).where(allocations.c.id.like(pattern))
-        found += rows.every(conn, query.limit(2))
+        found += rows.every(conn, query.limit(2), Allocation)
     return found
 
 
@@ -189,8 +207,8 @@ def reconcile(
     The task's result: differences, skipped, unknown, and the slots that were blocked, shut, healed
     and opened.
     """
-    node = rows.get(conn, nodes, node_id, "node", lock=True)
-    if node["mode"] != NodeMode.SLICE:
+    node = rows.get(conn, Node, node_id, lock=True)
+    if node.mode != NodeMode.SLICE:
         # Being converted: what is there now is on its way.
         return {"differences": [], "skipped": [node_id], "unknown": {}}
     _heed_boot(conn, node, evidence["identity"], act)
@@ -254,7 +272,7 @@ def overdue_nodes(conn: sa.Connection) -> float:
     return float(conn.execute(longest).scalar() or 0)
 
 
-def queue_comparison(conn: sa.Connection, node_id: str, act: Act) -> Record:
+def queue_comparison(conn: sa.Connection, node_id: str, act: Act) -> Task:
     """Queue one look at one host; it gives way to all work that somebody waits for."""
     item = queue.Enqueue(
         kind=TaskKind.SLICE_DRIFT_RECONCILE,
@@ -269,8 +287,8 @@ def queue_comparison(conn: sa.Connection, node_id: str, act: Act) -> Record:
 
 def forget(conn: sa.Connection, node_id: str, act: Act) -> None:
     """The node is no slice host any more: what was found of its slices is the past's."""
-    node = rows.get(conn, nodes, node_id, "node", lock=True)
-    if node["health_detail"].get("step") == STEP:
+    node = rows.get(conn, Node, node_id, lock=True)
+    if node.health_detail.get("step") == STEP:
         _node_health(conn, node, HealthState.UNKNOWN, {}, act.because("no slice host any more"))
 
 
@@ -283,29 +301,29 @@ def _asked_at() -> sa.ColumnElement[Any]:
     return sa.func.coalesce(last.scalar_subquery(), nodes.c.mode_since)
 
 
-def _heed_boot(conn: sa.Connection, node: Record, identity: Mapping[str, Any], act: Act) -> None:
+def _heed_boot(conn: sa.Connection, node: Node, identity: Mapping[str, Any], act: Act) -> None:
     """Another boot than the proven one closes the gate (I16). Which one it is, a discovery says:
     from here it could be an older one than is known by now, and open what is closed (I14).
     """
-    host.contacted(conn, node["id"])
-    if node["boot_id"] and identity["boot_id"] != node["boot_id"]:
+    host.contacted(conn, node.id)
+    if node.boot_id and identity["boot_id"] != node.boot_id:
         own = act.because(f"boot {identity['boot_id'] or 'unknown'}")
-        host.restarted(conn, node["id"], own, since=node["boot_id"])
+        host.restarted(conn, node.id, own, since=node.boot_id)
 
 
 def _of_slot(
     conn: sa.Connection,
-    slot: Known,
+    slot: ExpectedSlot,
     found: Sequence[Difference],
     findings: Findings,
     act: Act,
     since: float,
 ) -> list[str]:
-    record = rows.get(conn, slot_table, slot.id, "slot")
+    record = rows.get(conn, Slot, slot.id)
     if not found:
         # A part that could not be looked at may hide what was found there before (I13).
-        clean = not findings.unknown and record["health_detail"].get("step") == STEP
-        if not clean or record["status"] == SlotState.CLEANUP_BLOCKED:
+        clean = not findings.unknown and record.health_detail.get("step") == STEP
+        if not clean or record.status == SlotState.CLEANUP_BLOCKED:
             return []
         return _heal(conn, record, act, since)
     told = "; ".join(f"{one.code}: {one.found}" for one in found)[:2000]
@@ -323,19 +341,19 @@ def _of_slot(
         slices.block(conn, record, slot.holder, own, step=STEP, error=error)
         return ["blocked"]
     detail = _detail(found, told)
-    before = record["health_detail"]
+    before = record.health_detail
     if any(one.disk_used for one in found) or before.get("disk_used") or before.get("clean_since"):
         detail["disk_used"] = True
     slot_records.set_health(conn, slot.id, HealthState.FAILED, detail, own)
-    if record["status"] != SlotState.AVAILABLE:
+    if record.status != SlotState.AVAILABLE:
         return []
     advance(conn, "slot", slot.id, "disable", own, columns={"available_proof_id": None})
     return ["shut"]
 
 
-def _heal(conn: sa.Connection, record: Record, act: Act, since: float) -> list[str]:
+def _heal(conn: sa.Connection, record: Slot, act: Act, since: float) -> list[str]:
     """The host was seen without what it had. A disk that somebody used needs a newer proof."""
-    slot_id, detail = record["id"], record["health_detail"]
+    slot_id, detail = record.id, record.health_detail
     if detail.get("disk_used"):
         told = {
             "step": STEP,
@@ -347,11 +365,11 @@ def _heal(conn: sa.Connection, record: Record, act: Act, since: float) -> list[s
         slot_records.set_health(conn, slot_id, HealthState.FAILED, told, own)
         return []
     proof = proofs.current(conn, record)
-    if "clean_since" in detail and (proof is None or proof["created_at"] < detail["clean_since"]):
+    if "clean_since" in detail and (proof is None or proof.created_at < detail["clean_since"]):
         return []
     own = act.because("the host is as the records say", {"observed_since": clock.iso(since)})
     slot_records.set_health(conn, slot_id, HealthState.HEALTHY, {}, own)
-    wanted = record["wanted"] == SlotState.AVAILABLE and record["status"] == SlotState.DISABLED
+    wanted = record.wanted == SlotState.AVAILABLE and record.status == SlotState.DISABLED
     if not wanted or gate.gate(conn, slot_id):
         return ["healed"]
     gate.make_available(conn, slot_id, own)
@@ -369,16 +387,16 @@ def _failed(one: Difference) -> bool:
     return one.severity == HealthState.FAILED
 
 
-def _of_node(conn: sa.Connection, node: Record, findings: Findings, act: Act) -> None:
+def _of_node(conn: sa.Connection, node: Node, findings: Findings, act: Act) -> None:
     """What concerns no slot is the node's health, unless that tells of something else already."""
     loose = [one for one in findings.differences if not one.slot_id]
     told = [f"{one.code}: {one.found}" for one in loose]
     told += [f"{name} {why}" for name, why in sorted(findings.unknown.items())]
-    ours = node["health_detail"].get("step") == STEP
-    if told and (ours or not node["health_detail"]):
+    ours = node.health_detail.get("step") == STEP
+    if told and (ours or not node.health_detail):
         reason = "; ".join(told)[:2000]
         detail = {"step": STEP, "code": loose[0].code if loose else "unknown", "reason": reason}
-        if node["health_detail"] != detail:
+        if node.health_detail != detail:
             _node_health(conn, node, HealthState.DEGRADED, detail, act.because(reason))
     elif ours and not told:
         own = act.because("the host is as the records say")
@@ -386,17 +404,17 @@ def _of_node(conn: sa.Connection, node: Record, findings: Findings, act: Act) ->
 
 
 def _node_health(
-    conn: sa.Connection, node: Record, health: HealthState, detail: dict[str, Any], act: Act
+    conn: sa.Connection, node: Node, health: HealthState, detail: dict[str, Any], act: Act
 ) -> None:
-    update = sa.update(nodes).where(nodes.c.id == node["id"])
+    update = sa.update(nodes).where(nodes.c.id == node.id)
     values = {"health_state": health.value, "health_detail": detail}
     conn.execute(update.values(generation=nodes.c.generation + 1, **values))
     journal.write_history(
         conn,
         "node_health",
-        {**node, "generation": node["generation"] + 1},
+        replace(node, generation=node.generation + 1),
         act.because(act.reason, {**act.evidence, "detail": detail}),
-        source=node["health_state"],
+        source=node.health_state,
         event="observe",
         target=health.value,
     )

@@ -8,8 +8,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from reconciler.db import rows
-from reconciler.db.rows import Record
-from reconciler.db.schema import discoveries, nodes, parities
+from reconciler.db.schema import Discovery, Node, Parity
 from reconciler.lifecycle import gate, host
 from reconciler.model.act import Act
 from reconciler.model.states import NodeMode
@@ -24,19 +23,19 @@ def record_discovery(
     *,
     task_id: str | None = None,
     observed_at: float | None = None,
-) -> Record:
+) -> Discovery:
     """A discovery document; what it speaks against goes off sale.
 
     observed_at: when its run was started, by the database's clock.
     """
-    node = rows.get(conn, nodes, node_id, "node")
+    node = rows.get(conn, Node, node_id)
     # It is what a slice host would need; of a bare-metal machine nobody asks it.
-    reboot = bool(document.get("reboot_required")) and node["mode"] != NodeMode.BAREMETAL
+    reboot = bool(document.get("reboot_required")) and node.mode != NodeMode.BAREMETAL
     identity = document.get("identity") or {}
     host.observed(conn, node_id, act, identity=identity, reboot_required=reboot, began=observed_at)
     values = reports.report_values(node_id, document, task_id, observed_at)
-    row = rows.add(conn, discoveries, {**values, "reboot_required": reboot})
-    gate.review(conn, node_id, act.because(act.reason, {"discovery_id": row["id"]}))
+    row = rows.add(conn, Discovery, {**values, "reboot_required": reboot})
+    gate.review(conn, node_id, act.because(act.reason, {"discovery_id": row.id}))
     summary = dict(document.get("candidate_summary") or {})
     reports.emit_report(conn, "node.discovered", node_id, summary, act)
     return row
@@ -50,14 +49,14 @@ def record_parity(
     *,
     task_id: str | None = None,
     observed_at: float | None = None,
-) -> Record:
+) -> Parity:
     """A parity report; failures close the gate until a later one passes."""
     identity = report.get("identity") or {}
     host.observed(conn, node_id, act, identity=identity, began=observed_at)
     failures = int(report.get("failures", 1))
     row = rows.add(
         conn,
-        parities,
+        Parity,
         {
             **reports.report_values(node_id, report, task_id, observed_at),
             "intent": str(report.get("intent") or "slice"),
@@ -65,9 +64,9 @@ def record_parity(
             "warnings": int(report.get("warnings", 0)),
         },
     )
-    if failures and row["intent"] == "slice":
-        why = act.because(f"gate closed: {failures} parity checks fail", {"parity_id": row["id"]})
+    if failures and row.intent == "slice":
+        why = act.because(f"gate closed: {failures} parity checks fail", {"parity_id": row.id})
         gate.close(conn, node_id, why)
-    counts = {"failures": failures, "warnings": row["warnings"]}
+    counts = {"failures": failures, "warnings": row.warnings}
     reports.emit_report(conn, "node.parity", node_id, counts, act)
     return row

@@ -10,14 +10,13 @@ import sqlalchemy as sa
 
 from reconciler.db import locks, rows, settings
 from reconciler.db.journal import advance
-from reconciler.db.rows import Record
-from reconciler.db.schema import nodes, slots
+from reconciler.db.schema import Discovery, Node, Parity, Proof, Slot, slots
 from reconciler.model import drift
 from reconciler.model.act import Act
 from reconciler.model.bundle import Bundle
 from reconciler.model.discovery import Blocker
 from reconciler.model.errors import Problem
-from reconciler.model.gate import FAILING, GateEvidence, Proof, Sighting, blockers
+from reconciler.model.gate import FAILING, DiskProof, GateEvidence, Sighting, blockers
 from reconciler.model.states import HealthState, ProofKind, SlotState
 from reconciler.records import proofs, reports
 from reconciler.records.claims import exclusive_ended_at
@@ -27,7 +26,7 @@ from reconciler.records.claims import exclusive_ended_at
 class Host:
     """What every slot of a node is judged by. bundles: of its approved slots, by the slot's id."""
 
-    node: Record
+    node: Node
     discovery: Sighting | None
     parity: Sighting | None
     exclusive_ended_at: float
@@ -38,7 +37,7 @@ class Host:
 def host(conn: sa.Connection, node_id: str) -> Host:
     """One look at a node. Whoever acts on the answer holds the node (order)."""
     return Host(
-        node=rows.get(conn, nodes, node_id, "node"),
+        node=rows.get(conn, Node, node_id),
         discovery=_sighting(reports.latest_discovery(conn, node_id)),
         parity=_sighting(reports.latest_parity(conn, node_id)),
         exclusive_ended_at=exclusive_ended_at(conn, node_id),
@@ -49,32 +48,32 @@ def host(conn: sa.Connection, node_id: str) -> Host:
 
 def gate(conn: sa.Connection, slot_id: str) -> tuple[Blocker, ...]:
     """What keeps a slot from being sold; empty when nothing does."""
-    slot = rows.get(conn, slots, slot_id, "slot")
+    slot = rows.get(conn, Slot, slot_id)
     return judge(conn, slot, proofs.current(conn, slot))
 
 
 def judge(
-    conn: sa.Connection, slot: Record, proof: Record | None, seen: Host | None = None
+    conn: sa.Connection, slot: Slot, proof: Proof | None, seen: Host | None = None
 ) -> tuple[Blocker, ...]:
     """The gate for a slot with this proof; seen: the look at its node, where one serves many."""
-    seen = seen or host(conn, slot["node_id"])
+    seen = seen or host(conn, slot.node_id)
     return blockers(
         GateEvidence(
-            bundle=Bundle.of(slot),
-            approved_at=slot["approved_at"],
-            disk_generation=slot["disk_generation"],
-            node_state=seen.node["state"],
-            node_mode=seen.node["mode"],
-            boot_id=seen.node["boot_id"],
-            install_id=seen.node["install_id"],
-            reboot_required=seen.node["reboot_required"],
+            bundle=Bundle.of(vars(slot)),
+            approved_at=slot.approved_at,
+            disk_generation=slot.disk_generation,
+            node_state=seen.node.state,
+            node_mode=seen.node.mode,
+            boot_id=seen.node.boot_id,
+            install_id=seen.node.install_id,
+            reboot_required=seen.node.reboot_required,
             discovery=seen.discovery,
             parity=seen.parity,
             proof=_proof(proof),
             exclusive_ended_at=seen.exclusive_ended_at,
             restored_at=seen.restored_at,
             wipe_policy=proofs.policy(slot),
-            others=tuple(one for key, one in seen.bundles.items() if key != slot["id"]),
+            others=tuple(bundle for key, bundle in seen.bundles.items() if key != slot.id),
             drift=_drift(slot),
             failures=proofs.launch_failures(conn, slot),
         )
@@ -84,11 +83,11 @@ def judge(
 def approved(conn: sa.Connection, node_id: str) -> dict[str, Bundle]:
     """The bundles of the node's approved slots, by the slot's id."""
     query = sa.select(slots).where(slots.c.node_id == node_id, slots.c.retired_at.is_(None))
-    found = rows.every(conn, query.order_by(slots.c.slot_index))
-    return {slot["id"]: Bundle.of(slot) for slot in found}
+    found = rows.every(conn, query.order_by(slots.c.slot_index), Slot)
+    return {slot.id: Bundle.of(vars(slot)) for slot in found}
 
 
-def make_available(conn: sa.Connection, slot_id: str, act: Act) -> Record:
+def make_available(conn: sa.Connection, slot_id: str, act: Act) -> Slot:
     """Sell a disabled slot; refused with every blocker that there is."""
     slot = locks.hold_slot(conn, slot_id)
     proof = proofs.current(conn, slot)
@@ -107,10 +106,10 @@ def make_available(conn: sa.Connection, slot_id: str, act: Act) -> Record:
         "slot",
         slot_id,
         "enable",
-        act.because(act.reason or "gate passed", {**act.evidence, "proof_id": proof["id"]}),
+        act.because(act.reason or "gate passed", {**act.evidence, "proof_id": proof.id}),
         columns={
-            "available_proof_id": proof["id"],
-            "last_proof_id": proof["id"],
+            "available_proof_id": proof.id,
+            "last_proof_id": proof.id,
             "health_state": HealthState.HEALTHY.value,
             "health_detail": {},
         },
@@ -129,13 +128,13 @@ def open_gate(conn: sa.Connection, node_id: str, act: Act) -> dict[str, Any]:
     opened: list[str] = []
     closed: dict[str, list[dict[str, str]]] = {}
     seen = host(conn, node_id)
-    for slot in rows.every(conn, query.order_by(slots.c.slot_index)):
+    for slot in rows.every(conn, query.order_by(slots.c.slot_index), Slot):
         found = judge(conn, slot, proofs.current(conn, slot), seen)
         if found:
-            closed[slot["id"]] = [row.document() for row in found]
+            closed[slot.id] = [row.document() for row in found]
         else:
-            make_available(conn, slot["id"], act)
-            opened.append(slot["id"])
+            make_available(conn, slot.id, act)
+            opened.append(slot.id)
     return {"opened": opened, "closed": closed}
 
 
@@ -147,7 +146,7 @@ def review(conn: sa.Connection, node_id: str, act: Act) -> list[str]:
     shut = []
     # Locked, in the order of everybody else: nobody claims one between its judgement and what
     # follows from it.
-    found_on_sale = rows.every(conn, query.order_by(slots.c.id).with_for_update())
+    found_on_sale = rows.every(conn, query.order_by(slots.c.id).with_for_update(), Slot)
     seen = host(conn, node_id)
     for slot in found_on_sale:
         found = judge(conn, slot, proofs.current(conn, slot), seen)
@@ -155,28 +154,28 @@ def review(conn: sa.Connection, node_id: str, act: Act) -> list[str]:
             why = "; ".join(f"{row.code}: {row.detail}" for row in found)
             evidence = {**act.evidence, "blockers": [row.document() for row in found]}
             own = act.because(f"gate closed: {why}", evidence)
-            advance(conn, "slot", slot["id"], "disable", own, columns={"available_proof_id": None})
-            shut.append(str(slot["id"]))
+            advance(conn, "slot", slot.id, "disable", own, columns={"available_proof_id": None})
+            shut.append(str(slot.id))
     return shut
 
 
-def give_back(conn: sa.Connection, slot: Record, proof: Record, act: Act) -> Record:
+def give_back(conn: sa.Connection, slot: Slot, proof: Proof, act: Act) -> Slot:
     """A slot that is proven clean again: on sale, or disabled while its gate is closed.
 
     The caller holds the slot, and its node since before that.
     """
     found = judge(conn, slot, proof)
-    wanted = slot["wanted"] == SlotState.AVAILABLE
+    wanted = slot.wanted == SlotState.AVAILABLE
     columns: dict[str, Any] = {
-        "last_proof_id": proof["id"],
+        "last_proof_id": proof.id,
         "health_state": HealthState.HEALTHY.value,
         "health_detail": {},
     }
-    evidence = {**act.evidence, "proof_id": proof["id"]}
+    evidence = {**act.evidence, "proof_id": proof.id}
     if wanted and not found:
-        columns["available_proof_id"] = proof["id"]
+        columns["available_proof_id"] = proof.id
         return advance(
-            conn, "slot", slot["id"], "return", act.because(act.reason, evidence), columns=columns
+            conn, "slot", slot.id, "return", act.because(act.reason, evidence), columns=columns
         )
     for row in found:
         if row.code in FAILING:
@@ -185,39 +184,39 @@ def give_back(conn: sa.Connection, slot: Record, proof: Record, act: Act) -> Rec
     why = "; ".join(row.code for row in found) if found else "it is wanted disabled"
     evidence["blockers"] = [row.document() for row in found]
     parked = act.because(f"{act.reason}; disabled: {why}", evidence)
-    return advance(conn, "slot", slot["id"], "park", parked, columns=columns)
+    return advance(conn, "slot", slot.id, "park", parked, columns=columns)
 
 
-def _drift(slot: Record) -> str:
+def _drift(slot: Slot) -> str:
     """A slot that comes back from its clean-up was looked at since; its detail is the old one."""
-    detail = slot["health_detail"]
-    known = detail.get("step") == drift.STEP and slot["status"] in drift.IDLE
+    detail = slot.health_detail
+    known = detail.get("step") == drift.STEP and slot.status in drift.IDLE
     return str(detail["reason"]) if known else ""
 
 
-def _proof(record: Record | None) -> Proof | None:
+def _proof(record: Proof | None) -> DiskProof | None:
     if record is None:
         return None
     # An untouched disk is as clean as the proof that it was sold on.
-    method = None if record["kind"] == ProofKind.UNTOUCHED else record["method"]
-    return Proof(
-        disk_identity=record["disk_identity"],
-        disk_generation=record["disk_generation"],
-        recorded_at=record["created_at"],
+    method = None if record.kind == ProofKind.UNTOUCHED else record.method
+    return DiskProof(
+        disk_identity=record.disk_identity,
+        disk_generation=record.disk_generation,
+        recorded_at=record.created_at,
         method=method,
-        install_id=record["install_id"],
+        install_id=record.install_id,
     )
 
 
-def _sighting(record: Record | None) -> Sighting | None:
+def _sighting(record: Discovery | Parity | None) -> Sighting | None:
     if record is None:
         return None
     return Sighting(
-        observed_at=record["observed_at"],
-        boot_id=record["boot_id"],
-        install_id=record["install_id"],
-        document=record["document"],
-        failures=record.get("failures", 0),
+        observed_at=record.observed_at or 0.0,
+        boot_id=record.boot_id,
+        install_id=record.install_id,
+        document=record.document,
+        failures=getattr(record, "failures", 0),
     )
 
 
@@ -238,10 +237,10 @@ def close(conn: sa.Connection, node_id: str, act: Act) -> list[str]:
 WHY_GIVEN_UP = "say why this is given up"
 
 
-def doubted(slot: Record) -> bool:
+def doubted(slot: Slot) -> bool:
     """Whether the host was last seen to hold something in an idle slot.
 
     Only the slot's own gate knows that: before the slot is retired, its disk gets the next
     generation, or the proof from before would count in the slot that gets the disk next.
     """
-    return bool(slot["health_detail"].get("step") == drift.STEP)
+    return bool(slot.health_detail.get("step") == drift.STEP)

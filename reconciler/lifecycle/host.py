@@ -9,8 +9,7 @@ import sqlalchemy as sa
 
 from reconciler.db import clock, journal, locks, rows
 from reconciler.db.journal import advance
-from reconciler.db.rows import Record
-from reconciler.db.schema import allocations, nodes, slots, tasks
+from reconciler.db.schema import Allocation, Node, Task, nodes, slots, tasks
 from reconciler.db.schema import nodes as node_table
 from reconciler.lifecycle import gate
 from reconciler.lifecycle import slots as slot_life
@@ -36,18 +35,18 @@ def enrolled(
     machine_id: str,
     host_key: str,
     boot_id: str = "",
-) -> Record:
+) -> Node:
     """The host's key is certified. Another installation than before must be bootstrapped again."""
-    before = rows.get(conn, nodes, id, "node", lock=True)
+    before = rows.get(conn, Node, id, lock=True)
     identity = {"machine_id": machine_id, "host_key": host_key, "boot_id": boot_id}
     observed(conn, id, act, identity=identity)
     node = node_records.get(conn, id)
-    renewed = before["install_id"] == node["install_id"]
-    if before["state"] == NodeState.BOOTSTRAPPING or (
-        renewed and before["state"] not in (NodeState.ENROLLING, NodeState.UNREACHABLE)
+    renewed = before.install_id == node.install_id
+    if before.state == NodeState.BOOTSTRAPPING or (
+        renewed and before.state not in (NodeState.ENROLLING, NodeState.UNREACHABLE)
     ):
         return node
-    if renewed and before["state"] == NodeState.UNREACHABLE:
+    if renewed and before.state == NodeState.UNREACHABLE:
         return regained(conn, id, act)
     return advance(conn, "node", id, "enrol", act.because("enrolled", {"identity": identity}))
 
@@ -59,21 +58,21 @@ def bootstrapped(
     *,
     identity: Mapping[str, Any],
     began: float | None = None,
-) -> Record:
+) -> Node:
     """The host is prepared; a conversion to slice host that was in flight is complete."""
     observed(conn, id, act, identity=identity, reboot_required=False, began=began)
     node = node_records.get(conn, id)
-    if node["state"] == NodeState.BOOTSTRAPPING:
+    if node.state == NodeState.BOOTSTRAPPING:
         node = advance(conn, "node", id, "bootstrap", act)
-    if node["mode"] == NodeMode.CONVERTING_TO_SLICE:
+    if node.mode == NodeMode.CONVERTING_TO_SLICE:
         node = advance(conn, "node_mode", id, "converted", act)
     return node
 
 
-def learn_fabric(conn: sa.Connection, id: str, act: Act, *, interface: str, address: str) -> Record:
+def learn_fabric(conn: sa.Connection, id: str, act: Act, *, interface: str, address: str) -> Node:
     """What the host has on the fabric already, if nobody has said what it should have."""
-    node = rows.get(conn, nodes, id, "node", lock=True)
-    if not (interface and address) or node["fabric_interface"] or node["fabric_address"]:
+    node = rows.get(conn, Node, id, lock=True)
+    if not (interface and address) or node.fabric_interface or node.fabric_address:
         return node
     values = {"fabric_interface": interface, "fabric_address": address}
     conn.execute(
@@ -83,29 +82,29 @@ def learn_fabric(conn: sa.Connection, id: str, act: Act, *, interface: str, addr
     return node_records.get(conn, id)
 
 
-def lost(conn: sa.Connection, id: str, act: Act) -> Record:
+def lost(conn: sa.Connection, id: str, act: Act) -> Node:
     """Contact is lost. Nothing is freed: what goes on there is unknown."""
     return advance(conn, "node", id, "lose", act)
 
 
-def regained(conn: sa.Connection, id: str, act: Act) -> Record:
+def regained(conn: sa.Connection, id: str, act: Act) -> Node:
     """Contact is back: the node is what it was before."""
-    losses = [row for row in journal.history_of(conn, "node", id) if row["event"] == "lose"]
-    before = losses[-1]["source"] if losses else NodeState.MAINTENANCE.value
+    losses = [row for row in journal.history_of(conn, "node", id) if row.event == "lose"]
+    before = losses[-1].source if losses else NodeState.MAINTENANCE.value
     return advance(conn, "node", id, f"regain_{before}", act)
 
 
-def drain(conn: sa.Connection, id: str, act: Act) -> Record:
+def drain(conn: sa.Connection, id: str, act: Act) -> Node:
     """Take nothing new."""
     return node_records.by_admin(conn, id, "drain", act)
 
 
-def resume(conn: sa.Connection, id: str, act: Act) -> Record:
+def resume(conn: sa.Connection, id: str, act: Act) -> Node:
     """Take work again."""
     return node_records.by_admin(conn, id, "resume", act)
 
 
-def maintain(conn: sa.Connection, id: str, act: Act) -> Record:
+def maintain(conn: sa.Connection, id: str, act: Act) -> Node:
     """Out of use until resumed; refused while a tenant is on it."""
     locks.hold_node(conn, id)
     # First, so that a launch which has a slot by then is seen by the question after it, and none
@@ -115,15 +114,15 @@ def maintain(conn: sa.Connection, id: str, act: Act) -> Record:
     return node_records.by_admin(conn, id, "maintain", act)
 
 
-def retire(conn: sa.Connection, id: str, act: Act) -> Record:
+def retire(conn: sa.Connection, id: str, act: Act) -> Node:
     """Gone for good; refused while a tenant is on it.
 
     Of a node that does not answer, what may be left on it is written off with it.
     """
-    node = rows.get(conn, nodes, id, "node", lock=True)
-    if transitions.target("node", node["state"], "retire") is None:
+    node = rows.get(conn, Node, id, lock=True)
+    if transitions.target("node", node.state, "retire") is None:
         return node_records.by_admin(conn, id, "retire", act)
-    lost = node["state"] == NodeState.UNREACHABLE
+    lost = node.state == NodeState.UNREACHABLE
     if lost:
         require_reason(act, gate.WHY_GIVEN_UP)
     else:
@@ -134,19 +133,19 @@ def retire(conn: sa.Connection, id: str, act: Act) -> Record:
     given_up = slot_life.written_off_slots(conn, id, act)
     conn.execute(sa.update(nodes).where(nodes.c.id == id).values(slice_scheduling=False))
     for task in task_queue.open_of_node(conn, id):
-        task_queue.cancel(conn, task["id"], act.because("its node is retired"))
-    detail = {"written_off_slots": given_up, "unclean": node["unclean_allocation_id"]}
+        task_queue.cancel(conn, task.id, act.because("its node is retired"))
+    detail = {"written_off_slots": given_up, "unclean": node.unclean_allocation_id}
     return node_records.by_admin(conn, id, "retire", act, detail)
 
 
-def convert(conn: sa.Connection, id: str, to: NodeMode, act: Act) -> Record:
+def convert(conn: sa.Connection, id: str, to: NodeMode, act: Act) -> Node:
     """Begin a conversion, or go on with it: slots go off sale first.
 
     Problem `node_in_use` while a tenant or a clean-up is on the node, `transition_refused` when it
     is that already.
     """
-    node = rows.get(conn, nodes, id, "node", lock=True)
-    if node["mode"] == f"converting_to_{to}":
+    node = rows.get(conn, Node, id, lock=True)
+    if node.mode == f"converting_to_{to}":
         return node
     node_records.require_clean(node)
     close(conn, id, act.because(f"conversion to {to} begins"))
@@ -156,33 +155,33 @@ def convert(conn: sa.Connection, id: str, to: NodeMode, act: Act) -> Record:
     return advance(conn, "node_mode", id, f"to_{to}", act)
 
 
-def require_slice_mode(conn: sa.Connection, id: str) -> Record:
+def require_slice_mode(conn: sa.Connection, id: str) -> Node:
     """The node, unless it is bare metal: a slice host is made of it on purpose or not at all."""
-    node = rows.get(conn, nodes, id, "node")
-    if node["mode"] in (NodeMode.BAREMETAL, NodeMode.CONVERTING_TO_BAREMETAL):
+    node = rows.get(conn, Node, id)
+    if node.mode in (NodeMode.BAREMETAL, NodeMode.CONVERTING_TO_BAREMETAL):
         raise Problem(
             "node_is_baremetal",
             409,
             expected="a slice host, or a node that is being made one",
-            found=f"mode {node['mode']}",
+            found=f"mode {node.mode}",
             remedy="convert the node to a slice host first",
         )
     return node
 
 
-def converted(conn: sa.Connection, id: str, act: Act) -> Record:
+def converted(conn: sa.Connection, id: str, act: Act) -> Node:
     """The conversion is done and proven."""
     return advance(conn, "node_mode", id, "converted", act)
 
 
-def conversion_reverted(conn: sa.Connection, id: str, act: Act) -> Record:
+def conversion_reverted(conn: sa.Connection, id: str, act: Act) -> Node:
     """The conversion was undone on the host."""
     return advance(conn, "node_mode", id, "revert", act)
 
 
-def set_scheduling(conn: sa.Connection, id: str, on: bool, act: Act) -> Record:
+def set_scheduling(conn: sa.Connection, id: str, on: bool, act: Act) -> Node:
     """Sell this node's slices, or stop; not before there is something proven to sell."""
-    node = rows.get(conn, nodes, id, "node", lock=True)
+    node = rows.get(conn, Node, id, lock=True)
     if on:
         approved = sa.select(slots.c.id).where(slots.c.node_id == id, slots.c.retired_at.is_(None))
         parity = reports.latest_parity(conn, id)
@@ -190,7 +189,7 @@ def set_scheduling(conn: sa.Connection, id: str, on: bool, act: Act) -> Record:
             what
             for what, there in (
                 ("approved slots", rows.first(conn, approved) is not None),
-                ("a passing parity report", parity is not None and not parity["failures"]),
+                ("a passing parity report", parity is not None and not parity.failures),
             )
             if not there
         ]
@@ -204,7 +203,7 @@ def set_scheduling(conn: sa.Connection, id: str, on: bool, act: Act) -> Record:
             )
     update = sa.update(nodes).where(nodes.c.id == id)
     conn.execute(update.values(generation=nodes.c.generation + 1, slice_scheduling=on))
-    detail = {"from": node["slice_scheduling"], "to": on}
+    detail = {"from": node.slice_scheduling, "to": on}
     journal.audit(conn, act, "admin.node.scheduling", "node", id, detail=detail)
     return node_records.get(conn, id)
 
@@ -229,18 +228,18 @@ def observed(
     another host than is known, and began before that was learned, may have seen the host before or
     after: neither is believed, and the host is looked at again.
     """
-    node = rows.get(conn, nodes, node_id, "node", lock=True)
+    node = rows.get(conn, Node, node_id, lock=True)
     known = {
-        name: str(identity.get(name) or node[name])
+        name: str(identity.get(name) or getattr(node, name))
         for name in ("boot_id", "machine_id", "host_key")
     }
     install = install_id(known["machine_id"], known["host_key"])
     changed = [
         name
         for name, value in (("boot", known["boot_id"]), ("installation", install))
-        if value != node["boot_id" if name == "boot" else "install_id"]
+        if value != getattr(node, "boot_id" if name == "boot" else "install_id")
     ]
-    learned = node["boot_learned_at"] or 0.0
+    learned = node.boot_learned_at or 0.0
     if changed and began is not None and began < learned:
         _doubt(conn, node, act.because(f"gate closed: another {' and '.join(changed)}, seen late"))
         return True
@@ -261,19 +260,19 @@ def restarted(conn: sa.Connection, node_id: str, act: Act, *, since: str) -> boo
 
     Until then nothing that was proven counts: the gate is closed. False when this is old news.
     """
-    node = rows.get(conn, nodes, node_id, "node", lock=True)
-    if node["boot_id"] != since:
+    node = rows.get(conn, Node, node_id, lock=True)
+    if node.boot_id != since:
         return False
     _forget_boot(conn, node_id)
     gate.close(conn, node_id, act.because("gate closed: new boot", {"boot_id_was": since}))
     return True
 
 
-def _doubt(conn: sa.Connection, node: Record, act: Act) -> None:
-    contacted(conn, node["id"])
-    if node["boot_id"]:
-        _forget_boot(conn, node["id"])
-    gate.close(conn, node["id"], act.because(act.reason, {"boot_id_was": node["boot_id"]}))
+def _doubt(conn: sa.Connection, node: Node, act: Act) -> None:
+    contacted(conn, node.id)
+    if node.boot_id:
+        _forget_boot(conn, node.id)
+    gate.close(conn, node.id, act.because(act.reason, {"boot_id_was": node.boot_id}))
     reverify(conn, node, act)
 
 
@@ -287,8 +286,8 @@ def record_silence(conn: sa.Connection, node_id: str, act: Act) -> bool:
 
     A node that has not been enrolled yet, or is retired, has no contact to lose.
     """
-    node = rows.get(conn, node_table, node_id, "node", lock=True)
-    if transitions.target("node", node["state"], "lose") is None:
+    node = rows.get(conn, Node, node_id, lock=True)
+    if transitions.target("node", node.state, "lose") is None:
         return False
     lost(conn, node_id, act)
     return True
@@ -296,9 +295,9 @@ def record_silence(conn: sa.Connection, node_id: str, act: Act) -> bool:
 
 def record_answer(conn: sa.Connection, node_id: str, act: Act) -> bool:
     """The host has answered. If it was lost, its tasks go on and what is proven is sold again."""
-    node = rows.get(conn, node_table, node_id, "node", lock=True)
+    node = rows.get(conn, Node, node_id, lock=True)
     contacted(conn, node_id)
-    if node["state"] != NodeState.UNREACHABLE:
+    if node.state != NodeState.UNREACHABLE:
         return False
     regained(conn, node_id, act)
     task_queue.resume(conn, node_id)
@@ -307,10 +306,10 @@ def record_answer(conn: sa.Connection, node_id: str, act: Act) -> bool:
     return True
 
 
-def lost_nodes(conn: sa.Connection) -> list[Record]:
+def lost_nodes(conn: sa.Connection) -> list[Node]:
     """The nodes of which nothing has been heard since contact was lost."""
     query = sa.select(node_table).where(node_table.c.state == NodeState.UNREACHABLE)
-    return rows.every(conn, query.order_by(node_table.c.id))
+    return rows.every(conn, query.order_by(node_table.c.id), Node)
 
 
 # In this order: what parity compares with is the discovery, and its pass opens the gate.
@@ -319,13 +318,13 @@ _VERIFICATION = (TaskKind.SLICE_TOPOLOGY_DISCOVER, TaskKind.NODE_PARITY)
 
 def reverify_allocation(conn: sa.Connection, allocation_id: str, act: Act) -> None:
     """Discover the allocation's host and run its parity, from the beginning."""
-    allocation = rows.get(conn, allocations, allocation_id, "allocation")
-    reverify(conn, rows.get(conn, nodes, allocation["node_id"], "node"), act)
+    allocation = rows.get(conn, Allocation, allocation_id)
+    reverify(conn, rows.get(conn, Node, allocation.node_id), act)
 
 
-def reverify(conn: sa.Connection, node: Record, act: Act) -> None:
+def reverify(conn: sa.Connection, node: Node, act: Act) -> None:
     """The same for a host; of one that is no slice host parity opens nothing."""
-    node_id, sliced = node["id"], NodeMode(node["mode"]).purpose == "slice"
+    node_id, sliced = node.id, NodeMode(node.mode).purpose == "slice"
     for kind in _VERIFICATION if sliced else _VERIFICATION[:1]:
         item = task_queue.Enqueue(
             kind=kind, node_id=node_id, subject_kind="node", subject_id=node_id
@@ -362,7 +361,7 @@ def certificates_ending(conn: sa.Connection, within_s: float) -> list[str]:
 RENEW_S = ca.HOST_DAYS * 86_400 / 3
 
 
-def queue_renewal(conn: sa.Connection, settings: Settings, node_id: str, act: Act) -> Record:
+def queue_renewal(conn: sa.Connection, settings: Settings, node_id: str, act: Act) -> Task:
     """A renewal of the node's certificate, or the one that waits already.
 
     The certificate is signed here and goes with the task: a run that is attached to again must get
@@ -370,14 +369,14 @@ def queue_renewal(conn: sa.Connection, settings: Settings, node_id: str, act: Ac
     """
     known = certificates.current(conn, node_id)
     for task in task_queue.every(conn, node_id=node_id, kind=TaskKind.NODE_ENROL, limit=1):
-        if task["finished_at"] is None:
+        if task.finished_at is None:
             return task
-    signed = ca.certify_host(ca.open_trust(settings.state_dir), known["public_key"], node_id)
+    signed = ca.certify_host(ca.open_trust(settings.state_dir), known.public_key, node_id)
     item = task_queue.Enqueue(
         kind=TaskKind.NODE_ENROL,
         node_id=node_id,
         subject_kind="node",
         subject_id=node_id,
-        parameters={"certificate": signed.text, "public_key": known["public_key"]},
+        parameters={"certificate": signed.text, "public_key": known.public_key},
     )
     return task_queue.add(conn, item, act)

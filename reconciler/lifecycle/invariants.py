@@ -15,7 +15,20 @@ import sqlalchemy as sa
 from reconciler.db import clock, rows
 from reconciler.db.journal import ENTITIES
 from reconciler.db.rows import Record
-from reconciler.db.schema import allocations, claims, history, nodes, slots, tasks, usage
+from reconciler.db.schema import (
+    Claim,
+    Node,
+    Proof,
+    Slot,
+    Task,
+    allocations,
+    claims,
+    history,
+    nodes,
+    slots,
+    tasks,
+    usage,
+)
 from reconciler.db.schema import proofs as proof_table
 from reconciler.lifecycle import gate
 from reconciler.model import transitions
@@ -191,8 +204,8 @@ def one_claim_each(conn: sa.Connection) -> Found:
     ):
         holders = defaultdict(list)
         for claim in live:
-            if claim[names[-1]]:
-                holders[tuple(claim[name] for name in names)].append(claim["id"])
+            if getattr(claim, names[-1]):
+                holders[tuple(getattr(claim, name) for name in names)].append(claim.id)
         for key, ids in holders.items():
             if len(ids) > 1:
                 what = f"{names[-1]} {' '.join(map(str, key))}"
@@ -204,7 +217,7 @@ def whole_or_sliced(conn: sa.Connection) -> Found:
     modes = _pairs(conn, nodes.c.id, nodes.c.mode)
     whole: dict[str, list[str]] = defaultdict(list)
     for claim in _live(conn, ClaimKind.NODE_EXCLUSIVE):
-        whole[claim["node_id"]].append(claim["id"])
+        whole[claim.node_id].append(claim.id)
     for node_id, ids in whole.items():
         if len(ids) > 1:
             yield Violation("I2", f"node {node_id}", f"whole machine claimed by {', '.join(ids)}")
@@ -213,70 +226,70 @@ def whole_or_sliced(conn: sa.Connection) -> Found:
         (ClaimKind.SLICE, NodeMode.SLICE),
     ):
         for claim in _live(conn, kind):
-            if modes[claim["node_id"]] != mode:
-                found = f"live on node {claim['node_id']} in mode {modes[claim['node_id']]}"
-                yield Violation("I2", f"claim {claim['id']}", found)
+            if modes[claim.node_id] != mode:
+                found = f"live on node {claim.node_id} in mode {modes[claim.node_id]}"
+                yield Violation("I2", f"claim {claim.id}", found)
 
 
 def committed_together(conn: sa.Connection) -> Found:
     """I3: allocation, claims and slots say the same."""
-    live: dict[str, list[Record]] = defaultdict(list)
-    for one in _live(conn):
-        live[one["allocation_id"]].append(one)
+    live: dict[str, list[Claim]] = defaultdict(list)
+    for claim in _live(conn):
+        live[claim.allocation_id].append(claim)
     for row in stream(conn, sa.select(allocations.c.id, allocations.c.state)):
         expected = _CLAIMS_OF.get(row["state"])
-        found = {claim["state"] for claim in live.get(row["id"], ())}
+        found = {claim.state for claim in live.get(row["id"], ())}
         if found != ({expected} if expected else set()):
             said = f"{row['state']}, with claims {', '.join(sorted(found)) or 'none'}"
             yield Violation("I3", f"allocation {row['id']}", said)
-    held = {c["slot_id"]: c for claims_of in live.values() for c in claims_of if c["slot_id"]}
-    for slot in rows.every(conn, sa.select(slots)):
-        claim: Record | None = held.get(slot["id"])
-        state, status = (claim["state"] if claim else ""), slot["status"]
+    held = {claim.slot_id: claim for listed in live.values() for claim in listed if claim.slot_id}
+    for slot in rows.every(conn, sa.select(slots), Slot):
+        holding = held.get(slot.id)
+        state, status = (holding.state if holding else ""), slot.status
         fine = status == state if status in _HELD else not state or status in _BEING_PROVEN
-        if not fine or (claim and claim["disk_generation"] != slot["disk_generation"]):
-            said = f"{status} at disk generation {slot['disk_generation']}, its claim"
-            theirs = f"{state} at {claim['disk_generation']}" if claim else "none"
-            yield Violation("I3", f"slot {slot['id']}", f"{said} {theirs}")
+        if not fine or (holding and holding.disk_generation != slot.disk_generation):
+            said = f"{status} at disk generation {slot.disk_generation}, its claim"
+            theirs = f"{state} at {holding.disk_generation}" if holding else "none"
+            yield Violation("I3", f"slot {slot.id}", f"{said} {theirs}")
 
 
 def proven(conn: sa.Connection) -> Found:
     """I4, I6: what is on sale is proven clean since its disk was last given to anybody."""
-    known = {row["id"]: row for row in rows.every(conn, _proofs_in_use())}
+    known = {row.id: row for row in rows.every(conn, _proofs_in_use(), Proof)}
     installed = _pairs(conn, nodes.c.id, nodes.c.install_id)
     left: dict[str, float] = {}
     for slot in _on_sale(conn):
-        proof = known.get(slot["available_proof_id"])
+        proof = known.get(slot.available_proof_id or "")
         if proof is None:
-            yield Violation("I4", f"slot {slot['id']}", "available without a proof")
+            yield Violation("I4", f"slot {slot.id}", "available without a proof")
             continue
-        node_id = slot["node_id"]
+        node_id = slot.node_id
         if node_id not in left:
             left[node_id] = exclusive_ended_at(conn, node_id)
         for wrong, found in (
-            (proof["disk_identity"] != slot["nvme_identity"], "a proof of another disk"),
-            (proof["node_id"] != slot["node_id"], "a proof from another node"),
-            (proof["disk_generation"] != slot["disk_generation"], "a proof from before its tenant"),
-            (proof["created_at"] < left[node_id], "a proof from before the machine's tenant"),
-            (proof["install_id"] != installed[slot["node_id"]], "a proof to another installation"),
-            (not _says_clean(slot, proof), f"a {proof['kind']} proof that does not say so"),
+            (proof.disk_identity != slot.nvme_identity, "a proof of another disk"),
+            (proof.node_id != slot.node_id, "a proof from another node"),
+            (proof.disk_generation != slot.disk_generation, "a proof from before its tenant"),
+            (proof.created_at < left[node_id], "a proof from before the machine's tenant"),
+            (proof.install_id != installed[slot.node_id], "a proof to another installation"),
+            (not _says_clean(slot, proof), f"a {proof.kind} proof that does not say so"),
         ):
             if wrong:
-                yield Violation("I4", f"slot {slot['id']}", f"available with {found}")
+                yield Violation("I4", f"slot {slot.id}", f"available with {found}")
 
 
 def fenced(conn: sa.Connection) -> Found:
     """I10: nobody works under a fence that was never given out."""
     fences = _pairs(conn, slots.c.id, slots.c.fence)
     for claim in _live(conn, ClaimKind.SLICE):
-        if claim["fence"] > fences[claim["slot_id"]]:
-            found = f"fence {claim['fence']}, of its slot {fences[claim['slot_id']]}"
-            yield Violation("I10", f"claim {claim['id']}", found)
+        if claim.fence > fences[claim.slot_id or ""]:
+            found = f"fence {claim.fence}, of its slot {fences[claim.slot_id or '']}"
+            yield Violation("I10", f"claim {claim.id}", found)
     for task in _tasks(conn, *DUE, TaskState.RUNNING):
-        for slot_id, fence in task["fences"].items():
+        for slot_id, fence in task.fences.items():
             if fence > fences.get(slot_id, fence):
                 found = f"fence {fence} for slot {slot_id}, which is at {fences[slot_id]}"
-                yield Violation("I10", f"task {task['id']}", found)
+                yield Violation("I10", f"task {task.id}", found)
 
 
 def in_time(conn: sa.Connection) -> Found:
@@ -295,44 +308,45 @@ def in_time(conn: sa.Connection) -> Found:
 
 def unknown_frees_nothing(conn: sa.Connection) -> Found:
     """I13: a run of which no outcome was seen is followed by a wipe before anything is sold."""
-    known = {row["id"]: row for row in rows.every(conn, _proofs_in_use())}
+    known = {row.id: row for row in rows.every(conn, _proofs_in_use(), Proof)}
     holders = _last_holders(conn)
     last = sa.func.max(sa.func.coalesce(tasks.c.finished_at, 0.0))
     query = sa.select(tasks.c.allocation_id, last).where(tasks.c.state == TaskState.LOST)
     lost = {row[0]: row[1] for row in conn.execute(query.group_by(tasks.c.allocation_id))}
     for slot in _on_sale(conn):
-        at = lost.get(holders.get((slot["id"], slot["disk_generation"]), ""))
-        proof = known.get(slot["available_proof_id"])
+        at = lost.get(holders.get((slot.id, slot.disk_generation), ""))
+        proof = known.get(slot.available_proof_id or "")
         if at is None or proof is None:
             continue
-        if proof["kind"] != ProofKind.WIPE or proof["created_at"] < at:
-            found = (
-                f"available by a {proof['kind']} proof, a lost run of its last tenant unanswered"
-            )
-            yield Violation("I13", f"slot {slot['id']}", found)
+        if proof.kind != ProofKind.WIPE or proof.created_at < at:
+            found = f"available by a {proof.kind} proof, a lost run of its last tenant unanswered"
+            yield Violation("I13", f"slot {slot.id}", found)
 
 
 def this_boot(conn: sa.Connection) -> Found:
     """I16: what is on sale was looked at under this boot and installation, and passed."""
-    by_node: dict[str, list[Record]] = defaultdict(list)
+    by_node: dict[str, list[Slot]] = defaultdict(list)
     for slot in _on_sale(conn):
-        by_node[slot["node_id"]].append(slot)
+        by_node[slot.node_id].append(slot)
     for node_id, found in by_node.items():
-        node = rows.get(conn, nodes, node_id, "node")
+        node = rows.get(conn, Node, node_id)
         parity = reports.latest_parity(conn, node_id)
-        why = "reboot required" if node["reboot_required"] else ""
-        if parity and parity["failures"]:
-            why = f"parity with {parity['failures']} failures"
+        why = "reboot required" if node.reboot_required else ""
+        if parity and parity.failures:
+            why = f"parity with {parity.failures} failures"
         for name, seen in (
             ("discovery", reports.latest_discovery(conn, node_id)),
             ("parity", parity),
         ):
             if seen is None:
                 why = f"no {name}"
-            elif any(not node[key] or seen[key] != node[key] for key in ("boot_id", "install_id")):
+            elif any(
+                not getattr(node, key) or getattr(seen, key) != getattr(node, key)
+                for key in ("boot_id", "install_id")
+            ):
                 why = f"{name} of another boot or installation"
         if why:
-            ids = ", ".join(slot["id"] for slot in found)
+            ids = ", ".join(slot.id for slot in found)
             yield Violation("I16", f"node {node_id}", f"{why}, and on sale: {ids}")
 
 
@@ -340,13 +354,13 @@ def unblocked(conn: sa.Connection) -> Found:
     """I16: nothing is on sale against which the latest discovery speaks."""
     hosts: dict[str, gate.Host] = {}
     for slot in _on_sale(conn):
-        node_id = slot["node_id"]
+        node_id = slot.node_id
         if node_id not in hosts:
             hosts[node_id] = gate.host(conn, node_id)
         found = gate.judge(conn, slot, proofs.current(conn, slot), hosts[node_id])
         codes = [row.code for row in found if row.code.startswith("discovery:")]
         if codes:
-            yield Violation("I16", f"slot {slot['id']}", f"on sale with {', '.join(codes)}")
+            yield Violation("I16", f"slot {slot.id}", f"on sale with {', '.join(codes)}")
 
 
 def gone(conn: sa.Connection) -> Found:
@@ -383,24 +397,24 @@ def _pairs(conn: sa.Connection, key: sa.Column[Any], value: sa.Column[Any]) -> d
     return {row[0]: row[1] for row in conn.execute(sa.select(key, value))}
 
 
-def _live(conn: sa.Connection, kind: ClaimKind | None = None) -> list[Record]:
+def _live(conn: sa.Connection, kind: ClaimKind | None = None) -> list[Claim]:
     query = sa.select(claims).where(claims.c.state.in_(LIVE_CLAIMS))
-    return rows.every(conn, rows.where(query, claims, kind=kind))
+    return rows.every(conn, rows.where(query, claims, kind=kind), Claim)
 
 
-def _on_sale(conn: sa.Connection) -> list[Record]:
-    return rows.every(conn, sa.select(slots).where(slots.c.status == SlotState.AVAILABLE))
+def _on_sale(conn: sa.Connection) -> list[Slot]:
+    return rows.every(conn, sa.select(slots).where(slots.c.status == SlotState.AVAILABLE), Slot)
 
 
 def _proofs_in_use() -> sa.Select[Any]:
     return sa.select(proof_table).join(slots, slots.c.available_proof_id == proof_table.c.id)
 
 
-def _says_clean(slot: Record, proof: Record) -> bool:
-    document = proof["document"]
-    if proof["kind"] == ProofKind.UNTOUCHED:
+def _says_clean(slot: Slot, proof: Proof) -> bool:
+    document = proof.document
+    if proof.kind == ProofKind.UNTOUCHED:
         return nothing_written(document)
-    return document.get("verified") is True and accepts(proofs.policy(slot), proof["method"])
+    return document.get("verified") is True and accepts(proofs.policy(slot), proof.method)
 
 
 def _last_holders(conn: sa.Connection) -> dict[tuple[str, int], str]:
@@ -414,5 +428,5 @@ def _last_holders(conn: sa.Connection) -> dict[tuple[str, int], str]:
     return {(slot, number): key for slot, number, key in conn.execute(query)}
 
 
-def _tasks(conn: sa.Connection, *states: TaskState) -> list[Record]:
-    return rows.every(conn, sa.select(tasks).where(tasks.c.state.in_(states)))
+def _tasks(conn: sa.Connection, *states: TaskState) -> list[Task]:
+    return rows.every(conn, sa.select(tasks).where(tasks.c.state.in_(states)), Task)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from reconciler.db import clock, journal, locks, rows
 from reconciler.db.journal import advance
 from reconciler.db.rows import Record, batch_insert
-from reconciler.db.schema import allocations, nodes
+from reconciler.db.schema import Allocation, Claim, Image, Task, nodes
 from reconciler.db.schema import images as image_table
 from reconciler.db.schema import projects as project_table
 from reconciler.lifecycle import baremetal, gate, placement
@@ -73,7 +73,7 @@ class Launch:
         return found
 
 
-def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Record:
+def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
     """Place, claim, reserve, record and queue the work: together or not at all."""
     if launch.capacity_shape == CapacityShape.BAREMETAL:
         return _whole_machine(conn, launch, act)
@@ -94,30 +94,30 @@ def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Record:
         allocation = _record(
             conn, launch, act, node, gpu_count=launch.gpu_count, image_id=image["id"]
         )
-        own = act.because(act.reason or "allocated", {"allocation_id": allocation["id"]})
+        own = act.because(act.reason or "allocated", {"allocation_id": allocation.id})
         held = [
-            claim_slot(conn, allocation["id"], slot, position, own)
+            claim_slot(conn, allocation.id, slot, position, own)
             for position, slot in enumerate(chosen)
         ]
         extra = {**_parameters(launch, image), "boot_id": node["boot_id"]}
         item = _item(allocation, TaskKind.SLICE_VM_PROVISION, held, extra=extra)
         task = queue.add(conn, item, act)
     # As `get` would read it, were it read again.
-    return {**allocation, "claims": held, "task_ids": [task["id"]]}
+    return replace(allocation, claims=tuple(held), task_ids=(task.id,))
 
 
-def _whole_machine(conn: sa.Connection, launch: Launch, act: Act) -> Record:
+def _whole_machine(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
     """The same for a machine as a whole, with every disk that was taken over and nothing uses."""
     projects.get(conn, launch.project_id)
     want = MachineWant(launch.region, launch.pool, launch.node_id, profiles=launch.profiles)
     node, discovery = baremetal.reserve(conn, want)
-    document = discovery["document"]
-    allocation = _record(conn, launch, act, node, gpu_count=gpu_count(document))
-    own = act.because(act.reason or "allocated", {"allocation_id": allocation["id"]})
+    document = discovery.document
+    allocation = _record(conn, launch, act, vars(node), gpu_count=gpu_count(document))
+    own = act.because(act.reason or "allocated", {"allocation_id": allocation.id})
     disks = tenant_disks(document, proofs.taken_over(conn, node))
-    claim_node(conn, allocation["id"], node["id"], own, disks=disks)
-    baremetal.queue_provision(conn, allocation, node["boot_id"], act)
-    return allocation_records.get(conn, allocation["id"])
+    claim_node(conn, allocation.id, node.id, own, disks=disks)
+    baremetal.queue_provision(conn, allocation, node.boot_id, act)
+    return allocation_records.get(conn, allocation.id)
 
 
 def _record(
@@ -128,10 +128,10 @@ def _record(
     *,
     gpu_count: int,
     image_id: str | None = None,
-) -> Record:
+) -> Allocation:
     allocation = rows.add(
         conn,
-        allocations,
+        Allocation,
         {
             "id": rows.new_id(),
             "project_id": launch.project_id,
@@ -162,7 +162,7 @@ def _record(
         act,
         "allocation.created",
         "allocation",
-        allocation["id"],
+        allocation.id,
         detail={
             "capacity_shape": launch.capacity_shape,
             "gpu_count": gpu_count,
@@ -173,15 +173,15 @@ def _record(
     return allocation
 
 
-def release(conn: sa.Connection, id: str, act: Act) -> Record:
+def release(conn: sa.Connection, id: str, act: Act) -> Allocation:
     """The tenant gives it back. One that nobody has begun to build goes back at once."""
-    allocation = rows.get(conn, allocations, id, "allocation", lock=True)
-    state = allocation["state"]
+    allocation = rows.get(conn, Allocation, id, lock=True)
+    state = allocation.state
     queued = queue.open_of_allocation(conn, id)
-    unstarted = all(task["started_at"] is None for task in queued)
+    unstarted = all(task.started_at is None for task in queued)
     if state == AllocationState.ACTIVE:
         _move(conn, id, "release", act)
-        if allocation["capacity_shape"] == CapacityShape.BAREMETAL:
+        if allocation.capacity_shape == CapacityShape.BAREMETAL:
             baremetal.queue_release(conn, allocation, act)
         else:
             held = of_allocation(conn, id)
@@ -202,20 +202,20 @@ def release(conn: sa.Connection, id: str, act: Act) -> Record:
         "allocation.released",
         "allocation",
         id,
-        project_id=allocation["project_id"],
+        project_id=allocation.project_id,
     )
     return allocation_records.get(conn, id)
 
 
-def _instead_of_release(allocation: Record) -> str:
+def _instead_of_release(allocation: Allocation) -> str:
     """What helps who cannot give it back as it is now."""
-    state = allocation["state"]
-    recover = f"an operator, `gpuaas recover {allocation['id']} --reason WHY`"
+    state = allocation.state
+    recover = f"an operator, `gpuaas recover {allocation.id} --reason WHY`"
     if state == AllocationState.RELEASED:
         return "nothing: it is given back already"
     if state == AllocationState.FAILED:
         return f"nothing: it has ended; launch again. Slots that it left blocked take {recover}"
-    if state == AllocationState.RELEASING and allocation["error"]:
+    if state == AllocationState.RELEASING and allocation.error:
         return f"its clean-up has failed and takes {recover}"
     if state == AllocationState.RELEASING:
         return "wait: it is being given back, until its disks are proven clean"
@@ -247,7 +247,7 @@ def _require_image(conn: sa.Connection, launch: Launch) -> None:
     named = {"id": launch.image_id} if launch.image_id else {"name": launch.image}
     if launch.image_version and not launch.image_id:
         named["version"] = launch.image_version
-    if rows.first(conn, rows.where(sa.select(image_table), image_table, **named)) is None:
+    if rows.first(conn, rows.where(sa.select(image_table), image_table, **named), Image) is None:
         raise not_found(
             "image", launch.image_id or f"{launch.image} {launch.image_version}".strip()
         )
@@ -296,21 +296,21 @@ def _parameters(launch: Launch, image: Record) -> dict[str, Any]:
 
 
 def _item(
-    allocation: Record,
+    allocation: Allocation,
     kind: TaskKind,
-    held: Sequence[Record],
+    held: Sequence[Claim],
     *,
     extra: Mapping[str, Any] | None = None,
 ) -> queue.Enqueue:
     slots = run_bundles(held)
     given = dict(extra or {})
-    named = {"id": allocation["id"], **given.pop("allocation", {})}
+    named = {"id": allocation.id, **given.pop("allocation", {})}
     return queue.Enqueue(
         kind=kind,
-        node_id=allocation["node_id"],
+        node_id=allocation.node_id,
         subject_kind="allocation",
-        subject_id=allocation["id"],
-        allocation_id=allocation["id"],
+        subject_id=allocation.id,
+        allocation_id=allocation.id,
         parameters={"allocation": named, "slots": slots, **given},
         fences={slot["slot_id"]: slot["fence"] for slot in slots},
     )
@@ -321,25 +321,25 @@ def _move(conn: sa.Connection, id: str, event: str, act: Act) -> None:
     advance(conn, "allocation", id, event, act)
     move_claims(conn, id, event, act)
     for slot in held_slots(conn, id):
-        advance(conn, "slot", slot["id"], event, own)
+        advance(conn, "slot", slot.id, event, own)
 
 
-def _withdraw(conn: sa.Connection, id: str, queued: Sequence[Record], act: Act) -> None:
+def _withdraw(conn: sa.Connection, id: str, queued: Sequence[Task], act: Act) -> None:
     locks.hold_allocation(conn, id)
     for task in queued:
-        ended = queue.cancel(conn, task["id"], act)
+        ended = queue.cancel(conn, task.id, act)
         # A worker may have taken it since it was read: then nobody knows that nothing was begun.
-        if ended["state"] != TaskState.CANCELED or ended["started_at"] is not None:
+        if ended.state != TaskState.CANCELED or ended.started_at is not None:
             raise Problem(
                 "generation_conflict",
                 409,
-                expected=f"task {task['id']} not begun",
-                found=f"{ended['state']}, begun meanwhile",
+                expected=f"task {task.id} not begun",
+                found=f"{ended.state}, begun meanwhile",
                 remedy="read the allocation again and decide anew",
             )
     evidence = {
         "allocation_id": id,
-        "never_started": [task["id"] for task in queued],
+        "never_started": [task.id for task in queued],
         "state": TaskState.CANCELED.value,
         **NOTHING_DONE,
     }

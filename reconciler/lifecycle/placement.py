@@ -10,8 +10,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from reconciler.db import settings
-from reconciler.db.rows import Record
-from reconciler.db.schema import nodes, slots
+from reconciler.db.schema import Slot, nodes, slots
 from reconciler.db.schema import settings as settings_table
 from reconciler.model.bundle import REQUIRED
 from reconciler.model.errors import Problem
@@ -48,7 +47,7 @@ class NoRoom(Problem):
         self.want = want
 
 
-def reserve(conn: sa.Connection, want: Want) -> tuple[str, list[Record]]:
+def reserve(conn: sa.Connection, want: Want) -> tuple[str, list[Slot]]:
     """A node and its slots for the request, locked; they are checked again by the claim.
 
     A few nodes that look best are tried, then more and more of the others. Slots that others hold
@@ -96,7 +95,7 @@ def judge(conn: sa.Connection, want: Want) -> tuple[Placement | None, Explanatio
 
 def _search(
     conn: sa.Connection, want: Want, passed: set[str], *, sliced: bool
-) -> tuple[str, list[Record]] | None:
+) -> tuple[str, list[Slot]] | None:
     seen: set[str] = set()
     while True:
         limit = _FIRST + len(seen) * _WIDER
@@ -109,7 +108,7 @@ def _search(
 
 def _take(
     conn: sa.Connection, snapshot: Snapshot, want: Want, passed: set[str]
-) -> tuple[str, list[Record]] | None:
+) -> tuple[str, list[Slot]] | None:
     """Lock the best place; what others hold is added to `passed`, and the next best is tried."""
     at_once = 1
     while True:
@@ -142,12 +141,12 @@ def _places(snapshot: Snapshot, want: Want, passed: set[str], most: int) -> list
     return places
 
 
-def _lock(conn: sa.Connection, slot_ids: Sequence[str], *, skip: bool) -> dict[str, Record]:
+def _lock(conn: sa.Connection, slot_ids: Sequence[str], *, skip: bool) -> dict[str, Slot]:
     found = conn.execute(_locking(skip), {"ids": slot_ids}).mappings()
-    return {slot["id"]: dict(slot) for slot in found}
+    return {slot["id"]: Slot(**slot) for slot in found}
 
 
-def _all_or_none(conn: sa.Connection, slot_ids: Sequence[str]) -> dict[str, Record]:
+def _all_or_none(conn: sa.Connection, slot_ids: Sequence[str]) -> dict[str, Slot]:
     """Lock what nobody else holds; kept only when it is the whole set: others may want a part."""
     savepoint = conn.begin_nested()
     locked = _lock(conn, slot_ids, skip=True)
@@ -165,11 +164,11 @@ def _wait(conn: sa.Connection, slot_ids: Collection[str]) -> None:
     savepoint.rollback()
 
 
-def _first(conn: sa.Connection, slot_ids: Sequence[str]) -> dict[str, Record]:
+def _first(conn: sa.Connection, slot_ids: Sequence[str]) -> dict[str, Slot]:
     """Lock the first of them, in this order, that nobody else holds."""
     padded = [*slot_ids, *[""] * (_AT_ONCE - len(slot_ids))]
     found = conn.execute(_choosing(), {f"id{at}": id for at, id in enumerate(padded)}).mappings()
-    return {slot["id"]: dict(slot) for slot in found}
+    return {slot["id"]: Slot(**slot) for slot in found}
 
 
 @cache

@@ -12,7 +12,16 @@ import sqlalchemy as sa
 from reconciler.db import clock, journal, locks, rows, settings
 from reconciler.db.journal import ENTITIES, Overdue, advance
 from reconciler.db.rows import Record
-from reconciler.db.schema import allocations, audit_log, nodes
+from reconciler.db.schema import (
+    Allocation,
+    AuditEntry,
+    Node,
+    Proof,
+    Slot,
+    Task,
+    allocations,
+    audit_log,
+)
 from reconciler.db.schema import settings as setting_table
 from reconciler.db.schema import slots as slot_table
 from reconciler.lifecycle import baremetal, gate, slices
@@ -40,7 +49,7 @@ from reconciler.records.claims import fence_off, held_slots, last_holder, of_all
 FORCE_CLEANUP = "admin.allocation.force_cleanup.applied"
 DRAINED = (NodeState.DRAINING, NodeState.MAINTENANCE)
 # What comes before a forced clean-up of a node that is not well, by its state; else it is drained.
-_FIRST = {
+_FIRST: dict[str, str] = {
     NodeState.ENROLLING: "have its host enrol first (`gpuaas nodes userdata`)",
     NodeState.BOOTSTRAPPING: "end its bootstrap first (`gpuaas nodes bootstrap`); one that cannot"
     " be prepared goes into maintenance by itself after two hours, where this is possible too",
@@ -63,14 +72,14 @@ def force_cleanup(
     _refuse(conn, allocation, held)
     canceled = _cancel(conn, allocation_id, act)
     own = act.because(act.reason, {**act.evidence, "allocation_id": allocation_id})
-    if allocation["state"] != AllocationState.FAILED:
+    if allocation.state != AllocationState.FAILED:
         slices.fail(conn, allocation_id, own, error={"code": "force_cleanup"})
     changed = [_recover(conn, slot, allocation_id, own, runtime_verified_absent) for slot in held]
-    before = {slot["id"]: slot["status"] for slot in held}
+    before = {slot.id: slot.status for slot in held}
     cleaning = [
         slot
         for slot in changed
-        if slot["status"] == SlotState.CLEANUP and before[slot["id"]] != SlotState.CLEANUP
+        if slot.status == SlotState.CLEANUP and before[slot.id] != SlotState.CLEANUP
     ]
     task = queue_wipe(conn, allocation_id, cleaning, own) if cleaning else None
     journal.audit(
@@ -81,22 +90,22 @@ def force_cleanup(
         allocation_id,
         detail={
             "runtime_verified_absent": runtime_verified_absent,
-            "slots": {slot["id"]: slot["status"] for slot in changed},
+            "slots": {slot.id: slot.status for slot in changed},
             "canceled_tasks": canceled,
         },
-        project_id=allocation["project_id"],
+        project_id=allocation.project_id,
     )
-    queued = {slot["id"] for slot in cleaning}
+    queued = {slot.id for slot in cleaning}
     return {
         "allocation_id": allocation_id,
         "state": AllocationState.FAILED.value,
         "runtime_verified_absent": runtime_verified_absent,
         "slots": [
             {
-                "slot_id": slot["id"],
-                "slot_index": slot["slot_index"],
-                "status": slot["status"],
-                "task_id": task["id"] if task and slot["id"] in queued else None,
+                "slot_id": slot.id,
+                "slot_index": slot.slot_index,
+                "status": slot.status,
+                "task_id": task.id if task and slot.id in queued else None,
             }
             for slot in changed
         ],
@@ -104,10 +113,10 @@ def force_cleanup(
     }
 
 
-def force_release(conn: sa.Connection, allocation_id: str, act: Act) -> Record:
+def force_release(conn: sa.Connection, allocation_id: str, act: Act) -> Allocation:
     """End the tenant's use and the billing although the host does not answer."""
     require_reason(act, "say why this is forced")
-    _require_silence(conn, rows.get(conn, allocations, allocation_id, "allocation", lock=True))
+    _require_silence(conn, rows.get(conn, Allocation, allocation_id, lock=True))
     own = act.because(act.reason, {**act.evidence, "allocation_id": allocation_id})
     columns = {"ended_at": clock.now()}
     allocation = advance(conn, "allocation", allocation_id, "force_release", own, columns=columns)
@@ -115,7 +124,7 @@ def force_release(conn: sa.Connection, allocation_id: str, act: Act) -> Record:
     move_claims(conn, allocation_id, "finish", own)
     error = {"code": "force_release", "found": act.reason}
     for slot in held_slots(conn, allocation_id):
-        if slot["status"] in (SlotState.ACTIVE, SlotState.RELEASING):
+        if slot.status in (SlotState.ACTIVE, SlotState.RELEASING):
             slices.block(conn, slot, allocation_id, own, step="force_release", error=error)
     baremetal.left_behind(conn, allocation_id, own, step="force_release", error=error)
     journal.audit(
@@ -124,27 +133,27 @@ def force_release(conn: sa.Connection, allocation_id: str, act: Act) -> Record:
         "admin.allocation.force_release.applied",
         "allocation",
         allocation_id,
-        project_id=allocation["project_id"],
+        project_id=allocation.project_id,
     )
     return allocation
 
 
-def repair(conn: sa.Connection, slot_id: str, act: Act) -> Record:
+def repair(conn: sa.Connection, slot_id: str, act: Act) -> Task:
     """Clean up one blocked slot: verify, wipe, prove. The task that does it."""
-    slot = rows.get(conn, slot_table, slot_id, "slot", lock=True)
+    slot = rows.get(conn, Slot, slot_id, lock=True)
     holder = last_holder(conn, slot_id)
     own = act.because(act.reason or "repair", {**act.evidence, "allocation_id": holder})
-    if slot["status"] != SlotState.CLEANUP_BLOCKED:
+    if slot.status != SlotState.CLEANUP_BLOCKED:
         raise Problem(
             "slot_not_blocked",
             409,
             expected="a slot in cleanup_blocked",
-            found=str(slot["status"]),
+            found=str(slot.status),
             remedy="nothing to repair; disable and enable it to have its gate judged again",
         )
     # Sold with a live claim on it, the slot would refuse every launch that is placed there.
-    claimed = [claim for claim in of_allocation(conn, holder) if claim["slot_id"] == slot_id]
-    if any(claim["state"] in LIVE_CLAIMS for claim in claimed):
+    claimed = [claim for claim in of_allocation(conn, holder) if claim.slot_id == slot_id]
+    if any(claim.state in LIVE_CLAIMS for claim in claimed):
         raise Problem(
             "claim_live",
             409,
@@ -156,10 +165,10 @@ def repair(conn: sa.Connection, slot_id: str, act: Act) -> Record:
     return queue_wipe(conn, holder or slot_id, [begin_cleanup(conn, slot, own)], own)
 
 
-def verify_absence(conn: sa.Connection, allocation_id: str, act: Act) -> Record:
+def verify_absence(conn: sa.Connection, allocation_id: str, act: Act) -> Task:
     """Queue the look at the host for anything that is left of an allocation."""
     held = held_slots(conn, allocation_id)
-    shape = rows.get(conn, allocations, allocation_id, "allocation")["capacity_shape"]
+    shape = rows.get(conn, Allocation, allocation_id).capacity_shape
     if shape == CapacityShape.BAREMETAL:
         raise Problem(
             "allocation_baremetal",
@@ -176,10 +185,10 @@ def blocked(conn: sa.Connection, node_id: str | None = None) -> list[Record]:
     query = rows.where(
         sa.select(slot_table), slot_table, status=SlotState.CLEANUP_BLOCKED, node_id=node_id
     )
-    found = rows.every(conn, query.order_by(slot_table.c.node_id, slot_table.c.slot_index))
+    found = rows.every(conn, query.order_by(slot_table.c.node_id, slot_table.c.slot_index), Slot)
     names = ("allocation_id", "reason", "step")
     return [
-        {**slot, **{key: slot["health_detail"].get(key, "") for key in names}} for slot in found
+        {**vars(slot), **{key: slot.health_detail.get(key, "") for key in names}} for slot in found
     ]
 
 
@@ -189,10 +198,10 @@ def expire(conn: sa.Connection, overdue: Overdue, act: Act) -> bool:
     holder = last_holder(conn, overdue.id) if overdue.entity == "slot" else ""
     if holder:
         locks.hold_allocation(conn, holder)
-    record = rows.get(conn, where.table, overdue.id, overdue.entity, lock=True)
-    if not overdue.event or record[where.state] != overdue.state:
+    record = rows.get(conn, where.kind, overdue.id, lock=True)
+    if not overdue.event or getattr(record, where.state) != overdue.state:
         return False
-    if record[where.deadline] != overdue.deadline_at:
+    if getattr(record, where.deadline) != overdue.deadline_at:
         # Put off meanwhile: a run has begun.
         return False
     error = deadline_error(overdue)
@@ -203,7 +212,14 @@ def expire(conn: sa.Connection, overdue: Overdue, act: Act) -> bool:
         # A slot that is being built or released goes with its allocation; a clean-up by itself.
         if overdue.state == SlotState.CLEANUP or not _expire_allocation(conn, holder, own, error):
             own = own.because(own.reason, {**own.evidence, "allocation_id": holder})
-            slices.block(conn, record, holder, own, step="deadline", error=error)
+            slices.block(
+                conn,
+                rows.get(conn, Slot, overdue.id, lock=True),
+                holder,
+                own,
+                step="deadline",
+                error=error,
+            )
     elif overdue.entity == "node":
         advance(conn, "node", overdue.id, overdue.event, own)
     else:
@@ -236,48 +252,48 @@ def _expire_building(
 ) -> bool:
     """What nobody began, however long it waited, has touched nothing."""
     begun = task_queue.may_have_begun(conn, allocation_id)
-    shape = rows.get(conn, allocations, allocation_id, "allocation")["capacity_shape"]
+    shape = rows.get(conn, Allocation, allocation_id).capacity_shape
     if shape == CapacityShape.BAREMETAL:
         return baremetal.provision_failed(
             conn, allocation_id, act, step="deadline", error=error, untouched=not begun
         )
     slots = [] if begun else held_slots(conn, allocation_id)
-    untouched = {slot["id"]: NOTHING_DONE for slot in slots}
+    untouched = {slot.id: NOTHING_DONE for slot in slots}
     return slices.provision_failed(
         conn, allocation_id, act, step="deadline", error=error, untouched=untouched
     )
 
 
-def _require_silence(conn: sa.Connection, allocation: Record) -> None:
+def _require_silence(conn: sa.Connection, allocation: Allocation) -> None:
     """Of a host that answers it can be known what the tenant has: there a release is the way.
 
     Unless it was tried on a whole machine, which stays out of reach until it is clean in any case.
     """
-    node = rows.get(conn, nodes, allocation["node_id"], "node", lock=True)
-    tried = allocation["state"] == AllocationState.RELEASING and (
-        node["unclean_allocation_id"] == allocation["id"]
+    node = rows.get(conn, Node, allocation.node_id, lock=True)
+    tried = allocation.state == AllocationState.RELEASING and (
+        node.unclean_allocation_id == allocation.id
     )
-    if node["state"] != NodeState.UNREACHABLE and not tried:
+    if node.state != NodeState.UNREACHABLE and not tried:
         raise Problem(
             "node_reachable",
             409,
             expected="an allocation whose host does not answer",
-            found=f"node {node['state']}",
+            found=f"node {node.state}",
             remedy="release it; force-cleanup ends the release of a slice that failed",
         )
 
 
-def _refuse(conn: sa.Connection, allocation: Record, held: list[Record]) -> None:
-    state = allocation["state"]
-    node = rows.get(conn, nodes, allocation["node_id"], "node")
-    unhealthy = node["health_state"] == HealthState.FAILED and node["state"] not in DRAINED
-    unready = node["state"] not in (NodeState.READY, *DRAINED)
+def _refuse(conn: sa.Connection, allocation: Allocation, held: list[Slot]) -> None:
+    state = allocation.state
+    node = rows.get(conn, Node, allocation.node_id)
+    unhealthy = node.health_state == HealthState.FAILED and node.state not in DRAINED
+    unready = node.state not in (NodeState.READY, *DRAINED)
     releasing = state == AllocationState.RELEASING and any(
-        slot["status"] == SlotState.RELEASING for slot in held
+        slot.status == SlotState.RELEASING for slot in held
     )
     for wrong, code, found, remedy in (
         (
-            allocation["capacity_shape"] == CapacityShape.BAREMETAL,
+            allocation.capacity_shape == CapacityShape.BAREMETAL,
             "allocation_baremetal",
             "a bare-metal allocation",
             "release it; force-cleanup is for slices",
@@ -301,7 +317,7 @@ def _refuse(conn: sa.Connection, allocation: Record, held: list[Record]) -> None
             "wait until it has ended",
         ),
         (
-            node["state"] == NodeState.UNREACHABLE,
+            node.state == NodeState.UNREACHABLE,
             "node_unreachable",
             "a node that does not answer",
             "bring the node back first: what runs on it is unknown",
@@ -309,8 +325,8 @@ def _refuse(conn: sa.Connection, allocation: Record, held: list[Record]) -> None
         (
             unready or unhealthy,
             "node_unhealthy",
-            f"node {node['state']}, health {node['health_state']}",
-            _FIRST.get(node["state"], "drain the node first (`gpuaas nodes drain`)"),
+            f"node {node.state}, health {node.health_state}",
+            _FIRST.get(node.state, "drain the node first (`gpuaas nodes drain`)"),
         ),
     ):
         if wrong:
@@ -326,50 +342,48 @@ def _refuse(conn: sa.Connection, allocation: Record, held: list[Record]) -> None
 def _cancel(conn: sa.Connection, allocation_id: str, act: Act) -> list[str]:
     open_tasks = task_queue.open_of_allocation(conn, allocation_id)
     # A clean-up under way is what is wanted; everything else ends.
-    ended = [task["id"] for task in open_tasks if task["kind"] != TaskKind.SLICE_WIPE]
+    ended = [task.id for task in open_tasks if task.kind != TaskKind.SLICE_WIPE]
     for task_id in ended:
         task_queue.cancel(conn, task_id, act)
     return ended
 
 
-def _recover(
-    conn: sa.Connection, slot: Record, allocation_id: str, act: Act, absent: bool
-) -> Record:
-    if slot["status"] in SETTLED:
+def _recover(conn: sa.Connection, slot: Slot, allocation_id: str, act: Act, absent: bool) -> Slot:
+    if slot.status in SETTLED:
         return slot
     if not absent:
-        if slot["status"] != SlotState.CLEANUP_BLOCKED:
+        if slot.status != SlotState.CLEANUP_BLOCKED:
             error = {"code": "force_cleanup", "found": act.reason}
             slot = slices.block(conn, slot, allocation_id, act, step="force_cleanup", error=error)
         # From the next run on the host refuses whatever is still alive of the one before.
-        fence_off(conn, {slot["id"]: slot["fence"]})
-        return rows.get(conn, slot_table, slot["id"], "slot")
+        fence_off(conn, {slot.id: slot.fence})
+        return rows.get(conn, Slot, slot.id)
     proof = _proof_since_failure(conn, slot, allocation_id)
     return (
         begin_cleanup(conn, slot, act) if proof is None else gate.give_back(conn, slot, proof, act)
     )
 
 
-def _proof_since_failure(conn: sa.Connection, slot: Record, allocation_id: str) -> Record | None:
+def _proof_since_failure(conn: sa.Connection, slot: Slot, allocation_id: str) -> Proof | None:
     """The proof, if absence and a clean disk were both shown after the slot was blocked."""
-    if slot["status"] != SlotState.CLEANUP_BLOCKED:
+    if slot.status != SlotState.CLEANUP_BLOCKED:
         return None
-    since = slot["status_since"]
+    since = slot.status_since
     absence = reports.latest_absence(conn, allocation_id)
     proof = proofs.current(conn, slot)
-    absent = absence is not None and absence["absent"] and absence["observed_at"] >= since
-    wiped = proof is not None and proof["kind"] == ProofKind.WIPE and proof["created_at"] >= since
+    absent = absence is not None and absence.absent and (absence.observed_at or 0.0) >= since
+    wiped = proof is not None and proof.kind == ProofKind.WIPE and proof.created_at >= since
     return proof if absent and wiped else None
 
 
-def begin_cleanup(conn: sa.Connection, slot: Record, act: Act) -> Record:
+def begin_cleanup(conn: sa.Connection, slot: Slot, act: Act) -> Slot:
     """Into `cleanup`, under the next fence: from its first step on, the host refuses whatever run
     is still alive.
     """
-    return advance(conn, "slot", slot["id"], "clean", act, columns={"fence": slot["fence"] + 1})
+    return advance(conn, "slot", slot.id, "clean", act, columns={"fence": slot.fence + 1})
 
 
-def queue_wipe(conn: sa.Connection, name: str, cleaning: list[Record], act: Act) -> Record:
+def queue_wipe(conn: sa.Connection, name: str, cleaning: list[Slot], act: Act) -> Task:
     """The task that cleans these slots of one node.
 
     name: the allocation whose machine and traces are removed with them. One that no record knows
@@ -380,25 +394,25 @@ def queue_wipe(conn: sa.Connection, name: str, cleaning: list[Record], act: Act)
 
 
 def queue_host_task(
-    conn: sa.Connection, kind: TaskKind, name: str, found: list[Record], act: Act
-) -> Record:
+    conn: sa.Connection, kind: TaskKind, name: str, found: list[Slot], act: Act
+) -> Task:
     """Work on the host of an allocation, with the slots as the run contract has them."""
     query = sa.select(allocations.c.id, allocations.c.node_id).where(allocations.c.id == name)
     known = rows.first(conn, query)
     parameters: dict[str, Any] = {
         "allocation": {"id": name},
-        "slots": [run_bundle(slot, fence=True) for slot in found],
+        "slots": [run_bundle(vars(slot), fence=True) for slot in found],
     }
     return task_queue.enqueue(
         conn,
         task_queue.Enqueue(
             kind=kind,
-            node_id=found[0]["node_id"] if found or known is None else known["node_id"],
+            node_id=found[0].node_id if found or known is None else known["node_id"],
             subject_kind="allocation" if known else "slot",
-            subject_id=name if known else found[0]["id"],
+            subject_id=name if known else found[0].id,
             allocation_id=name if known else None,
             parameters=parameters,
-            fences={slot["id"]: slot["fence"] for slot in found},
+            fences={slot.id: slot.fence for slot in found},
         ),
         act,
     )
@@ -408,38 +422,40 @@ ORPHAN_STEP = "remove_orphan"
 _ENDED = (AllocationState.RELEASED, AllocationState.FAILED)
 
 
-def remove_orphan(conn: sa.Connection, slot_id: str, allocation_id: str, act: Act) -> Record:
+def remove_orphan(conn: sa.Connection, slot_id: str, allocation_id: str, act: Act) -> Task:
     """Clean one idle slot of a machine with this id: remove it, wipe, verify. The task.
 
     Problem `slot_in_use` while somebody has the slot, or while it waits for evidence about another
     allocation, `allocation_active` when the machine is that of one which has not ended.
     """
     require_reason(act, gate.WHY_GIVEN_UP)
-    known = rows.first(conn, sa.select(allocations).where(allocations.c.id == allocation_id))
+    known = rows.first(
+        conn, sa.select(allocations).where(allocations.c.id == allocation_id), Allocation
+    )
     if known is not None:
         known = locks.hold_allocation(conn, allocation_id)
     slot = locks.hold_slot(conn, slot_id)
-    if slot["status"] not in (SlotState.DISABLED, SlotState.CLEANUP_BLOCKED) or slot["retired_at"]:
+    if slot.status not in (SlotState.DISABLED, SlotState.CLEANUP_BLOCKED) or slot.retired_at:
         raise Problem(
             "slot_in_use",
             409,
             expected="a slot that is disabled or blocked",
-            found=str(slot["status"]),
+            found=str(slot.status),
             remedy="disable it first; what a known tenant has is released",
         )
-    if known is not None and known["state"] not in _ENDED:
+    if known is not None and known.state not in _ENDED:
         raise Problem(
             "allocation_active",
             409,
             expected="an allocation that is not in the records, or has ended",
-            found=f"one that is {known['state']}",
+            found=f"one that is {known.state}",
             remedy="release it, or recover it",
         )
     holder = last_holder(conn, slot_id)
-    if slot["status"] == SlotState.CLEANUP_BLOCKED and allocation_id != holder:
+    if slot.status == SlotState.CLEANUP_BLOCKED and allocation_id != holder:
         _require_orphan_block(conn, slot)
     own = act.because(act.reason, {**act.evidence, "orphan": allocation_id})
-    if slot["status"] == SlotState.DISABLED:
+    if slot.status == SlotState.DISABLED:
         error = {"code": "orphan", "found": f"the host holds a machine of {allocation_id}"}
         slot = slices.block(conn, slot, holder, own, step=ORPHAN_STEP, error=error)
     detail = {"allocation_id": allocation_id}
@@ -447,20 +463,20 @@ def remove_orphan(conn: sa.Connection, slot_id: str, allocation_id: str, act: Ac
     return queue_wipe(conn, allocation_id, [begin_cleanup(conn, slot, own)], own)
 
 
-def _require_orphan_block(conn: sa.Connection, slot: Record) -> None:
+def _require_orphan_block(conn: sa.Connection, slot: Slot) -> None:
     """A slot that is blocked may hold what its last tenant left, of which the removal of another
     machine proves nothing. It does not where such a removal blocked it: it was idle before.
     """
     blocked = SlotState.CLEANUP_BLOCKED
-    past = [row for row in journal.history_of(conn, "slot", slot["id"]) if row["target"] == blocked]
-    first = [row for row in past if row["source"] != SlotState.CLEANUP]
-    if first and "orphan" in first[-1]["evidence"]:
+    past = [row for row in journal.history_of(conn, "slot", slot.id) if row.target == blocked]
+    first = [row for row in past if row.source != SlotState.CLEANUP]
+    if first and "orphan" in first[-1].evidence:
         return
     raise Problem(
         "slot_in_use",
         409,
         expected="a slot that is disabled, or blocked by the removal of a machine like this",
-        found=f"cleanup_blocked: {slot['status_reason']}",
+        found=f"cleanup_blocked: {slot.status_reason}",
         remedy="repair the slot first; if this machine keeps that from its end, stop it by hand",
     )
 
@@ -543,8 +559,8 @@ def _play_move(conn: sa.Connection, case: Case, act: Act) -> None:
         verify_absence(conn, key, act)
         return
     absence = reports.latest_absence(conn, key)
-    absent = absence is not None and bool(absence["absent"])
-    state = rows.get(conn, allocations, key, "allocation")["state"]
+    absent = absence is not None and bool(absence.absent)
+    state = rows.get(conn, Allocation, key).state
     if state != AllocationState.RELEASED:
         force_cleanup(conn, key, act, runtime_verified_absent=absent)
     if state == AllocationState.RELEASED or not absent:
@@ -568,7 +584,7 @@ def _case(
     policy: Policy,
     allocation_id: str,
     held: Sequence[Record],
-    begun: Sequence[Record],
+    begun: Sequence[AuditEntry],
 ) -> Case:
     node_id = held[0]["node_id"]
     own = journal.audit_rows(conn, action=POLICY_BEGUN, subject_id=allocation_id)
@@ -578,11 +594,11 @@ def _case(
         blocked_since=last["status_since"],
         reason=last["reason"],
         kept=_kept(conn, allocation_id),
-        begun_at=own[0]["at"] if own else None,
+        begun_at=own[0].at if own else None,
         busy=bool(task_queue.open_of_allocation(conn, allocation_id)),
-        absent=None if absence is None else bool(absence["absent"]),
-        observed_at=None if absence is None else absence["observed_at"],
-        node_begun=sum(row["detail"].get("node_id") == node_id for row in begun),
+        absent=None if absence is None else bool(absence.absent),
+        observed_at=None if absence is None else absence.observed_at,
+        node_begun=sum(row.detail.get("node_id") == node_id for row in begun),
         site_begun=len(begun),
     )
     move, why = next_move(policy, seen)
@@ -595,15 +611,15 @@ def _kept(conn: sa.Connection, allocation_id: str) -> str:
     What that person says last counts: with their word for absence the slots are on their way back.
     """
     told = journal.audit_rows(conn, action=FORCE_CLEANUP, subject_id=allocation_id)
-    persons = [row for row in told if row["actor"] != POLICY_ACTOR]
-    if not persons or persons[0]["detail"]["runtime_verified_absent"]:
+    persons = [row for row in told if row.actor != POLICY_ACTOR]
+    if not persons or persons[0].detail["runtime_verified_absent"]:
         return ""
-    return f"{persons[0]['actor']}: {persons[0]['reason']}"
+    return f"{persons[0].actor}: {persons[0].reason}"
 
 
-def _begun_since(conn: sa.Connection, since: float) -> list[Record]:
+def _begun_since(conn: sa.Connection, since: float) -> list[AuditEntry]:
     query = sa.select(audit_log).where(audit_log.c.action == POLICY_BEGUN, audit_log.c.at > since)
-    return rows.every(conn, query)
+    return rows.every(conn, query, AuditEntry)
 
 
 def _blocked_since(held: Sequence[Record]) -> float:
@@ -612,5 +628,5 @@ def _blocked_since(held: Sequence[Record]) -> float:
 
 def _correlation(conn: sa.Connection, allocation_id: str) -> str:
     """The tenant's request that it all began with."""
-    found: Any = rows.get(conn, allocations, allocation_id, "allocation")["correlation_id"]
+    found: Any = rows.get(conn, Allocation, allocation_id).correlation_id
     return str(found)

@@ -8,7 +8,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from reconciler.db import clock, journal, rows, settings
-from reconciler.db.schema import claims, leaders, nodes, service_processes, slots, tasks
+from reconciler.db.schema import Task, claims, leaders, nodes, service_processes, slots, tasks
 from reconciler.lifecycle import host
 from reconciler.model.act import Act
 from reconciler.model.states import LIVE_CLAIMS, SlotState
@@ -54,16 +54,18 @@ def doubt(
 def told(conn: sa.Connection, backup: str) -> dict[str, Any] | None:
     """What `doubt` did of this backup; None before it has."""
     for row in journal.audit_rows(conn, action=_DONE, subject_id=backup):
-        return dict(row["detail"])
+        return dict(row.detail)
     return None
 
 
-def unfinished(conn: sa.Connection) -> list[dict[str, Any]]:
+def unfinished(conn: sa.Connection) -> list[Task]:
     """The tasks that nobody had taken yet, each now as one that somebody may have begun since."""
     due = tasks.c.state.in_(DUE)
     begun = sa.func.coalesce(tasks.c.started_at, clock.now())
     conn.execute(sa.update(tasks).where(due).values(started_at=begun))
-    return rows.every(conn, sa.select(tasks).where(due).order_by(tasks.c.created_at, tasks.c.id))
+    return rows.every(
+        conn, sa.select(tasks).where(due).order_by(tasks.c.created_at, tasks.c.id), Task
+    )
 
 
 def _distrust(conn: sa.Connection, held: sa.Exists) -> None:

@@ -13,8 +13,7 @@ import sqlalchemy as sa
 
 from reconciler.db import clock, locks, rows
 from reconciler.db.journal import advance
-from reconciler.db.rows import Record
-from reconciler.db.schema import allocations, slots
+from reconciler.db.schema import Allocation, Slot, allocations
 from reconciler.lifecycle import gate, host
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
@@ -70,9 +69,9 @@ def provision_failed(
     fail(conn, allocation_id, own, error=error)
     failed = False
     for slot in held_slots(conn, allocation_id):
-        if slot["status"] not in CLAIMED:
+        if slot.status not in CLAIMED:
             continue
-        evidence = (untouched or {}).get(slot["id"], {})
+        evidence = (untouched or {}).get(slot.id, {})
         if nothing_written(evidence):
             told = proof_records.with_failure(evidence, str(error.get("code") or step))
             proof = proof_records.record(
@@ -116,7 +115,7 @@ def release_failed(
     locks.hold_allocation(conn, allocation_id)
     own = _slot_act(act, allocation_id, f"release failed at {step}", {"error": dict(error)})
     for slot in held_slots(conn, allocation_id):
-        if slot["status"] == SlotState.RELEASING:
+        if slot.status == SlotState.RELEASING:
             block(conn, slot, allocation_id, own, step=step, error=error)
     # A new attempt may come; the time that a release may take has begun with the first.
     columns = {"error": dict(error), "deadline_at": allocations.c.deadline_at}
@@ -134,8 +133,8 @@ def wiped(
 ) -> bool:
     """The clean-up after an allocation is proven; True when at least one slot came back."""
     locks.hold_allocation(conn, allocation_id)
-    found = [slot for slot in held_slots(conn, allocation_id) if slot["id"] in proofs]
-    cleaning = [slot for slot in found if slot["status"] in CLEANING]
+    found = [slot for slot in held_slots(conn, allocation_id) if slot.id in proofs]
+    cleaning = [slot for slot in found if slot.status in CLEANING]
     _clean(conn, cleaning, proofs, absence, _slot_act(act, allocation_id, "cleaned up"))
     return bool(cleaning)
 
@@ -144,7 +143,7 @@ def wipe_failed(
     conn: sa.Connection, allocation_id: str, act: Act, *, step: str, error: Mapping[str, Any]
 ) -> bool:
     """The clean-up did not prove anything: blocked again, with the reason."""
-    found = [slot["id"] for slot in held_slots(conn, allocation_id)]
+    found = [slot.id for slot in held_slots(conn, allocation_id)]
     return wipe_slots_failed(conn, found, act, step=step, error=error)
 
 
@@ -162,9 +161,9 @@ def wiped_slots(
     not given, the slots' last holder.
     """
     found = [locks.hold_slot(conn, slot_id) for slot_id in sorted(proofs)]
-    cleaning = [slot for slot in found if slot["status"] in CLEANING]
+    cleaning = [slot for slot in found if slot.status in CLEANING]
     for slot in cleaning:
-        holder = last_holder(conn, slot["id"])
+        holder = last_holder(conn, slot.id)
         own = _slot_act(act, holder, "cleaned up")
         _clean(conn, [slot], proofs, absence, own, holder if measured is None else measured)
     return bool(cleaning)
@@ -181,8 +180,8 @@ def wipe_slots_failed(
     """As `wipe_failed`, for single slots."""
     done = False
     for slot_id in slot_ids:
-        slot = rows.get(conn, slots, slot_id, "slot", lock=True)
-        if slot["status"] == SlotState.CLEANUP:
+        slot = rows.get(conn, Slot, slot_id, lock=True)
+        if slot.status == SlotState.CLEANUP:
             holder = last_holder(conn, slot_id)
             own = _slot_act(act, holder, f"clean-up failed at {step}", {"error": dict(error)})
             block(conn, slot, holder, own, step=step, error=error)
@@ -199,13 +198,13 @@ def fail(conn: sa.Connection, allocation_id: str, act: Act, *, error: Mapping[st
 
 def block(
     conn: sa.Connection,
-    slot: Record,
+    slot: Slot,
     allocation_id: str,
     act: Act,
     *,
     step: str,
     error: Mapping[str, Any],
-) -> Record:
+) -> Slot:
     """Keep a slot from everybody until there is evidence; its detail says whose and why."""
     reason = str(error.get("found") or error.get("code") or act.reason)
     detail = {"allocation_id": allocation_id, "reason": reason, "step": step}
@@ -216,7 +215,7 @@ def block(
         "health_detail": detail,
         "available_proof_id": None,
     }
-    return advance(conn, "slot", slot["id"], "block", act, columns=columns)
+    return advance(conn, "slot", slot.id, "block", act, columns=columns)
 
 
 def require_absence(
@@ -240,7 +239,7 @@ def require_absence(
 
 def _clean(
     conn: sa.Connection,
-    found: list[Record],
+    found: list[Slot],
     given: Proofs,
     absence: Mapping[str, Any],
     act: Act,
@@ -249,16 +248,16 @@ def _clean(
     allocation_id = str(act.evidence["allocation_id"])
     require_absence(conn, allocation_id if measured is None else measured, absence, act)
     for slot in found:
-        if slot["id"] not in given:
+        if slot.id not in given:
             raise Problem(
                 "proof_missing",
                 409,
-                expected=f"a wipe proof for slot {slot['id']}",
+                expected=f"a wipe proof for slot {slot.id}",
                 found=f"proofs for {', '.join(sorted(given)) or 'no slot'}",
                 remedy="treat the run as failed; `gpuaas recover` wipes again",
             )
         proof = proof_records.record(
-            conn, slot, ProofKind.WIPE, given[slot["id"]], allocation_id=allocation_id or None
+            conn, slot, ProofKind.WIPE, given[slot.id], allocation_id=allocation_id or None
         )
         gate.give_back(conn, slot, proof, act)
 
@@ -276,7 +275,7 @@ def _together(
     advance(conn, "allocation", allocation_id, event, own, columns=columns)
     move_claims(conn, allocation_id, event, own)
     for slot in held_slots(conn, allocation_id):
-        advance(conn, "slot", slot["id"], event, own, columns=on_slots)
+        advance(conn, "slot", slot.id, event, own, columns=on_slots)
 
 
 def _slot_act(
@@ -286,17 +285,17 @@ def _slot_act(
 
 
 def _in_state(conn: sa.Connection, allocation_id: str, *states: AllocationState) -> bool:
-    allocation = rows.get(conn, allocations, allocation_id, "allocation", lock=True)
-    return allocation["state"] in states
+    allocation = rows.get(conn, Allocation, allocation_id, lock=True)
+    return allocation.state in states
 
 
 def move_claims(conn: sa.Connection, allocation_id: str, event: str, act: Act) -> None:
     """Apply an event to every live claim of an allocation."""
     for claim in claims.of_allocation(conn, allocation_id):
-        if claim["state"] in LIVE_CLAIMS:
+        if claim.state in LIVE_CLAIMS:
             ended = event in claims.ENDS
             columns = {"ended_at": clock.now()} if ended else None
-            advance(conn, "claim", claim["id"], event, act, columns=columns)
+            advance(conn, "claim", claim.id, event, act, columns=columns)
     if event == "activate":
         usage.begin(conn, allocation_id)
     elif event in claims.ENDS:

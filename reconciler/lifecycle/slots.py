@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from operator import itemgetter
+from operator import attrgetter
 from typing import Any
 
 import sqlalchemy as sa
@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from reconciler.db import clock, journal, locks, rows
 from reconciler.db.journal import advance
 from reconciler.db.rows import Record
-from reconciler.db.schema import history, nodes, slots
+from reconciler.db.schema import Discovery, Node, Slot, history, slots
 from reconciler.lifecycle import gate as slot_gate
 from reconciler.lifecycle.gate import approved, gate, make_available
 from reconciler.model import approval
@@ -45,19 +45,19 @@ def approve(
     act: Act,
     *,
     capacity_metadata: Mapping[str, Any] | None = None,
-) -> Record:
+) -> Slot:
     """Make a slot of a bundle that the latest discovery shows free; it starts disabled."""
-    node = rows.get(conn, nodes, node_id, "node", lock=True)
-    if node["mode"] not in (NodeMode.SLICE, NodeMode.CONVERTING_TO_SLICE):
+    node = rows.get(conn, Node, node_id, lock=True)
+    if node.mode not in (NodeMode.SLICE, NodeMode.CONVERTING_TO_SLICE):
         raise Problem(
             "node_not_slice",
             409,
             expected="a node in slice mode",
-            found=f"mode {node['mode']}",
+            found=f"mode {node.mode}",
             remedy="convert the node first",
         )
     discovery = _fresh_discovery(conn, node)
-    approval.refuse(bundle, discovery["document"], tuple(approved(conn, node_id).values()))
+    approval.refuse(bundle, discovery.document, tuple(approved(conn, node_id).values()))
     columns = {**bundle.document(), "nvme_identity": bundle.identity}
     _refuse_duplicates(conn, node_id, columns)
     metadata = {
@@ -68,12 +68,12 @@ def approve(
         "destructive_wipe_policy": DEFAULT_POLICY,
         "fabric_claim_mode": "per_slot_vf",
         "fabric_vf_pci_address": bundle.fabric_vf_pci_address,
-        **_place(discovery["document"], bundle),
+        **_place(discovery.document, bundle),
         **(capacity_metadata or {}),
     }
     slot = rows.add(
         conn,
-        slots,
+        Slot,
         {
             "id": rows.new_id(),
             "node_id": node_id,
@@ -82,56 +82,56 @@ def approve(
             "status": SlotState.DISABLED.value,
             "status_reason": "approved; its gate has not been passed",
             "disk_generation": proofs.generation(conn, bundle.identity),
-            "approved_discovery_id": discovery["id"],
+            "approved_discovery_id": discovery.id,
             "approved_by": act.actor,
         },
     )
     journal.begin(conn, "slot", slot, act)
     journal.audit(
-        conn, act, "admin.slot.approved", "slot", slot["id"], detail={"bundle": bundle.document()}
+        conn, act, "admin.slot.approved", "slot", slot.id, detail={"bundle": bundle.document()}
     )
     return slot
 
 
-def disable(conn: sa.Connection, slot_id: str, act: Act) -> Record:
+def disable(conn: sa.Connection, slot_id: str, act: Act) -> Slot:
     """Take a slot off sale; one that is in use goes off sale when it comes back."""
-    slot = rows.get(conn, slots, slot_id, "slot", lock=True)
+    slot = rows.get(conn, Slot, slot_id, lock=True)
     slot_records.update(conn, slot_id, wanted=SlotState.DISABLED.value)
     journal.audit(conn, act, "admin.slot.disabled", "slot", slot_id)
-    if slot["status"] != SlotState.AVAILABLE:
+    if slot.status != SlotState.AVAILABLE:
         return slot_records.get(conn, slot_id)
     return advance(conn, "slot", slot_id, "disable", act, columns={"available_proof_id": None})
 
 
-def enable(conn: sa.Connection, slot_id: str, act: Act) -> Record:
+def enable(conn: sa.Connection, slot_id: str, act: Act) -> Slot:
     """Want a slot on sale; it is, as soon as its gate lets it."""
     slot = locks.hold_slot(conn, slot_id)
     slot_records.update(conn, slot_id, wanted=SlotState.AVAILABLE.value)
     journal.audit(conn, act, "admin.slot.enabled", "slot", slot_id)
-    if slot["status"] == SlotState.DISABLED and not gate(conn, slot_id):
+    if slot.status == SlotState.DISABLED and not gate(conn, slot_id):
         return make_available(conn, slot_id, act)
     return slot_records.get(conn, slot_id)
 
 
-def withdraw(conn: sa.Connection, slot_id: str, act: Act) -> Record:
+def withdraw(conn: sa.Connection, slot_id: str, act: Act) -> Slot:
     """Take the approval back: the bundle's devices can be approved anew.
 
     A blocked slot goes only when the host shows that its disk or GPU has died.
     """
-    slot = rows.get(conn, slots, slot_id, "slot", lock=True)
+    slot = rows.get(conn, Slot, slot_id, lock=True)
     detail = {}
-    if slot["status"] == SlotState.CLEANUP_BLOCKED:
+    if slot.status == SlotState.CLEANUP_BLOCKED:
         slot = write_off(conn, slot, act)
-        detail = {"written_off": slot["status_reason"]}
-    if slot["status"] != SlotState.DISABLED:
+        detail = {"written_off": slot.status_reason}
+    if slot.status != SlotState.DISABLED:
         raise Problem(
             "slot_in_use",
             409,
             expected="a disabled slot",
-            found=str(slot["status"]),
+            found=str(slot.status),
             remedy="disable the slot; one that is in use must be released or recovered first",
         )
-    generation = slot["disk_generation"] + slot_gate.doubted(slot)
+    generation = slot.disk_generation + slot_gate.doubted(slot)
     gone = {"retired_at": clock.now(), "wanted": SlotState.DISABLED.value}
     slot_records.update(conn, slot_id, disk_generation=generation, **gone)
     journal.audit(conn, act, "admin.slot.withdrawn", "slot", slot_id, detail=detail)
@@ -145,23 +145,23 @@ def _place(document: Mapping[str, Any], bundle: Bundle) -> dict[str, Any]:
     return {"pcie_switch": pcie_switch(gpu), **module}
 
 
-def _fresh_discovery(conn: sa.Connection, node: Record) -> Record:
-    discovery = reports.latest_discovery(conn, node["id"])
+def _fresh_discovery(conn: sa.Connection, node: Node) -> Discovery:
+    discovery = reports.latest_discovery(conn, node.id)
     if discovery is None:
         raise Problem(
             "discovery_missing",
             409,
             expected="a discovery of the node",
             found="none",
-            remedy=f"POST /api/v1/admin/nodes/{node['id']}/slice-topology/discovery",
+            remedy=f"POST /api/v1/admin/nodes/{node.id}/slice-topology/discovery",
         )
-    found = (discovery["boot_id"], discovery["install_id"])
-    if found != (node["boot_id"], node["install_id"]):
+    found = (discovery.boot_id, discovery.install_id)
+    if found != (node.boot_id, node.install_id):
         raise Problem(
             "discovery_stale",
             409,
             expected="a discovery under the node's current boot and installation",
-            found=f"one of {clock.iso(discovery['observed_at'])}, before that",
+            found=f"one of {clock.iso(discovery.observed_at)}, before that",
             remedy="discover the node again",
         )
     return discovery
@@ -172,16 +172,18 @@ def _refuse_duplicates(conn: sa.Connection, node_id: str, columns: Mapping[str, 
         query = sa.select(slots).where(
             slots.c[column] == columns[column], slots.c.retired_at.is_(None)
         )
-        found = rows.first(conn, query.where(slots.c.node_id == node_id) if on_node else query)
+        found = rows.first(
+            conn, query.where(slots.c.node_id == node_id) if on_node else query, Slot
+        )
         if found is not None:
-            where = "this node" if found["node_id"] == node_id else f"node {found['node_id']}"
+            where = "this node" if found.node_id == node_id else f"node {found.node_id}"
             raise Problem(
                 code,
                 409,
                 expected=f"{column.replace('_', ' ')} {columns[column]} in no other slot",
-                found=f"slot {found['slot_index']} of {where} has it",
+                found=f"slot {found.slot_index} of {where} has it",
                 remedy="choose another, or withdraw that slot first",
-                detail={"slot_id": found["id"]},
+                detail={"slot_id": found.id},
             )
 
 
@@ -189,15 +191,15 @@ def _refuse_duplicates(conn: sa.Connection, node_id: str, columns: Mapping[str, 
 _LEASES = 256
 
 
-def write_off(conn: sa.Connection, slot: Record, act: Act) -> Record:
+def write_off(conn: sa.Connection, slot: Slot, act: Act) -> Slot:
     """Take a blocked slot out of recovery; only where the host shows that a device of it is gone.
 
     Problem `reason_required`, `claim_live`, or `slot_in_use` while disk and GPU are there.
     """
     require_reason(act, slot_gate.WHY_GIVEN_UP)
-    holder = last_holder(conn, slot["id"])
-    claimed = [claim for claim in of_allocation(conn, holder) if claim["slot_id"] == slot["id"]]
-    if any(claim["state"] in LIVE_CLAIMS for claim in claimed):
+    holder = last_holder(conn, slot.id)
+    claimed = [claim for claim in of_allocation(conn, holder) if claim.slot_id == slot.id]
+    if any(claim.state in LIVE_CLAIMS for claim in claimed):
         raise Problem(
             "claim_live",
             409,
@@ -205,13 +207,13 @@ def write_off(conn: sa.Connection, slot: Record, act: Act) -> Record:
             found=f"the claim of allocation {holder}",
             remedy=f"end it first: `gpuaas recover {holder}`, or force its release",
         )
-    latest = _after(conn, slot["node_id"], slot["status_since"])
-    document = latest["document"] if latest else {}
+    latest = _after(conn, slot.node_id, slot.status_since)
+    document = latest.document if latest else {}
     missing = [
         name
         for name, device in (
-            ("disk", seen.disk_by_identity(document, slot["nvme_identity"])),
-            ("gpu", seen.gpu(document, slot["gpu_pci_address"])),
+            ("disk", seen.disk_by_identity(document, slot.nvme_identity)),
+            ("gpu", seen.gpu(document, slot.gpu_pci_address)),
         )
         if latest and device is None
     ]
@@ -225,7 +227,7 @@ def write_off(conn: sa.Connection, slot: Record, act: Act) -> Record:
             else "cleanup_blocked, and no discovery since then under the host's present boot",
             remedy="recover the slot; if a device has died, discover the node and ask again",
         )
-    evidence = {"discovery_id": latest["id"], "missing": missing, "allocation_id": holder}
+    evidence = {"discovery_id": latest.id, "missing": missing, "allocation_id": holder}
     return _withdraw(conn, slot, act, _died(missing), evidence)
 
 
@@ -234,14 +236,14 @@ def written_off_slots(conn: sa.Connection, node_id: str, act: Act) -> list[str]:
     query = sa.select(slots).where(slots.c.node_id == node_id, slots.c.retired_at.is_(None))
     given_up = []
     # Locked in the order of everybody else, written off in the machine's.
-    held = rows.every(conn, query.order_by(slots.c.id).with_for_update())
-    for slot in sorted(held, key=itemgetter("slot_index")):
-        if slot["status"] == SlotState.CLEANUP_BLOCKED:
-            evidence = {"allocation_id": last_holder(conn, slot["id"])}
+    held = rows.every(conn, query.order_by(slots.c.id).with_for_update(), Slot)
+    for slot in sorted(held, key=attrgetter("slot_index")):
+        if slot.status == SlotState.CLEANUP_BLOCKED:
+            evidence = {"allocation_id": last_holder(conn, slot.id)}
             _withdraw(conn, slot, act, "the node goes with whatever is left on it", evidence)
-            given_up.append(str(slot["id"]))
+            given_up.append(str(slot.id))
         elif slot_gate.doubted(slot):
-            distrust = sa.update(slots).where(slots.c.id == slot["id"])
+            distrust = sa.update(slots).where(slots.c.id == slot.id)
             conn.execute(distrust.values(disk_generation=slots.c.disk_generation + 1))
     update = sa.update(slots).where(slots.c.node_id == node_id, slots.c.retired_at.is_(None))
     gone = {"retired_at": clock.now(), "wanted": SlotState.DISABLED.value}
@@ -255,7 +257,7 @@ def dead_disks(conn: sa.Connection, node_id: str, disks: list[Record], since: fl
     if latest is None:
         return []
     identities = [f"eui.{disk['nvme_eui']}" for disk in disks]
-    return [one for one in identities if seen.disk_by_identity(latest["document"], one) is None]
+    return [one for one in identities if seen.disk_by_identity(latest.document, one) is None]
 
 
 def written_off_holds(conn: sa.Connection, node_id: str) -> list[dict[str, Any]]:
@@ -288,20 +290,20 @@ def _died(devices: list[str]) -> str:
 
 
 def _withdraw(
-    conn: sa.Connection, slot: Record, act: Act, why: str, evidence: Mapping[str, object]
-) -> Record:
+    conn: sa.Connection, slot: Slot, act: Act, why: str, evidence: Mapping[str, object]
+) -> Slot:
     # The next fence: a run that is still alive somewhere has no word in this any more. The disk's
     # next generation: one that was idle when it was blocked still has its proof.
     own = act.because(f"{act.reason}; written off: {why}", {**act.evidence, **evidence})
-    columns = {"fence": slot["fence"] + 1, "disk_generation": slot["disk_generation"] + 1}
-    return advance(conn, "slot", slot["id"], "withdraw", own, columns=columns)
+    columns = {"fence": slot.fence + 1, "disk_generation": slot.disk_generation + 1}
+    return advance(conn, "slot", slot.id, "withdraw", own, columns=columns)
 
 
-def _after(conn: sa.Connection, node_id: str, since: float) -> Record | None:
+def _after(conn: sa.Connection, node_id: str, since: float) -> Discovery | None:
     """The latest discovery, if it is of the host's present boot and was begun after `since`."""
-    node = rows.get(conn, nodes, node_id, "node")
+    node = rows.get(conn, Node, node_id)
     latest = reports.latest_discovery(conn, node_id)
-    if latest is None or not node["boot_id"] or latest["observed_at"] < since:
+    if latest is None or not node.boot_id or (latest.observed_at or 0.0) < since:
         return None
-    now = (node["boot_id"], node["install_id"])
-    return latest if (latest["boot_id"], latest["install_id"]) == now else None
+    now = (node.boot_id, node.install_id)
+    return latest if (latest.boot_id, latest.install_id) == now else None

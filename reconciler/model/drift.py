@@ -26,7 +26,7 @@ _WHOLE = 36
 
 
 @dataclass(frozen=True)
-class Slot:
+class ExpectedSlot:
     """An approved slot. holder: the allocation that has it, or had it last; "" for nobody."""
 
     id: str
@@ -41,7 +41,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Allocation:
+class ExpectedAllocation:
     """active: its machine should run on this host. slots: of this host, what it has or had last."""
 
     id: str
@@ -58,15 +58,15 @@ class Allocation:
 class Records:
     """What is known of one node, of the allocations that the host names too."""
 
-    slots: tuple[Slot, ...]
-    allocations: tuple[Allocation, ...]
+    slots: tuple[ExpectedSlot, ...]
+    allocations: tuple[ExpectedAllocation, ...]
 
     @cached_property
-    def slot(self) -> dict[str, Slot]:
+    def slot(self) -> dict[str, ExpectedSlot]:
         return {slot.id: slot for slot in self.slots}
 
     @cached_property
-    def allocation(self) -> dict[str, Allocation]:
+    def allocation(self) -> dict[str, ExpectedAllocation]:
         return {one.id: one for one in self.allocations}
 
 
@@ -131,7 +131,7 @@ def _losses(holdings: Mapping[str, Any], records: Records) -> Iterator[Differenc
 
 
 def _missing(
-    holdings: Mapping[str, Any], records: Records, own: Allocation
+    holdings: Mapping[str, Any], records: Records, own: ExpectedAllocation
 ) -> Iterator[tuple[str, HealthState, str]]:
     """What a running tenant should have and has not. Its claim stays, whatever is missing (I15)."""
     running = False
@@ -264,7 +264,7 @@ def _lacks(holdings: Mapping[str, Any], part: str, is_it: Any) -> bool:
     return known and not any(is_it(one) for one in _found(holdings, part))
 
 
-def _owner(said: str, records: Records) -> Allocation | None:
+def _owner(said: str, records: Records) -> ExpectedAllocation | None:
     """Whose it is: the host gives an id, or as much of it as a name has room for."""
     if said in records.allocation:
         return records.allocation[said]
@@ -297,9 +297,9 @@ def _addressed(records: Records, one: Mapping[str, str]) -> tuple[str, ...]:
     )
 
 
-def _port(allocation: Allocation) -> str:
+def _port(allocation: ExpectedAllocation) -> str:
     return f"gs{allocation.hexadecimal[:12]}"
 
 
-def _guards(cookie: str, allocation: Allocation) -> bool:
+def _guards(cookie: str, allocation: ExpectedAllocation) -> bool:
     return int(cookie, 16) == int(allocation.hexadecimal[:16], 16)

@@ -28,7 +28,7 @@ class Sighting:
 
 
 @dataclass(frozen=True)
-class Proof:
+class DiskProof:
     """The slot's newest proof of a clean disk.
 
     method: how it was wiped; None when nothing was written since the proof before. install_id: the
@@ -73,7 +73,7 @@ class GateEvidence:
     reboot_required: bool
     discovery: Sighting | None
     parity: Sighting | None
-    proof: Proof | None
+    proof: DiskProof | None
     exclusive_ended_at: float = 0.0
     restored_at: float = 0.0
     wipe_policy: str = DEFAULT_POLICY

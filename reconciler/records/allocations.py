@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import sqlalchemy as sa
 
 from reconciler.db import rows
-from reconciler.db.rows import Order, Page, Record, part
-from reconciler.db.schema import allocations
+from reconciler.db.rows import Order, Page, part
+from reconciler.db.schema import Allocation, allocations
 from reconciler.model.states import AllocationState
 from reconciler.records import queue
 from reconciler.records.claims import of_allocation
@@ -14,13 +16,15 @@ from reconciler.records.claims import of_allocation
 ORDER = Order(allocations, ("created_at", "id"), descending=True)
 
 
-def get(conn: sa.Connection, id: str) -> Record:
+def get(conn: sa.Connection, id: str) -> Allocation:
     """The allocation with an id, its claims and the ids of its tasks, the oldest first."""
-    allocation = rows.get(conn, allocations, id, "allocation")
-    allocation["claims"] = of_allocation(conn, id)
+    allocation = rows.get(conn, Allocation, id)
     newest_first = queue.every(conn, allocation_id=id)
-    allocation["task_ids"] = [task["id"] for task in reversed(newest_first)]
-    return allocation
+    return replace(
+        allocation,
+        claims=tuple(of_allocation(conn, id)),
+        task_ids=tuple(task.id for task in reversed(newest_first)),
+    )
 
 
 def every(
@@ -30,9 +34,9 @@ def every(
     state: AllocationState | None = None,
     node_id: str | None = None,
     page: Page | None = None,
-) -> list[Record]:
+) -> list[Allocation]:
     """Newest first, without claims."""
     query = rows.where(
         sa.select(allocations), allocations, project_id=project_id, state=state, node_id=node_id
     )
-    return rows.every(conn, part(query, ORDER, page))
+    return rows.every(conn, part(query, ORDER, page), Allocation)

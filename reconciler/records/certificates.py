@@ -8,7 +8,7 @@ import sqlalchemy as sa
 
 from reconciler.db import clock, rows
 from reconciler.db.rows import Record
-from reconciler.db.schema import node_certificates, nodes
+from reconciler.db.schema import NodeCertificate, node_certificates, nodes
 from reconciler.model.errors import Problem
 from reconciler.model.states import NodeState
 
@@ -49,11 +49,13 @@ def accepted(conn: sa.Connection) -> list[Record]:
     return rows.every(conn, query)
 
 
-def current(conn: sa.Connection, node_id: str) -> Record:
+def current(conn: sa.Connection, node_id: str) -> NodeCertificate:
     """The certificate under which the host is known; Problem when it has none that is good."""
     table = node_certificates
     query = sa.select(table).where(table.c.node_id == node_id, table.c.revoked_at.is_(None))
-    found = rows.first(conn, query.order_by(table.c.valid_until.desc(), table.c.created_at.desc()))
+    found = rows.first(
+        conn, query.order_by(table.c.valid_until.desc(), table.c.created_at.desc()), NodeCertificate
+    )
     if found is None:
         raise Problem(
             "host_certificate_missing",

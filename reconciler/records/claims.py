@@ -10,8 +10,7 @@ import sqlalchemy as sa
 
 from reconciler.db import journal, rows
 from reconciler.db.journal import advance
-from reconciler.db.rows import Record
-from reconciler.db.schema import claims, nodes, tasks
+from reconciler.db.schema import Claim, Slot, claims, nodes, tasks
 from reconciler.db.schema import slots as slot_table
 from reconciler.model.act import Act
 from reconciler.model.bundle import BUNDLE_FIELDS, run_bundle
@@ -22,8 +21,8 @@ _COPIED = (*BUNDLE_FIELDS, "nvme_identity", "fence", "disk_generation")
 
 
 def claim_slot(
-    conn: sa.Connection, allocation_id: str, slot: Record, position: int, act: Act
-) -> Record:
+    conn: sa.Connection, allocation_id: str, slot: Slot, position: int, act: Act
+) -> Claim:
     """Reserve a slot that is locked, and write down what was claimed under the slot's next fence.
 
     Raising disk_generation makes every proof so far too old: only a new one makes it available.
@@ -31,13 +30,13 @@ def claim_slot(
     reserved = advance(
         conn,
         "slot",
-        slot["id"],
+        slot.id,
         "reserve",
         act,
         held=slot,
         columns={
-            "fence": slot["fence"] + 1,
-            "disk_generation": slot["disk_generation"] + 1,
+            "fence": slot.fence + 1,
+            "disk_generation": slot.disk_generation + 1,
             "available_proof_id": None,
         },
     )
@@ -46,10 +45,10 @@ def claim_slot(
         {
             "allocation_id": allocation_id,
             "kind": ClaimKind.SLICE.value,
-            "node_id": reserved["node_id"],
-            "slot_id": reserved["id"],
+            "node_id": reserved.node_id,
+            "slot_id": reserved.id,
             "position": position,
-            **{name: reserved[name] for name in _COPIED},
+            **{name: getattr(reserved, name) for name in _COPIED},
         },
         act,
     )
@@ -62,7 +61,7 @@ def claim_node(
     act: Act,
     *,
     disks: Sequence[Mapping[str, Any]] = (),
-) -> Record:
+) -> Claim:
     """Hold the whole node, under its next fence, and write down the disks that go with it.
 
     The schema refuses it on a node that is not in bare-metal mode.
@@ -96,10 +95,10 @@ def exclusive_ended_at(conn: sa.Connection, node_id: str) -> float:
     return float(conn.execute(query).scalar_one() or 0.0)
 
 
-def of_allocation(conn: sa.Connection, allocation_id: str) -> list[Record]:
+def of_allocation(conn: sa.Connection, allocation_id: str) -> list[Claim]:
     """The boot slot's claim first."""
     query = sa.select(claims).where(claims.c.allocation_id == allocation_id)
-    return rows.every(conn, query.order_by(claims.c.position))
+    return rows.every(conn, query.order_by(claims.c.position), Claim)
 
 
 def bundles(conn: sa.Connection, allocation_id: str) -> list[dict[str, Any]]:
@@ -107,12 +106,12 @@ def bundles(conn: sa.Connection, allocation_id: str) -> list[dict[str, Any]]:
     return run_bundles(of_allocation(conn, allocation_id))
 
 
-def run_bundles(found: Iterable[Record]) -> list[dict[str, Any]]:
+def run_bundles(found: Iterable[Claim]) -> list[dict[str, Any]]:
     """The same of claims that are at hand."""
-    return [run_bundle(claim, fence=True) for claim in found if claim["slot_id"]]
+    return [run_bundle(vars(claim), fence=True) for claim in found if claim.slot_id]
 
 
-def held_slots(conn: sa.Connection, allocation_id: str) -> list[Record]:
+def held_slots(conn: sa.Connection, allocation_id: str) -> list[Slot]:
     """The slots that still carry what this allocation left: no later claim has taken them.
 
     They are locked in the order of everybody else; the boot slot is the first one all the same.
@@ -129,9 +128,9 @@ def held_slots(conn: sa.Connection, allocation_id: str) -> list[Record]:
     )
     found = rows.every(conn, query.with_for_update(of=slot_table))
     found.sort(key=itemgetter("position"))
-    for slot in found:
-        del slot["position"]
-    return found
+    for row in found:
+        del row["position"]
+    return [Slot(**row) for row in found]
 
 
 def unfenced(conn: sa.Connection, fences: Mapping[str, int]) -> list[str]:
@@ -165,7 +164,7 @@ def last_holder(conn: sa.Connection, slot_id: str) -> str:
     return str(found.scalar() or "")
 
 
-def _insert(conn: sa.Connection, values: Mapping[str, Any], act: Act) -> Record:
+def _insert(conn: sa.Connection, values: Mapping[str, Any], act: Act) -> Claim:
     state = ClaimState.RESERVED
     row = {
         "id": rows.new_id(),
@@ -174,6 +173,6 @@ def _insert(conn: sa.Connection, values: Mapping[str, Any], act: Act) -> Record:
         "deadline_at": journal.limit("claim", state),
         **values,
     }
-    claim = rows.add(conn, claims, row)
+    claim = rows.add(conn, Claim, row)
     journal.begin(conn, "claim", claim, act)
     return claim

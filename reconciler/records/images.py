@@ -7,8 +7,8 @@ import re
 import sqlalchemy as sa
 
 from reconciler.db import journal, rows
-from reconciler.db.rows import Order, Page, Record, part
-from reconciler.db.schema import images
+from reconciler.db.rows import Order, Page, part
+from reconciler.db.schema import Image, images
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 
@@ -28,7 +28,7 @@ def register(
     guest_profile: str = "",
     compression: str = "none",
     url_digest: str = "",
-) -> Record:
+) -> Image:
     """Add an image. A version never changes its bytes: another digest is another version."""
     if not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
         raise Problem(
@@ -39,20 +39,20 @@ def register(
             remedy="give the SHA-256 of the raw image",
         )
     same = sa.select(images).where(images.c.name == name, images.c.version == version)
-    found = rows.first(conn, same)
-    if found is not None and found["digest"] == digest:
+    found = rows.first(conn, same, Image)
+    if found is not None and found.digest == digest:
         return found
     if found is not None:
         raise Problem(
             "image_exists",
             409,
-            expected=f"{name} {version} with digest {found['digest']}",
+            expected=f"{name} {version} with digest {found.digest}",
             found=digest,
             remedy="register the new bytes under a new version",
         )
     record = rows.add(
         conn,
-        images,
+        Image,
         {
             "id": rows.new_id(),
             "name": name,
@@ -66,21 +66,21 @@ def register(
             "guest_profile": guest_profile,
         },
     )
-    journal.audit(conn, act, "admin.image.registered", "image", record["id"], detail={"name": name})
+    journal.audit(conn, act, "admin.image.registered", "image", record.id, detail={"name": name})
     return record
 
 
-def get(conn: sa.Connection, id: str) -> Record:
+def get(conn: sa.Connection, id: str) -> Image:
     """The image with an id."""
-    return rows.get(conn, images, id, "image")
+    return rows.get(conn, Image, id)
 
 
-def find(conn: sa.Connection, name: str, version: str = "") -> Record | None:
+def find(conn: sa.Connection, name: str, version: str = "") -> Image | None:
     """By name, the newest unless a version is given."""
     query = rows.where(sa.select(images), images, name=name, version=version or None)
-    return rows.first(conn, query.order_by(images.c.created_at.desc()))
+    return rows.first(conn, query.order_by(images.c.created_at.desc()), Image)
 
 
-def every(conn: sa.Connection, page: Page | None = None) -> list[Record]:
+def every(conn: sa.Connection, page: Page | None = None) -> list[Image]:
     """By name and version."""
-    return rows.every(conn, part(sa.select(images), ORDER, page))
+    return rows.every(conn, part(sa.select(images), ORDER, page), Image)

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from reconciler.db import clock, rows
 from reconciler.db.journal import advance
 from reconciler.db.rows import Record
-from reconciler.db.schema import nodes, tasks
+from reconciler.db.schema import Node, Task, nodes, tasks
 from reconciler.model.act import Act
 from reconciler.model.states import NodeState, TaskKind, TaskState
 from reconciler.records import certificates
@@ -30,7 +30,7 @@ def lease(
     seconds: float = 30,
     kinds: Sequence[TaskKind] | None = None,
     limit: int = 1,
-) -> list[Record]:
+) -> list[Task]:
     """Take what is due and may run now, and what a silent holder on the same runner left.
 
     runner: the folder that holds this worker's runs (runs.runner). Whether a run of another runner
@@ -40,15 +40,15 @@ def lease(
     if kinds is not None:
         query = query.where(tasks.c.kind.in_(kinds))
     order = (tasks.c.priority.desc(), tasks.c.created_at, tasks.c.id)
-    taken: list[Record] = []
-    for candidate in rows.every(conn, query.order_by(*order).limit(limit + _SPARE)):
+    taken: list[Task] = []
+    for candidate in rows.every(conn, query.order_by(*order).limit(limit + _SPARE), Task):
         if len(taken) == limit:
             break
         # The node's row is the lock under which tasks of one node are let in, one worker at a time:
         # asked again under it, the same question has an answer that stays true.
-        rows.get(conn, nodes, candidate["node_id"], "node", lock=True)
-        mine = query.where(tasks.c.id == candidate["id"])
-        task = rows.first(conn, mine.with_for_update(skip_locked=True, of=tasks))
+        rows.get(conn, Node, candidate.node_id, lock=True)
+        mine = query.where(tasks.c.id == candidate.id)
+        task = rows.first(conn, mine.with_for_update(skip_locked=True, of=tasks), Task)
         if task is not None:
             taken.append(_take(conn, task, owner, runner, seconds))
     return taken
@@ -101,25 +101,25 @@ def _unreachable() -> sa.ColumnElement[bool]:
     return sa.exists().where(nodes.c.id == tasks.c.node_id, nodes.c.state == NodeState.UNREACHABLE)
 
 
-def _take(conn: sa.Connection, task: Record, owner: str, runner: str, seconds: float) -> Record:
-    again = task["state"] == TaskState.RUNNING
+def _take(conn: sa.Connection, task: Task, owner: str, runner: str, seconds: float) -> Task:
+    again = task.state == TaskState.RUNNING
     reason = f"taken over by {owner}" if again else f"taken by {owner}"
     # What kept it waiting is over; what somebody asked of a run that goes on is not.
     fresh: dict[str, Any] = {} if again else {"error": {}}
     return advance(
         conn,
         "task",
-        task["id"],
+        task.id,
         "lease",
-        Act(owner, reason, task["correlation_id"]),
+        Act(owner, reason, task.correlation_id),
         columns={
             **fresh,
             "runner": runner,
             "lease_owner": owner,
             "lease_token": rows.new_id(),
             "lease_expires_at": clock.now() + seconds,
-            "started_at": task["started_at"] if again else clock.now(),
-            "deadline_at": task["deadline_at"] if again else clock.now() + task["deadline_s"],
+            "started_at": task.started_at if again else clock.now(),
+            "deadline_at": task.deadline_at if again else clock.now() + task.deadline_s,
         },
     )
 
@@ -128,75 +128,75 @@ def _take(conn: sa.Connection, task: Record, owner: str, runner: str, seconds: f
 CONTROLLER_CODES = ("awx_silent", "run_folder_unwritable", "controller_unready")
 
 
-def wait_reasons(conn: sa.Connection, found: Sequence[Record]) -> dict[str, Record]:
+def wait_reasons(conn: sa.Connection, found: Sequence[Task]) -> dict[str, Record]:
     """By task id, for those that have not begun: `code`, `detail`, and what goes with the code.
 
     host_unreachable and host_certificate_expired (unreachable_since, attempts, not_before), those
     of OURS (attempts, not_before), later (not_before), node_busy and exclusive_first (task_id),
     worker.
     """
-    due = [task for task in found if task["state"] in DUE]
-    ids = {task["node_id"] for task in due}
+    due = [task for task in found if task.state in DUE]
+    ids = {task.node_id for task in due}
     if not ids:
         return {}
-    known = rows.every(conn, sa.select(nodes).where(nodes.c.id.in_(ids)))
-    hosts = {node["id"]: node for node in known}
+    known = rows.every(conn, sa.select(nodes).where(nodes.c.id.in_(ids)), Node)
+    hosts = {node.id: node for node in known}
     query = sa.select(tasks).where(
         tasks.c.node_id.in_(ids), tasks.c.state.in_((TaskState.RUNNING, TaskState.QUEUED))
     )
-    beside = rows.every(conn, query.order_by(tasks.c.created_at, tasks.c.id))
+    beside = rows.every(conn, query.order_by(tasks.c.created_at, tasks.c.id), Task)
     now = clock.read(conn)
-    why = {task["id"]: _reason(task, hosts[task["node_id"]], beside, now) for task in due}
+    why = {task.id: _reason(task, hosts[task.node_id], beside, now) for task in due}
     until = certificates.ends(conn, ids)
     for task in due:
-        reason, end = why[task["id"]], until.get(task["node_id"], now + 1)
+        reason, end = why[task.id], until.get(task.node_id, now + 1)
         if reason["code"] == "host_unreachable" and end <= now:
             # It may be back for long: nobody would believe that it is the same host.
-            problem = certificates.expired(task["node_id"], end, reason["detail"])
+            problem = certificates.expired(task.node_id, end, reason["detail"])
             reason["code"] = problem.code
             reason["detail"] = f"{problem.found}; {problem.remedy}"
     return why
 
 
-def _reason(task: Record, node: Record, beside: Sequence[Record], now: float) -> Record:
-    lost = node["state"] == NodeState.UNREACHABLE
-    later = task["not_before"] is not None and task["not_before"] > now
-    if not lost and later and (ours := task["error"].get("code")) in CONTROLLER_CODES:
+def _reason(task: Task, node: Node, beside: Sequence[Task], now: float) -> Record:
+    lost = node.state == NodeState.UNREACHABLE
+    later = task.not_before is not None and task.not_before > now
+    if not lost and later and (ours := task.error.get("code")) in CONTROLLER_CODES:
         return {
             "code": ours,
-            "detail": task["state_reason"],
-            "attempts": task["unreached"],
-            "not_before": task["not_before"],
+            "detail": task.state_reason,
+            "attempts": task.unreached,
+            "not_before": task.not_before,
         }
-    if lost or (task["unreached"] and later):
+    if lost or (task.unreached and later):
         return {
             "code": "host_unreachable",
-            "detail": task["state_reason"] if task["unreached"] else node["state_reason"],
-            "unreachable_since": node["state_since"] if lost else None,
-            "attempts": task["unreached"],
-            "not_before": None if lost else task["not_before"],
+            "detail": task.state_reason if task.unreached else node.state_reason,
+            "unreachable_since": node.state_since if lost else None,
+            "attempts": task.unreached,
+            "not_before": None if lost else task.not_before,
         }
     if later:
-        told = task["state"] == TaskState.WAITING or task["attempt"] > 1
-        detail = task["state_reason"] if told else "not before a time"
-        return {"code": "later", "detail": detail, "not_before": task["not_before"]}
+        told = task.state == TaskState.WAITING or task.attempt > 1
+        detail = task.state_reason if told else "not before a time"
+        return {"code": "later", "detail": detail, "not_before": task.not_before}
     for other in beside:
-        if other["node_id"] == task["node_id"] and (code := _ahead(task, other)):
+        if other.node_id == task.node_id and (code := _ahead(task, other)):
             return {
                 "code": code,
-                "detail": f"{other['kind']} {other['state']}",
-                "task_id": other["id"],
+                "detail": f"{other.kind} {other.state}",
+                "task_id": other.id,
             }
     return {"code": "worker", "detail": "a worker that is free"}
 
 
-def _ahead(task: Record, other: Record) -> str:
+def _ahead(task: Task, other: Task) -> str:
     """Why the other one keeps this task from beginning; "" when it does not."""
-    same = (task["subject_kind"], task["subject_id"]) == (
-        other["subject_kind"],
-        other["subject_id"],
+    same = (task.subject_kind, task.subject_id) == (
+        other.subject_kind,
+        other.subject_id,
     )
-    if other["state"] == TaskState.RUNNING:
-        return "node_busy" if same or task["exclusive"] or other["exclusive"] else ""
-    first = (other["created_at"], other["id"]) < (task["created_at"], task["id"])
-    return "exclusive_first" if first and other["exclusive"] and not task["exclusive"] else ""
+    if other.state == TaskState.RUNNING:
+        return "node_busy" if same or task.exclusive or other.exclusive else ""
+    first = (other.created_at, other.id) < (task.created_at, task.id)
+    return "exclusive_first" if first and other.exclusive and not task.exclusive else ""

@@ -9,8 +9,8 @@ import sqlalchemy as sa
 
 from reconciler.db import journal, locks, rows
 from reconciler.db.journal import advance
-from reconciler.db.rows import Order, Page, Record, part
-from reconciler.db.schema import claims, nodes, slots
+from reconciler.db.rows import Order, Page, part
+from reconciler.db.schema import Node, claims, nodes, slots
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.states import LIVE_CLAIMS, NodeMode, NodeState, SlotState
@@ -62,13 +62,13 @@ def create(
     profile: str = "",
     maas_tags: Sequence[str] | None = None,
     mode: NodeMode = NodeMode.CONVERTING_TO_SLICE,
-) -> Record:
+) -> Node:
     """A machine that is to be enrolled; mode says what it will be.
 
     maas_tags: None when they are not known, which is not the same as no tags.
     """
     taken = sa.or_(nodes.c.id == id, nodes.c.name == (name or id))
-    if rows.first(conn, sa.select(nodes).where(taken)):
+    if rows.first(conn, sa.select(nodes).where(taken), Node):
         raise Problem(
             "node_exists",
             409,
@@ -78,7 +78,7 @@ def create(
         )
     record = rows.add(
         conn,
-        nodes,
+        Node,
         {
             "id": id,
             "name": name or id,
@@ -105,9 +105,9 @@ def create(
     return record
 
 
-def get(conn: sa.Connection, id: str) -> Record:
+def get(conn: sa.Connection, id: str) -> Node:
     """The node with an id."""
-    return rows.get(conn, nodes, id, "node")
+    return rows.get(conn, Node, id)
 
 
 def every(
@@ -116,13 +116,13 @@ def every(
     state: NodeState | None = None,
     mode: NodeMode | None = None,
     page: Page | None = None,
-) -> list[Record]:
+) -> list[Node]:
     """By name."""
     query = rows.where(sa.select(nodes), nodes, state=state, mode=mode)
-    return rows.every(conn, part(query, ORDER, page))
+    return rows.every(conn, part(query, ORDER, page), Node)
 
 
-def change(conn: sa.Connection, id: str, act: Act, **values: Any) -> Record:
+def change(conn: sa.Connection, id: str, act: Act, **values: Any) -> Node:
     """Change what an operator may: where it is, what it belongs to, how it is doing."""
     unknown = sorted(set(values) - set(CHANGEABLE))
     if unknown:
@@ -133,23 +133,23 @@ def change(conn: sa.Connection, id: str, act: Act, **values: Any) -> Record:
             found=", ".join(unknown),
             remedy="leave these out: they follow from what happens to the node",
         )
-    before = rows.get(conn, nodes, id, "node", lock=True)
+    before = rows.get(conn, Node, id, lock=True)
     update = sa.update(nodes).where(nodes.c.id == id)
     conn.execute(update.values(generation=nodes.c.generation + 1, **values))
-    detail = {name: {"from": before[name], "to": value} for name, value in values.items()}
+    detail = {name: {"from": getattr(before, name), "to": value} for name, value in values.items()}
     journal.audit(conn, act, "admin.node.changed", "node", id, detail=detail)
     return get(conn, id)
 
 
-def require_enrolled(conn: sa.Connection, id: str) -> Record:
+def require_enrolled(conn: sa.Connection, id: str) -> Node:
     """The node, unless its host has never enrolled: no run could reach that."""
-    node = rows.get(conn, nodes, id, "node")
-    if node["state"] == NodeState.ENROLLING:
+    node = rows.get(conn, Node, id)
+    if node.state == NodeState.ENROLLING:
         raise Problem(
             "node_not_enrolled",
             409,
             expected="a node whose host has enrolled",
-            found=f"state {node['state']}: no key of its host is certified",
+            found=f"state {node.state}: no key of its host is certified",
             remedy=f"run the script that `gpuaas nodes userdata {id}` prints on the host as root,"
             " then ask again",
         )
@@ -182,7 +182,7 @@ def refuse_in_use(conn: sa.Connection, id: str, busy: Sequence[SlotState] = BUSY
 
 def by_admin(
     conn: sa.Connection, id: str, event: str, act: Act, detail: Mapping[str, Any] | None = None
-) -> Record:
+) -> Node:
     node = advance(conn, "node", id, event, act)
     journal.audit(conn, act, f"admin.node.{event}", "node", id, detail=detail)
     return node
@@ -191,13 +191,13 @@ def by_admin(
 NOT_CLEAN = "machine_not_clean"
 
 
-def require_clean(node: Mapping[str, Any]) -> None:
+def require_clean(node: Node) -> None:
     """Refuse to make something else of a machine that may hold a tenant's traces."""
-    if node["unclean_allocation_id"]:
+    if node.unclean_allocation_id:
         raise Problem(
             NOT_CLEAN,
             409,
             expected="a machine that is proven clean",
-            found=f"allocation {node['unclean_allocation_id']} may have left something",
+            found=f"allocation {node.unclean_allocation_id} may have left something",
             remedy="clean it first (`gpuaas nodes clean-machine`)",
         )

@@ -7,17 +7,17 @@ from collections.abc import Collection
 import sqlalchemy as sa
 
 from reconciler.db import journal, rows
-from reconciler.db.rows import Order, Page, Record, part
-from reconciler.db.schema import projects
+from reconciler.db.rows import Order, Page, part
+from reconciler.db.schema import Project, projects
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 
 ORDER = Order(projects, ("name",))
 
 
-def create(conn: sa.Connection, name: str, act: Act, *, id: str | None = None) -> Record:
+def create(conn: sa.Connection, name: str, act: Act, *, id: str | None = None) -> Project:
     """A new project; its name is its own."""
-    if rows.first(conn, sa.select(projects).where(projects.c.name == name)):
+    if rows.first(conn, sa.select(projects).where(projects.c.name == name), Project):
         raise Problem(
             "project_exists",
             409,
@@ -25,21 +25,21 @@ def create(conn: sa.Connection, name: str, act: Act, *, id: str | None = None) -
             found=f"{name!r}, which a project has",
             remedy="use that project or another name",
         )
-    record = rows.add(conn, projects, {"id": id or rows.new_id(), "name": name})
-    journal.audit(conn, act, "admin.project.created", "project", record["id"])
+    record = rows.add(conn, Project, {"id": id or rows.new_id(), "name": name})
+    journal.audit(conn, act, "admin.project.created", "project", record.id)
     return record
 
 
-def get(conn: sa.Connection, id: str) -> Record:
+def get(conn: sa.Connection, id: str) -> Project:
     """The project with an id."""
-    return rows.get(conn, projects, id, "project")
+    return rows.get(conn, Project, id)
 
 
 def every(
     conn: sa.Connection, page: Page | None = None, *, among: Collection[str] | None = None
-) -> list[Record]:
+) -> list[Project]:
     """By name. among: only those with one of these ids."""
     query = sa.select(projects)
     if among is not None:
         query = query.where(projects.c.id.in_(among))
-    return rows.every(conn, part(query, ORDER, page))
+    return rows.every(conn, part(query, ORDER, page), Project)

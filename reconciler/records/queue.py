@@ -12,7 +12,16 @@ from reconciler.db import clock, journal
 from reconciler.db import rows as db_rows
 from reconciler.db.journal import advance
 from reconciler.db.rows import Order, Page, Record, part
-from reconciler.db.schema import allocations, claims, history, slots, task_events, tasks
+from reconciler.db.schema import (
+    Task,
+    TaskEvent,
+    allocations,
+    claims,
+    history,
+    slots,
+    task_events,
+    tasks,
+)
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.states import TaskKind, TaskState
@@ -55,7 +64,7 @@ class Enqueue:
     not_before_s: float = 0
 
 
-def enqueue(conn: sa.Connection, item: Enqueue, act: Act) -> Record:
+def enqueue(conn: sa.Connection, item: Enqueue, act: Act) -> Task:
     """Queue the work; the same work that nobody has begun yet is not queued twice."""
     query = sa.select(tasks).where(
         tasks.c.node_id == item.node_id,
@@ -64,18 +73,18 @@ def enqueue(conn: sa.Connection, item: Enqueue, act: Act) -> Record:
         tasks.c.subject_id == item.subject_id,
         tasks.c.state.in_(DUE),
     )
-    for same in db_rows.every(conn, part(query, ORDER, None)):
+    for same in db_rows.every(conn, part(query, ORDER, None), Task):
         given = (dict(item.parameters), dict(item.fences))
-        if (same["parameters"], same["fences"]) == given:
+        if (same.parameters, same.fences) == given:
             return same
     return add(conn, item, act)
 
 
-def add(conn: sa.Connection, item: Enqueue, act: Act) -> Record:
+def add(conn: sa.Connection, item: Enqueue, act: Act) -> Task:
     """Queue work on what this transaction has made: nothing of it can be queued already."""
     record = db_rows.add(
         conn,
-        tasks,
+        Task,
         {
             "id": db_rows.ordered_id(),
             "kind": item.kind.value,
@@ -100,15 +109,15 @@ def add(conn: sa.Connection, item: Enqueue, act: Act) -> Record:
     return record
 
 
-def run_id(task: Mapping[str, Any]) -> str:
+def run_id(task: Task) -> str:
     """The name of the run that the task has now: one for each attempt, and for each that did not
     reach its host.
     """
-    again = f"-{task['unreached']}" if task["unreached"] else ""
-    return f"{task['id']}-{task['attempt']}{again}"
+    again = f"-{task.unreached}" if task.unreached else ""
+    return f"{task.id}-{task.attempt}{again}"
 
 
-def heartbeat(conn: sa.Connection, task_id: str, token: str, *, seconds: float = 30) -> Record:
+def heartbeat(conn: sa.Connection, task_id: str, token: str, *, seconds: float = 30) -> Task:
     """Hold on to the task; the answer says whether somebody asked for its end.
 
     Past its deadline nobody can hold on to it: the lease ends, so that the task can be given up.
@@ -126,7 +135,7 @@ def started(
     run_id: str,
     run_directory: str,
     deadline_s: int | None = None,
-) -> Record:
+) -> Task:
     """A run of its own belongs to the task: whoever takes it over attaches to that run.
 
     deadline_s: how long the run may take; the task's own deadline follows it, once for each run.
@@ -144,7 +153,7 @@ def progress(
     token: str,
     *lines: Mapping[str, Any],
     offset: int | None = None,
-) -> Record:
+) -> Task:
     """How far it is; every line is kept as an event, the last one is the task's progress.
 
     offset: how much of the run's progress file these lines end; who attends next begins there.
@@ -159,16 +168,16 @@ def progress(
         "task.progress",
         "task",
         task_id,
-        payload={"id": task_id, "kind": task["kind"], "progress": last},
-        node_id=task["node_id"],
-        correlation_id=task["correlation_id"],
+        payload={"id": task_id, "kind": task.kind, "progress": last},
+        node_id=task.node_id,
+        correlation_id=task.correlation_id,
     )
     return task
 
 
 def wait(
     conn: sa.Connection, task_id: str, token: str, reason: str, *, seconds: float, act: Act
-) -> Record:
+) -> Task:
     """Give the task back until later; the reason is shown."""
     _held(conn, task_id, token, {})
     columns = {**_FREE, "not_before": clock.now() + seconds}
@@ -183,18 +192,18 @@ def wait_for_host(
     *,
     act: Act,
     error: Mapping[str, Any] | None = None,
-) -> Record:
+) -> Task:
     """Give the task back because its run never reached the host: nothing was done there.
 
     The next run has an id of its own and is the same attempt. It comes when the host answers, or
     by itself after a while that doubles each time. error: what kept it here, if not the host.
     """
     task = _held(conn, task_id, token, {})
-    pause = min(_FIRST_PAUSE_S * 2 ** min(task["unreached"], 20), _LONGEST_PAUSE_S)
+    pause = min(_FIRST_PAUSE_S * 2 ** min(task.unreached, 20), _LONGEST_PAUSE_S)
     columns = {
         **_FREE,
         **_NO_RUN,
-        "unreached": task["unreached"] + 1,
+        "unreached": task.unreached + 1,
         "not_before": clock.now() + pause,
         "error": dict(error or {}),
     }
@@ -210,21 +219,21 @@ def retry(
     seconds: float,
     act: Act,
     error: Mapping[str, Any] | None = None,
-) -> Record:
+) -> Task:
     """Another attempt with a run of its own; error: how this one ended."""
     task = _held(conn, task_id, token, {})
-    if task["attempt"] >= task["max_attempts"]:
+    if task.attempt >= task.max_attempts:
         raise Problem(
             "attempts_exhausted",
             409,
-            expected=f"at most {task['max_attempts']} attempts",
-            found=f"attempt {task['attempt']} has ended",
+            expected=f"at most {task.max_attempts} attempts",
+            found=f"attempt {task.attempt} has ended",
             remedy="finish the task as failed; its error says what to do",
         )
     columns = {
         **_FREE,
         **_NO_RUN,
-        "attempt": task["attempt"] + 1,
+        "attempt": task.attempt + 1,
         "unreached": 0,
         "not_before": clock.now() + seconds,
         "error": dict(error or {}),
@@ -232,17 +241,17 @@ def retry(
     return advance(conn, "task", task_id, "retry", act.because(reason), columns=columns)
 
 
-def postpone_behind(conn: sa.Connection, task: Record, kind: TaskKind) -> None:
+def postpone_behind(conn: sa.Connection, task: Task, kind: TaskKind) -> None:
     """What was queued for its node after the task does not begin before it is due again."""
     mine = tasks.alias("mine")
-    due = sa.select(mine.c.not_before).where(mine.c.id == task["id"]).scalar_subquery()
+    due = sa.select(mine.c.not_before).where(mine.c.id == task.id).scalar_subquery()
     conn.execute(
         sa.update(tasks)
         .where(
-            tasks.c.node_id == task["node_id"],
+            tasks.c.node_id == task.node_id,
             tasks.c.kind == kind,
             tasks.c.state.in_(DUE),
-            tasks.c.created_at >= task["created_at"],
+            tasks.c.created_at >= task.created_at,
         )
         .values(not_before=due)
     )
@@ -257,7 +266,7 @@ def finish(
     *,
     result: Mapping[str, Any] | None = None,
     error: Mapping[str, Any] | None = None,
-) -> Record:
+) -> Task:
     """End the task, once, by its holder; what follows from it goes into the same transaction."""
     _held(conn, task_id, token, {})
     columns = {
@@ -269,37 +278,37 @@ def finish(
     return advance(conn, "task", task_id, _ENDS[state], act, columns=columns)
 
 
-def cancel(conn: sa.Connection, task_id: str, act: Act) -> Record:
+def cancel(conn: sa.Connection, task_id: str, act: Act) -> Task:
     """End it if nobody has begun; otherwise ask its holder to end the run.
 
     For those who end what the task is about as well; by itself a task is ended by tasks/cancel.py.
     """
-    task = db_rows.get(conn, tasks, task_id, "task", lock=True)
-    if task["state"] in DUE:
+    task = db_rows.get(conn, Task, task_id, lock=True)
+    if task.state in DUE:
         columns = {"finished_at": clock.now(), "cancel_requested": True}
         return advance(conn, "task", task_id, "cancel", act, columns=columns)
-    if task["state"] != TaskState.RUNNING or task["cancel_requested"]:
+    if task.state != TaskState.RUNNING or task.cancel_requested:
         return task
     return _ask_to_end(conn, act, tasks.c.id == task_id) or task
 
 
-def drop(conn: sa.Connection, task: Record, act: Act, error: Mapping[str, Any]) -> Record:
+def drop(conn: sa.Connection, task: Task, act: Act, error: Mapping[str, Any]) -> Task:
     """End a task that nobody has begun, as it was read."""
     columns = {"error": dict(error), "finished_at": clock.now(), "cancel_requested": True}
     return advance(
         conn,
         "task",
-        task["id"],
+        task.id,
         "cancel",
         act,
-        expect_generation=task["generation"],
+        expect_generation=task.generation,
         columns=columns,
     )
 
 
 def expire(
     conn: sa.Connection, task_id: str, deadline_at: float, act: Act, error: Mapping[str, Any]
-) -> Record | None:
+) -> Task | None:
     """A running task is past its deadline: its holder is asked to end the run, for a last while.
 
     None when that is not its deadline any more.
@@ -309,17 +318,17 @@ def expire(
     return _ask_to_end(conn, act, late, **last)
 
 
-def lose(conn: sa.Connection, task: Record, act: Act, error: Mapping[str, Any]) -> Record:
+def lose(conn: sa.Connection, task: Task, act: Act, error: Mapping[str, Any]) -> Task:
     """End a task that neither run nor holder ended, as it was read; nobody holds it any more."""
     columns = {**_FREE, "error": dict(error), "finished_at": clock.now()}
     return advance(
-        conn, "task", task["id"], "lose", act, expect_generation=task["generation"], columns=columns
+        conn, "task", task.id, "lose", act, expect_generation=task.generation, columns=columns
     )
 
 
-def get(conn: sa.Connection, id: str) -> Record:
+def get(conn: sa.Connection, id: str) -> Task:
     """The task with an id."""
-    return db_rows.get(conn, tasks, id, "task")
+    return db_rows.get(conn, Task, id)
 
 
 def every(
@@ -331,7 +340,7 @@ def every(
     state: TaskState | None = None,
     limit: int = 100,
     page: Page | None = None,
-) -> list[Record]:
+) -> list[Task]:
     """Newest first."""
     query = db_rows.where(
         sa.select(tasks),
@@ -341,39 +350,39 @@ def every(
         kind=kind,
         state=state,
     )
-    return db_rows.every(conn, part(query, ORDER, page or Page(limit)))
+    return db_rows.every(conn, part(query, ORDER, page or Page(limit)), Task)
 
 
-def open_of_allocation(conn: sa.Connection, allocation_id: str) -> list[Record]:
+def open_of_allocation(conn: sa.Connection, allocation_id: str) -> list[Task]:
     """What has not ended yet."""
     query = sa.select(tasks).where(
         tasks.c.allocation_id == allocation_id, tasks.c.state.in_((*DUE, TaskState.RUNNING))
     )
-    return db_rows.every(conn, query.order_by(tasks.c.created_at, tasks.c.id))
+    return db_rows.every(conn, query.order_by(tasks.c.created_at, tasks.c.id), Task)
 
 
-def never_ran(task: Mapping[str, Any]) -> bool:
+def never_ran(task: Task) -> bool:
     """Whether no run of the task can have been on its host. One that never reached it leaves its
     task without a run; of a second attempt nothing says what the first one did.
     """
-    return task["state"] != TaskState.RUNNING and task["attempt"] <= 1 and not task["run_id"]
+    return task.state != TaskState.RUNNING and task.attempt <= 1 and not task.run_id
 
 
 def may_have_begun(conn: sa.Connection, allocation_id: str) -> bool:
     """Whether something may have been done on the host for an allocation."""
     query = sa.select(tasks).where(tasks.c.allocation_id == allocation_id)
-    return not all(never_ran(task) for task in db_rows.every(conn, query))
+    return not all(never_ran(task) for task in db_rows.every(conn, query, Task))
 
 
-def open_of_node(conn: sa.Connection, node_id: str) -> list[Record]:
+def open_of_node(conn: sa.Connection, node_id: str) -> list[Task]:
     """What has not ended yet."""
     query = sa.select(tasks).where(
         tasks.c.node_id == node_id, tasks.c.state.in_((*DUE, TaskState.RUNNING))
     )
-    return db_rows.every(conn, query.order_by(tasks.c.created_at, tasks.c.id))
+    return db_rows.every(conn, query.order_by(tasks.c.created_at, tasks.c.id), Task)
 
 
-def canceled_runs(conn: sa.Connection, runner: str) -> list[Record]:
+def canceled_runs(conn: sa.Connection, runner: str) -> list[Task]:
     """Tasks of this runner whose runs somebody has asked to end."""
     query = sa.select(tasks).where(
         tasks.c.state == TaskState.RUNNING,
@@ -381,13 +390,13 @@ def canceled_runs(conn: sa.Connection, runner: str) -> list[Record]:
         tasks.c.runner == runner,
         tasks.c.run_directory != "",
     )
-    return db_rows.every(conn, query)
+    return db_rows.every(conn, query, Task)
 
 
-def events(conn: sa.Connection, task_id: str, since: int = 0) -> list[Record]:
+def events(conn: sa.Connection, task_id: str, since: int = 0) -> list[TaskEvent]:
     """Progress in order, after the event `since`."""
     query = sa.select(task_events).where(task_events.c.task_id == task_id, task_events.c.id > since)
-    return db_rows.every(conn, query.order_by(task_events.c.id))
+    return db_rows.every(conn, query.order_by(task_events.c.id), TaskEvent)
 
 
 def abandon(conn: sa.Connection, owner: str) -> int:
@@ -400,12 +409,12 @@ def abandon(conn: sa.Connection, owner: str) -> int:
     return conn.execute(update).rowcount
 
 
-def let_go(conn: sa.Connection, task: Record) -> None:
+def let_go(conn: sa.Connection, task: Task) -> None:
     """Its holder cannot attend to it now: anybody may, if the lease is still this one."""
     held = sa.update(tasks).where(
-        tasks.c.id == task["id"],
+        tasks.c.id == task.id,
         tasks.c.state == TaskState.RUNNING,
-        tasks.c.lease_token == task["lease_token"],
+        tasks.c.lease_token == task.lease_token,
     )
     conn.execute(held.values(lease_expires_at=clock.now() - 1))
 
@@ -430,19 +439,19 @@ def resume(conn: sa.Connection, node_id: str) -> int:
 
 def _ask_to_end(
     conn: sa.Connection, act: Act, which: sa.ColumnElement[bool], **values: Any
-) -> Record | None:
+) -> Task | None:
     """None when no such task is running. Whoever has read it before decides anew (If-Match)."""
     running = sa.update(tasks).where(which, tasks.c.state == TaskState.RUNNING)
     later = {"generation": tasks.c.generation + 1, "cancel_requested": True, **values}
     row = conn.execute(running.values(later).returning(tasks)).mappings().first()
     if row is None:
         return None
-    task = dict(row)
+    task = Task(**row)
     journal.remark(conn, "task", task, act, "cancel_requested")
     return task
 
 
-def _held(conn: sa.Connection, task_id: str, token: str, values: Mapping[str, Any]) -> Record:
+def _held(conn: sa.Connection, task_id: str, token: str, values: Mapping[str, Any]) -> Task:
     """Update as the holder; whoever lost the lease, or has finished, is refused."""
     update = (
         sa.update(tasks)
@@ -462,17 +471,17 @@ def _held(conn: sa.Connection, task_id: str, token: str, values: Mapping[str, An
             "stale_lease",
             409,
             expected=f"the holder of task {task_id}",
-            found=f"a lease that ended; the task is {task['state']}",
+            found=f"a lease that ended; the task is {task.state}",
             remedy="stop: another worker goes on with this task, or it has ended",
         )
-    return dict(row)
+    return Task(**row)
 
 
 # After the run's task has been given up, which blocks the slots itself and says why.
 _AFTER_S = 2 * GRACE_S
 
 
-def extend_deadlines(conn: sa.Connection, task: Record) -> None:
+def extend_deadlines(conn: sa.Connection, task: Task) -> None:
     """Put off the deadlines of a begun task's allocation, claims and slots behind its own.
 
     Eight disks are wiped one after another, and some controllers take hours over one: a limit that
@@ -480,13 +489,13 @@ def extend_deadlines(conn: sa.Connection, task: Record) -> None:
     waits: it would wait for ever. The task's deadline is set once for each run, so a second look at
     the same run moves nothing.
     """
-    if task["state"] != TaskState.RUNNING:
+    if task.state != TaskState.RUNNING:
         return
-    until = task["deadline_at"] + _AFTER_S
-    if task["allocation_id"]:
-        _extend(conn, allocations, until, allocations.c.id == task["allocation_id"])
-        _extend(conn, claims, until, claims.c.allocation_id == task["allocation_id"])
-    for slot_id, fence in sorted(task["fences"].items()):
+    until = (task.deadline_at or 0.0) + _AFTER_S
+    if task.allocation_id:
+        _extend(conn, allocations, until, allocations.c.id == task.allocation_id)
+        _extend(conn, claims, until, claims.c.allocation_id == task.allocation_id)
+    for slot_id, fence in sorted(task.fences.items()):
         _extend(conn, slots, until, slots.c.id == slot_id, slots.c.fence == fence)
 
 
@@ -518,7 +527,7 @@ class Followed:
     over: the task has ended and these are its last rows.
     """
 
-    task: Record
+    task: Task
     rows: list[Record]
     over: bool
 
@@ -547,4 +556,4 @@ def events_after(conn: sa.Connection, task_id: str, place: Position) -> Followed
         name = "change" if row["type"] == "state" else "line"
         place = replace(place, **{name: row["id"]})
         row["place"] = place
-    return Followed(task, found, whole and task["state"] not in OPEN)
+    return Followed(task, found, whole and task.state not in OPEN)

@@ -8,22 +8,31 @@ from typing import Any
 import sqlalchemy as sa
 
 from reconciler.db import clock, journal, rows
-from reconciler.db.rows import Record
-from reconciler.db.schema import absences, allocations, baselines, discoveries, parities
+from reconciler.db.schema import (
+    Absence,
+    Allocation,
+    Baseline,
+    Discovery,
+    Parity,
+    absences,
+    baselines,
+    discoveries,
+    parities,
+)
 from reconciler.model.act import Act
 from reconciler.model.identity import install_id
 
 
-def latest_discovery(conn: sa.Connection, node_id: str) -> Record | None:
+def latest_discovery(conn: sa.Connection, node_id: str) -> Discovery | None:
     """The node's newest discovery."""
     query = sa.select(discoveries).where(discoveries.c.node_id == node_id)
-    return rows.first(conn, query.order_by(discoveries.c.id.desc()))
+    return rows.first(conn, query.order_by(discoveries.c.id.desc()), Discovery)
 
 
-def latest_parity(conn: sa.Connection, node_id: str, intent: str = "slice") -> Record | None:
+def latest_parity(conn: sa.Connection, node_id: str, intent: str = "slice") -> Parity | None:
     """The node's newest parity report for an intent."""
     query = sa.select(parities).where(parities.c.node_id == node_id, parities.c.intent == intent)
-    return rows.first(conn, query.order_by(parities.c.id.desc()))
+    return rows.first(conn, query.order_by(parities.c.id.desc()), Parity)
 
 
 def record_absence(
@@ -34,27 +43,27 @@ def record_absence(
     *,
     task_id: str | None = None,
     observed_at: float | None = None,
-) -> Record:
+) -> Absence:
     """Whether anything of an allocation is left on its host."""
-    allocation = rows.get(conn, allocations, allocation_id, "allocation")
-    node_id = str(allocation["node_id"])
+    allocation = rows.get(conn, Allocation, allocation_id)
+    node_id = str(allocation.node_id)
     row = rows.add(
         conn,
-        absences,
+        Absence,
         {
             **report_values(node_id, absence, task_id, observed_at),
             "allocation_id": allocation_id,
             "absent": absence.get("absent") is True,
         },
     )
-    emit_report(conn, "allocation.absence", node_id, {"absent": row["absent"]}, act)
+    emit_report(conn, "allocation.absence", node_id, {"absent": row.absent}, act)
     return row
 
 
-def latest_absence(conn: sa.Connection, allocation_id: str) -> Record | None:
+def latest_absence(conn: sa.Connection, allocation_id: str) -> Absence | None:
     """The newest absence report of an allocation."""
     query = sa.select(absences).where(absences.c.allocation_id == allocation_id)
-    return rows.first(conn, query.order_by(absences.c.id.desc()))
+    return rows.first(conn, query.order_by(absences.c.id.desc()), Absence)
 
 
 def record_baseline(
@@ -68,7 +77,7 @@ def record_baseline(
     """What a machine was like before its tenant, once: a later look could show the tenant's."""
     if document and not baseline(conn, allocation_id):
         values = report_values(node_id, document, task_id, None)
-        rows.add(conn, baselines, {**values, "allocation_id": allocation_id})
+        rows.add(conn, Baseline, {**values, "allocation_id": allocation_id})
 
 
 def baseline(conn: sa.Connection, allocation_id: str) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import sqlalchemy as sa
 
 from reconciler.db import journal, rows
-from reconciler.db.rows import Order, Page, Record, part
-from reconciler.db.schema import nodes, slots
+from reconciler.db.rows import Order, Page, part
+from reconciler.db.schema import Node, Slot, slots
 from reconciler.model.act import Act
 from reconciler.model.bundle import run_bundle
 from reconciler.model.states import HealthState
@@ -18,39 +19,42 @@ from reconciler.records import proofs, reports
 ORDER = Order(slots, ("slot_index",))
 
 
-def get(conn: sa.Connection, id: str) -> Record:
+def get(conn: sa.Connection, id: str) -> Slot:
     """The slot with an id."""
-    return rows.get(conn, slots, id, "slot")
+    return rows.get(conn, Slot, id)
 
 
-def of_node(conn: sa.Connection, node_id: str, page: Page | None = None) -> list[Record]:
+def of_node(conn: sa.Connection, node_id: str, page: Page | None = None) -> list[Slot]:
     """The node's approved slots, each with its `last_proof`."""
-    rows.get(conn, nodes, node_id, "node")
-    found = rows.every(conn, _approved(node_id, page))
-    for slot in found:
-        proof = slot["last_proof_id"]
-        slot["last_proof"] = proofs.get(conn, proof) if proof else None
-    return found
+    rows.get(conn, Node, node_id)
+    return [
+        replace(slot, last_proof=proofs.get(conn, slot.last_proof_id))
+        if slot.last_proof_id
+        else slot
+        for slot in rows.every(conn, _approved(node_id, page), Slot)
+    ]
 
 
 def bundles(conn: sa.Connection, node_id: str, *, fences: bool = False) -> list[dict[str, Any]]:
     """All approved slots as the run contract has them."""
-    return [run_bundle(slot, fence=fences) for slot in rows.every(conn, _approved(node_id))]
+    return [
+        run_bundle(vars(slot), fence=fences) for slot in rows.every(conn, _approved(node_id), Slot)
+    ]
 
 
 def candidates(conn: sa.Connection, node_id: str) -> list[dict[str, Any]]:
     """What the latest discovery suggests; nothing of it can be sold before approval."""
-    rows.get(conn, nodes, node_id, "node")
+    rows.get(conn, Node, node_id)
     discovery = reports.latest_discovery(conn, node_id)
-    return [] if discovery is None else list(discovery["document"].get("candidates") or [])
+    return [] if discovery is None else list(discovery.document.get("candidates") or [])
 
 
 def set_health(
     conn: sa.Connection, slot_id: str, health: HealthState, detail: Mapping[str, Any], act: Act
-) -> Record:
+) -> Slot:
     """What drift reconciliation found; the state stays, the history says why."""
-    slot = rows.get(conn, slots, slot_id, "slot", lock=True)
-    if slot["health_state"] == health and slot["health_detail"] == detail:
+    slot = rows.get(conn, Slot, slot_id, lock=True)
+    if slot.health_state == health and slot.health_detail == detail:
         return slot
     update(conn, slot_id, health_state=health.value, health_detail=dict(detail))
     journal.write_history(
@@ -58,7 +62,7 @@ def set_health(
         "slot_health",
         slot,
         act.because(act.reason, {**act.evidence, "detail": dict(detail)}),
-        source=slot["health_state"],
+        source=slot.health_state,
         event="observe",
         target=health.value,
     )

@@ -5,16 +5,26 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
 from reconciler.db import clock, journal, rows
-from reconciler.db.rows import Order, Page, Record, part
-from reconciler.db.schema import api_tokens, enrolment_tokens, node_certificates
+from reconciler.db.rows import Order, Page, part
+from reconciler.db.schema import (
+    ApiToken,
+    EnrolmentToken,
+    NodeCertificate,
+    api_tokens,
+    enrolment_tokens,
+    node_certificates,
+)
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem, not_found
 from reconciler.model.states import Role
+
+T = TypeVar("T", ApiToken, EnrolmentToken)
 
 # A stolen enrolment token is worth a host: it lives no longer than a first boot needs.
 ENROLMENT_MAX_S = 900
@@ -35,12 +45,12 @@ def issue(
     project_id: str | None = None,
     node_id: str | None = None,
     ttl_s: float | None = None,
-) -> tuple[Record, str]:
+) -> tuple[ApiToken, str]:
     """A new API token: its record, and the secret that nobody can read again."""
     secret = f"gpuaas_{secrets.token_urlsafe(32)}"
     record = rows.add(
         conn,
-        api_tokens,
+        ApiToken,
         {
             "id": rows.new_id(),
             "name": name,
@@ -51,16 +61,14 @@ def issue(
             "expires_at": None if ttl_s is None else clock.now() + ttl_s,
         },
     )
-    journal.audit(
-        conn, act, "admin.token.issued", "token", record["id"], detail={"role": record["role"]}
-    )
-    return _shown(record), secret
+    journal.audit(conn, act, "admin.token.issued", "token", record.id, detail={"role": record.role})
+    return _without_hash(record), secret
 
 
-def authenticate(conn: sa.Connection, secret: str) -> Record | None:
+def authenticate(conn: sa.Connection, secret: str) -> ApiToken | None:
     """Whom a secret speaks for; None when it is unknown, expired or revoked."""
     found = conn.execute(_VALID, {"given": _hash(secret)}).mappings().first()
-    return None if found is None else _shown(dict(found))
+    return None if found is None else _without_hash(ApiToken(**found))
 
 
 def revoke(conn: sa.Connection, id: str, act: Act) -> None:
@@ -71,15 +79,15 @@ def revoke(conn: sa.Connection, id: str, act: Act) -> None:
     journal.audit(conn, act, "admin.token.revoked", "token", id)
 
 
-def every(conn: sa.Connection, page: Page | None = None) -> list[Record]:
+def every(conn: sa.Connection, page: Page | None = None) -> list[ApiToken]:
     """All tokens, newest first, without their hashes."""
     query = part(sa.select(api_tokens), ORDER, page)
-    return [_shown(record) for record in rows.every(conn, query)]
+    return [_without_hash(record) for record in rows.every(conn, query, ApiToken)]
 
 
 def issue_enrolment(
     conn: sa.Connection, node_id: str, act: Act, *, ttl_s: float = ENROLMENT_MAX_S
-) -> tuple[Record, str]:
+) -> tuple[EnrolmentToken, str]:
     """A token with which one host enrols once; an older unused one of the node ends."""
     conn.execute(
         sa.update(enrolment_tokens)
@@ -89,7 +97,7 @@ def issue_enrolment(
     secret = f"enrol_{secrets.token_urlsafe(32)}"
     record = rows.add(
         conn,
-        enrolment_tokens,
+        EnrolmentToken,
         {
             "id": rows.new_id(),
             "hash": _hash(secret),
@@ -98,12 +106,12 @@ def issue_enrolment(
         },
     )
     journal.audit(conn, act, "admin.node.enrollment_token.issued", "node", node_id)
-    return _shown(record), secret
+    return _without_hash(record), secret
 
 
 def redeem_enrolment(
     conn: sa.Connection, node_id: str, secret: str, *, used_by: Mapping[str, Any]
-) -> Record:
+) -> EnrolmentToken:
     """Use the token up. Of two uses at once one wins; the answer does not say what was wrong."""
     table = enrolment_tokens
     update = (
@@ -126,7 +134,7 @@ def redeem_enrolment(
             found="a token that is none of it",
             remedy=f"enrol with a new token: POST /api/v1/admin/nodes/{node_id}/enrollment-token",
         )
-    return _shown(dict(row))
+    return _without_hash(EnrolmentToken(**row))
 
 
 def end_enrolments(conn: sa.Connection) -> None:
@@ -135,11 +143,11 @@ def end_enrolments(conn: sa.Connection) -> None:
     conn.execute(unused.values(expires_at=clock.now()))
 
 
-def valid(conn: sa.Connection) -> list[Record]:
+def valid(conn: sa.Connection) -> list[ApiToken]:
     """The API tokens that open something now, without their hashes, oldest first."""
     query = sa.select(api_tokens).where(*_OPEN)
-    found = rows.every(conn, query.order_by(api_tokens.c.created_at, api_tokens.c.id))
-    return [_shown(record) for record in found]
+    found = rows.every(conn, query.order_by(api_tokens.c.created_at, api_tokens.c.id), ApiToken)
+    return [_without_hash(record) for record in found]
 
 
 def record_certificate(
@@ -152,11 +160,11 @@ def record_certificate(
     certificate: str,
     principals: Sequence[str],
     valid_until: float,
-) -> Record:
+) -> NodeCertificate:
     """The host certificate that the SSH CA has signed."""
     record = rows.add(
         conn,
-        node_certificates,
+        NodeCertificate,
         {
             "id": rows.new_id(),
             "node_id": node_id,
@@ -180,13 +188,13 @@ def check_host_key(conn: sa.Connection, node_id: str, public_key: str) -> None:
     by another at the next enrolment, which would revoke the neighbour.
     """
     query = sa.select(node_certificates).where(node_certificates.c.public_key == public_key)
-    for known in rows.every(conn, query):
-        if known["revoked_at"] is not None or known["node_id"] != node_id:
+    for known in rows.every(conn, query, NodeCertificate):
+        if known.revoked_at is not None or known.node_id != node_id:
             raise Problem(
                 "host_key_not_accepted",
                 409,
                 expected="a host key that no other node has and that was not replaced before",
-                found="one that is revoked" if known["revoked_at"] else "one of another node",
+                found="one that is revoked" if known.revoked_at else "one of another node",
                 remedy="delete /etc/ssh/ssh_host_ed25519_key and its .pub, then enrol again:"
                 " the enrolment script makes a new key",
             )
@@ -221,10 +229,10 @@ def revoked_host_keys(conn: sa.Connection, node_id: str | None = None) -> list[s
     return sorted(set(conn.execute(query).scalars()))
 
 
-def certificates(conn: sa.Connection, node_id: str) -> list[Record]:
+def certificates(conn: sa.Connection, node_id: str) -> list[NodeCertificate]:
     """Newest first."""
     query = sa.select(node_certificates).where(node_certificates.c.node_id == node_id)
-    return rows.every(conn, query.order_by(node_certificates.c.created_at.desc()))
+    return rows.every(conn, query.order_by(node_certificates.c.created_at.desc()), NodeCertificate)
 
 
 def _hash(secret: str) -> str:
@@ -232,5 +240,5 @@ def _hash(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
-def _shown(record: Record) -> Record:
-    return {name: value for name, value in record.items() if name != "hash"}
+def _without_hash(token: T) -> T:
+    return replace(token, hash="")

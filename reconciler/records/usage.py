@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from reconciler.db import clock, rows
 from reconciler.db.rows import Order, Page, Record, part
-from reconciler.db.schema import allocations, claims, usage
+from reconciler.db.schema import Allocation, Usage, claims, usage
 from reconciler.model.errors import Problem
 
 ORDER = Order(usage, ("started_at", "allocation_id"))
@@ -32,18 +32,18 @@ class Period:
 
 def begin(conn: sa.Connection, allocation_id: str) -> None:
     """The tenant can use it from now on."""
-    allocation = rows.get(conn, allocations, allocation_id, "allocation")
+    allocation = rows.get(conn, Allocation, allocation_id)
     query = sa.select(*(claims.c[name] for name in _CLAIM))
     held = query.where(claims.c.allocation_id == allocation_id).order_by(claims.c.position)
     rows.add(
         conn,
-        usage,
+        Usage,
         {
             "allocation_id": allocation_id,
-            **{name: allocation[name] for name in _COPIED},
+            **{name: getattr(allocation, name) for name in _COPIED},
             "claims": rows.every(conn, held),
             # The moment that the tenant is shown.
-            "started_at": allocation["activated_at"] or clock.now(),
+            "started_at": allocation.activated_at or clock.now(),
         },
     )
 

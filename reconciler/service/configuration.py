@@ -18,23 +18,25 @@ PAGE = PROJECT / "docs" / "configuration.md"
 _HEAD = f"""\
 # Configuration
 
-The service and every command that opens its database read these settings. Each is an environment
-variable. The same names may stand in `{CONFIG_FILE}`, a `NAME=value` per line (another file with
-`{CONFIG_FILE_VARIABLE}`). The environment overrides the file, and the file overrides the default.
-`gpuaas doctor` reports invalid values and unknown names.
+Reference of all settings, for operators of the reconciler. The service and every command that opens
+its database read them.
+
+Each setting is an environment variable. The file `{CONFIG_FILE}` may contain the same names, one
+`NAME=value` per line; `{CONFIG_FILE_VARIABLE}` names another file. The environment overrides the
+file, and the file overrides the default. `gpuaas doctor` reports refused values and unknown names.
 
 This page is generated from `reconciler/settings.py` by
-`python -m reconciler.service.configuration`; a test compares the two.
+`python -m reconciler.service.configuration`; a test compares them.
 
 | variable | default | allowed | meaning |
 |---|---|---|---|
 """
 # Variables of the commands, which are not settings of the service.
 OTHERS = {
-    CONFIG_FILE_VARIABLE: f"The file of settings, which must exist; default {CONFIG_FILE}.",
-    f"{PREFIX}API": "URL of the service for the commands; default: the address in `GPUAAS_LISTEN`.",
-    f"{PREFIX}TOKEN_FILE": "A file with the token for the commands.",
-    f"{PREFIX}PROJECT": "The default project of a launch.",
+    CONFIG_FILE_VARIABLE: f"The file of settings, which must exist. Default: {CONFIG_FILE}.",
+    f"{PREFIX}API": "Address of the service for commands. Default: `GPUAAS_LISTEN`.",
+    f"{PREFIX}TOKEN_FILE": "A file with the token that the commands use.",
+    f"{PREFIX}PROJECT": "The default project of commands.",
     f"{PREFIX}OIDC_CLIENT_ID": "Client id of `gpuaas login` at the provider (docs/access.md).",
 }
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from reconciler.db.schema import Image
 from reconciler.model.errors import Problem, not_found
 from reconciler.settings import Settings
 from reconciler.trust.ca import Trust, derived_key, open_trust
@@ -34,11 +35,11 @@ def allowed(settings: Settings, digest: str, token: str) -> bool:
     return hmac.compare_digest(_token(settings, digest).encode(), token.encode())
 
 
-def file_of(image: Record) -> Path:
+def file_of(image: Image) -> Path:
     """The registered file; Problem image_file_missing unless it is still a plain file."""
-    path = local(image["url"])
+    path = local(image.url)
     if path is None or not _is_file(path):
-        raise not_found("image_file", image["digest"])
+        raise not_found("image_file", image.digest)
     return path
 
 

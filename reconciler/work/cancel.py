@@ -10,12 +10,13 @@ from collections.abc import Mapping
 
 from sqlalchemy import Connection
 
+from reconciler.db.schema import Task
 from reconciler.model.act import Act
 from reconciler.model.proof import NOTHING_DONE
 from reconciler.records import claims, queue
 from reconciler.records.leasing import DUE
 from reconciler.settings import Settings
-from reconciler.work.handler import Failure, Record, failed_work
+from reconciler.work.handler import Failure, failed_work
 from reconciler.work.kinds import HANDLERS
 
 STEP = "wait for its run"
@@ -29,28 +30,28 @@ def cancel(
     *,
     error: Mapping[str, str] | None = None,
     believed: bool = True,
-) -> Record:
+) -> Task:
     """Problem `generation_conflict` when somebody takes the task meanwhile: repeat all of it.
 
     error: why, if not because somebody asked for it. believed: whether the record can be relied on
     when it says that no run has begun.
     """
     task = queue.get(conn, task_id)
-    if task["state"] not in DUE:
+    if task.state not in DUE:
         return queue.cancel(conn, task_id, act)
     told = dict(error or _asked_for(act))
     # As where a run is settled: first what the task was about, then the task. In another order, two
     # who end the same allocation could wait for each other.
     failure = _failure(task, told, believed=believed)
-    handler = HANDLERS.get(task["kind"])
+    handler = HANDLERS.get(task.kind)
     if handler is not None:
         handler.fail(failed_work(conn, settings, task), failure)
     if not failure.known:
-        claims.fence_off(conn, task["fences"])
+        claims.fence_off(conn, task.fences)
     return queue.drop(conn, task, act, told)
 
 
-def _failure(task: Record, error: dict[str, str], *, believed: bool) -> Failure:
+def _failure(task: Task, error: dict[str, str], *, believed: bool) -> Failure:
     if believed and queue.never_ran(task):
         return Failure(STEP, error, dict(NOTHING_DONE), known=True)
     return Failure(STEP, error, {}, known=False)

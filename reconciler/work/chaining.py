@@ -29,7 +29,7 @@ def go_on(work: Work, result: Record) -> Record:
     rest = [TaskKind(kind) for kind in work.parameters.get("then", ())]
     if not rest:
         return result
-    node_id = work.task["node_id"]
+    node_id = work.task.node_id
     if not slots.bundles(work.conn, node_id):
         return {**result, "story": "ends here: the node has no approved slots"}
     item = queue.Enqueue(
@@ -39,5 +39,5 @@ def go_on(work: Work, result: Record) -> Record:
         subject_id=node_id,
         parameters=then(rest[1:]),
     )
-    act = work.act.because(f"follows {work.task['kind']} {work.task['id']}")
-    return {**result, "next_task_id": queue.add(work.conn, item, act)["id"]}
+    act = work.act.because(f"follows {work.task.kind} {work.task.id}")
+    return {**result, "next_task_id": queue.add(work.conn, item, act).id}

@@ -17,15 +17,16 @@ from reconciler.db import clock, journal
 from reconciler.db.engine import reading, transaction
 from reconciler.db.journal import Overdue
 from reconciler.db.leader import Deposed
+from reconciler.db.schema import Task
 from reconciler.lifecycle import recovery
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.records import claims, queue
 from reconciler.runs import collect
-from reconciler.runs.runner import runner_id
+from reconciler.runs.paths import runner_id
 from reconciler.settings import Settings
 from reconciler.work.cancel import cancel
-from reconciler.work.handler import Failure, Record, failed_work
+from reconciler.work.handler import Failure, failed_work
 from reconciler.work.kinds import HANDLERS
 
 log = logging.getLogger("gpuaas.overdue")
@@ -60,34 +61,34 @@ def _end_task(engine: Engine, settings: Settings, item: Overdue, act: Act) -> No
     error = recovery.deadline_error(item)
     with transaction(engine) as conn:
         task = queue.get(conn, item.id)
-        if task["deadline_at"] != item.deadline_at:
+        if task.deadline_at != item.deadline_at:
             return  # Another worker, or the end of the task, was quicker.
-        if task["error"].get("code") == queue.DEADLINE_PASSED:
+        if task.error.get("code") == queue.DEADLINE_PASSED:
             # A lease ends soon after the deadline: no heartbeat prolongs it then.
-            if task["lease_expires_at"] < clock.read(conn):
+            if (task.lease_expires_at or 0.0) < clock.read(conn):
                 lose(conn, settings, task, act.because(f"{act.reason}: no end of its run"))
             return
         asked = queue.expire(conn, item.id, item.deadline_at, act, error)
-    if asked and asked["run_directory"] and asked["runner"] == runner_id(settings.state_dir):
+    if asked and asked.run_directory and asked.runner == runner_id(settings.state_dir):
         # Also when all workers are busy and nobody attends: the run looks for this by itself.
-        collect.cancel(Path(asked["run_directory"]))
+        collect.cancel(Path(asked.run_directory))
 
 
 def _cancel_task(engine: Engine, settings: Settings, item: Overdue) -> None:
     """No worker has taken it in all that time: what it was about need not wait for it any more."""
     with transaction(engine) as conn:
-        if queue.get(conn, item.id)["deadline_at"] != item.deadline_at:
+        if queue.get(conn, item.id).deadline_at != item.deadline_at:
             return
         error = recovery.deadline_error(item)
         act = Act("reconciler", f"deadline passed in {item.state}", evidence={"deadline": error})
         cancel(conn, settings, item.id, act, error=error)
 
 
-def lose(conn: Connection, settings: Settings, task: Record, act: Act) -> None:
+def lose(conn: Connection, settings: Settings, task: Task, act: Act) -> None:
     """What its run did is unknown, for the reason in its error: block, fence off, free nothing."""
     work = failed_work(conn, settings, task)
-    handler = HANDLERS.get(task["kind"])
+    handler = HANDLERS.get(task.kind)
     if handler is not None:
-        handler.fail(work, Failure("deadline", task["error"], {}, known=False))
-    fenced = claims.fence_off(conn, task["fences"])
-    queue.lose(conn, task, act.because(act.reason, {"fenced_slots": fenced}), task["error"])
+        handler.fail(work, Failure("deadline", task.error, {}, known=False))
+    fenced = claims.fence_off(conn, task.fences)
+    queue.lose(conn, task, act.because(act.reason, {"fenced_slots": fenced}), task.error)

@@ -9,6 +9,7 @@ from typing import Any
 from sqlalchemy import Connection
 
 from reconciler.db import locks
+from reconciler.db.schema import Node, Task
 from reconciler.model import hardware
 from reconciler.model.act import Act
 from reconciler.profiles import hardware_profile
@@ -27,19 +28,24 @@ class Work:
     """
 
     conn: Connection
-    task: Record
-    node: Record
+    task: Task
+    node: Node
     profile: dict[str, Any]
     settings: Settings
 
     @property
     def parameters(self) -> dict[str, Any]:
-        parameters: dict[str, Any] = self.task["parameters"]
+        parameters: dict[str, Any] = self.task.parameters
         return parameters
 
     @property
+    def allocation_id(self) -> str:
+        """The allocation that the task is about; "" for work on a node."""
+        return self.task.allocation_id or ""
+
+    @property
     def act(self) -> Act:
-        return Act(f"task:{self.task['id']}", correlation_id=self.task["correlation_id"] or "")
+        return Act(f"task:{self.task.id}", correlation_id=self.task.correlation_id or "")
 
 
 @dataclass(frozen=True)
@@ -97,20 +103,22 @@ class Handler:
         """Seconds that a run may take: what the profile allows for its parts, and some for us."""
         wipes = max(1, len(variables[self.wiped])) if self.wiped else 0
         allowed = hardware.limit_s(work.profile, (*self.deadlines, *("wipe",) * wipes))
-        return min(LONGEST_S, max(int(work.task["deadline_s"]), allowed + 600))
+        return min(LONGEST_S, max(int(work.task.deadline_s), allowed + 600))
 
 
-def open_work(conn: Connection, settings: Settings, task: Record) -> Work:
-    node = nodes.get(conn, task["node_id"])
-    profile = hardware.node_profile(hardware_profile(settings.profiles_dir, node["profile"]), node)
+def open_work(conn: Connection, settings: Settings, task: Task) -> Work:
+    node = nodes.get(conn, task.node_id)
+    profile = hardware.node_profile(
+        hardware_profile(settings.profiles_dir, node.profile), vars(node)
+    )
     return Work(conn, task, node, profile, settings)
 
 
-def failed_work(conn: Connection, settings: Settings, task: Record) -> Work:
+def failed_work(conn: Connection, settings: Settings, task: Task) -> Work:
     """What a failure means for its subject needs no profile, and the profile may be gone by now.
 
     What it may change is held, in the order of everybody else.
     """
-    if task["allocation_id"]:
-        locks.hold_allocation(conn, task["allocation_id"])
-    return Work(conn, task, nodes.get(conn, task["node_id"]), {}, settings)
+    if task.allocation_id:
+        locks.hold_allocation(conn, task.allocation_id)
+    return Work(conn, task, nodes.get(conn, task.node_id), {}, settings)

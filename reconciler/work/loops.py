@@ -17,8 +17,8 @@ from reconciler.lifecycle.app_operations import Look
 from reconciler.model.act import Act
 from reconciler.model.recovery import Move
 from reconciler.runs import collect
-from reconciler.runs.errors import RunError
 from reconciler.runs.paths import runs_directory
+from reconciler.runs.spec import RunError
 from reconciler.settings import Settings
 
 _DRIFT_LOG = logging.getLogger("gpuaas.drift")
@@ -36,7 +36,7 @@ def compare_hosts(engine: Engine, settings: Settings) -> None:
         found = drift.due(conn, every_s=every_s, at_once=at_once)
     for node_id in found:
         task = retrying(engine, partial(drift.queue_comparison, node_id=node_id, act=_DRIFT_ACT))
-        _DRIFT_LOG.info("task %s compares host %s with the records", task["id"], node_id)
+        _DRIFT_LOG.info("task %s compares host %s with the records", task.id, node_id)
 
 
 _CERTIFICATES_LOG = logging.getLogger("gpuaas.certificates")

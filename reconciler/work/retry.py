@@ -36,23 +36,23 @@ def may_pass(outcome: Outcome, failure: Failure) -> bool:
 def again(work: Work, outcome: Outcome, failure: Failure) -> bool:
     """Queue another attempt, in the transaction of `work`; False when this was the last."""
     conn, task = work.conn, work.task
-    if task["attempt"] >= task["max_attempts"] or not may_pass(outcome, failure):
+    if task.attempt >= task.max_attempts or not may_pass(outcome, failure):
         return False
-    if queue.get(conn, task["id"])["cancel_requested"]:
+    if queue.get(conn, task.id).cancel_requested:
         return False
-    act = work.act.because(f"attempt {task['attempt']} failed: {failure.error['code']}")
+    act = work.act.because(f"attempt {task.attempt} failed: {failure.error['code']}")
     if outcome.unreachable:
-        host.record_silence(conn, task["node_id"], act.because(failure.error["found"]))
+        host.record_silence(conn, task.node_id, act.because(failure.error["found"]))
     queue.retry(
         conn,
-        task["id"],
-        task["lease_token"],
+        task.id,
+        task.lease_token,
         act.reason,
-        seconds=_FIRST_PAUSE_S * _GROWS ** (task["attempt"] - 1),
+        seconds=_FIRST_PAUSE_S * _GROWS ** (task.attempt - 1),
         act=act,
         error={**failure.error, "step": failure.step, "evidence": failure.evidence},
     )
-    if task["kind"] == TaskKind.SLICE_TOPOLOGY_DISCOVER:
+    if task.kind == TaskKind.SLICE_TOPOLOGY_DISCOVER:
         # What parity compares with is this discovery.
         queue.postpone_behind(conn, task, TaskKind.NODE_PARITY)
     return True

@@ -10,19 +10,19 @@ from sqlalchemy import Connection, Engine, exc
 
 from reconciler.db import clock, locks
 from reconciler.db.engine import reading, retrying, transaction
+from reconciler.db.schema import Task
 from reconciler.lifecycle import host
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.states import TaskState
 from reconciler.records import certificates, claims, queue
 from reconciler.records.queue import DEADLINE_PASSED
-from reconciler.runs import storable as legible
-from reconciler.runs.collect import Outcome
-from reconciler.runs.ssh_failure import is_untouched
+from reconciler.runs import contract
+from reconciler.runs.collect import Outcome, is_untouched
 from reconciler.settings import Settings
 from reconciler.work import chaining as story
 from reconciler.work import retry as again
-from reconciler.work.handler import Failure, Handler, Record, Work, failed_work, open_work
+from reconciler.work.handler import Failure, Handler, Work, failed_work, open_work
 
 # The code of an end that the schema alone refuses, whoever is right: nothing is freed by it.
 REFUSED = "outcome_refused"
@@ -32,7 +32,7 @@ _MISFITS = (KeyError, TypeError, ValueError, OverflowError, exc.DataError)
 
 
 def settle(
-    engine: Engine, settings: Settings, handler: Handler, task: Record, outcome: Outcome
+    engine: Engine, settings: Settings, handler: Handler, task: Task, outcome: Outcome
 ) -> None:
     """Finish `task` by `outcome`; Problem `stale_lease` when somebody else holds the task.
 
@@ -65,16 +65,16 @@ def settle(
 
 
 def _succeed(
-    engine: Engine, settings: Settings, handler: Handler, task: Record, outcome: Outcome
+    engine: Engine, settings: Settings, handler: Handler, task: Task, outcome: Outcome
 ) -> Failure | None:
     """None once all of it is recorded, or else why it cannot be."""
     evidence: dict[str, Any] = {}
 
     def record(conn: Connection) -> None:
-        if task["allocation_id"]:
-            locks.hold_allocation(conn, task["allocation_id"])
+        if task.allocation_id:
+            locks.hold_allocation(conn, task.allocation_id)
         work = open_work(conn, settings, task)
-        host.record_answer(conn, task["node_id"], work.act.because("its run ended well"))
+        host.record_answer(conn, task.node_id, work.act.because("its run ended well"))
         evidence.update((outcome.result or {})["evidence"])
         result = story.go_on(work, handler.succeed(work, evidence))
         _finish(work.conn, task, TaskState.SUCCEEDED, work.act, result=result)
@@ -100,32 +100,32 @@ def _fail(work: Work, handler: Handler, outcome: Outcome, failure: Failure) -> N
     state = _STATES.get(outcome.status, TaskState.FAILED)
     handler.fail(work, failure)
     if outcome.unreachable and outcome.touched:
-        host.record_silence(conn, task["node_id"], work.act.because(failure.error["found"]))
+        host.record_silence(conn, task.node_id, work.act.because(failure.error["found"]))
     if state is TaskState.LOST:
         # Its launcher lost it too: something of it may still act, under the fence it was given.
-        claims.fence_off(conn, task["fences"])
+        claims.fence_off(conn, task.fences)
     error = {**failure.error, "step": failure.step, "evidence": failure.evidence}
     _finish(conn, task, state, work.act.because(code), error=error)
 
 
 def _legible(outcome: Outcome) -> Outcome:
     """The outcome as it can be kept; a result that cannot is none, whoever wrote it down."""
-    told = replace(outcome, problem=legible.clean(outcome.problem))
-    where = legible.unstorable(outcome.result)
+    told = replace(outcome, problem=contract.storable_text(outcome.problem))
+    where = contract.unstorable(outcome.result)
     if where is None:
         return told
-    problem = f"{legible.UNREADABLE}: {where}: {legible.STORABLE}"
+    problem = f"{contract.UNREADABLE}: {where}: {contract.STORABLE}"
     return replace(told, status="failed", result=None, problem=problem)
 
 
-def _wait_for_host(engine: Engine, task: Record, outcome: Outcome) -> bool:
+def _wait_for_host(engine: Engine, task: Task, outcome: Outcome) -> bool:
     """False when the task is not wanted any more: then it has ended."""
-    act = Act(f"task:{task['id']}", outcome.problem, task["correlation_id"] or "")
+    act = Act(f"task:{task.id}", outcome.problem, task.correlation_id or "")
     with transaction(engine) as conn:
-        if queue.get(conn, task["id"])["cancel_requested"]:
+        if queue.get(conn, task.id).cancel_requested:
             return False
-        host.record_silence(conn, task["node_id"], act)
-        queue.wait_for_host(conn, task["id"], task["lease_token"], outcome.problem, act=act)
+        host.record_silence(conn, task.node_id, act)
+        queue.wait_for_host(conn, task.id, task.lease_token, outcome.problem, act=act)
     return True
 
 
@@ -143,8 +143,8 @@ def read_failure(outcome: Outcome) -> Failure:
         return Failure(result.get("step", ""), named, result.get("evidence", {}), known=True)
     code = "host_unreachable" if outcome.unreachable else f"run_{outcome.status}"
     found = outcome.problem or f"the run ended as {outcome.status}"
-    if found.partition(":")[0] == legible.UNREADABLE:
-        code = legible.UNREADABLE
+    if found.partition(":")[0] == contract.UNREADABLE:
+        code = contract.UNREADABLE
     ended = {
         "code": code,
         "expected": "a run that ends with a result",
@@ -154,7 +154,7 @@ def read_failure(outcome: Outcome) -> Failure:
     return Failure("", ended, result.get("evidence", {}), known=False)
 
 
-def _with_cause(engine: Engine, task: Record, outcome: Outcome, failure: Failure) -> Failure:
+def _with_cause(engine: Engine, task: Task, outcome: Outcome, failure: Failure) -> Failure:
     """A run that was told to end because of its deadline says so, and not that it was canceled.
 
     One whose host was refused because its certificate has ended says that.
@@ -162,16 +162,16 @@ def _with_cause(engine: Engine, task: Record, outcome: Outcome, failure: Failure
     if outcome.status != "canceled":
         return _with_certificate(engine, task, failure) if outcome.unreachable else failure
     with reading(engine) as conn:
-        asked = queue.get(conn, task["id"])["error"]
+        asked = queue.get(conn, task.id).error
     return replace(failure, error=asked) if asked.get("code") == DEADLINE_PASSED else failure
 
 
-def _with_certificate(engine: Engine, task: Record, failure: Failure) -> Failure:
+def _with_certificate(engine: Engine, task: Task, failure: Failure) -> Failure:
     with reading(engine) as conn:
-        until = certificates.ends(conn, [task["node_id"]]).get(task["node_id"])
+        until = certificates.ends(conn, [task.node_id]).get(task.node_id)
         if until is None or until > clock.read(conn):
             return failure
-    problem = certificates.expired(task["node_id"], until, failure.error["found"])
+    problem = certificates.expired(task.node_id, until, failure.error["found"])
     return replace(failure, error=problem.told())
 
 
@@ -179,7 +179,7 @@ def _untaken(cause: Exception) -> dict[str, str]:
     """What the records do not take: by a rule of the schema, or as nothing that they can hold."""
     refused = isinstance(cause, exc.IntegrityError)
     return {
-        "code": REFUSED if refused else legible.UNREADABLE,
+        "code": REFUSED if refused else contract.UNREADABLE,
         "expected": "an end that the rules of the schema allow"
         if refused
         else "a result that this version of the reconciler can record",
@@ -192,8 +192,8 @@ def _said(cause: Exception) -> str:
     """Of the database its own words: what it was given is the host's."""
     told = cause.orig if isinstance(cause, exc.DBAPIError) else cause
     own = getattr(getattr(told, "diag", None), "message_primary", None)
-    return legible.clean(str(own or told))[:300]
+    return contract.storable_text(str(own or told))[:300]
 
 
-def _finish(conn: Connection, task: Record, state: TaskState, act: Act, **columns: Any) -> None:
-    queue.finish(conn, task["id"], task["lease_token"], state, act, **columns)
+def _finish(conn: Connection, task: Task, state: TaskState, act: Act, **columns: Any) -> None:
+    queue.finish(conn, task.id, task.lease_token, state, act, **columns)

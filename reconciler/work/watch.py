@@ -15,10 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from sqlalchemy import Engine
 
 from reconciler.db.engine import reading, retrying
-from reconciler.db.rows import Record
+from reconciler.db.schema import Node
 from reconciler.lifecycle import host
 from reconciler.model.act import Act
-from reconciler.runs import probe
+from reconciler.runs import ssh
 from reconciler.runs.spec import NodeAccess
 from reconciler.runs.ssh import SshAccess
 
@@ -59,7 +59,7 @@ class Watch:
     def look(self) -> list[str]:
         """Ask every silent host whose turn it is; the ids of those that answered."""
         with reading(self._engine) as conn:
-            found = {node["id"]: node for node in host.lost_nodes(conn)}
+            found = {node.id: node for node in host.lost_nodes(conn)}
         now = self._clock()
         self._plan = {
             node_id: self._plan.get(node_id, (now + FIRST_S, FIRST_S)) for node_id in found
@@ -70,16 +70,16 @@ class Watch:
         access = self._access()
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="probe") as pool:
             answers = list(pool.map(lambda node: self._ask(access, node), turn))
-        return [node["id"] for node, answer in zip(turn, answers, strict=True) if answer]
+        return [node.id for node, answer in zip(turn, answers, strict=True) if answer]
 
-    def _ask(self, access: SshAccess, node: Record) -> bool:
-        to = NodeAccess(node["id"], node["address"], node["port"], node["ssh_user"])
-        reason = probe.said(access, to)
+    def _ask(self, access: SshAccess, node: Node) -> bool:
+        to = NodeAccess(node.id, node.address, node.port, node.ssh_user)
+        reason = ssh.probe(access, to)
         if reason:
-            pause = min(self._plan[node["id"]][1] * 2, LONGEST_S)
-            self._plan[node["id"]] = (self._clock() + pause, pause)
-            log.info("node %s is still silent: %s", node["id"], reason)
+            pause = min(self._plan[node.id][1] * 2, LONGEST_S)
+            self._plan[node.id] = (self._clock() + pause, pause)
+            log.info("node %s is still silent: %s", node.id, reason)
             return False
-        retrying(self._engine, lambda conn: host.record_answer(conn, node["id"], ACT))
-        log.info("node %s answers again", node["id"])
+        retrying(self._engine, lambda conn: host.record_answer(conn, node.id, ACT))
+        log.info("node %s answers again", node.id)
         return True

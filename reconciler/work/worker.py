@@ -20,25 +20,23 @@ from sqlalchemy import Connection, Engine, exc
 
 from reconciler import logs
 from reconciler.db.engine import reading, retrying, transaction
+from reconciler.db.schema import Task
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.proof import NOTHING_DONE
 from reconciler.model.states import TaskState
 from reconciler.records import certificates, leasing, queue, tokens
-from reconciler.runs import collect
-from reconciler.runs import storable as legible
-from reconciler.runs.awx.access import awx_access
+from reconciler.runs import collect, contract
+from reconciler.runs.awx.client import awx_access
 from reconciler.runs.collect import Phase
-from reconciler.runs.errors import LauncherAway, RunError
 from reconciler.runs.launch import Site, launch
-from reconciler.runs.paths import run_directory
-from reconciler.runs.runner import runner_id
-from reconciler.runs.spec import NodeAccess, RunSpec
+from reconciler.runs.paths import run_directory, runner_id
+from reconciler.runs.spec import LauncherAway, NodeAccess, RunError, RunSpec
 from reconciler.runs.ssh import SshAccess
 from reconciler.settings import Settings
 from reconciler.trust.ca import known_hosts, open_trust, operator_identity, revoke_host
 from reconciler.trust.errors import TrustError
-from reconciler.work.handler import Failure, Handler, Record, failed_work, open_work
+from reconciler.work.handler import Failure, Handler, failed_work, open_work
 from reconciler.work.kinds import HANDLERS
 from reconciler.work.loops import tidy_on
 from reconciler.work.settle import settle
@@ -70,7 +68,7 @@ class Worker:
         self._wake = threading.Event()
         self._looked_at = time.monotonic()
         self._busy: set[str] = set()
-        self._dropped: list[Record] = []
+        self._dropped: list[Task] = []
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(max(settings.workers, 1), thread_name_prefix="task")
         self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
@@ -145,7 +143,7 @@ class Worker:
         with reading(self._engine) as conn:
             unwanted = queue.canceled_runs(conn, self._runner)
         for task in unwanted:
-            collect.cancel(Path(task["run_directory"]))
+            collect.cancel(Path(task.run_directory))
 
     def _lease(self) -> None:
         with self._lock:
@@ -164,28 +162,28 @@ class Worker:
         )
         for task in found:
             with self._lock:
-                self._busy.add(task["id"])
+                self._busy.add(task.id)
             self._pool.submit(self._attend, task)
 
-    def _attend(self, task: Record) -> None:
+    def _attend(self, task: Task) -> None:
         ended = False
         try:
-            with logs.about(task=task["id"], correlation=task["correlation_id"] or ""):
-                log.info("%s begins, attempt %d", task["kind"], task["attempt"])
+            with logs.about(task=task.id, correlation=task.correlation_id or ""):
+                log.info("%s begins, attempt %d", task.kind, task.attempt)
                 attend(self._engine, self._settings, task, self._stopping)
             ended = True
         except Problem as problem:
             # stale_lease: somebody else attends now; all others are told by the next look.
-            log.warning("task %s left: %s", task["id"], problem)
+            log.warning("task %s left: %s", task.id, problem)
         except exc.DBAPIError as failure:
-            log.warning("task %s left, the database is away: %s", task["id"], failure.orig)
+            log.warning("task %s left, the database is away: %s", task.id, failure.orig)
             with self._lock:
                 self._dropped.append(task)
         except Exception:
-            log.exception("task %s left by an error of the worker; its lease will end", task["id"])
+            log.exception("task %s left by an error of the worker; its lease will end", task.id)
         finally:
             with self._lock:
-                self._busy.discard(task["id"])
+                self._busy.discard(task.id)
             # Only then: a task that cannot be attended to would be tried without a pause.
             if ended:
                 self._wake.set()
@@ -195,7 +193,7 @@ def _abandon(owner: str, conn: Connection) -> int:
     return queue.abandon(conn, owner)
 
 
-def _let_go(task: Record, conn: Connection) -> None:
+def _let_go(task: Task, conn: Connection) -> None:
     queue.let_go(conn, task)
 
 
@@ -209,9 +207,9 @@ def _is_dead(pid: int) -> bool:
     return False
 
 
-def attend(engine: Engine, settings: Settings, task: Record, stopping: threading.Event) -> None:
+def attend(engine: Engine, settings: Settings, task: Task, stopping: threading.Event) -> None:
     """Bring one leased task to its end, or leave it running when the worker stops."""
-    handler = HANDLERS[task["kind"]]
+    handler = HANDLERS[task.kind]
     run_id = queue.run_id(task)
     directory = run_directory(settings.state_dir, run_id)
     if collect.observe(directory).phase in NOT_BEGUN:
@@ -227,9 +225,9 @@ def attend(engine: Engine, settings: Settings, task: Record, stopping: threading
                 else:
                     _refuse(engine, task, handler, settings, refusal)
                 return
-    if task["allocation_id"] or task["fences"]:
-        retrying(engine, lambda conn: queue.extend_deadlines(conn, queue.get(conn, task["id"])))
-    since = task["progress_offset"]
+    if task.allocation_id or task.fences:
+        retrying(engine, lambda conn: queue.extend_deadlines(conn, queue.get(conn, task.id)))
+    since = task.progress_offset
     while True:
         state = collect.observe(directory)
         if state.outcome is not None:
@@ -247,12 +245,12 @@ def attend(engine: Engine, settings: Settings, task: Record, stopping: threading
 
 
 def prepare(
-    engine: Engine, settings: Settings, handler: Handler, task: Record, run_id: str
+    engine: Engine, settings: Settings, handler: Handler, task: Task, run_id: str
 ) -> RunSpec:
     """Resolve every variable and record that the run is about to start."""
     with transaction(engine) as conn:
         work = open_work(conn, settings, task)
-        if queue.get(conn, task["id"])["cancel_requested"]:
+        if queue.get(conn, task.id).cancel_requested:
             raise Problem(
                 "canceled",
                 expected="a task that is still wanted",
@@ -260,15 +258,15 @@ def prepare(
                 remedy="nothing to do: no run was started",
             )
         # Where nobody would believe the host nothing is begun, so that nothing is unknown.
-        certificates.require_valid(conn, task["node_id"])
-        correlation = task["correlation_id"] or task["id"]
+        certificates.require_valid(conn, task.node_id)
+        correlation = task.correlation_id or task.id
         own = handler.variables(work)
         variables = {
             "slice_run": {
                 "id": run_id,
-                "task_id": task["id"],
-                "kind": task["kind"],
-                "node_id": task["node_id"],
+                "task_id": task.id,
+                "kind": task.kind,
+                "node_id": task.node_id,
                 "correlation_id": correlation,
             },
             "slice_profile": work.profile,
@@ -279,25 +277,24 @@ def prepare(
         deadline_s = handler.deadline_s(work, own)
         queue.started(
             conn,
-            task["id"],
-            task["lease_token"],
+            task.id,
+            task.lease_token,
             run_id=run_id,
             run_directory=str(directory),
             deadline_s=deadline_s,
         )
-        task.update(queue.get(conn, task["id"]))
         node = work.node
         # Runs of this machine know them from a file (_access); a job of AWX has no part in it.
         elsewhere = settings.launcher == "awx"
-        revoked = tokens.revoked_host_keys(conn, node["id"]) if elsewhere else []
+        revoked = tokens.revoked_host_keys(conn, node.id) if elsewhere else []
     return RunSpec(
         run_id=run_id,
         playbook=handler.playbook,
         node=NodeAccess(
-            node["id"],
-            node["address"],
-            node["port"],
-            node["ssh_user"],
+            node.id,
+            node.address,
+            node.port,
+            node.ssh_user,
             revoked=tuple(" ".join(key.split()[:2]) for key in revoked),
         ),
         variables=variables,
@@ -306,33 +303,33 @@ def prepare(
     )
 
 
-def _report(engine: Engine, settings: Settings, task: Record, directory: Path, since: int) -> int:
+def _report(engine: Engine, settings: Settings, task: Task, directory: Path, since: int) -> int:
     lines, since = collect.progress(directory, since)
 
-    def beat(conn: Connection) -> Record:
+    def beat(conn: Connection) -> Task:
         if lines:
-            queue.progress(conn, task["id"], task["lease_token"], *lines, offset=since)
-        return queue.heartbeat(conn, task["id"], task["lease_token"], seconds=settings.task_lease_s)
+            queue.progress(conn, task.id, task.lease_token, *lines, offset=since)
+        return queue.heartbeat(conn, task.id, task.lease_token, seconds=settings.task_lease_s)
 
-    if retrying(engine, beat)["cancel_requested"]:
+    if retrying(engine, beat).cancel_requested:
         collect.cancel(directory)
     return since
 
 
-def _end_unwanted(engine: Engine, task: Record, directory: Path) -> None:
+def _end_unwanted(engine: Engine, task: Task, directory: Path) -> None:
     """The task was taken away. If not to be attended by somebody else, its run must end as well."""
     with reading(engine) as conn:
-        over = queue.get(conn, task["id"])["state"] != TaskState.RUNNING
+        over = queue.get(conn, task.id).state != TaskState.RUNNING
     if over:
         collect.cancel(directory)
 
 
-def _wait_for_launcher(engine: Engine, task: Record, away: LauncherAway) -> None:
+def _wait_for_launcher(engine: Engine, task: Task, away: LauncherAway) -> None:
     """Nothing was started: the same work is tried again later, with a run of its own."""
-    act = Act(f"task:{task['id']}", legible.clean(str(away)), task["correlation_id"] or "")
-    error = {name: legible.clean(word) for name, word in away.told().items()}
+    act = Act(f"task:{task.id}", contract.storable_text(str(away)), task.correlation_id or "")
+    error = {name: contract.storable_text(word) for name, word in away.told().items()}
     with transaction(engine) as conn:
-        lease = (task["id"], task["lease_token"])
+        lease = (task.id, task.lease_token)
         queue.wait_for_host(conn, *lease, act.reason, act=act, error=error)
 
 
@@ -350,18 +347,18 @@ def _named(settings: Settings, failure: Exception) -> LauncherAway:
 
 
 def _refuse(
-    engine: Engine, task: Record, handler: Handler, settings: Settings, refusal: Problem | RunError
+    engine: Engine, task: Task, handler: Handler, settings: Settings, refusal: Problem | RunError
 ) -> None:
     """The run could not start: nothing on the host was touched, the task says why."""
     error = refusal.told()
     with transaction(engine) as conn:
         work = failed_work(conn, settings, task)
         # An earlier attempt may have acted, so only a first one proves that nothing was touched.
-        failure = Failure("start the run", error, dict(NOTHING_DONE), known=task["attempt"] <= 1)
+        failure = Failure("start the run", error, dict(NOTHING_DONE), known=task.attempt <= 1)
         handler.fail(work, failure)
         act = work.act.because(refusal.code)
         state = TaskState.CANCELED if refusal.code == "canceled" else TaskState.FAILED
-        queue.finish(conn, task["id"], task["lease_token"], state, act, error=error)
+        queue.finish(conn, task.id, task.lease_token, state, act, error=error)
 
 
 def _site(engine: Engine, settings: Settings, deadline_s: int) -> Site:

@@ -160,7 +160,7 @@ def allocate(url: str, client: int, claims: int) -> list[float]:
         username="bench",
         ssh_keys=[records.KEY],
         hostname=f"bench-{client}",
-        image_id=image["id"],
+        image_id=image.id,
     )
     times = []
     for _ in range(claims):

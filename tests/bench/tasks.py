@@ -22,11 +22,11 @@ import sqlalchemy as sa
 from sqlalchemy import event
 
 from reconciler.db.engine import open_engine, retrying
+from reconciler.db.schema import Task
 from reconciler.records import leasing
-from reconciler.runs.runner import runner_id
+from reconciler.runs.paths import runner_id
 from reconciler.service.authorities import adopt
 from reconciler.settings import Settings
-from reconciler.work.handler import Record
 from reconciler.work.worker import attend
 from tests.bench import document
 from tests.bench.fleet import queue, records, usage
@@ -158,7 +158,7 @@ def _one_by_one(engine: sa.Engine, settings: Settings, count: int) -> None:
         attend(engine, settings, task, never)
 
 
-def _take(settings: Settings, conn: sa.Connection) -> list[Record]:
+def _take(settings: Settings, conn: sa.Connection) -> list[Task]:
     return leasing.lease(conn, "bench", runner=runner_id(settings.state_dir))
 
 

@@ -1,6 +1,10 @@
 """Every table. What a table says here, a migration must say too; a test compares them."""
 
 from reconciler.db.schema.access import (
+    ApiToken,
+    EnrolmentToken,
+    NodeCertificate,
+    Project,
     api_tokens,
     enrolment_tokens,
     idempotency_keys,
@@ -8,19 +12,71 @@ from reconciler.db.schema.access import (
     projects,
     settings,
 )
+from reconciler.db.schema.apps import AppInstance, AppMember, AppOperation
 from reconciler.db.schema.apps import instances as app_instances
 from reconciler.db.schema.apps import members as app_members
 from reconciler.db.schema.apps import operations as app_operations
-from reconciler.db.schema.base import metadata
-from reconciler.db.schema.billing import usage
-from reconciler.db.schema.capacity import allocations, claims, images, proofs, slots
-from reconciler.db.schema.evidence import absences, baselines, discoveries, parities
-from reconciler.db.schema.nodes import nodes
-from reconciler.db.schema.record import audit_log, history, outbox
+from reconciler.db.schema.base import Row, metadata
+from reconciler.db.schema.billing import Usage, usage
+from reconciler.db.schema.capacity import (
+    Allocation,
+    Claim,
+    Image,
+    Proof,
+    Slot,
+    allocations,
+    claims,
+    images,
+    proofs,
+    slots,
+)
+from reconciler.db.schema.evidence import (
+    Absence,
+    Baseline,
+    Discovery,
+    Parity,
+    absences,
+    baselines,
+    discoveries,
+    parities,
+)
+from reconciler.db.schema.nodes import Node, nodes
+from reconciler.db.schema.record import (
+    AuditEntry,
+    OutboxEvent,
+    StateChange,
+    audit_log,
+    history,
+    outbox,
+)
 from reconciler.db.schema.service import leaders, service_processes
-from reconciler.db.schema.work import task_events, tasks
+from reconciler.db.schema.work import Task, TaskEvent, task_events, tasks
 
 __all__ = [
+    "Absence",
+    "Allocation",
+    "ApiToken",
+    "AppInstance",
+    "AppMember",
+    "AppOperation",
+    "AuditEntry",
+    "Baseline",
+    "Claim",
+    "Discovery",
+    "EnrolmentToken",
+    "Image",
+    "Node",
+    "NodeCertificate",
+    "OutboxEvent",
+    "Parity",
+    "Project",
+    "Proof",
+    "Row",
+    "Slot",
+    "StateChange",
+    "Task",
+    "TaskEvent",
+    "Usage",
     "absences",
     "allocations",
     "api_tokens",

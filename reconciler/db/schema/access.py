@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import sqlalchemy as sa
 
 from reconciler.db.schema.base import (
+    Row,
     document,
     key,
     metadata,
@@ -12,6 +16,7 @@ from reconciler.db.schema.base import (
     number,
     one_of,
     reference,
+    row_of,
     stamp,
     text,
 )
@@ -92,3 +97,59 @@ settings = sa.Table(
     document("value"),
     stamp("changed_at"),
 )
+
+
+@row_of(projects, "project")
+@dataclass(frozen=True, kw_only=True)
+class Project(Row):
+    """A tenant's project."""
+
+    id: str
+    name: str
+    created_at: float
+
+
+@row_of(api_tokens, "token")
+@dataclass(frozen=True, kw_only=True)
+class ApiToken(Row):
+    """An API token; its secret is kept as a hash."""
+
+    id: str
+    name: str
+    hash: str
+    role: str
+    project_id: str | None
+    node_id: str | None
+    created_at: float
+    expires_at: float | None
+    revoked_at: float | None
+
+
+@row_of(enrolment_tokens, "enrolment_token")
+@dataclass(frozen=True, kw_only=True)
+class EnrolmentToken(Row):
+    """A token with which one host enrols once; its secret is kept as a hash."""
+
+    id: str
+    hash: str
+    node_id: str
+    created_at: float
+    expires_at: float | None
+    used_at: float | None
+    used_by: dict[str, Any]
+
+
+@row_of(node_certificates, "certificate")
+@dataclass(frozen=True, kw_only=True)
+class NodeCertificate(Row):
+    """A certificate of a host's SSH key."""
+
+    id: str
+    node_id: str
+    serial: str
+    public_key: str
+    certificate: str
+    principals: list[Any]
+    valid_until: float | None
+    revoked_at: float | None
+    created_at: float

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import sqlalchemy as sa
 
 from reconciler.db.schema.base import (
+    Row,
     document,
     key,
     lifecycle,
@@ -12,6 +16,7 @@ from reconciler.db.schema.base import (
     moment,
     one_of,
     reference,
+    row_of,
     stamp,
     text,
     unique,
@@ -89,3 +94,66 @@ operations = sa.Table(
         where="status IN ('accepted', 'running')",
     ),
 )
+
+
+@row_of(instances, "app_instance")
+@dataclass(frozen=True, kw_only=True)
+class AppInstance(Row):
+    """An application on allocations of one project."""
+
+    id: str
+    project_id: str
+    slug: str
+    name: str
+    managed_key: str
+    status: str
+    status_reason: str
+    status_since: float
+    deadline_at: float | None
+    generation: int
+    requested_by: str
+    correlation_id: str
+    created_at: float
+    ended_at: float | None
+
+
+@row_of(members, "app_member")
+@dataclass(frozen=True, kw_only=True)
+class AppMember(Row):
+    """An allocation that takes part in an application."""
+
+    id: str
+    instance_id: str
+    allocation_id: str
+    role: str
+    status: str
+    status_reason: str
+    status_since: float
+    deadline_at: float | None
+    generation: int
+    detail: dict[str, Any]
+    key_expires_at: float | None
+    created_at: float
+    left_at: float | None
+
+
+@row_of(operations, "app_operation")
+@dataclass(frozen=True, kw_only=True)
+class AppOperation(Row):
+    """One act on a member."""
+
+    id: str
+    instance_id: str
+    member_id: str
+    kind: str
+    status: str
+    status_reason: str
+    status_since: float
+    deadline_at: float | None
+    generation: int
+    failure: dict[str, Any]
+    task_id: str | None
+    requested_by: str
+    correlation_id: str
+    created_at: float
+    finished_at: float | None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import JSONB
@@ -23,6 +24,46 @@ metadata = sa.MetaData(
 DOCUMENT = sa.JSON().with_variant(JSONB(), "postgresql")
 MAYBE_DOCUMENT = sa.JSON(none_as_null=True).with_variant(JSONB(none_as_null=True), "postgresql")
 SEQUENCE = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+
+
+class Row:
+    """A row of one table as it was read. Its fields are the table's columns, in their order."""
+
+    TABLE: ClassVar[sa.Table]
+    # What it is called in errors, in history and in the table of transitions.
+    ENTITY: ClassVar[str]
+
+    if TYPE_CHECKING:
+        # Every row with states has these; each class names them with its columns.
+        id: Any
+        generation: int
+
+    if not TYPE_CHECKING:
+
+        def __getitem__(self, name: str) -> Any:
+            return getattr(self, name)
+
+        def get(self, name: str, default: Any = None) -> Any:
+            return getattr(self, name, default)
+
+        def keys(self) -> list[str]:
+            return list(vars(self))
+
+        def items(self) -> Any:
+            return vars(self).items()
+
+
+R = TypeVar("R", bound=type[Row])
+
+
+def row_of(table: sa.Table, entity: str) -> Callable[[R], R]:
+    """Name the table that rows of this class are read from."""
+
+    def register(kind: R) -> R:
+        kind.TABLE, kind.ENTITY = table, entity
+        return kind
+
+    return register
 
 
 def key() -> sa.Column[str]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import sqlalchemy as sa
 
 from reconciler.db.schema.base import (
+    Row,
     document,
     metadata,
     moment,
     number,
     one_of,
     reference,
+    row_of,
     stamp,
     text,
 )
@@ -45,3 +50,22 @@ usage = sa.Table(
     sa.Index("ix_usage_records_project_id", "project_id", "started_at"),
     sa.Index("ix_usage_records_ended_at", "ended_at"),
 )
+
+
+@row_of(usage, "usage")
+@dataclass(frozen=True, kw_only=True)
+class Usage(Row):
+    """Use of capacity by one allocation, for billing."""
+
+    allocation_id: str
+    project_id: str
+    node_id: str
+    capacity_shape: str
+    sku: str
+    region: str
+    pool: str
+    gpu_count: int
+    claims: list[Any]
+    started_at: float
+    ended_at: float | None
+    end_state: str

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
 
 from reconciler.db.schema.base import (
+    Row,
     document,
     key,
     lifecycle,
@@ -16,6 +18,7 @@ from reconciler.db.schema.base import (
     one_of,
     partial,
     reference,
+    row_of,
     stamp,
     text,
     unique,
@@ -225,3 +228,151 @@ claims = sa.Table(
     unique("uq_claims_live_mac", "management_mac", where=f"kind = 'slice' AND {LIVE}"),
     unique("uq_claims_live_ip", "node_id", "private_ip", where=f"kind = 'slice' AND {LIVE}"),
 )
+
+
+@row_of(proofs, "proof")
+@dataclass(frozen=True, kw_only=True)
+class Proof(Row):
+    """Evidence that a disk is clean."""
+
+    id: str
+    kind: str
+    node_id: str
+    slot_id: str | None
+    allocation_id: str | None
+    task_id: str | None
+    disk_identity: str
+    disk_generation: int
+    install_id: str
+    method: str
+    document: dict[str, Any]
+    created_at: float
+
+
+@row_of(slots, "slot")
+@dataclass(frozen=True, kw_only=True)
+class Slot(Row):
+    """An approved slot: one GPU with its disk, addresses and fabric function."""
+
+    id: str
+    node_id: str
+    parent_slot_id: str | None
+    sharing_mechanism: str
+    slot_index: int
+    gpu_pci_address: str
+    nvme_device: str
+    nvme_identity: str
+    nvme_serial: str
+    nvme_eui: str
+    nvme_size_bytes: int
+    management_mac: str
+    private_ip: str
+    fabric_vf_pci_address: str
+    numa_node: int
+    fence: int
+    disk_generation: int
+    capacity_metadata: dict[str, Any]
+    status: str
+    status_reason: str
+    status_since: float
+    deadline_at: float | None
+    generation: int
+    wanted: str
+    health_state: str
+    health_detail: dict[str, Any]
+    available_proof_id: str | None
+    last_proof_id: str | None
+    approved_discovery_id: int | None
+    approved_at: float
+    approved_by: str
+    retired_at: float | None
+    last_proof: Proof | None = None
+
+
+@row_of(claims, "claim")
+@dataclass(frozen=True, kw_only=True)
+class Claim(Row):
+    """What an allocation holds of a node: one slot, or the whole machine."""
+
+    id: str
+    allocation_id: str
+    kind: str
+    node_id: str
+    slot_id: str | None
+    position: int
+    slot_index: int
+    gpu_pci_address: str
+    nvme_device: str
+    nvme_identity: str
+    nvme_serial: str
+    nvme_eui: str
+    nvme_size_bytes: int
+    management_mac: str
+    private_ip: str
+    fabric_vf_pci_address: str
+    numa_node: int
+    fence: int
+    disk_generation: int
+    disks: list[Any]
+    state: str
+    state_reason: str
+    state_since: float
+    deadline_at: float | None
+    generation: int
+    live_mode: str | None
+    created_at: float
+    ended_at: float | None
+
+
+@row_of(allocations, "allocation")
+@dataclass(frozen=True, kw_only=True)
+class Allocation(Row):
+    """What a tenant asked for and has."""
+
+    id: str
+    project_id: str
+    node_id: str
+    capacity_shape: str
+    sku: str
+    region: str
+    pool: str
+    gpu_count: int
+    name: str
+    hostname: str
+    username: str
+    ssh_keys: list[Any]
+    image_id: str | None
+    runtime_profile: str
+    parameters: dict[str, Any]
+    state: str
+    state_reason: str
+    state_since: float
+    deadline_at: float | None
+    generation: int
+    connection: dict[str, Any]
+    error: dict[str, Any]
+    requested_by: str
+    correlation_id: str
+    created_at: float
+    activated_at: float | None
+    ended_at: float | None
+    claims: tuple[Claim, ...] = ()
+    task_ids: tuple[str, ...] = ()
+
+
+@row_of(images, "image")
+@dataclass(frozen=True, kw_only=True)
+class Image(Row):
+    """An image of the catalogue."""
+
+    id: str
+    name: str
+    version: str
+    digest: str
+    size_bytes: int
+    minimum_disk_bytes: int
+    url: str
+    url_digest: str
+    compression: str
+    guest_profile: str
+    created_at: float

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
 
 from reconciler.db.schema.base import (
+    Row,
     document,
     flag,
     metadata,
     moment,
     number,
     reference,
+    row_of,
     sequence,
     stamp,
     text,
@@ -67,3 +70,70 @@ absences = sa.Table(
     flag("absent"),
     sa.Index("ix_absence_reports_allocation_id", "allocation_id"),
 )
+
+
+@row_of(absences, "absence")
+@dataclass(frozen=True, kw_only=True)
+class Absence(Row):
+    """A report of what is left of an allocation on its host."""
+
+    id: int
+    node_id: str
+    task_id: str | None
+    boot_id: str
+    install_id: str
+    document: dict[str, Any]
+    observed_at: float | None
+    created_at: float
+    allocation_id: str
+    absent: bool
+
+
+@row_of(baselines, "baseline")
+@dataclass(frozen=True, kw_only=True)
+class Baseline(Row):
+    """A host's state before a tenant had the whole machine."""
+
+    id: int
+    node_id: str
+    task_id: str | None
+    boot_id: str
+    install_id: str
+    document: dict[str, Any]
+    observed_at: float | None
+    created_at: float
+    allocation_id: str
+
+
+@row_of(discoveries, "discovery")
+@dataclass(frozen=True, kw_only=True)
+class Discovery(Row):
+    """A discovery report."""
+
+    id: int
+    node_id: str
+    task_id: str | None
+    boot_id: str
+    install_id: str
+    document: dict[str, Any]
+    observed_at: float | None
+    created_at: float
+    reboot_required: bool
+
+
+@row_of(parities, "parity")
+@dataclass(frozen=True, kw_only=True)
+class Parity(Row):
+    """A parity report."""
+
+    id: int
+    node_id: str
+    task_id: str | None
+    boot_id: str
+    install_id: str
+    document: dict[str, Any]
+    observed_at: float | None
+    created_at: float
+    intent: str
+    failures: int
+    warnings: int

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import sqlalchemy as sa
 
 from reconciler.db.schema.base import (
+    Row,
     document,
     flag,
     key,
@@ -14,6 +18,7 @@ from reconciler.db.schema.base import (
     moment,
     number,
     one_of,
+    row_of,
     stamp,
     text,
 )
@@ -68,3 +73,46 @@ nodes = sa.Table(
     # carry bare-metal and slice claims at once, whoever writes.
     sa.UniqueConstraint("id", "mode"),
 )
+
+
+@row_of(nodes, "node")
+@dataclass(frozen=True, kw_only=True)
+class Node(Row):
+    """A server and what is known of its host."""
+
+    id: str
+    name: str
+    address: str
+    port: int
+    ssh_user: str
+    tenant_address: str
+    tenant_port: int
+    telemetry_url: str
+    fabric_interface: str
+    fabric_address: str
+    region: str
+    pool: str
+    profile: str
+    maas_tags: list[Any] | None
+    mode: str
+    mode_reason: str
+    mode_since: float
+    mode_deadline_at: float | None
+    state: str
+    state_reason: str
+    state_since: float
+    deadline_at: float | None
+    generation: int
+    slice_scheduling: bool
+    fence: int
+    unclean_allocation_id: str
+    health_state: str
+    health_detail: dict[str, Any]
+    machine_id: str
+    host_key: str
+    boot_id: str
+    install_id: str
+    boot_learned_at: float | None
+    reboot_required: bool
+    last_contact_at: float | None
+    created_at: float

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import sqlalchemy as sa
 
-from reconciler.db.schema.base import document, metadata, moment, number, sequence, stamp, text
+from reconciler.db.schema.base import (
+    Row,
+    document,
+    metadata,
+    moment,
+    number,
+    row_of,
+    sequence,
+    stamp,
+    text,
+)
 
 history = sa.Table(
     "state_history",
@@ -68,3 +81,59 @@ audit_log = sa.Table(
     sa.Index("ix_audit_log_action", "action"),
     sa.Index("ix_audit_log_correlation_id", "correlation_id"),
 )
+
+
+@row_of(history, "state_change")
+@dataclass(frozen=True, kw_only=True)
+class StateChange(Row):
+    """One change of state."""
+
+    id: int
+    at: float
+    entity: str
+    entity_id: str
+    source: str
+    event: str
+    target: str
+    generation: int
+    actor: str
+    reason: str
+    evidence: dict[str, Any]
+    correlation_id: str
+    node_id: str
+    allocation_id: str
+
+
+@row_of(audit_log, "audit_entry")
+@dataclass(frozen=True, kw_only=True)
+class AuditEntry(Row):
+    """One administrative act."""
+
+    id: int
+    at: float
+    actor: str
+    role: str
+    action: str
+    subject_kind: str
+    subject_id: str
+    project_id: str
+    reason: str
+    detail: dict[str, Any]
+    correlation_id: str
+
+
+@row_of(outbox, "event")
+@dataclass(frozen=True, kw_only=True)
+class OutboxEvent(Row):
+    """An event for subscribers."""
+
+    id: int
+    at: float
+    topic: str
+    subject_kind: str
+    subject_id: str
+    node_id: str
+    project_id: str
+    payload: dict[str, Any]
+    correlation_id: str
+    published_at: float | None

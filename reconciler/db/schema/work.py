@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import sqlalchemy as sa
 
 from reconciler.db.schema.base import (
+    Row,
     document,
     flag,
     key,
@@ -14,6 +18,7 @@ from reconciler.db.schema.base import (
     number,
     one_of,
     reference,
+    row_of,
     sequence,
     stamp,
     text,
@@ -78,3 +83,57 @@ task_events = sa.Table(
     document("document"),
     sa.Index("ix_task_events_task_id", "task_id"),
 )
+
+
+@row_of(tasks, "task")
+@dataclass(frozen=True, kw_only=True)
+class Task(Row):
+    """One piece of work on one node."""
+
+    id: str
+    kind: str
+    subject_kind: str
+    subject_id: str
+    node_id: str
+    allocation_id: str | None
+    state: str
+    state_reason: str
+    state_since: float
+    deadline_at: float | None
+    generation: int
+    deadline_s: int
+    priority: int
+    exclusive: bool
+    parameters: dict[str, Any]
+    fences: dict[str, int]
+    attempt: int
+    max_attempts: int
+    lease_owner: str
+    lease_token: str
+    lease_expires_at: float | None
+    not_before: float | None
+    runner: str
+    run_id: str
+    run_directory: str
+    unreached: int
+    progress: dict[str, Any]
+    progress_offset: int
+    result: dict[str, Any]
+    error: dict[str, Any]
+    cancel_requested: bool
+    correlation_id: str
+    requested_by: str
+    created_at: float
+    started_at: float | None
+    finished_at: float | None
+
+
+@row_of(task_events, "task_event")
+@dataclass(frozen=True, kw_only=True)
+class TaskEvent(Row):
+    """One line of a run's progress."""
+
+    id: int
+    task_id: str
+    at: float
+    document: dict[str, Any]

@@ -15,7 +15,7 @@ def provision_variables(work: Work) -> dict[str, Any]:
     return {
         "slice_allocation": work.parameters["allocation"],
         "slice_fence": work.parameters["fence"],
-        "slice_disks": baremetal.claim_of(work.conn, work.task["allocation_id"])["disks"],
+        "slice_disks": baremetal.claim_of(work.conn, work.allocation_id).disks,
         "boot_id": work.parameters["boot_id"],
     }
 
@@ -23,17 +23,17 @@ def provision_variables(work: Work) -> dict[str, Any]:
 def provision_start(work: Work) -> None:
     """Problem `canceled`, which starts no run, when nobody waits for the machine any more."""
     start_guard.begin_provision(work)
-    baremetal.entered(work.conn, work.task["node_id"])
+    baremetal.entered(work.conn, work.task.node_id)
 
 
 def provision_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     rest = {name: value for name, value in evidence.items() if name != "baseline"}
     baremetal.provision_succeeded(
         work.conn,
-        work.task["allocation_id"],
+        work.allocation_id,
         work.act.because("the tenant can enter", {"account": evidence["account"]}),
         baseline=evidence["baseline"],
-        task_id=work.task["id"],
+        task_id=work.task.id,
     )
     return rest
 
@@ -44,13 +44,13 @@ def provision_failed(work: Work, failure: Failure) -> None:
     start_guard.close_gate_after_reboot(work, failure)
     baremetal.provision_failed(
         work.conn,
-        work.task["allocation_id"],
+        work.allocation_id,
         work.act.because(failure.error["code"]),
         step=failure.step,
         error=failure.error,
         untouched=failure.untouched,
         baseline=evidence.get("baseline") or {},
-        task_id=work.task["id"],
+        task_id=work.task.id,
     )
 
 
@@ -65,8 +65,8 @@ PROVISION = Handler(
 
 
 def release_variables(work: Work) -> dict[str, Any]:
-    allocation_id = work.task["allocation_id"]
-    disks, dead = baremetal.claim_of(work.conn, allocation_id)["disks"], _written_off(work)
+    allocation_id = work.allocation_id
+    disks, dead = baremetal.claim_of(work.conn, allocation_id).disks, _written_off(work)
     found: dict[str, Any] = {
         "slice_allocation": work.parameters["allocation"],
         "slice_fence": work.parameters["fence"],
@@ -86,13 +86,13 @@ def _written_off(work: Work) -> list[str]:
 def release_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     baremetal.release_succeeded(
         work.conn,
-        work.task["allocation_id"],
+        work.allocation_id,
         work.act.because("the tenant is gone, its disks are wiped and verified"),
         fence=work.parameters["fence"],
         evidence=evidence,
         written_off=_written_off(work),
         policy=work.profile.get("wipe_policy", DEFAULT_POLICY),
-        task_id=work.task["id"],
+        task_id=work.task.id,
     )
     return evidence
 
@@ -100,7 +100,7 @@ def release_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
 def release_failed(work: Work, failure: Failure) -> None:
     baremetal.release_failed(
         work.conn,
-        work.task["allocation_id"],
+        work.allocation_id,
         work.act.because(failure.error["code"], failure.evidence),
         fence=work.parameters["fence"],
         step=failure.step,

@@ -23,11 +23,11 @@ def enrol_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     """The host shows the new certificate from now on."""
     text, key = work.parameters["certificate"], work.parameters["public_key"]
     # The host may have enrolled with another key meanwhile: that one counts then.
-    tokens.check_host_key(work.conn, work.task["node_id"], key)
+    tokens.check_host_key(work.conn, work.task.node_id, key)
     certificate = ca.read_certificate(text)
     tokens.record_certificate(
         work.conn,
-        work.task["node_id"],
+        work.task.node_id,
         work.act.because("certificate renewed", evidence),
         serial=str(certificate.serial),
         public_key=key,
@@ -51,17 +51,17 @@ def bootstrap_variables(work: Work) -> dict[str, Any]:
 def bootstrap_start(work: Work) -> None:
     """Nobody is let in while this runs; whoever came since it was asked for is not restarted."""
     if work.parameters.get("allow_reboot", False):
-        nodes.refuse_in_use(work.conn, work.task["node_id"], nodes.AT_WORK)
+        nodes.refuse_in_use(work.conn, work.task.node_id, nodes.AT_WORK)
 
 
 def bootstrap_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     act = work.act.because("bootstrap finished", evidence)
     host.bootstrapped(
         work.conn,
-        work.task["node_id"],
+        work.task.node_id,
         act,
         identity=evidence["identity"],
-        began=work.task["started_at"],
+        began=work.task.started_at,
     )
     return evidence
 
@@ -83,19 +83,19 @@ def discover_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     document = evidence["discovery"]
     host_evidence.record_discovery(
         work.conn,
-        work.task["node_id"],
+        work.task.node_id,
         document,
         work.act.because("topology discovered"),
-        task_id=work.task["id"],
-        observed_at=work.task["started_at"],
+        task_id=work.task.id,
+        observed_at=work.task.started_at,
     )
-    if (work.node["mode"], work.node["state"]) == (NodeMode.BAREMETAL, NodeState.BOOTSTRAPPING):
+    if (work.node.mode, work.node.state) == (NodeMode.BAREMETAL, NodeState.BOOTSTRAPPING):
         # An ordinary machine needs no preparation: it is certified, it answers, it has been seen.
         act = work.act.because("an ordinary machine, discovered")
-        identity, began = document["identity"], work.task["started_at"]
-        host.bootstrapped(work.conn, work.node["id"], act, identity=identity, began=began)
+        identity, began = document["identity"], work.task.started_at
+        host.bootstrapped(work.conn, work.node.id, act, identity=identity, began=began)
     # What an earlier discovery took off sale, and this one shows well.
-    slot_gate.open_gate(work.conn, work.task["node_id"], work.act.because("seen without blockers"))
+    slot_gate.open_gate(work.conn, work.task.node_id, work.act.because("seen without blockers"))
     return {"candidate_summary": document["candidate_summary"]}
 
 
@@ -117,10 +117,10 @@ def takeover_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
         if device.get("proof"):
             proofs.record_transition(
                 work.conn,
-                work.task["node_id"],
+                work.task.node_id,
                 device["proof"],
                 act,
-                task_id=work.task["id"],
+                task_id=work.task.id,
                 manifest=str(device.get("manifest") or evidence.get("manifest") or ""),
             )
     return evidence
@@ -132,7 +132,7 @@ TAKEOVER = Handler(
 
 
 def bind_variables(work: Work) -> dict[str, Any]:
-    return {"slice_slots": slots.bundles(work.conn, work.task["node_id"])}
+    return {"slice_slots": slots.bundles(work.conn, work.task.node_id)}
 
 
 def bind_succeeded(_work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
@@ -143,13 +143,13 @@ BIND = Handler("bind_topology", bind_variables, bind_succeeded)
 
 
 def parity_variables(work: Work) -> dict[str, Any]:
-    node_id, asked = work.task["node_id"], NodeMode(work.node["mode"]).purpose
-    tags = hardware.maas_tags(work.node["maas_tags"])
+    node_id, asked = work.task.node_id, NodeMode(work.node.mode).purpose
+    tags = hardware.maas_tags(work.node.maas_tags)
     if asked != "slice":
         return {"slice_slots": [], "slice_intent": asked, **tags}
     latest = reports.latest_discovery(work.conn, node_id)
     topology: dict[str, Any] = {"source": "reconciler", "completed": latest is not None}
-    summary = latest["document"]["candidate_summary"] if latest else {}
+    summary = latest.document["candidate_summary"] if latest else {}
     topology["blockers"] = summary.get("blockers", [])
     return {
         "slice_slots": slots.bundles(work.conn, node_id),
@@ -160,14 +160,14 @@ def parity_variables(work: Work) -> dict[str, Any]:
 
 
 def parity_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
-    report, node_id = evidence["parity"], work.task["node_id"]
+    report, node_id = evidence["parity"], work.task.node_id
     host_evidence.record_parity(
         work.conn,
         node_id,
         report,
         work.act.because("parity measured"),
-        task_id=work.task["id"],
-        observed_at=work.task["started_at"],
+        task_id=work.task.id,
+        observed_at=work.task.started_at,
     )
     result = {"failures": report["failures"], "warnings": report["warnings"]}
     if report["failures"] or report.get("intent", "slice") != "slice":
@@ -191,14 +191,14 @@ def convert_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     act = work.act.because("the host is bare metal again", evidence)
     host.observed(
         work.conn,
-        work.task["node_id"],
+        work.task.node_id,
         act,
         identity=evidence["identity"],
-        began=work.task["started_at"],
+        began=work.task.started_at,
     )
-    if work.node["mode"] == NodeMode.CONVERTING_TO_BAREMETAL:
-        host.converted(work.conn, work.task["node_id"], act)
-        drift.forget(work.conn, work.task["node_id"], act)
+    if work.node.mode == NodeMode.CONVERTING_TO_BAREMETAL:
+        host.converted(work.conn, work.task.node_id, act)
+        drift.forget(work.conn, work.task.node_id, act)
     return evidence
 
 
@@ -209,7 +209,7 @@ CONVERT = Handler("restore_baremetal", convert_variables, convert_succeeded, dea
 def cache_image_variables(work: Work) -> dict[str, Any]:
     return {
         "slice_image": image_document(
-            work.settings, images.get(work.conn, work.parameters["image_id"])
+            work.settings, vars(images.get(work.conn, work.parameters["image_id"]))
         )
     }
 

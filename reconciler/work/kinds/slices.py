@@ -89,8 +89,8 @@ def machine_shape(profile: dict[str, Any], gpus: int) -> dict[str, Any]:
 def ready_deadline(work: Work) -> int:
     """Seconds until an unreachable VM counts as failed; a launch may ask for less, not more."""
     allowed: int = work.profile["deadlines"]["ready"]
-    allocation = allocations.get(work.conn, work.task["allocation_id"])
-    return min(allowed, int(allocation["parameters"].get("ready_deadline_s", allowed)))
+    allocation = allocations.get(work.conn, work.allocation_id)
+    return min(allowed, int(allocation.parameters.get("ready_deadline_s", allowed)))
 
 
 def provision_start(work: Work) -> None:
@@ -106,7 +106,7 @@ def provision_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     }
     slices.provision_succeeded(
         work.conn,
-        work.task["allocation_id"],
+        work.allocation_id,
         work.act.because("reachable", {"readiness": evidence["readiness"]}),
         connection=connection,
     )
@@ -122,7 +122,7 @@ def provision_failed(work: Work, failure: Failure) -> None:
     untouched = {slot["slot_id"]: evidence for slot in slots} if failure.untouched else None
     slices.provision_failed(
         work.conn,
-        work.task["allocation_id"],
+        work.allocation_id,
         work.act.because(failure.error["code"], evidence),
         step=failure.step,
         error=failure.error,
@@ -141,7 +141,7 @@ PROVISION = Handler(
 
 
 def release_variables(work: Work) -> dict[str, Any]:
-    allocation_id = work.task["allocation_id"]
+    allocation_id = work.allocation_id
     return {
         "slice_allocation": {"id": allocation_id},
         "slice_slots": claims.bundles(work.conn, allocation_id),
@@ -152,7 +152,7 @@ def release_variables(work: Work) -> dict[str, Any]:
 def release_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     slices.release_succeeded(
         work.conn,
-        work.task["allocation_id"],
+        work.allocation_id,
         work.act.because("wiped and verified"),
         proofs=evidence["proofs"],
         absence=evidence["absence"],
@@ -163,7 +163,7 @@ def release_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
 def release_failed(work: Work, failure: Failure) -> None:
     slices.release_failed(
         work.conn,
-        work.task["allocation_id"],
+        work.allocation_id,
         work.act.because(failure.error["code"], failure.evidence),
         step=failure.step,
         error=failure.error,
@@ -200,7 +200,7 @@ def wipe_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
             found=f"none of {', '.join(missing)}",
             remedy="read the task's output; repair the slots again",
         )
-    measured = work.task["allocation_id"] or ""
+    measured = work.allocation_id or ""
     slices.wiped_slots(work.conn, proofs, evidence["absence"], act, measured=measured)
     return evidence
 
@@ -210,7 +210,7 @@ def _unfenced_slots(work: Work) -> list[str]:
 
     What the host answers is never the list: it could name slots of others.
     """
-    locks.hold_node(work.conn, work.task["node_id"])
+    locks.hold_node(work.conn, work.task.node_id)
     given = {slot["slot_id"]: slot["fence"] for slot in work.parameters["slots"]}
     return claims.unfenced(work.conn, given)
 
@@ -236,7 +236,7 @@ WIPE = Handler(
 
 
 def absence_variables(work: Work) -> dict[str, Any]:
-    allocation_id = work.task["allocation_id"]
+    allocation_id = work.allocation_id
     return {
         "slice_allocation": {"id": allocation_id},
         "slice_slots": claims.bundles(work.conn, allocation_id),
@@ -246,11 +246,11 @@ def absence_variables(work: Work) -> dict[str, Any]:
 def absence_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     reports.record_absence(
         work.conn,
-        work.task["allocation_id"],
+        work.allocation_id,
         evidence["absence"],
         work.act.because("absence measured"),
-        task_id=work.task["id"],
-        observed_at=work.task["started_at"],
+        task_id=work.task.id,
+        observed_at=work.task.started_at,
     )
     return evidence
 
@@ -259,14 +259,14 @@ ABSENCE = Handler("verify_absent", absence_variables, absence_succeeded)
 
 
 def drift_variables(work: Work) -> dict[str, Any]:
-    return {"slice_slots": slot_records.bundles(work.conn, work.task["node_id"])}
+    return {"slice_slots": slot_records.bundles(work.conn, work.task.node_id)}
 
 
 def drift_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     # From when the task was taken on, not from when the host looked: of the two, the earlier.
-    since = work.task["started_at"]
+    since = work.task.started_at or 0.0
     return drift.reconcile(
-        work.conn, work.task["node_id"], evidence, work.act.because("compared"), since=since
+        work.conn, work.task.node_id, evidence, work.act.because("compared"), since=since
     )
 
 

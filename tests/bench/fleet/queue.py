@@ -39,10 +39,10 @@ def fill(engine: sa.Engine, count: int) -> list[str]:
         for turn in range(begun, begun + count):
             host = hosts[turn % len(hosts)]
             # The same work twice is queued once; the kind reads nothing but the image.
-            parameters = {"image_id": image["id"], "turn": turn}
+            parameters = {"image_id": image.id, "turn": turn}
             kind = TaskKind.NODE_IMAGE_CACHE
             item = queue.Enqueue(kind, host, "node", host, parameters)
-            added.append(queue.enqueue(conn, item, records.ACT)["id"])
+            added.append(queue.enqueue(conn, item, records.ACT).id)
     return added
 
 

@@ -15,7 +15,7 @@ from reconciler.db import journal, settings
 from reconciler.db.engine import open_engine, transaction
 from reconciler.db.journal import ENTITIES, Overdue
 from reconciler.db.migrations import migrate
-from reconciler.db.rows import Record
+from reconciler.db.schema import Slot, Task
 from reconciler.lifecycle import evidence, gate, host, slices
 from reconciler.lifecycle import launch as launching
 from reconciler.lifecycle import slots as slot_life
@@ -96,8 +96,8 @@ class Site:
     def __init__(self, engine: sa.Engine) -> None:
         self.engine = engine
         with transaction(engine) as conn:
-            known = [project["id"] for project in projects.every(conn)]
-            self.project = "p1" if known else projects.create(conn, "p1", ADMIN, id="p1")["id"]
+            known = [project.id for project in projects.every(conn)]
+            self.project = "p1" if known else projects.create(conn, "p1", ADMIN, id="p1").id
             self.image = images.register(
                 conn,
                 ADMIN,
@@ -106,7 +106,7 @@ class Site:
                 digest=f"sha256:{'a' * 64}",
                 size_bytes=1 << 20,
                 url="https://images.invalid/base.raw",
-            )["id"]
+            ).id
             settings.set_site_scheduling(conn, True, ADMIN)
 
     def document(self, number: int) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class Site:
         host.bootstrapped(conn, node_id, ADMIN, identity=identity)
         evidence.record_discovery(conn, node_id, self.document(number), ADMIN)
 
-    def approve(self, conn: sa.Connection, node_id: str, index: int, number: int = 0) -> Record:
+    def approve(self, conn: sa.Connection, node_id: str, index: int, number: int = 0) -> Slot:
         """A slot from the candidate with this index, its disk taken over with proof."""
         bundle = Bundle.of(self.document(number)["candidates"][index]["bundle"])
         proof = {"disk": bundle.identity, "method": "discard", "verified": True}
@@ -174,7 +174,7 @@ class Site:
 
     def allocate(self, conn: sa.Connection, gpus: int = 1) -> str:
         """The id of a new allocation."""
-        return str(launching.allocate(conn, self.launch(gpus), ADMIN)["id"])
+        return str(launching.allocate(conn, self.launch(gpus), ADMIN).id)
 
     def active(self, conn: sa.Connection, gpus: int = 1) -> str:
         """The id of an allocation that runs."""
@@ -195,10 +195,10 @@ class Site:
 
     def finish(
         self, conn: sa.Connection, kind: TaskKind, state: TaskState = TaskState.SUCCEEDED
-    ) -> Record:
+    ) -> Task:
         """Lease and finish the one task of a kind."""
         (task,) = leasing.lease(conn, "worker", kinds=[kind])
-        return queue.finish(conn, task["id"], task["lease_token"], state, ADMIN)
+        return queue.finish(conn, task.id, task.lease_token, state, ADMIN)
 
     def proofs(self, conn: sa.Connection, allocation_id: str) -> dict[str, dict[str, Any]]:
         """Wipe proofs as the host would give them."""
@@ -213,7 +213,7 @@ class Site:
 
     def statuses(self, conn: sa.Connection, node_id: str = "n1") -> list[str]:
         """The states of the node's slots, by index."""
-        return [slot["status"] for slot in slots.of_node(conn, node_id)]
+        return [slot.status for slot in slots.of_node(conn, node_id)]
 
 
 @pytest.fixture

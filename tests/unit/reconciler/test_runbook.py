@@ -150,13 +150,13 @@ def _clean(world: World, allocation_id: str) -> None:
     with transaction(world.engine) as conn:
         (claim,) = claims.of_allocation(conn, allocation_id)
         proof = {
-            "disk": claim["nvme_identity"],
-            "serial": claim["nvme_serial"],
-            "size_bytes": claim["nvme_size_bytes"],
+            "disk": claim.nvme_identity,
+            "serial": claim.nvme_serial,
+            "size_bytes": claim.nvme_size_bytes,
             "method": "user_data_erase",
             "verified": True,
         }
-        given = {claim["slot_id"]: proof}
+        given = {claim.slot_id: proof}
         absence = {"absent": True}
         assert slices.wiped(conn, allocation_id, ACT, proofs=given, absence=absence)
         queue.finish(conn, task["id"], task["lease_token"], TaskState.SUCCEEDED, ACT)

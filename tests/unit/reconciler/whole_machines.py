@@ -11,13 +11,14 @@ import sqlalchemy as sa
 from reconciler.db import rows
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading, retrying, transaction
-from reconciler.db.rows import Record
+from reconciler.db.schema import Allocation, Task
 from reconciler.lifecycle import baremetal, host, slices
 from reconciler.lifecycle import evidence as host_evidence
 from reconciler.lifecycle import launch as launching
 from reconciler.model.errors import Problem
 from reconciler.model.states import LIVE_CLAIMS, NodeMode, TaskKind, TaskState
 from reconciler.records import leasing, nodes, proofs, queue
+from tests.unit.reconciler.conftest import Site
 
 ABSENT = {"absent": True, "checks": {}}
 FOUND = {"absence": ABSENT, "drift": [], "compared": True}
@@ -27,7 +28,7 @@ BEFORE = {"accounts": {"root": "1"}}
 class Machines:
     """A site whose nodes m1, m2, … are ordinary machines."""
 
-    def __init__(self, site: Any) -> None:
+    def __init__(self, site: Site) -> None:
         self.site, self.engine, self.act = site, site.engine, site.act
 
     def add(self, conn: sa.Connection, node_id: str, number: int, **fields: Any) -> None:
@@ -56,7 +57,7 @@ class Machines:
         proof = {"disk": identity, "method": "discard", "verified": True}
         proofs.record_transition(conn, node_id, proof, self.act)
 
-    def launch(self, conn: sa.Connection, **fields: Any) -> Record:
+    def launch(self, conn: sa.Connection, **fields: Any) -> Allocation:
         wish = self.site.launch(0, capacity_shape="baremetal", **fields)
         return launching.allocate(conn, wish, self.act)
 
@@ -68,12 +69,12 @@ class Machines:
             assert problem.code == "no_capacity"
             explanation: Any = problem.detail["explanation"]
             return {row["node_id"]: next(iter(row["reasons"])) for row in explanation["nodes"]}
-        return {placed["node_id"]: ""}
+        return {placed.node_id: ""}
 
-    def begin(self, conn: sa.Connection, allocation: Record) -> Record:
+    def begin(self, conn: sa.Connection, allocation: Allocation) -> Task:
         """A worker takes the provision and starts its run."""
         (task,) = leasing.lease(conn, "worker", kinds=[TaskKind.BAREMETAL_PROVISION])
-        assert slices.provision_started(conn, allocation["id"], self.act)
+        assert slices.provision_started(conn, allocation.id, self.act)
         return task
 
     def active(self, conn: sa.Connection, **fields: Any) -> str:
@@ -81,20 +82,18 @@ class Machines:
         allocation = self.launch(conn, **fields)
         task = self.begin(conn, allocation)
         assert baremetal.provision_succeeded(
-            conn, allocation["id"], self.act, baseline=BEFORE, task_id=task["id"]
+            conn, allocation.id, self.act, baseline=BEFORE, task_id=task.id
         )
         self.end(conn, task)
-        return str(allocation["id"])
+        return str(allocation.id)
 
-    def end(
-        self, conn: sa.Connection, task: Record, state: TaskState = TaskState.SUCCEEDED
-    ) -> None:
-        queue.finish(conn, task["id"], task["lease_token"], state, self.act)
+    def end(self, conn: sa.Connection, task: Task, state: TaskState = TaskState.SUCCEEDED) -> None:
+        queue.finish(conn, task.id, task.lease_token, state, self.act)
 
-    def releasing(self, conn: sa.Connection, allocation_id: str) -> Record:
+    def releasing(self, conn: sa.Connection, allocation_id: str) -> Task:
         """The release of the allocation, as a worker has taken it."""
         (task,) = leasing.lease(conn, "worker", kinds=[TaskKind.BAREMETAL_RELEASE])
-        assert task["allocation_id"] == allocation_id
+        assert task.allocation_id == allocation_id
         return task
 
     def evidence(self, conn: sa.Connection, allocation_id: str, **more: Any) -> dict[str, Any]:
@@ -107,7 +106,7 @@ class Machines:
                 "method": "user_data_erase",
                 "verified": True,
             }
-            for disk in baremetal.claim_of(conn, allocation_id)["disks"]
+            for disk in baremetal.claim_of(conn, allocation_id).disks
         }
         return {**FOUND, "proofs": wiped, **more}
 
@@ -118,7 +117,7 @@ class Machines:
             conn,
             allocation_id,
             self.act,
-            fence=task["parameters"]["fence"],
+            fence=task.parameters["fence"],
             evidence=self.evidence(conn, allocation_id, **more),
         )
         self.end(conn, task)
@@ -149,7 +148,7 @@ def exclusion_holds(machines: Machines) -> None:
         live = rows.every(
             conn, sa.select(tables.claims).where(tables.claims.c.state.in_(LIVE_CLAIMS))
         )
-        modes = {node["id"]: node["mode"] for node in nodes.every(conn)}
+        modes = {node.id: node.mode for node in nodes.every(conn)}
     whole = Counter(claim["node_id"] for claim in live if claim["kind"] == "node_exclusive")
     sliced = {claim["node_id"] for claim in live if claim["kind"] == "slice"}
     assert max(whole.values()) == 1

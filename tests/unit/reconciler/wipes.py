@@ -12,10 +12,10 @@ from reconciler.records import claims
 def proofs(conn: sa.Connection, allocation_id: str) -> dict[str, dict[str, Any]]:
     """Of each disk of the allocation, by slot."""
     return {
-        claim["slot_id"]: {
-            "disk": claim["nvme_identity"],
-            "serial": claim["nvme_serial"],
-            "size_bytes": claim["nvme_size_bytes"],
+        claim.slot_id: {
+            "disk": claim.nvme_identity,
+            "serial": claim.nvme_serial,
+            "size_bytes": claim.nvme_size_bytes,
             "method": "user_data_erase",
             "verified": True,
         }

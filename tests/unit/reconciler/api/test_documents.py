@@ -14,7 +14,7 @@ from reconciler.db.engine import transaction
 from reconciler.lifecycle import evidence
 from reconciler.model.act import Act
 from reconciler.model.states import TaskState
-from reconciler.records import queue
+from reconciler.records import queue, slots
 from tests.unit.reconciler.api.test_launches import launch
 from tests.unit.reconciler.api.test_stream import sent
 from tests.unit.reconciler.api.world import ACT, NODE, World, discovery
@@ -87,7 +87,7 @@ def test_history_audit_and_timeline(selling: World) -> None:
     slot = admin.get(slots_path()).json()["items"][0]
     act = Act("test", "documents", "one-request", DOCUMENT)
     with transaction(selling.engine) as conn:
-        row = {"id": slot["id"], "node_id": NODE, "generation": 9}
+        row = slots.get(conn, slot["id"])
         journal.write_history(conn, "slot", row, act, source="", event="create", target="disabled")
         journal.audit(conn, act, "test.act", "node", NODE, detail=DOCUMENT)
     history = admin.get(f"{slots_path()}/{slot['id']}/history").json()["items"]
@@ -119,9 +119,9 @@ def test_nodes_slots_and_allocations(selling: World) -> None:
         admin.get("admin/nodes").json()["items"][0],
     ):
         assert same(node["health_detail"])
-    slots = admin.get(slots_path()).json()["items"]
-    assert all(same(slot["last_proof"]["document"]) for slot in slots)
-    for slot in (*slots, admin.get(f"{slots_path()}/{slots[0]['id']}").json()):
+    listed = admin.get(slots_path()).json()["items"]
+    assert all(same(slot["last_proof"]["document"]) for slot in listed)
+    for slot in (*listed, admin.get(f"{slots_path()}/{listed[0]['id']}").json()):
         assert same(slot["health_detail"])
         assert same(slot["capacity_metadata"])
     detail = admin.get(f"admin/allocations/{allocation}").json()

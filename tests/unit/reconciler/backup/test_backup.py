@@ -21,7 +21,7 @@ import sqlalchemy as sa
 import reconciler.backup.restore as restoring
 from reconciler.backup import archive, database, unfinished
 from reconciler.backup.restore import restore
-from reconciler.cli.database import opened
+from reconciler.cli.service import open_migrated
 from reconciler.db import clock, migrations
 from reconciler.db import schema as tables
 from reconciler.db.engine import open_engine, reading, transaction
@@ -66,9 +66,9 @@ class Life:
             self.building = site.allocate(conn)
             (task,) = leasing.lease(conn, "w", runner="r", kinds=[TaskKind.SLICE_VM_PROVISION])
             run = queue.run_id(task)
-            queue.started(conn, task["id"], task["lease_token"], run_id=run, run_directory="/r")
+            queue.started(conn, task.id, task.lease_token, run_id=run, run_directory="/r")
             slices.provision_started(conn, self.building, ADMIN)
-            self.task = task["id"]
+            self.task = task.id
 
 
 def life(folder: Path, url: str) -> Iterator[Life]:
@@ -114,17 +114,17 @@ def test_the_same_allocations_and_nothing_done_twice(
         known = set(conn.execute(sa.select(tables.projects.c.id)).scalars())
         # One engine was copied beside the open transaction, the other after it.
         assert known == ({"p1"} if urls[0] else {"p1", "late"})
-        assert allocations.get(conn, before.active)["state"] == "active"
-        assert allocations.get(conn, before.building)["state"] == "failed"
-        assert queue.get(conn, before.task)["state"] == "lost"
-        found = {slot["status"]: slot for slot in slots.of_node(conn, "n1")}
+        assert allocations.get(conn, before.active).state == "active"
+        assert allocations.get(conn, before.building).state == "failed"
+        assert queue.get(conn, before.task).state == "lost"
+        found = {slot.status: slot for slot in slots.of_node(conn, "n1")}
         assert set(found) == {"active", "cleanup_blocked", "disabled"}
         # Whatever hosts have seen since the backup, new claims are above it.
-        assert found["disabled"]["fence"] >= LEAP and found["cleanup_blocked"]["fence"] >= LEAP
-        assert found["active"]["fence"] < LEAP
+        assert found["disabled"].fence >= LEAP and found["cleanup_blocked"].fence >= LEAP
+        assert found["active"].fence < LEAP
         assert not site_scheduling(conn)
         # Nothing is on sale before the host is discovered and proven again.
-        assert nodes.get(conn, "n1")["boot_id"] == ""
+        assert nodes.get(conn, "n1").boot_id == ""
     with transaction(engine) as conn:
         assert gate.open_gate(conn, "n1", ADMIN)["opened"] == []
         assert leasing.lease(conn, "w", runner="another") == []
@@ -144,32 +144,32 @@ def test_what_was_still_to_begin_may_have_begun_since(
     machines.machine()
     with transaction(before.engine) as conn:
         asked = site.allocate(conn)
-        whole = machines.launch(conn)["id"]
+        whole = machines.launch(conn).id
         reboot = queue.Enqueue(
             TaskKind.NODE_BOOTSTRAP, "n1", "node", "n1", parameters={"allow_reboot": True}
         )
         begins = queue.enqueue(conn, reboot, ADMIN)
-        held = {claim["slot_id"] for claim in claims.of_allocation(conn, asked)}
+        held = {claim.slot_id for claim in claims.of_allocation(conn, asked)}
     file = tmp_path / "site.tar.gz"
     archive.write(before.settings, file)
     after = settled(tmp_path / "after", urls[1])
 
     done = restore(after, file)
 
-    assert len(done["canceled_tasks"]) == 3 and begins["id"] in done["canceled_tasks"]
+    assert len(done["canceled_tasks"]) == 3 and begins.id in done["canceled_tasks"]
     engine = open_engine(after.database)
     with transaction(engine) as conn:
         assert invariants.check(conn) == []
         assert leasing.lease(conn, "w", runner="another", limit=9) == [], "nothing begins by itself"
         for task_id in done["canceled_tasks"]:
             task = queue.get(conn, task_id)
-            assert (task["state"], task["error"]["code"]) == ("canceled", "restored")
-        assert allocations.get(conn, asked)["state"] == "failed"
-        blocked = {slot["id"]: slot for slot in slots.of_node(conn, "n1") if slot["id"] in held}
-        assert [slot["status"] for slot in blocked.values()] == ["cleanup_blocked"]
-        assert {slot["health_detail"]["code"] for slot in blocked.values()} == {"restored"}
-        assert allocations.get(conn, whole)["state"] == "failed"
-        assert nodes.get(conn, "m1")["unclean_allocation_id"] == whole
+            assert (task.state, task.error["code"]) == ("canceled", "restored")
+        assert allocations.get(conn, asked).state == "failed"
+        blocked = {slot.id: slot for slot in slots.of_node(conn, "n1") if slot.id in held}
+        assert [slot.status for slot in blocked.values()] == ["cleanup_blocked"]
+        assert {slot.health_detail["code"] for slot in blocked.values()} == {"restored"}
+        assert allocations.get(conn, whole).state == "failed"
+        assert nodes.get(conn, "m1").unclean_allocation_id == whole
     engine.dispose()
 
 
@@ -182,18 +182,18 @@ def test_the_tokens_that_come_back_to_life_are_named(
         leaked, secret = tokens.issue(conn, ADMIN, role=role, name="leaked")
         revoked, _ = tokens.issue(conn, ADMIN, role=role, name="revoked")
         tokens.issue(conn, ADMIN, role=role, name="ended", ttl_s=-1)
-        tokens.revoke(conn, revoked["id"], ADMIN)
+        tokens.revoke(conn, revoked.id, ADMIN)
         _, enrolment = tokens.issue_enrolment(conn, "n1", ADMIN)
     file = tmp_path / "site.tar.gz"
     archive.write(before.settings, file)
     with transaction(before.engine) as conn:
-        tokens.revoke(conn, leaked["id"], ADMIN)
+        tokens.revoke(conn, leaked.id, ADMIN)
     after = settled(tmp_path / "after", urls[1])
 
     (named,) = restore(after, file)["valid_tokens"]
 
     assert (named["name"], named["role"]) == ("leaked", "platform-admin")
-    assert named["if_revoked_since"] == f"gpuaas token revoke {leaked['id']}"
+    assert named["if_revoked_since"] == f"gpuaas token revoke {leaked.id}"
     engine = open_engine(after.database)
     with transaction(engine) as conn:
         assert tokens.authenticate(conn, secret), "which is why it is named"
@@ -267,7 +267,7 @@ def test_a_site_is_never_restored_over_another(
     with pytest.raises(Problem, match="backup_exists"):
         archive.write(before.settings, file)
     with reading(before.engine) as conn:
-        assert allocations.get(conn, before.active)["state"] == "active"
+        assert allocations.get(conn, before.active).state == "active"
 
 
 def cut_off(after: Settings, file: Path, module: ModuleType, name: str, when: str) -> None:
@@ -316,7 +316,7 @@ def test_a_restore_that_was_cut_off_is_opened_by_nobody_and_begun_again(
     cut_off(after, file, module, name, when)
 
     with pytest.raises(Problem, match="restore_unfinished"):
-        opened(after)
+        open_migrated(after)
     with pytest.raises(Problem, match="restore_unfinished"):
         archive.write(after, tmp_path / "half.tar.gz")
     if (name, when) != ("put_back", "before"):
@@ -324,13 +324,13 @@ def test_a_restore_that_was_cut_off_is_opened_by_nobody_and_begun_again(
             restore(after, other)
     done = restore(after, file)
     assert (done["lost_tasks"], len(done["closed_slots"])) == ([before.task], 1)
-    engine, _ = opened(after)
+    engine, _ = open_migrated(after)
     adopt(after, engine)
     with reading(engine) as conn:
-        assert queue.get(conn, before.task)["state"] == "lost"
-        found = {slot["status"]: slot for slot in slots.of_node(conn, "n1")}
+        assert queue.get(conn, before.task).state == "lost"
+        found = {slot.status: slot for slot in slots.of_node(conn, "n1")}
         assert set(found) == {"active", "cleanup_blocked", "disabled"}
-        assert LEAP <= found["disabled"]["fence"] < 2 * LEAP, "doubted once"
+        assert LEAP <= found["disabled"].fence < 2 * LEAP, "doubted once"
     engine.dispose()
     # Nothing of what was unpacked is left: it holds keys.
     left = {path.name for path in after.state_dir.iterdir()}

@@ -1,4 +1,4 @@
-"""What tenants type, and what operators type when it went wrong."""
+"""Commands of tenants, and commands of operators after a failure."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def launched(selling: World, gpuaas: Gpuaas, tmp_path: Path) -> dict[str, Any]:
     ]
     assert offered.items() < made.items() and "url" not in offered
     words = ("launch", "--project", "demo", "--image", "base", "--key", str(key), "--no-wait")
-    found: dict[str, Any] = json.loads(gpuaas.at(selling, "member")(*words, "--output", "json"))
-    return found
+    document: dict[str, Any] = json.loads(gpuaas.at(selling, "member")(*words, "--output", "json"))
+    return document
 
 
 @pytest.mark.usefixtures("launched")
@@ -183,8 +183,8 @@ def test_a_project_by_its_name(
 
 @pytest.mark.covers("CTRL-10")
 def test_a_members_projects(new: World, gpuaas: Gpuaas) -> None:
-    found = json.loads(gpuaas.at(new, "member")("projects", "list", "--output", "json"))
-    assert [row["name"] for row in found] == ["demo"]
+    document = json.loads(gpuaas.at(new, "member")("projects", "list", "--output", "json"))
+    assert [row["name"] for row in document] == ["demo"]
 
 
 def test_projects(new: World, gpuaas: Gpuaas) -> None:
@@ -238,18 +238,20 @@ def test_nobody_waits_for_a_release_that_has_failed(
 
     monkeypatch.setattr("time.sleep", fail)
     gpuaas.at(selling, "member")("release", key, "--project", "demo", "--output", "json")
-    found = json.loads(gpuaas.err.partition("\n")[2])
-    assert (gpuaas.status, found["code"]) == (1, "wipe_failed")
-    assert f"gpuaas recover {key}" in found["remedy"] and "0x2" not in gpuaas.err
+    document = json.loads(gpuaas.err.partition("\n")[2])
+    assert (gpuaas.status, document["code"]) == (1, "wipe_failed")
+    assert f"gpuaas recover {key}" in document["remedy"] and "0x2" not in gpuaas.err
 
 
 @pytest.mark.covers("CTRL-7")
 def test_an_admin_reads_an_allocation_as_tables(
     selling: World, gpuaas: Gpuaas, launched: dict[str, Any]
 ) -> None:
-    found = json.loads(gpuaas.at(selling)("allocation", "show", launched["id"], "--output", "json"))
-    assert found["claims"] and found["tasks"] and found["timeline"]
+    document = json.loads(
+        gpuaas.at(selling)("allocation", "show", launched["id"], "--output", "json")
+    )
+    assert document["claims"] and document["tasks"] and document["timeline"]
     told = gpuaas("allocation", "show", launched["id"])
-    assert all(task["id"] in told for task in found["tasks"])
-    assert all(claim["nvme_identity"] in told for claim in found["claims"])
+    assert all(task["id"] in told for task in document["tasks"])
+    assert all(claim["nvme_identity"] in told for claim in document["claims"])
     assert "launched by its project" in told and '{"' not in told

@@ -30,8 +30,8 @@ def test_explain(selling: World, gpuaas: Gpuaas) -> None:
     out = gpuaas.at(selling)("explain", "--gpus", "3")
     assert "2 GPUs free, no 3 on one node" in out
     assert NODE in out
-    found = json.loads(gpuaas("explain", "--pool", "none", "--output", "json"))
-    assert found["explanation"]["reasons"] == {"other_pool": 2}
+    document = json.loads(gpuaas("explain", "--pool", "none", "--output", "json"))
+    assert document["explanation"]["reasons"] == {"other_pool": 2}
 
 
 @pytest.mark.covers("CTRL-7")
@@ -39,8 +39,8 @@ def test_recovery_policy(selling: World, gpuaas: Gpuaas) -> None:
     gpuaas.at(selling)("recovery-policy", "on", "--per-hour", "9", "--output", "json")
     assert json.loads(gpuaas.out)["per_hour"] == 9
     gpuaas("recovery-policy", "off", "--output", "json")
-    found = json.loads(gpuaas("recovery-policy", "--output", "json"))
-    assert (found["enabled"], found["per_hour"]) == (False, 9), "limits stay"
+    document = json.loads(gpuaas("recovery-policy", "--output", "json"))
+    assert (document["enabled"], document["per_hour"]) == (False, 9), "limits stay"
 
 
 def test_the_switch_of_the_site_is_shown(selling: World, gpuaas: Gpuaas) -> None:
@@ -69,7 +69,7 @@ def test_usage(selling: World, gpuaas: Gpuaas) -> None:
 
 
 class Host:
-    """Does the tasks that `recover` waits for. absent: what it says, look after look."""
+    """Carries out the tasks that `recover` waits for. absent: its answers, in order."""
 
     def __init__(self, world: World, *absent: bool) -> None:
         self.world = world

@@ -1,4 +1,4 @@
-"""What a person reads of each step of `gpuaas recover`."""
+"""The lines that `gpuaas recover` prints for each step."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def test_what_is_left_on_the_host_is_named() -> None:
 
 def test_a_hosts_words_cannot_pass_for_a_step() -> None:
     forged = {"domain": {"detail": "x\n  audit\n    all is well" + "!" * 999}, "nvram": "odd"}
-    found = list(runbook.lines("runtime_absence", {"absent": False, "checks": forged}))
-    assert found[1].startswith("domain: x audit all is well!")
-    assert max(len(line) for line in found) == 300
-    assert found[2] == "nvram: odd"
+    rows = list(runbook.lines("runtime_absence", {"absent": False, "checks": forged}))
+    assert rows[1].startswith("domain: x audit all is well!")
+    assert max(len(line) for line in rows) == 300
+    assert rows[2] == "nvram: odd"
 
 
 def test_a_slot_that_was_never_proven_and_one_that_is_not_sold() -> None:

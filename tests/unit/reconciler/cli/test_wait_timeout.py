@@ -24,7 +24,7 @@ HOUR = 3600.0
 
 
 class Passing:
-    """The seconds of one wait. then: what happens, by the second at which it has."""
+    """A clock for a wait. then: events, by the second in which they happen."""
 
     def __init__(self, patch: pytest.MonkeyPatch, step: float) -> None:
         self.seconds = 0.0

@@ -14,8 +14,8 @@ from reconciler.db.engine import asking, open_engine, reading, transaction
 from reconciler.db.journal import advance
 from reconciler.db.migrations import migrate
 from reconciler.db.rows import batch_insert
+from reconciler.db.schema import Project, Slot, outbox, slots
 from reconciler.db.schema import history as history_table
-from reconciler.db.schema import outbox, projects, slots
 from reconciler.lifecycle import launch
 from reconciler.model.errors import Problem
 from reconciler.records import allocations
@@ -46,11 +46,11 @@ def test_a_launch_is_told_as_it_is_stored(selling: Site) -> None:
     with transaction(selling.engine) as conn:
         told = launch.allocate(conn, selling.launch(2), selling.act)
     with reading(selling.engine) as conn:
-        assert told == allocations.get(conn, told["id"])
+        assert told == allocations.get(conn, told.id)
         changes = rows.every(
             conn,
             sa.select(history_table)
-            .where(history_table.c.allocation_id == told["id"])
+            .where(history_table.c.allocation_id == told.id)
             .order_by(history_table.c.id),
         )
         told_of = [(row["entity"], row["target"]) for row in changes]
@@ -64,22 +64,22 @@ def test_a_launch_is_told_as_it_is_stored(selling: Site) -> None:
 @pytest.mark.covers("I3", "I20")
 def test_a_change_whose_telling_failed_is_not_committed(selling: Site) -> None:
     with reading(selling.engine) as conn:
-        slot = rows.every(conn, sa.select(slots))[0]
+        slot = rows.every(conn, sa.select(slots), Slot)[0]
 
     def half(conn: sa.Connection) -> None:
         with batch_insert(conn):
-            advance(conn, "slot", slot["id"], "disable", selling.act)
+            advance(conn, "slot", slot.id, "disable", selling.act)
             raise Problem("test", 409, expected="", found="", remedy="")
 
     # Even when the failure is forgotten, what was done cannot be committed.
     with pytest.raises(sa.exc.InvalidRequestError), transaction(selling.engine) as conn:
         with pytest.raises(Problem):
             half(conn)
-        rows.add(conn, projects, {"id": "other", "name": "other"})
+        rows.add(conn, Project, {"id": "other", "name": "other"})
     with reading(selling.engine) as conn:
-        assert rows.get(conn, slots, slot["id"], "slot") == slot
+        assert rows.get(conn, Slot, slot.id) == slot
         assert all(
-            change["event"] != "disable" for change in journal.history_of(conn, "slot", slot["id"])
+            change.event != "disable" for change in journal.history_of(conn, "slot", slot.id)
         )
 
 

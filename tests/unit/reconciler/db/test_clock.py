@@ -107,7 +107,7 @@ def story(engine: sa.Engine, wrong: float) -> dict[str, Any]:
     with off_by(wrong), transaction(engine) as conn:
         queue(conn, TaskKind.NODE_PARITY)
         (task,) = leasing.lease(conn, "wrong", seconds=60)
-        task_queue.heartbeat(conn, task["id"], task["lease_token"], seconds=60)
+        task_queue.heartbeat(conn, task.id, task.lease_token, seconds=60)
         leader.campaign(conn, "by wrong", "wrong", 60)
         leader.record_process(conn, "wrong", ["worker"], host="h", pid=1, version="1")
         _, token = tokens.issue(conn, ADMIN, role=Role.PLATFORM_ADMIN, name="t", ttl_s=60)
@@ -129,7 +129,7 @@ def story(engine: sa.Engine, wrong: float) -> dict[str, Any]:
         told["an enrolment is good for it"] = redeemed(conn, enrolment)
         told["nothing is late for it"] = journal.overdue(conn) == []
         told["no host is due for it"] = drift.due(conn, every_s=3600, at_once=9) == []
-        task_queue.wait(conn, task["id"], task["lease_token"], "later", seconds=60, act=ADMIN)
+        task_queue.wait(conn, task.id, task.lease_token, "later", seconds=60, act=ADMIN)
         told["what waits, waits"] = leasing.lease(conn, "wrong") == []
     with transaction(engine) as conn:
         told["what it lets wait, waits"] = leasing.lease(conn, "right") == []

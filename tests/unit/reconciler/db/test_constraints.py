@@ -14,6 +14,7 @@ from reconciler.db import rows
 from reconciler.db import schema as tables
 from reconciler.db.engine import open_engine, transaction
 from reconciler.db.migrations import migrate
+from reconciler.db.schema import Proof, Slot
 from reconciler.model.states import LIVE_CLAIMS, ClaimState, NodeMode
 from reconciler.records import nodes, proofs
 from tests.unit.reconciler.conftest import Site
@@ -67,6 +68,12 @@ def refused(conn: sa.Connection, *told: str) -> Iterator[None]:
     with pytest.raises(sa.exc.IntegrityError) as caught, conn.begin_nested():
         yield
     assert any(word in str(caught.value.orig) for word in told), caught.value.orig
+
+
+def stored(conn: sa.Connection, slot_id: str) -> dict[str, Any]:
+    """The columns of a slot, to be written again with some of them changed."""
+    query = sa.select(tables.slots).where(tables.slots.c.id == slot_id)
+    return dict(conn.execute(query).mappings().one())
 
 
 def another(conn: sa.Connection, **same: Any) -> dict[str, Any]:
@@ -153,11 +160,11 @@ def test_available_needs_the_proof_of_its_own_disk_as_it_is_now(conn: sa.Connect
     change(conn, slot, disk_generation=slot["disk_generation"] + 1)
     with refused(conn, *key):
         change(conn, slot, status="available", available_proof_id=slot["available_proof_id"])
-    slot = rows.get(conn, tables.slots, slot["id"], "slot")
+    slot = stored(conn, slot["id"])
     proof = proofs.record_transition(
         conn, "n1", {"disk": slot["nvme_identity"], "method": "discard", "verified": True}, Site.act
     )
-    change(conn, slot, status="available", available_proof_id=proof["id"])
+    change(conn, slot, status="available", available_proof_id=proof.id)
 
 
 @pytest.mark.covers("I4")
@@ -173,11 +180,11 @@ def test_a_disks_generation_only_grows(conn: sa.Connection) -> None:
         change(conn, slot, nvme_identity="eui.another")
     # Nor does the disk begin anew in a new slot.
     change(conn, slot, retired_at=1.0)
-    again = rows.get(conn, tables.slots, slot["id"], "slot") | {"retired_at": None}
+    again = stored(conn, slot["id"]) | {"retired_at": None}
     again |= {"id": rows.new_id(), "status": "disabled"}
     with refused(conn, told):
-        rows.add(conn, tables.slots, again | {"disk_generation": 6})
-    assert rows.add(conn, tables.slots, again)["disk_generation"] == 7
+        rows.add(conn, Slot, again | {"disk_generation": 6})
+    assert rows.add(conn, Slot, again).disk_generation == 7
 
 
 def prove(conn: sa.Connection, slot: dict[str, Any], generation: int) -> str:
@@ -185,7 +192,7 @@ def prove(conn: sa.Connection, slot: dict[str, Any], generation: int) -> str:
     same_disk = tables.proofs.c.disk_identity == slot["nvme_identity"]
     proof = rows.every(conn, sa.select(tables.proofs).where(same_disk))[0]
     proof |= {"id": rows.new_id(), "disk_generation": generation}
-    return str(rows.add(conn, tables.proofs, proof)["id"])
+    return str(rows.add(conn, Proof, proof).id)
 
 
 def move(conn: sa.Connection, claim: dict[str, Any], state: ClaimState) -> None:
@@ -242,9 +249,9 @@ def test_no_slot_is_available_under_a_live_claim(conn: sa.Connection) -> None:
     # Nor is its disk in a slot that has come after it.
     with conn.begin_nested() as attempt:
         change(conn, slot, retired_at=1.0)
-        again = rows.get(conn, tables.slots, slot["id"], "slot") | {"id": rows.new_id()}
+        again = stored(conn, slot["id"]) | {"id": rows.new_id()}
         with refused(conn, told):
-            rows.add(conn, tables.slots, again | {"retired_at": None} | fresh)
+            rows.add(conn, Slot, again | {"retired_at": None} | fresh)
         attempt.rollback()
     move(conn, claim, ClaimState.FAILED)
     change(conn, slot, status="available", available_proof_id=prove(conn, slot, generation))

@@ -19,8 +19,8 @@ def test_a_relay_misses_nothing_that_commits_late(engine: sa.Engine) -> None:
     def relay() -> None:
         with transaction(engine) as conn:
             found = journal.pending_events(conn)
-            journal.mark_published(conn, [event["id"] for event in found])
-        taken.extend(event["subject_id"] for event in found)
+            journal.mark_published(conn, [event.id for event in found])
+        taken.extend(event.subject_id for event in found)
 
     with transaction(engine) as slow:
         journal.emit(slow, "slot.available", "slot", "late", payload={})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import sqlalchemy as sa
 from reconciler.db import locks, rows
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading, retrying, transaction
+from reconciler.db.schema import Slot
 from reconciler.lifecycle import gate, host, launch, placement, recovery, slices
 from reconciler.lifecycle import slots as slot_life
 from reconciler.model.errors import Problem
@@ -38,17 +40,17 @@ UNTOUCHED = {"disk_written": False, "leftovers": False}
 
 
 def restart(conn: sa.Connection) -> bool:
-    return host.restarted(conn, "n1", ADMIN, since=nodes.get(conn, "n1")["boot_id"])
+    return host.restarted(conn, "n1", ADMIN, since=nodes.get(conn, "n1").boot_id)
 
 
 def enable(site: Site) -> Callable[[sa.Connection], Any]:
     with transaction(site.engine) as conn:
         gate.close(conn, "n1", ADMIN)
-        key = slots.of_node(conn, "n1")[0]["id"]
+        key = slots.of_node(conn, "n1")[0].id
 
     def again(conn: sa.Connection) -> None:
         # As of a request with an ETag.
-        locks.require_generation(conn, "slot", key, {slots.get(conn, key)["generation"]})
+        locks.require_generation(conn, "slot", key, {slots.get(conn, key).generation})
         slot_life.enable(conn, key, ADMIN)
 
     return again
@@ -71,7 +73,7 @@ def fail(site: Site) -> Callable[[sa.Connection], Any]:
     with transaction(site.engine) as conn:
         key = site.allocate(conn)
         slices.provision_started(conn, key, ADMIN)
-        given = {claim["slot_id"]: UNTOUCHED for claim in claims.of_allocation(conn, key)}
+        given = {claim.slot_id: UNTOUCHED for claim in claims.of_allocation(conn, key)}
     told: Any = {"step": "slice_lease", "error": ERROR, "untouched": given}
     return lambda conn: slices.provision_failed(conn, key, ADMIN, **told)
 
@@ -88,7 +90,7 @@ def clean(site: Site) -> Callable[[sa.Connection], Any]:
     with transaction(site.engine) as conn:
         key = site.failed(conn)
         (claim,) = claims.of_allocation(conn, key)
-        recovery.repair(conn, claim["slot_id"], ADMIN)
+        recovery.repair(conn, claim.slot_id, ADMIN)
         given: Any = {"proofs": site.proofs(conn, key), "absence": {"absent": True}}
     return lambda conn: slices.wiped(conn, key, ADMIN, **given)
 
@@ -97,7 +99,7 @@ def clean_slots(site: Site) -> Callable[[sa.Connection], Any]:
     with transaction(site.engine) as conn:
         key = site.failed(conn)
         (claim,) = claims.of_allocation(conn, key)
-        recovery.repair(conn, claim["slot_id"], ADMIN)
+        recovery.repair(conn, claim.slot_id, ADMIN)
         given = site.proofs(conn, key)
     return lambda conn: slices.wiped_slots(conn, given, {"absent": True}, ADMIN)
 
@@ -107,9 +109,9 @@ def force(site: Site) -> Callable[[sa.Connection], Any]:
     with transaction(site.engine) as conn:
         key = site.failed(conn)
         (claim,) = claims.of_allocation(conn, key)
-        slot, given = slots.get(conn, claim["slot_id"]), site.proofs(conn, key)
+        slot, given = slots.get(conn, claim.slot_id), site.proofs(conn, key)
         slices.require_absence(conn, key, {"absent": True}, ADMIN)
-        proofs.record(conn, slot, ProofKind.WIPE, given[slot["id"]], allocation_id=key)
+        proofs.record(conn, slot, ProofKind.WIPE, given[slot.id], allocation_id=key)
     return lambda conn: recovery.force_cleanup(conn, key, ADMIN, runtime_verified_absent=True)
 
 
@@ -160,7 +162,7 @@ def test_a_clean_up_decides_nothing_about_a_slot_that_is_fenced_off_meanwhile(
     with transaction(sold.engine) as conn:
         key = sold.failed(conn)
         (claim,) = claims.of_allocation(conn, key)
-        first = recovery.repair(conn, claim["slot_id"], ADMIN)
+        first = recovery.repair(conn, claim.slot_id, ADMIN)
         given = sold.proofs(conn, key)
 
     def late() -> None:
@@ -172,15 +174,15 @@ def test_a_clean_up_decides_nothing_about_a_slot_that_is_fenced_off_meanwhile(
                 slice_kinds.wipe_failed(work, Failure("nvme_wipe", dict(ERROR), {}, known=False))
 
     with transaction(sold.engine) as conn:
-        slot = rows.get(conn, tables.slots, claim["slot_id"], "slot", lock=True)
+        slot = rows.get(conn, Slot, claim.slot_id, lock=True)
         slices.block(conn, slot, key, ADMIN, step="deadline", error=ERROR)
-        recovery.repair(conn, slot["id"], ADMIN)
+        recovery.repair(conn, slot.id, ADMIN)
         second = beside(late)
         with pytest.raises(TimeoutError):
             second.result(A_WHILE_S)
     second.result(SOON_S)
     with reading(sold.engine) as conn:
-        assert slots.get(conn, claim["slot_id"])["status"] == "cleanup", "of the second one"
+        assert slots.get(conn, claim.slot_id).status == "cleanup", "of the second one"
 
 
 def maintain(conn: sa.Connection) -> Any:
@@ -190,7 +192,7 @@ def maintain(conn: sa.Connection) -> Any:
 
 def prepare(conn: sa.Connection) -> Any:
     """The start of a bootstrap that may restart the host."""
-    task = {"node_id": "n1", "parameters": {"allow_reboot": True}}
+    task: Any = SimpleNamespace(node_id="n1", parameters={"allow_reboot": True})
     return node.bootstrap_start(Work(conn, task, nodes.get(conn, "n1"), {}, Settings()))
 
 
@@ -261,4 +263,4 @@ def test_who_removes_a_known_machine_waits_for_its_allocation_and_holds_no_slot(
             removed.result(A_WHILE_S)
         query = sa.select(tables.slots.c.id).where(tables.slots.c.id == slot["id"])
         assert conn.execute(query.with_for_update(nowait=True)).scalar_one() == slot["id"]
-    assert removed.result(SOON_S)["subject_id"] == key
+    assert removed.result(SOON_S).subject_id == key

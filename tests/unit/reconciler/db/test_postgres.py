@@ -23,6 +23,7 @@ from reconciler.lifecycle import launch, slices
 from reconciler.model.errors import Problem
 from reconciler.model.states import NodeMode, Role
 from reconciler.records import allocations, claims, leasing, nodes, tokens
+from tests.unit.reconciler.conftest import Site
 
 pytestmark = pytest.mark.postgres
 HEAD = ScriptDirectory(str(Path(migrations.__file__).parent)).get_current_head()
@@ -41,7 +42,7 @@ def engine(server: str) -> Iterator[sa.Engine]:
 
 
 @pytest.mark.covers("CTRL-2")
-def test_one_history_and_the_whole_life(engine: sa.Engine, site: Any) -> None:
+def test_one_history_and_the_whole_life(engine: sa.Engine, site: Site) -> None:
     assert migrate(engine) == HEAD
     with engine.connect() as conn:
         assert compare_metadata(MigrationContext.configure(conn), tables.metadata) == []
@@ -56,11 +57,11 @@ def test_one_history_and_the_whole_life(engine: sa.Engine, site: Any) -> None:
         )
     with reading(engine) as conn:
         assert site.statuses(conn) == ["available", "available"]
-        assert allocations.get(conn, allocation_id)["state"] == "released"
+        assert allocations.get(conn, allocation_id).state == "released"
 
 
 @pytest.mark.covers("CTRL-2", "I2", "I4", "I20")
-def test_schema_refuses_what_it_must(engine: sa.Engine, site: Any) -> None:
+def test_schema_refuses_what_it_must(engine: sa.Engine, site: Site) -> None:
     site.node()
     with transaction(engine) as conn:
         allocation_id = site.allocate(conn)
@@ -80,7 +81,7 @@ def test_schema_refuses_what_it_must(engine: sa.Engine, site: Any) -> None:
 
 
 @pytest.mark.covers("CTRL-4", "CTRL-5", "I1")
-def test_many_at_once(engine: sa.Engine, site: Any) -> None:
+def test_many_at_once(engine: sa.Engine, site: Site) -> None:
     for number, node in enumerate(("n1", "n2")):
         site.node(node, (0, 1, 3), number)
 
@@ -92,7 +93,7 @@ def test_many_at_once(engine: sa.Engine, site: Any) -> None:
 
     def worker(number: int) -> list[str]:
         taken = retrying(engine, lambda conn: leasing.lease(conn, f"w{number}", limit=2))
-        return [task["id"] for task in taken]
+        return [task.id for task in taken]
 
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(client, range(10)))
@@ -105,7 +106,7 @@ def test_many_at_once(engine: sa.Engine, site: Any) -> None:
         assert site.statuses(conn) == site.statuses(conn, "n2") == ["reserved"] * 3
 
 
-def test_pages_hold_every_row_once(engine: sa.Engine, site: Any) -> None:
+def test_pages_hold_every_row_once(engine: sa.Engine, site: Site) -> None:
     site.node()
     with transaction(engine) as conn:
         for number in range(5):
@@ -119,11 +120,11 @@ def test_pages_hold_every_row_once(engine: sa.Engine, site: Any) -> None:
         (journal.AUDIT_ORDER, journal.audit_rows),
     ):
         with reading(engine) as conn:
-            whole = [row["id"] for row in read(conn)]
+            whole = [row.id for row in read(conn)]
             found: list[Any] = []
             page = db_rows.Page(2)
             while rows := read(conn, page=page):
-                found += [row["id"] for row in rows]
+                found += [row.id for row in rows]
                 # As the API does it: the place goes out as JSON and comes back.
                 page = db_rows.Page(2, tuple(json.loads(json.dumps(order.keys(rows[-1])))))
         assert found == whole

@@ -74,5 +74,5 @@ class Ground:
             truth.hosts[name] = Host(number, boot, boot, boot, passed, sliced=name == "n1")
         with reading(self.site.engine) as conn:
             for row in slots.of_node(conn, "n1"):
-                truth.slots[row["id"]] = Slot("n1", row["nvme_identity"])
+                truth.slots[row.id] = Slot("n1", row.nvme_identity)
         return truth

@@ -42,18 +42,18 @@ class Slice(Stage):
     def lies(self, conn: sa.Connection) -> list[str]:
         found = []
         ledger = {entry.slot_id: entry for entry in self.host.ledger()}
-        live = {row["id"]: row for row in allocations.every(conn)}
+        live = {row.id: row for row in allocations.every(conn)}
         used = {disk for disks in self.host.running.values() for disk in disks}
         for slot in slots.of_node(conn, "n1"):
-            entry, disk = ledger.get(slot["id"]), slot["nvme_identity"]
-            if slot["status"] == SlotState.AVAILABLE and (
+            entry, disk = ledger.get(slot.id), slot.nvme_identity
+            if slot.status == SlotState.AVAILABLE and (
                 self.host.disks.get(disk) or disk in used or (entry and entry.dirty)
             ):
-                found.append(f"slot {slot['slot_index']} is sold with somebody's bytes on it")
-            if slot["status"] == SlotState.AVAILABLE and entry and entry.allocation_id:
-                found.append(f"slot {slot['slot_index']} is sold and leased on the host")
+                found.append(f"slot {slot.slot_index} is sold with somebody's bytes on it")
+            if slot.status == SlotState.AVAILABLE and entry and entry.allocation_id:
+                found.append(f"slot {slot.slot_index} is sold and leased on the host")
         for key, allocation in live.items():
-            if allocation["state"] == AllocationState.ACTIVE:
+            if allocation.state == AllocationState.ACTIVE:
                 theirs = self.host.running.get(key, ())
                 if not theirs or any(self.host.disks[disk] != key for disk in theirs):
                     found.append(f"the machine of {key} is not what its tenant had")
@@ -70,7 +70,7 @@ class Whole(Stage):
 
     def launch(self, *, everything: bool = False) -> str:
         with transaction(self.engine) as conn:
-            return str(Machines(self.site).launch(conn)["id"])
+            return str(Machines(self.site).launch(conn).id)
 
     def release(self, allocation_id: str) -> None:
         with transaction(self.engine) as conn:
@@ -78,25 +78,25 @@ class Whole(Stage):
 
     def recover(self) -> bool:
         with transaction(self.engine) as conn:
-            owed = bool(nodes.get(conn, "m1")["unclean_allocation_id"])
+            owed = bool(nodes.get(conn, "m1").unclean_allocation_id)
             if owed:
                 baremetal.clean(conn, "m1", ADMIN)
         self.work()
         with transaction(self.engine) as conn:
-            if nodes.get(conn, "m1")["health_detail"].get("code") == baremetal.DRIFT:
+            if nodes.get(conn, "m1").health_detail.get("code") == baremetal.DRIFT:
                 baremetal.accept_drift(conn, "m1", ADMIN)
         return owed
 
     def lies(self, conn: sa.Connection) -> list[str]:
         found = []
         node = nodes.get(conn, "m1")
-        busy = [a for a in allocations.every(conn) if a["state"] not in ("failed", "released")]
-        free = not node["unclean_allocation_id"] and not busy
+        busy = [a for a in allocations.every(conn) if a.state not in ("failed", "released")]
+        free = not node.unclean_allocation_id and not busy
         if free and (self.host.accounts or any(self.host.disks.values())):
             found.append("the machine is sold with a tenant in it")
         for allocation in busy:
-            if allocation["state"] == AllocationState.ACTIVE and not self.host.accounts:
-                found.append(f"the tenant of {allocation['id']} cannot enter")
+            if allocation.state == AllocationState.ACTIVE and not self.host.accounts:
+                found.append(f"the tenant of {allocation.id} cannot enter")
         return found
 
 

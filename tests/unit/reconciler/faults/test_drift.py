@@ -68,9 +68,9 @@ class Look:
         stage = self._stage
         settle(stage.engine, stage.settings, DRIFT, self.task, outcome)
         with reading(stage.engine) as conn:
-            task = queue.get(conn, self.task["id"])
-        assert task["state"] == "succeeded", task["error"]
-        result: Record = task["result"]
+            task = queue.get(conn, self.task.id)
+        assert task.state == "succeeded", task.error
+        result: Record = task.result
         return result
 
 
@@ -155,12 +155,12 @@ def test_what_a_lost_run_goes_on_to_do_is_found_and_cleaned(at: Open) -> None:
     assert sorted(statuses(stage)) == ["available", "cleanup_blocked"]
     assert stage.host.running == seen.running, "a comparison touches nothing on the host"
     with transaction(stage.engine) as conn:
-        (slot,) = [s for s in slots.of_node(conn, "n1") if s["status"] != SlotState.AVAILABLE]
-        assert (slot["health_detail"]["step"], slot["health_detail"]["allocation_id"]) == (
+        (slot,) = [s for s in slots.of_node(conn, "n1") if s.status != SlotState.AVAILABLE]
+        assert (slot.health_detail["step"], slot.health_detail["allocation_id"]) == (
             "drift",
             key,
         )
-        recovery.repair(conn, slot["id"], ADMIN)
+        recovery.repair(conn, slot.id, ADMIN)
     stage.work()
     stage.pristine("after the repair")
 

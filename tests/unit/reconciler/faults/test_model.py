@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from hypothesis.stateful import (
 from reconciler.db import clock
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading, transaction
+from reconciler.db.schema import Task
 from reconciler.lifecycle import baremetal, gate, invariants, recovery
 from reconciler.lifecycle import host as host_life
 from reconciler.lifecycle import launch as launching
@@ -101,7 +102,7 @@ class Story(RuleBasedStateMachine):
         self.runs = Runs(self.truth, self.ground.documents)
         self.ground.runs = self.runs
         # By task, what this worker holds.
-        self.held: dict[str, dict[str, Any]] = {}
+        self.held: dict[str, Task] = {}
         self.stopping = threading.Event()
         self.stopping.set()
         self.act = ADMIN.because("the model says so")
@@ -118,18 +119,18 @@ class Story(RuleBasedStateMachine):
                 assert problem.code == "no_capacity", problem
                 assert max(self._sellable(conn).values(), default=0) < gpus
                 return
-            own = {row["slot_id"]: row["nvme_identity"] for row in made["claims"]}
+            own = {row.slot_id: row.nvme_identity for row in made.claims}
         assert len(own) == gpus
-        self.truth.promise(made["id"], made["node_id"], tuple(own.values()), tuple(own))
+        self.truth.promise(made.id, made.node_id, tuple(own.values()), tuple(own))
 
     @rule()
     def launch_whole(self) -> None:
         def ask(conn: sa.Connection) -> None:
             made = Machines(self.site).launch(conn)
-            disks = baremetal.claim_of(conn, made["id"])["disks"]
+            disks = baremetal.claim_of(conn, made.id).disks
             given = tuple(f"eui.{disk['nvme_eui']}" for disk in disks)
-            assert not self.truth.hosts[made["node_id"]].sliced
-            self.truth.promise(made["id"], made["node_id"], given, ())
+            assert not self.truth.hosts[made.node_id].sliced
+            self.truth.promise(made.id, made.node_id, given, ())
 
         self._ask(ask, "no_capacity")
 
@@ -197,7 +198,7 @@ class Story(RuleBasedStateMachine):
         def ask(conn: sa.Connection) -> str:
             proof = {"disk": bundle.identity, "method": "discard", "verified": True}
             proofs.record_transition(conn, node, proof, ADMIN)
-            return str(slot_life.approve(conn, node, bundle, ADMIN)["id"])
+            return str(slot_life.approve(conn, node, bundle, ADMIN).id)
 
         refusals = ("node_not_slice", "discovery_stale", "discovery_missing", "disk_not_found")
         if made := self._ask(ask, *refusals):
@@ -225,7 +226,7 @@ class Story(RuleBasedStateMachine):
     def conversion_ends(self, node: str, back: bool) -> None:
         """Well, or with everything as it was."""
         with reading(self.engine) as conn:
-            mode = nodes.get(conn, node)["mode"]
+            mode = nodes.get(conn, node).mode
         host = self.truth.hosts[node]
         if not mode.startswith("converting"):
             return
@@ -248,7 +249,7 @@ class Story(RuleBasedStateMachine):
     @rule(pick=PICK)
     def cancel_task(self, pick: int) -> None:
         with reading(self.engine) as conn:
-            found = [task for task in queue.every(conn) if task["state"] in OPEN]
+            found = [task for task in queue.every(conn) if task.state in OPEN]
         if not found:
             return
         task = _one(sorted(found, key=lambda one: one["id"]), pick)
@@ -266,7 +267,7 @@ class Story(RuleBasedStateMachine):
         with transaction(self.engine) as conn:
             leased = leasing.lease(conn, "worker")
         for task in leased:
-            self.held[task["id"]] = task
+            self.held[task.id] = task
             self._attend(task)
 
     @precondition(lambda self: self._going())
@@ -300,7 +301,7 @@ class Story(RuleBasedStateMachine):
                 conn.execute(late.values(**past))
             end_overdue(self.engine, self.settings)
         with reading(self.engine) as conn:
-            assert queue.get(conn, run.task)["state"] == TaskState.LOST
+            assert queue.get(conn, run.task).state == TaskState.LOST
         self.held.pop(run.task, None)
         run.told = "given up"
         account.ended(self.truth, run, "lost", ours)
@@ -419,7 +420,7 @@ class Story(RuleBasedStateMachine):
         self.reconciler_is_killed()
         for _ in range(30):
             with reading(self.engine) as conn:
-                if not any(task["state"] in OPEN for task in queue.every(conn)):
+                if not any(task.state in OPEN for task in queue.every(conn)):
                     break
             self.all_goes_well(1)
         for pick in range(len(self.truth.slots)):
@@ -436,45 +437,45 @@ class Story(RuleBasedStateMachine):
             assert problem.code in refusals, problem
             return None
 
-    def _attend(self, task: dict[str, Any]) -> None:
+    def _attend(self, task: Task) -> None:
         run_id = queue.run_id(task)
         ours = self._ours(task)
         try:
             worker.attend(self.engine, self.settings, task, self.stopping)
         except Problem as problem:
             assert problem.code == "stale_lease", problem
-            self.held.pop(task["id"], None)
+            self.held.pop(task.id, None)
             return
         run = self.runs.known.get(run_id)
         with reading(self.engine) as conn:
-            state = queue.get(conn, task["id"])["state"]
+            state = queue.get(conn, task.id).state
         if state == TaskState.RUNNING:
             assert run is not None
             account.begun(self.truth, run)
             return
-        self.held.pop(task["id"], None)
+        self.held.pop(task.id, None)
         if run is None:
             self._dropped(task, ours, "before")
         elif state != TaskState.WAITING:
             account.ended(self.truth, run, run.told, ours)
 
-    def _dropped(self, task: dict[str, Any], ours: list[str], told: str) -> None:
+    def _dropped(self, task: Task, ours: list[str], told: str) -> None:
         """A task has ended without a run."""
-        kind, key = task["kind"], task["allocation_id"] or ""
+        kind, key = task.kind, task.allocation_id or ""
         if kind in BUILDING:
             account.built(self.truth, key, told)
         elif kind not in LOOKS:
-            none = Run("", task["id"], kind, task["node_id"], key, (), (), {}, "", {})
+            none = Run("", task.id, kind, task.node_id, key, (), (), {}, "", {})
             account.ended(self.truth, none, "lost", ours)
 
-    def _ours(self, task: Mapping[str, Any]) -> list[str]:
+    def _ours(self, task: Task) -> list[str]:
         """The fences of a task that nobody has raised since it was given them."""
-        given = {slot["slot_id"]: slot["fence"] for slot in task["parameters"].get("slots", ())}
+        given = {slot["slot_id"]: slot["fence"] for slot in task.parameters.get("slots", ())}
         with reading(self.engine) as conn:
             known = pairs(conn, FENCES)
-            machine = nodes.get(conn, task["node_id"])["fence"]
+            machine = nodes.get(conn, task.node_id).fence
         ours = [key for key, fence in given.items() if known[key] == fence]
-        return [*ours, *([MACHINE] if task["parameters"].get("fence") == machine else [])]
+        return [*ours, *([MACHINE] if task.parameters.get("fence") == machine else [])]
 
     def _release(self, key: str) -> None:
         refused = "allocation_not_releasable"
@@ -519,9 +520,9 @@ class Story(RuleBasedStateMachine):
         """By node that may be sold from now, how many slots are available."""
         count: dict[str, int] = {}
         for node in nodes.every(conn, state=NodeState.READY, mode=NodeMode.SLICE):
-            if node["slice_scheduling"]:
-                there = [slot["status"] for slot in slots.of_node(conn, node["id"])]
-                count[node["id"]] = there.count("available")
+            if node.slice_scheduling:
+                there = [slot.status for slot in slots.of_node(conn, node.id)]
+                count[node.id] = there.count("available")
         return count
 
     def _tenants(self, *states: str) -> list[str]:

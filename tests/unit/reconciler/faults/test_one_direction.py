@@ -20,7 +20,7 @@ from reconciler.db.engine import reading, transaction
 from reconciler.lifecycle import host
 from reconciler.model.states import TaskState
 from reconciler.records import nodes, queue
-from reconciler.runs import probe
+from reconciler.runs import ssh
 from reconciler.runs.spec import NodeAccess
 from reconciler.runs.ssh import SshAccess
 from tests.unit.reconciler.conftest import ADMIN
@@ -125,19 +125,19 @@ def _both(stage: Stage, kind: str, way: str, numbers: tuple[int, int]) -> None:
     stage.runner.faults[kind] = first(line, numbers[0])
     stage.work()
     task = ended(stage, kind)
-    assert (task["state"], task["error"]["code"]) == ("failed", "host_unreachable"), where
+    assert (task.state, task.error["code"]) == ("failed", "host_unreachable"), where
     _nothing_is_freed(stage, where)
     # Before anything was heard, these words could be those of a host that refuses us.
-    assert _unreachable(stage, task["node_id"]) == (numbers[0] > 0), where
+    assert _unreachable(stage, task.node_id) == (numbers[0] > 0), where
     line.goes_on()
-    _answers(stage, task["node_id"])
+    _answers(stage, task.node_id)
     _nothing_is_freed(stage, where)
     for undo in UNDOING:
         stage.runner.faults[undo] = second(line, numbers[1])
     stage.recover()
     _nothing_is_freed(stage, where)
     line.goes_on()
-    _answers(stage, task["node_id"])
+    _answers(stage, task.node_id)
     _nothing_is_freed(stage, where)
     stage.runner.faults.clear()
     come_back(stage, where)
@@ -153,13 +153,13 @@ def test_a_task_whose_host_was_never_reached_waits_and_goes_on(
         stage.runner.faults[kind] = _no_way
         stage.work()
         with reading(stage.engine) as conn:
-            (task,) = (one for one in queue.every(conn) if one["kind"] == kind)
-        assert (task["state"], task["unreached"]) == (TaskState.WAITING, times)
-        assert _unreachable(stage, task["node_id"])
+            (task,) = (one for one in queue.every(conn) if one.kind == kind)
+        assert (task.state, task.unreached) == (TaskState.WAITING, times)
+        assert _unreachable(stage, task.node_id)
         _nothing_is_freed(stage, kind)
-        _answers(stage, task["node_id"])
+        _answers(stage, task.node_id)
     stage.work()
-    assert ended(stage, kind)["state"] == TaskState.SUCCEEDED
+    assert ended(stage, kind).state == TaskState.SUCCEEDED
     assert stage.host.seen() == healthy[kind].host
     stage.sound(kind)
 
@@ -176,7 +176,7 @@ def _nothing_is_freed(stage: Stage, where: str) -> None:
 
 def _unreachable(stage: Stage, node_id: str) -> bool:
     with reading(stage.engine) as conn:
-        return bool(nodes.get(conn, node_id)["state"] == "unreachable")
+        return bool(nodes.get(conn, node_id).state == "unreachable")
 
 
 def _answers(stage: Stage, node_id: str) -> None:
@@ -214,9 +214,9 @@ def test_a_real_ssh_takes_neither_for_an_answer(
     one_way: Callable[[bytes], int], words: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It comes to an end, and never as if the host had answered."""
-    monkeypatch.setattr(probe, "_CONNECT_S", 1)
+    monkeypatch.setattr(ssh, "_PROBE_CONNECT_S", 1)
     # By itself an SSH that is not heard ends only when its packets are not answered for minutes.
-    monkeypatch.setattr(probe, "_LIMIT_S", 3)
+    monkeypatch.setattr(ssh, "_PROBE_LIMIT_S", 3)
     access = SshAccess(tmp_path / "key", tmp_path / "cert", tmp_path / "hosts")
-    said = probe.said(access, NodeAccess("n1", "127.0.0.1", one_way(words)))
+    said = ssh.probe(access, NodeAccess("n1", "127.0.0.1", one_way(words)))
     assert "timed out" in said or "no end of the connection" in said, said

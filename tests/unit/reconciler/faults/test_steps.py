@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from reconciler.db.engine import reading, transaction
+from reconciler.db.schema import Task
 from reconciler.model.states import TaskKind, TaskState
 from reconciler.records import allocations, nodes, queue
 from reconciler.work.kinds import HANDLERS
@@ -102,7 +103,7 @@ def healthy(
             stage = staged(stage_of, database, moments[kind], folder, patch)
             stage.work()
             stage.sound(f"{kind}, nothing wrong")
-            assert ended(stage, kind)["state"] == TaskState.SUCCEEDED
+            assert ended(stage, kind).state == TaskState.SUCCEEDED
             runs = stage.runner.runs.values()
             (run,) = [r for r in runs if r.spec.variables["slice_run"]["kind"] == kind]
             made[kind] = Healthy(tuple(run.steps), stage.host.seen())
@@ -144,15 +145,15 @@ def come_back(stage: Stage, where: str) -> None:
 
 def active(stage: Stage) -> list[str]:
     with reading(stage.engine) as conn:
-        return [row["id"] for row in allocations.every(conn) if row["state"] == "active"]
+        return [row.id for row in allocations.every(conn) if row.state == "active"]
 
 
-def ended(stage: Stage, kind: str) -> dict[str, Any]:
+def ended(stage: Stage, kind: str) -> Task:
     """The task that the fault was in."""
     with reading(stage.engine) as conn:
         return min(
-            (task for task in queue.every(conn) if task["kind"] == kind),
-            key=lambda task: (task["finished_at"] or 0, task["created_at"]),
+            (task for task in queue.every(conn) if task.kind == kind),
+            key=lambda task: (task.finished_at or 0, task.created_at),
         )
 
 
@@ -195,7 +196,7 @@ def test_a_step_fails(at: Open, healthy: dict[str, Healthy], kind: str, how: How
         stage = at(kind)
         stage.runner.faults[kind] = at_step(number, lambda: how)
         stage.work()
-        assert ended(stage, kind)["state"] == TaskState.FAILED, where
+        assert ended(stage, kind).state == TaskState.FAILED, where
         stage.sound(where)
         come_back(stage, where)
 
@@ -210,7 +211,7 @@ def test_run_and_reconciler_are_killed(
         stage = at(kind)
         stage.runner.faults[kind] = at_step(number, lambda: how)
         stage.die()
-        assert ended(stage, kind)["state"] == TaskState.LOST, where
+        assert ended(stage, kind).state == TaskState.LOST, where
         assert active(stage) == [], where
         stage.sound(where)
         come_back(stage, where)
@@ -265,7 +266,7 @@ def test_the_reconciler_is_killed_before_it_records_the_end(
     stage = at(kind)
     stage.runner.dies_before_recording = True
     stage.die()
-    assert ended(stage, kind)["state"] == TaskState.SUCCEEDED
+    assert ended(stage, kind).state == TaskState.SUCCEEDED
     assert stage.host.seen() == wanted
     come_back(stage, kind)
 
@@ -283,7 +284,7 @@ def test_a_run_is_sent_twice(at: Open, healthy: dict[str, Healthy], kind: str) -
         stage.work()
         stage.sound(where)
         task = ended(stage, kind)
-        told = (task["state"], task["error"].get("code", ""))
+        told = (task.state, task.error.get("code", ""))
         # The tenant whom the second one let in uses the disks that the first one would wipe.
         entered = kind == TaskKind.BAREMETAL_PROVISION and any(
             later.module == "nvme_wipe" for later in healthy[kind].steps[number + 1 :]
@@ -400,7 +401,7 @@ def test_a_late_run_does_no_harm(
         (late,) = [run for run in stage.runner.runs.values() if run.pending]
         stage.deadlines_pass()
         stage.sound(where)
-        assert ended(stage, kind)["state"] == TaskState.LOST, where
+        assert ended(stage, kind).state == TaskState.LOST, where
         for _ in range(3):
             if not stage.recover():
                 break

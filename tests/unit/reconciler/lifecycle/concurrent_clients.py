@@ -21,6 +21,7 @@ from reconciler.db import journal, rows
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.rows import Record
+from reconciler.db.schema import Slot, Task
 from reconciler.lifecycle import baremetal, host, invariants, launch, recovery
 from reconciler.model.errors import Problem
 from reconciler.model.states import LIVE_CLAIMS, ClaimKind, NodeMode, TaskKind, TaskState
@@ -29,6 +30,7 @@ from reconciler.settings import Settings
 from reconciler.work import chaining as story
 from reconciler.work.handler import Failure, Work, open_work
 from reconciler.work.kinds import HANDLERS
+from tests.unit.reconciler.conftest import Site
 from tests.unit.reconciler.whole_machines import BEFORE, Machines
 
 CLIENTS = 16
@@ -64,7 +66,7 @@ class Crowd:
     """
 
     def __init__(
-        self, site: Any, *, hosts: int, machines: int, often: Set[str] = frozenset()
+        self, site: Site, *, hosts: int, machines: int, often: Set[str] = frozenset()
     ) -> None:
         self.site, self.engine, self.act = site, site.engine, site.act
         self.numbers = {f"n{number}": number for number in range(hosts)}
@@ -191,7 +193,7 @@ class Crowd:
         if not taken:
             return False
         (task,) = taken
-        handler = HANDLERS[task["kind"]]
+        handler = HANDLERS[task.kind]
         try:
             retrying(self.engine, lambda conn: handler.start(self._open(conn, task)), attempts=10)
         except Problem as refusal:
@@ -207,35 +209,35 @@ class Crowd:
             return self._write(lambda conn: self._fail(conn, task, known=luck < 0.25))
         return self._write(lambda conn: self._succeed(conn, task))
 
-    def _open(self, conn: sa.Connection, task: Record) -> Work:
+    def _open(self, conn: sa.Connection, task: Task) -> Work:
         return open_work(conn, self.settings, task)
 
-    def _fail(self, conn: sa.Connection, task: Record, *, known: bool) -> bool:
+    def _fail(self, conn: sa.Connection, task: Task, *, known: bool) -> bool:
         error = {"code": "step_failed", "expected": "a", "found": "b", "remedy": "c"}
         evidence = {"disk_written": False, "leftovers": False} if known else {}
         failure = Failure("clone", error, evidence, known=known)
-        HANDLERS[task["kind"]].fail(self._open(conn, task), failure)
+        HANDLERS[task.kind].fail(self._open(conn, task), failure)
         return self._end(conn, task, TaskState.FAILED)
 
-    def _succeed(self, conn: sa.Connection, task: Record) -> bool:
+    def _succeed(self, conn: sa.Connection, task: Task) -> bool:
         work = self._open(conn, task)
-        story.go_on(work, HANDLERS[task["kind"]].succeed(work, self._evidence(conn, task)))
+        story.go_on(work, HANDLERS[task.kind].succeed(work, self._evidence(conn, task)))
         return self._end(conn, task, TaskState.SUCCEEDED)
 
-    def _end(self, conn: sa.Connection, task: Record, state: TaskState) -> bool:
-        queue.finish(conn, task["id"], task["lease_token"], state, self.act)
+    def _end(self, conn: sa.Connection, task: Task, state: TaskState) -> bool:
+        queue.finish(conn, task.id, task.lease_token, state, self.act)
         return True
 
-    def _evidence(self, conn: sa.Connection, task: Record) -> dict[str, Any]:
+    def _evidence(self, conn: sa.Connection, task: Task) -> dict[str, Any]:
         """What a host says that did all it was told."""
-        number, key = self.numbers[task["node_id"]], task["allocation_id"]
+        number, key = self.numbers[task.node_id], task.allocation_id
 
         def wiped() -> dict[str, Any]:
-            given = [slot["slot_id"] for slot in task["parameters"]["slots"]]
+            given = [slot["slot_id"] for slot in task.parameters["slots"]]
             return {"proofs": {one: _proof(slots.get(conn, one)) for one in given}}
 
         def parity() -> dict[str, Any]:
-            mode = NodeMode(nodes.get(conn, task["node_id"])["mode"])
+            mode = NodeMode(nodes.get(conn, task.node_id).mode)
             return {"parity": {**self.site.parity(number), "intent": mode.purpose}}
 
         told: dict[str, Callable[[], dict[str, Any]]] = {
@@ -247,7 +249,7 @@ class Crowd:
             TaskKind.SLICE_TOPOLOGY_DISCOVER: lambda: {"discovery": self.site.document(number)},
             TaskKind.NODE_PARITY: parity,
         }
-        return {"absence": ABSENT, **told[task["kind"]]()}
+        return {"absence": ABSENT, **told[task.kind]()}
 
     def sound(self) -> None:
         """Afterwards: I1 to I3 over the whole past, and `gpuaas check`."""
@@ -259,9 +261,9 @@ class Crowd:
             written_together(conn)
 
 
-def _proof(slot: Record) -> dict[str, Any]:
-    disk = {"disk": slot["nvme_identity"], "serial": slot["nvme_serial"]}
-    return {**disk, "size_bytes": slot["nvme_size_bytes"], **WIPED}
+def _proof(slot: Slot) -> dict[str, Any]:
+    disk = {"disk": slot.nvme_identity, "serial": slot.nvme_serial}
+    return {**disk, "size_bytes": slot.nvme_size_bytes, **WIPED}
 
 
 def holds(conn: sa.Connection) -> None:
@@ -313,7 +315,7 @@ def written_together(conn: sa.Connection) -> None:
         (row["entity"], row["entity_id"]) for row in rows.every(conn, sa.select(tables.history))
     )
     told = Counter(
-        (row["subject_kind"], row["subject_id"]) for row in journal.pending_events(conn, 1_000_000)
+        (row.subject_kind, row.subject_id) for row in journal.pending_events(conn, 1_000_000)
     )
     for entity, table in (
         ("slot", tables.slots),

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from reconciler.db import clock, journal
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading, retrying, transaction
-from reconciler.db.rows import Record
+from reconciler.db.schema import Task
 from reconciler.lifecycle import app_operations, apps, invariants, launch
 from reconciler.model.errors import Problem
 from reconciler.model.states import TaskKind, TaskState
@@ -51,15 +51,15 @@ class Apps:
         return apps.NewApp(**{**values, **fields})
 
     def create(self, conn: sa.Connection, **fields: Any) -> str:
-        return str(apps.create(conn, self.wish(**fields), ADMIN)["id"])
+        return str(apps.create(conn, self.wish(**fields), ADMIN).id)
 
     def work(
         self, conn: sa.Connection, *, error: dict[str, str] | None = None, limit: int = 9
-    ) -> list[Record]:
+    ) -> list[Task]:
         """Bring what is queued of keys to its end."""
         taken = leasing.lease(conn, "worker", kinds=[KIND], limit=limit)
         for task in taken:
-            given = task["parameters"]
+            given = task.parameters
             assert app_operations.began(conn, given["operation_id"], ADMIN) == ""
             if error:
                 app_operations.failed(conn, given["operation_id"], ADMIN, error)
@@ -68,15 +68,15 @@ class Apps:
                 ends = given["managed_key"]["expires_at"] if placed else None
                 app_operations.succeeded(conn, given["operation_id"], ADMIN, expires_at=ends)
             state = TaskState.FAILED if error else TaskState.SUCCEEDED
-            queue.finish(conn, task["id"], task["lease_token"], state, ADMIN)
+            queue.finish(conn, task.id, task.lease_token, state, ADMIN)
         return taken
 
     def seen(self, conn: sa.Connection, id: str) -> tuple[str, list[str], list[str]]:
         """Status of the instance, its members, and their operations."""
         return (
-            apps.get(conn, "p1", id)["status"],
+            apps.get(conn, "p1", id).status,
             [row["status"] for row in apps.members(conn, id)],
-            [f"{row['kind']} {row['status']}" for row in app_operations.every(conn, id)],
+            [f"{row.kind} {row.status}" for row in app_operations.every(conn, id)],
         )
 
     def waits(self, conn: sa.Connection, id: str) -> str:
@@ -118,9 +118,9 @@ def test_an_instance_waits_for_its_keys_and_then_for_its_controller(made: Apps) 
         )
         assert made.waits(conn, id) == "bootstrap_ssh_pending"
         queued = queue.every(conn, kind=KIND)
-        assert {task["allocation_id"] for task in queued} == {made.first, made.second}
-        assert {task["subject_kind"] for task in queued} == {"allocation"}
-        given = queued[0]["parameters"]
+        assert {task.allocation_id for task in queued} == {made.first, made.second}
+        assert {task.subject_kind for task in queued} == {"allocation"}
+        given = queued[0].parameters
         assert given["fence"] == 1
         assert given["managed_key"]["public_key"] == KEY
         assert given["managed_key"]["instance_id"] == id
@@ -139,7 +139,7 @@ def test_an_instance_waits_for_its_keys_and_then_for_its_controller(made: Apps) 
         assert made.seen(conn, id)[:2] == ("running", ["ready", "ready"])
         assert made.waits(conn, id) == ""
         assert apps.members(conn, id)[0]["detail"] == ready
-        changes = [row["target"] for row in journal.history_of(conn, "app_instance", id)]
+        changes = [row.target for row in journal.history_of(conn, "app_instance", id)]
         assert changes == ["deploying", "running"]
 
 
@@ -152,11 +152,11 @@ def test_a_key_that_cannot_be_put_there_fails_its_member_until_it_is_asked_for_a
         assert made.seen(conn, id)[1:] == (["failed"] * 2, ["member_add failed"] * 2)
         assert made.waits(conn, id) == "member_failed"
         failed = app_operations.every(conn, id)[0]
-        assert failed["failure"] == ERROR
+        assert failed.failure == ERROR
         assert apps.members(conn, id)[0]["status_reason"] == "home_unsafe"
         asked = apps.reconcile(conn, "p1", id, ADMIN)
         again = apps.reconcile(conn, "p1", id, ADMIN)
-        assert [row["id"] for row in again] == [row["id"] for row in asked], "under way already"
+        assert [row.id for row in again] == [row.id for row in asked], "under way already"
         assert made.seen(conn, id)[1] == ["reconciling"] * 2
         assert len(made.work(conn)) == 2
         assert made.waits(conn, id) == "controller_absent"
@@ -198,7 +198,7 @@ def test_stopping_takes_keys_away_and_frees_the_allocations(made: Apps) -> None:
         canceled = queue.every(conn, kind=KIND, state=TaskState.CANCELED)
         assert len(canceled) == 1
         removals = made.work(conn)
-        assert {task["parameters"]["managed_key"]["state"] for task in removals} == {"absent"}
+        assert {task.parameters["managed_key"]["state"] for task in removals} == {"absent"}
         assert [row["key_expires_at"] for row in apps.members(conn, id)] == [None, None]
         later(conn, app_operations.RETRY_S + 1)
         assert app_operations.REMOVE_KEYS(conn, ADMIN) == 0
@@ -211,7 +211,7 @@ def test_a_key_that_was_being_put_there_while_its_instance_stopped_goes_again(ma
     with transaction(made.engine) as conn:
         id = made.create(conn, worker_ids=[])
         (task,) = leasing.lease(conn, "worker", kinds=[KIND])
-        given = task["parameters"]
+        given = task.parameters
         assert app_operations.began(conn, given["operation_id"], ADMIN) == ""
         apps.stop(conn, "p1", id, ADMIN)
         assert app_operations.REMOVE_KEYS(conn, ADMIN) == 0, "its run is not over"
@@ -219,7 +219,7 @@ def test_a_key_that_was_being_put_there_while_its_instance_stopped_goes_again(ma
             app_operations.began(conn, given["operation_id"], ADMIN) == "its app instance stopped"
         )
         app_operations.succeeded(conn, given["operation_id"], ADMIN, expires_at=9e9)
-        queue.finish(conn, task["id"], task["lease_token"], TaskState.SUCCEEDED, ADMIN)
+        queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ADMIN)
         assert app_operations.REMOVE_KEYS(conn, ADMIN) == 1
         made.work(conn, error=ERROR)
         assert app_operations.REMOVE_KEYS(conn, ADMIN) == 0, "tried a moment ago"
@@ -260,8 +260,8 @@ def test_an_instance_that_failed_lets_its_workers_go_and_takes_its_keys_away(mad
         assert app_operations.REMOVE_KEYS(conn, ADMIN) == 1
         assert app_operations.LET_GO(conn, ADMIN) == 0
         (removal,) = made.work(conn)
-        assert removal["allocation_id"] == made.second
-        assert removal["parameters"]["managed_key"]["state"] == "absent"
+        assert removal.allocation_id == made.second
+        assert removal.parameters["managed_key"]["state"] == "absent"
         assert apps.members(conn, id)[1]["key_expires_at"] is None
         again = made.create(conn, name="again", controller_id=made.second, worker_ids=[])
         assert made.seen(conn, again)[0] == "deploying"
@@ -274,9 +274,9 @@ def test_no_key_is_asked_for_once_the_controller_is_gone(made: Apps) -> None:
         (begun,) = leasing.lease(conn, "worker", kinds=[KIND])
         launch.release(conn, made.first, ADMIN)
         assert apps.reconcile(conn, "p1", id, ADMIN) == []
-        why = app_operations.began(conn, begun["parameters"]["operation_id"], ADMIN)
+        why = app_operations.began(conn, begun.parameters["operation_id"], ADMIN)
         assert why == "its app instance failed"
-        queue.finish(conn, begun["id"], begun["lease_token"], TaskState.CANCELED, ADMIN)
+        queue.finish(conn, begun.id, begun.lease_token, TaskState.CANCELED, ADMIN)
 
 
 def test_a_run_for_an_allocation_that_ended_is_not_begun(made: Apps) -> None:
@@ -284,19 +284,19 @@ def test_a_run_for_an_allocation_that_ended_is_not_begun(made: Apps) -> None:
         made.create(conn, worker_ids=[])
         (task,) = leasing.lease(conn, "worker", kinds=[KIND])
         launch.release(conn, made.first, ADMIN)
-        why = app_operations.began(conn, task["parameters"]["operation_id"], ADMIN)
+        why = app_operations.began(conn, task.parameters["operation_id"], ADMIN)
         assert why.startswith("allocation releasing")
-        queue.finish(conn, task["id"], task["lease_token"], TaskState.CANCELED, ADMIN)
+        queue.finish(conn, task.id, task.lease_token, TaskState.CANCELED, ADMIN)
 
 
 def test_an_operation_whose_task_was_ended_by_others_ends_too(made: Apps) -> None:
     with transaction(made.engine) as conn:
         id = made.create(conn)
         for task in queue.every(conn, kind=KIND):
-            queue.cancel(conn, task["id"], ADMIN)
+            queue.cancel(conn, task.id, ADMIN)
         assert app_operations.CLOSE(conn, ADMIN) == 2
         assert made.seen(conn, id)[1:] == (["failed"] * 2, ["member_add failed"] * 2)
-        assert app_operations.every(conn, id)[0]["failure"]["code"] == "task_canceled"
+        assert app_operations.every(conn, id)[0].failure["code"] == "task_canceled"
         assert app_operations.CLOSE(conn, ADMIN) == 0
 
 
@@ -304,7 +304,7 @@ def test_late_words_of_a_run_decide_nothing(made: Apps) -> None:
     with transaction(made.engine) as conn:
         id = made.create(conn, worker_ids=[])
         (task,) = made.work(conn)
-        key = task["parameters"]["operation_id"]
+        key = task.parameters["operation_id"]
         assert app_operations.succeeded(conn, key, ADMIN, expires_at=1.0) is False
         assert app_operations.failed(conn, key, ADMIN, ERROR) is False
         assert made.seen(conn, id)[2] == ["member_add succeeded"]
@@ -344,17 +344,17 @@ def test_in_a_slice_nobody_can_put_a_key(sold: Site) -> None:
         wish = apps.NewApp(
             project_id="p1", slug="slurm-reference", name="s", managed_key=KEY, controller_id=key
         )
-        id = apps.create(conn, wish, ADMIN)["id"]
+        id = apps.create(conn, wish, ADMIN).id
         (operation,) = app_operations.every(conn, id)
-        assert (operation["status"], operation["task_id"]) == ("failed", None)
-        assert operation["failure"]["code"] == "guest_unreachable_by_design"
+        assert (operation.status, operation.task_id) == ("failed", None)
+        assert operation.failure["code"] == "guest_unreachable_by_design"
         (member,) = apps.members(conn, id)
         assert (member["status"], member["status_reason"]) == (
             "failed",
             "guest_unreachable_by_design",
         )
         (again,) = apps.reconcile(conn, "p1", id, ADMIN)
-        assert again["status"] == "failed"
+        assert again.status == "failed"
         apps.stop(conn, "p1", id, ADMIN)
         assert queue.every(conn, kind=KIND) == []
         assert invariants.check(conn) == []

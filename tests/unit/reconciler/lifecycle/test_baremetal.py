@@ -10,6 +10,7 @@ import sqlalchemy as sa
 from reconciler.db import rows
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
+from reconciler.db.schema import Node, Task
 from reconciler.lifecycle import baremetal, host, launch, recovery
 from reconciler.lifecycle import evidence as host_evidence
 from reconciler.model.act import Act
@@ -20,6 +21,7 @@ from reconciler.records import allocations, claims, nodes, proofs, queue, report
 from reconciler.settings import Settings
 from reconciler.work.handler import Work
 from reconciler.work.kinds import baremetal as kinds_baremetal
+from tests.unit.reconciler.conftest import Site
 from tests.unit.reconciler.whole_machines import BEFORE, Machines, exclusion_holds
 
 DISKS = [f"disk-5e0000000001a00{number}" for number in (0, 1, 3)]
@@ -27,14 +29,14 @@ ERROR = {"code": "disk_in_use", "found": "held"}
 
 
 @pytest.fixture
-def machines(site: Any) -> Machines:
+def machines(site: Site) -> Machines:
     """One machine that can be given away."""
     made = Machines(site)
     made.machine()
     return made
 
 
-def node(conn: sa.Connection, node_id: str = "m1") -> dict[str, Any]:
+def node(conn: sa.Connection, node_id: str = "m1") -> Node:
     return nodes.get(conn, node_id)
 
 
@@ -48,33 +50,33 @@ def code(act: Any, *given: Any, **named: Any) -> str:
 def test_a_machine_is_claimed_as_a_whole_and_its_tenant_reaches_it(machines: Machines) -> None:
     with transaction(machines.engine) as conn:
         allocation = machines.launch(conn)
-        (claim,) = allocation["claims"]
-        assert (claim["kind"], claim["fence"], claim["slot_id"]) == ("node_exclusive", 1, None)
-        assert allocation["gpu_count"] == 4
+        (claim,) = allocation.claims
+        assert (claim.kind, claim.fence, claim.slot_id) == ("node_exclusive", 1, None)
+        assert allocation.gpu_count == 4
         assert machines.reasons(conn) == {"m1": "claimed"}
         task = machines.begin(conn, allocation)
-        assert (task["exclusive"], task["parameters"]["fence"]) == (True, 1)
+        assert (task.exclusive, task.parameters["fence"]) == (True, 1)
         baremetal.provision_succeeded(
-            conn, allocation["id"], machines.act, baseline=BEFORE, task_id=task["id"]
+            conn, allocation.id, machines.act, baseline=BEFORE, task_id=task.id
         )
-        found = allocations.get(conn, allocation["id"])
-        assert (found["state"], found["claims"][0]["state"]) == ("active", "active")
-        assert found["connection"] == {"host": "203.0.113.1", "port": 22, "username": "alice"}
+        found = allocations.get(conn, allocation.id)
+        assert (found.state, found.claims[0].state) == ("active", "active")
+        assert found.connection == {"host": "203.0.113.1", "port": 22, "username": "alice"}
         # Kept here, where the tenant, who is root there, cannot change it; and only once.
-        reports.record_baseline(conn, "m1", found["id"], {"accounts": {}}, task_id="t")
-        assert reports.baseline(conn, found["id"]) == BEFORE
+        reports.record_baseline(conn, "m1", found.id, {"accounts": {}}, task_id="t")
+        assert reports.baseline(conn, found.id) == BEFORE
 
 
 def test_disks_with_any_use_stay_the_operators(machines: Machines) -> None:
     with transaction(machines.engine) as conn:
-        (claim,) = machines.launch(conn)["claims"]
+        (claim,) = machines.launch(conn).claims
     free = [d for d in machines.site.document(1)["nvme"] if not d["blockers"]]
-    assert [disk["nvme_device"] for disk in claim["disks"]] == [disk["by_id"] for disk in free]
-    assert not any("00ff" in disk["slot_id"] for disk in claim["disks"])
+    assert [disk["nvme_device"] for disk in claim.disks] == [disk["by_id"] for disk in free]
+    assert not any("00ff" in disk["slot_id"] for disk in claim.disks)
 
 
 @pytest.mark.covers("CTRL-15")
-def test_a_disk_that_nobody_took_over_stays_the_operators(site: Any) -> None:
+def test_a_disk_that_nobody_took_over_stays_the_operators(site: Site) -> None:
     """No signature says nothing of what is on it; neither does what was approved elsewhere, before
     the node was installed anew, or wiped without that.
     """
@@ -87,11 +89,11 @@ def test_a_disk_that_nobody_took_over_stays_the_operators(site: Any) -> None:
         machines.take_over(conn, "m1", taken)
         machines.take_over(conn, "m2", elsewhere)
         proven = proofs.of_disk(conn, taken)[0]
-        wiped = {**proven, "id": "w", "kind": "wipe", "disk_identity": blank}
-        before = {**proven, "id": "o", "install_id": "before", "disk_identity": blank}
+        wiped = {**vars(proven), "id": "w", "kind": "wipe", "disk_identity": blank}
+        before = {**vars(proven), "id": "o", "install_id": "before", "disk_identity": blank}
         conn.execute(sa.insert(tables.proofs), [wiped, before])
-        (claim,) = machines.launch(conn)["claims"]
-    assert [disk["slot_id"] for disk in claim["disks"]] == DISKS[2:]
+        (claim,) = machines.launch(conn).claims
+    assert [disk["slot_id"] for disk in claim.disks] == DISKS[2:]
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -118,7 +120,7 @@ def test_a_machine_that_is_not_fit_is_not_given_away(
         assert machines.reasons(conn) == {"m1": reason}
 
 
-def test_a_machine_that_nobody_has_seen_is_not_given_away(site: Any) -> None:
+def test_a_machine_that_nobody_has_seen_is_not_given_away(site: Site) -> None:
     machines = Machines(site)
     with transaction(site.engine) as conn:
         machines.add(conn, "m1", 1)
@@ -149,16 +151,16 @@ def test_a_released_machine_is_free_once_it_was_seen_again(machines: Machines) -
         launch.release(conn, allocation_id, machines.act)
         assert machines.released(conn, allocation_id)
         ended = allocations.get(conn, allocation_id)
-        assert (ended["state"], ended["claims"][0]["state"]) == ("released", "released")
+        assert (ended.state, ended.claims[0].state) == ("released", "released")
         proof, _taken_over = proofs.of_disk(conn, "eui.5e0000000001a001")
         # Newer than the claim's end: a slot on this disk needs no other proof after a conversion.
-        assert proof["created_at"] >= claims.exclusive_ended_at(conn, "m1") > 0
-        assert node(conn)["health_state"] == HealthState.HEALTHY
+        assert proof.created_at >= claims.exclusive_ended_at(conn, "m1") > 0
+        assert node(conn).health_state == HealthState.HEALTHY
         # The last discovery may show the tenant's partitions; a new one is on its way.
         assert machines.reasons(conn) == {"m1": "discovery_stale"}
         assert queue.every(conn, kind=TaskKind.SLICE_TOPOLOGY_DISCOVER)
         machines.discover(conn, "m1", 1)
-        assert machines.launch(conn)["claims"][0]["fence"] == 3
+        assert machines.launch(conn).claims[0].fence == 3
 
 
 @pytest.mark.covers("CTRL-15")
@@ -180,7 +182,7 @@ def test_without_proof_a_machine_is_not_free(
         machines.released(conn, allocation_id, **evidence)
     assert caught.value.code == refusal
     with transaction(machines.engine) as conn:
-        assert allocations.get(conn, allocation_id)["state"] == "releasing"
+        assert allocations.get(conn, allocation_id).state == "releasing"
         assert machines.reasons(conn) == {"m1": "claimed"}
 
 
@@ -192,12 +194,12 @@ def test_what_a_failed_release_left_keeps_everybody_out_until_it_is_clean(
         allocation_id = machines.active(conn)
         launch.release(conn, allocation_id, machines.act)
         task = machines.releasing(conn, allocation_id)
-        first = task["parameters"]["fence"]
+        first = task.parameters["fence"]
         failed = {"fence": first, "step": "Wipe the disks", "error": ERROR}
         assert baremetal.release_failed(conn, allocation_id, machines.act, **failed)
         machines.end(conn, task)
-        assert node(conn)["health_state"] == "failed"
-        assert node(conn)["health_detail"] == {
+        assert node(conn).health_state == "failed"
+        assert node(conn).health_detail == {
             "code": "machine_not_clean",
             "allocation_id": allocation_id,
             "reason": "held",
@@ -209,21 +211,21 @@ def test_what_a_failed_release_left_keeps_everybody_out_until_it_is_clean(
         assert code(host.convert, conn, "m1", NodeMode.SLICE, machines.act) == "machine_not_clean"
 
         task = baremetal.clean(conn, "m1", machines.act)
-        assert baremetal.clean(conn, "m1", machines.act)["id"] == task["id"]
-        assert task["parameters"]["fence"] > first
+        assert baremetal.clean(conn, "m1", machines.act).id == task.id
+        assert task.parameters["fence"] > first
         # The first release ends late: it was fenced off, what it says means nothing.
         late = {"fence": first, "evidence": machines.evidence(conn, allocation_id)}
         assert not baremetal.release_succeeded(conn, allocation_id, machines.act, **late)
         assert not baremetal.release_failed(conn, allocation_id, machines.act, **failed)
-        assert node(conn)["unclean_allocation_id"] == allocation_id
+        assert node(conn).unclean_allocation_id == allocation_id
 
         assert machines.released(conn, allocation_id)
-        assert (node(conn)["unclean_allocation_id"], node(conn)["health_state"]) == ("", "healthy")
+        assert (node(conn).unclean_allocation_id, node(conn).health_state) == ("", "healthy")
         machines.discover(conn, "m1", 1)
         assert machines.reasons(conn) == {"m1": ""}
 
 
-def work(conn: Any, task: dict[str, Any]) -> Work:
+def work(conn: sa.Connection, task: Task) -> Work:
     return Work(conn, task, nodes.get(conn, "m1"), {}, Settings())
 
 
@@ -231,11 +233,11 @@ def work(conn: Any, task: dict[str, Any]) -> Work:
 def test_a_disk_that_died_does_not_keep_its_machine_for_ever(machines: Machines) -> None:
     with transaction(machines.engine) as conn:
         key = machines.active(conn)
-        first, *others = baremetal.claim_of(conn, key)["disks"]
+        first, *others = baremetal.claim_of(conn, key).disks
         assert others, "it has more than the one that dies"
         launch.release(conn, key, machines.act)
         task = machines.releasing(conn, key)
-        failed = {"fence": task["parameters"]["fence"], "step": "Wipe the disks", "error": ERROR}
+        failed = {"fence": task.parameters["fence"], "step": "Wipe the disks", "error": ERROR}
         assert baremetal.release_failed(conn, key, machines.act, **failed)
         machines.end(conn, task, TaskState.FAILED)
 
@@ -250,7 +252,7 @@ def test_a_disk_that_died_does_not_keep_its_machine_for_ever(machines: Machines)
         host_evidence.record_discovery(conn, "m1", document, machines.act)
         assert code(without, machines.act.because("")) == "reason_required"
         task = without()
-        assert task["parameters"]["written_off"] == [first["slot_id"]]
+        assert task.parameters["written_off"] == [first["slot_id"]]
         given = kinds_baremetal.release_variables(work(conn, task))
         assert given["slice_written_off"] == [first]
         assert given["slice_disks"] == others
@@ -259,10 +261,10 @@ def test_a_disk_that_died_does_not_keep_its_machine_for_ever(machines: Machines)
         del evidence["proofs"][first["slot_id"]]
         kinds_baremetal.release_succeeded(work(conn, held), evidence)
         machines.end(conn, held)
-        assert node(conn)["unclean_allocation_id"] == ""
-        kinds = {proof["kind"] for proof in proofs.of_disk(conn, gone)}
+        assert node(conn).unclean_allocation_id == ""
+        kinds = {proof.kind for proof in proofs.of_disk(conn, gone)}
         assert kinds <= {"transition"}, "nobody says that it was wiped after its tenant"
-        assert allocations.get(conn, key)["state"] == "released"
+        assert allocations.get(conn, key).state == "released"
 
 
 @pytest.mark.covers("CTRL-15")
@@ -271,10 +273,10 @@ def test_force_release_of_a_host_that_does_not_answer(machines: Machines) -> Non
         allocation_id = machines.active(conn)
         host.lost(conn, "m1", machines.act)
         assert code(recovery.verify_absence, conn, allocation_id, machines.act)
-        assert recovery.force_release(conn, allocation_id, machines.act)["state"] == "released"
+        assert recovery.force_release(conn, allocation_id, machines.act).state == "released"
         host.regained(conn, "m1", machines.act)
         assert machines.reasons(conn) == {"m1": "not_clean"}
-        assert baremetal.clean(conn, "m1", machines.act)["kind"] == "baremetal.release"
+        assert baremetal.clean(conn, "m1", machines.act).kind == "baremetal.release"
 
 
 @pytest.mark.covers("CTRL-15")
@@ -286,11 +288,11 @@ def test_differences_that_let_somebody_in_wait_for_a_person(machines: Machines) 
         package = {"section": "packages", "name": "htop", "change": "added", "access": False}
         machines.released(conn, allocation_id, drift=[package, {**key, "access": True}])
         found = node(conn)
-        assert (found["health_state"], found["health_detail"]["code"]) == (
+        assert (found.health_state, found.health_detail["code"]) == (
             "degraded",
             "machine_drifted",
         )
-        assert found["health_detail"]["drift"] == [{**key, "access": True}]
+        assert found.health_detail["drift"] == [{**key, "access": True}]
         machines.discover(conn, "m1", 1)
         assert machines.reasons(conn) == {"m1": "node_degraded"}
         assert code(baremetal.accept_drift, conn, "m1", Act("admin:bob")) == "reason_required"
@@ -306,7 +308,7 @@ def test_harmless_differences_stay_in_the_evidence(machines: Machines) -> None:
         launch.release(conn, allocation_id, machines.act)
         package = {"section": "packages", "name": "htop", "change": "added", "access": False}
         machines.released(conn, allocation_id, drift=[package])
-        assert node(conn)["health_state"] == "healthy"
+        assert node(conn).health_state == "healthy"
 
 
 @pytest.mark.parametrize(
@@ -324,9 +326,9 @@ def test_after_a_failed_provision(
         allocation = machines.launch(conn)
         machines.begin(conn, allocation)
         failed = {"step": "Take the machine", "error": error, "untouched": untouched}
-        assert baremetal.provision_failed(conn, allocation["id"], machines.act, **failed)
-        assert not baremetal.provision_failed(conn, allocation["id"], machines.act, **failed)
-        assert allocations.get(conn, allocation["id"])["state"] == "failed"
+        assert baremetal.provision_failed(conn, allocation.id, machines.act, **failed)
+        assert not baremetal.provision_failed(conn, allocation.id, machines.act, **failed)
+        assert allocations.get(conn, allocation.id).state == "failed"
         assert machines.reasons(conn) == {"m1": reason}
 
 
@@ -336,7 +338,7 @@ def test_a_provision_that_passes_its_deadline_leaves_an_unknown_machine(
     with transaction(machines.engine) as conn:
         allocation = machines.launch(conn)
         machines.begin(conn, allocation)
-        late = machines.site.late(conn, "allocation", allocation["id"])
+        late = machines.site.late(conn, "allocation", allocation.id)
         assert recovery.expire(conn, late, machines.act)
         assert machines.reasons(conn) == {"m1": "not_clean"}
 
@@ -344,7 +346,7 @@ def test_a_provision_that_passes_its_deadline_leaves_an_unknown_machine(
 def test_a_claim_that_was_never_begun_leaves_no_trace(machines: Machines) -> None:
     with transaction(machines.engine) as conn:
         allocation = machines.launch(conn)
-        assert launch.release(conn, allocation["id"], machines.act)["state"] == "released"
+        assert launch.release(conn, allocation.id, machines.act).state == "released"
         assert claims.exclusive_ended_at(conn, "m1") == 0
         assert machines.reasons(conn) == {"m1": ""}
 
@@ -363,13 +365,13 @@ def test_what_others_found_wrong_with_a_node_is_not_made_good(machines: Machines
         nodes.change(conn, "m1", machines.act, **fan)
         launch.release(conn, allocation_id, machines.act)
         machines.released(conn, allocation_id)
-        assert node(conn)["health_detail"] == {"code": "fan"}
+        assert node(conn).health_detail == {"code": "fan"}
 
 
 @pytest.mark.covers("CTRL-4", "I2")
 def test_the_schema_holds_a_machine_for_one(machines: Machines) -> None:
     with transaction(machines.engine) as conn:
-        allocation_id = machines.launch(conn)["id"]
+        allocation_id = machines.launch(conn).id
         for statement in (
             sa.update(tables.nodes).values(mode="slice"),
             sa.insert(tables.claims).values(
@@ -383,5 +385,5 @@ def test_the_schema_holds_a_machine_for_one(machines: Machines) -> None:
 
 
 @pytest.mark.covers("CTRL-4", "I1", "I2")
-def test_whole_machines_slices_and_conversions_exclude_each_other(site: Any) -> None:
+def test_whole_machines_slices_and_conversions_exclude_each_other(site: Site) -> None:
     exclusion_holds(Machines(site))

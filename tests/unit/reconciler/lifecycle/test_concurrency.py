@@ -12,11 +12,13 @@ import sqlalchemy as sa
 from reconciler.db import rows
 from reconciler.db import schema as tables
 from reconciler.db.engine import retrying, transaction
+from reconciler.db.schema import Claim, Slot
 from reconciler.lifecycle import host, launch
 from reconciler.model.errors import Problem
 from reconciler.model.proof import accepts
 from reconciler.model.states import LIVE_CLAIMS, NodeMode, ProofKind
 from reconciler.records import allocations, leasing, nodes, proofs, tokens
+from tests.unit.reconciler.conftest import Site
 
 THREADS = 8
 # Kernel-side names and private addresses repeat from node to node, the others nowhere.
@@ -32,24 +34,26 @@ SOLD_ONCE = (
 
 def check_invariants(conn: sa.Connection) -> None:
     """I1 to I4 over the whole database."""
-    live = rows.every(conn, sa.select(tables.claims).where(tables.claims.c.state.in_(LIVE_CLAIMS)))
+    live = rows.every(
+        conn, sa.select(tables.claims).where(tables.claims.c.state.in_(LIVE_CLAIMS)), Claim
+    )
     for columns in SOLD_ONCE:
-        given = Counter(tuple(claim[column] for column in columns) for claim in live)
+        given = Counter(tuple(getattr(claim, column) for column in columns) for claim in live)
         assert max(given.values(), default=0) <= 1, columns
-    states = {row["id"]: row for row in rows.every(conn, sa.select(tables.slots))}
+    states = {row.id: row for row in rows.every(conn, sa.select(tables.slots), Slot)}
     for claim in live:
-        slot = states[claim["slot_id"]]
-        assert slot["disk_generation"] == claim["disk_generation"]
-        assert slot["status"] in ("reserved", "provisioning", "active", "releasing")
-    held = {claim["slot_id"] for claim in live}
+        slot = states[claim.slot_id]
+        assert slot.disk_generation == claim.disk_generation
+        assert slot.status in ("reserved", "provisioning", "active", "releasing")
+    held = {claim.slot_id for claim in live}
     for slot in states.values():
-        if slot["status"] == "available":
-            proof = proofs.get(conn, slot["available_proof_id"])
-            seen = (proof["disk_identity"], proof["disk_generation"])
-            assert seen == (slot["nvme_identity"], slot["disk_generation"])
-            untouched = proof["kind"] == ProofKind.UNTOUCHED
-            assert untouched or accepts(proofs.policy(slot), proof["method"])
-        assert (slot["status"] == "reserved") == (slot["id"] in held)
+        if slot.status == "available":
+            proof = proofs.get(conn, str(slot.available_proof_id))
+            seen = (proof.disk_identity, proof.disk_generation)
+            assert seen == (slot.nvme_identity, slot.disk_generation)
+            untouched = proof.kind == ProofKind.UNTOUCHED
+            assert untouched or accepts(proofs.policy(slot), proof.method)
+        assert (slot.status == "reserved") == (slot.id in held)
     for entity, table in (("slot", tables.slots), ("allocation", tables.allocations)):
         for row in rows.every(conn, sa.select(table)):
             query = sa.select(sa.func.count()).select_from(tables.history)
@@ -62,7 +66,7 @@ def check_invariants(conn: sa.Connection) -> None:
 
 
 @pytest.fixture
-def crowded(site: Any) -> Any:
+def crowded(site: Site) -> Any:
     """Two nodes with three slots each."""
     for number, node in enumerate(("n1", "n2")):
         site.node(node, (0, 1, 3), number)
@@ -70,7 +74,7 @@ def crowded(site: Any) -> Any:
 
 
 @pytest.mark.covers("CTRL-4", "I1", "I3", "I4", "I20")
-def test_slots_are_given_once(crowded: Any) -> None:
+def test_slots_are_given_once(crowded: Site) -> None:
     def client(seed: int) -> str:
         try:
             found = retrying(
@@ -90,7 +94,7 @@ def test_slots_are_given_once(crowded: Any) -> None:
 
 
 @pytest.mark.covers("CTRL-4", "I2")
-def test_conversion_and_allocation_exclude_each_other(crowded: Any) -> None:
+def test_conversion_and_allocation_exclude_each_other(crowded: Site) -> None:
     def convert(node: str) -> str:
         try:
             retrying(
@@ -114,13 +118,13 @@ def test_conversion_and_allocation_exclude_each_other(crowded: Any) -> None:
             assert job.result() in {"placed", "no_capacity", "converted", "node_in_use"}
     with transaction(crowded.engine) as conn:
         check_invariants(conn)
-        modes = {node["id"]: node["mode"] for node in nodes.every(conn)}
+        modes = {node.id: node.mode for node in nodes.every(conn)}
         for allocation in allocations.every(conn):
-            assert modes[allocation["node_id"]] == "slice"
+            assert modes[allocation.node_id] == "slice"
 
 
 @pytest.mark.covers("CTRL-9")
-def test_tasks_and_tokens_go_to_one(crowded: Any) -> None:
+def test_tasks_and_tokens_go_to_one(crowded: Site) -> None:
     with transaction(crowded.engine) as conn:
         for _ in range(4):
             crowded.allocate(conn)
@@ -128,7 +132,7 @@ def test_tasks_and_tokens_go_to_one(crowded: Any) -> None:
 
     def worker(number: int) -> list[str]:
         taken = retrying(crowded.engine, lambda conn: leasing.lease(conn, f"w{number}", limit=1))
-        return [task["id"] for task in taken]
+        return [task.id for task in taken]
 
     def enrol(number: int) -> bool:
         try:

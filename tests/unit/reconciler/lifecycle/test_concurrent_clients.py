@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import sqlalchemy as sa
 
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
+from tests.unit.reconciler.conftest import Site
 from tests.unit.reconciler.lifecycle import test_retention
 from tests.unit.reconciler.lifecycle.concurrent_clients import (
     Crowd,
@@ -23,7 +22,7 @@ engine = test_retention.engine
 ACTS = {"launched", "gave back", "worked", "recovered", "no_capacity", "whole", "converted"}
 
 
-def test_sixteen_clients_for_a_moment(engine: sa.Engine, site: Any) -> None:
+def test_sixteen_clients_for_a_moment(engine: sa.Engine, site: Site) -> None:
     crowd = Crowd(site, hosts=2, machines=2, often={"whole", "converted"})
     crowd.run(3, ACTS)
     crowd.sound()
@@ -31,7 +30,7 @@ def test_sixteen_clients_for_a_moment(engine: sa.Engine, site: Any) -> None:
 
 
 @pytest.mark.long
-def test_sixteen_clients_for_a_minute(engine: sa.Engine, site: Any) -> None:
+def test_sixteen_clients_for_a_minute(engine: sa.Engine, site: Site) -> None:
     """66 slots, and machines that are given away as a whole."""
     crowd = Crowd(site, hosts=22, machines=4)
     wanted = ACTS | {"cleaned"}
@@ -41,7 +40,7 @@ def test_sixteen_clients_for_a_minute(engine: sa.Engine, site: Any) -> None:
 
 
 @pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
-def test_what_was_given_twice_would_be_seen(site: Any) -> None:
+def test_what_was_given_twice_would_be_seen(site: Site) -> None:
     """The tests above could not fail otherwise."""
     crowd = Crowd(site, hosts=1, machines=0)
     with transaction(site.engine) as conn:

@@ -12,6 +12,7 @@ import sqlalchemy as sa
 from reconciler.db import clock, journal
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading, retrying, transaction
+from reconciler.db.schema import Slot
 from reconciler.lifecycle import drift, gate, host, invariants, launch, recovery, slices
 from reconciler.lifecycle import evidence as host_evidence
 from reconciler.lifecycle import slots as slot_life
@@ -20,7 +21,7 @@ from reconciler.model.errors import Problem
 from reconciler.model.states import NodeMode, TaskKind, TaskState
 from reconciler.records import allocations, claims, leasing, nodes, proofs, queue
 from reconciler.records import slots as slot_records
-from tests.unit.reconciler.conftest import ADMIN
+from tests.unit.reconciler.conftest import ADMIN, Site
 from tests.unit.reconciler.db.test_events import problems, told
 from tests.unit.reconciler.holdings import Holdings, drop, nothing, off, put, tenant, unknown
 
@@ -30,7 +31,7 @@ STRANGER = "43bd713b-6073-4ef7-8a51-2897e902365d"
 class Compared:
     """Node n1 of a site, compared with what a test says that it holds."""
 
-    def __init__(self, site: Any) -> None:
+    def __init__(self, site: Site) -> None:
         self.site, self.engine = site, site.engine
 
     def identity(self, boot_id: str = "") -> dict[str, Any]:
@@ -51,24 +52,24 @@ class Compared:
             at = clock.read(conn) if since is None else since
             return drift.reconcile(conn, "n1", evidence, ADMIN, since=at)
 
-    def slots(self) -> list[dict[str, Any]]:
+    def slots(self) -> list[Slot]:
         with reading(self.engine) as conn:
             return slot_records.of_node(conn, "n1")
 
     def bundles(self, *indexes: int) -> dict[str, Bundle]:
         found = self.slots()
-        return {found[index]["id"]: Bundle.of(found[index]) for index in indexes or (0, 1)}
+        return {found[index].id: Bundle.of(vars(found[index])) for index in indexes or (0, 1)}
 
     def told(self, index: int = 0) -> tuple[str, str, str]:
         """Status, health, and the code of its detail."""
         slot = self.slots()[index]
-        return slot["status"], slot["health_state"], slot["health_detail"].get("code", "")
+        return slot.status, slot.health_state, slot.health_detail.get("code", "")
 
     def held(self) -> list[tuple[str, ...]]:
         """The state of every allocation and of its claims."""
         with reading(self.engine) as conn:
             return [
-                (one["state"], *(claim["state"] for claim in claims.of_allocation(conn, one["id"])))
+                (one.state, *(claim.state for claim in claims.of_allocation(conn, one.id)))
                 for one in allocations.every(conn)
             ]
 
@@ -78,7 +79,7 @@ class Compared:
 
 
 @pytest.fixture
-def compare(sold: Any) -> Compared:
+def compare(sold: Site) -> Compared:
     return Compared(sold)
 
 
@@ -106,9 +107,9 @@ def test_a_host_as_the_records_say_changes_nothing(compare: Compared, active: st
     assert result["differences"] == result["skipped"] == [] and result["unknown"] == {}
     assert compare.slots() == before
     with reading(compare.engine) as conn:
-        (event,) = [e for e in journal.pending_events(conn, 10_000) if e["topic"] == "node.drift"]
+        (event,) = [e for e in journal.pending_events(conn, 10_000) if e.topic == "node.drift"]
         assert [found for one in told(compare.engine) if (found := problems(one))] == []
-    assert event["payload"] == {"differences": 0, "skipped": 0, "unknown": 0}
+    assert event.payload == {"differences": 0, "skipped": 0, "unknown": 0}
 
 
 @pytest.mark.covers("CTRL-6", "I15")
@@ -135,9 +136,9 @@ def test_a_guest_that_shuts_itself_down_keeps_its_claim(compare: Compared, activ
     assert len(compare(back)["healed"]) == 2
     assert compare.told() == ("active", "healthy", "")
     with reading(compare.engine) as conn:
-        rows = journal.history_of(conn, "slot_health", compare.slots()[0]["id"])
-    assert [row["target"] for row in rows] == ["degraded", "healthy"]
-    assert "shut off" in rows[0]["reason"]
+        rows = journal.history_of(conn, "slot_health", compare.slots()[0].id)
+    assert [row.target for row in rows] == ["degraded", "healthy"]
+    assert "shut off" in rows[0].reason
 
 
 @pytest.mark.covers("I15")
@@ -163,16 +164,16 @@ def test_what_nobody_knows_takes_its_slot_off_sale_until_it_is_gone_and_the_disk
     compare: Compared,
 ) -> None:
     result = compare(stranger(compare))
-    slot_id = compare.slots()[0]["id"]
+    slot_id = compare.slots()[0].id
     assert result["shut"] == [slot_id] and result["blocked"] == []
     assert compare.told() == ("disabled", "failed", "orphan_domain")
-    assert compare.slots()[0]["health_detail"]["allocation_id"] == STRANGER
+    assert compare.slots()[0].health_detail["allocation_id"] == STRANGER
     assert compare.told(1)[0] == "available"
     with transaction(compare.engine) as conn:
         (blocker,) = gate.gate(conn, slot_id)
         assert blocker.code == "drift" and "gpuaas-slice-43bd" in blocker.detail
         # Neither an operator nor the next parity opens it.
-        assert slot_life.enable(conn, slot_id, ADMIN)["status"] == "disabled"
+        assert slot_life.enable(conn, slot_id, ADMIN).status == "disabled"
         assert gate.open_gate(conn, "n1", ADMIN)["opened"] == []
     compare(stranger(compare))
     assert compare.told() == ("disabled", "failed", "orphan_domain")
@@ -181,7 +182,7 @@ def test_what_nobody_knows_takes_its_slot_off_sale_until_it_is_gone_and_the_disk
     assert compare.told() == ("disabled", "failed", "disk_unproven")
     assert compare(nothing())["opened"] == []
     with transaction(compare.engine) as conn:
-        disk = compare.slots()[0]["nvme_identity"]
+        disk = compare.slots()[0].nvme_identity
         proof = {"disk": disk, "method": "discard", "verified": True}
         proofs.record_transition(conn, "n1", proof, ADMIN)
     result = compare(nothing())
@@ -198,7 +199,7 @@ def test_a_disk_that_somebody_used_is_not_clean_in_its_next_slot(
     """What is known of the disk goes with the slot; the proof from before must not outlast it."""
     compare(stranger(compare))
     slot = compare.slots()[0]
-    bundle = Bundle.of(slot)
+    bundle = Bundle.of(vars(slot))
     with transaction(compare.engine) as conn:
         before = proofs.current(conn, slot)
         assert before is not None
@@ -206,29 +207,29 @@ def test_a_disk_that_somebody_used_is_not_clean_in_its_next_slot(
             slices.block(conn, slot, "", ADMIN, step="drift", error={"code": "orphan"})
             document = compare.site.document(0)
             document["gpu"] = [
-                one for one in document["gpu"] if one["address"] != slot["gpu_pci_address"]
+                one for one in document["gpu"] if one["address"] != slot.gpu_pci_address
             ]
             host_evidence.record_discovery(conn, "n1", document, ADMIN)
         if way == "retired":
             host.drain(conn, "n1", ADMIN)
             host.maintain(conn, "n1", ADMIN)
             host.retire(conn, "n1", ADMIN)
-            gone = slot_records.get(conn, slot["id"])
+            gone = slot_records.get(conn, slot.id)
         else:
-            gone = slot_life.withdraw(conn, slot["id"], ADMIN)
-        assert gone["retired_at"]
+            gone = slot_life.withdraw(conn, slot.id, ADMIN)
+        assert gone.retired_at
         assert proofs.current(conn, gone) is None
-        assert proofs.generation(conn, slot["nvme_identity"]) > before["disk_generation"]
+        assert proofs.generation(conn, slot.nvme_identity) > before.disk_generation
         if way == "retired":
             return
         host_evidence.record_discovery(conn, "n1", compare.site.document(0), ADMIN)
         again = slot_life.approve(conn, "n1", bundle, ADMIN)
         host_evidence.record_discovery(conn, "n1", compare.site.document(0), ADMIN)
         host_evidence.record_parity(conn, "n1", compare.site.parity(), ADMIN)
-        assert "proof_missing" in {row.code for row in gate.gate(conn, again["id"])}
+        assert "proof_missing" in {row.code for row in gate.gate(conn, again.id)}
         proof = {"disk": bundle.identity, "method": "discard", "verified": True}
         proofs.record_transition(conn, "n1", proof, ADMIN)
-        assert slot_life.enable(conn, again["id"], ADMIN)["status"] == "available"
+        assert slot_life.enable(conn, again.id, ADMIN).status == "available"
     compare.sound()
 
 
@@ -253,8 +254,8 @@ def test_what_could_not_be_looked_at_heals_nothing(compare: Compared) -> None:
     assert compare.told() == ("disabled", "failed", "orphan_reservation")
     with reading(compare.engine) as conn:
         node = nodes.get(conn, "n1")
-    assert (node["health_state"], node["health_detail"]["code"]) == ("degraded", "unknown")
-    assert "late" in node["health_detail"]["reason"]
+    assert (node.health_state, node.health_detail["code"]) == ("degraded", "unknown")
+    assert "late" in node.health_detail["reason"]
 
 
 @pytest.mark.covers("I14")
@@ -265,7 +266,7 @@ def test_an_old_look_opens_nothing(compare: Compared) -> None:
     drop(holdings, "domains", "processes", "leases")
     compare(holdings)
     result = compare(nothing(), since=asked)
-    assert result["skipped"] == [compare.slots()[0]["id"]]
+    assert result["skipped"] == [compare.slots()[0].id]
     assert result["healed"] == result["opened"] == []
     assert compare.told()[0] == "disabled"
     assert compare(nothing())["opened"]
@@ -280,12 +281,12 @@ def test_a_task_that_ended_since_makes_a_look_too_old(compare: Compared, active:
             "n1",
             "allocation",
             active,
-            parameters={"slots": [{"slot_id": compare.slots()[0]["id"]}]},
+            parameters={"slots": [{"slot_id": compare.slots()[0].id}]},
         )
         queue.enqueue(conn, item, ADMIN)
         compare.site.finish(conn, TaskKind.SLICE_WIPE)
     result = compare(nothing(), since=asked + 0.001)
-    assert compare.slots()[0]["id"] in result["skipped"]
+    assert compare.slots()[0].id in result["skipped"]
     assert compare.told()[:2] == ("active", "healthy")
 
 
@@ -297,20 +298,20 @@ def test_what_the_last_tenant_left_goes_through_the_ordinary_clean_up(compare: C
         recovery.force_cleanup(conn, key, ADMIN, runtime_verified_absent=True)
         (task,) = leasing.lease(conn, "w", kinds=[TaskKind.SLICE_WIPE])
         slices.wiped_slots(conn, given, {"absent": True}, ADMIN)
-        queue.finish(conn, task["id"], task["lease_token"], TaskState.SUCCEEDED, ADMIN)
+        queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ADMIN)
     assert compare.told() == ("available", "healthy", "")
     holdings = nothing()
     tenant(holdings, key, compare.bundles(0))
     result = compare(holdings)
     slot = compare.slots()[0]
-    assert result["blocked"] == [slot["id"]]
-    assert slot["status"] == "cleanup_blocked"
-    assert (slot["health_detail"]["allocation_id"], slot["health_detail"]["step"]) == (key, "drift")
+    assert result["blocked"] == [slot.id]
+    assert slot.status == "cleanup_blocked"
+    assert (slot.health_detail["allocation_id"], slot.health_detail["step"]) == (key, "drift")
     # The same again is no news, and nothing was queued by itself.
     assert compare(holdings)["blocked"] == []
     with transaction(compare.engine) as conn:
         assert queue.every(conn, state=TaskState.QUEUED) == []
-        assert recovery.repair(conn, slot["id"], ADMIN)["kind"] == "slice.wipe"
+        assert recovery.repair(conn, slot.id, ADMIN).kind == "slice.wipe"
         slices.wiped_slots(conn, given, {"absent": True}, ADMIN)
     assert compare.told() == ("available", "healthy", "")
     compare.sound()
@@ -322,14 +323,14 @@ def test_what_concerns_no_slot_is_the_nodes_health(compare: Compared) -> None:
     assert compare(holdings)["differences"][0]["slot_id"] == ""
     with reading(compare.engine) as conn:
         node = nodes.get(conn, "n1")
-    assert (node["health_state"], node["health_detail"]["step"]) == ("degraded", "drift")
+    assert (node.health_state, node.health_detail["step"]) == ("degraded", "drift")
     assert [compare.told(index)[0] for index in (0, 1)] == ["available"] * 2
     compare(nothing())
     with reading(compare.engine) as conn:
         node = nodes.get(conn, "n1")
         rows = journal.history_of(conn, "node_health", "n1")
-    assert (node["health_state"], node["health_detail"]) == ("healthy", {})
-    assert [row["target"] for row in rows] == ["degraded", "healthy"]
+    assert (node.health_state, node.health_detail) == ("healthy", {})
+    assert [row.target for row in rows] == ["degraded", "healthy"]
     compare.sound()
 
 
@@ -341,9 +342,9 @@ def test_another_ones_word_about_the_node_stays(compare: Compared) -> None:
     compare(holdings)
     compare(nothing())
     with transaction(compare.engine) as conn:
-        assert nodes.get(conn, "n1")["health_detail"] == {"code": "fan"}
+        assert nodes.get(conn, "n1").health_detail == {"code": "fan"}
         drift.forget(conn, "n1", ADMIN)
-        assert nodes.get(conn, "n1")["health_detail"] == {"code": "fan"}
+        assert nodes.get(conn, "n1").health_detail == {"code": "fan"}
 
 
 def test_a_node_that_is_no_slice_host_any_more_is_not_judged(compare: Compared) -> None:
@@ -355,7 +356,7 @@ def test_a_node_that_is_no_slice_host_any_more_is_not_judged(compare: Compared) 
     assert compare(stranger(compare))["skipped"] == ["n1"]
     with transaction(compare.engine) as conn:
         drift.forget(conn, "n1", ADMIN)
-        assert nodes.get(conn, "n1")["health_state"] == "unknown"
+        assert nodes.get(conn, "n1").health_state == "unknown"
 
 
 @pytest.mark.covers("I14", "I16")
@@ -365,7 +366,7 @@ def test_another_boot_closes_the_gate_and_an_old_one_opens_nothing(compare: Comp
     # A look from before the restart comes late: the boot that it names was proven, and is over.
     compare(nothing())
     with transaction(compare.engine) as conn:
-        assert nodes.get(conn, "n1")["boot_id"] == ""
+        assert nodes.get(conn, "n1").boot_id == ""
         assert gate.open_gate(conn, "n1", ADMIN)["opened"] == []
         host_evidence.record_discovery(conn, "n1", compare.site.document(0), ADMIN)
         host_evidence.record_parity(conn, "n1", compare.site.parity(0), ADMIN)
@@ -417,7 +418,7 @@ class TestDue:
         made = tables.tasks.c.created_at - seconds
         conn.execute(sa.update(tables.tasks).values(created_at=made))
 
-    def test_every_so_often_the_longest_unseen_first(self, sold: Any) -> None:
+    def test_every_so_often_the_longest_unseen_first(self, sold: Site) -> None:
         sold.node("n2", (0,), 1)
         with transaction(sold.engine) as conn:
             assert self.due(conn) == [], "not before a whole interval is over"
@@ -425,7 +426,7 @@ class TestDue:
             assert self.due(conn) == ["n1", "n2"]
             assert self.due(conn, at_once=1) == ["n1"]
             task = drift.queue_comparison(conn, "n1", ADMIN)
-            assert (task["priority"], task["exclusive"]) == (-1, False)
+            assert (task.priority, task.exclusive) == (-1, False)
             assert self.due(conn) == ["n2"]
             assert self.due(conn, at_once=1) == [], "one is under way"
             lost = sa.update(tables.nodes).where(tables.nodes.c.id == "n1")
@@ -440,7 +441,7 @@ class TestDue:
             self.age(conn, DAY_S + 1)
             assert self.due(conn) == ["n1", "n2"]
 
-    def test_how_far_it_is_behind(self, sold: Any) -> None:
+    def test_how_far_it_is_behind(self, sold: Site) -> None:
         with transaction(sold.engine) as conn:
             self.age(conn, DAY_S)
             assert DAY_S <= drift.overdue_nodes(conn) < DAY_S * 2
@@ -449,7 +450,7 @@ class TestDue:
             host.lost(conn, "n1", ADMIN)
             assert drift.overdue_nodes(conn) == 0
 
-    def test_old_tasks_are_not_read(self, sold: Any) -> None:
+    def test_old_tasks_are_not_read(self, sold: Site) -> None:
         if sold.engine.dialect.name != "sqlite":
             pytest.skip("with so few rows PostgreSQL's planner reads them all")
         with transaction(sold.engine) as conn:
@@ -468,7 +469,7 @@ class TestDue:
         for step in steps:
             assert "COVERING INDEX ix_tasks_latest (kind=? AND node_id=?)" in step, steps
 
-    def test_only_slice_hosts_that_answer(self, sold: Any) -> None:
+    def test_only_slice_hosts_that_answer(self, sold: Site) -> None:
         with transaction(sold.engine) as conn:
             nodes.create(conn, ADMIN, id="n9", address="10.0.2.9")
             nodes.create(conn, ADMIN, id="m9", address="10.0.2.10", mode=NodeMode.BAREMETAL)

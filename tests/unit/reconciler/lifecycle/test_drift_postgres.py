@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from tests.unit.reconciler.conftest import Site
 from tests.unit.reconciler.db import test_postgres
 from tests.unit.reconciler.lifecycle.test_drift import (
     TestDue,
@@ -38,7 +39,7 @@ engine = test_postgres.engine
 
 
 @pytest.fixture
-def sold(engine: sa.Engine, site: Any) -> Any:
+def sold(engine: sa.Engine, site: Site) -> Any:
     """Node n1 with two slots on sale."""
     site.node()
     return site

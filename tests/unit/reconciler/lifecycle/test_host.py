@@ -10,12 +10,14 @@ import sqlalchemy as sa
 from reconciler.db import journal, rows
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
+from reconciler.db.schema import Allocation
 from reconciler.lifecycle import evidence, gate, host, invariants, launch, recovery, slices
 from reconciler.lifecycle import slots as slot_life
 from reconciler.model.bundle import Bundle
 from reconciler.model.errors import Problem
 from reconciler.model.states import HealthState, NodeMode, NodeState, TaskKind
 from reconciler.records import claims, leasing, nodes, queue, slots
+from tests.unit.reconciler.conftest import Site
 
 
 def code(call: Any, *args: Any, **named: Any) -> str:
@@ -24,41 +26,41 @@ def code(call: Any, *args: Any, **named: Any) -> str:
     return caught.value.code
 
 
-def test_from_enrolment_to_slice_host(site: Any) -> None:
+def test_from_enrolment_to_slice_host(site: Site) -> None:
     with transaction(site.engine) as conn:
         nodes.create(conn, site.act, id="n1", region="r1")
         assert code(nodes.create, conn, site.act, id="n1") == "node_exists"
         key = {"machine_id": "m", "host_key": "ssh-ed25519 AAAA"}
-        assert host.enrolled(conn, "n1", site.act, **key)["state"] == "bootstrapping"
-        assert host.enrolled(conn, "n1", site.act, **key)["state"] == "bootstrapping"
+        assert host.enrolled(conn, "n1", site.act, **key).state == "bootstrapping"
+        assert host.enrolled(conn, "n1", site.act, **key).state == "bootstrapping"
         identity = {**key, "boot_id": "b"}
         node = host.bootstrapped(conn, "n1", site.act, identity=identity)
-        assert (node["state"], node["mode"]) == ("ready", "slice")
-        assert host.enrolled(conn, "n1", site.act, **key)["state"] == "ready"
+        assert (node.state, node.mode) == ("ready", "slice")
+        assert host.enrolled(conn, "n1", site.act, **key).state == "ready"
         other = {**key, "host_key": "ssh-ed25519 BBBB"}
-        assert host.enrolled(conn, "n1", site.act, **other)["state"] == "bootstrapping"
-        events = [row["event"] for row in journal.history_of(conn, "node", "n1")]
+        assert host.enrolled(conn, "n1", site.act, **other).state == "bootstrapping"
+        events = [row.event for row in journal.history_of(conn, "node", "n1")]
         assert events == ["create", "enrol", "bootstrap", "enrol"]
 
 
 @pytest.mark.covers("CTRL-12")
-def test_lost_and_regained(sold: Any) -> None:
+def test_lost_and_regained(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         host.drain(conn, "n1", sold.act)
         host.lost(conn, "n1", sold.act)
-        assert host.regained(conn, "n1", sold.act)["state"] == "draining"
-        assert host.resume(conn, "n1", sold.act)["state"] == "ready"
+        assert host.regained(conn, "n1", sold.act).state == "draining"
+        assert host.resume(conn, "n1", sold.act).state == "ready"
         host.lost(conn, "n1", sold.act)
         node = nodes.get(conn, "n1")
-        key = {"machine_id": node["machine_id"], "host_key": node["host_key"]}
-        assert host.enrolled(conn, "n1", sold.act, **key)["state"] == "ready"
+        key = {"machine_id": node.machine_id, "host_key": node.host_key}
+        assert host.enrolled(conn, "n1", sold.act, **key).state == "ready"
         host.drain(conn, "n1", sold.act)
-        assert host.maintain(conn, "n1", sold.act)["state"] == "maintenance"
-        assert host.retire(conn, "n1", sold.act)["state"] == "retired"
+        assert host.maintain(conn, "n1", sold.act).state == "maintenance"
+        assert host.retire(conn, "n1", sold.act).state == "retired"
 
 
 @pytest.mark.covers("CTRL-12")
-def test_a_node_is_not_retired_under_its_tenants(sold: Any) -> None:
+def test_a_node_is_not_retired_under_its_tenants(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         host.drain(conn, "n1", sold.act)
         host.maintain(conn, "n1", sold.act)
@@ -75,12 +77,12 @@ def test_a_node_is_not_retired_under_its_tenants(sold: Any) -> None:
 
 
 @pytest.mark.covers("CTRL-12", "I12")
-def test_a_node_that_never_answers_again_is_retired_and_its_devices_are_free(sold: Any) -> None:
+def test_a_node_that_never_answers_again_is_retired_and_its_devices_are_free(sold: Site) -> None:
     """After each allocation's release was forced; the disk it takes along stays unproven."""
     with transaction(sold.engine) as conn:
         first, second = sold.active(conn), sold.allocate(conn)
         (task,) = leasing.lease(conn, "w")
-        mine = (task["id"], task["lease_token"])
+        mine = (task.id, task.lease_token)
         queue.started(conn, *mine, run_id="r", run_directory="/r")
         host.lost(conn, "n1", sold.act)
         assert code(host.retire, conn, "n1", sold.act) == "node_in_use"
@@ -89,24 +91,24 @@ def test_a_node_that_never_answers_again_is_retired_and_its_devices_are_free(sol
         late = sold.late(conn, "allocation", second)
         assert recovery.expire(conn, late, sold.act)
         waiting = queue.enqueue(conn, look("n1"), sold.act)
-        held = {slot["id"]: slot for slot in slots.of_node(conn, "n1")}
+        held = {slot.id: slot for slot in slots.of_node(conn, "n1")}
         assert code(host.retire, conn, "n1", sold.act.because(" ")) == "reason_required"
-        assert host.retire(conn, "n1", sold.act)["state"] == "retired"
+        assert host.retire(conn, "n1", sold.act).state == "retired"
         assert slots.of_node(conn, "n1") == []
         for slot_id, slot in held.items():
             row = journal.history_of(conn, "slot", slot_id)[-1]
-            assert (row["source"], row["event"]) == ("cleanup_blocked", "withdraw")
-            assert slots.get(conn, slot_id)["fence"] > slot["fence"]
-        assert queue.get(conn, waiting["id"])["state"] == "canceled"
+            assert (row.source, row.event) == ("cleanup_blocked", "withdraw")
+            assert slots.get(conn, slot_id).fence > slot.fence
+        assert queue.get(conn, waiting.id).state == "canceled"
         (told,) = journal.audit_rows(conn, action="admin.node.retire")
-        assert told["detail"]["written_off_slots"] == list(held)
+        assert told.detail["written_off_slots"] == list(held)
         assert invariants.check(conn) == []
         # Its disks come back in another machine: nobody gets them before they are wiped.
         sold.enrol(conn, "n2")
         bundle = Bundle.of(sold.document(0)["candidates"][0]["bundle"])
         again = slot_life.approve(conn, "n2", bundle, sold.act)
-        assert again["nvme_identity"] in {slot["nvme_identity"] for slot in held.values()}
-        assert "proof_missing" in {row.code for row in gate.gate(conn, again["id"])}
+        assert again.nvme_identity in {slot.nvme_identity for slot in held.values()}
+        assert "proof_missing" in {row.code for row in gate.gate(conn, again.id)}
 
 
 def look(node_id: str) -> queue.Enqueue:
@@ -115,7 +117,7 @@ def look(node_id: str) -> queue.Enqueue:
 
 
 @pytest.mark.covers("CTRL-12")
-def test_conversion_waits_for_tenants(sold: Any) -> None:
+def test_conversion_waits_for_tenants(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         sold.active(conn)
     with pytest.raises(Problem) as caught, transaction(sold.engine) as conn:
@@ -127,18 +129,18 @@ def test_conversion_waits_for_tenants(sold: Any) -> None:
         assert code(host.maintain, conn, "n1", sold.act) == "node_in_use"
 
 
-def test_conversion_both_ways(sold: Any) -> None:
+def test_conversion_both_ways(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         node = host.convert(conn, "n1", NodeMode.BAREMETAL, sold.act)
-        assert (node["mode"], node["slice_scheduling"]) == ("converting_to_baremetal", False)
+        assert (node.mode, node.slice_scheduling) == ("converting_to_baremetal", False)
         assert sold.statuses(conn) == ["disabled", "disabled"]
-        assert host.conversion_reverted(conn, "n1", sold.act)["mode"] == "slice"
+        assert host.conversion_reverted(conn, "n1", sold.act).mode == "slice"
         host.convert(conn, "n1", NodeMode.BAREMETAL, sold.act)
-        assert host.converted(conn, "n1", sold.act)["mode"] == "baremetal"
+        assert host.converted(conn, "n1", sold.act).mode == "baremetal"
 
 
 @pytest.mark.covers("I2")
-def test_schema_keeps_bare_metal_and_slices_apart(sold: Any) -> None:
+def test_schema_keeps_bare_metal_and_slices_apart(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         allocation_id = sold.active(conn)
         table = tables.nodes
@@ -148,7 +150,7 @@ def test_schema_keeps_bare_metal_and_slices_apart(sold: Any) -> None:
         with pytest.raises(sa.exc.IntegrityError), conn.begin_nested():
             claims.claim_node(conn, allocation_id, "n1", sold.act)
         nodes.create(conn, sold.act, id="n2", mode=NodeMode.BAREMETAL)
-        assert claims.claim_node(conn, allocation_id, "n2", sold.act)["live_mode"] == "baremetal"
+        assert claims.claim_node(conn, allocation_id, "n2", sold.act).live_mode == "baremetal"
         with pytest.raises(sa.exc.IntegrityError), conn.begin_nested():
             claims.claim_node(conn, allocation_id, "n2", sold.act)
         slice_mode = sa.update(table).where(table.c.id == "n2").values(mode="slice")
@@ -156,45 +158,45 @@ def test_schema_keeps_bare_metal_and_slices_apart(sold: Any) -> None:
             conn.execute(slice_mode)
 
 
-def test_change_and_views(sold: Any) -> None:
+def test_change_and_views(sold: Site) -> None:
     with transaction(sold.engine) as conn:
-        assert nodes.change(conn, "n1", sold.act, pool="p2")["pool"] == "p2"
+        assert nodes.change(conn, "n1", sold.act, pool="p2").pool == "p2"
         assert code(nodes.change, conn, "n1", sold.act, state="ready") == "field_not_changeable"
         nodes.change(conn, "n1", sold.act, health_state=HealthState.FAILED.value)
         host.contacted(conn, "n1")
-        assert [node["id"] for node in nodes.every(conn, state=NodeState.READY)] == ["n1"]
+        assert [node.id for node in nodes.every(conn, state=NodeState.READY)] == ["n1"]
         assert nodes.every(conn, mode=NodeMode.BAREMETAL) == []
         assert code(nodes.get, conn, "n9") == "node_not_found"
 
 
 @pytest.mark.covers("HOST-10", "CTRL-10")
-def test_unknown_tags_are_not_the_same_as_none(sold: Any) -> None:
+def test_unknown_tags_are_not_the_same_as_none(sold: Site) -> None:
     """Also for whoever asks the database: unknown is null there, not a document that says null."""
     nobody_knows = sa.select(tables.nodes.c.id).where(tables.nodes.c.maas_tags.is_(None))
     with transaction(sold.engine) as conn:
-        assert nodes.get(conn, "n1")["maas_tags"] is None
-        assert nodes.create(conn, sold.act, id="n2", maas_tags=[])["maas_tags"] == []
-        assert nodes.create(conn, sold.act, id="n3", maas_tags=["a"])["maas_tags"] == ["a"]
+        assert nodes.get(conn, "n1").maas_tags is None
+        assert nodes.create(conn, sold.act, id="n2", maas_tags=[]).maas_tags == []
+        assert nodes.create(conn, sold.act, id="n3", maas_tags=["a"]).maas_tags == ["a"]
         assert conn.execute(nobody_knows).scalars().all() == ["n1"]
-        assert nodes.change(conn, "n3", sold.act, maas_tags=None)["maas_tags"] is None
+        assert nodes.change(conn, "n3", sold.act, maas_tags=None).maas_tags is None
         assert set(conn.execute(nobody_knows).scalars()) == {"n1", "n3"}
         (told,) = journal.audit_rows(conn, action="admin.node.changed")
-        assert told["detail"] == {"maas_tags": {"from": ["a"], "to": None}}
+        assert told.detail == {"maas_tags": {"from": ["a"], "to": None}}
 
 
 @pytest.mark.covers("HOST-10", "CTRL-5")
-def test_tags_open_nothing_after_a_parity_that_failed(sold: Any) -> None:
+def test_tags_open_nothing_after_a_parity_that_failed(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         evidence.record_parity(conn, "n1", sold.parity(failures=1), sold.act)
         for tags in (["gpuaas-profile-slice-vm"], ["gpuaas-profile-baremetal"], [], None):
             nodes.change(conn, "n1", sold.act, maas_tags=tags)
             assert sold.statuses(conn) == ["disabled", "disabled"]
-            slot_id = slots.of_node(conn, "n1")[0]["id"]
+            slot_id = slots.of_node(conn, "n1")[0].id
             assert "parity_failed" in {row.code for row in gate.gate(conn, slot_id)}
 
 
 @pytest.mark.covers("I12")
-def test_deadlines_end_in_events(sold: Any) -> None:
+def test_deadlines_end_in_events(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         allocation_id = sold.allocate(conn)
         nodes.create(conn, sold.act, id="n2")
@@ -216,5 +218,5 @@ def test_deadlines_end_in_events(sold: Any) -> None:
         assert not acted["allocation"], "it went with its slot"
         assert not acted["node"]
         assert sold.statuses(conn)[0] == "available", "nobody had begun anything"
-        allocation = rows.get(conn, tables.allocations, allocation_id, "allocation")
-        assert allocation["error"]["code"] == "deadline_passed"
+        allocation = rows.get(conn, Allocation, allocation_id)
+        assert allocation.error["code"] == "deadline_passed"

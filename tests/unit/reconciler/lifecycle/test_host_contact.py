@@ -29,7 +29,7 @@ def see(site: Site, conn: sa.Connection, boot: str, began: float) -> list[str]:
 
 
 def queued(conn: sa.Connection) -> list[str]:
-    return sorted(task["kind"] for task in queue.every(conn, node_id="n1"))
+    return sorted(task.kind for task in queue.every(conn, node_id="n1"))
 
 
 LOOKS = [TaskKind.NODE_PARITY, TaskKind.SLICE_TOPOLOGY_DISCOVER]
@@ -38,29 +38,29 @@ LOOKS = [TaskKind.NODE_PARITY, TaskKind.SLICE_TOPOLOGY_DISCOVER]
 @pytest.mark.covers("CTRL-6", "I16", "I22")
 def test_what_was_seen_before_a_restart_is_not_known_again(sold: Site) -> None:
     with transaction(sold.engine) as conn:
-        began, first = clock.read(conn), nodes.get(conn, "n1")["boot_id"]
+        began, first = clock.read(conn), nodes.get(conn, "n1").boot_id
     with transaction(sold.engine) as conn:
         assert host.restarted(conn, "n1", ADMIN, since=first)
         assert see(sold, conn, first, began) == ["disabled", "disabled"]
-        assert nodes.get(conn, "n1")["boot_id"] == ""
+        assert nodes.get(conn, "n1").boot_id == ""
         # Which boot it is can be told by nobody but the next one who looks.
         assert queued(conn) == LOOKS
     with transaction(sold.engine) as conn:
         assert see(sold, conn, SECOND, clock.read(conn)) == ["available", "available"]
-        assert nodes.get(conn, "n1")["boot_id"] == SECOND
+        assert nodes.get(conn, "n1").boot_id == SECOND
 
 
 @pytest.mark.covers("CTRL-6", "I13", "I16", "I22")
 def test_of_two_looks_at_a_time_that_differ_none_is_believed(sold: Site) -> None:
     with transaction(sold.engine) as conn:
-        began, first = clock.read(conn), nodes.get(conn, "n1")["boot_id"]
+        began, first = clock.read(conn), nodes.get(conn, "n1").boot_id
     with transaction(sold.engine) as conn:
         assert see(sold, conn, SECOND, began) == ["available", "available"]
         assert queued(conn) == [], "the first to see it"
         late: dict[str, Any] = {**sold.document(0)["identity"], "machine_id": "another"}
         assert host.observed(conn, "n1", ADMIN, identity=late, began=began)
         node = nodes.get(conn, "n1")
-        assert (node["boot_id"], node["machine_id"] == "another") == ("", False)
+        assert (node.boot_id, node.machine_id == "another") == ("", False)
         assert sold.statuses(conn) == ["disabled", "disabled"]
         assert see(sold, conn, first, began) == ["disabled", "disabled"]
         assert queued(conn) == LOOKS

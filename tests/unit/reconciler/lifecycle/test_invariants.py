@@ -26,14 +26,14 @@ def violations(site: Site) -> list[str]:
         return [f"{found.invariant} {found.subject.split()[0]}" for found in invariants.check(conn)]
 
 
-def released(site: Site, conn: Any) -> None:
+def released(site: Site, conn: sa.Connection) -> None:
     key = site.active(conn)
     launch.release(conn, key, ADMIN)
     given, absent = site.proofs(conn, key), {"absent": True}
     assert slices.release_succeeded(conn, key, ADMIN, proofs=given, absence=absent)
 
 
-def recovering(site: Site, conn: Any) -> None:
+def recovering(site: Site, conn: sa.Connection) -> None:
     key = site.failed(conn)
     recovery.force_cleanup(conn, key, ADMIN, runtime_verified_absent=True)
 
@@ -70,7 +70,7 @@ def lost_run(site: Site, conn: sa.Connection) -> None:
     key = site.allocate(conn)
     site.finish(conn, TaskKind.SLICE_VM_PROVISION, TaskState.LOST)
     evidence = {"disk_written": False, "leftovers": False}
-    slot = next(s for s in claims.of_allocation(conn, key))["slot_id"]
+    slot = next(s for s in claims.of_allocation(conn, key)).slot_id
     error = {"code": "canceled"}
     slices.provision_failed(conn, key, ADMIN, step="", error=error, untouched={slot: evidence})
 

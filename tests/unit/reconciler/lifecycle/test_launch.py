@@ -31,31 +31,29 @@ def code(call: Any, *args: Any, **named: Any) -> str:
 
 
 @pytest.mark.covers("CTRL-4", "I3")
-def test_allocate_does_all_of_it(sold: Any) -> None:
+def test_allocate_does_all_of_it(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         before = len(journal.pending_events(conn, 10_000))
         found = launching.allocate(conn, sold.launch(2), sold.act)
-        assert found["state"] == "requested"
-        assert [claim["state"] for claim in found["claims"]] == ["reserved", "reserved"]
+        assert found.state == "requested"
+        assert [claim.state for claim in found.claims] == ["reserved", "reserved"]
         assert sold.statuses(conn) == ["reserved", "reserved"]
-        (task,) = queue.every(conn, allocation_id=found["id"])
-        assert (task["kind"], task["state"]) == ("slice.vm_provision", "queued")
-        assert task["parameters"]["slots"] == claims.bundles(conn, found["id"])
-        assert task["parameters"]["allocation"]["id"] == found["id"]
-        assert task["parameters"]["image"]["digest"].startswith("sha256:")
-        assert set(task["fences"].values()) == {1}
-        topics = [row["topic"] for row in journal.pending_events(conn, 10_000)[before:]]
+        (task,) = queue.every(conn, allocation_id=found.id)
+        assert (task.kind, task.state) == ("slice.vm_provision", "queued")
+        assert task.parameters["slots"] == claims.bundles(conn, found.id)
+        assert task.parameters["allocation"]["id"] == found.id
+        assert task.parameters["image"]["digest"].startswith("sha256:")
+        assert set(task.fences.values()) == {1}
+        topics = [row.topic for row in journal.pending_events(conn, 10_000)[before:]]
         assert topics.count("slot.reserved") == topics.count("claim.reserved") == 2
         assert {"allocation.requested", "task.queued"} <= set(topics)
-        assert (
-            journal.audit_rows(conn, action="allocation.created")[0]["correlation_id"] == "corr-1"
-        )
-        rows = journal.history_of(conn, "slot", found["claims"][0]["slot_id"])
-        assert rows[-1]["evidence"]["allocation_id"] == found["id"]
+        assert journal.audit_rows(conn, action="allocation.created")[0].correlation_id == "corr-1"
+        rows = journal.history_of(conn, "slot", found.claims[0].slot_id)
+        assert rows[-1].evidence["allocation_id"] == found.id
 
 
 @pytest.mark.covers("CTRL-4", "I3")
-def test_nothing_remains_of_a_transaction_that_fails(sold: Any) -> None:
+def test_nothing_remains_of_a_transaction_that_fails(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         before = journal.pending_events(conn, 10_000)
     with pytest.raises(RuntimeError), transaction(sold.engine) as conn:
@@ -68,7 +66,7 @@ def test_nothing_remains_of_a_transaction_that_fails(sold: Any) -> None:
 
 
 @pytest.mark.covers("CTRL-2", "CTRL-5")
-def test_refusals(sold: Any) -> None:
+def test_refusals(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         with pytest.raises(NoRoom) as caught:
             sold.allocate(conn, 3)
@@ -90,26 +88,26 @@ def test_refusals(sold: Any) -> None:
 
 
 @pytest.mark.covers("CTRL-4", "CTRL-6")
-def test_the_whole_life(sold: Any) -> None:
+def test_the_whole_life(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         allocation_id = sold.active(conn, 2)
         assert sold.statuses(conn) == ["active", "active"]
-        assert allocations.get(conn, allocation_id)["connection"] == {"host": "gw"}
-        assert launching.release(conn, allocation_id, sold.act)["state"] == "releasing"
+        assert allocations.get(conn, allocation_id).connection == {"host": "gw"}
+        assert launching.release(conn, allocation_id, sold.act).state == "releasing"
         (task,) = queue.every(conn, kind=TaskKind.SLICE_VM_RELEASE)
-        assert task["fences"] == {
-            claim["slot_id"]: 1 for claim in claims.of_allocation(conn, allocation_id)
+        assert task.fences == {
+            claim.slot_id: 1 for claim in claims.of_allocation(conn, allocation_id)
         }
         given = sold.proofs(conn, allocation_id)
         assert slices.release_succeeded(conn, allocation_id, sold.act, proofs=given, absence=ABSENT)
         assert sold.statuses(conn) == ["available", "available"]
         ended = allocations.get(conn, allocation_id)
-        assert ended["state"] == "released"
-        assert {claim["state"] for claim in ended["claims"]} == {"released"}
+        assert ended.state == "released"
+        assert {claim.state for claim in ended.claims} == {"released"}
         slot = slots.of_node(conn, "n1")[0]
-        assert slot["last_proof"]["kind"] == "wipe"
-        assert (slot["health_state"], slot["health_detail"]) == ("healthy", {})
-        assert reports.latest_absence(conn, allocation_id)["absent"]
+        assert slot.last_proof.kind == "wipe"
+        assert (slot.health_state, slot.health_detail) == ("healthy", {})
+        assert reports.latest_absence(conn, allocation_id).absent
         # The next tenant's claim gets the next fence.
         assert claims.bundles(conn, sold.allocate(conn))[0]["fence"] == 2
 
@@ -124,7 +122,7 @@ def test_the_whole_life(sold: Any) -> None:
         (None, ABSENT, "proof_missing"),
     ],
 )
-def test_release_needs_proof(sold: Any, change: Any, absence: Any, expected: str) -> None:
+def test_release_needs_proof(sold: Site, change: Any, absence: Any, expected: str) -> None:
     with transaction(sold.engine) as conn:
         allocation_id = sold.active(conn)
         launching.release(conn, allocation_id, sold.act)
@@ -137,31 +135,31 @@ def test_release_needs_proof(sold: Any, change: Any, absence: Any, expected: str
 
 
 @pytest.mark.covers("I6")
-def test_release_that_fails_blocks_its_slot(sold: Any) -> None:
+def test_release_that_fails_blocks_its_slot(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         allocation_id = sold.active(conn)
         launching.release(conn, allocation_id, sold.act)
         error = {"code": "wipe_failed", "found": "I/O error"}
         slices.release_failed(conn, allocation_id, sold.act, step="nvme_wipe", error=error)
         slot = slots.of_node(conn, "n1")[0]
-        assert slot["status"] == "cleanup_blocked"
-        assert slot["health_detail"] == {
+        assert slot.status == "cleanup_blocked"
+        assert slot.health_detail == {
             "allocation_id": allocation_id,
             "reason": "I/O error",
             "step": "nvme_wipe",
             "code": "wipe_failed",
         }
-        assert allocations.get(conn, allocation_id)["state"] == "releasing"
+        assert allocations.get(conn, allocation_id).state == "releasing"
         late = slices.provision_failed(conn, allocation_id, sold.act, step="x", error={})
         assert late is False
 
 
 @pytest.mark.covers("I6")
-def test_failure_before_the_clone_gives_the_slot_back(sold: Any) -> None:
+def test_failure_before_the_clone_gives_the_slot_back(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         allocation_id = sold.allocate(conn, 2)
         slices.provision_started(conn, allocation_id, sold.act)
-        first, second = (claim["slot_id"] for claim in claims.of_allocation(conn, allocation_id))
+        first, second = (claim.slot_id for claim in claims.of_allocation(conn, allocation_id))
         untouched = {
             first: {"disk_written": False, "leftovers": False},
             second: {"disk_written": False, "leftovers": True},
@@ -171,21 +169,21 @@ def test_failure_before_the_clone_gives_the_slot_back(sold: Any) -> None:
             conn, allocation_id, sold.act, step="image_cache", error=error, untouched=untouched
         )
         assert sold.statuses(conn) == ["available", "cleanup_blocked"]
-        assert proofs.latest(conn, first)["kind"] == "untouched"
-        assert allocations.get(conn, allocation_id)["state"] == "failed"
+        assert proofs.latest(conn, first).kind == "untouched"
+        assert allocations.get(conn, allocation_id).state == "failed"
 
 
 @pytest.mark.covers("CTRL-6", "I6")
-def test_a_slot_that_its_host_fails_is_not_sold_again_and_again(sold: Any) -> None:
+def test_a_slot_that_its_host_fails_is_not_sold_again_and_again(sold: Site) -> None:
     """Off sale until the host was looked at; for the second time, until a person lets it in."""
     with transaction(sold.engine) as conn:
         slot_id = fails_on_the_host(sold, conn)
         slot = slots.get(conn, slot_id)
-        assert slot["status"] == "disabled"
-        assert "launch_failed" in slot["status_reason"]
-        health = (slot["health_state"], slot["health_detail"]["code"])
+        assert slot.status == "disabled"
+        assert "launch_failed" in slot.status_reason
+        health = (slot.health_state, slot.health_detail["code"])
         assert health == ("degraded", "launch_failed")
-        kinds = [task["kind"] for task in reversed(queue.every(conn, state=TaskState.QUEUED))]
+        kinds = [task.kind for task in reversed(queue.every(conn, state=TaskState.QUEUED))]
         assert kinds == ["slice.topology_discover", "node.parity"]
         assert fails_on_the_host(sold, conn) != slot_id, "the next launch goes elsewhere"
         assert sold.prove(conn, "n1")["opened"], "looked at, it is tried once more"
@@ -196,50 +194,50 @@ def test_a_slot_that_its_host_fails_is_not_sold_again_and_again(sold: Any) -> No
         assert blocker["code"] == "launches_failed" and "not_clean" in blocker["detail"]
         assert invariants.check(conn) == []
         slot_life.enable(conn, slot_id, sold.act)
-        assert slots.get(conn, slot_id)["status"] == "available", "on a person's word"
+        assert slots.get(conn, slot_id).status == "available", "on a person's word"
 
 
 @pytest.mark.covers("CTRL-6")
-def test_a_tenant_in_between_shows_that_the_host_is_well(sold: Any) -> None:
+def test_a_tenant_in_between_shows_that_the_host_is_well(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         slot_id = fails_on_the_host(sold, conn)
         sold.prove(conn, "n1")
         for kind in (TaskKind.SLICE_TOPOLOGY_DISCOVER, TaskKind.NODE_PARITY):
             sold.finish(conn, kind)
         key = sold.active(conn)
-        assert claims.of_allocation(conn, key)[0]["slot_id"] == slot_id
+        assert claims.of_allocation(conn, key)[0].slot_id == slot_id
         launching.release(conn, key, sold.act)
         given = sold.proofs(conn, key)
         slices.release_succeeded(conn, key, sold.act, proofs=given, absence={"absent": True})
         sold.finish(conn, TaskKind.SLICE_VM_RELEASE)
         assert fails_on_the_host(sold, conn) == slot_id
-        assert "launch_failed" in slots.get(conn, slot_id)["status_reason"]
+        assert "launch_failed" in slots.get(conn, slot_id).status_reason
 
 
 @pytest.mark.covers("I4")
 def test_a_disk_untouched_is_as_clean_as_it_was_sold_and_to_the_same_installation(
-    sold: Any,
+    sold: Site,
 ) -> None:
     with transaction(sold.engine) as conn:
         key = sold.allocate(conn)
-        slot_id = claims.of_allocation(conn, key)[0]["slot_id"]
-        before = proofs.get(conn, slots.get(conn, slot_id)["last_proof_id"])["install_id"]
+        slot_id = claims.of_allocation(conn, key)[0].slot_id
+        before = proofs.get(conn, slots.get(conn, slot_id).last_proof_id).install_id
         host.observed(conn, "n1", sold.act, identity={"machine_id": "another", "boot_id": "b2"})
         evidence = {slot_id: {"disk_written": False, "leftovers": False}}
         error = {"code": "canceled"}
         slices.provision_failed(
             conn, key, sold.act, step="start the run", error=error, untouched=evidence
         )
-        assert proofs.latest(conn, slot_id)["install_id"] == before
+        assert proofs.latest(conn, slot_id).install_id == before
         assert "proof_stale" in {row.code for row in gate.gate(conn, slot_id)}
 
 
-def fails_on_the_host(site: Any, conn: Any) -> str:
+def fails_on_the_host(site: Site, conn: sa.Connection) -> str:
     """A launch that the host refuses before it touches anything; the slot."""
     key = site.allocate(conn)
     slices.provision_started(conn, key, site.act)
     site.finish(conn, TaskKind.SLICE_VM_PROVISION, TaskState.FAILED)
-    slot_id = str(claims.of_allocation(conn, key)[0]["slot_id"])
+    slot_id = str(claims.of_allocation(conn, key)[0].slot_id)
     evidence = {slot_id: {"disk_written": False, "leftovers": False}}
     error = {"code": "not_clean", "found": "no standing proof"}
     slices.provision_failed(
@@ -248,18 +246,18 @@ def fails_on_the_host(site: Any, conn: Any) -> str:
     return slot_id
 
 
-def test_withdrawn_before_any_run(sold: Any) -> None:
+def test_withdrawn_before_any_run(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         allocation_id = sold.allocate(conn)
-        assert launching.release(conn, allocation_id, sold.act)["state"] == "released"
+        assert launching.release(conn, allocation_id, sold.act).state == "released"
         assert sold.statuses(conn) == ["available", "available"]
-        assert queue.every(conn, allocation_id=allocation_id)[0]["state"] == "canceled"
+        assert queue.every(conn, allocation_id=allocation_id)[0].state == "canceled"
         with pytest.raises(Problem, match="allocation_not_releasable") as caught:
             launching.release(conn, allocation_id, sold.act)
         assert caught.value.remedy == "nothing: it is given back already"
 
 
-def test_what_helps_while_it_is_given_back(sold: Any) -> None:
+def test_what_helps_while_it_is_given_back(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         allocation_id = sold.active(conn)
         launching.release(conn, allocation_id, sold.act)
@@ -273,7 +271,7 @@ def test_what_helps_while_it_is_given_back(sold: Any) -> None:
         assert f"`gpuaas recover {allocation_id}" in caught.value.remedy
 
 
-def test_not_withdrawn_once_a_run_may_have_begun(sold: Any) -> None:
+def test_not_withdrawn_once_a_run_may_have_begun(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         allocation_id = sold.allocate(conn)
         leasing.lease(conn, "worker")
@@ -283,7 +281,7 @@ def test_not_withdrawn_once_a_run_may_have_begun(sold: Any) -> None:
 
 
 @pytest.mark.covers("CTRL-3")
-def test_slot_comes_back_disabled_while_the_gate_is_closed(sold: Any) -> None:
+def test_slot_comes_back_disabled_while_the_gate_is_closed(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         allocation_id = sold.active(conn)
         host_evidence.record_parity(conn, "n1", sold.parity(failures=1), sold.act)
@@ -296,7 +294,7 @@ def test_slot_comes_back_disabled_while_the_gate_is_closed(sold: Any) -> None:
         assert len(gate.open_gate(conn, "n1", sold.act)["opened"]) == 2
 
 
-def test_a_discovery_during_use_does_not_keep_the_slot_closed(sold: Any) -> None:
+def test_a_discovery_during_use_does_not_keep_the_slot_closed(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         allocation_id = sold.active(conn)
         document = sold.document(0)
@@ -311,14 +309,14 @@ def test_a_discovery_during_use_does_not_keep_the_slot_closed(sold: Any) -> None
 
 
 @pytest.mark.covers("I4")
-def test_schema_refuses_available_without_a_current_proof(sold: Any) -> None:
+def test_schema_refuses_available_without_a_current_proof(sold: Site) -> None:
     def force(**values: Any) -> None:
         with transaction(sold.engine) as conn:
             update = sa.update(tables.slots).where(tables.slots.c.slot_index == 0)
             conn.execute(update.values(**values))
 
     with transaction(sold.engine) as conn:
-        old = slots.of_node(conn, "n1")[0]["available_proof_id"]
+        old = slots.of_node(conn, "n1")[0].available_proof_id
         sold.allocate(conn)
     for values in (
         {"status": "available"},
@@ -337,11 +335,11 @@ def test_where_and_what_it_is_comes_from_the_machine_not_from_the_request(sold: 
         catalogue = {"xe9680l-h200": "h200-sxm-slice", "lab": "lab-edu-slice"}
         asked = sold.launch(1, catalogue=catalogue)
         made = launching.allocate(conn, asked, ADMIN)
-        told = (made["region"], made["pool"], made["sku"])
+        told = (made.region, made.pool, made.sku)
         assert told == ("eu", "h200", "h200-sxm-slice")
         for sku, refusal in (("free-of-charge", "sku_unknown"), ("lab-edu-slice", "no_capacity")):
             assert code(launching.allocate, conn, replace(asked, sku=sku), ADMIN) == refusal
-        assert launching.allocate(conn, replace(asked, sku=made["sku"]), ADMIN)["sku"]
+        assert launching.allocate(conn, replace(asked, sku=made.sku), ADMIN).sku
 
 
 @pytest.mark.covers("CTRL-5")

@@ -16,10 +16,11 @@ from reconciler.model.errors import Problem
 from reconciler.model.scheduler.place import place
 from reconciler.model.scheduler.snapshot import Snapshot, Want
 from reconciler.records import nodes
+from tests.unit.reconciler.conftest import Site
 
 
 @pytest.fixture
-def fleet(site: Any) -> Any:
+def fleet(site: Site) -> Any:
     """Eight nodes with two slots each; the last one is in use already."""
     for number in range(8):
         site.node(f"n{number}", (0, 1), number)
@@ -135,7 +136,7 @@ def test_looking_at_few_nodes_finds_what_looking_at_all_would(fleet: Any, seed: 
                     placement.reserve(conn, wanted)
                 continue
             node_id, found = placement.reserve(conn, wanted)
-            assert (node_id, tuple(slot["id"] for slot in found)) == (best.node_id, best.slot_ids)
+            assert (node_id, tuple(slot.id for slot in found)) == (best.node_id, best.slot_ids)
 
 
 def test_a_node_that_gets_its_first_slice_meanwhile_is_not_missed(
@@ -159,4 +160,4 @@ def test_a_node_that_gets_its_first_slice_meanwhile_is_not_missed(
         # Who asked is not told so: there is room, and the launch is tried again.
         assert placement.refusal(conn, want) is None
         node_id, found = placement.reserve(conn, want)
-    assert (node_id, [slot["slot_index"] for slot in found]) == ("n1", [1])
+    assert (node_id, [slot.slot_index for slot in found]) == ("n1", [1])

@@ -13,6 +13,7 @@ import sqlalchemy as sa
 from reconciler.db import rows
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading, retrying, transaction
+from reconciler.db.schema import Node, Slot, Task
 from reconciler.lifecycle import host, invariants, launch, placement
 from reconciler.model.errors import Problem
 from reconciler.model.scheduler.snapshot import Want
@@ -56,7 +57,7 @@ def test_a_launch_that_a_worker_takes_meanwhile_is_not_withdrawn(
         key = sold.allocate(conn)
     read = queue.open_of_allocation
 
-    def then_leased(conn: sa.Connection, allocation_id: str) -> list[rows.Record]:
+    def then_leased(conn: sa.Connection, allocation_id: str) -> list[Task]:
         found = read(conn, allocation_id)
         with transaction(sold.engine) as other:
             leasing.lease(other, "worker")
@@ -69,7 +70,7 @@ def test_a_launch_that_a_worker_takes_meanwhile_is_not_withdrawn(
         retrying(sold.engine, lambda conn: launch.release(conn, key, ADMIN))
     with reading(sold.engine) as conn:
         (task,) = queue.every(conn, allocation_id=key)
-        assert (task["state"], task["cancel_requested"]) == ("running", False)
+        assert (task.state, task.cancel_requested) == ("running", False)
         assert sorted(sold.statuses(conn)) == ["available", "reserved"]
 
 
@@ -82,7 +83,7 @@ def test_no_run_begins_for_an_allocation_that_has_ended(sold: Site) -> None:
         with conn.begin_nested() as begun:
             slice_kinds.provision_start(work)
             slice_kinds.provision_start(work)
-            assert allocations.get(conn, key)["state"] == "provisioning", "goes on"
+            assert allocations.get(conn, key).state == "provisioning", "goes on"
             begun.rollback()
         launch.release(conn, key, ADMIN)
         with pytest.raises(Problem, match="canceled"):
@@ -93,7 +94,7 @@ def test_no_run_begins_for_an_allocation_that_has_ended(sold: Site) -> None:
 def test_a_launch_does_not_wait_for_who_holds_its_node(sold: Site, beside: Beside) -> None:
     """He may be about to wait for its slots."""
     with transaction(sold.engine) as conn:
-        rows.get(conn, tables.nodes, "n1", "node", lock=True)
+        rows.get(conn, Node, "n1", lock=True)
         launched = beside(lambda: retrying(sold.engine, sold.allocate))
         assert launched.result(SOON_S)
 
@@ -104,7 +105,7 @@ def test_what_is_launched_meanwhile_is_no_more_to_be_taken_off_sale(
     sold: Site, beside: Beside, what: str
 ) -> None:
     def restarts(conn: sa.Connection) -> bool:
-        return host.restarted(conn, "n1", ADMIN, since=nodes.get(conn, "n1")["boot_id"])
+        return host.restarted(conn, "n1", ADMIN, since=nodes.get(conn, "n1").boot_id)
 
     def retires(conn: sa.Connection) -> bool:
         host.lost(conn, "n1", ADMIN)
@@ -144,13 +145,13 @@ class _RefusedError(Exception):
 @pytest.mark.covers("CTRL-4")
 def test_who_waits_for_a_set_keeps_no_part_of_it(sold: Site, beside: Beside) -> None:
     with transaction(sold.engine) as conn:
-        held, other = sorted(slots.of_node(conn, "n1"), key=lambda slot: str(slot["id"]))
+        held, other = sorted(slots.of_node(conn, "n1"), key=lambda slot: str(slot.id))
     with transaction(sold.engine) as conn:
-        rows.get(conn, tables.slots, held["id"], "slot", lock=True)
+        rows.get(conn, Slot, held.id, lock=True)
         both = beside(lambda: retrying(sold.engine, lambda own: sold.allocate(own, 2)))
         with pytest.raises(TimeoutError):
             both.result(A_WHILE_S)
         with transaction(sold.engine) as third:
-            query = sa.select(tables.slots.c.id).where(tables.slots.c.id == other["id"])
+            query = sa.select(tables.slots.c.id).where(tables.slots.c.id == other.id)
             assert third.execute(query.with_for_update(skip_locked=True)).all(), "nobody's"
     assert both.result(SOON_S)

@@ -15,11 +15,14 @@ from reconciler.model import transitions
 from reconciler.model.errors import Problem
 from reconciler.model.states import HealthState, ProofKind, TaskKind
 from reconciler.records import allocations, claims, leasing, nodes, proofs, queue, reports, slots
+from tests.unit.reconciler.conftest import Site
 
 ABSENT = {"absent": True, "checks": {}}
 
 
-def force(conn: Any, site: Any, allocation_id: str, absent: bool = True) -> dict[str, Any]:
+def force(
+    conn: sa.Connection, site: Site, allocation_id: str, absent: bool = True
+) -> dict[str, Any]:
     return recovery.force_cleanup(conn, allocation_id, site.act, runtime_verified_absent=absent)
 
 
@@ -30,61 +33,63 @@ def code(call: Any, *args: Any, **named: Any) -> str:
 
 
 @pytest.mark.covers("CTRL-7")
-def test_the_runbook(sold: Any) -> None:
+def test_the_runbook(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         allocation_id = sold.failed(conn)
         (slot,) = recovery.blocked(conn, "n1")
         assert (slot["allocation_id"], slot["step"]) == (allocation_id, "slice_ready")
         assert slot["reason"] == "no lease"
         look = recovery.verify_absence(conn, allocation_id, sold.act)
-        assert look["kind"] == "slice.absence_verify"
+        assert look.kind == "slice.absence_verify"
         reports.record_absence(conn, allocation_id, ABSENT, sold.act)
         sold.finish(conn, TaskKind.SLICE_ABSENCE_VERIFY)
         applied = force(conn, sold, allocation_id)
         assert applied["slots"][0]["status"] == "cleanup"
         (task,) = queue.every(conn, kind=TaskKind.SLICE_WIPE)
-        assert applied["slots"][0]["task_id"] == task["id"]
-        assert task["fences"] == {slot["id"]: 2}
-        assert task["parameters"]["slots"][0]["fence"] == 2
+        assert applied["slots"][0]["task_id"] == task.id
+        assert task.fences == {slot["id"]: 2}
+        assert task.parameters["slots"][0]["fence"] == 2
         given = sold.proofs(conn, allocation_id)
         assert slices.wiped(conn, allocation_id, sold.act, proofs=given, absence=ABSENT)
         back = slots.of_node(conn, "n1")[0]
-        assert (back["status"], back["health_state"], back["health_detail"]) == (
+        assert (back.status, back.health_state, back.health_detail) == (
             "available",
             "healthy",
             {},
         )
         (entry,) = journal.audit_rows(conn, action="admin.allocation.force_cleanup.applied")
-        assert entry["detail"]["runtime_verified_absent"] is True
-        assert entry["reason"] == "test"
+        assert entry.detail["runtime_verified_absent"] is True
+        assert entry.reason == "test"
         assert not slices.wiped(conn, allocation_id, sold.act, proofs=given, absence=ABSENT)
 
 
 @pytest.mark.covers("CTRL-7")
-def test_without_the_word_for_absence_slots_stay_blocked(sold: Any) -> None:
+def test_without_the_word_for_absence_slots_stay_blocked(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         allocation_id = sold.allocate(conn)
         applied = force(conn, sold, allocation_id, absent=False)
         assert [slot["status"] for slot in applied["slots"]] == ["cleanup_blocked"]
         found = allocations.get(conn, allocation_id)
-        assert found["state"] == "failed"
-        assert {claim["state"] for claim in found["claims"]} == {"failed"}
+        assert found.state == "failed"
+        assert {claim.state for claim in found.claims} == {"failed"}
         assert len(applied["canceled_tasks"]) == 1
         held = slots.get(conn, applied["slots"][0]["slot_id"])
         claim = claims.of_allocation(conn, allocation_id)[0]
-        assert held["fence"] == claim["fence"] + 1, "the run that may live is shut out"
+        assert held.fence == claim.fence + 1, "the run that may live is shut out"
         assert queue.every(conn, kind=TaskKind.SLICE_WIPE) == []
         again = force(conn, sold, allocation_id, absent=True)
         assert again["slots"][0]["status"] == "cleanup"
 
 
 @pytest.mark.covers("CTRL-7")
-def test_with_absence_and_wipe_proof_at_hand_it_is_available_at_once(sold: Any) -> None:
+def test_with_absence_and_wipe_proof_at_hand_it_is_available_at_once(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         allocation_id = sold.failed(conn)
         (slot,) = recovery.blocked(conn)
         document = sold.proofs(conn, allocation_id)[slot["id"]]
-        proofs.record(conn, slot, ProofKind.WIPE, document, allocation_id=allocation_id)
+        proofs.record(
+            conn, slots.get(conn, slot["id"]), ProofKind.WIPE, document, allocation_id=allocation_id
+        )
         reports.record_absence(conn, allocation_id, {"absent": False}, sold.act)
         reports.record_absence(conn, allocation_id, ABSENT, sold.act)
         applied = force(conn, sold, allocation_id)
@@ -97,7 +102,7 @@ def test_with_absence_and_wipe_proof_at_hand_it_is_available_at_once(sold: Any) 
 
 
 @pytest.mark.covers("CTRL-7")
-def test_absence_from_before_the_failure_does_not_count(sold: Any) -> None:
+def test_absence_from_before_the_failure_does_not_count(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         allocation_id = sold.allocate(conn)
         reports.record_absence(conn, allocation_id, ABSENT, sold.act, observed_at=1.0)
@@ -106,14 +111,14 @@ def test_absence_from_before_the_failure_does_not_count(sold: Any) -> None:
 
 
 @pytest.mark.covers("CTRL-7", "CTRL-9")
-def test_a_run_still_alive_is_canceled_and_its_result_decides_nothing(sold: Any) -> None:
+def test_a_run_still_alive_is_canceled_and_its_result_decides_nothing(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         allocation_id = sold.allocate(conn)
         (task,) = leasing.lease(conn, "worker")
         slices.provision_started(conn, allocation_id, sold.act)
         applied = force(conn, sold, allocation_id)
-        assert applied["canceled_tasks"] == [task["id"]]
-        assert queue.get(conn, task["id"])["cancel_requested"]
+        assert applied["canceled_tasks"] == [task.id]
+        assert queue.get(conn, task.id).cancel_requested
         # The clean-up waits until the old run has ended.
         assert leasing.lease(conn, "worker") == []
         assert not slices.provision_succeeded(conn, allocation_id, sold.act, connection={})
@@ -126,12 +131,12 @@ def test_a_run_still_alive_is_canceled_and_its_result_decides_nothing(sold: Any)
 
 
 @pytest.mark.covers("CTRL-7")
-def test_wipe_that_fails_blocks_again(sold: Any) -> None:
+def test_wipe_that_fails_blocks_again(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         allocation_id = sold.failed(conn)
         slot_id = recovery.blocked(conn)[0]["id"]
         task = recovery.repair(conn, slot_id, sold.act)
-        assert task["subject_id"] == allocation_id
+        assert task.subject_id == allocation_id
         assert code(recovery.repair, conn, slot_id, sold.act) == "slot_not_blocked"
         error = {"code": "command_failed", "found": "I/O error"}
         assert slices.wipe_failed(conn, allocation_id, sold.act, step="nvme_wipe", error=error)
@@ -144,7 +149,7 @@ def test_wipe_that_fails_blocks_again(sold: Any) -> None:
 
 
 @pytest.mark.covers("CTRL-7")
-def test_refusals(sold: Any) -> None:
+def test_refusals(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         active = sold.active(conn)
         assert code(force, conn, sold, active) == "allocation_active"
@@ -173,7 +178,7 @@ def test_refusals(sold: Any) -> None:
     [("ready", "drain"), ("bootstrapping", "end its bootstrap"), ("enrolling", "enrol")],
 )
 def test_what_comes_before_it_is_possible_in_the_nodes_state(
-    sold: Any, state: str, remedy: str
+    sold: Site, state: str, remedy: str
 ) -> None:
     with transaction(sold.engine) as conn:
         stuck = sold.allocate(conn)
@@ -187,25 +192,25 @@ def test_what_comes_before_it_is_possible_in_the_nodes_state(
 
 
 @pytest.mark.covers("CTRL-7")
-def test_release_whose_wipe_failed_can_be_forced(sold: Any) -> None:
+def test_release_whose_wipe_failed_can_be_forced(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         allocation_id = sold.active(conn)
         launch.release(conn, allocation_id, sold.act)
         sold.finish(conn, TaskKind.SLICE_VM_RELEASE)
         slices.release_failed(conn, allocation_id, sold.act, step="nvme_wipe", error={})
         assert force(conn, sold, allocation_id)["slots"][0]["status"] == "cleanup"
-        assert allocations.get(conn, allocation_id)["state"] == "failed"
+        assert allocations.get(conn, allocation_id).state == "failed"
 
 
 @pytest.mark.covers("CTRL-7")
-def test_force_release_ends_use_and_keeps_the_slot(sold: Any) -> None:
+def test_force_release_ends_use_and_keeps_the_slot(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         allocation_id = sold.active(conn)
         assert code(recovery.force_release, conn, allocation_id, sold.act) == "node_reachable"
         host.drain(conn, "n1", sold.act)
         assert code(recovery.force_release, conn, allocation_id, sold.act) == "node_reachable"
         host.lost(conn, "n1", sold.act)
-        assert recovery.force_release(conn, allocation_id, sold.act)["state"] == "released"
+        assert recovery.force_release(conn, allocation_id, sold.act).state == "released"
         assert sold.statuses(conn)[0] == "cleanup_blocked"
         assert code(force, conn, sold, allocation_id) == "allocation_released"
         host.regained(conn, "n1", sold.act)
@@ -213,7 +218,7 @@ def test_force_release_ends_use_and_keeps_the_slot(sold: Any) -> None:
 
 
 @pytest.mark.covers("I12")
-def test_deadlines_of_slots_block(sold: Any) -> None:
+def test_deadlines_of_slots_block(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         allocation_id = sold.failed(conn)
         slot_id = recovery.blocked(conn)[0]["id"]
@@ -222,18 +227,18 @@ def test_deadlines_of_slots_block(sold: Any) -> None:
         assert (late.state, late.event) == ("cleanup", "block")
         assert recovery.expire(conn, late, sold.act)
         row = journal.history_of(conn, "slot", slot_id)[-1]
-        assert row["target"] == "cleanup_blocked"
-        assert row["allocation_id"] == allocation_id
+        assert row.target == "cleanup_blocked"
+        assert row.allocation_id == allocation_id
         over = journal.Overdue("node", "n1", "bootstrapping", 1.0, "maintain")
         assert not recovery.expire(conn, over, sold.act)
 
 
 @pytest.mark.covers("I12")
-def test_deadline_of_a_release_blocks_its_slots(sold: Any) -> None:
+def test_deadline_of_a_release_blocks_its_slots(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         allocation_id = sold.active(conn)
         launch.release(conn, allocation_id, sold.act)
-        slot_id = claims.of_allocation(conn, allocation_id)[0]["slot_id"]
+        slot_id = claims.of_allocation(conn, allocation_id)[0].slot_id
         late = sold.late(conn, "slot", slot_id)
         assert recovery.expire(conn, late, sold.act)
         assert not recovery.expire(conn, late, sold.act)

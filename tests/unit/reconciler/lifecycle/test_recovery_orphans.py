@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,16 +12,18 @@ import sqlalchemy as sa
 from reconciler.db import journal
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
+from reconciler.db.schema import Task
 from reconciler.lifecycle import evidence as host_evidence
 from reconciler.lifecycle import gate, invariants, launch, recovery, slices
 from reconciler.lifecycle import restore as restored
 from reconciler.lifecycle import slots as slot_life
 from reconciler.model.errors import Problem
 from reconciler.model.states import ProofKind, TaskKind, TaskState
-from reconciler.records import claims, proofs, queue, reports, slots
+from reconciler.records import claims, nodes, proofs, queue, reports, slots
 from reconciler.settings import Settings
 from reconciler.work.handler import Work
 from reconciler.work.kinds import slices as slice_kinds
+from tests.unit.reconciler.conftest import Site
 
 UNKNOWN = str(uuid.uuid4())
 
@@ -31,43 +34,47 @@ def code(call: Any, *args: Any, **named: Any) -> str:
     return caught.value.code
 
 
-def cleaned(site: Any, conn: Any, task: dict[str, Any]) -> None:
+def cleaned(site: Site, conn: sa.Connection, task: Task) -> None:
     """The host has done what the task says."""
-    work = Work(conn, task, {"id": "n1"}, {}, Settings())
+    work = Work(conn, task, nodes.get(conn, "n1"), {}, Settings())
     (given,) = slice_kinds.wipe_variables(work)["slice_slots"]
     slot = slots.get(conn, given["slot_id"])
     proof = {
-        "disk": slot["nvme_identity"],
-        "serial": slot["nvme_serial"],
-        "size_bytes": slot["nvme_size_bytes"],
+        "disk": slot.nvme_identity,
+        "serial": slot.nvme_serial,
+        "size_bytes": slot.nvme_size_bytes,
         "method": "user_data_erase",
         "verified": True,
     }
-    evidence = {"proofs": {slot["id"]: proof}, "absence": {"absent": True}}
+    evidence = {"proofs": {slot.id: proof}, "absence": {"absent": True}}
     slice_kinds.wipe_succeeded(work, evidence)
     site.finish(conn, TaskKind.SLICE_WIPE)
 
 
 @pytest.mark.covers("CTRL-7", "I13", "I4")
-def test_after_a_restore_no_proof_of_before_stands(sold: Any) -> None:
+def test_after_a_restore_no_proof_of_before_stands(sold: Site) -> None:
     """A slot was sold since the backup: its disk is a tenant's, and the records know nothing."""
     with transaction(sold.engine) as conn:
         running = sold.active(conn)
-        held = claims.of_allocation(conn, running)[0]["slot_id"]
+        held = claims.of_allocation(conn, running)[0].slot_id
         takeover = {"disk": "eui.5e000000000000aa", "method": "discard", "verified": True}
         proofs.record_transition(conn, "n1", takeover, sold.act)
-        before = {slot["id"]: slot for slot in slots.of_node(conn, "n1")}
+        before = {slot.id: slot for slot in slots.of_node(conn, "n1")}
         restored.doubt(conn, sold.act)
         (idle,) = set(before) - {held}
-        assert slots.get(conn, held)["disk_generation"] == before[held]["disk_generation"]
-        assert slots.get(conn, idle)["disk_generation"] == before[idle]["disk_generation"] + 1
+        assert slots.get(conn, held).disk_generation == before[held].disk_generation
+        assert slots.get(conn, idle).disk_generation == before[idle].disk_generation + 1
         # All that can be seen of the host is well, and still nothing of it is sold.
         host_evidence.record_discovery(conn, "n1", sold.document(0), sold.act)
         host_evidence.record_parity(conn, "n1", sold.parity(), sold.act)
         (found,) = gate.open_gate(conn, "n1", sold.act)["closed"][idle]
         assert found["code"] == "proof_missing"
-        slot = {**before[idle], "nvme_identity": "eui.5e000000000000aa"}
-        old = {**slot, "disk_generation": 0, "nvme_eui": "5e000000000000aa"}
+        old = replace(
+            before[idle],
+            nvme_identity="eui.5e000000000000aa",
+            nvme_eui="5e000000000000aa",
+            disk_generation=0,
+        )
         codes = {row.code for row in gate.judge(conn, old, proofs.current(conn, old))}
         assert "proof_outdated" in codes, "a disk in no slot may have been sold as well"
         assert invariants.check(conn) == []
@@ -80,22 +87,24 @@ def test_after_a_restore_no_proof_of_before_stands(sold: Any) -> None:
         # The unknown one goes on a person's word, and with it the doubt.
         sold.finish(conn, TaskKind.SLICE_VM_RELEASE)
         task = recovery.remove_orphan(conn, idle, UNKNOWN, sold.act)
-        assert task["parameters"]["allocation"] == {"id": UNKNOWN}
-        assert (task["allocation_id"], task["subject_id"]) == (None, idle)
+        assert task.parameters["allocation"] == {"id": UNKNOWN}
+        assert (task.allocation_id, task.subject_id) == (None, idle)
         cleaned(sold, conn, task)
-        assert slots.get(conn, idle)["status"] == "available"
+        assert slots.get(conn, idle).status == "available"
         (told,) = journal.audit_rows(conn, action="admin.slot.orphan.removed")
-        assert (told["subject_id"], told["detail"]) == (idle, {"allocation_id": UNKNOWN})
+        assert (told.subject_id, told.detail) == (idle, {"allocation_id": UNKNOWN})
         assert invariants.check(conn) == []
 
 
 @pytest.mark.covers("CTRL-7", "I13")
-def test_evidence_from_before_a_restore_frees_no_blocked_slot(sold: Any) -> None:
+def test_evidence_from_before_a_restore_frees_no_blocked_slot(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         key = sold.failed(conn)
         (slot,) = recovery.blocked(conn)
         document = sold.proofs(conn, key)[slot["id"]]
-        proofs.record(conn, slot, ProofKind.WIPE, document, allocation_id=key)
+        proofs.record(
+            conn, slots.get(conn, slot["id"]), ProofKind.WIPE, document, allocation_id=key
+        )
         reports.record_absence(conn, key, {"absent": True}, sold.act)
         restored.doubt(conn, sold.act)
         forced = recovery.force_cleanup(conn, key, sold.act, runtime_verified_absent=True)
@@ -103,11 +112,11 @@ def test_evidence_from_before_a_restore_frees_no_blocked_slot(sold: Any) -> None
 
 
 @pytest.mark.covers("CTRL-7")
-def test_only_from_an_idle_slot_and_nobody_who_is_known(sold: Any) -> None:
+def test_only_from_an_idle_slot_and_nobody_who_is_known(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         running = sold.active(conn)
-        held = claims.of_allocation(conn, running)[0]["slot_id"]
-        (idle,) = {slot["id"] for slot in slots.of_node(conn, "n1")} - {held}
+        held = claims.of_allocation(conn, running)[0].slot_id
+        (idle,) = {slot.id for slot in slots.of_node(conn, "n1")} - {held}
         assert (
             code(recovery.remove_orphan, conn, idle, UNKNOWN, sold.act.because(""))
             == "reason_required"
@@ -122,27 +131,27 @@ def test_only_from_an_idle_slot_and_nobody_who_is_known(sold: Any) -> None:
 
 
 @pytest.mark.covers("CTRL-7", "I13")
-def test_what_a_tenant_left_is_not_freed_by_the_removal_of_another_machine(sold: Any) -> None:
+def test_what_a_tenant_left_is_not_freed_by_the_removal_of_another_machine(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         key = sold.failed(conn)
         (slot,) = recovery.blocked(conn)
         assert code(recovery.remove_orphan, conn, slot["id"], UNKNOWN, sold.act) == "slot_in_use"
-        assert slots.get(conn, slot["id"])["status"] == "cleanup_blocked"
+        assert slots.get(conn, slot["id"]).status == "cleanup_blocked"
         recovery.remove_orphan(conn, slot["id"], key, sold.act)
         sold.finish(conn, TaskKind.SLICE_WIPE, TaskState.FAILED)
         slices.wipe_slots_failed(conn, [slot["id"]], sold.act, step="nvme_wipe", error={})
         assert code(recovery.remove_orphan, conn, slot["id"], UNKNOWN, sold.act) == "slot_in_use"
         task = recovery.remove_orphan(conn, slot["id"], key, sold.act)
         cleaned(sold, conn, task)
-        assert slots.get(conn, slot["id"])["status"] == "available"
+        assert slots.get(conn, slot["id"]).status == "available"
         assert invariants.check(conn) == []
 
 
 @pytest.mark.covers("CTRL-7", "I12")
 @pytest.mark.parametrize("named", [UNKNOWN, str(uuid.uuid4())])
-def test_a_removal_that_failed_is_repeated_under_whatever_name(sold: Any, named: str) -> None:
+def test_a_removal_that_failed_is_repeated_under_whatever_name(sold: Site, named: str) -> None:
     with transaction(sold.engine) as conn:
-        slot_id = slots.of_node(conn, "n1")[0]["id"]
+        slot_id = slots.of_node(conn, "n1")[0].id
         slot_life.disable(conn, slot_id, sold.act)
         recovery.remove_orphan(conn, slot_id, UNKNOWN, sold.act)
         sold.finish(conn, TaskKind.SLICE_WIPE, TaskState.FAILED)
@@ -152,19 +161,19 @@ def test_a_removal_that_failed_is_repeated_under_whatever_name(sold: Any, named:
         sold.finish(conn, TaskKind.SLICE_WIPE, TaskState.FAILED)
         slices.wipe_slots_failed(conn, [slot_id], sold.act, step="nvme_wipe", error={})
         cleaned(sold, conn, recovery.remove_orphan(conn, slot_id, named, sold.act))
-        assert slots.get(conn, slot_id)["status"] == "disabled"
+        assert slots.get(conn, slot_id).status == "disabled"
         assert gate.gate(conn, slot_id) == ()
 
 
 @pytest.mark.covers("CTRL-7", "I12")
-def test_a_blocked_slot_that_nobody_ever_had_can_be_repaired(sold: Any) -> None:
+def test_a_blocked_slot_that_nobody_ever_had_can_be_repaired(sold: Site) -> None:
     """As one is whose disk the host calls dirty although no claim was ever made."""
     with transaction(sold.engine) as conn:
         slot = slots.of_node(conn, "n1")[0]
         error = {"code": "disk_dirty", "found": "not wiped since it was used"}
         slices.block(conn, slot, "", sold.act, step="drift", error=error)
-        task = recovery.repair(conn, slot["id"], sold.act)
-        assert task["parameters"]["allocation"] == {"id": slot["id"]}
+        task = recovery.repair(conn, slot.id, sold.act)
+        assert task.parameters["allocation"] == {"id": slot.id}
         cleaned(sold, conn, task)
         assert sold.statuses(conn) == ["available", "available"]
         absences = conn.execute(sa.select(tables.absences.c.id)).all()

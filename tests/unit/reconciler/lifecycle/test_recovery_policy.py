@@ -16,6 +16,7 @@ from reconciler.model.states import TaskKind, TaskState
 from reconciler.records import allocations, queue, reports
 from reconciler.settings import Settings
 from reconciler.work.loops import recover_blocked
+from tests.unit.reconciler.conftest import Site
 
 ERROR = {"code": "command_failed", "found": "I/O error"}
 
@@ -23,7 +24,7 @@ ERROR = {"code": "command_failed", "found": "I/O error"}
 class Governed:
     """A site with the policy on, and the host's part played by hand."""
 
-    def __init__(self, site: Any) -> None:
+    def __init__(self, site: Site) -> None:
         self.site = site
         self.set(enabled=True)
 
@@ -49,11 +50,11 @@ class Governed:
             task = self.site.finish(conn, TaskKind.SLICE_ABSENCE_VERIFY)
             reports.record_absence(
                 conn,
-                task["allocation_id"],
+                task.allocation_id,
                 {"absent": absent},
                 self.site.act,
-                task_id=task["id"],
-                observed_at=task["started_at"],
+                task_id=task.id,
+                observed_at=task.started_at,
             )
 
         self.do(work)
@@ -68,7 +69,7 @@ class Governed:
         self.do(work)
 
     def tasks(self) -> list[str]:
-        return [row["kind"] for row in self.do(queue.every) if row["state"] == "queued"]
+        return [row.kind for row in self.do(queue.every) if row.state == "queued"]
 
     def statuses(self) -> list[str]:
         found: list[str] = self.do(self.site.statuses)
@@ -80,7 +81,7 @@ class Governed:
 
 
 @pytest.fixture
-def governed(sold: Any) -> Governed:
+def governed(sold: Site) -> Governed:
     return Governed(sold)
 
 
@@ -98,12 +99,12 @@ def test_alone_from_blocked_to_available(governed: Governed) -> None:
     governed.look()
     assert governed.statuses() == ["available", "available"]
     (forced,) = governed.do(lambda conn: journal.audit_rows(conn, action=recovery.FORCE_CLEANUP))
-    assert (forced["actor"], forced["detail"]["runtime_verified_absent"]) == ("policy", True)
-    assert forced["correlation_id"] == "corr-1", "found from the tenant's request"
+    assert (forced.actor, forced.detail["runtime_verified_absent"]) == ("policy", True)
+    assert forced.correlation_id == "corr-1", "found from the tenant's request"
 
 
 @pytest.mark.covers("CTRL-7")
-def test_off_by_default(sold: Any) -> None:
+def test_off_by_default(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         sold.failed(conn)
         assert not recovery.read_policy(conn).enabled
@@ -134,7 +135,7 @@ def test_it_stops_when_the_slot_does_not_come_back(governed: Governed) -> None:
     governed.look()
     assert (governed.tasks(), governed.do(recovery.cases)) == ([], [])
     (stopped,) = governed.do(lambda conn: journal.audit_rows(conn, action=recovery.POLICY_STOPPED))
-    assert (stopped["actor"], stopped["subject_id"]) == ("policy", allocation_id)
+    assert (stopped.actor, stopped.subject_id) == ("policy", allocation_id)
     slot = governed.do(recovery.blocked)[0]
     assert slot["health_detail"]["reason"] == "I/O error", "what happened stays readable"
     # A person goes on from here; what they do clears the mark.
@@ -162,7 +163,7 @@ def test_unless_the_site_lets_it_remove_leftovers(governed: Governed) -> None:
     governed.look()
     assert governed.tasks() == ["slice.wipe"]
     (forced,) = governed.do(lambda conn: journal.audit_rows(conn, action=recovery.FORCE_CLEANUP))
-    assert forced["detail"]["runtime_verified_absent"] is False, "nothing is claimed"
+    assert forced.detail["runtime_verified_absent"] is False, "nothing is claimed"
     governed.wiped(allocation_id)
     assert governed.statuses()[0] == "available"
 
@@ -246,7 +247,7 @@ def test_a_force_released_allocation_is_repaired(governed: Governed) -> None:
     governed.host_says(absent=True)
     governed.look()
     assert governed.statuses() == ["cleanup", "cleanup"]
-    assert governed.do(lambda conn: allocations.get(conn, allocation_id))["state"] == "released"
+    assert governed.do(lambda conn: allocations.get(conn, allocation_id)).state == "released"
 
 
 @pytest.mark.covers("CTRL-7")
@@ -265,4 +266,4 @@ def test_one_that_breaks_leaves_the_others(
     monkeypatch.setattr(recovery, "play_case", step)
     governed.look()
     (row,) = governed.do(lambda conn: journal.audit_rows(conn, action=recovery.POLICY_BEGUN))
-    assert row["subject_id"] == sound
+    assert row.subject_id == sound

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from tests.unit.reconciler.conftest import Site
 from tests.unit.reconciler.db import test_postgres
 from tests.unit.reconciler.lifecycle import test_host as test_nodes
 from tests.unit.reconciler.lifecycle import test_launch as test_allocations
@@ -36,7 +37,7 @@ STORIES: dict[str, Callable[[Any], None]] = {
 
 
 @pytest.fixture
-def sold(engine: sa.Engine, site: Any) -> Any:
+def sold(engine: sa.Engine, site: Site) -> Any:
     """Two slots on sale."""
     site.node()
     return site
@@ -44,5 +45,5 @@ def sold(engine: sa.Engine, site: Any) -> Any:
 
 @pytest.mark.covers("CTRL-2", "CTRL-7", "I4", "I12", "I16")
 @pytest.mark.parametrize("story", STORIES)
-def test_the_same(sold: Any, story: str) -> None:
+def test_the_same(sold: Site, story: str) -> None:
     STORIES[story](sold)

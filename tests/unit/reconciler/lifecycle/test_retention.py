@@ -5,8 +5,8 @@ from __future__ import annotations
 import fcntl
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -16,6 +16,7 @@ from reconciler.db import schema as tables
 from reconciler.db.engine import open_engine, reading, transaction
 from reconciler.db.idempotency import Answer, Call
 from reconciler.db.migrations import migrate
+from reconciler.db.schema import Task
 from reconciler.lifecycle import invariants, launch, retention, slices
 from reconciler.model.errors import Problem
 from reconciler.model.states import TaskKind, TaskState
@@ -24,6 +25,7 @@ from reconciler.runs.paths import RunPaths, run_directory, write_json
 from reconciler.service.loops import LOOPS
 from reconciler.settings import Settings
 from reconciler.work.loops import DAY_S, forget, tidy
+from tests.unit.reconciler.conftest import Site
 
 pytestmark = pytest.mark.covers("CTRL-9")
 NEVER = threading.Event()
@@ -83,7 +85,7 @@ def pass_time(engine: sa.Engine, days: float) -> None:
             conn.execute(sa.update(table).values({n: table.c[n] - days * DAY_S for n in names}))
 
 
-def provisioned(site: Any, settings: Settings) -> str:
+def provisioned(site: Site, settings: Settings) -> str:
     """An active allocation that a request with a key made, its task with progress and a run."""
     made: list[str] = []
 
@@ -95,14 +97,14 @@ def provisioned(site: Any, settings: Settings) -> str:
     with transaction(site.engine) as conn:
         slices.provision_started(conn, made[0], site.act)
         (task,) = leasing.lease(conn, "w", kinds=[TaskKind.SLICE_VM_PROVISION])
-        queue.progress(conn, task["id"], task["lease_token"], {"task": "boot"})
-        queue.finish(conn, task["id"], task["lease_token"], TaskState.SUCCEEDED, site.act)
+        queue.progress(conn, task.id, task.lease_token, {"task": "boot"})
+        queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, site.act)
         slices.provision_succeeded(conn, made[0], site.act, connection={"host": "gw"})
     ended(settings, task)
     return made[0]
 
 
-def ended(settings: Settings, task: dict[str, Any]) -> Path:
+def ended(settings: Settings, task: Task) -> Path:
     """The folder of a run that is over."""
     paths = RunPaths(run_directory(settings.state_dir, queue.run_id(task)))
     paths.root.mkdir(parents=True)
@@ -112,7 +114,7 @@ def ended(settings: Settings, task: dict[str, Any]) -> Path:
     return paths.root
 
 
-def released(site: Any, key: str) -> None:
+def released(site: Site, key: str) -> None:
     with transaction(site.engine) as conn:
         launch.release(conn, key, site.act)
         proofs = site.proofs(conn, key)
@@ -120,7 +122,7 @@ def released(site: Any, key: str) -> None:
         site.finish(conn, TaskKind.SLICE_VM_RELEASE)
 
 
-def test_what_a_living_allocation_refers_to_stays(site: Any, settings: Settings) -> None:
+def test_what_a_living_allocation_refers_to_stays(site: Site, settings: Settings) -> None:
     site.node()
     key = provisioned(site, settings)
     pass_time(site.engine, 2.5)
@@ -147,12 +149,12 @@ def test_what_a_living_allocation_refers_to_stays(site: Any, settings: Settings)
         assert invariants.check(conn) == []
 
 
-def test_what_left_a_slot_blocked_stays(site: Any, settings: Settings) -> None:
+def test_what_left_a_slot_blocked_stays(site: Site, settings: Settings) -> None:
     site.node()
     with transaction(site.engine) as conn:
         key = site.failed(conn)
         task = queue.every(conn, allocation_id=key)[-1]
-        conn.execute(sa.insert(tables.task_events).values(task_id=task["id"], document={"a": 1}))
+        conn.execute(sa.insert(tables.task_events).values(task_id=task.id, document={"a": 1}))
         assert "cleanup_blocked" in site.statuses(conn)
     folder = ended(settings, task)
     pass_time(site.engine, 100)
@@ -161,22 +163,22 @@ def test_what_left_a_slot_blocked_stays(site: Any, settings: Settings) -> None:
     assert folder.is_dir()
 
 
-def test_what_is_unfinished_or_unknown_stays(site: Any, settings: Settings) -> None:
+def test_what_is_unfinished_or_unknown_stays(site: Site, settings: Settings) -> None:
     site.node()
     with transaction(site.engine) as conn:
         task = queue.enqueue(
             conn, queue.Enqueue(TaskKind.NODE_PARITY, "n1", "node", "n1"), site.act
         )
         (task,) = leasing.lease(conn, "w", kinds=[TaskKind.NODE_PARITY])
-        queue.progress(conn, task["id"], task["lease_token"], {"task": "look"})
-    folders = [ended(settings, task), ended(settings, {**task, "id": "0" * 36})]
+        queue.progress(conn, task.id, task.lease_token, {"task": "look"})
+    folders = [ended(settings, task), ended(settings, replace(task, id="0" * 36))]
     pass_time(site.engine, 100)
     assert forget(site.engine, settings)["progress"] == 0
     assert tidy(site.engine, settings, NEVER) == []
     assert all(folder.is_dir() for folder in folders)
 
 
-def test_a_run_that_lives_keeps_its_files(site: Any, settings: Settings) -> None:
+def test_a_run_that_lives_keeps_its_files(site: Site, settings: Settings) -> None:
     """Its task was given up; what it writes still tells what the host did."""
     site.node()
     with transaction(site.engine) as conn:
@@ -192,13 +194,13 @@ def test_a_run_that_lives_keeps_its_files(site: Any, settings: Settings) -> None
 
 
 def test_events_go_sooner_when_a_relay_took_them(
-    site: Any, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    site: Site, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retention, "AT_ONCE", 2)
     site.node()
     with transaction(site.engine) as conn:
         waiting = journal.pending_events(conn, 10_000)
-        journal.mark_published(conn, [waiting[0]["id"]])
+        journal.mark_published(conn, [waiting[0].id])
     pass_time(site.engine, 2)
     assert forget(site.engine, settings)["events"] == 1
     pass_time(site.engine, 2)

@@ -20,6 +20,7 @@ from reconciler.records import claims, nodes, proofs, queue, slots
 from reconciler.settings import Settings
 from reconciler.work.handler import open_work
 from reconciler.work.kinds import node
+from tests.unit.reconciler.conftest import Site
 
 
 def code(call: Any, *args: Any, **named: Any) -> str:
@@ -28,12 +29,12 @@ def code(call: Any, *args: Any, **named: Any) -> str:
     return caught.value.code
 
 
-def candidate(site: Any, index: int, number: int = 0) -> Bundle:
+def candidate(site: Site, index: int, number: int = 0) -> Bundle:
     return Bundle.of(site.document(number)["candidates"][index]["bundle"])
 
 
 @pytest.mark.covers("CTRL-3")
-def test_order_of_preparation(site: Any) -> None:
+def test_order_of_preparation(site: Site) -> None:
     with transaction(site.engine) as conn:
         nodes.create(conn, site.act, id="n1")
         bundle = candidate(site, 0)
@@ -41,16 +42,16 @@ def test_order_of_preparation(site: Any) -> None:
         host.retire(conn, "n1", site.act)
         site.enrol(conn, "n2")
         slot = site.approve(conn, "n2", 0)
-        assert (slot["status"], slot["wanted"]) == ("disabled", "available")
-        assert slot["capacity_metadata"]["fabric_claim_mode"] == "per_slot_vf"
-        assert set(slot["capacity_metadata"]) >= METADATA
-        found = {blocker.code for blocker in gate.gate(conn, slot["id"])}
+        assert (slot.status, slot.wanted) == ("disabled", "available")
+        assert slot.capacity_metadata["fabric_claim_mode"] == "per_slot_vf"
+        assert set(slot.capacity_metadata) >= METADATA
+        found = {blocker.code for blocker in gate.gate(conn, slot.id)}
         assert found == {"discovery_stale", "parity_missing"}
-        assert code(gate.make_available, conn, slot["id"], site.act) == "gate_closed"
+        assert code(gate.make_available, conn, slot.id, site.act) == "gate_closed"
         assert code(host.set_scheduling, conn, "n2", True, site.act) == "scheduling_not_ready"
-        assert site.prove(conn, "n2") == {"opened": [slot["id"]], "closed": {}}
-        assert slots.get(conn, slot["id"])["health_state"] == "healthy"
-        assert journal.audit_rows(conn, action="admin.slot.approved")[0]["subject_id"] == slot["id"]
+        assert site.prove(conn, "n2") == {"opened": [slot.id], "closed": {}}
+        assert slots.get(conn, slot.id).health_state == "healthy"
+        assert journal.audit_rows(conn, action="admin.slot.approved")[0].subject_id == slot.id
 
 
 # What decision 24 has a slot say of itself.
@@ -68,7 +69,7 @@ METADATA = {
 @pytest.mark.covers("CTRL-3", "HOST-9")
 @pytest.mark.parametrize("approved_first", [False, True])
 def test_a_slot_says_whose_its_disk_is_and_where_its_former_use_is_written_down(
-    site: Any, approved_first: bool
+    site: Site, approved_first: bool
 ) -> None:
     bundle = candidate(site, 0)
     manifest = "/var/log/gpuaas/slice-storage-transition-20261121093831.txt"
@@ -85,12 +86,12 @@ def test_a_slot_says_whose_its_disk_is_and_where_its_former_use_is_written_down(
         work = open_work(conn, Settings(), task)
         if approved_first:
             slot = slot_life.approve(conn, "n1", bundle, site.act)
-            assert slot["capacity_metadata"]["storage_transition_manifest"] == ""
+            assert slot.capacity_metadata["storage_transition_manifest"] == ""
             node.takeover_succeeded(work, {"devices": [device], "manifest": manifest})
         else:
             node.takeover_succeeded(work, {"devices": [device], "manifest": manifest})
             slot = slot_life.approve(conn, "n1", bundle, site.act)
-        told = slots.get(conn, slot["id"])["capacity_metadata"]
+        told = slots.get(conn, slot.id).capacity_metadata
         assert {name: told[name] for name in METADATA} == {
             "storage_ownership": "slice",
             "storage_mode": "slice",
@@ -100,20 +101,20 @@ def test_a_slot_says_whose_its_disk_is_and_where_its_former_use_is_written_down(
             "fabric_claim_mode": "per_slot_vf",
             "fabric_vf_pci_address": bundle.fabric_vf_pci_address,
         }
-        assert site.prove(conn, "n1") == {"opened": [slot["id"]], "closed": {}}
+        assert site.prove(conn, "n1") == {"opened": [slot.id], "closed": {}}
 
 
 @pytest.mark.covers("CTRL-3", "I4")
-def test_no_slot_without_a_transition_proof(site: Any) -> None:
+def test_no_slot_without_a_transition_proof(site: Site) -> None:
     with transaction(site.engine) as conn:
         site.enrol(conn, "n1")
         slot = slot_life.approve(conn, "n1", candidate(site, 0), site.act)
         opened = site.prove(conn, "n1")
-        assert opened["closed"][slot["id"]][0]["code"] == "proof_missing"
+        assert opened["closed"][slot.id][0]["code"] == "proof_missing"
 
 
 @pytest.mark.covers("I4")
-def test_a_wipe_counts_only_when_the_slots_policy_accepts_it(site: Any) -> None:
+def test_a_wipe_counts_only_when_the_slots_policy_accepts_it(site: Site) -> None:
     """I4, for the transition by which a disk comes in and for the wipe after a tenant."""
     purge = {"destructive_wipe_policy": "purge"}
     bundle = candidate(site, 0)
@@ -123,25 +124,25 @@ def test_a_wipe_counts_only_when_the_slots_policy_accepts_it(site: Any) -> None:
         proofs.record_transition(conn, "n1", taken_over, site.act)
         slot = slot_life.approve(conn, "n1", bundle, site.act, capacity_metadata=purge)
         closed = site.prove(conn, "n1")["closed"]
-        assert [row["code"] for row in closed[slot["id"]]] == ["proof_class_refused"]
+        assert [row["code"] for row in closed[slot.id]] == ["proof_class_refused"]
         better = {**taken_over, "method": "crypto_erase"}
         proofs.record_transition(conn, "n1", better, site.act)
-        assert site.prove(conn, "n1")["opened"] == [slot["id"]]
+        assert site.prove(conn, "n1")["opened"] == [slot.id]
 
         allocation_id = site.active(conn)
         launch.release(conn, allocation_id, site.act)
         given = site.proofs(conn, allocation_id)
-        given[slot["id"]]["method"] = "discard"
+        given[slot.id]["method"] = "discard"
         release = slices.release_succeeded
         named = {"proofs": given, "absence": {"absent": True}}
         assert code(release, conn, allocation_id, site.act, **named) == "proof_class_refused"
-        given[slot["id"]]["method"] = "user_data_erase"
+        given[slot.id]["method"] = "user_data_erase"
         assert release(conn, allocation_id, site.act, **named)
         assert site.statuses(conn) == ["available"]
 
 
 @pytest.mark.covers("CTRL-3")
-def test_refusals_of_the_bundle(sold: Any) -> None:
+def test_refusals_of_the_bundle(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         approve = slot_life.approve
         fourth = candidate(sold, 3)
@@ -164,7 +165,7 @@ def test_refusals_of_the_bundle(sold: Any) -> None:
         ("duplicate_ip", ["private_ip"]),
     ],
 )
-def test_duplicates(sold: Any, expected: str, fields: list[str]) -> None:
+def test_duplicates(sold: Site, expected: str, fields: list[str]) -> None:
     taken = candidate(sold, 0).document()
     bundle = replace(candidate(sold, 3), **{name: taken[name] for name in fields})
     with transaction(sold.engine) as conn:
@@ -172,7 +173,7 @@ def test_duplicates(sold: Any, expected: str, fields: list[str]) -> None:
 
 
 @pytest.mark.covers("CTRL-3")
-def test_another_node_may_use_the_same_addresses_but_not_the_same_disk(sold: Any) -> None:
+def test_another_node_may_use_the_same_addresses_but_not_the_same_disk(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         sold.enrol(conn, "n2", 2)
         sold.approve(conn, "n2", 0, 2)
@@ -182,7 +183,7 @@ def test_another_node_may_use_the_same_addresses_but_not_the_same_disk(sold: Any
 
 
 @pytest.mark.covers("CTRL-3")
-def test_no_mac_address_is_on_two_nodes(sold: Any) -> None:
+def test_no_mac_address_is_on_two_nodes(sold: Site) -> None:
     """Suggestions of two machines can meet in their few bytes; the second is refused, aloud."""
     with transaction(sold.engine) as conn:
         sold.enrol(conn, "n2", 2)
@@ -197,7 +198,7 @@ def test_no_mac_address_is_on_two_nodes(sold: Any) -> None:
 
 
 @pytest.mark.covers("CTRL-3")
-def test_no_iommu_group_is_in_two_slots(sold: Any) -> None:
+def test_no_iommu_group_is_in_two_slots(sold: Site) -> None:
     """At approval, and at the gate when the groups changed afterwards (another kernel, no ACS)."""
     document = sold.document(0)
     functions = {row["address"]: row for row in document["fabric"][0]["vfs"]}
@@ -215,44 +216,44 @@ def test_no_iommu_group_is_in_two_slots(sold: Any) -> None:
             functions[address]["group_members"] = together
         evidence.record_discovery(conn, "n1", document, sold.act)
         for slot in slots.of_node(conn, "n1"):
-            slot_life.disable(conn, slot["id"], sold.act)
-            assert "discovery:group_shared" in {row.code for row in gate.gate(conn, slot["id"])}
-            assert slot_life.enable(conn, slot["id"], sold.act)["status"] == "disabled"
+            slot_life.disable(conn, slot.id, sold.act)
+            assert "discovery:group_shared" in {row.code for row in gate.gate(conn, slot.id)}
+            assert slot_life.enable(conn, slot.id, sold.act).status == "disabled"
 
 
 @pytest.mark.covers("CTRL-3")
-def test_disable_enable_withdraw(sold: Any) -> None:
+def test_disable_enable_withdraw(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         slot = slots.of_node(conn, "n1")[0]
-        assert code(slot_life.withdraw, conn, slot["id"], sold.act) == "slot_in_use"
-        assert slot_life.disable(conn, slot["id"], sold.act)["status"] == "disabled"
+        assert code(slot_life.withdraw, conn, slot.id, sold.act) == "slot_in_use"
+        assert slot_life.disable(conn, slot.id, sold.act).status == "disabled"
         assert gate.open_gate(conn, "n1", sold.act)["opened"] == []
-        assert slot_life.enable(conn, slot["id"], sold.act)["status"] == "available"
-        slot_life.disable(conn, slot["id"], sold.act)
-        slot_life.withdraw(conn, slot["id"], sold.act)
+        assert slot_life.enable(conn, slot.id, sold.act).status == "available"
+        slot_life.disable(conn, slot.id, sold.act)
+        slot_life.withdraw(conn, slot.id, sold.act)
         assert len(slots.of_node(conn, "n1")) == 1
-        assert slot_life.approve(conn, "n1", candidate(sold, 0), sold.act)["slot_index"] == 0
+        assert slot_life.approve(conn, "n1", candidate(sold, 0), sold.act).slot_index == 0
 
 
 @pytest.mark.covers("CTRL-3")
-def test_a_slot_in_use_is_disabled_when_it_comes_back(sold: Any) -> None:
+def test_a_slot_in_use_is_disabled_when_it_comes_back(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         allocation_id = sold.allocate(conn)
-        slot_id = claims.of_allocation(conn, allocation_id)[0]["slot_id"]
-        assert slot_life.disable(conn, slot_id, sold.act)["status"] == "reserved"
+        slot_id = claims.of_allocation(conn, allocation_id)[0].slot_id
+        assert slot_life.disable(conn, slot_id, sold.act).status == "reserved"
         launch.release(conn, allocation_id, sold.act)
-        assert slots.get(conn, slot_id)["status"] == "disabled"
+        assert slots.get(conn, slot_id).status == "disabled"
 
 
 @pytest.mark.covers("I16")
-def test_reboot_and_reimage_close_the_gate(sold: Any) -> None:
+def test_reboot_and_reimage_close_the_gate(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         document = sold.document(0)
         document["identity"]["boot_id"] = "another-boot"
         evidence.record_discovery(conn, "n1", document, sold.act)
         assert sold.statuses(conn) == ["disabled", "disabled"]
-        row = journal.history_of(conn, "slot", slots.of_node(conn, "n1")[0]["id"])[-1]
-        assert row["reason"] == "gate closed: new boot"
+        row = journal.history_of(conn, "slot", slots.of_node(conn, "n1")[0].id)[-1]
+        assert row.reason == "gate closed: new boot"
         found = gate.open_gate(conn, "n1", sold.act)["closed"]
         assert {row["code"] for rows in found.values() for row in rows} == {"parity_stale"}
         report = sold.parity()
@@ -269,7 +270,7 @@ def test_reboot_and_reimage_close_the_gate(sold: Any) -> None:
         found = gate.open_gate(conn, "n1", sold.act)["closed"]
         assert {row["code"] for rows in found.values() for row in rows} == {"proof_stale"}
         for slot in slots.of_node(conn, "n1"):
-            proof = {"disk": slot["nvme_identity"], "method": "discard", "verified": True}
+            proof = {"disk": slot.nvme_identity, "method": "discard", "verified": True}
             proofs.record_transition(conn, "n1", proof, sold.act)
         assert len(gate.open_gate(conn, "n1", sold.act)["opened"]) == 2
 
@@ -285,15 +286,15 @@ def test_reboot_and_reimage_close_the_gate(sold: Any) -> None:
     ],
 )
 def test_a_later_discovery_takes_off_sale_what_it_speaks_against(
-    sold: Any, change: str, code: str
+    sold: Site, change: str, code: str
 ) -> None:
     with transaction(sold.engine) as conn:
         first, second = slots.of_node(conn, "n1")
         document = sold.document(0)
-        disk = next(d for d in document["nvme"] if d["identity"] == first["nvme_identity"])
+        disk = next(d for d in document["nvme"] if d["identity"] == first.nvme_identity)
         if change == "gpu":
             document["gpu"] = [
-                one for one in document["gpu"] if one["address"] != first["gpu_pci_address"]
+                one for one in document["gpu"] if one["address"] != first.gpu_pci_address
             ]
         elif change == "mounted":
             disk["blockers"] = [{"code": "mounted", "detail": "/mnt"}]
@@ -302,13 +303,13 @@ def test_a_later_discovery_takes_off_sale_what_it_speaks_against(
         else:
             document["slice_network"]["blockers"] = [{"code": "missing_dnsmasq", "detail": "x"}]
         evidence.record_discovery(conn, "n1", document, sold.act)
-        found = slots.get(conn, first["id"])
-        assert found["status"] == "disabled"
-        assert code in found["status_reason"]
-        other = slots.get(conn, second["id"])["status"]
+        found = slots.get(conn, first.id)
+        assert found.status == "disabled"
+        assert code in found.status_reason
+        other = slots.get(conn, second.id).status
         assert other == ("disabled" if change == "node" else "available")
-        row = journal.history_of(conn, "slot", first["id"])[-1]
-        assert code in {one["code"] for one in row["evidence"]["blockers"]}
+        row = journal.history_of(conn, "slot", first.id)[-1]
+        assert code in {one["code"] for one in row.evidence["blockers"]}
         assert [v for v in invariants.check(conn) if v.invariant != "I12"] == []
         # Seen without it, the slot passes again.
         evidence.record_discovery(conn, "n1", sold.document(0), sold.act)
@@ -316,7 +317,7 @@ def test_a_later_discovery_takes_off_sale_what_it_speaks_against(
 
 
 @pytest.mark.covers("I4")
-def test_use_from_before_the_wipe_keeps_a_late_discovery_from_closing(sold: Any) -> None:
+def test_use_from_before_the_wipe_keeps_a_late_discovery_from_closing(sold: Site) -> None:
     """The host was asked while the last tenant was there, and answers after the wipe."""
     with transaction(sold.engine) as conn:
         asked = clock.read(conn)
@@ -326,14 +327,14 @@ def test_use_from_before_the_wipe_keeps_a_late_discovery_from_closing(sold: Any)
         given = sold.proofs(conn, key)
         slices.release_succeeded(conn, key, sold.act, proofs=given, absence={"absent": True})
         document = sold.document(0)
-        disk = next(d for d in document["nvme"] if d["identity"] == held["nvme_identity"])
+        disk = next(d for d in document["nvme"] if d["identity"] == held.nvme_identity)
         disk["blockers"] = [{"code": "qemu_in_use", "detail": "a guest"}]
         evidence.record_discovery(conn, "n1", document, sold.act, observed_at=asked)
         assert sold.statuses(conn) == ["available", "available"]
 
 
 @pytest.mark.covers("CTRL-3")
-def test_stale_discovery_approves_nothing(sold: Any) -> None:
+def test_stale_discovery_approves_nothing(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         host.observed(conn, "n1", sold.act, identity={"boot_id": "another-boot"})
         assert (
@@ -342,41 +343,41 @@ def test_stale_discovery_approves_nothing(sold: Any) -> None:
 
 
 @pytest.mark.covers("CTRL-3")
-def test_bare_metal_nodes_get_no_slots(sold: Any) -> None:
+def test_bare_metal_nodes_get_no_slots(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         nodes.create(conn, sold.act, id="n2", mode=NodeMode.BAREMETAL)
         assert code(slot_life.approve, conn, "n2", candidate(sold, 3), sold.act) == "node_not_slice"
 
 
 @pytest.mark.covers("I4")
-def test_transition_of_a_disk_in_use_is_no_proof(sold: Any) -> None:
+def test_transition_of_a_disk_in_use_is_no_proof(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         proof = {"disk": candidate(sold, 0).identity, "method": "discard", "verified": True}
         assert code(proofs.record_transition, conn, "n1", proof, sold.act) == "disk_in_use"
 
 
 @pytest.mark.covers("I4")
-def test_old_proofs_of_a_used_disk_do_not_count_in_a_new_slot(sold: Any) -> None:
+def test_old_proofs_of_a_used_disk_do_not_count_in_a_new_slot(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         allocation_id = sold.failed(conn)
-        slot_id = claims.of_allocation(conn, allocation_id)[0]["slot_id"]
+        slot_id = claims.of_allocation(conn, allocation_id)[0].slot_id
         slot = slots.get(conn, slot_id)
-        assert proofs.generation(conn, slot["nvme_identity"]) == 1
+        assert proofs.generation(conn, slot.nvme_identity) == 1
         assert proofs.current(conn, slot) is None
 
 
 @pytest.mark.covers("CTRL-6", "I20")
-def test_health_is_recorded(sold: Any) -> None:
+def test_health_is_recorded(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         slot = slots.of_node(conn, "n1")[0]
         detail = {"drift": "no OVS port"}
-        slots.set_health(conn, slot["id"], HealthState.DEGRADED, detail, sold.act)
-        slots.set_health(conn, slot["id"], HealthState.DEGRADED, detail, sold.act)
-        rows = journal.history_of(conn, "slot_health", slot["id"])
-        assert [(row["source"], row["target"]) for row in rows] == [("healthy", "degraded")]
+        slots.set_health(conn, slot.id, HealthState.DEGRADED, detail, sold.act)
+        slots.set_health(conn, slot.id, HealthState.DEGRADED, detail, sold.act)
+        rows = journal.history_of(conn, "slot_health", slot.id)
+        assert [(row.source, row.target) for row in rows] == [("healthy", "degraded")]
 
 
-def test_views(sold: Any) -> None:
+def test_views(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         assert [row["slot_index"] for row in slots.bundles(conn, "n1")] == [0, 1]
         assert "fence" in slots.bundles(conn, "n1", fences=True)[0]

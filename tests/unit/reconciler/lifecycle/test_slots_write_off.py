@@ -14,6 +14,7 @@ from reconciler.model.bundle import Bundle
 from reconciler.model.errors import Problem
 from reconciler.model.states import TaskKind
 from reconciler.records import claims, slots
+from tests.unit.reconciler.conftest import Site
 
 
 def code(call: Any, *args: Any, **named: Any) -> str:
@@ -24,32 +25,28 @@ def code(call: Any, *args: Any, **named: Any) -> str:
 
 @pytest.mark.covers("CTRL-7", "I12", "I4")
 @pytest.mark.parametrize("dead", ["disk", "gpu"])
-def test_a_blocked_slot_whose_device_died_is_written_off(sold: Any, dead: str) -> None:
+def test_a_blocked_slot_whose_device_died_is_written_off(sold: Site, dead: str) -> None:
     with transaction(sold.engine) as conn:
         key = sold.failed(conn)
-        slot = slots.get(conn, claims.of_allocation(conn, key)[0]["slot_id"])
-        assert code(slot_life.withdraw, conn, slot["id"], sold.act.because("")) == "reason_required"
-        assert code(slot_life.withdraw, conn, slot["id"], sold.act) == "slot_in_use", (
-            "not looked at"
-        )
+        slot = slots.get(conn, claims.of_allocation(conn, key)[0].slot_id)
+        assert code(slot_life.withdraw, conn, slot.id, sold.act.because("")) == "reason_required"
+        assert code(slot_life.withdraw, conn, slot.id, sold.act) == "slot_in_use", "not looked at"
         evidence.record_discovery(conn, "n1", sold.document(0), sold.act)
-        assert code(slot_life.withdraw, conn, slot["id"], sold.act) == "slot_in_use", "all is there"
+        assert code(slot_life.withdraw, conn, slot.id, sold.act) == "slot_in_use", "all is there"
         document = sold.document(0)
         name, column, gone = {
-            "disk": ("nvme", "identity", slot["nvme_identity"]),
-            "gpu": ("gpu", "address", slot["gpu_pci_address"]),
+            "disk": ("nvme", "identity", slot.nvme_identity),
+            "gpu": ("gpu", "address", slot.gpu_pci_address),
         }[dead]
         document[name] = [one for one in document[name] if one[column] != gone]
-        evidence.record_discovery(
-            conn, "n1", document, sold.act, observed_at=slot["status_since"] - 1
-        )
-        assert code(slot_life.withdraw, conn, slot["id"], sold.act) == "slot_in_use", "from before"
+        evidence.record_discovery(conn, "n1", document, sold.act, observed_at=slot.status_since - 1)
+        assert code(slot_life.withdraw, conn, slot.id, sold.act) == "slot_in_use", "from before"
         evidence.record_discovery(conn, "n1", document, sold.act)
-        after = slot_life.withdraw(conn, slot["id"], sold.act)
-        assert after["retired_at"] and after["status"] == "disabled"
-        assert after["fence"] > slot["fence"]
-        row = journal.history_of(conn, "slot", slot["id"])[-1]
-        assert (row["event"], row["evidence"]["missing"]) == ("withdraw", [dead])
+        after = slot_life.withdraw(conn, slot.id, sold.act)
+        assert after.retired_at and after.status == "disabled"
+        assert after.fence > slot.fence
+        row = journal.history_of(conn, "slot", slot.id)[-1]
+        assert (row.event, row.evidence["missing"]) == ("withdraw", [dead])
         assert recovery.blocked(conn) == []
         assert invariants.check(conn) == []
         # Put back or replaced, it is approved anew; the disk is not believed to be clean.
@@ -57,17 +54,17 @@ def test_a_blocked_slot_whose_device_died_is_written_off(sold: Any, dead: str) -
         evidence.record_parity(conn, "n1", sold.parity(), sold.act)
         bundle = Bundle.of(sold.document(0)["candidates"][0]["bundle"])
         again = slot_life.approve(conn, "n1", bundle, sold.act)
-        assert again["nvme_identity"] == slot["nvme_identity"]
-        assert "proof_missing" in {row.code for row in gate.gate(conn, again["id"])}
+        assert again.nvme_identity == slot.nvme_identity
+        assert "proof_missing" in {row.code for row in gate.gate(conn, again.id)}
 
 
 @pytest.mark.covers("CTRL-7")
-def test_a_dead_slot_is_not_written_off_under_a_claim(sold: Any) -> None:
+def test_a_dead_slot_is_not_written_off_under_a_claim(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         key = sold.active(conn)
         launch.release(conn, key, sold.act)
         sold.finish(conn, TaskKind.SLICE_VM_RELEASE)
         slices.release_failed(conn, key, sold.act, step="nvme_wipe", error={})
         evidence.record_discovery(conn, "n1", {**sold.document(0), "nvme": []}, sold.act)
-        slot_id = claims.of_allocation(conn, key)[0]["slot_id"]
+        slot_id = claims.of_allocation(conn, key)[0].slot_id
         assert code(slot_life.withdraw, conn, slot_id, sold.act) == "claim_live"

@@ -8,7 +8,14 @@ from dataclasses import replace
 import pytest
 
 from reconciler.model.bundle import Bundle
-from reconciler.model.drift import Allocation, Difference, Findings, Records, Slot, compare
+from reconciler.model.drift import (
+    Difference,
+    ExpectedAllocation,
+    ExpectedSlot,
+    Findings,
+    Records,
+    compare,
+)
 from reconciler.model.states import HealthState
 from tests.unit.reconciler.holdings import Holdings, drop, nothing, off, put, tenant, unknown
 
@@ -30,15 +37,15 @@ def bundle(number: int) -> Bundle:
     )
 
 
-# Slot a is ONE's, which runs; slot b is nobody's, and was OLD's.
+# ExpectedSlot a is ONE's, which runs; slot b is nobody's, and was OLD's.
 RECORDS = Records(
     (
-        Slot("a", bundle(0), "active", ONE, settled=True),
-        Slot("b", bundle(1), "available", OLD, settled=True),
+        ExpectedSlot("a", bundle(0), "active", ONE, settled=True),
+        ExpectedSlot("b", bundle(1), "available", OLD, settled=True),
     ),
     (
-        Allocation(ONE, active=True, settled=True, slots=("a",)),
-        Allocation(OLD, active=False, settled=True, slots=("b",)),
+        ExpectedAllocation(ONE, active=True, settled=True, slots=("a",)),
+        ExpectedAllocation(OLD, active=False, settled=True, slots=("b",)),
     ),
 )
 
@@ -194,7 +201,9 @@ def test_a_slot_that_waits_for_evidence_is_judged_by_that() -> None:
 
 
 def test_of_two_that_begin_alike_the_one_that_runs_is_meant(holdings: Holdings) -> None:
-    twin = Allocation(f"{ONE[:20]}0000-000000000000", active=False, settled=True, slots=("b",))
+    twin = ExpectedAllocation(
+        f"{ONE[:20]}0000-000000000000", active=False, settled=True, slots=("b",)
+    )
     records = Records(RECORDS.slots, (twin, *RECORDS.allocations))
     assert compare(holdings, records).differences == ()
 

@@ -12,7 +12,7 @@ import yaml
 from reconciler.model import discovery, gate
 from reconciler.model.bundle import Bundle
 from reconciler.model.errors import Problem
-from reconciler.model.gate import Failures, GateEvidence, Proof, Sighting, blockers
+from reconciler.model.gate import DiskProof, Failures, GateEvidence, Sighting, blockers
 from reconciler.model.identity import install_id
 from reconciler.model.proof import accepts, check_proof, nothing_written
 from reconciler.runs import contract
@@ -34,7 +34,7 @@ def evidence(bundle: Bundle, document: dict[str, Any]) -> GateEvidence:
         reboot_required=False,
         discovery=Sighting(30, "b1", "i1", document),
         parity=Sighting(30, "b1", "i1", {}),
-        proof=Proof(bundle.identity, 0, 10, "discard", "i1"),
+        proof=DiskProof(bundle.identity, 0, 10, "discard", "i1"),
     )
 
 
@@ -54,7 +54,7 @@ def test_opens(evidence: GateEvidence) -> None:
         ({"discovery": None}, ["discovery_missing"]),
         ({"parity": None}, ["parity_missing"]),
         ({"proof": None}, ["proof_missing"]),
-        ({"proof": Proof("eui.other", 0, 10, "discard", "i1")}, ["proof_mismatch"]),
+        ({"proof": DiskProof("eui.other", 0, 10, "discard", "i1")}, ["proof_mismatch"]),
         ({"disk_generation": 1}, ["proof_outdated"]),
         ({"exclusive_ended_at": 11}, ["proof_outdated"]),
         ({"restored_at": 11}, ["proof_outdated"]),
@@ -142,7 +142,7 @@ def test_use_of_the_disk_counts_until_a_later_wipe(
     assert isinstance(disk, dict)
     disk["blockers"] = [{"code": "qemu_in_use", "detail": "pid 7"}]
     assert codes(evidence) == ["discovery:qemu_in_use"]
-    wiped = Proof(evidence.bundle.identity, 0, 40, "zero_fill", "i1")
+    wiped = DiskProof(evidence.bundle.identity, 0, 40, "zero_fill", "i1")
     assert codes(replace(evidence, proof=wiped)) == []
     disk["blockers"] = [{"code": "duplicate_identity", "detail": ""}]
     assert codes(replace(evidence, proof=wiped)) == ["discovery:duplicate_identity"]
@@ -229,7 +229,7 @@ def test_a_profile_accepts_what_it_wipes_with(path: Path) -> None:
 
 @pytest.mark.covers("I4")
 def test_an_untouched_disk_is_as_clean_as_it_was_sold(evidence: GateEvidence) -> None:
-    untouched = Proof(evidence.bundle.identity, 0, 10, None, "i1")
+    untouched = DiskProof(evidence.bundle.identity, 0, 10, None, "i1")
     assert codes(replace(evidence, proof=untouched, wipe_policy="purge")) == []
 
 

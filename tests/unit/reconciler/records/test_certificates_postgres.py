@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import sqlalchemy as sa
 
@@ -12,6 +10,7 @@ from reconciler.db.engine import transaction
 from reconciler.lifecycle import host
 from reconciler.model.states import TaskKind
 from reconciler.records import certificates, nodes, queue, tokens
+from tests.unit.reconciler.conftest import Site
 from tests.unit.reconciler.db import test_postgres
 
 pytestmark = [pytest.mark.postgres, pytest.mark.covers("HOST-13")]
@@ -19,7 +18,7 @@ engine = test_postgres.engine
 DAY = 86_400.0
 
 
-def test_whose_certificate_is_ending(engine: sa.Engine, site: Any) -> None:
+def test_whose_certificate_is_ending(engine: sa.Engine, site: Site) -> None:
     with transaction(engine) as conn:
         for node_id in ("n1", "n2", "n3"):
             nodes.create(conn, site.act, id=node_id, address="10.0.2.15")
@@ -43,4 +42,4 @@ def test_whose_certificate_is_ending(engine: sa.Engine, site: Any) -> None:
         queue.add(conn, queue.Enqueue(TaskKind.NODE_ENROL, "n2", "node", "n2"), site.act)
         assert host.certificates_ending(conn, 30 * DAY) == ["n1"]
         assert certificates.ends(conn, ["n1"])["n1"] > clock.read(conn) + 24 * DAY
-        assert certificates.current(conn, "n1")["serial"] == "25"
+        assert certificates.current(conn, "n1").serial == "25"

@@ -12,6 +12,7 @@ import sqlalchemy as sa
 from reconciler.db import rows
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
+from reconciler.db.schema import Slot
 from reconciler.lifecycle import slices
 from reconciler.model.states import ClaimState, ProofKind
 from reconciler.records import claims, proofs
@@ -37,16 +38,17 @@ def test_a_claim_and_a_sale_take_turns(engine: sa.Engine, beside: Beside, first:
         key = site.allocate(conn)
         (claim,) = claims.of_allocation(conn, key)
         slices.move_claims(conn, key, "fail", ADMIN)
-        slot = rows.get(conn, tables.slots, claim["slot_id"], "slot")
-    del claim["live_mode"]
+        slot = rows.get(conn, Slot, claim.slot_id)
+    values = vars(claim) | {"id": rows.new_id()}
+    del values["live_mode"]
 
     def claim_it(conn: sa.Connection) -> None:
-        conn.execute(sa.insert(tables.claims).values(claim | {"id": rows.new_id()}))
+        conn.execute(sa.insert(tables.claims).values(values))
 
     def sell_it(conn: sa.Connection) -> None:
         proof = proofs.record(conn, slot, ProofKind.UNTOUCHED, {})
-        sold = {"status": "available", "available_proof_id": proof["id"]}
-        mine = tables.slots.c.id == slot["id"]
+        sold = {"status": "available", "available_proof_id": proof.id}
+        mine = tables.slots.c.id == slot.id
         conn.execute(sa.update(tables.slots).where(mine).values(sold))
 
     order = (claim_it, sell_it) if first == "claim" else (sell_it, claim_it)

@@ -15,6 +15,7 @@ from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.states import Role
 from reconciler.records import images, nodes, projects, tokens
+from tests.unit.reconciler.conftest import Site
 
 ALICE = Act("admin:alice")
 
@@ -26,17 +27,17 @@ def code(call: Any, *args: Any, **named: Any) -> str:
 
 
 @pytest.mark.covers("CTRL-10")
-def test_api_tokens(site: Any) -> None:
+def test_api_tokens(site: Site) -> None:
     with transaction(site.engine) as conn:
         record, secret = tokens.issue(
             conn, site.act, role=Role.PROJECT_MEMBER, name="ci", project_id="p1"
         )
-        assert "hash" not in record
+        assert record.hash == ""
         found = tokens.authenticate(conn, secret)
         assert found is not None
-        assert (found["role"], found["project_id"]) == ("project-member", "p1")
+        assert (found.role, found.project_id) == ("project-member", "p1")
         assert tokens.authenticate(conn, secret + "x") is None
-        tokens.revoke(conn, record["id"], site.act)
+        tokens.revoke(conn, record.id, site.act)
         assert tokens.authenticate(conn, secret) is None
         _, short = tokens.issue(conn, site.act, role=Role.NODE, name="x", ttl_s=-1)
         assert tokens.authenticate(conn, short) is None
@@ -44,15 +45,15 @@ def test_api_tokens(site: Any) -> None:
         assert code(tokens.revoke, conn, "nothing", site.act) == "token_not_found"
 
 
-def test_enrolment_token_is_used_once_by_its_node_in_time(site: Any) -> None:
+def test_enrolment_token_is_used_once_by_its_node_in_time(site: Site) -> None:
     with transaction(site.engine) as conn:
         for node in ("n1", "n2"):
             nodes.create(conn, site.act, id=node)
         redeem = tokens.redeem_enrolment
         record, secret = tokens.issue_enrolment(conn, "n1", site.act, ttl_s=10**6)
-        assert record["expires_at"] - record["created_at"] < tokens.ENROLMENT_MAX_S + 1
+        assert record.expires_at - record.created_at < tokens.ENROLMENT_MAX_S + 1
         assert code(redeem, conn, "n2", secret, used_by={}) == "token_invalid"
-        assert redeem(conn, "n1", secret, used_by={"ip": "::1"})["used_by"] == {"ip": "::1"}
+        assert redeem(conn, "n1", secret, used_by={"ip": "::1"}).used_by == {"ip": "::1"}
         assert code(redeem, conn, "n1", secret, used_by={}) == "token_invalid"
         _, older = tokens.issue_enrolment(conn, "n1", site.act)
         _, newer = tokens.issue_enrolment(conn, "n1", site.act)
@@ -62,7 +63,7 @@ def test_enrolment_token_is_used_once_by_its_node_in_time(site: Any) -> None:
         assert code(redeem, conn, "n1", late, used_by={}) == "token_invalid"
 
 
-def test_certificates(site: Any) -> None:
+def test_certificates(site: Site) -> None:
     with transaction(site.engine) as conn:
         nodes.create(conn, site.act, id="n1")
         tokens.record_certificate(
@@ -75,7 +76,7 @@ def test_certificates(site: Any) -> None:
             principals=["n1"],
             valid_until=clock.read(conn) + 60,
         )
-        assert tokens.certificates(conn, "n1")[0]["principals"] == ["n1"]
+        assert tokens.certificates(conn, "n1")[0].principals == ["n1"]
 
 
 @pytest.mark.covers("I21")
@@ -125,18 +126,20 @@ def test_in_flight_and_taken_over(engine: sa.Engine) -> None:
     assert code(once, engine, call, slow) == "idempotency_in_flight"
 
 
-def test_images(site: Any) -> None:
+def test_images(site: Site) -> None:
     with transaction(site.engine) as conn:
         (image,) = images.every(conn)
-        same = {key: image[key] for key in ("name", "version", "digest", "size_bytes", "url")}
-        assert images.register(conn, site.act, **same)["id"] == image["id"]
+        same = {
+            key: getattr(image, key) for key in ("name", "version", "digest", "size_bytes", "url")
+        }
+        assert images.register(conn, site.act, **same).id == image.id
         other = {**same, "digest": f"sha256:{'b' * 64}"}
         assert code(images.register, conn, site.act, **other) == "image_exists"
         bad = {**same, "digest": "md5:1"}
         assert code(images.register, conn, site.act, **bad) == "digest_invalid"
         found = images.find(conn, "base")
         assert found is not None
-        assert found["id"] == image["id"]
+        assert found.id == image.id
         assert images.find(conn, "base", "9") is None
         assert code(projects.create, conn, "p1", site.act) == "project_exists"
 
@@ -157,7 +160,7 @@ def test_images(site: Any) -> None:
     ],
     ids=str,
 )
-def test_logs_are_append_only(sold: Any, statement: Any) -> None:
+def test_logs_are_append_only(sold: Site, statement: Any) -> None:
     with (
         pytest.raises(sa.exc.DatabaseError, match="append-only"),
         transaction(sold.engine) as conn,
@@ -165,24 +168,24 @@ def test_logs_are_append_only(sold: Any, statement: Any) -> None:
         conn.execute(statement)
 
 
-def test_outbox_is_relayed(sold: Any) -> None:
+def test_outbox_is_relayed(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         waiting = journal.pending_events(conn, 3)
-        journal.mark_published(conn, [row["id"] for row in waiting])
-        assert journal.pending_events(conn, 1)[0]["id"] > waiting[-1]["id"]
+        journal.mark_published(conn, [row.id for row in waiting])
+        assert journal.pending_events(conn, 1)[0].id > waiting[-1].id
 
 
-def test_generations(sold: Any) -> None:
+def test_generations(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         node = nodes.get(conn, "n1")
-        stale = {"expect_generation": node["generation"] - 1}
+        stale = {"expect_generation": node.generation - 1}
         advance = journal.advance
         assert code(advance, conn, "node", "n1", "drain", sold.act, **stale) == (
             "generation_conflict"
         )
         assert code(advance, conn, "node", "n1", "activate", sold.act) == "transition_refused"
         after = advance(conn, "node", "n1", "drain", sold.act)
-        assert after["generation"] == node["generation"] + 1
+        assert after.generation == node.generation + 1
         assert journal.audit_rows(conn, subject_id="n1")
 
 

@@ -14,6 +14,7 @@ from reconciler.lifecycle import host, invariants, launch, slices
 from reconciler.model.states import TaskKind
 from reconciler.records import leasing, queue, timeline
 from reconciler.records.queue import Position
+from tests.unit.reconciler.conftest import Site
 from tests.unit.reconciler.db import test_postgres
 
 pytestmark = [pytest.mark.postgres, pytest.mark.covers("CTRL-8")]
@@ -23,7 +24,7 @@ engine = test_postgres.engine
 INDEXES = {f"ix_{table}_correlation_id" for table in ("state_history", "audit_log", "tasks")}
 
 
-def test_what_one_request_led_to_is_found_by_index(engine: sa.Engine, site: Any) -> None:
+def test_what_one_request_led_to_is_found_by_index(engine: sa.Engine, site: Site) -> None:
     """Not by reading all that ever happened; the planner is kept from thinking a small site."""
     site.node()
     asked: list[tuple[str, Any]] = []
@@ -40,18 +41,18 @@ def test_what_one_request_led_to_is_found_by_index(engine: sa.Engine, site: Any)
     assert {name for name in INDEXES if name in plan} == INDEXES, plan
 
 
-def test_a_life_is_told_page_by_page_and_breaks_no_promise(engine: sa.Engine, site: Any) -> None:
+def test_a_life_is_told_page_by_page_and_breaks_no_promise(engine: sa.Engine, site: Site) -> None:
     site.node()
     with transaction(engine) as conn:
         key = site.active(conn, 2)
         launch.release(conn, key, site.act)
     with transaction(engine) as conn:
         (task,) = leasing.lease(conn, "w")
-        held = (task["id"], task["lease_token"])
+        held = (task.id, task.lease_token)
         queue.progress(conn, *held, {"task": "a"}, {"task": "b"}, offset=9)
         waits = queue.wait_for_host(conn, *held, "no route", act=site.act)
         assert host.record_silence(conn, "n1", site.act)
-        assert leasing.wait_reasons(conn, [waits])[waits["id"]]["code"] == "host_unreachable"
+        assert leasing.wait_reasons(conn, [waits])[waits.id]["code"] == "host_unreachable"
     with transaction(engine) as conn:
         assert host.record_answer(conn, "n1", site.act)
         (task,) = leasing.lease(conn, "w", kinds=[TaskKind.SLICE_VM_RELEASE])
@@ -67,7 +68,7 @@ def test_a_life_is_told_page_by_page_and_breaks_no_promise(engine: sa.Engine, si
             place = timeline.ORDER.keys(part[-1])
         assert pages == whole
         assert {row["type"] for row in timeline.of(conn, node_id="n1")} >= {"audit", "state"}
-        news = queue.events_after(conn, task["id"], Position())
+        news = queue.events_after(conn, task.id, Position())
         assert [row["document"]["task"] for row in news.rows if row["type"] == "progress"] == [
             "a",
             "b",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -17,6 +16,7 @@ from reconciler.model.errors import Problem
 from reconciler.model.states import TaskKind
 from reconciler.records import allocations, claims, usage
 from reconciler.records.usage import Period
+from tests.unit.reconciler.conftest import Site
 
 pytestmark = pytest.mark.covers("CTRL-14")
 
@@ -38,12 +38,12 @@ def counted(conn: sa.Connection, start: float, end: float) -> dict[str, int]:
 
 
 @pytest.mark.covers("CTRL-14")
-def test_from_active_to_the_end_of_its_claims(sold: Any) -> None:
+def test_from_active_to_the_end_of_its_claims(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         allocation_id = sold.active(conn, 2)
         (running,) = usage.every(conn, ALWAYS)
         assert (running["ended_at"], running["end_state"], running["gpu_count"]) == (None, "", 2)
-        assert running["started_at"] == allocations.get(conn, allocation_id)["activated_at"]
+        assert running["started_at"] == allocations.get(conn, allocation_id).activated_at
         assert [claim["slot_index"] for claim in running["claims"]] == [0, 1]
         launch.release(conn, allocation_id, sold.act)
         assert usage.every(conn, ALWAYS)[0]["ended_at"] is None, "its GPUs are nobody else's yet"
@@ -52,20 +52,20 @@ def test_from_active_to_the_end_of_its_claims(sold: Any) -> None:
             conn, allocation_id, sold.act, proofs=given, absence={"absent": True}
         )
         (over,) = usage.every(conn, ALWAYS)
-        last = max(claim["ended_at"] for claim in claims.of_allocation(conn, allocation_id))
+        last = max(claim.ended_at for claim in claims.of_allocation(conn, allocation_id))
         assert (over["ended_at"], over["end_state"]) == (last, "released")
         length = round(over["ended_at"] * 1000) - round(over["started_at"] * 1000)
         assert over["counted_ms"] == length
 
 
-def test_what_never_became_active_is_not_counted(sold: Any) -> None:
+def test_what_never_became_active_is_not_counted(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         sold.failed(conn)
         launch.release(conn, sold.allocate(conn), sold.act)
         assert usage.every(conn, ALWAYS) == []
 
 
-def test_force_release_ends_it_although_nobody_answers(sold: Any) -> None:
+def test_force_release_ends_it_although_nobody_answers(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         allocation_id = sold.active(conn)
         host.lost(conn, "n1", sold.act)
@@ -80,7 +80,7 @@ def test_force_release_ends_it_although_nobody_answers(sold: Any) -> None:
         assert usage.every(conn, ALWAYS)[0]["ended_at"] == over["ended_at"]
 
 
-def test_a_forced_end_of_a_failed_release_is_an_end(sold: Any) -> None:
+def test_a_forced_end_of_a_failed_release_is_an_end(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         allocation_id = sold.active(conn)
         launch.release(conn, allocation_id, sold.act)
@@ -92,7 +92,7 @@ def test_a_forced_end_of_a_failed_release_is_an_end(sold: Any) -> None:
 
 
 @pytest.mark.covers("CTRL-14")
-def test_adjacent_periods_add_up_exactly(sold: Any) -> None:
+def test_adjacent_periods_add_up_exactly(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         first, second = sold.active(conn), sold.active(conn)
         backdate(conn, first, 1000.0004, 2000.00061)
@@ -113,7 +113,7 @@ def test_adjacent_periods_add_up_exactly(sold: Any) -> None:
         assert usage.every(conn, Period(900.0, 3000.0), project_id="none") == []
 
 
-def test_period(sold: Any) -> None:
+def test_period(sold: Site) -> None:
     with reading(sold.engine) as conn:
         now = usage.period(conn, None, None).end
         clipped = usage.period(conn, -5.0, 4e9)
@@ -125,7 +125,7 @@ def test_period(sold: Any) -> None:
         assert caught.value.code == "period_invalid"
 
 
-def test_nobody_changes_what_was_sold(sold: Any) -> None:
+def test_nobody_changes_what_was_sold(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         allocation_id = sold.active(conn)
         launch.release(conn, allocation_id, sold.act)
@@ -163,14 +163,14 @@ def test_nobody_changes_what_was_sold(sold: Any) -> None:
             conn.execute(reopened)
 
 
-def test_what_was_active_before_gets_its_record(sold: Any, tmp_path: Path) -> None:
+def test_what_was_active_before_gets_its_record(sold: Site, tmp_path: Path) -> None:
     # Without foreign keys, so that rows go in table by table.
     old = sa.create_engine(f"sqlite:///{tmp_path / 'old.db'}")
     backfill(sold, old)
     old.dispose()
 
 
-def backfill(sold: Any, old: sa.Engine) -> None:
+def backfill(sold: Site, old: sa.Engine) -> None:
     """A database of the version before: the same claims, no usage records."""
     with transaction(sold.engine) as conn:
         running = sold.active(conn)

@@ -9,6 +9,7 @@ import pytest
 import sqlalchemy as sa
 
 from reconciler.db.engine import transaction
+from tests.unit.reconciler.conftest import Site
 from tests.unit.reconciler.db import test_postgres
 from tests.unit.reconciler.records import test_usage
 
@@ -17,17 +18,17 @@ engine = test_postgres.engine
 
 
 @pytest.fixture
-def sold(engine: sa.Engine, site: Any) -> Any:
+def sold(engine: sa.Engine, site: Site) -> Any:
     """Two slots on sale."""
     site.node()
     return site
 
 
-def test_the_same_sums_and_refusals(sold: Any) -> None:
+def test_the_same_sums_and_refusals(sold: Site) -> None:
     test_usage.test_nobody_changes_what_was_sold(sold)
 
 
-def test_adjacent_periods(sold: Any) -> None:
+def test_adjacent_periods(sold: Site) -> None:
     test_usage.test_adjacent_periods_add_up_exactly(sold)
 
 
@@ -44,5 +45,5 @@ def old(engine: sa.Engine) -> Iterator[sa.Engine]:
         conn.exec_driver_sql("DROP SCHEMA before CASCADE")
 
 
-def test_what_was_active_before(sold: Any, old: sa.Engine) -> None:
+def test_what_was_active_before(sold: Site, old: sa.Engine) -> None:
     test_usage.backfill(sold, old)

@@ -32,9 +32,9 @@ KEY = f"-----BEGIN OPENSSH PRIVATE KEY-----\n{SECRET}\nb3BlbnNza\n-----END OPENS
     ],
 )
 def test_gone(text: str) -> None:
-    found = scrub(text)
-    assert SECRET not in found and "planted" not in found
-    assert GONE in found
+    result = scrub(text)
+    assert SECRET not in result and "planted" not in result
+    assert GONE in result
 
 
 @pytest.mark.parametrize(

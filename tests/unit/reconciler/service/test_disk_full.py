@@ -23,9 +23,8 @@ from reconciler.lifecycle import invariants
 from reconciler.model.states import TaskState
 from reconciler.records import allocations, queue
 from reconciler.runs import collect
-from reconciler.runs.errors import LauncherAway
 from reconciler.runs.launch import Site, launch
-from reconciler.runs.spec import NodeAccess, RunSpec
+from reconciler.runs.spec import LauncherAway, NodeAccess, RunSpec
 from reconciler.runs.ssh import SshAccess
 from reconciler.settings import PROJECT, Settings
 from reconciler.trust.ca import open_trust
@@ -76,11 +75,11 @@ def test_a_launch_that_cannot_be_stored_is_refused_and_can_be_repeated(selling: 
     with transaction(selling.engine) as conn:
         # There was no room to give the key back either: it is free when its time has passed.
         conn.execute(sa.update(tables.idempotency_keys).values(expires_at=1.0))
-        before = {row["id"] for row in allocations.every(conn)}
+        before = {row.id for row in allocations.every(conn)}
     again = launch_with(refused[-1])
     assert again.status_code == 201, again.text
     with reading(selling.engine) as conn:
-        assert {row["id"] for row in allocations.every(conn)} == {*before, again.json()["id"]}
+        assert {row.id for row in allocations.every(conn)} == {*before, again.json()["id"]}
         assert invariants.check(conn) == []
 
 
@@ -120,9 +119,9 @@ def test_its_task_waits_and_says_why(
     worker.attend(selling.engine, settings, task, stopping)
     with transaction(selling.engine) as conn:
         waits = queue.get(conn, task["id"])
-        assert (waits["state"], waits["unreached"]) == (TaskState.WAITING, 1)
-        assert "run_folder_unwritable" in waits["state_reason"]
-        assert allocations.get(conn, made["id"])["state"] == "provisioning"
+        assert (waits.state, waits.unreached) == (TaskState.WAITING, 1)
+        assert "run_folder_unwritable" in waits.state_reason
+        assert allocations.get(conn, made["id"]).state == "provisioning"
         assert invariants.check(conn) == []
     shown = selling.client("admin").get(f"admin/tasks/{task['id']}").json()["waits_for"]
     assert shown["code"] == "run_folder_unwritable"
@@ -152,8 +151,8 @@ def test_so_does_one_for_which_no_identity_can_be_made(
     worker.attend(selling.engine, settings, task, stopping)
     with transaction(selling.engine) as conn:
         waits = queue.get(conn, task["id"])
-        assert (waits["state"], waits["run_id"]) == (TaskState.WAITING, "")
-        assert allocations.get(conn, made["id"])["state"] == "provisioning"
+        assert (waits.state, waits.run_id) == (TaskState.WAITING, "")
+        assert allocations.get(conn, made["id"]).state == "provisioning"
     shown = selling.client("admin").get(f"admin/tasks/{task['id']}").json()["waits_for"]
     assert shown["code"] == "controller_unready"
     assert ("File too large" if known else "keygen_failed") in shown["detail"]

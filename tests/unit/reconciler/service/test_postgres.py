@@ -92,7 +92,7 @@ class Load:
 
     def _ended(self, name: str) -> bool:
         with reading(self._site.engine) as conn:
-            state = allocations.get(conn, name)["state"]
+            state = allocations.get(conn, name).state
         if state == AllocationState.ACTIVE:
             retrying(self._site.engine, lambda conn: launch.release(conn, name, ADMIN))
         return state in (AllocationState.RELEASED, AllocationState.FAILED)

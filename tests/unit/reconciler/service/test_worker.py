@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
-from reconciler.db.rows import Record
+from reconciler.db.schema import Task
 from reconciler.model.states import TaskKind, TaskState
 from reconciler.records import leasing, queue
 from reconciler.settings import Settings
@@ -29,20 +29,20 @@ def worker(sold: Site, tmp_path: Path) -> Worker:
     return Worker(Settings(state_dir=tmp_path), sold.engine)
 
 
-def held(sold: Site, worker: Worker, owner: str, folder: Path) -> Record:
+def held(sold: Site, worker: Worker, owner: str, folder: Path) -> Task:
     """A task with a run in this worker's folder, held by somebody for an hour."""
     with transaction(sold.engine) as conn:
         sold.allocate(conn)
         (task,) = leasing.lease(conn, owner, runner=worker._runner, seconds=3600)
         run = queue.run_id(task)
-        queue.started(conn, task["id"], task["lease_token"], run_id=run, run_directory=str(folder))
+        queue.started(conn, task.id, task.lease_token, run_id=run, run_directory=str(folder))
     return task
 
 
 def free(sold: Site, worker: Worker) -> list[str]:
     """The ids of what another worker on the same machine could take now."""
     with transaction(sold.engine) as conn:
-        return [task["id"] for task in leasing.lease(conn, "next", runner=worker._runner)]
+        return [task.id for task in leasing.lease(conn, "next", runner=worker._runner)]
 
 
 def test_what_the_dead_hold_is_free_at_once(sold: Site, worker: Worker, tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_what_the_dead_hold_is_free_at_once(sold: Site, worker: Worker, tmp_path
     task = held(sold, worker, f"{socket.gethostname()}:{gone.pid}", tmp_path)
     assert free(sold, worker) == []
     worker._free_what_the_dead_hold()
-    assert free(sold, worker) == [task["id"]]
+    assert free(sold, worker) == [task.id]
 
 
 @pytest.mark.parametrize("host", [socket.gethostname(), "elsewhere"])
@@ -68,9 +68,9 @@ def test_what_the_living_hold_is_theirs(
 def test_it_takes_the_next_task_as_soon_as_it_has_a_place(
     sold: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def attend(engine: sa.Engine, _settings: Settings, task: Record, _stopping: object) -> None:
+    def attend(engine: sa.Engine, _settings: Settings, task: Task, _stopping: object) -> None:
         with transaction(engine) as conn:
-            queue.finish(conn, task["id"], task["lease_token"], TaskState.SUCCEEDED, ADMIN)
+            queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ADMIN)
 
     def succeeded() -> int:
         with transaction(sold.engine) as conn:
@@ -94,7 +94,7 @@ def test_what_it_dropped_itself_goes_on(sold: Site, worker: Worker, tmp_path: Pa
     task = held(sold, worker, worker._owner, tmp_path)
     worker._dropped.append(task)
     worker._let_go()
-    assert (worker._dropped, free(sold, worker)) == ([], [task["id"]])
+    assert (worker._dropped, free(sold, worker)) == ([], [task.id])
     # By now it is somebody else's.
     worker._dropped.append(task)
     worker._let_go()
@@ -110,7 +110,7 @@ def test_a_run_that_nobody_wants_is_told_where_its_folder_is(
     worker._end_unwanted_runs()
     assert not (run / "cancel").exists()
     with transaction(sold.engine) as conn:
-        queue.cancel(conn, task["id"], ADMIN)
+        queue.cancel(conn, task.id, ADMIN)
     worker._end_unwanted_runs()
     assert (run / "cancel").exists()
     with transaction(sold.engine) as conn:

@@ -12,6 +12,7 @@ import sqlalchemy as sa
 
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
+from reconciler.db.schema import Task
 from reconciler.lifecycle import evidence as host_evidence
 from reconciler.lifecycle import gate, host, recovery, slices
 from reconciler.lifecycle import launch as launching
@@ -77,18 +78,18 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
 
 
 @pytest.fixture
-def attend(sold: Site, tmp_path: Path, runs: Runs) -> Callable[[], dict[str, Any]]:
+def attend(sold: Site, tmp_path: Path, runs: Runs) -> Callable[[], Task]:
     """Lease the next task and bring it to its end."""
     settings = Settings(state_dir=tmp_path, poll_s=0.01)
     with transaction(sold.engine) as conn:
         nodes.change(conn, "n1", ADMIN, profile="lab")
 
-    def one() -> dict[str, Any]:
+    def one() -> Task:
         with transaction(sold.engine) as conn:
             (task,) = leasing.lease(conn, "worker")
         worker.attend(sold.engine, settings, task, threading.Event())
         with transaction(sold.engine) as conn:
-            return queue.get(conn, task["id"])
+            return queue.get(conn, task.id)
 
     return one
 
@@ -100,14 +101,14 @@ def launched(sold: Site) -> str:
 
 @pytest.mark.covers("CTRL-9")
 def test_a_reachable_vm_makes_its_allocation_active(
-    sold: Site, runs: Runs, attend: Callable[[], dict[str, Any]]
+    sold: Site, runs: Runs, attend: Callable[[], Task]
 ) -> None:
     allocation_id = launched(sold)
     runs.ends(evidence={"readiness": READINESS, "plan": {}, "image": {}})
     task = attend()
-    assert task["state"] == "succeeded"
+    assert task.state == "succeeded"
     with transaction(sold.engine) as conn:
-        assert allocations.get(conn, allocation_id)["state"] == "active"
+        assert allocations.get(conn, allocation_id).state == "active"
         assert sorted(sold.statuses(conn)) == ["active", "available"]
     (spec,) = runs.launched
     assert spec.playbook == "provision_slice"
@@ -116,14 +117,14 @@ def test_a_reachable_vm_makes_its_allocation_active(
     assert spec.variables["boot_id"] == sold.document(0)["identity"]["boot_id"]
     contract.check_vars("provision_slice", spec.variables)
     # One id from the request to the host's log: what the playbooks log is in `slice_run`.
-    assert task["correlation_id"] == ADMIN.correlation_id
+    assert task.correlation_id == ADMIN.correlation_id
     told = (spec.correlation_id, spec.variables["slice_run"]["correlation_id"])
-    assert told == (task["correlation_id"], task["correlation_id"])
+    assert told == (task.correlation_id, task.correlation_id)
 
 
 @pytest.mark.covers("CTRL-8")
 def test_what_a_run_says_is_read_while_it_lives_and_to_its_last_word(
-    sold: Site, runs: Runs, attend: Callable[[], dict[str, Any]], tmp_path: Path
+    sold: Site, runs: Runs, attend: Callable[[], Task], tmp_path: Path
 ) -> None:
     """From the runner's events to the stream that operators read."""
     launched(sold)
@@ -132,7 +133,7 @@ def test_what_a_run_says_is_read_while_it_lives_and_to_its_last_word(
     def lines() -> list[str]:
         with transaction(sold.engine) as conn:
             (task,) = queue.every(conn)
-            return [row["document"]["task"] for row in queue.events(conn, task["id"])]
+            return [row.document["task"] for row in queue.events(conn, task.id)]
 
     def say(name: str) -> None:
         (spec,) = runs.launched
@@ -150,35 +151,35 @@ def test_what_a_run_says_is_read_while_it_lives_and_to_its_last_word(
     with transaction(sold.engine) as conn:
         _, world.secrets["admin"] = tokens.issue(conn, ADMIN, role=Role.PLATFORM_ADMIN, name="a")
     task = attend()
-    found = [row["task"] for name, _, row in sent(world, task["id"]) if name == "progress"]
+    found = [row["task"] for name, _, row in sent(world, task.id) if name == "progress"]
     assert heard == [["Clone the image"]]
     assert found == ["Clone the image", "Wait until it is reachable"]
 
 
 @pytest.mark.covers("I6")
 def test_a_failure_after_the_clone_blocks_the_slot(
-    sold: Site, runs: Runs, attend: Callable[[], dict[str, Any]]
+    sold: Site, runs: Runs, attend: Callable[[], Task]
 ) -> None:
     allocation_id = launched(sold)
     error = {"code": "readiness_failed", "expected": "a lease", "found": "none", "remedy": "look"}
     evidence = {"disk_written": True, "leftovers": True}
     runs.ends("failed", step="Wait until it is reachable", error=error, evidence=evidence)
-    assert attend()["error"]["code"] == "readiness_failed"
+    assert attend().error["code"] == "readiness_failed"
     with transaction(sold.engine) as conn:
-        assert allocations.get(conn, allocation_id)["state"] == "failed"
-        blocked = [slot for slot in slots.of_node(conn, "n1") if slot["status"] != "available"]
-    assert [slot["status"] for slot in blocked] == ["cleanup_blocked"]
-    assert blocked[0]["health_detail"]["allocation_id"] == allocation_id
+        assert allocations.get(conn, allocation_id).state == "failed"
+        blocked = [slot for slot in slots.of_node(conn, "n1") if slot.status != "available"]
+    assert [slot.status for slot in blocked] == ["cleanup_blocked"]
+    assert blocked[0].health_detail["allocation_id"] == allocation_id
 
 
 def test_a_failure_that_touched_nothing_gives_the_slot_back(
-    sold: Site, runs: Runs, attend: Callable[[], dict[str, Any]]
+    sold: Site, runs: Runs, attend: Callable[[], Task]
 ) -> None:
     launched(sold)
     error = {"code": "image_digest_mismatch", "expected": "a", "found": "b", "remedy": "c"}
     evidence = {"disk_written": False, "leftovers": False}
     runs.ends("failed", step="Keep the image", error=error, evidence=evidence)
-    assert attend()["state"] == "failed"
+    assert attend().state == "failed"
     with transaction(sold.engine) as conn:
         assert sold.statuses(conn) == ["available", "available"]
 
@@ -199,13 +200,13 @@ def restarted(sold: Site) -> dict[str, Any]:
 
 @pytest.mark.covers("I16")
 def test_a_restarted_host_gets_its_slots_back_and_sells_nothing_until_it_is_proven(
-    sold: Site, runs: Runs, attend: Callable[[], dict[str, Any]]
+    sold: Site, runs: Runs, attend: Callable[[], Task]
 ) -> None:
     """I16: also the slot that nobody had asked for goes off sale."""
     launched(sold)
     evidence = {"disk_written": False, "leftovers": False}
     runs.ends("failed", step="Lease the slots", error=BOOT_CHANGED, evidence=evidence)
-    assert attend()["error"]["code"] == "boot_changed"
+    assert attend().error["code"] == "boot_changed"
     with transaction(sold.engine) as conn:
         assert sold.statuses(conn) == ["disabled", "disabled"]
         assert gate.open_gate(conn, "n1", ADMIN)["opened"] == []
@@ -220,7 +221,7 @@ def test_a_restarted_host_gets_its_slots_back_and_sells_nothing_until_it_is_prov
 
 @pytest.mark.covers("I13", "I16")
 def test_a_restarted_host_that_does_not_say_what_it_wrote_keeps_the_slot_blocked(
-    sold: Site, runs: Runs, attend: Callable[[], dict[str, Any]]
+    sold: Site, runs: Runs, attend: Callable[[], Task]
 ) -> None:
     launched(sold)
     runs.ends("failed", step="Clone the image", error=BOOT_CHANGED, evidence={})
@@ -231,19 +232,19 @@ def test_a_restarted_host_that_does_not_say_what_it_wrote_keeps_the_slot_blocked
 
 @pytest.mark.covers("I16")
 def test_no_run_is_started_on_a_host_known_to_have_restarted(
-    sold: Site, runs: Runs, attend: Callable[[], dict[str, Any]]
+    sold: Site, runs: Runs, attend: Callable[[], Task]
 ) -> None:
     launched(sold)
     with transaction(sold.engine) as conn:
         host.observed(conn, "n1", ADMIN, identity=restarted(sold))
-    assert attend()["error"]["code"] == "boot_changed"
+    assert attend().error["code"] == "boot_changed"
     assert runs.launched == []
     with transaction(sold.engine) as conn:
         assert sold.statuses(conn) == ["disabled", "disabled"]
 
 
 def test_an_old_run_does_not_unsettle_a_host_that_was_proven_since(
-    sold: Site, runs: Runs, attend: Callable[[], dict[str, Any]]
+    sold: Site, runs: Runs, attend: Callable[[], Task]
 ) -> None:
     launched(sold)
     evidence = {"disk_written": False, "leftovers": False}
@@ -259,13 +260,13 @@ def test_an_old_run_does_not_unsettle_a_host_that_was_proven_since(
     attend()
     with transaction(sold.engine) as conn:
         assert sold.statuses(conn) == ["available", "available"]
-        assert nodes.get(conn, "n1")["boot_id"] == NEW_BOOT
+        assert nodes.get(conn, "n1").boot_id == NEW_BOOT
 
 
 @pytest.mark.covers("I13")
 @pytest.mark.parametrize("status", ["lost", "timeout", "canceled"])
 def test_an_unknown_end_never_frees_a_slot(
-    sold: Site, runs: Runs, attend: Callable[[], dict[str, Any]], status: str
+    sold: Site, runs: Runs, attend: Callable[[], Task], status: str
 ) -> None:
     """Also when the last word of the run was that nothing had been written (I13)."""
     launched(sold)
@@ -278,7 +279,7 @@ def test_an_unknown_end_never_frees_a_slot(
 def test_a_run_that_could_not_start_gives_the_slot_back(
     sold: Site,
     runs: Runs,
-    attend: Callable[[], dict[str, Any]],
+    attend: Callable[[], Task],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     launched(sold)
@@ -287,25 +288,25 @@ def test_a_run_that_could_not_start_gives_the_slot_back(
         raise worker.RunError("variables_invalid", expected="a", found="b", remedy="c")
 
     monkeypatch.setattr(worker, "launch", refuse)
-    assert attend()["error"]["code"] == "variables_invalid"
+    assert attend().error["code"] == "variables_invalid"
     with transaction(sold.engine) as conn:
         assert sold.statuses(conn) == ["available", "available"]
 
 
 @pytest.mark.covers("CTRL-9")
 def test_a_restarted_worker_attaches_and_does_not_launch_again(
-    sold: Site, runs: Runs, attend: Callable[[], dict[str, Any]]
+    sold: Site, runs: Runs, attend: Callable[[], Task]
 ) -> None:
     launched(sold)
     runs.alive = True
     runs.ends(evidence={"readiness": READINESS, "plan": {}, "image": {}})
-    assert attend()["state"] == "succeeded"
+    assert attend().state == "succeeded"
     assert runs.launched == []
 
 
 @pytest.mark.covers("I4")
 def test_a_host_success_that_the_records_refuse_is_a_failure(
-    sold: Site, runs: Runs, attend: Callable[[], dict[str, Any]]
+    sold: Site, runs: Runs, attend: Callable[[], Task]
 ) -> None:
     """A release whose proofs name another disk: the slot is blocked, not sold."""
     with transaction(sold.engine) as conn:
@@ -318,13 +319,13 @@ def test_a_host_success_that_the_records_refuse_is_a_failure(
         evidence={"proofs": proofs, "absence": {"absent": True, "checks": {}}, "shutdown": "hard"}
     )
     ended = attend()
-    assert (ended["state"], ended["error"]["code"]) == ("failed", "proof_mismatch")
+    assert (ended.state, ended.error["code"]) == ("failed", "proof_mismatch")
     with transaction(sold.engine) as conn:
         assert sorted(sold.statuses(conn)) == ["available", "cleanup_blocked"]
 
 
 def test_a_release_with_its_proof_sells_the_slot_again(
-    sold: Site, runs: Runs, attend: Callable[[], dict[str, Any]]
+    sold: Site, runs: Runs, attend: Callable[[], Task]
 ) -> None:
     with transaction(sold.engine) as conn:
         allocation_id = sold.active(conn)
@@ -332,15 +333,15 @@ def test_a_release_with_its_proof_sells_the_slot_again(
         proofs = sold.proofs(conn, allocation_id)
     absence = {"absent": True, "checks": {}}
     runs.ends(evidence={"proofs": proofs, "absence": absence, "shutdown": "graceful"})
-    assert attend()["state"] == "succeeded"
+    assert attend().state == "succeeded"
     with transaction(sold.engine) as conn:
         assert sold.statuses(conn) == ["available", "available"]
-        assert allocations.get(conn, allocation_id)["state"] == "released"
+        assert allocations.get(conn, allocation_id).state == "released"
 
 
 @pytest.mark.covers("CTRL-9")
 def test_a_worker_that_lost_its_lease_settles_nothing(
-    sold: Site, runs: Runs, tmp_path: Path, attend: Callable[[], dict[str, Any]]
+    sold: Site, runs: Runs, tmp_path: Path, attend: Callable[[], Task]
 ) -> None:
     """Another worker took the task over while this one slept: its result is not recorded."""
     allocation_id = launched(sold)
@@ -354,21 +355,21 @@ def test_a_worker_that_lost_its_lease_settles_nothing(
         worker.attend(sold.engine, Settings(state_dir=tmp_path), task, threading.Event())
     assert refused.value.code == "stale_lease"
     with transaction(sold.engine) as conn:
-        assert allocations.get(conn, allocation_id)["state"] != "active"
+        assert allocations.get(conn, allocation_id).state != "active"
 
 
 @pytest.mark.covers("I4")
 def test_a_wipe_frees_only_the_slots_it_was_given(
-    sold: Site, runs: Runs, attend: Callable[[], dict[str, Any]]
+    sold: Site, runs: Runs, attend: Callable[[], Task]
 ) -> None:
     """A host that proves a slot of somebody else's clean, and not the one it was asked for."""
     with transaction(sold.engine) as conn:
         mine, other = sold.failed(conn), sold.failed(conn)
-        (slot,) = [claim["slot_id"] for claim in claims.of_allocation(conn, mine)]
+        (slot,) = [claim.slot_id for claim in claims.of_allocation(conn, mine)]
         recovery.repair(conn, slot, ADMIN)
         proofs = sold.proofs(conn, other)
     runs.ends(evidence={"proofs": proofs, "absence": {"absent": True, "checks": {}}})
-    assert attend()["error"]["code"] == "proof_missing"
+    assert attend().error["code"] == "proof_missing"
     with transaction(sold.engine) as conn:
         assert sold.statuses(conn) == ["cleanup_blocked", "cleanup_blocked"]
 
@@ -380,40 +381,40 @@ def test_a_slot_with_a_live_claim_is_not_repaired(sold: Site) -> None:
         launching.release(conn, allocation_id, ADMIN)
         error = {"code": "step_failed", "found": "x"}
         slices.release_failed(conn, allocation_id, ADMIN, step="wipe", error=error)
-        (slot,) = [claim["slot_id"] for claim in claims.of_allocation(conn, allocation_id)]
+        (slot,) = [claim.slot_id for claim in claims.of_allocation(conn, allocation_id)]
         with pytest.raises(Problem, match="claim_live"):
             recovery.repair(conn, slot, ADMIN)
 
 
 @pytest.mark.covers("CTRL-8")
 def test_a_task_canceled_before_its_run_began_starts_none(
-    sold: Site, runs: Runs, tmp_path: Path, attend: Callable[[], dict[str, Any]]
+    sold: Site, runs: Runs, tmp_path: Path, attend: Callable[[], Task]
 ) -> None:
     launched(sold)
     with transaction(sold.engine) as conn:
         (task,) = leasing.lease(conn, "worker")
-        queue.cancel(conn, task["id"], ADMIN)
+        queue.cancel(conn, task.id, ADMIN)
     worker.attend(sold.engine, Settings(state_dir=tmp_path), task, threading.Event())
     assert runs.launched == []
     with transaction(sold.engine) as conn:
-        assert queue.get(conn, task["id"])["state"] == "canceled"
+        assert queue.get(conn, task.id).state == "canceled"
         assert sold.statuses(conn) == ["available", "available"]
 
 
 @pytest.mark.covers("I13")
 def test_a_result_that_cannot_be_read_is_unknown_and_ends_the_task(
-    sold: Site, runs: Runs, attend: Callable[[], dict[str, Any]]
+    sold: Site, runs: Runs, attend: Callable[[], Task]
 ) -> None:
     launched(sold)
     runs.ends(evidence={"nothing": "that provisioning knows"})
-    assert attend()["error"]["code"] == "outcome_unreadable"
+    assert attend().error["code"] == "outcome_unreadable"
     with transaction(sold.engine) as conn:
         assert sorted(sold.statuses(conn)) == ["available", "cleanup_blocked"]
 
 
 @pytest.mark.covers("I12")
 def test_a_profile_that_goes_during_the_run_does_not_keep_the_task_for_ever(
-    sold: Site, runs: Runs, attend: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    sold: Site, runs: Runs, attend: Callable[[], Task], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allocation_id = launched(sold)
 
@@ -425,7 +426,7 @@ def test_a_profile_that_goes_during_the_run_does_not_keep_the_task_for_ever(
     monkeypatch.setattr(worker, "launch", launch)
     runs.ends(evidence={"readiness": READINESS, "plan": {}, "image": {}})
     task = attend()
-    assert (task["state"], task["error"]["code"]) == ("failed", "profile_unknown")
+    assert (task.state, task.error["code"]) == ("failed", "profile_unknown")
     with transaction(sold.engine) as conn:
-        assert allocations.get(conn, allocation_id)["state"] == "failed"
+        assert allocations.get(conn, allocation_id).state == "failed"
         assert sorted(sold.statuses(conn)) == ["available", "cleanup_blocked"]

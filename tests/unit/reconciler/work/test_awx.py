@@ -14,8 +14,9 @@ from pydantic import ValidationError
 from reconciler.db import clock
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
+from reconciler.db.schema import Task
 from reconciler.records import allocations, leasing, nodes, queue, slots, tokens
-from reconciler.runs import collect, orphans
+from reconciler.runs import collect, lock
 from reconciler.settings import Settings
 from reconciler.work import worker
 from tests.standin.controller import TOKEN, Controller, standing
@@ -70,16 +71,16 @@ class Shop:
             nodes.change(conn, "n1", ADMIN, profile="lab")
             self.allocation = site.allocate(conn)
 
-    def attend(self) -> dict[str, Any]:
+    def attend(self) -> Task:
         with transaction(self.site.engine) as conn:
             (task,) = leasing.lease(conn, "worker")
         worker.attend(self.site.engine, self.settings, task, threading.Event())
         with transaction(self.site.engine) as conn:
-            return queue.get(conn, task["id"])
+            return queue.get(conn, task.id)
 
     def told(self) -> tuple[str, list[str]]:
         with transaction(self.site.engine) as conn:
-            state = allocations.get(conn, self.allocation)["state"]
+            state = allocations.get(conn, self.allocation).state
             return state, sorted(self.site.statuses(conn))
 
 
@@ -87,18 +88,18 @@ class Shop:
 def shop(sold: Site, process: Controller, tmp_path: Path) -> Iterator[Shop]:
     yield Shop(sold, process, tmp_path)
     for run_dir in (tmp_path / "runs").glob("*-1"):
-        assert orphans.end(run_dir) == []
+        assert lock.end_processes(run_dir) == []
 
 
 def test_a_slice_is_provisioned_by_a_job_of_awx(shop: Shop, process: Controller) -> None:
     process.begin(hosts=["n1"], steps=0, artifacts={"slice_result": RESULT})
     task = shop.attend()
-    output = collect.output(Path(task["run_directory"]))
-    assert task["state"] == "succeeded", (task["error"], output)
+    output = collect.output(Path(task.run_directory))
+    assert task.state == "succeeded", (task.error, output)
     assert shop.told() == ("active", ["active", "available"])
     (body,) = process.record()["bodies"]
     assert body["limit"] == "n1"
-    assert body["extra_vars"]["slice_run"]["id"] == task["run_id"]
+    assert body["extra_vars"]["slice_run"]["id"] == task.run_id
 
 
 @pytest.mark.covers("HOST-13")
@@ -118,7 +119,7 @@ def test_a_job_is_told_which_keys_its_host_gave_up(shop: Shop, process: Controll
                 valid_until=clock.read(conn) + 86_400,
             )
     process.begin(hosts=["n1"], steps=0, artifacts={"slice_result": RESULT})
-    assert shop.attend()["state"] == "succeeded"
+    assert shop.attend().state == "succeeded"
     (body,) = process.record()["bodies"]
     told = body["extra_vars"]["ansible_ssh_args"]
     assert '@revoked * ssh-ed25519 b2xk"' in told and "bmV3" not in told
@@ -127,34 +128,34 @@ def test_a_job_is_told_which_keys_its_host_gave_up(shop: Shop, process: Controll
 def test_an_awx_that_is_away_is_waited_for(shop: Shop, process: Controller) -> None:
     process.begin(hosts=["n1"], drop={"GET /job_templates/": 1})
     task = shop.attend()
-    assert task["state"] == "waiting"
-    assert task["state_reason"].startswith("awx_silent: ")
+    assert task.state == "waiting"
+    assert task.state_reason.startswith("awx_silent: ")
     with transaction(shop.site.engine) as conn:
-        assert nodes.get(conn, "n1")["state"] == "ready"
-        assert leasing.wait_reasons(conn, [task])[task["id"]]["code"] == "awx_silent"
+        assert nodes.get(conn, "n1").state == "ready"
+        assert leasing.wait_reasons(conn, [task])[task.id]["code"] == "awx_silent"
     assert TOKEN not in str(task)
     assert shop.told()[1] == ["available", "provisioning"]
     process.begin(hosts=["n1"], steps=0, artifacts={"slice_result": RESULT})
     with transaction(shop.site.engine) as conn:
         queue.resume(conn, "n1")
-    assert shop.attend()["state"] == "succeeded"
+    assert shop.attend().state == "succeeded"
 
 
 def test_what_awx_refuses_frees_the_slot(shop: Shop, process: Controller) -> None:
     process.begin(hosts=["n1"], without=["gpuaas.slice.provision_slice"])
-    assert shop.attend()["error"]["code"] == "awx_template_missing"
+    assert shop.attend().error["code"] == "awx_template_missing"
     assert shop.told() == ("failed", ["available", "available"])
 
 
 def test_what_awx_lost_blocks_the_slot_and_fences_it_off(shop: Shop, process: Controller) -> None:
     process.begin(hosts=["n1"], steps=0, ends="error", explanation="lost its node")
     task = shop.attend()
-    assert (task["state"], task["error"]["code"]) == ("lost", "run_lost")
-    assert "lost its node" in task["error"]["found"]
+    assert (task.state, task.error["code"]) == ("lost", "run_lost")
+    assert "lost its node" in task.error["found"]
     assert shop.told() == ("failed", ["available", "cleanup_blocked"])
     with transaction(shop.site.engine) as conn:
-        ((slot_id, fence),) = task["fences"].items()
-        assert slots.get(conn, slot_id)["fence"] == fence + 1
+        ((slot_id, fence),) = task.fences.items()
+        assert slots.get(conn, slot_id).fence == fence + 1
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
-from reconciler.db.rows import Record
+from reconciler.db.schema import Proof, Task
 from reconciler.lifecycle import host, launch, slices
 from reconciler.lifecycle import slots as slot_life
 from reconciler.model.bundle import Bundle
@@ -22,6 +22,7 @@ from reconciler.runs import contract
 from reconciler.settings import Settings
 from reconciler.work.handler import Failure, Work
 from reconciler.work.kinds import HANDLERS
+from tests.unit.reconciler.conftest import Site
 from tests.unit.reconciler.whole_machines import BEFORE, Machines
 
 PROFILES = Path(__file__).parents[4] / "profiles"
@@ -29,50 +30,50 @@ RESULT = {"account": {"username": "alice", "uid": 59000}, "proofs": {}, "baselin
 
 
 @pytest.fixture
-def machines(site: Any) -> Machines:
+def machines(site: Site) -> Machines:
     made = Machines(site)
     made.machine(profile="lab")
     return made
 
 
-def work(conn: sa.Connection, task: Record) -> Work:
-    node = nodes.get(conn, task["node_id"])
+def work(conn: sa.Connection, task: Task) -> Work:
+    node = nodes.get(conn, task.node_id)
     settings = Settings(profiles_dir=PROFILES)
     return Work(conn, task, node, hardware_profile(PROFILES, "lab"), settings)
 
 
 def variables(found: Work) -> dict[str, Any]:
     """What the run gets, as the contract has it."""
-    given = HANDLERS[found.task["kind"]].variables(found)
+    given = HANDLERS[found.task.kind].variables(found)
     run = {
-        "id": "r", "task_id": found.task["id"], "kind": found.task["kind"],
-        "node_id": found.node["id"], "correlation_id": "c",
+        "id": "r", "task_id": found.task.id, "kind": found.task.kind,
+        "node_id": found.node.id, "correlation_id": "c",
     }  # fmt: skip
-    playbook = HANDLERS[found.task["kind"]].playbook
+    playbook = HANDLERS[found.task.kind].playbook
     contract.check_vars(playbook, {"slice_run": run, "slice_profile": found.profile, **given})
     return given
 
 
-def only_task(conn: sa.Connection, kind: str) -> Record:
-    (task,) = [task for task in queue.every(conn) if task["kind"] == kind]
+def only_task(conn: sa.Connection, kind: str) -> Task:
+    (task,) = [task for task in queue.every(conn) if task.kind == kind]
     return task
 
 
 @pytest.mark.covers("CTRL-15", "CTRL-9")
 def test_a_tenant_comes_and_goes(machines: Machines) -> None:
     with transaction(machines.engine) as conn:
-        allocation_id = machines.launch(conn)["id"]
+        allocation_id = machines.launch(conn).id
         came = work(conn, only_task(conn, "baremetal.provision"))
         handler = HANDLERS["baremetal.provision"]
         first = variables(came)
         assert (first["slice_fence"], len(first["slice_disks"])) == (1, 3)
-        assert first["boot_id"] == came.node["boot_id"]
+        assert first["boot_id"] == came.node.boot_id
         handler.start(came)
         assert variables(came) == first
         result = handler.succeed(came, {**RESULT, "disk_written": True, "leftovers": True})
         # It is large, and belongs to the node's evidence rather than to every list of tasks.
         assert "baseline" not in result
-        assert allocations.get(conn, allocation_id)["connection"]["host"] == "203.0.113.1"
+        assert allocations.get(conn, allocation_id).connection["host"] == "203.0.113.1"
 
         conn.execute(sa.update(tables.tasks).values(state="succeeded", started_at=1.0))
         launch.release(conn, allocation_id, machines.act)
@@ -81,7 +82,7 @@ def test_a_tenant_comes_and_goes(machines: Machines) -> None:
         assert (given["slice_fence"], given["slice_baseline"]) == (2, BEFORE)
         assert given["slice_disks"] == first["slice_disks"]
         HANDLERS["baremetal.release"].succeed(goes, machines.evidence(conn, allocation_id))
-        assert allocations.get(conn, allocation_id)["state"] == "released"
+        assert allocations.get(conn, allocation_id).state == "released"
 
 
 @pytest.mark.covers("I4", "CTRL-15")
@@ -96,7 +97,7 @@ def test_no_proof_from_before_the_machines_tenant_lets_a_slot_on_sale(machines: 
         conn.execute(mode.values(mode="baremetal"))
         before = proofs.current(conn, slot)
         assert before is not None
-        allocation_id = machines.launch(conn)["id"]
+        allocation_id = machines.launch(conn).id
         came = work(conn, only_task(conn, "baremetal.provision"))
         HANDLERS["baremetal.provision"].start(came)
         HANDLERS["baremetal.provision"].succeed(came, RESULT)
@@ -105,32 +106,32 @@ def test_no_proof_from_before_the_machines_tenant_lets_a_slot_on_sale(machines: 
         goes = work(conn, only_task(conn, "baremetal.release"))
         HANDLERS["baremetal.release"].succeed(goes, machines.evidence(conn, allocation_id))
 
-        def sell(proof: Record) -> None:
-            of_it = sa.update(tables.slots).where(tables.slots.c.id == slot["id"])
-            conn.execute(of_it.values(status="available", available_proof_id=proof["id"]))
+        def sell(proof: Proof) -> None:
+            of_it = sa.update(tables.slots).where(tables.slots.c.id == slot.id)
+            conn.execute(of_it.values(status="available", available_proof_id=proof.id))
 
         with pytest.raises(sa.exc.IntegrityError), conn.begin_nested():
             sell(before)
-        after = proofs.current(conn, slots.get(conn, slot["id"]))
-        assert after is not None and after["allocation_id"] == allocation_id
+        after = proofs.current(conn, slots.get(conn, slot.id))
+        assert after is not None and after.allocation_id == allocation_id
         sell(after)
 
 
 @pytest.mark.covers("CTRL-15", "CTRL-8", "I13")
 def test_no_run_begins_for_a_tenant_who_does_not_wait(machines: Machines) -> None:
     with transaction(machines.engine) as conn:
-        allocation_id = machines.launch(conn)["id"]
+        allocation_id = machines.launch(conn).id
         found = work(conn, only_task(conn, "baremetal.provision"))
         start = HANDLERS["baremetal.provision"].start
         with conn.begin_nested() as begun:
             start(found)
             start(found)
-            assert allocations.get(conn, allocation_id)["state"] == "provisioning", "goes on"
+            assert allocations.get(conn, allocation_id).state == "provisioning", "goes on"
             begun.rollback()
         slices.provision_failed(conn, allocation_id, machines.act, step="x", error=ERROR)
         with pytest.raises(Problem, match="canceled"):
             start(found)
-        assert allocations.get(conn, allocation_id)["state"] == "failed"
+        assert allocations.get(conn, allocation_id).state == "failed"
 
 
 ERROR = {"code": "disk_in_use", "expected": "", "found": "held", "remedy": ""}
@@ -152,8 +153,8 @@ def test_only_the_host_itself_says_that_nothing_was_touched(
         found = work(conn, only_task(conn, "baremetal.provision"))
         failure = Failure("Take the machine", ERROR, {**evidence, "baseline": BEFORE}, known=known)
         HANDLERS["baremetal.provision"].fail(found, failure)
-        assert bool(nodes.get(conn, "m1")["unclean_allocation_id"]) is unclean
-        assert reports.baseline(conn, found.task["allocation_id"]) == BEFORE
+        assert bool(nodes.get(conn, "m1").unclean_allocation_id) is unclean
+        assert reports.baseline(conn, found.task.allocation_id) == BEFORE
 
 
 def test_a_restarted_host_is_discovered_before_it_is_given_away(machines: Machines) -> None:
@@ -163,7 +164,7 @@ def test_a_restarted_host_is_discovered_before_it_is_given_away(machines: Machin
         found = work(conn, only_task(conn, "baremetal.provision"))
         error = {**ERROR, "code": "boot_changed"}
         HANDLERS["baremetal.provision"].fail(found, Failure("s", error, UNTOUCHED, known=True))
-        assert nodes.get(conn, "m1")["boot_id"] == ""
+        assert nodes.get(conn, "m1").boot_id == ""
         assert machines.reasons(conn) == {"m1": "discovery_stale"}
 
 
@@ -177,9 +178,9 @@ def test_an_ordinary_machine_is_ready_once_it_was_seen(machines: Machines) -> No
         host.enrolled(conn, "m2", machines.act, **{**identity, "boot_id": ""})
         look = queue.Enqueue(TaskKind.SLICE_TOPOLOGY_DISCOVER, "m2", "node", "m2")
         found = work(conn, queue.enqueue(conn, look, machines.act))
-        HANDLERS[found.task["kind"]].succeed(found, {"discovery": machines.site.document(2)})
+        HANDLERS[found.task.kind].succeed(found, {"discovery": machines.site.document(2)})
         node = nodes.get(conn, "m2")
-        assert (node["state"], node["mode"]) == ("ready", "baremetal")
+        assert (node.state, node.mode) == ("ready", "baremetal")
         assert machines.reasons(conn, node_id="m2")["m2"] == "tenant_address_missing"
 
 
@@ -189,7 +190,7 @@ def test_a_failed_release_blocks_the_machine(machines: Machines) -> None:
         launch.release(conn, allocation_id, machines.act)
         found = work(conn, only_task(conn, "baremetal.release"))
         HANDLERS["baremetal.release"].fail(found, Failure("Wipe", ERROR, {}, known=True))
-        assert nodes.get(conn, "m1")["unclean_allocation_id"] == allocation_id
+        assert nodes.get(conn, "m1").unclean_allocation_id == allocation_id
 
 
 @pytest.mark.parametrize("ok", [True, False])

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from reconciler.db import clock, journal
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading, retrying, transaction
-from reconciler.db.rows import Record
+from reconciler.db.schema import Task
 from reconciler.lifecycle import baremetal, host, invariants, launch, recovery, slices
 from reconciler.model.errors import Problem
 from reconciler.model.states import NodeMode, TaskKind
@@ -67,24 +67,24 @@ def settings(tmp_path: Path) -> Settings:
 
 
 @pytest.fixture
-def ended(engine: sa.Engine, settings: Settings) -> Callable[[TaskKind], Record]:
+def ended(engine: sa.Engine, settings: Settings) -> Callable[[TaskKind], Task]:
     """Cancel the one open task of a kind."""
 
-    def end(kind: TaskKind) -> Record:
+    def end(kind: TaskKind) -> Task:
         with reading(engine) as conn:
-            (task,) = [task for task in queue.every(conn, kind=kind) if not task["finished_at"]]
-        return retrying(engine, lambda conn: cancel(conn, settings, task["id"], ACT))
+            (task,) = [task for task in queue.every(conn, kind=kind) if not task.finished_at]
+        return retrying(engine, lambda conn: cancel(conn, settings, task.id, ACT))
 
     return end
 
 
-End = Callable[[TaskKind], Record]
+End = Callable[[TaskKind], Task]
 
 
-def unreached(conn: sa.Connection, kind: TaskKind) -> Record:
+def unreached(conn: sa.Connection, kind: TaskKind) -> Task:
     """A worker began the task, and its run never reached the host."""
     (task,) = leasing.lease(conn, "worker", kinds=[kind])
-    held = (task["id"], task["lease_token"])
+    held = (task.id, task.lease_token)
     queue.started(conn, *held, run_id="r", run_directory="/r")
     return queue.wait_for_host(conn, *held, "Connection refused", act=ACT)
 
@@ -92,29 +92,29 @@ def unreached(conn: sa.Connection, kind: TaskKind) -> Record:
 def states(conn: sa.Connection, key: str) -> tuple[str, str, str]:
     """Of an allocation, its only claim, and the slot that this claims."""
     found = allocations.get(conn, key)
-    (claim,) = found["claims"]
-    return found["state"], claim["state"], slots.get(conn, claim["slot_id"])["status"]
+    (claim,) = found.claims
+    return found.state, claim.state, slots.get(conn, claim.slot_id).status
 
 
 def test_a_queued_provision_leaves_nothing_behind(sold: Site, ended: End) -> None:
     with transaction(sold.engine) as conn:
         key = sold.allocate(conn)
     task = ended(TaskKind.SLICE_VM_PROVISION)
-    assert (task["state"], task["state_reason"]) == ("canceled", "not wanted")
+    assert (task.state, task.state_reason) == ("canceled", "not wanted")
     with transaction(sold.engine) as conn:
         assert states(conn, key) == ("failed", "failed", "available")
-        error = allocations.get(conn, key)["error"]
+        error = allocations.get(conn, key).error
         assert (error["code"], error["found"]) == ("canceled", "not wanted")
-        told = [(row["event"], row["actor"]) for row in journal.history_of(conn, "allocation", key)]
-        assert told[-1] == ("fail", f"task:{task['id']}")
+        told = [(row.event, row.actor) for row in journal.history_of(conn, "allocation", key)]
+        assert told[-1] == ("fail", f"task:{task.id}")
         assert sold.allocate(conn, 2), "both slots are sold again"
-    assert retrying(sold.engine, lambda conn: queue.cancel(conn, task["id"], ACT)) == task
+    assert retrying(sold.engine, lambda conn: queue.cancel(conn, task.id, ACT)) == task
 
 
 def test_its_slot_goes_back_to_a_closed_gate(sold: Site, ended: End) -> None:
     with transaction(sold.engine) as conn:
         key = sold.allocate(conn)
-        since = nodes.get(conn, "n1")["boot_id"]
+        since = nodes.get(conn, "n1").boot_id
         assert host.restarted(conn, "n1", ACT, since=since)
     ended(TaskKind.SLICE_VM_PROVISION)
     with transaction(sold.engine) as conn:
@@ -138,8 +138,8 @@ def test_a_second_attempt_proves_nothing_about_the_first(sold: Site, ended: End)
         conn.execute(sa.update(tables.tasks).values(max_attempts=2))
         (task,) = leasing.lease(conn, "worker")
         slices.provision_started(conn, key, ACT)
-        queue.retry(conn, task["id"], task["lease_token"], "again", seconds=0, act=ACT)
-        (fence,) = task["fences"].values()
+        queue.retry(conn, task.id, task.lease_token, "again", seconds=0, act=ACT)
+        (fence,) = task.fences.values()
     ended(TaskKind.SLICE_VM_PROVISION)
     with transaction(sold.engine) as conn:
         assert states(conn, key) == ("failed", "failed", "cleanup_blocked")
@@ -160,7 +160,7 @@ def test_a_release_is_finished_by_recovery(sold: Site, ended: End, waits: bool) 
     ended(TaskKind.SLICE_VM_RELEASE)
     with reading(sold.engine) as conn:
         assert states(conn, key) == ("releasing", "releasing", "cleanup_blocked")
-        assert allocations.get(conn, key)["error"]["code"] == "canceled"
+        assert allocations.get(conn, key).error["code"] == "canceled"
     recovered(sold, key)
 
 
@@ -191,16 +191,16 @@ def test_a_machine_whose_tenant_never_came_is_free_again(
     machines: Machines, ended: End, waits: bool
 ) -> None:
     with transaction(machines.engine) as conn:
-        key = machines.launch(conn)["id"]
+        key = machines.launch(conn).id
         if waits:
             unreached(conn, TaskKind.BAREMETAL_PROVISION)
             slices.provision_started(conn, key, ACT)
     ended(TaskKind.BAREMETAL_PROVISION)
     with transaction(machines.engine) as conn:
         found = allocations.get(conn, key)
-        assert (found["state"], found["claims"][0]["state"]) == ("failed", "failed")
+        assert (found.state, found.claims[0].state) == ("failed", "failed")
         node = nodes.get(conn, "m1")
-        assert (node["unclean_allocation_id"], node["health_detail"]) == ("", {})
+        assert (node.unclean_allocation_id, node.health_detail) == ("", {})
         machines.discover(conn, "m1", 1)
         assert machines.reasons(conn) == {"m1": ""}
 
@@ -214,11 +214,11 @@ def test_a_machine_that_keeps_its_tenants_traces_is_cleaned_by_hand(
         launch.release(conn, key, machines.act)
     ended(TaskKind.BAREMETAL_RELEASE)
     with transaction(machines.engine) as conn:
-        assert allocations.get(conn, key)["state"] == "releasing"
-        assert nodes.get(conn, "m1")["unclean_allocation_id"] == key
+        assert allocations.get(conn, key).state == "releasing"
+        assert nodes.get(conn, "m1").unclean_allocation_id == key
         baremetal.clean(conn, "m1", machines.act)
         assert machines.released(conn, key)
-        assert allocations.get(conn, key)["state"] == "released"
+        assert allocations.get(conn, key).state == "released"
         machines.discover(conn, "m1", 1)
         assert machines.reasons(conn) == {"m1": ""}
 
@@ -234,7 +234,7 @@ def test_a_machine_that_keeps_its_tenants_traces_is_cleaned_by_hand(
 def test_a_conversion_is_asked_for_again(
     engine: sa.Engine, ended: End, begins: NodeMode, to: NodeMode, kind: TaskKind
 ) -> None:
-    def ask(conn: sa.Connection) -> Record:
+    def ask(conn: sa.Connection) -> Task:
         host.convert(conn, "m1", to, ACT)
         return queue.enqueue(conn, queue.Enqueue(kind, "m1", "node", "m1"), ACT)
 
@@ -243,9 +243,9 @@ def test_a_conversion_is_asked_for_again(
     ended(kind)
     with reading(engine) as conn:
         node = nodes.get(conn, "m1")
-        assert (node["mode"], node["slice_scheduling"]) == (f"converting_to_{to}", False)
+        assert (node.mode, node.slice_scheduling) == (f"converting_to_{to}", False)
     again = retrying(engine, ask)
-    assert (again["state"], again["id"] != first["id"]) == ("queued", True)
+    assert (again.state, again.id != first.id) == ("queued", True)
 
 
 @pytest.mark.covers("CTRL-9")
@@ -256,7 +256,7 @@ def test_a_task_that_no_worker_took_ends_the_same_way(sold: Site, settings: Sett
     end_overdue(sold.engine, settings)
     with reading(sold.engine) as conn:
         (task,) = queue.every(conn, kind=TaskKind.SLICE_VM_PROVISION)
-        assert (task["state"], task["error"]["code"]) == ("canceled", "deadline_passed")
+        assert (task.state, task.error["code"]) == ("canceled", "deadline_passed")
         assert states(conn, key) == ("failed", "failed", "available")
 
 
@@ -280,9 +280,9 @@ def test_a_backlog_blocks_no_slot_that_nobody_touched(
     late(sold.engine, settings, table)
     with transaction(sold.engine) as conn:
         (task,) = queue.every(conn, kind=TaskKind.SLICE_VM_PROVISION)
-        assert task["state"] == "canceled"
+        assert task.state == "canceled"
         assert states(conn, key) == ("failed", "failed", "available")
-        assert allocations.get(conn, key)["error"]["code"] == "deadline_passed"
+        assert allocations.get(conn, key).error["code"] == "deadline_passed"
         assert sold.allocate(conn, 2), "both slots are sold again"
 
 
@@ -296,7 +296,7 @@ def test_what_a_worker_has_or_had_is_unknown_past_its_deadline(
         (task,) = leasing.lease(conn, "worker")
         slices.provision_started(conn, key, ACT)
         if attempt == 2:
-            queue.retry(conn, task["id"], task["lease_token"], "again", seconds=0, act=ACT)
+            queue.retry(conn, task.id, task.lease_token, "again", seconds=0, act=ACT)
     late(sold.engine, settings, tables.allocations)
     with transaction(sold.engine) as conn:
         assert states(conn, key) == ("failed", "failed", "cleanup_blocked")
@@ -308,14 +308,14 @@ def test_a_machine_that_nobody_touched_is_free_again_past_its_deadline(
     machines: Machines, settings: Settings, waits: bool
 ) -> None:
     with transaction(machines.engine) as conn:
-        key = machines.launch(conn)["id"]
+        key = machines.launch(conn).id
         if waits:
             unreached(conn, TaskKind.BAREMETAL_PROVISION)
             slices.provision_started(conn, key, ACT)
     late(machines.engine, settings, tables.allocations)
     with transaction(machines.engine) as conn:
-        assert allocations.get(conn, key)["state"] == "failed"
-        assert nodes.get(conn, "m1")["unclean_allocation_id"] == ""
+        assert allocations.get(conn, key).state == "failed"
+        assert nodes.get(conn, "m1").unclean_allocation_id == ""
         machines.discover(conn, "m1", 1)
         assert machines.reasons(conn) == {"m1": ""}
 
@@ -351,7 +351,7 @@ def test_a_task_that_is_taken_meanwhile_is_asked_to_end(
     sold.node()
     with transaction(sold.engine) as conn:
         key = sold.allocate(conn)
-    taken: list[Record] = []
+    taken: list[Task] = []
 
     def slow(*given: Any) -> Any:
         with transaction(sold.engine) as other:
@@ -361,7 +361,7 @@ def test_a_task_that_is_taken_meanwhile_is_asked_to_end(
     monkeypatch.setattr("reconciler.work.cancel.failed_work", slow)
     with reading(sold.engine) as conn:
         (task,) = queue.every(conn, kind=TaskKind.SLICE_VM_PROVISION)
-    end = partial(cancel, settings=settings, task_id=task["id"], act=ACT)
+    end = partial(cancel, settings=settings, task_id=task.id, act=ACT)
     with (
         pytest.raises(Problem, match="generation_conflict"),
         transaction(sold.engine) as conn,
@@ -370,4 +370,4 @@ def test_a_task_that_is_taken_meanwhile_is_asked_to_end(
     with reading(sold.engine) as conn:
         assert states(conn, key) == ("requested", "reserved", "reserved")
     found = retrying(sold.engine, end)
-    assert (found["state"], found["cancel_requested"], len(taken)) == ("running", True, 1)
+    assert (found.state, found.cancel_requested, len(taken)) == ("running", True, 1)

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -14,14 +13,15 @@ import sqlalchemy as sa
 from reconciler.db import clock, journal
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
+from reconciler.db.schema import Task
 from reconciler.lifecycle import launch, recovery
 from reconciler.model.errors import Problem
 from reconciler.model.states import TaskKind, TaskState
 from reconciler.records import leasing, nodes, queue
-from reconciler.runs import collect, orphans
+from reconciler.runs import collect, lock
 from reconciler.runs.collect import Phase, RunState
 from reconciler.runs.launch import Site as RunSite
-from reconciler.runs.runner import runner_id
+from reconciler.runs.paths import runner_id
 from reconciler.settings import Settings
 from reconciler.work import worker
 from reconciler.work.deadlines import end_overdue
@@ -52,21 +52,21 @@ def look(sold: Site, settings: Settings) -> Look:
     return passed
 
 
-def elsewhere(sold: Site, settings: Settings) -> dict[str, Any]:
+def elsewhere(sold: Site, settings: Settings) -> Task:
     """The next task, its run begun by a worker on another machine that then fell silent."""
     with transaction(sold.engine) as conn:
         nodes.change(conn, "n1", ADMIN, profile="lab")
         (task,) = leasing.lease(conn, "other", runner="another-machine")
-    handler = HANDLERS[task["kind"]]
-    worker.prepare(sold.engine, settings, handler, task, f"{task['id']}-1")
+    handler = HANDLERS[task.kind]
+    worker.prepare(sold.engine, settings, handler, task, f"{task.id}-1")
     with transaction(sold.engine) as conn:
         queue.abandon(conn, "other")
     return task
 
 
-def current(sold: Site, task: dict[str, Any]) -> dict[str, Any]:
+def current(sold: Site, task: Task) -> Task:
     with transaction(sold.engine) as conn:
-        return queue.get(conn, task["id"])
+        return queue.get(conn, task.id)
 
 
 def provisioning(sold: Site) -> str:
@@ -95,31 +95,31 @@ def test_a_task_whose_worker_is_gone_is_lost_and_frees_nothing(
 ) -> None:
     stage(sold)
     task = elsewhere(sold, settings)
-    (fence,) = task["fences"].values()
+    (fence,) = task.fences.values()
 
     look()
     asked = current(sold, task)
-    assert (asked["state"], asked["cancel_requested"]) == ("running", True)
+    assert (asked.state, asked.cancel_requested) == ("running", True)
     with transaction(sold.engine) as conn:
-        row = journal.history_of(conn, "task", task["id"])[-1]
-        assert (row["event"], row["reason"]) == (
+        row = journal.history_of(conn, "task", task.id)[-1]
+        assert (row.event, row.reason) == (
             "cancel_requested",
             "still running past its deadline",
         )
         assert leasing.lease(conn, "here", runner=runner_id(settings.state_dir)) == []
     end_overdue(sold.engine, settings)
-    assert current(sold, task)["state"] == "running", "it has a last while to end in order"
+    assert current(sold, task).state == "running", "it has a last while to end in order"
 
     look()
     lost = current(sold, task)
-    assert (lost["state"], lost["error"]["code"]) == ("lost", "deadline_passed")
+    assert (lost.state, lost.error["code"]) == ("lost", "deadline_passed")
     with transaction(sold.engine) as conn:
         (slot,) = recovery.blocked(conn)
         assert (slot["fence"], slot["step"]) == (fence + 1, "deadline")
-        row = journal.history_of(conn, "task", task["id"])[-1]
-        assert (row["event"], row["evidence"]) == ("lose", {"fenced_slots": [slot["id"]]})
+        row = journal.history_of(conn, "task", task.id)[-1]
+        assert (row.event, row.evidence) == ("lose", {"fenced_slots": [slot["id"]]})
         with pytest.raises(Problem, match="stale_lease"):
-            queue.finish(conn, task["id"], task["lease_token"], TaskState.SUCCEEDED, ADMIN)
+            queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ADMIN)
     look()
 
 
@@ -137,7 +137,7 @@ def test_two_workers_that_look_at_once_do_not_take_its_last_while_from_it(
     monkeypatch.setattr(journal, "overdue", slow)
     look()
     end_overdue(sold.engine, settings)
-    assert current(sold, task)["state"] == "running"
+    assert current(sold, task).state == "running"
     assert seen[1] == []
 
 
@@ -152,7 +152,7 @@ def test_the_wipe_that_follows_is_ahead_of_the_lost_run(
     with transaction(sold.engine) as conn:
         recovery.force_cleanup(conn, allocation_id, ADMIN, runtime_verified_absent=True)
         (wipe,) = leasing.lease(conn, "here", runner="here")
-        (before,), (after,) = task["fences"].values(), wipe["fences"].values()
+        (before,), (after,) = task.fences.values(), wipe.fences.values()
     assert after > before
 
 
@@ -165,12 +165,12 @@ def test_one_more_word_from_the_holder_after_the_deadline_counts(
     task = elsewhere(sold, settings)
     look()
     with transaction(sold.engine) as conn:
-        assert queue.heartbeat(conn, task["id"], task["lease_token"])["cancel_requested"]
+        assert queue.heartbeat(conn, task.id, task.lease_token).cancel_requested
     ended = collect.Outcome("run", "canceled", None, None, "", "", "", False)
-    handler = HANDLERS[task["kind"]]
+    handler = HANDLERS[task.kind]
     settle(sold.engine, settings, handler, task, ended)
     settled = current(sold, task)
-    assert (settled["state"], settled["error"]["code"]) == ("canceled", "deadline_passed")
+    assert (settled.state, settled.error["code"]) == ("canceled", "deadline_passed")
     with transaction(sold.engine) as conn:
         assert sorted(sold.statuses(conn)) == ["available", "cleanup_blocked"]
 
@@ -183,13 +183,13 @@ def test_the_deadline_of_a_task_is_later_than_that_of_its_run(
     with transaction(sold.engine) as conn:
         nodes.change(conn, "n1", ADMIN, profile="xe9680l-h200")
         (task,) = leasing.lease(conn, "here")
-    handler = HANDLERS[task["kind"]]
-    spec = worker.prepare(sold.engine, settings, handler, task, f"{task['id']}-1")
-    assert spec.deadline_s > task["deadline_s"]
+    handler = HANDLERS[task.kind]
+    spec = worker.prepare(sold.engine, settings, handler, task, f"{task.id}-1")
+    assert spec.deadline_s > task.deadline_s
     first = current(sold, task)
-    assert first["deadline_at"] > first["started_at"] + spec.deadline_s
-    worker.prepare(sold.engine, settings, handler, task, f"{task['id']}-1")
-    assert current(sold, task)["deadline_at"] == first["deadline_at"], "once for each run"
+    assert first.deadline_at > first.started_at + spec.deadline_s
+    worker.prepare(sold.engine, settings, handler, task, f"{task.id}-1")
+    assert current(sold, task).deadline_at == first.deadline_at, "once for each run"
 
 
 @pytest.mark.covers("I12")
@@ -201,7 +201,7 @@ def test_a_kind_without_a_handler_is_lost_all_the_same(sold: Site, look: Look) -
         queue.abandon(conn, "other")
     look()
     look()
-    assert current(sold, task)["state"] == "lost"
+    assert current(sold, task).state == "lost"
 
 
 @pytest.mark.covers("I12")
@@ -210,18 +210,18 @@ def test_nobody_holds_a_task_past_its_deadline(sold: Site, settings: Settings, l
     provisioning(sold)
     task = elsewhere(sold, settings)
     with transaction(sold.engine) as conn:
-        beat = queue.heartbeat(conn, task["id"], task["lease_token"])
-        assert beat["lease_expires_at"] > clock.read(conn)
+        beat = queue.heartbeat(conn, task.id, task.lease_token)
+        assert beat.lease_expires_at > clock.read(conn)
     look()
     look()
-    assert current(sold, task)["state"] == "running"
+    assert current(sold, task).state == "running"
     with transaction(sold.engine) as conn:
-        again = queue.heartbeat(conn, task["id"], task["lease_token"])
-        assert again["lease_expires_at"] == beat["lease_expires_at"]
+        again = queue.heartbeat(conn, task.id, task.lease_token)
+        assert again.lease_expires_at == beat.lease_expires_at
         queue.abandon(conn, "other")
-        queue.heartbeat(conn, task["id"], task["lease_token"])
+        queue.heartbeat(conn, task.id, task.lease_token)
     look()
-    assert current(sold, task)["state"] == "lost"
+    assert current(sold, task).state == "lost"
 
 
 @pytest.mark.covers("CTRL-9")
@@ -230,6 +230,7 @@ def test_a_worker_that_comes_back_to_a_lost_task_ends_its_run(
 ) -> None:
     provisioning(sold)
     task = elsewhere(sold, settings)
+    directory = current(sold, task).run_directory
     look()
     look()
     ended: list[Path] = []
@@ -237,7 +238,7 @@ def test_a_worker_that_comes_back_to_a_lost_task_ends_its_run(
     monkeypatch.setattr(collect, "cancel", ended.append)
     with pytest.raises(Problem, match="stale_lease"):
         worker.attend(sold.engine, settings, task, threading.Event())
-    assert [str(directory) for directory in ended] == [task["run_directory"]]
+    assert [str(path) for path in ended] == [directory]
 
 
 @pytest.fixture
@@ -253,7 +254,7 @@ def slow_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     for run in (tmp_path / "runs").glob("*-1"):
         collect.cancel(run)
         collect.wait(run, 15)
-        assert orphans.end(run) == []
+        assert lock.end_processes(run) == []
 
 
 @pytest.mark.covers("I12")
@@ -268,7 +269,7 @@ def test_a_run_that_still_lives_is_ended(
     stopping = threading.Event()
     stopping.set()
     worker.attend(sold.engine, settings, task, stopping)
-    directory = Path(current(sold, task)["run_directory"])
+    directory = Path(current(sold, task).run_directory)
     until = time.monotonic() + 60
     while not slow_runs.exists():
         assert time.monotonic() < until, collect.output(directory)
@@ -282,6 +283,6 @@ def test_a_run_that_still_lives_is_ended(
         (again,) = leasing.lease(conn, "here", runner=runner_id(tmp_path))
     worker.attend(sold.engine, settings, again, threading.Event())
     ended = current(sold, task)
-    assert (ended["state"], ended["error"]["code"]) == ("canceled", "deadline_passed")
+    assert (ended.state, ended.error["code"]) == ("canceled", "deadline_passed")
     with transaction(sold.engine) as conn:
         assert sorted(sold.statuses(conn)) == ["available", "cleanup_blocked"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -10,7 +12,7 @@ import sqlalchemy as sa
 from reconciler.db import clock
 from reconciler.db.engine import reading, transaction
 from reconciler.db.journal import Overdue
-from reconciler.db.rows import Record
+from reconciler.db.schema import Allocation, Claim, Slot
 from reconciler.lifecycle import launch, recovery
 from reconciler.model.states import SlotState, TaskKind
 from reconciler.model.transitions import DEADLINES
@@ -37,8 +39,9 @@ KEYS = {
 @pytest.mark.parametrize("kind", KEYS)
 def test_every_disk_of_a_run_has_the_time_of_one(sold: Site, kind: TaskKind) -> None:
     profile = hardware_profile(PROFILES, "xe9680l-h200")
+    task: Any = SimpleNamespace(deadline_s=60)
     with reading(sold.engine) as conn:
-        work = Work(conn, {"deadline_s": 60}, nodes.get(conn, "n1"), profile, Settings())
+        work = Work(conn, task, nodes.get(conn, "n1"), profile, Settings())
         one, four, many = (
             HANDLERS[kind].deadline_s(work, {KEYS[kind]: [{}] * disks}) for disks in (1, 4, 64)
         )
@@ -61,27 +64,27 @@ def test_a_slot_waits_for_a_run_that_may_take_longer_than_its_state(
         sold.engine, settings, HANDLERS[TaskKind.SLICE_VM_RELEASE], task, "run-1"
     )
     with transaction(sold.engine) as conn:
-        before = {one["id"]: one["deadline_at"] for one in _held(conn, allocation_id)}
+        before = {one.id: one.deadline_at for one in _held(conn, allocation_id)}
         # Nothing has begun: what cannot be launched is given up as if it had not been tried.
         limit = DEADLINES["slot", SlotState.RELEASING].seconds
         now = clock.read(conn)
         assert all(at - now <= limit for at in before.values())
         late = Overdue("slot", claim_slot(conn, allocation_id), SlotState.RELEASING, 1.0, "block")
-        queue.extend_deadlines(conn, queue.get(conn, task["id"]))
+        queue.extend_deadlines(conn, queue.get(conn, task.id))
         found = _held(conn, allocation_id)
         assert spec.deadline_s > limit
         assert len(found) == 5
-        assert all(one["deadline_at"] - now > spec.deadline_s for one in found)
-        queue.extend_deadlines(conn, queue.get(conn, task["id"]))
+        assert all(one.deadline_at - now > spec.deadline_s for one in found)
+        queue.extend_deadlines(conn, queue.get(conn, task.id))
         assert _held(conn, allocation_id) == found
         # Who saw the old deadline pass does not act on the new one.
         assert not recovery.expire(conn, late, ADMIN)
 
 
 def claim_slot(conn: sa.Connection, allocation_id: str) -> str:
-    return str(claims.of_allocation(conn, allocation_id)[0]["slot_id"])
+    return str(claims.of_allocation(conn, allocation_id)[0].slot_id)
 
 
-def _held(conn: sa.Connection, allocation_id: str) -> list[Record]:
+def _held(conn: sa.Connection, allocation_id: str) -> list[Allocation | Claim | Slot]:
     own = allocations.get(conn, allocation_id)
-    return [own, *own["claims"], *slots.of_node(conn, "n1")]
+    return [own, *own.claims, *slots.of_node(conn, "n1")]

@@ -102,7 +102,7 @@ def test_a_run_lasts_for_all_the_limits_that_it_hands_to_its_host(
         ASKED[kind](sold, conn)
         nodes.change(conn, "n1", ADMIN, profile="slow")
         (task,) = leasing.lease(conn, "w", kinds=[kind])
-    plain = task["deadline_s"]
+    plain = task.deadline_s
     spec: RunSpec = worker.prepare(sold.engine, slow, HANDLERS[kind], task, "run-1")
     # Ansible waits so long for a new boot, and so long again for an answer of it.
     twice = [name for name in handed(kind) if name.endswith("reboot")]

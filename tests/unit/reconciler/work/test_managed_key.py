@@ -13,6 +13,7 @@ import sqlalchemy as sa
 from reconciler.db import clock, leader
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
+from reconciler.db.schema import AppOperation, Task
 from reconciler.lifecycle import app_operations, apps, launch
 from reconciler.model.states import TaskKind
 from reconciler.records import allocations, leasing, queue
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.covers("APP-4")
 __all__ = ["runs"]
 
 KIND = TaskKind.ALLOCATION_RECONCILE_MANAGED_AUTHORIZED_KEY
-Attend = Callable[[], dict[str, Any]]
+Attend = Callable[[], Task]
 
 
 @pytest.fixture
@@ -53,20 +54,20 @@ def instance(machines: Machines) -> tuple[str, str]:
         wish = apps.NewApp(
             project_id="p1", slug="slurm-reference", name="s", managed_key=KEY, controller_id=key
         )
-        return str(apps.create(conn, wish, ADMIN)["id"]), key
+        return str(apps.create(conn, wish, ADMIN).id), key
 
 
 @pytest.fixture
-def attend(machines: Machines, settings: Settings, runs: Runs) -> Attend:
+def attend(machines: Machines, settings: Settings, runs: Runs) -> Callable[[], Task]:
     """Lease the next task of a key and bring it to its end."""
 
-    def one() -> dict[str, Any]:
+    def one() -> Task:
         runs.alive = False
         with transaction(machines.engine) as conn:
             (task,) = leasing.lease(conn, "worker", kinds=[KIND])
         worker.attend(machines.engine, settings, task, threading.Event())
         with transaction(machines.engine) as conn:
-            return queue.get(conn, task["id"])
+            return queue.get(conn, task.id)
 
     return one
 
@@ -82,7 +83,7 @@ def member(engine: sa.Engine, id: str) -> dict[str, Any]:
         return found
 
 
-def operation(engine: sa.Engine, id: str) -> dict[str, Any]:
+def operation(engine: sa.Engine, id: str) -> AppOperation:
     """The latest."""
     with transaction(engine) as conn:
         return app_operations.every(conn, id)[-1]
@@ -93,7 +94,7 @@ def test_the_key_is_put_there_and_taken_away(
 ) -> None:
     id, allocation_id = instance
     answers(runs)
-    assert attend()["state"] == "succeeded"
+    assert attend().state == "succeeded"
     (spec,) = runs.launched
     assert spec.playbook == "managed_key"
     contract.check_vars("managed_key", spec.variables)
@@ -101,11 +102,11 @@ def test_the_key_is_put_there_and_taken_away(
     given = spec.variables["slice_managed_key"]
     assert (given["instance_id"], given["public_key"], given["state"]) == (id, KEY, "present")
     assert member(machines.engine, id)["key_expires_at"] == 4_000_000_000
-    assert operation(machines.engine, id)["status"] == "succeeded"
+    assert operation(machines.engine, id).status == "succeeded"
     with transaction(machines.engine) as conn:
         apps.stop(conn, "p1", id, ADMIN)
     answers(runs, present=False)
-    assert attend()["state"] == "succeeded"
+    assert attend().state == "succeeded"
     assert runs.launched[1].variables["slice_managed_key"]["state"] == "absent"
     assert member(machines.engine, id)["key_expires_at"] is None
 
@@ -114,9 +115,9 @@ def test_a_host_that_refuses_fails_the_operation_by_its_code(
     machines: Machines, instance: tuple[str, str], runs: Runs, attend: Attend
 ) -> None:
     runs.ends("failed", step="Put the key in its place", error=ERROR, evidence={})
-    assert attend()["error"]["code"] == "home_unsafe"
+    assert attend().error["code"] == "home_unsafe"
     found = operation(machines.engine, instance[0])
-    assert (found["status"], found["failure"]) == ("failed", ERROR)
+    assert (found.status, found.failure) == ("failed", ERROR)
     assert member(machines.engine, instance[0])["status"] == "failed"
 
 
@@ -125,13 +126,13 @@ def test_a_run_that_is_lost_fails_it_too_and_blocks_nothing(
 ) -> None:
     id, allocation_id = instance
     runs.ends("lost")
-    assert attend()["state"] == "lost"
-    assert operation(machines.engine, id)["failure"]["code"] == "run_lost"
+    assert attend().state == "lost"
+    assert operation(machines.engine, id).failure["code"] == "run_lost"
     with transaction(machines.engine) as conn:
-        assert allocations.get(conn, allocation_id)["state"] == "active"
+        assert allocations.get(conn, allocation_id).state == "active"
         apps.reconcile(conn, "p1", id, ADMIN)
     answers(runs)
-    assert attend()["state"] == "succeeded"
+    assert attend().state == "succeeded"
 
 
 def test_a_host_that_does_not_answer_is_waited_for(
@@ -140,14 +141,14 @@ def test_a_host_that_does_not_answer_is_waited_for(
     """The seed's symptom: accepted, and never applied; the task says what for."""
     id, _ = instance
     runs.outcome = SILENT
-    assert attend()["state"] == "waiting"
-    assert operation(machines.engine, id)["status"] == "running"
+    assert attend().state == "waiting"
+    assert operation(machines.engine, id).status == "running"
     with transaction(machines.engine) as conn:
         conn.execute(sa.update(tables.tasks).values(not_before=clock.now() - 1))
         conn.execute(sa.update(tables.nodes).values(state="ready"))
     answers(runs)
-    assert attend()["state"] == "succeeded"
-    assert operation(machines.engine, id)["status"] == "succeeded"
+    assert attend().state == "succeeded"
+    assert operation(machines.engine, id).status == "succeeded"
     assert [spec.run_id for spec in runs.launched][1].endswith("-1-1")
 
 
@@ -165,12 +166,12 @@ def test_no_run_begins_for_an_instance_that_was_stopped_or_an_allocation_that_en
     worker.attend(machines.engine, settings, task, threading.Event())
     assert runs.launched == []
     with transaction(machines.engine) as conn:
-        assert queue.get(conn, task["id"])["state"] == "canceled"
-    assert operation(machines.engine, id)["failure"]["code"] == "canceled"
+        assert queue.get(conn, task.id).state == "canceled"
+    assert operation(machines.engine, id).failure["code"] == "canceled"
     loops.tend_apps(machines.engine, settings)
     assert member(machines.engine, id)["left_at"]
     with transaction(machines.engine) as conn:
-        assert apps.get(conn, "p1", id)["status"] == "failed"
+        assert apps.get(conn, "p1", id).status == "failed"
 
 
 def test_the_leader_renews_a_key_before_it_ends(
@@ -188,10 +189,10 @@ def test_the_leader_renews_a_key_before_it_ends(
     loops.tend_apps(machines.engine, settings)
     runs.outcome = None
     answers(runs)
-    assert attend()["state"] == "succeeded"
+    assert attend().state == "succeeded"
     found = operation(machines.engine, instance[0])
-    assert (found["kind"], found["status"]) == ("bootstrap_ssh_reconcile", "succeeded")
-    assert found["requested_by"] == "reconciler"
+    assert (found.kind, found.status) == ("bootstrap_ssh_reconcile", "succeeded")
+    assert found.requested_by == "reconciler"
 
 
 def test_one_member_that_cannot_be_looked_after_keeps_no_other_waiting(
@@ -207,14 +208,14 @@ def test_one_member_that_cannot_be_looked_after_keeps_no_other_waiting(
             project_id="p1", slug="slurm-reference", name="t", managed_key=KEY, controller_id=key
         )
         # It comes first in the order in which they are looked at.
-        broken, well = sorted([instance[0], str(apps.create(conn, wish, ADMIN)["id"])])
+        broken, well = sorted([instance[0], str(apps.create(conn, wish, ADMIN).id)])
         for one in (instance[1], key):
             launch.release(conn, one, ADMIN)
     left = app_operations.left
 
     def planted(conn: sa.Connection, found: Any, *given: Any) -> None:
         left(conn, found, *given)
-        if found["id"] == broken:
+        if found.id == broken:
             raise ValueError("planted")
 
     monkeypatch.setattr(app_operations, "left", planted)
@@ -238,5 +239,5 @@ def test_an_unreadable_answer_is_a_failure(
     machines: Machines, instance: tuple[str, str], runs: Runs, attend: Attend
 ) -> None:
     runs.ends(evidence={})
-    assert attend()["error"]["code"] == "outcome_unreadable"
-    assert operation(machines.engine, instance[0])["status"] == "failed"
+    assert attend().error["code"] == "outcome_unreadable"
+    assert operation(machines.engine, instance[0]).status == "failed"

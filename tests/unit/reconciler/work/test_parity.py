@@ -36,8 +36,8 @@ def work(conn: sa.Connection, node_id: str) -> Work:
 def variables(found: Work) -> dict[str, Any]:
     given = kinds_node.PARITY.variables(found)
     run = {
-        "id": "r", "task_id": found.task["id"], "kind": found.task["kind"],
-        "node_id": found.node["id"], "correlation_id": "c",
+        "id": "r", "task_id": found.task.id, "kind": found.task.kind,
+        "node_id": found.node.id, "correlation_id": "c",
     }  # fmt: skip
     contract.check_vars("parity", {"slice_run": run, "slice_profile": found.profile, **given})
     return given
@@ -60,7 +60,7 @@ def test_a_slice_host_is_asked_for_its_slots(sold: Site) -> None:
 @pytest.mark.covers("HOST-10", "HOST-15")
 def test_a_bare_metal_node_is_asked_for_absence_and_opens_nothing(sold: Site) -> None:
     with transaction(sold.engine) as conn:
-        slot_life.disable(conn, slots.of_node(conn, "n1")[0]["id"], ADMIN)
+        slot_life.disable(conn, slots.of_node(conn, "n1")[0].id, ADMIN)
         before = reports.latest_parity(conn, "n1")
         host.convert(conn, "n1", NodeMode.BAREMETAL, ADMIN)
         found = work(conn, "n1")
@@ -73,7 +73,7 @@ def test_a_bare_metal_node_is_asked_for_absence_and_opens_nothing(sold: Site) ->
         # What the gate reads is as it was; the report is there all the same.
         assert reports.latest_parity(conn, "n1") == before
         kept = reports.latest_parity(conn, "n1", "baremetal")
-        assert kept is not None and kept["task_id"] == found.task["id"]
+        assert kept is not None and kept.task_id == found.task.id
         assert set(sold.statuses(conn)) == {"disabled"}
 
 

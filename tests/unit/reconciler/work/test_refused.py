@@ -88,18 +88,18 @@ def test_its_slot_waits_for_evidence(
     settings, task = begun(sold, tmp_path)
     with reading(sold.engine) as conn:
         end = outcome(sold, conn, key)
-    settle(sold.engine, settings, HANDLERS[task["kind"]], task, end)
+    settle(sold.engine, settings, HANDLERS[task.kind], task, end)
     with reading(sold.engine) as conn:
-        task = queue.get(conn, task["id"])
-        error = task["error"]
-        assert (task["state"], error["code"]) == ("failed", "outcome_refused")
+        task = queue.get(conn, task.id)
+        error = task.error
+        assert (task.state, error["code"]) == ("failed", "outcome_refused")
         assert error["found"] == TOLD
         kept = error["evidence"].get("failure", error)
         assert kept["evidence"] == (end.result or {})["evidence"], "what the host said"
         if outcome is untouched:
             assert (kept["code"], kept["found"]) == ("no_clone", "no such image")
         found = allocations.get(conn, key)
-        assert (found["state"], found["claims"][0]["state"]) == left
+        assert (found.state, found.claims[0].state) == left
         (slot,) = recovery.blocked(conn)
         assert slot["health_detail"]["code"] == "outcome_refused"
 
@@ -119,23 +119,23 @@ def test_a_disk_of_a_machine_that_is_let_is_not_taken_over_elsewhere(
         conn.execute(mode.values(mode="baremetal"))
         machines.begin(conn, machines.launch(conn))
         baremetal.entered(conn, "m1")
-        before = proofs.of_disk(conn, slot["nvme_identity"])
+        before = proofs.of_disk(conn, slot.nvme_identity)
         nodes.change(conn, "n1", ADMIN, profile="lab")
         kind = TaskKind.NODE_STORAGE_TRANSITION
         queue.enqueue(conn, queue.Enqueue(kind, "n1", "node", "n1"), ADMIN)
         (task,) = leasing.lease(conn, "worker", kinds=[kind])
-    proof = {"disk": slot["nvme_identity"], "method": "discard", "verified": True}
+    proof = {"disk": slot.nvme_identity, "method": "discard", "verified": True}
     said = {"devices": [{"proof": proof}]}
     settle(sold.engine, Settings(state_dir=tmp_path), HANDLERS[kind], task, ended(True, said))
     with reading(sold.engine) as conn:
-        error = queue.get(conn, task["id"])["error"]
-        assert (queue.get(conn, task["id"])["state"], error["code"]) == (
+        error = queue.get(conn, task.id).error
+        assert (queue.get(conn, task.id).state, error["code"]) == (
             "failed",
             "outcome_refused",
         )
         assert error["found"] == "a disk under a live claim is not proven clean"
         assert error["evidence"] == said
-        assert proofs.of_disk(conn, slot["nvme_identity"]) == before
+        assert proofs.of_disk(conn, slot.nvme_identity) == before
 
 
 def test_who_was_only_slower_is_not_refused(sold: Site, tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_who_was_only_slower_is_not_refused(sold: Site, tmp_path: Path) -> None:
     with transaction(sold.engine) as conn:
         key = sold.allocate(conn)
     settings, task = begun(sold, tmp_path)
-    handler = HANDLERS[task["kind"]]
+    handler = HANDLERS[task.kind]
     looks: list[Work] = []
 
     def slower(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
@@ -155,8 +155,8 @@ def test_who_was_only_slower_is_not_refused(sold: Site, tmp_path: Path) -> None:
     end = ended(True, {"readiness": {}})
     settle(sold.engine, settings, replace(handler, succeed=slower), task, end)
     with reading(sold.engine) as conn:
-        assert queue.get(conn, task["id"])["state"] == "succeeded"
-        assert allocations.get(conn, key)["state"] == "active"
+        assert queue.get(conn, task.id).state == "succeeded"
+        assert allocations.get(conn, key).state == "active"
     assert len(looks) == 2
 
 
@@ -164,7 +164,7 @@ def test_a_failure_that_its_handler_cannot_read_is_unknown(sold: Site, tmp_path:
     with transaction(sold.engine) as conn:
         key = sold.allocate(conn)
     settings, task = begun(sold, tmp_path)
-    handler = HANDLERS[task["kind"]]
+    handler = HANDLERS[task.kind]
 
     def strict(work: Work, failure: Failure) -> None:
         if "failure" not in failure.evidence:
@@ -173,8 +173,8 @@ def test_a_failure_that_its_handler_cannot_read_is_unknown(sold: Site, tmp_path:
 
     settle(sold.engine, settings, replace(handler, fail=strict), task, ended(False, UNTOUCHED))
     with reading(sold.engine) as conn:
-        error = queue.get(conn, task["id"])["error"]
+        error = queue.get(conn, task.id).error
         assert error["code"] == "outcome_unreadable"
         assert error["evidence"]["failure"]["evidence"] == UNTOUCHED
-        assert allocations.get(conn, key)["state"] == "failed"
+        assert allocations.get(conn, key).state == "failed"
         assert len(recovery.blocked(conn)) == 1

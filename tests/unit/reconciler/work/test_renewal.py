@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -12,6 +11,7 @@ import sqlalchemy as sa
 from reconciler.db import clock
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
+from reconciler.db.schema import Task
 from reconciler.lifecycle import host
 from reconciler.model.errors import Problem
 from reconciler.model.states import TaskKind
@@ -58,7 +58,7 @@ def certified(engine: sa.Engine, host_key: str, days: float, node_id: str = "n1"
         )
 
 
-def renewals(engine: sa.Engine) -> list[dict[str, Any]]:
+def renewals(engine: sa.Engine) -> list[Task]:
     with transaction(engine) as conn:
         return queue.every(conn, kind=TaskKind.NODE_ENROL)
 
@@ -76,19 +76,19 @@ def test_a_certificate_is_renewed_for_the_same_key_before_it_ends(
     (task,) = renewals(sold.engine)
     told = {"serial": "1", "principals": ["n1"], "valid_until": "2026-01-01T00:00:00Z"}
     runs.ends(evidence={"certificate": told})
-    assert attend()["state"] == "succeeded"
+    assert attend().state == "succeeded"
     (spec,) = runs.launched
     contract.check_vars("renew_certificate", spec.variables)
     signed = ca.read_certificate(spec.variables["slice_certificate"])
     assert (signed.kind, signed.principals) == ("host", ("n1",))
     with transaction(sold.engine) as conn:
         newest = certificates.current(conn, "n1")
-        assert newest["certificate"] == spec.variables["slice_certificate"]
-        assert newest["public_key"] == host_key
+        assert newest.certificate == spec.variables["slice_certificate"]
+        assert newest.public_key == host_key
         assert certificates.ends(conn, ["n1"])["n1"] - clock.read(conn) > 89 * DAY
         assert sold.statuses(conn) == ["available", "available"], "the host is the same"
     loops.renew_certificates(sold.engine, settings)
-    assert [one["id"] for one in renewals(sold.engine)] == [task["id"]]
+    assert [one.id for one in renewals(sold.engine)] == [task.id]
 
 
 def test_the_leader_looks_for_certificates_that_end() -> None:
@@ -102,7 +102,7 @@ def test_a_renewal_that_fails_is_tried_again_the_next_day(
     loops.renew_certificates(sold.engine, settings)
     error = {"code": "certificate_not_taken", "expected": "x", "found": "y", "remedy": "z"}
     runs.ends("failed", step="Put the certificate in place", error=error, evidence={})
-    assert attend()["error"]["code"] == "certificate_not_taken"
+    assert attend().error["code"] == "certificate_not_taken"
     loops.renew_certificates(sold.engine, settings)
     assert len(renewals(sold.engine)) == 1
     with transaction(sold.engine) as conn:
@@ -121,7 +121,7 @@ def test_a_key_that_was_replaced_meanwhile_is_not_brought_back(
     with transaction(sold.engine) as conn:
         tokens.replace_certificates(conn, "n1", "ssh-ed25519 another", ADMIN)
     runs.ends(evidence={"certificate": {"serial": "1", "principals": [], "valid_until": ""}})
-    assert attend()["error"]["code"] == "host_key_not_accepted"
+    assert attend().error["code"] == "host_key_not_accepted"
     with transaction(sold.engine) as conn, pytest.raises(Problem, match="host_certificate_missing"):
         certificates.current(conn, "n1")
 
@@ -147,11 +147,11 @@ def test_no_run_begins_on_a_host_whose_certificate_has_ended(
     certified(sold.engine, host_key, -1)
     key = launched(sold)
     ended = attend()
-    assert (ended["state"], runs.launched) == ("failed", [])
-    assert ended["error"]["code"] == "host_certificate_expired"
-    assert "enrollment-token" in ended["error"]["remedy"]
+    assert (ended.state, runs.launched) == ("failed", [])
+    assert ended.error["code"] == "host_certificate_expired"
+    assert "enrollment-token" in ended.error["remedy"]
     with transaction(sold.engine) as conn:
-        assert allocations.get(conn, key)["state"] == "failed"
+        assert allocations.get(conn, key).state == "failed"
         assert sold.statuses(conn) == ["disabled", "available"]
 
 
@@ -164,8 +164,8 @@ def test_a_host_that_is_refused_because_its_certificate_ended_meanwhile(
     launched(sold)
     runs.outcome = replace(SILENT, problem=STRANGER)
     ended = attend()
-    assert ended["error"]["code"] == "host_certificate_expired"
-    assert STRANGER in ended["error"]["found"]
+    assert ended.error["code"] == "host_certificate_expired"
+    assert STRANGER in ended.error["found"]
     with transaction(sold.engine) as conn:
         assert sorted(sold.statuses(conn)) == ["available", "cleanup_blocked"]
 
@@ -178,6 +178,6 @@ def test_a_task_that_waits_for_a_lost_host_says_that_its_certificate_has_ended(
     waits = attend()
     certified(sold.engine, host_key, -1)
     with transaction(sold.engine) as conn:
-        reason = leasing.wait_reasons(conn, [waits])[waits["id"]]
+        reason = leasing.wait_reasons(conn, [waits])[waits.id]
     assert (reason["code"], reason["attempts"]) == ("host_certificate_expired", 1)
     assert "gpuaas nodes userdata n1" in reason["detail"]

@@ -12,6 +12,7 @@ import sqlalchemy as sa
 from reconciler.db import clock
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
+from reconciler.db.schema import Task
 from reconciler.lifecycle import host
 from reconciler.model.states import TaskKind
 from reconciler.records import allocations, leasing, nodes, queue, timeline
@@ -23,7 +24,7 @@ from tests.unit.reconciler.work.test_unreachable import SILENT, STRANGER, attend
 __all__ = ["attend", "runs"]
 pytestmark = pytest.mark.covers("CTRL-8")
 
-Attend = Callable[[], dict[str, Any]]
+Attend = Callable[[], Task]
 KILLED = replace(SILENT, status="lost", unreachable=False, touched=True, problem="process_gone")
 
 
@@ -32,10 +33,10 @@ def wanted(sold: Site, kind: TaskKind = TaskKind.NODE_PARITY) -> None:
         queue.enqueue(conn, queue.Enqueue(kind, "n1", "node", "n1"), ADMIN)
 
 
-def pause(sold: Site, task: dict[str, Any]) -> int:
+def pause(sold: Site, task: Task) -> int:
     """Until the next attempt, which comes now."""
     with transaction(sold.engine) as conn:
-        left = round(task["not_before"] - clock.read(conn))
+        left = round(task.not_before - clock.read(conn))
         assert leasing.lease(conn, "worker") == [], "not at once"
         conn.execute(sa.update(tables.tasks).values(not_before=None))
     return left
@@ -47,15 +48,15 @@ def test_another_run_of_its_own_a_few_times_and_later_each_time(
     wanted(sold)
     runs.outcome = KILLED
     first = attend()
-    assert (first["state"], first["attempt"], first["error"]["code"]) == ("queued", 2, "run_lost")
+    assert (first.state, first.attempt, first.error["code"]) == ("queued", 2, "run_lost")
     with transaction(sold.engine) as conn:
-        reason = leasing.wait_reasons(conn, [first])[first["id"]]
+        reason = leasing.wait_reasons(conn, [first])[first.id]
         assert (reason["code"], reason["detail"]) == ("later", "attempt 1 failed: run_lost")
     assert pause(sold, first) == 30
     assert pause(sold, attend()) == 120
     ended = attend()
-    assert (ended["state"], ended["attempt"], ended["error"]["code"]) == ("lost", 3, "run_lost")
-    assert [spec.run_id for spec in runs.launched] == [f"{ended['id']}-{n}" for n in (1, 2, 3)]
+    assert (ended.state, ended.attempt, ended.error["code"]) == ("lost", 3, "run_lost")
+    assert [spec.run_id for spec in runs.launched] == [f"{ended.id}-{n}" for n in (1, 2, 3)]
     with transaction(sold.engine) as conn:
         told = [row["reason"] for row in timeline.of(conn, node_id="n1") if row["type"] == "state"]
     assert [f"attempt {n} failed: run_lost" in told for n in (1, 2, 3)] == [True, True, False]
@@ -68,12 +69,12 @@ def test_parity_does_not_go_before_the_discovery_that_it_compares_with(
     wanted(sold, TaskKind.NODE_PARITY)
     runs.outcome = KILLED
     task = attend()
-    assert (task["kind"], task["state"]) == (TaskKind.SLICE_TOPOLOGY_DISCOVER, "queued")
+    assert (task.kind, task.state) == (TaskKind.SLICE_TOPOLOGY_DISCOVER, "queued")
     with transaction(sold.engine) as conn:
         assert leasing.lease(conn, "worker") == []
         conn.execute(sa.update(tables.tasks).values(not_before=tables.tasks.c.not_before - 31))
         (next_one,) = leasing.lease(conn, "worker")
-    assert next_one["id"] == task["id"]
+    assert next_one.id == task.id
 
 
 def test_a_host_that_was_lost_on_the_way_is_waited_for(
@@ -82,15 +83,15 @@ def test_a_host_that_was_lost_on_the_way_is_waited_for(
     wanted(sold)
     runs.outcome = replace(SILENT, touched=True)
     task = attend()
-    assert (task["state"], task["error"]["code"]) == ("queued", "host_unreachable")
+    assert (task.state, task.error["code"]) == ("queued", "host_unreachable")
     with transaction(sold.engine) as conn:
         conn.execute(sa.update(tables.tasks).values(not_before=None))
-        assert nodes.get(conn, "n1")["state"] == "unreachable"
+        assert nodes.get(conn, "n1").state == "unreachable"
         assert leasing.lease(conn, "worker") == [], "nothing is tried on a node that is lost"
         assert host.record_answer(conn, "n1", ADMIN)
     runs.ends(evidence={"parity": sold.parity(failures=1)})
     ended = attend()
-    assert (ended["state"], ended["attempt"], ended["error"]) == ("succeeded", 2, {})
+    assert (ended.state, ended.attempt, ended.error) == ("succeeded", 2, {})
 
 
 @pytest.mark.parametrize(
@@ -117,8 +118,8 @@ def test_what_a_repetition_cannot_change_is_final(
     error = {"code": code, "expected": "e", "found": "f", "remedy": "r"}
     runs.ends("failed", step="s", error=error, evidence={})
     ended = attend()
-    assert (ended["attempt"], ended["error"]["code"]) == (attempts, code)
-    assert ended["state"] == ("queued" if attempts > 1 else "failed")
+    assert (ended.attempt, ended.error["code"]) == (attempts, code)
+    assert ended.state == ("queued" if attempts > 1 else "failed")
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def test_a_stranger_and_a_cancellation_are_final(
 ) -> None:
     wanted(sold)
     runs.outcome = outcome
-    assert attend()["finished_at"] is not None
+    assert attend().finished_at is not None
 
 
 def test_what_nobody_wants_any_more_is_not_tried_again(
@@ -143,11 +144,11 @@ def test_what_nobody_wants_any_more_is_not_tried_again(
     def canceled_meanwhile(site: object, spec: Any) -> Any:
         with transaction(sold.engine) as conn:
             (task,) = queue.every(conn)
-            queue.cancel(conn, task["id"], ADMIN)
+            queue.cancel(conn, task.id, ADMIN)
         return launch(site, spec)
 
     monkeypatch.setattr("reconciler.work.worker.launch", canceled_meanwhile)
-    assert attend()["state"] == "lost"
+    assert attend().state == "lost"
 
 
 @pytest.mark.covers("I13")
@@ -157,7 +158,7 @@ def test_a_tenants_machine_is_never_built_a_second_time_by_itself(
     with transaction(sold.engine) as conn:
         key = sold.allocate(conn)
     runs.outcome = KILLED
-    assert (attend()["state"], len(runs.launched)) == ("lost", 1)
+    assert (attend().state, len(runs.launched)) == ("lost", 1)
     with transaction(sold.engine) as conn:
-        assert allocations.get(conn, key)["state"] == "failed"
+        assert allocations.get(conn, key).state == "failed"
         assert sorted(sold.statuses(conn)) == ["available", "cleanup_blocked"]

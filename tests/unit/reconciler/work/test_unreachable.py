@@ -15,11 +15,12 @@ import sqlalchemy as sa
 from reconciler.db import clock, journal
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
+from reconciler.db.schema import Task
 from reconciler.lifecycle import host
 from reconciler.lifecycle import launch as launching
 from reconciler.model.states import TaskKind
 from reconciler.records import allocations, leasing, nodes, queue
-from reconciler.runs import probe
+from reconciler.runs import ssh
 from reconciler.runs.collect import Outcome
 from reconciler.runs.ssh import SshAccess
 from reconciler.settings import Settings
@@ -34,23 +35,23 @@ __all__ = ["runs"]
 REFUSED = "unreachable: Failed to connect: ssh: connect to host n1 port 22: Connection refused"
 SILENT = Outcome("run", "failed", 4, None, REFUSED, "", "", unreachable=True, touched=False)
 STRANGER = "unreachable: name is not a listed principal Host key verification failed."
-Attend = Callable[[], dict[str, Any]]
+Attend = Callable[[], Task]
 
 
 @pytest.fixture
-def attend(sold: Site, tmp_path: Path, runs: Runs) -> Attend:
+def attend(sold: Site, tmp_path: Path, runs: Runs) -> Callable[[], Task]:
     """Lease the next task and attend it, with the scripted outcome."""
     settings = Settings(state_dir=tmp_path, poll_s=0.01)
     with transaction(sold.engine) as conn:
         nodes.change(conn, "n1", ADMIN, profile="lab")
 
-    def one() -> dict[str, Any]:
+    def one() -> Task:
         with transaction(sold.engine) as conn:
             (task,) = leasing.lease(conn, "worker")
         runs.alive = False
         worker.attend(sold.engine, settings, task, threading.Event())
         with transaction(sold.engine) as conn:
-            return queue.get(conn, task["id"])
+            return queue.get(conn, task.id)
 
     return one
 
@@ -62,7 +63,7 @@ def launched(sold: Site) -> str:
 
 def state(sold: Site) -> str:
     with transaction(sold.engine) as conn:
-        return str(nodes.get(conn, "n1")["state"])
+        return str(nodes.get(conn, "n1").state)
 
 
 def test_a_task_waits_and_goes_on_with_a_run_of_its_own(
@@ -71,13 +72,13 @@ def test_a_task_waits_and_goes_on_with_a_run_of_its_own(
     key = launched(sold)
     runs.outcome = SILENT
     waits = attend()
-    assert (waits["state"], waits["attempt"], waits["unreached"]) == ("waiting", 1, 1)
+    assert (waits.state, waits.attempt, waits.unreached) == ("waiting", 1, 1)
     assert state(sold) == "unreachable"
     with transaction(sold.engine) as conn:
-        reason = leasing.wait_reasons(conn, [waits])[waits["id"]]
+        reason = leasing.wait_reasons(conn, [waits])[waits.id]
         assert (reason["code"], reason["attempts"]) == ("host_unreachable", 1)
         assert "Connection refused" in reason["detail"]
-        assert allocations.get(conn, key)["state"] == "provisioning"
+        assert allocations.get(conn, key).state == "provisioning"
         assert sorted(sold.statuses(conn)) == ["available", "provisioning"]
         assert leasing.lease(conn, "worker") == [], "nothing is tried on a node that is lost"
         assert host.record_answer(conn, "n1", ADMIN)
@@ -85,11 +86,11 @@ def test_a_task_waits_and_goes_on_with_a_run_of_its_own(
     assert state(sold) == "ready"
 
     runs.ends(evidence={"readiness": READINESS, "plan": {}, "image": {}})
-    assert attend()["state"] == "succeeded"
+    assert attend().state == "succeeded"
     first, second = (spec.run_id for spec in runs.launched)
     assert second == f"{first}-1"
     with transaction(sold.engine) as conn:
-        assert allocations.get(conn, key)["state"] == "active"
+        assert allocations.get(conn, key).state == "active"
 
 
 @pytest.mark.parametrize(
@@ -116,12 +117,12 @@ def test_the_playbooks_themselves_wait_for_a_host_that_refuses_ssh(
             (task,) = leasing.lease(conn, "worker", kinds=[kind], seconds=600)
         worker.attend(sold.engine, settings, task, threading.Event())
     with transaction(sold.engine) as conn:
-        waits = queue.get(conn, task["id"])
-        assert (waits["state"], waits["unreached"]) == ("waiting", 1), waits["error"]
-        assert "Connection refused" in waits["state_reason"]
-        assert allocations.get(conn, key)["state"] == state
+        waits = queue.get(conn, task.id)
+        assert (waits.state, waits.unreached) == ("waiting", 1), waits.error
+        assert "Connection refused" in waits.state_reason
+        assert allocations.get(conn, key).state == state
         assert sorted(sold.statuses(conn)) == ["available", state]
-        assert nodes.get(conn, "n1")["state"] == "unreachable"
+        assert nodes.get(conn, "n1").state == "unreachable"
 
 
 def test_what_a_resumed_task_refuses_is_still_known(sold: Site, runs: Runs, attend: Attend) -> None:
@@ -133,7 +134,7 @@ def test_what_a_resumed_task_refuses_is_still_known(sold: Site, runs: Runs, atte
         host.record_answer(conn, "n1", ADMIN)
         conn.execute(sa.update(tables.nodes).values(boot_id=""))
     ended = attend()
-    assert (ended["state"], ended["error"]["code"]) == ("failed", "boot_changed")
+    assert (ended.state, ended.error["code"]) == ("failed", "boot_changed")
     with transaction(sold.engine) as conn:
         assert sold.statuses(conn) == ["disabled", "available"]
 
@@ -153,8 +154,8 @@ def test_a_refusal_and_a_lost_connection_end_the_task_at_once(
     launched(sold)
     runs.outcome = outcome
     ended = attend()
-    assert (ended["state"], ended["error"]["code"]) == ("failed", "host_unreachable")
-    assert ended["error"]["found"] == outcome.problem
+    assert (ended.state, ended.error["code"]) == ("failed", "host_unreachable")
+    assert ended.error["found"] == outcome.problem
     assert state(sold) == node
     with transaction(sold.engine) as conn:
         assert sorted(sold.statuses(conn)) == ["available", "cleanup_blocked"]
@@ -171,11 +172,11 @@ def test_a_node_that_never_enrolled_is_asked_again_ever_more_rarely(
     for _ in range(9):
         task = attend()
         with transaction(sold.engine) as conn:
-            pauses.append(round(task["not_before"] - clock.read(conn)))
+            pauses.append(round(task.not_before - clock.read(conn)))
             assert leasing.lease(conn, "worker") == []
             conn.execute(sa.update(tables.tasks).values(not_before=None))
     assert pauses == [5, 10, 20, 40, 80, 160, 300, 300, 300]
-    assert task["attempt"] == 1
+    assert task.attempt == 1
 
 
 def test_a_task_that_nobody_wants_any_more_does_not_wait(
@@ -188,18 +189,18 @@ def test_a_task_that_nobody_wants_any_more_does_not_wait(
     def canceled_meanwhile(site: object, spec: Any) -> Path:
         with transaction(sold.engine) as conn:
             (task,) = queue.every(conn)
-            queue.cancel(conn, task["id"], ADMIN)
+            queue.cancel(conn, task.id, ADMIN)
         return launch(site, spec)
 
     worker.launch = canceled_meanwhile  # type: ignore[attr-defined]
-    assert attend()["state"] == "failed"
+    assert attend().state == "failed"
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The answers to come, and none after them; each question takes one."""
     script: list[str] = []
-    monkeypatch.setattr(probe, "said", lambda _access, _node: script.pop(0))
+    monkeypatch.setattr(ssh, "probe", lambda _access, _node: script.pop(0))
     return script
 
 
@@ -220,7 +221,7 @@ def test_silent_hosts_are_asked_until_they_answer(sold: Site, asked: list[str]) 
     assert state(sold) == "ready"
     with transaction(sold.engine) as conn:
         row = journal.history_of(conn, "node", "n1")[-1]
-        assert (row["event"], row["reason"]) == ("regain_ready", "the host answers again")
+        assert (row.event, row.reason) == ("regain_ready", "the host answers again")
     assert watch.look() == []
 
 
@@ -230,9 +231,9 @@ def test_each_task_says_what_it_waits_for(sold: Site) -> None:
         for kind in (TaskKind.NODE_PARITY, TaskKind.NODE_BOOTSTRAP, TaskKind.NODE_IMAGE_CACHE):
             subject = "node" if kind is not TaskKind.NODE_IMAGE_CACHE else "image"
             item = queue.Enqueue(kind, "n1", subject, kind)
-            queued[kind] = queue.enqueue(conn, item, ADMIN)["id"]
+            queued[kind] = queue.enqueue(conn, item, ADMIN).id
         later = queue.Enqueue(TaskKind.SLICE_WIPE, "n1", "slot", "s", not_before_s=60)
-        queued[TaskKind.SLICE_WIPE] = queue.enqueue(conn, later, ADMIN)["id"]
+        queued[TaskKind.SLICE_WIPE] = queue.enqueue(conn, later, ADMIN).id
 
         def codes() -> dict[str, str]:
             found = leasing.wait_reasons(conn, queue.every(conn))
@@ -246,7 +247,7 @@ def test_each_task_says_what_it_waits_for(sold: Site) -> None:
         }
         assert codes() == expected
         (parity,) = leasing.lease(conn, "worker")
-        assert parity["kind"] == TaskKind.NODE_PARITY
+        assert parity.kind == TaskKind.NODE_PARITY
         del expected[TaskKind.NODE_PARITY]
         assert codes() == expected | {TaskKind.NODE_BOOTSTRAP: "node_busy"}
         host.lost(conn, "n1", ADMIN)

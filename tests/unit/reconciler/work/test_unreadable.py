@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from reconciler.db.engine import reading, transaction
-from reconciler.db.rows import Record
+from reconciler.db.schema import Task
 from reconciler.lifecycle import recovery
 from reconciler.model.states import TaskKind
 from reconciler.records import allocations, leasing, nodes, queue
@@ -31,13 +31,13 @@ engine, sold, postgresql = test_cancel.engine, test_cancel.sold, test_cancel.pos
 REFUSED = {"nul": "serial ABC\0", "half a pair": "half \ud800", "no number": float("nan")}
 
 
-def begun(sold: Site, tmp_path: Path) -> tuple[Settings, Record]:
+def begun(sold: Site, tmp_path: Path) -> tuple[Settings, Task]:
     """The next task, its run under way."""
     settings = Settings(state_dir=tmp_path)
     with transaction(sold.engine) as conn:
         nodes.change(conn, "n1", ADMIN, profile="lab")
         (task,) = leasing.lease(conn, "worker")
-    worker.prepare(sold.engine, settings, HANDLERS[task["kind"]], task, queue.run_id(task))
+    worker.prepare(sold.engine, settings, HANDLERS[task.kind], task, queue.run_id(task))
     return settings, task
 
 
@@ -61,12 +61,12 @@ def test_text_that_cannot_be_kept(sold: Site, tmp_path: Path, where: str, value:
         "evidence of a failure": lambda: ended(False, hostile),
         "error": lambda: ended(False, untouched, found=value),
     }[where]()
-    settle(sold.engine, settings, HANDLERS[task["kind"]], task, outcome)
+    settle(sold.engine, settings, HANDLERS[task.kind], task, outcome)
     with reading(sold.engine) as conn:
-        found = queue.get(conn, task["id"])
-        assert (found["state"], found["error"]["code"]) == ("failed", "outcome_unreadable")
-        assert ("error" if where == "error" else "mac") in found["error"]["found"]
-        assert allocations.get(conn, key)["state"] == "failed"
+        found = queue.get(conn, task.id)
+        assert (found.state, found.error["code"]) == ("failed", "outcome_unreadable")
+        assert ("error" if where == "error" else "mac") in found.error["found"]
+        assert allocations.get(conn, key).state == "failed"
         (slot,) = recovery.blocked(conn)
         assert slot["health_detail"]["code"] == "outcome_unreadable"
 
@@ -76,9 +76,9 @@ def test_why_a_host_was_not_reached_can_always_be_kept(sold: Site, tmp_path: Pat
         sold.allocate(conn)
     settings, task = begun(sold, tmp_path)
     lost = Outcome("r", "failed", 4, None, "unreachable: \0 \ud800 who", "", "", True)
-    settle(sold.engine, settings, HANDLERS[task["kind"]], task, lost)
+    settle(sold.engine, settings, HANDLERS[task.kind], task, lost)
     with reading(sold.engine) as conn:
-        error = queue.get(conn, task["id"])["error"]
+        error = queue.get(conn, task.id).error
         assert error["code"] == "host_unreachable"
         assert error["found"] == "unreachable: \ufffd \ufffd who"
 
@@ -88,8 +88,8 @@ def test_a_number_that_fits_no_column(sold: Site, tmp_path: Path) -> None:
         queue.enqueue(conn, queue.Enqueue(TaskKind.NODE_PARITY, "n1", "node", "n1"), ADMIN)
     settings, task = begun(sold, tmp_path)
     report = {"parity": {"intent": "slice", "failures": 10**30, "warnings": 0, "identity": {}}}
-    settle(sold.engine, settings, HANDLERS[task["kind"]], task, ended(True, report))
+    settle(sold.engine, settings, HANDLERS[task.kind], task, ended(True, report))
     with reading(sold.engine) as conn:
-        found = queue.get(conn, task["id"])
-        assert (found["state"], found["error"]["code"]) == ("failed", "outcome_unreadable")
-        found["error"]["found"].encode()
+        found = queue.get(conn, task.id)
+        assert (found.state, found.error["code"]) == ("failed", "outcome_unreadable")
+        found.error["found"].encode()

@@ -1,4 +1,4 @@
-"""Answers on the terminal: a table for people, JSON for programs. Errors say what to do."""
+"""Terminal output: tables for people, JSON for programs, errors with their remedy."""
 
 from __future__ import annotations
 
@@ -17,35 +17,36 @@ from reconciler.model.errors import Problem
 Record = Mapping[str, Any]
 
 
-def rows(session: Session, found: Sequence[Record], *columns: str) -> None:
-    """A list; a column may be a path such as `connection.host`."""
+def rows(session: Session, records: Sequence[Record], *columns: str) -> None:
+    """A list as a table. A column may be a path such as `connection.host`."""
     if session.output == "json":
-        document(found)
+        document(records)
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column.rpartition(".")[2], overflow="fold")
-    for row in found:
+    for row in records:
         table.add_row(*(plain(_at(row, column)) for column in columns))
     _out().print(table)
 
 
 def timeline(session: Session, newest_first: Sequence[Record]) -> None:
-    """What happened, oldest first, as it is read; JSON stays as the service gave it."""
+    """Events in reading order, oldest first; JSON keeps the order of the service."""
     if session.output == "json":
         document(list(newest_first))
         return
-    found = [
-        {"at": row["at"], "what": row["type"], "happened": _happened(row)} for row in newest_first
+    lines = [
+        {"at": row["at"], "what": row["type"], "happened": _description(row)}
+        for row in reversed(newest_first)
     ]
-    rows(session, list(reversed(found)), "at", "what", "happened")
+    rows(session, lines, "at", "what", "happened")
 
 
-def _happened(row: Record) -> str:
+def _description(row: Record) -> str:
     if row["type"] == "progress":
-        said = row["document"]
-        code = f" {said['code']}" if said.get("code") else ""
-        return f"{row['kind']}: {said.get('event', '')}{code} {said.get('task', '')}"
+        step = row["document"]
+        code = f" {step['code']}" if step.get("code") else ""
+        return f"{row['kind']}: {step.get('event', '')}{code} {step.get('task', '')}"
     reason = f": {row['reason']}" if row["reason"] else ""
     if row["type"] == "audit":
         return f"{row['actor']} {row['action']}{reason}"
@@ -53,32 +54,32 @@ def _happened(row: Record) -> str:
     return f"{change} ({row['event']} by {row['actor']}){reason}"
 
 
-def record(session: Session, found: Record) -> None:
-    """One thing, field by field."""
+def record(session: Session, item: Record) -> None:
+    """A single record, field by field, without empty fields."""
     if session.output == "json":
-        document(found)
+        document(item)
         return
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    for name, value in found.items():
+    for name, value in item.items():
         if value not in (None, "", [], {}):
             table.add_row(name, plain(value))
     _out().print(table)
 
 
-def document(found: Any) -> None:
+def document(content: Any) -> None:
     """JSON on standard output."""
-    sys.stdout.write(json.dumps(found, indent=1) + "\n")
+    sys.stdout.write(json.dumps(content, indent=1) + "\n")
 
 
 def line(text: str) -> None:
-    """A remark for the person who waits; standard output is for answers."""
+    """A remark on standard error; standard output holds only the answer."""
     sys.stderr.write(clean(text) + "\n")
 
 
 def failure(session: Session, problem: Problem) -> None:
-    """What was expected, what was found, what to do."""
+    """An error with expectation, finding and remedy."""
     if session.output == "json":
         sys.stderr.write(json.dumps(problem.document(), indent=1) + "\n")
         return
@@ -95,7 +96,7 @@ def failure(session: Session, problem: Problem) -> None:
 
 
 def plain(value: Any) -> Text:
-    """Never markup, never a terminal's control sequence: hosts and tenants wrote some of it."""
+    """Text without markup or control sequences, because hosts and tenants control some of it."""
     if isinstance(value, dict | list):
         value = json.dumps(value)
     return Text(clean("" if value is None else str(value)))
@@ -117,5 +118,5 @@ def _at(row: Record, path: str) -> Any:
 
 
 def _out() -> Console:
-    # In a pipe a row is a line, however long.
+    # In a pipe each row is a single line, whatever its length.
     return Console(highlight=False, width=None if sys.stdout.isatty() else 1000)

@@ -1,4 +1,4 @@
-"""What the commands of `gpuaas host` share: running, hardware profile, the API's evidence."""
+"""Shared parts of `gpuaas host`: playing a playbook by hand, hardware profile, API evidence."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from reconciler.cli import show
+from reconciler.cli import output
 from reconciler.cli.session import secret
 from reconciler.model import hardware
 from reconciler.model.bundle import BUNDLE_FIELDS
 from reconciler.model.errors import Problem, Refusal
-from reconciler.runs.reach import Reach, Work
+from reconciler.runs.ssh import Reach
 
-# The hardware class that this product is for; another host is named by --profile or by its node.
+if TYPE_CHECKING:
+    from reconciler.runs.byhand import Work
+
+# The hardware class of this product; --profile or the node's record names another.
 DEFAULT_PROFILE = "xe9680l-h200"
 
 _CODE = re.compile(r"[a-z][a-z0-9_]{0,63}")
@@ -26,7 +29,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Api:
-    """Where the reconciler answers and as whom; without token file or node id nothing is asked."""
+    """Address and token of the reconciler. It is not queried without token file and node id."""
 
     base: str
     token_file: Path | None
@@ -34,27 +37,27 @@ class Api:
 
 
 @dataclass(frozen=True)
-class Known:
-    """What the reconciler knows of the host. topology {}: it was not asked.
+class Evidence:
+    """The reconciler's records of the host. topology {}: the reconciler was not queried.
 
-    own: its place on the fabric, as its node's record has it. maas_tags: as the record has them.
+    fabric: the host's fields on the fabric, from its node's record. maas_tags: from the record.
     """
 
     profile: str = ""
     slots: list[Record] = field(default_factory=list)
     topology: Record = field(default_factory=dict)
-    own: Record = field(default_factory=dict)
+    fabric: Record = field(default_factory=dict)
     maas_tags: list[str] | None = None
 
 
-def ask(api: Api) -> Known:
+def evidence(api: Api) -> Evidence:
     """The node's profile, approved slots and latest discovery.
 
-    Evidence that was asked for and cannot be had is a failed check with the reason, not a warning:
-    a wrong token must not look like none.
+    If the evidence was requested and cannot be read, parity reports a failed check with the reason,
+    not a warning. Otherwise a wrong token would look like no token.
     """
     if api.token_file is None or not api.node_id:
-        return Known()
+        return Evidence()
     # The HTTP library takes longer to import than most commands to run.
     from reconciler.client import Client
 
@@ -64,42 +67,49 @@ def ask(api: Api) -> Known:
         slots = list(client.items(f"{node}/resource-slots"))
         document = client.get(f"{node}/slice-topology/discovery")["document"]
         record = client.get(node)
-        profile, own = str(record["profile"]), {name: record[name] for name in hardware.OWN}
+        profile, fabric = str(record["profile"]), {name: record[name] for name in hardware.OWN}
         tags = record["maas_tags"]
-    except (Problem, ValueError, LookupError, TypeError) as refused:
-        code = refused.code if isinstance(refused, Problem) else "api_answer_unreadable"
-        show.line(f"no evidence from the API: {refused}")
+    except (Problem, ValueError, LookupError, TypeError) as failure:
+        code = failure.code if isinstance(failure, Problem) else "api_answer_unreadable"
+        output.line(f"no evidence from the API: {failure}")
         reasons = [code] if _CODE.fullmatch(code) else ["api_refused"]
-        return Known(topology={"source": "api", "completed": False, "blockers": reasons})
-    return Known(profile, [_bundle(slot) for slot in slots], _topology(document), own, tags)
+        return Evidence(topology={"source": "api", "completed": False, "blockers": reasons})
+    return Evidence(profile, [_bundle(slot) for slot in slots], _topology(document), fabric, tags)
 
 
 def work(
-    playbook: str, kind: str, profile: str, own: Record | None = None, /, **variables: Any
+    playbook: str, kind: str, profile: str, fabric: Record | None = None, /, **variables: Any
 ) -> Work:
-    """A piece of work with the hardware profile in full, and what is the host's own over it."""
+    """Work with the complete hardware profile, overridden by the host's own fabric fields."""
     from reconciler.profiles import hardware_profile
+    from reconciler.runs.byhand import Work
     from reconciler.settings import Settings
 
     shared = hardware_profile(Settings().profiles_dir, profile or DEFAULT_PROFILE)
-    resolved = hardware.node_profile(shared, own or {})
+    resolved = hardware.node_profile(shared, fabric or {})
     return Work(playbook, kind, {"slice_profile": resolved, **variables})
 
 
-def play(what: Work, reach: Reach) -> Record:
-    """The evidence of the playbook; progress goes to standard error."""
-    # Ansible's runner takes seconds to load, which --help should not.
+def play(work: Work, reach: Reach) -> Record:
+    """Play the playbook and return its evidence; progress goes to standard error."""
+    # The run contract takes long to load, which --help should not.
     from reconciler.runs import byhand
     from reconciler.settings import Settings
 
     try:
-        return byhand.play(what, reach, Settings().collections_path, _tell)
-    except Refusal as refused:
-        raise _problem(refused) from refused
+        return byhand.play(work, reach, Settings().collections_path, _print_task)
+    except Refusal as refusal:
+        raise Problem(
+            refusal.code,
+            422,
+            expected=refusal.expected,
+            found=refusal.found,
+            remedy=refusal.remedy,
+        ) from refusal
 
 
 def read_json(file: Path, code: str, expected: str, remedy: str) -> Any:
-    """What an operator's file says; Problem `code` when it cannot be read."""
+    """The JSON document in an operator's file; Problem `code` when it cannot be read."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -112,29 +122,22 @@ def read_json(file: Path, code: str, expected: str, remedy: str) -> Any:
         ) from error
 
 
-def slots_of(file: Path | None) -> list[Record]:
-    """Approved bundles from a file, for a host whose reconciler cannot be asked."""
+def read_slots(file: Path | None) -> list[Record]:
+    """Approved bundles from a file, for a host whose reconciler cannot be reached."""
     if file is None:
         return []
-    found = read_json(
+    document = read_json(
         file,
         "slots_unreadable",
         "a JSON list of slot bundles",
         "save `gpuaas slots list NODE --output json`",
     )
-    rows = found if isinstance(found, list) else []
+    rows = document if isinstance(document, list) else []
     return [_bundle(row) for row in rows if isinstance(row, Mapping)]
 
 
-def _tell(task: str) -> None:
-    show.line(f"  {task}")
-
-
-def _problem(refused: Refusal) -> Problem:
-    told = refused.told()
-    return Problem(
-        told["code"], 422, expected=told["expected"], found=told["found"], remedy=told["remedy"]
-    )
+def _print_task(name: str) -> None:
+    output.line(f"  {name}")
 
 
 def _bundle(slot: Mapping[str, Any]) -> Record:
