@@ -48,6 +48,9 @@ bench: ## Measure against the named peers; adds to build/bench.json (without Ope
 	@$(PYTHON) -m tests.bench.tasks
 	@$(PYTHON) -m tests.bench.memory
 
+scripts: setup ## Build the single-file programs into build/scripts
+	@$(PYTHON) -m scripts.standalone
+
 ##@ Lab host
 lab-up: setup ## Boot the lab host and leave it running
 	@$(GPUAAS) lab up
@@ -75,5 +78,5 @@ lab-delete: setup ## Delete a saved lab host: make lab-delete NAME=ready
 lock: ## Resolve the dependencies anew into requirements.lock
 	@scripts/lock
 
-.PHONY: help setup demo run test test-fast test-long lint sanity molecule bench lab-up lab-ssh lab-down lab-save \
-	lab-load lab-saved lab-delete lock
+.PHONY: help setup demo run test test-fast test-long lint sanity molecule bench scripts lab-up lab-ssh lab-down \
+	lab-save lab-load lab-saved lab-delete lock

@@ -13,6 +13,8 @@ _PACKAGE = Path(__file__).resolve().parent
 _CARRIED = _PACKAGE / "_shipped"
 INSTALLED = _CARRIED.is_dir()
 PROJECT = _CARRIED if INSTALLED else _PACKAGE.parent
+# Single-file programs for hosts, which a checkout has from `make scripts`.
+SCRIPTS = (PROJECT if INSTALLED else PROJECT / "build") / "scripts"
 
 # Default state folder of an installed service; its units and packaging/gpuaas.env use the same.
 STATE = Path("/var/lib/gpuaas") if INSTALLED else PROJECT / "build" / "reconciler"

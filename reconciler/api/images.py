@@ -113,7 +113,9 @@ def content(
         )
     with reading(request.app.state.engine) as conn:
         image = _local_image(conn, digest)
-    return FileResponse(downloads.file_of(image), media_type="application/octet-stream")
+    return FileResponse(
+        downloads.file_of(image.url, image.digest), media_type="application/octet-stream"
+    )
 
 
 def _local_image(conn: Connection, digest: str) -> schema.Image:

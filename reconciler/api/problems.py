@@ -44,7 +44,7 @@ _ACCESS = """
 _UNKNOWN = """
     allocation_not_found claim_not_found disk_not_found fabric_vf_not_found gpu_not_found
     image_file_not_found image_not_found node_not_found profile_unknown project_not_found
-    proof_not_found slot_not_found task_not_found token_not_found
+    proof_not_found recovery_case_not_found slot_not_found task_not_found token_not_found
 """
 _NODES = """
     expected_identity_missing fabric_link_missing field_not_changeable machine_clean

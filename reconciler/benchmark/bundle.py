@@ -8,6 +8,7 @@ import json
 from functools import lru_cache
 from pathlib import Path
 
+from reconciler import carrier as carrying
 from reconciler.benchmark.harness.request import Request
 
 _FOLDER = Path(__file__).resolve().parent
@@ -32,8 +33,8 @@ def digest() -> str:
 def text(request: Request) -> str:
     """A program that prints a capture."""
     arguments = dataclasses.asdict(dataclasses.replace(request, harness=digest()))
-    carrier = (_FOLDER / "carrier.py").read_text(encoding="utf-8")
+    carrier = Path(carrying.__file__).read_text(encoding="utf-8")
     # Python literals of strings and numbers, so the text of a label stays data.
     # A line per module, because an error message quotes a whole line.
     lines = "".join(f"    {name!r}: {source!r},\n" for name, source in sources().items())
-    return f"{carrier}\n\nrun({{\n{lines}}}, {f'{_PACKAGE}.main'!r}, {arguments!r})\n"
+    return f"{carrier}\n\ninstall({{\n{lines}}})\nrun({f'{_PACKAGE}.main:main'!r}, {arguments!r})\n"

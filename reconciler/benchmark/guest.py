@@ -21,7 +21,7 @@ from reconciler.runs.ssh import SshAccess
 
 Record = Mapping[str, Any]
 
-# Path of the console log in the domain's definition (plugins/module_utils/_slice_names.py).
+# Path of the console log in the domain's definition (plugins/module_utils/slice/_object_names.py).
 _CONSOLE = "/var/log/libvirt/qemu/{}-console.log"
 # The first boot is at the beginning. The tenant can write the rest, without a limit.
 _CONSOLE_BYTES = 1 << 20

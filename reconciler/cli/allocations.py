@@ -1,4 +1,4 @@
-"""Allocations: `gpuaas launch`, `release`, `allocations`, `allocation`, `explain`, `recover`."""
+"""Allocations: `gpuaas launch`, `release`, `allocations`, `allocation`, `explain`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from reconciler.cli import output, runbook, session
+from reconciler.cli import output, session
 from reconciler.cli.projects import project_id, suggesting
 from reconciler.model.errors import Problem
 from reconciler.wait_timeout import WaitTimeout
@@ -30,7 +30,6 @@ def mount(parent: typer.Typer) -> None:
     parent.command("release")(release)
     parent.command("allocations")(list_allocations)
     parent.command("explain")(explain)
-    parent.command("recover")(recover)
 
 
 def launch(
@@ -182,29 +181,6 @@ def explain(
     nodes = summary.pop("nodes")
     output.record(here, summary | (document["placement"] or {}))
     output.rows(here, nodes, "node_id", "slots", "free", "largest", "reasons")
-
-
-def recover(
-    context: typer.Context,
-    allocation: Allocation,
-    reason: Annotated[str, typer.Option(help="Kept in the audit log.")],
-) -> None:
-    """Bring the slots of a failed allocation back, with evidence at every step."""
-    here = session.of(context)
-    from reconciler import recovery
-
-    def told(step: str, found: dict[str, Any]) -> None:
-        output.line(f"  {step}")
-        for line in runbook.lines(step, found):
-            output.line(f"    {line}")
-
-    evidence = recovery.recover(here.client, allocation, reason, told)
-    if here.output == "json":
-        output.document(evidence)
-        return
-    # All of it was told as it came; what is asked at the end is how the slots are.
-    after = [{"id": key, **slot} for key, slot in evidence["inventory_after"].items()]
-    output.rows(here, after, "slot_index", "id", "status", "health_state")
 
 
 def public_key(file: Path) -> str:

@@ -22,6 +22,7 @@ from reconciler.cli import (
     nodes,
     output,
     projects,
+    recovery,
     service,
     slots,
     tasks,
@@ -46,6 +47,7 @@ app.add_typer(tasks.app, name="tasks")
 service.mount(app)
 tokens.mount(app)
 allocations.mount(app)
+recovery.mount(app)
 audit.mount(app)
 usage.mount(app)
 doctor.mount(app)

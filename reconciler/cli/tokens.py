@@ -142,9 +142,9 @@ def _project_id(conn: Connection, name: str) -> str:
     from reconciler.records import projects
 
     every = projects.every(conn)
-    if name not in {row["id"] for row in every}:
-        name = next((row["id"] for row in every if row["name"] == name), name)
-    return str(projects.get(conn, name)["id"])
+    if name not in {row.id for row in every}:
+        name = next((row.id for row in every if row.name == name), name)
+    return str(projects.get(conn, name).id)
 
 
 def _save_login(issuer: str, client: dict[str, str], token: str, file: Path) -> None:

@@ -177,13 +177,9 @@ def _names(holdings: Mapping[str, Any]) -> Iterator[str]:
     """As hexadecimal digits; anything else is no id of ours."""
     for part in holdings.values():
         for one in part["found"]:
-            said = str(one.get("allocation_id", "")).replace("-", "")
+            said = str(one.get("allocation_id") or one.get("owner") or "").replace("-", "")
             if said and set(said) <= set("0123456789abcdef"):
                 yield said
-    for one in holdings["ports"]["found"]:
-        yield one["port"].removeprefix("gs")
-    for one in holdings["guards"]["found"]:
-        yield f"{int(one['cookie'], 16):016x}"
 
 
 def _dashed(digits: str) -> str:

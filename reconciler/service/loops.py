@@ -20,6 +20,7 @@ from reconciler.work.deadlines import end_overdue
 from reconciler.work.loops import (
     compare_hosts,
     forget,
+    play_recovery_cases,
     recover_blocked,
     renew_certificates,
     tend_apps,
@@ -40,6 +41,8 @@ class Loop:
 LOOPS: tuple[Loop, ...] = (
     Loop("overdue", 10.0, end_overdue),
     Loop("recovery", 10.0, recover_blocked),
+    # Commands follow each move of a case.
+    Loop("recovery_cases", 1.0, play_recovery_cases),
     Loop("drift", 10.0, compare_hosts),
     Loop("certificates", 600.0, renew_certificates),
     Loop("apps", 30.0, tend_apps),

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from reconciler.shipped import PROJECT
+from reconciler.shipped import SCRIPTS
 
-SCRIPT = PROJECT / "scripts/maas/commissioning/50-gpuaas-slice-firmware-preflight.sh"
+SCRIPT = SCRIPTS / "maas/commissioning/50-gpuaas-slice-firmware-preflight.sh"
 
 
 def document(profile: Mapping[str, Any]) -> dict[str, Any]:

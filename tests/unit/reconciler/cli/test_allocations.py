@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from reconciler import recovery
 from reconciler.db.engine import transaction
 from reconciler.lifecycle import slices
 from reconciler.model.states import TaskState
@@ -89,24 +88,6 @@ def test_launch_without_a_key(selling: World, gpuaas: Gpuaas, tmp_path: Path) ->
     words = ("launch", "--project", "demo", "--image", "x", "--key", str(tmp_path / "none"))
     gpuaas.at(selling, "member")(*words)
     assert (gpuaas.status, "file_invalid" in gpuaas.err) == (1, True)
-
-
-def test_recover(selling: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-
-    def recover(_client: object, allocation: str, reason: str, on_step: Any) -> dict[str, Any]:
-        seen.append((allocation, reason))
-        on_step("inventory", {})
-        after = {"slot_index": 3, "status": "available", "health_state": "healthy", "more": "all"}
-        return {"inventory_after": {"s-1": after}}
-
-    monkeypatch.setattr(recovery, "recover", recover)
-    gpuaas.at(selling)("recover", "a-1", "--reason", "stuck")
-    assert seen == [("a-1", "stuck")]
-    assert gpuaas.status == 0
-    assert gpuaas.out.splitlines()[1].split() == ["3", "s-1", "available", "healthy"]
-    gpuaas("recover", "a-1", "--reason", "stuck", "--output", "json")
-    assert json.loads(gpuaas.out)["inventory_after"]["s-1"]["more"] == "all"
 
 
 @pytest.mark.covers("CTRL-8")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import _parity
+from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _check
 
 from reconciler.cli import host
 from reconciler.runs import byhand, contract
@@ -93,7 +93,7 @@ def report(*outcomes: tuple[str, str, str, str]) -> dict[str, Any]:
         for check, status, detail, role in outcomes
     ]
     identity = {"boot_id": "b", "machine_id": "m", "host_key": "k"}
-    return {"schema": 1, "identity": identity, **_parity.report(checks)}
+    return {"schema": 1, "identity": identity, **_check.report(checks)}
 
 
 @pytest.mark.covers("HOST-10")

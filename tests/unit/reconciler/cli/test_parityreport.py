@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import _parity
+from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _check
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,7 +28,7 @@ def report(*details: str) -> dict[str, Any]:
         }
         for number, detail in enumerate(details)
     ]
-    return _parity.report(checks)
+    return _check.report(checks)
 
 
 @given(st.lists(st.text(max_size=40), max_size=4))

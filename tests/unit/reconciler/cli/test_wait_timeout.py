@@ -15,7 +15,7 @@ from reconciler.records import queue
 from tests.unit.reconciler.api.test_launches import activate, launch
 from tests.unit.reconciler.api.world import ACT, NODE, World
 from tests.unit.reconciler.cli.conftest import Gpuaas
-from tests.unit.reconciler.cli.test_operating import Host, stuck
+from tests.unit.reconciler.cli.test_recovery import Host, stuck
 from tests.unit.reconciler.wipes import proofs
 
 pytestmark = pytest.mark.covers("CTRL-7", "CTRL-8")
@@ -45,11 +45,10 @@ def hours(monkeypatch: pytest.MonkeyPatch) -> Passing:
 
 
 @pytest.fixture
-def host(selling: World, gpuaas: Gpuaas) -> Host:
+def host(selling: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch) -> Host:
     """It is looked at within no time."""
-    host = Host(selling, True)
-    gpuaas.at(selling).ending(selling, host.look)
-    return host
+    gpuaas.at(selling)
+    return Host(selling, True).attend(monkeypatch)
 
 
 def test_recover_waits_for_a_wipe_of_hours(

@@ -14,7 +14,7 @@ from typing import Any
 
 import jinja2
 import yaml
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from jinja2.runtime import Context, Undefined
 
 ROOT = Path(__file__).resolve().parents[4]

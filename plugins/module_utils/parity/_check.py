@@ -1,0 +1,138 @@
+"""Parity check, its verdict and remedy, and the report line of its outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._report_line import report_line
+
+Facts = TypeVar("Facts")
+
+PASS, WARN, FAIL = "PASS", "WARN", "FAIL"
+
+# A host that answers with megabytes fills no record.
+_LONGEST = 2000
+
+
+@dataclass(frozen=True)
+class Verdict:
+    status: str
+    detail: str
+
+
+def passed(detail: str) -> Verdict:
+    return Verdict(PASS, detail)
+
+
+def warned(detail: str) -> Verdict:
+    return Verdict(WARN, detail)
+
+
+def failed(detail: str) -> Verdict:
+    return Verdict(FAIL, detail)
+
+
+def verdict(problems: Sequence[str], fine: str, doubts: Sequence[str] = ()) -> Verdict:
+    """FAIL with every problem named, WARN when there are only doubts, or PASS with `fine`."""
+    if problems or doubts:
+        return Verdict(FAIL if problems else WARN, "; ".join([*problems, *doubts]))
+    return passed(fine)
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """What to do about a condition that does not hold.
+
+    playbook: the one that does it, or "" when a person must act. role: the part of it that the
+    parity playbook may run by itself (`slice_remediate`), or "" when approval, a firmware setting
+    or the reconciler is needed.
+    """
+
+    text: str
+    playbook: str = ""
+    role: str = ""
+
+
+@dataclass(frozen=True)
+class Check(Generic[Facts]):
+    """One target condition of a host.
+
+    examine: what a slice host must show. baremetal: what a bare-metal host must show; None when the
+    condition does not matter there. restore: the remedy on bare metal; None when it is the same.
+    soft: a failure is a warning.
+    """
+
+    name: str
+    examine: Callable[[Facts], Verdict]
+    remedy: Remedy
+    baremetal: Callable[[Facts], Verdict] | None = None
+    restore: Remedy | None = None
+    soft: bool = False
+
+
+def evaluate(
+    checks: Sequence[Check[Facts]], facts: Facts, *, intent: str, not_applicable: Sequence[str]
+) -> list[dict[str, str]]:
+    """Run every check once; one that cannot look has failed, it never passes by accident."""
+    return [_outcome(check, facts, intent, check.name in not_applicable) for check in checks]
+
+
+def _outcome(check: Check[Facts], facts: Facts, intent: str, exempt: bool) -> dict[str, str]:
+    examine = check.examine if intent == "slice" else check.baremetal
+    remedy = check.remedy if intent == "slice" else check.restore or check.remedy
+    if exempt:
+        found = passed("not_applicable")
+    elif examine is None:
+        found = passed("not_required_for_baremetal")
+    else:
+        found = _look(examine, facts)
+    if check.soft and found.status == FAIL:
+        found = warned(found.detail)
+    if found.status == PASS:
+        remedy = Remedy("")
+    return {
+        "check": check.name,
+        "status": found.status,
+        "detail": found.detail[:_LONGEST],
+        "remediation": remedy.text,
+        "playbook": remedy.playbook,
+        "role": remedy.role,
+    }
+
+
+def _look(examine: Callable[[Facts], Verdict], facts: Facts) -> Verdict:
+    try:
+        return examine(facts)
+    except Refusal as refusal:
+        return failed(f"{refusal.code}: {refusal.found}")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as problem:
+        return failed(f"the check could not look: {type(problem).__name__}: {problem}")
+
+
+def report(outcomes: Sequence[dict[str, str]]) -> dict[str, Any]:
+    """Counts and lines; the last line is the summary."""
+    failures = sum(outcome["status"] == FAIL for outcome in outcomes)
+    warnings = sum(outcome["status"] == WARN for outcome in outcomes)
+    status = FAIL if failures else WARN if warnings else PASS
+    summary = (
+        f"GPUAAS_SLICE_PARITY_SUMMARY status={status} checks={len(outcomes)} "
+        f"failures={failures} warnings={warnings}"
+    )
+    return {
+        "failures": failures,
+        "warnings": warnings,
+        "checks": list(outcomes),
+        "lines": [*(line(outcome) for outcome in outcomes), summary],
+        "summary": summary,
+    }
+
+
+def line(outcome: dict[str, str]) -> str:
+    """The machine-readable line of one check: always exactly one line, whatever the host says."""
+    fields = {key: outcome[key] for key in ("status", "check", "detail")}
+    if outcome["remediation"]:
+        fields["remediation"] = outcome["remediation"]
+    return report_line("GPUAAS_SLICE_PARITY", **fields)
