@@ -13,7 +13,7 @@ from sqlalchemy import Engine
 
 from reconciler import logs
 from reconciler.api.app import create_app
-from reconciler.api.operator import create_operator_app
+from reconciler.api.health import create_operator_app
 from reconciler.cli.service import open_migrated
 from reconciler.service import addresses, listener, process
 from reconciler.service.authorities import adopt

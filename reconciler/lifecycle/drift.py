@@ -325,7 +325,7 @@ def _of_slot(
     told = "; ".join(f"{one.code}: {one.found}" for one in found)[:2000]
     own = act.because(
         f"the host differs from the records: {told}",
-        {"differences": [one.document() for one in found], "observed_since": since},
+        {"differences": [one.document() for one in found], "observed_since": clock.iso(since)},
     )
     if not slot.idle:
         worst = HealthState.FAILED if any(_failed(one) for one in found) else HealthState.DEGRADED
@@ -363,7 +363,7 @@ def _heal(conn: sa.Connection, record: Slot, act: Act, since: float) -> list[str
     proof = proofs.current(conn, record)
     if "clean_since" in detail and (proof is None or proof.created_at < detail["clean_since"]):
         return []
-    own = act.because("the host is as the records say", {"observed_since": since})
+    own = act.because("the host is as the records say", {"observed_since": clock.iso(since)})
     slot_records.set_health(conn, slot_id, HealthState.HEALTHY, {}, own)
     wanted = record.wanted == SlotState.AVAILABLE and record.status == SlotState.DISABLED
     if not wanted or gate.gate(conn, slot_id):

@@ -11,7 +11,7 @@ import pytest
 from fastapi import APIRouter
 from sqlalchemy import Connection
 
-from reconciler.api.operator import create_operator_app
+from reconciler.api.health import create_operator_app
 from reconciler.api.security import Admin
 from reconciler.db import journal, leader
 from reconciler.db.engine import transaction

@@ -12,8 +12,7 @@ import sqlalchemy as sa
 import yaml
 from jsonschema import Draft202012Validator
 
-from reconciler.api import views
-from reconciler.db import journal
+from reconciler.db import clock, journal
 from reconciler.db.engine import reading, transaction
 from reconciler.lifecycle import host, launch, recovery, slices
 from reconciler.model import transitions
@@ -65,7 +64,8 @@ def told(engine: sa.Engine) -> list[Event]:
     with reading(engine) as conn:
         rows = journal.pending_events(conn, 10_000)
     return [
-        {name: value for name, value in views.record(row).items() if name != "published_at"}
+        {name: value for name, value in row.items() if name != "published_at"}
+        | {"at": clock.iso(row["at"])}
         for row in rows
     ]
 

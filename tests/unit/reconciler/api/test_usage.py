@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from sqlalchemy.pool import QueuePool
 
-from reconciler.api import billing
+from reconciler.api import usage as usage_routes
 from reconciler.api.app import PREFIX
 from reconciler.db.engine import transaction
 from reconciler.lifecycle import host, recovery
@@ -121,7 +121,7 @@ def test_a_reader_that_does_not_read_keeps_no_connection_from_others(
     used: tuple[World, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world, made = used
-    monkeypatch.setattr(billing, "_AT_ONCE", 1)
+    monkeypatch.setattr(usage_routes, "_AT_ONCE", 1)
     told: list[dict[str, Any]] = []
 
     def rests() -> None:

@@ -1,21 +1,27 @@
-"""Metrics for Prometheus: requests of this process, and the state of the site.
-
-The state of the site is read from the database at each scrape, so every process reports the same
-values and any process can be scraped.
-"""
+"""Correlation ids, request log and Prometheus metrics."""
 
 from __future__ import annotations
 
+import json
+import logging
+import re
+import time
+import uuid
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import sqlalchemy as sa
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST as METRICS_CONTENT_TYPE
+from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 from sqlalchemy import Connection, Engine
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from reconciler import logs
 from reconciler.db import clock, leader
 from reconciler.db.engine import reading
 from reconciler.db.schema import allocations, nodes, outbox, slots, tasks
@@ -24,9 +30,94 @@ from reconciler.model.states import TaskState
 from reconciler.records import certificates
 from reconciler.records.leasing import DUE
 
-__all__ = ["CONTENT_TYPE", "answered", "exposition"]
+__all__ = ["METRICS_CONTENT_TYPE", "Correlation", "correlation_id", "exposition"]
 
-CONTENT_TYPE = CONTENT_TYPE_LATEST
+log = logging.getLogger("gpuaas.api.request")
+
+# -- Correlation ids and the request log --------------------------------------------------------
+
+CORRELATION_HEADER = "X-Correlation-Id"
+# No request of this API is larger. Without a limit an unauthenticated sender could fill the memory.
+BODY_LIMIT = 1 << 20
+# The id reaches run variables and syslog lines on hosts.
+_CORRELATION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def correlation_id(request: Request) -> str:
+    """The correlation id of the request: the caller's or a new one. Every record and log line that
+    the request leads to carries it.
+    """
+    return str(request.scope.get("correlation_id", ""))
+
+
+class Correlation:
+    """ASGI middleware: correlation id, one log line per request, limit of the body's size."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get(CORRELATION_HEADER, "")
+        scope["correlation_id"] = given if _CORRELATION_ID.fullmatch(given) else str(uuid.uuid4())
+        began, status = time.monotonic(), 500
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)[CORRELATION_HEADER] = scope["correlation_id"]
+            await send(message)
+
+        with logs.about(correlation=scope["correlation_id"]):
+            try:
+                if _too_long(headers):
+                    await _refuse(scope, answer)
+                else:
+                    await self._app(scope, receive, answer)
+            finally:
+                took_s = time.monotonic() - began
+                _count_request(scope, status, took_s)
+                # Only the path: a query may hold a download token.
+                log.info(
+                    "%s %s %d %.0f ms correlation_id=%s",
+                    scope["method"],
+                    scope["path"],
+                    status,
+                    took_s * 1000,
+                    scope["correlation_id"],
+                )
+
+
+def _too_long(headers: Headers) -> bool:
+    # A chunked body states no length, so it is refused; no supported client sends one.
+    length = headers.get("content-length", "")
+    return "transfer-encoding" in headers or (length.isdigit() and int(length) > BODY_LIMIT)
+
+
+async def _refuse(scope: Scope, send: Send) -> None:
+    document = {
+        "type": "urn:gpuaas:problem:body_too_large",
+        "title": "Body too large",
+        "status": 413,
+        "detail": f"Expected a body of stated length, at most {BODY_LIMIT} bytes.",
+        "code": "body_too_large",
+        "expected": f"a body of stated length, at most {BODY_LIMIT} bytes",
+        "found": "a longer one, or one without a length",
+        "remedy": "send less, with Content-Length",
+        "correlation_id": scope["correlation_id"],
+    }
+    body = json.dumps(document).encode()
+    headers = [(b"content-type", b"application/problem+json")]
+    await send({"type": "http.response.start", "status": 413, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+# -- Metrics ------------------------------------------------------------------------------------
+
 _PROCESS = CollectorRegistry(auto_describe=True)
 ProcessCollector(registry=_PROCESS)
 _REQUESTS = Histogram(
@@ -41,7 +132,7 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 _ENDED = (TaskState.SUCCEEDED, TaskState.FAILED, TaskState.CANCELED, TaskState.LOST)
 
 
-def answered(scope: MutableMapping[str, Any], status: int, seconds: float) -> None:
+def _count_request(scope: MutableMapping[str, Any], status: int, seconds: float) -> None:
     """Count one request of the API."""
     route = getattr(scope.get("route"), "path", "none")
     method = scope["method"] if scope["method"] in _METHODS else "other"
