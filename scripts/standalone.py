@@ -39,6 +39,8 @@ UTILS = ROOT / "plugins" / "module_utils"
 _CLOSURE = runpy.run_path(str(UTILS / "core" / "_source_closure.py"))
 PACKAGE: str = _CLOSURE["PACKAGE"]
 COMMAND = "python -m scripts.standalone"
+# The order of bootstrap.
+BOOTSTRAP = "playbooks/bootstrap.yml"
 
 _END = "GPUAAS_STANDALONE_END"
 
@@ -75,7 +77,7 @@ def hardware(profile: Mapping[str, Any]) -> str:
     return ids[0] if len(ids) == 1 else f"[{', '.join(ids)}]"
 
 
-_PROFILES = {file.stem: f"profiles/{file.name}" for file in sorted(ROOT.glob("profiles/*.yml"))}
+_PROFILES = sorted(f"profiles/{file.name}" for file in ROOT.glob("profiles/*.yml"))
 # The profile of the machines that MAAS commissions. MAAS passes a script none of our settings, so
 # what the profile says is in the script: without it seven GPUs of eight are as good as eight.
 _COMMISSIONED = yaml.safe_load((ROOT / "profiles/xe9680l-h200.yml").read_text(encoding="utf-8"))
@@ -141,7 +143,7 @@ SCRIPTS = (
         "fabric, network. Reboots only with GPUAAS_SLICE_REBOOT_IF_REQUIRED=1; see --help.\n"
         "With `network` as its first word it repairs the network baseline alone.",
         marker="GPUAAS_SLICE_BOOTSTRAP",
-        data=_PROFILES,
+        data={path: path for path in (BOOTSTRAP, *_PROFILES)},
     ),
 )
 
@@ -225,6 +227,7 @@ def _inputs() -> Iterator[Path]:
     """Every file that a program may come from."""
     yield from UTILS.rglob("*.py")
     yield from ROOT.glob("profiles/*.yml")
+    yield ROOT / BOOTSTRAP
     yield from (Path(module.__file__) for module in (carrier, preflight))
     yield Path(__file__)
 

@@ -1,6 +1,6 @@
 """Bootstrap of a deployed machine without Ansible, for cloud-init or an operator's shell.
 
-It runs the same subjects in the same order as the playbook bootstrap, with one line each on
+The order is read from the playbook bootstrap, which the program carries. Each part is one line on
 standard output. A failed step ends it, because later steps build on earlier steps. A reboot comes
 last, and only if it is needed and allowed; the boot services then restore runtime settings. It does
 not start on a machine that a tenant has as a whole, and does not reboot a machine in use.
@@ -11,10 +11,11 @@ Exit codes: 0 done, 1 a step failed, 2 wrong settings, 3 done as far as possible
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import _tenanc
 DONE, FAILED, WRONG_CALL, REBOOT_NEEDED = 0, 1, 2, 3
 DEFAULT_PROFILE = "xe9680l-h200"
 NETWORK = "network"
+PLAYBOOK = "playbooks/bootstrap.yml"
 
 SETTINGS = """\
 `network` as the first word repairs the network baseline alone; see `network --help`.
@@ -64,7 +66,7 @@ would come of them.
 exit codes: 0 done, 1 a step failed, 2 wrong settings
 """
 
-_FABRIC = {
+_FABRIC_SETTINGS = {
     "interface": "GPUAAS_SLICE_FABRIC_INTERFACE",
     "site_address": "GPUAAS_SLICE_FABRIC_ADDRESS",
     "route": "GPUAAS_SLICE_FABRIC_ROUTE",
@@ -73,7 +75,7 @@ _REBOOT = "GPUAAS_SLICE_REBOOT_IF_REQUIRED"
 # Settings that the network-only bootstrap does not use.
 _WHOLE_ONLY = (
     _REBOOT,
-    *_FABRIC.values(),
+    *_FABRIC_SETTINGS.values(),
     _tuning_opt_in.SETTING,
     "GPUAAS_SLICE_API_NAMES",
 )
@@ -141,27 +143,75 @@ def _run(words: Sequence[str], environment: Mapping[str, str], about: str, only:
 
 
 def parts(profile: Mapping[str, Any]) -> Iterator[Part]:
-    """The parts that a slice host of this profile needs, in order."""
-    fabric, network = profile["fabric"], profile["network"]
+    """What a slice host of this profile needs, in the order of the playbook bootstrap."""
+    for name in _order(json.loads(_carried(PLAYBOOK))):
+        yield from _PARTS[name](profile)
+
+
+def _order(plays: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The roles that the playbook includes and the modules that it runs, one after another."""
+    for task in itertools.chain(*(outer.get("block", []) for outer in plays[0]["tasks"])):
+        included = task.get("ansible.builtin.include_role", {}).get("name")
+        yield included or next(key for key in task if key.startswith("gpuaas.slice."))
+
+
+def _packages(profile: Mapping[str, Any]) -> Iterator[Part]:
     packages = [*_host_packages.REQUIRED, *profile.get("packages", [])]
     optional = profile.get("optional_packages", [])
     yield Part("packages", _host_packages.SUBJECT, {"packages": packages, "optional": optional})
-    services = {"services": profile["gpu_services"]}
-    yield Part("gpu_services", _gpu_services.SUBJECT, services)
+
+
+def _names(profile: Mapping[str, Any]) -> Iterator[Part]:
     if profile.get("api_names"):
         yield Part("api_names", _api_names.SUBJECT, {"names": profile["api_names"]})
+
+
+def _tuning(profile: Mapping[str, Any]) -> Iterator[Part]:
     yield Part("tuning", _host_tuning.SUBJECT, _tuned(profile))
+
+
+def _boot(profile: Mapping[str, Any]) -> Iterator[Part]:
+    services = {"services": profile["gpu_services"]}
+    yield Part("gpu_services", _gpu_services.SUBJECT, services)
     yield Part("kernel", _kernel_arguments.SUBJECT, _kernel(profile))
+
+
+def _libvirt(_profile: Mapping[str, Any]) -> Iterator[Part]:
     yield Part("libvirt", _libvirt_host.SUBJECT, {"directory": "/var/lib/libvirt"})
+
+
+def _fabric(profile: Mapping[str, Any]) -> Iterator[Part]:
+    fabric = profile["fabric"]
     if fabric["pf_ids"]:
         cards = {"pfs": [], "pf_ids": fabric["pf_ids"], "macs": {}, "link": fabric.get("link")}
         yield Part("fabric", _sriov_vfs.SUBJECT, {**cards, "count": fabric["vfs_per_pf"]})
     if fabric["ipoib"] and fabric["site_address"]:
         own = {"interface": fabric.get("interface", ""), "route": fabric["route"]}
         yield Part("ipoib", _ipoib_address.SUBJECT, {**own, "address": fabric["site_address"]})
+
+
+def _baseline(profile: Mapping[str, Any]) -> Iterator[Part]:
     keys = ("bridge", "address", "subnet", "tmfifo")
-    yield Part("network", _NETWORK, {key: network[key] for key in keys})
+    yield Part(NETWORK, _NETWORK, {key: profile["network"][key] for key in keys})
+
+
+def _mode(profile: Mapping[str, Any]) -> Iterator[Part]:
     yield Part("slice_mode", _slice_mode.SUBJECT, {"profile": profile["name"]})
+
+
+# By the name of the role or module in the playbook.
+_PARTS: Mapping[str, Callable[[Mapping[str, Any]], Iterator[Part]]] = {
+    # `_run` looks for tenants by itself, before it asks for parts.
+    "gpuaas.slice.host_idle": lambda _profile: iter(()),
+    "gpuaas.slice.slice_packages": _packages,
+    "gpuaas.slice.api_names": _names,
+    "gpuaas.slice.host_tuning": _tuning,
+    "gpuaas.slice.boot_configuration": _boot,
+    "gpuaas.slice.libvirt_host": _libvirt,
+    "gpuaas.slice.fabric_functions": _fabric,
+    "gpuaas.slice.slice_network": _baseline,
+    "gpuaas.slice.slice_mode": _mode,
+}
 
 
 def _tuned(profile: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,7 +298,7 @@ def _reboot(profile: Mapping[str, Any], *, may_reboot: bool) -> int:
 def _profile(environment: Mapping[str, str], only: str = "") -> dict[str, Any]:
     name = environment.get("GPUAAS_SLICE_PROFILE") or DEFAULT_PROFILE
     try:
-        profile: dict[str, Any] = json.loads(_carried(name))
+        profile: dict[str, Any] = json.loads(_carried(f"profiles/{name}.yml"))
     except LookupError as unknown:
         raise Refusal(
             "profile_unknown",
@@ -258,7 +308,7 @@ def _profile(environment: Mapping[str, str], only: str = "") -> dict[str, Any]:
         ) from unknown
     if only:
         return profile
-    for key, variable in _FABRIC.items():
+    for key, variable in _FABRIC_SETTINGS.items():
         if environment.get(variable):
             profile["fabric"][key] = environment[variable]
     profile["opted_in"] = _tuning_opt_in.setting(environment.get(_tuning_opt_in.SETTING, ""))

@@ -96,7 +96,8 @@ def files(tmp_path: Path) -> tuple[str, str]:
     profile.write_text(yaml.safe_dump(lab))
     (one,) = (one for one in standalone.SCRIPTS if one.path == BOOTSTRAP)
     file = tmp_path / "bootstrap.sh"
-    file.write_text(standalone.build(dataclasses.replace(one, data={"lab": str(profile)})))
+    data = {**one.data, "profiles/lab.yml": str(profile)}
+    file.write_text(standalone.build(dataclasses.replace(one, data=data)))
     return str(file), str(profile)
 
 

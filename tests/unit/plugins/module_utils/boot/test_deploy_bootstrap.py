@@ -46,13 +46,36 @@ def profile(name: str) -> dict[str, Any]:
     return found
 
 
+@pytest.fixture(autouse=True)
+def _carried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the single-file program carries, from the repository."""
+
+    def text(name: str) -> str:
+        return json.dumps(yaml.safe_load((ROOT / name).read_text()))
+
+    monkeypatch.setattr(_deploy_bootstrap, "_carried", text)
+
+
+def test_every_role_and_module_of_the_playbook_has_its_parts() -> None:
+    plays = yaml.safe_load((ROOT / _deploy_bootstrap.PLAYBOOK).read_text())
+    assert list(_deploy_bootstrap._order(plays)) == list(_deploy_bootstrap._PARTS)
+
+
+def test_the_order_of_the_parts_is_the_playbooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    plays = yaml.safe_load((ROOT / _deploy_bootstrap.PLAYBOOK).read_text())
+    plays[0]["tasks"][0]["block"].reverse()
+    monkeypatch.setattr(_deploy_bootstrap, "_carried", lambda _name: json.dumps(plays))
+    names = [part.name for part in _deploy_bootstrap.parts(profile("lab"))]
+    assert names[0] == "slice_mode" and names[-1] == "packages"
+
+
 def test_the_parts_are_what_the_playbook_gives_its_roles() -> None:
     site = {"site_address": "10.20.0.7/16", "route": "10.20.0.0/16", "interface": "ibp65s0"}
     server = profile("xe9680l-h200")
     server["fabric"] |= site
     parts = {part.name: part.params for part in _deploy_bootstrap.parts(server)}
     assert list(parts) == [
-        "packages", "gpu_services", "tuning", "kernel", "libvirt", "fabric", "ipoib", "network",
+        "packages", "tuning", "gpu_services", "kernel", "libvirt", "fabric", "ipoib", "network",
         "slice_mode",
     ]  # fmt: skip
     assert parts["packages"]["packages"] == [*_host_packages.REQUIRED, *server["packages"]]
@@ -99,7 +122,7 @@ class Machine:
         self.reasons: list[str] = []
         self.broken = ""
         monkeypatch.setattr(_deploy_bootstrap, "parts", self._parts)
-        monkeypatch.setattr(_deploy_bootstrap, "_carried", {"lab": "{}"}.__getitem__)
+        monkeypatch.setattr(_deploy_bootstrap, "_carried", {"profiles/lab.yml": "{}"}.__getitem__)
         monkeypatch.setattr(_deploy_bootstrap, "_kernel", lambda _profile, **more: more)
         monkeypatch.setattr(_kernel_arguments, "observe", lambda _params: None)
         monkeypatch.setattr(_kernel_arguments, "reboot_reasons", lambda *_state: self.reasons)
@@ -287,8 +310,8 @@ def test_wrong_settings_do_nothing(
 def test_tuning_and_names_of_the_site_come_from_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_deploy_bootstrap, "_carried", lambda _name: json.dumps(profile("lab")))
     settings = {
+        "GPUAAS_SLICE_PROFILE": "lab",
         "GPUAAS_SLICE_TUNING": "hugepages-1g,network-buffers",
         "GPUAAS_SLICE_API_NAMES": "api.example=192.0.2.20,api6.example=2001:db8::20",
     }
@@ -318,9 +341,9 @@ def test_tuning_and_names_of_the_site_come_from_the_environment(
 def test_without_a_word_what_was_opted_in_to_stays(
     tree: Path, monkeypatch: pytest.MonkeyPatch, word: dict[str, str], opted_in: Any, names: Any
 ) -> None:
-    monkeypatch.setattr(_deploy_bootstrap, "_carried", lambda _name: json.dumps(profile("lab")))
     _host.write(_host_tuning.OPTED_IN, '{"profiles": ["network-buffers"]}')
-    parts = {part.name: part for part in _deploy_bootstrap.parts(_deploy_bootstrap._profile(word))}
+    found = _deploy_bootstrap._profile({"GPUAAS_SLICE_PROFILE": "lab", **word})
+    parts = {part.name: part for part in _deploy_bootstrap.parts(found)}
     assert parts["tuning"].params["opted_in"] == opted_in
     assert parts["kernel"].params["tuning"] == names
 
@@ -429,7 +452,7 @@ def test_the_generated_file_stands_alone(tmp_path: Path) -> None:
     assert done.stderr == ""
     lines = [shlex.split(line) for line in done.stdout.splitlines()]
     steps = [words[2] for words in lines]
-    assert steps[:3] == ["step=packages", "step=gpu_services", "step=tuning"]
+    assert steps[:3] == ["step=packages", "step=tuning", "step=gpu_services"]
     assert steps[-1] == "step=slice_mode"
     assert {words[1] for words in lines} <= {"status=PASS", "status=PLANNED", "status=FAIL"}
     assert done.returncode == int(any("status=FAIL" in words for words in lines))

@@ -44,7 +44,8 @@ def script(tmp_path: Path) -> Path:
     profile.write_text(yaml.safe_dump(lab))
     (one,) = (one for one in standalone.SCRIPTS if one.path == SCRIPT)
     file = tmp_path / "bootstrap.sh"
-    file.write_text(standalone.build(dataclasses.replace(one, data={"lab": str(profile)})))
+    data = {**one.data, "profiles/lab.yml": str(profile)}
+    file.write_text(standalone.build(dataclasses.replace(one, data=data)))
     return file
 
 
@@ -55,8 +56,8 @@ def test_a_deployed_machine_becomes_a_slice_host_by_one_file(script: Path, tmp_p
     first, second, guarded, third, left = (part.split("\n") for part in done.stdout.split("---\n"))
     assert _words(first) == [
         "PASS packages",
-        "PASS gpu_services",
         "PASS tuning",
+        "PASS gpu_services",
         "CHANGED kernel",
         "CHANGED libvirt",
         "CHANGED network",
