@@ -228,7 +228,7 @@ def _inputs() -> Iterator[Path]:
     yield from UTILS.rglob("*.py")
     yield from ROOT.glob("profiles/*.yml")
     yield ROOT / BOOTSTRAP
-    yield from (Path(module.__file__) for module in (carrier, preflight))
+    yield from (Path(str(module.__file__)) for module in (carrier, preflight))
     yield Path(__file__)
 
 

@@ -151,8 +151,10 @@ def parts(profile: Mapping[str, Any]) -> Iterator[Part]:
 def _order(plays: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """The roles that the playbook includes and the modules that it runs, one after another."""
     for task in itertools.chain(*(outer.get("block", []) for outer in plays[0]["tasks"])):
-        included = task.get("ansible.builtin.include_role", {}).get("name")
-        yield included or next(key for key in task if key.startswith("gpuaas.slice."))
+        if "ansible.builtin.include_role" in task:
+            yield str(task["ansible.builtin.include_role"]["name"])
+        else:
+            yield from (key for key in task if key.startswith("gpuaas.slice."))
 
 
 def _packages(profile: Mapping[str, Any]) -> Iterator[Part]:
