@@ -49,7 +49,7 @@ class Bundle:
         )
 
     def missing(self) -> tuple[str, ...]:
-        """Required fields without a value. The NUMA node may be unknown, as on hosts with one."""
+        """Required fields without a value. The NUMA node is optional: some hosts have only 1."""
         return tuple(name for name in REQUIRED if not getattr(self, name))
 
     @property

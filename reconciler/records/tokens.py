@@ -29,7 +29,7 @@ from reconciler.model.states import Role
 
 T = TypeVar("T", ApiToken, EnrolmentToken)
 
-# A stolen enrolment token can enrol a false host, so it expires as soon as a first boot allows.
+# A stolen enrolment token can enrol a false host, so its lifetime covers only a first boot.
 ENROLMENT_MAX_S = 900
 ORDER = Order(api_tokens, ("created_at", "id"), descending=True)
 _OPEN = (
