@@ -1,1 +1,1 @@
-"""The database: engine, schema, migrations, and what every write goes through."""
+"""Database layer: engine, schema, migrations, and the journal that every state change uses."""

@@ -1,4 +1,4 @@
-"""The database's clock: leases and deadlines are never compared on anybody else's."""
+"""Database clock, the only clock by which leases and deadlines are compared (I22)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sqlalchemy.sql.functions import FunctionElement
 
 
 class now(FunctionElement[float]):
-    """Epoch seconds at this statement."""
+    """Epoch seconds at the time of the statement."""
 
     type = sa.Double()
     inherit_cache = True
@@ -24,15 +24,15 @@ def _sqlite(*_: Any, **__: Any) -> str:
 
 @compiles(now, "postgresql")
 def _postgresql(*_: Any, **__: Any) -> str:
-    # Not now(): that stands still during a transaction, which may have waited for a lock.
+    # Not now(): it is constant within a transaction, which may have waited for a lock.
     return "CAST(extract(epoch FROM clock_timestamp()) AS double precision)"
 
 
 def read(conn: sa.Connection) -> float:
-    """The time, as a number."""
+    """Current time of the database in epoch seconds."""
     return float(conn.execute(sa.select(now())).scalar_one())
 
 
 def iso(at: float | None) -> str | None:
-    """For people and documents."""
+    """ISO 8601 form of a time, for people and documents; None for None."""
     return None if at is None else datetime.fromtimestamp(at, UTC).isoformat()

@@ -1,4 +1,4 @@
-"""Connections and transactions, so that both engines behave alike."""
+"""Database connections and transactions with the same behaviour on SQLite and PostgreSQL."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from reconciler.model.errors import Problem
 from reconciler.settings import Settings
 
 T = TypeVar("T")
-# Two writers of one SQLite file take turns: longer than any transaction of ours lasts.
+# How long an SQLite writer waits for another writer: longer than any transaction lasts.
 BUSY_MS = 30_000
 _READING = "gpuaas_reading"
 _GUARD = "gpuaas_guard"
-# A connection that rested longer is asked whether its server still answers: what lies between may
-# have dropped it in silence. Too low, and every transaction begins with a question.
+# A connection that was idle for longer is pinged before use, because the network may have dropped
+# it silently. A lower value would ping before every transaction.
 _REST_S = 10
-# Kept open once opened. Too few, and requests wait for each other; too many, and the processes of a
-# site ask for more than the server gives to all.
+# Connections that stay open. With fewer, requests wait for each other; with more, the processes of
+# a site together exceed the server's limit.
 _CONNECTIONS = 15
 _SINCE = "gpuaas_rests_since"
-# serialization_failure and deadlock_detected: the transaction did nothing and may be repeated.
+# serialization_failure and deadlock_detected: the transaction had no effect and may be repeated.
 _REPEATABLE = frozenset({"40001", "40P01"})
 
 
 def open_engine(url: str) -> sa.Engine:
-    """An engine for sqlite:///file or postgresql+psycopg://…"""
+    """Engine for sqlite:///file or postgresql+psycopg://…"""
     if url.startswith("sqlite"):
         engine = sa.create_engine(url)
         event.listen(engine, "connect", _sqlite_connect)
@@ -47,7 +47,7 @@ def open_engine(url: str) -> sa.Engine:
 
 @contextlib.contextmanager
 def transaction(engine: sa.Engine) -> Iterator[sa.Connection]:
-    """A writing transaction: all of it or nothing."""
+    """A writing transaction, committed as a whole or rolled back."""
     with engine.connect() as conn, conn.begin():
         guard = conn.get_execution_options().get(_GUARD)
         if guard is not None:
@@ -56,13 +56,16 @@ def transaction(engine: sa.Engine) -> Iterator[sa.Connection]:
 
 
 def guarded(engine: sa.Engine, guard: Callable[[sa.Connection], None]) -> sa.Engine:
-    """The same database; every writing transaction begins with the guard, which may refuse it."""
+    """Engine of the same database whose writing transactions begin with the guard.
+
+    The guard may refuse the transaction.
+    """
     return engine.execution_options(**{_GUARD: guard})
 
 
 @contextlib.contextmanager
 def reading(engine: sa.Engine) -> Iterator[sa.Connection]:
-    """One consistent picture; holds up no writer."""
+    """A reading transaction with a consistent snapshot; it blocks no writer."""
     with engine.connect() as conn:
         conn.execution_options(**{_READING: True})
         if engine.dialect.name == "postgresql":
@@ -73,14 +76,17 @@ def reading(engine: sa.Engine) -> Iterator[sa.Connection]:
 
 @contextlib.contextmanager
 def asking(engine: sa.Engine) -> Iterator[sa.Connection]:
-    """For one statement that only reads: by itself it is one consistent picture."""
+    """Connection for a single reading statement, which is a consistent snapshot by itself."""
     with _alone(engine) if engine.dialect.name == "postgresql" else reading(engine) as conn:
         yield conn
 
 
 @contextlib.contextmanager
 def alone(engine: sa.Engine) -> Iterator[sa.Connection]:
-    """For one statement that writes: by itself it is a transaction, but for one with a guard."""
+    """Connection for a single writing statement, which is a transaction by itself.
+
+    An engine with a guard gets a normal transaction, so that the guard runs in it.
+    """
     guarded = _GUARD in engine.get_execution_options()
     plain = engine.dialect.name == "postgresql" and not guarded
     with _alone(engine) if plain else transaction(engine) as conn:
@@ -88,7 +94,7 @@ def alone(engine: sa.Engine) -> Iterator[sa.Connection]:
 
 
 def retrying(engine: sa.Engine, work: Callable[[sa.Connection], T], attempts: int = 5) -> T:
-    """Do the work in a transaction; again when somebody else was quicker."""
+    """Do the work in a transaction, and repeat it after a conflict with another transaction."""
     for attempt in range(1, attempts + 1):
         try:
             with transaction(engine) as conn:
@@ -103,7 +109,8 @@ def retrying(engine: sa.Engine, work: Callable[[sa.Connection], T], attempts: in
 def _may_repeat(failure: Problem | exc.DBAPIError) -> bool:
     if isinstance(failure, Problem):
         return failure.code == "generation_conflict"
-    # A uniqueness that another transaction took first: the next look names it properly.
+    # Another transaction took the unique value first. The next attempt reads its row and raises the
+    # proper Problem.
     if isinstance(failure, exc.IntegrityError):
         return True
     return getattr(failure.orig, "sqlstate", None) in _REPEATABLE
@@ -122,11 +129,11 @@ def _rests(_connection: object, record: pool.ConnectionPoolEntry) -> None:
 def _still_there(
     dialect: sa.Dialect, connection: Any, record: pool.ConnectionPoolEntry, _fairy: object
 ) -> None:
-    """Have the pool open a new connection when this one's server has gone."""
+    """Make the pool open a new connection when the server of this connection has gone."""
     since = record.info.get(_SINCE)
     if since is None:
         return
-    # A server that ends says so or closes the socket, and says nothing else to one that rests.
+    # On an idle connection, readable data means that the server ends it or has closed the socket.
     socket = select.poll()
     socket.register(connection.fileno(), select.POLLIN)
     if time.monotonic() - since < _REST_S and not socket.poll(0):
@@ -139,7 +146,7 @@ def _still_there(
 
 
 def _sqlite_connect(connection: Any, _record: object) -> None:
-    # Transactions are begun by the listener below, not guessed at by the driver.
+    # The listener below begins transactions, so the driver must not begin them implicitly.
     connection.isolation_level = None
     for pragma in (
         "journal_mode = WAL",
@@ -151,14 +158,14 @@ def _sqlite_connect(connection: Any, _record: object) -> None:
 
 
 def _sqlite_begin(conn: sa.Connection) -> None:
-    # A writer takes the write lock at once: upgrading later fails without waiting.
+    # A writer takes the write lock at once, because a later upgrade fails without waiting.
     reads = conn.get_execution_options().get(_READING)
     conn.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
 
 
 @contextmanager
 def open_existing(settings: Settings) -> Iterator[Engine]:
-    """The site's database; Problem `database_missing` rather than a new one."""
+    """The site's existing database. Problem `database_missing` instead of creating a new file."""
     if not settings.database_url and not (settings.state_dir / "reconciler.db").is_file():
         raise Problem(
             "database_missing",

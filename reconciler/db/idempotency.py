@@ -1,4 +1,7 @@
-"""The same key gives the same answer, also after a crash; with another body it is refused."""
+"""Idempotency keys: a repeated request gets the stored answer, even after a crash (I21).
+
+The same key with another body is refused.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,13 @@ from reconciler.db.schema import idempotency_keys as table
 from reconciler.model.errors import Problem
 
 _NOTHING_YET: dict[str, Any] = {"completed_at": None, "status": 0, "body": {}}
-# How long a caller that vanished keeps its key: longer than any request of ours takes.
+# How long an unfinished request keeps its key: longer than any request takes.
 IN_FLIGHT_S = 30
 
 
 @dataclass(frozen=True)
 class Call:
-    """scope: route and caller; two callers may use the same key."""
+    """A request with its key. scope: route and caller, so that two callers may use the same key."""
 
     scope: str
     key: str
@@ -34,14 +37,14 @@ class Call:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal bodies, whatever the order of their keys."""
+        """Digest of the body, independent of the order of its keys."""
         text = json.dumps(self.body, sort_keys=True, separators=(",", ":"), default=str)
         return hashlib.sha256(text.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the caller gets; replayed is True when the work was done before."""
+    """Answer to the caller. replayed: the work was done by an earlier request."""
 
     status: int
     body: Any
@@ -49,7 +52,7 @@ class Answer:
 
 
 def once(engine: sa.Engine, call: Call, work: Callable[[sa.Connection], Answer]) -> Answer:
-    """Do the work in one transaction with the memory of its answer; a Problem is not remembered."""
+    """Do the work and store its answer in the same transaction; a Problem is not stored."""
     if not call.key:
         raise Problem(
             "idempotency_key_required",
@@ -59,7 +62,7 @@ def once(engine: sa.Engine, call: Call, work: Callable[[sa.Connection], Answer])
             remedy="send a new key for a new request, the same one to repeat it",
         )
     holder = rows.new_id()
-    # The key is taken in a transaction of its own: others must see that the work is in flight.
+    # The key is taken in a separate transaction, so that others see that the work is in flight.
     if not _new(engine, call, holder):
         remembered = retrying(engine, lambda conn: _take(conn, call, holder))
         if remembered is not None:
@@ -79,7 +82,7 @@ def once(engine: sa.Engine, call: Call, work: Callable[[sa.Connection], Answer])
 
 
 def _new(engine: sa.Engine, call: Call, holder: str) -> bool:
-    """Take a key that nobody has used; False when somebody has."""
+    """Take an unused key; False when the key was used before."""
     values = {
         "scope": call.scope,
         "key": call.key,
@@ -104,10 +107,10 @@ def _insert(dialect: str) -> sa.Insert:
 
 
 class soon(FunctionElement[str]):
-    """Have this transaction committed without waiting for the disk.
+    """Let this transaction commit without waiting for the disk.
 
-    A key that is taken is lost only together with all that was committed later: with the work that
-    it stands for, so that the work may be done anew.
+    A crash can lose the taken key only together with all later commits. Then the work under the
+    key is lost as well and may be done again.
     """
 
     type = sa.Text()
@@ -164,7 +167,7 @@ def _complete(conn: sa.Connection, call: Call, holder: str, answer: Answer) -> N
     values = {"status": answer.status, "body": answer.body}
     only = {"is_scope": call.scope, "is_key": call.key, "is_holder": holder}
     if not conn.execute(_COMPLETE, values | only).rowcount:
-        # Somebody took the key over while we were slow: their work counts, ours rolls back.
+        # Another request took the key over after it had expired, so this transaction rolls back.
         raise _in_flight()
 
 

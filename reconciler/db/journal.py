@@ -1,4 +1,4 @@
-"""The one function that changes lifecycle state, and the history, events and audit beside it."""
+"""Journal: the function that changes lifecycle state, with history, outbox event and audit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from reconciler.model.errors import Problem
 
 @dataclass(frozen=True)
 class Entity:
-    """Where an entity's state is kept."""
+    """Table and columns that store the state of an entity."""
 
     kind: type[Row]
     state: str = "state"
@@ -50,7 +50,7 @@ class Entity:
 
     @property
     def computed(self) -> tuple[str, ...]:
-        """Columns that the database derives from the others."""
+        """Columns that the database computes from others."""
         return tuple(column.name for column in self.table.columns if column.computed is not None)
 
 
@@ -70,7 +70,7 @@ ENTITIES = {
 
 @dataclass(frozen=True)
 class Overdue:
-    """Something that stayed in an unstable state too long; event is what follows, "" a warning."""
+    """An entity past the deadline of its state. event: the event to apply, "" for a warning."""
 
     entity: str
     id: str
@@ -210,10 +210,10 @@ def advance(
     columns: Mapping[str, Any] | None = None,
     held: Row | None = None,
 ) -> Any:
-    """Apply an event: conditional on id, state and generation, with history and outbox row.
+    """Apply an event, conditional on id, state and generation, and write history and outbox row.
 
-    columns are set by the same update, so that they cannot disagree with the state. held: the whole
-    row, for a caller whose transaction has read and locked it already.
+    columns: set by the same update, so that they cannot disagree with the state. held: the whole
+    row, if the caller's transaction has read and locked it already.
     """
     where = ENTITIES[entity]
     before = held or rows.get(conn, where.kind, key, lock=True)
@@ -238,7 +238,7 @@ def advance(
     found = conn.execute(update, plain | only).mappings().first()
     if found is None:
         raise _outpaced(entity, key, before.generation, None)
-    # The row was locked before: nobody has changed the rest of it.
+    # The row was locked before, so its other columns are unchanged.
     after = where.kind(**{**vars(before), **plain, **found})
     write_history(conn, entity, after, act, source=source, event=event, target=target)
     _emit_change(conn, entity, after, act, change=(source, event, target))
@@ -246,14 +246,14 @@ def advance(
 
 
 def begin(conn: sa.Connection, entity: str, record: Row, act: Act) -> None:
-    """History and outbox of a row that has just been inserted in its first state."""
+    """Write history and outbox row for a row that was just inserted in its first state."""
     state = str(getattr(record, ENTITIES[entity].state))
     write_history(conn, entity, record, act, source="", event="create", target=state)
     _emit_change(conn, entity, record, act, change=("", "create", state))
 
 
 def remark(conn: sa.Connection, entity: str, record: Row, act: Act, event: str) -> None:
-    """History and outbox of what was asked of a row, which changed it and left it in its state."""
+    """Write history and outbox row for a change of a row that leaves its state unchanged."""
     state = str(getattr(record, ENTITIES[entity].state))
     write_history(conn, entity, record, act, source=state, event=event, target=state)
     _emit_change(conn, entity, record, act, change=(state, event, state))
@@ -261,13 +261,13 @@ def remark(conn: sa.Connection, entity: str, record: Row, act: Act, event: str) 
 
 @cache
 def limit(entity: str, state: str) -> Any:
-    """The deadline of a row inserted in this state; an SQL expression or None."""
+    """Deadline of a row that enters this state now: an SQL expression or None."""
     deadline = transitions.DEADLINES.get((entity, state))
     return clock.now() + deadline.seconds if deadline else None
 
 
 def overdue(conn: sa.Connection) -> list[Overdue]:
-    """Everything past its deadline, by the database's clock."""
+    """Every entity past its deadline, by the database's clock."""
     found = []
     for entity, where in ENTITIES.items():
         state, deadline = where.table.c[where.state], where.table.c[where.deadline]
@@ -285,7 +285,7 @@ _NOW = clock.now()
 def _update(
     entity: str, plain: tuple[str, ...], made: tuple[tuple[str, sa.ColumnElement[Any]], ...]
 ) -> ReturningUpdate[Any]:
-    # With names for values, built once: to build a statement takes longer than to run it.
+    # Built once with named parameters, because building a statement takes longer than running it.
     where = ENTITIES[entity]
     update = sa.update(where.table).where(
         where.table.c.id == sa.bindparam("is_id"),
@@ -362,7 +362,7 @@ def write_history(
     event: str,
     target: str,
 ) -> None:
-    """One row per change, with who, why and on what evidence."""
+    """Write a history row with the actor, the reason and the evidence of a change."""
     own = str(record.id)
     rows.insert(
         conn,
@@ -387,13 +387,13 @@ def write_history(
 
 
 def history_of(conn: sa.Connection, entity: str, key: str) -> list[StateChange]:
-    """Oldest first."""
+    """State changes of an entity, oldest first."""
     query = sa.select(history).where(history.c.entity == entity, history.c.entity_id == key)
     return rows.every(conn, query.order_by(history.c.id), StateChange)
 
 
 def history_page(conn: sa.Connection, entity: str, key: str, page: Page) -> list[StateChange]:
-    """A page of it, newest first."""
+    """A page of an entity's state changes, newest first."""
     query = sa.select(history).where(history.c.entity == entity, history.c.entity_id == key)
     return rows.every(conn, part(query, HISTORY_ORDER, page), StateChange)
 
@@ -409,7 +409,7 @@ def emit(
     project_id: str = "",
     correlation_id: str = "",
 ) -> None:
-    """Say it when, and only when, this transaction commits."""
+    """Publish an event if this transaction commits, and only then."""
     rows.insert(
         conn,
         outbox,
@@ -426,13 +426,13 @@ def emit(
 
 
 def pending_events(conn: sa.Connection, limit: int = 100) -> list[OutboxEvent]:
-    """What no relay has taken yet, oldest first."""
+    """Events that no relay has published yet, oldest first."""
     query = sa.select(outbox).where(outbox.c.published_at.is_(None))
     return rows.every(conn, query.order_by(outbox.c.id).limit(limit), OutboxEvent)
 
 
 def mark_published(conn: sa.Connection, ids: Sequence[int]) -> None:
-    """The relay has delivered these. Delivered twice is possible, never is not."""
+    """Mark events as delivered. Delivery is at least once: an event may be delivered twice."""
     conn.execute(
         sa.update(outbox)
         .where(outbox.c.id.in_(ids), outbox.c.published_at.is_(None))
@@ -453,7 +453,7 @@ def audit(
     detail: Mapping[str, Any] | None = None,
     project_id: str = "",
 ) -> None:
-    """In the same transaction as what it tells of."""
+    """Write an audit row in the transaction of the audited change."""
     rows.insert(
         conn,
         audit_log,
@@ -479,7 +479,7 @@ def audit_rows(
     correlation_id: str | None = None,
     page: Page | None = None,
 ) -> list[AuditEntry]:
-    """Newest first."""
+    """Audit rows, newest first."""
     query = rows.where(
         sa.select(audit_log),
         audit_log,

@@ -1,8 +1,8 @@
-"""One leader at a time, by a lease in the database, and nothing that an old one writes counts (I9).
+"""Leader election by a term in the database; a leader without a term commits nothing (I9).
 
-A process that was paused past its lease does not know it. So it is not asked: every writing
-transaction of a leader reads the leader's row at its own epoch and keeps it until it commits, and
-the row cannot change hands meanwhile.
+A process that was paused past its term does not know it. Therefore every writing transaction of a
+leader locks the leader's row at its own epoch until the commit, and the row cannot change hands
+meanwhile.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from reconciler.db.schema import leaders
 from reconciler.db.schema import service_processes as table
 from reconciler.model.errors import Refusal
 
-# The loops that must be single have one leader for all of them.
+# Name of the leader of all loops that may run in a single process only.
 LOOPS = "loops"
-# How often a process asks for the lease, or for more of it.
+# Interval at which a process campaigns for the term or renews it.
 ELECTION_S = 2.0
 
 
 class Deposed(Refusal):
-    """Another process leads, or this one's lease has run out: nothing was written."""
+    """Another process leads, or this process's term has ended; nothing was written."""
 
 
 @dataclass(frozen=True)
 class Lease:
-    """What a leader holds. seconds: how long it lasts from each renewal on."""
+    """Term of a leader. seconds: its duration from each renewal on."""
 
     name: str
     holder: str
@@ -39,10 +39,10 @@ class Lease:
 
 
 def campaign(conn: sa.Connection, name: str, holder: str, seconds: float) -> Lease | None:
-    """Keep the lease, or take it when nobody has it; None while somebody else does.
+    """Renew the term, or take it when it is free; None while another process has it.
 
-    holder: unique among all processes that ever were. After a lapse the same holder gets a new
-    epoch: what it began under the old one may have been overtaken.
+    holder: unique among all processes that ever ran. After a lapse the same holder gets a new
+    epoch, because another leader may have superseded its work under the old epoch.
     """
     until = clock.now() + seconds
     live = leaders.c.expires_at > clock.now()
@@ -55,27 +55,27 @@ def campaign(conn: sa.Connection, name: str, holder: str, seconds: float) -> Lea
     taking = free.values(epoch=leaders.c.epoch + 1, **fresh).returning(leaders.c.epoch)
     taken = conn.execute(taking).scalar()
     if taken is None and read(conn, name) is None:
-        # Of two that insert at once, one is refused by the key and asks again.
+        # Of two simultaneous inserts, the primary key refuses the second, which campaigns again.
         conn.execute(sa.insert(leaders).values(name=name, epoch=1, **fresh))
         taken = 1
     return None if taken is None else Lease(name, holder, taken, seconds)
 
 
 def resign(conn: sa.Connection, lease: Lease) -> None:
-    """Give the lease up, so that nobody has to wait for its end."""
+    """End the term now, so that another process need not wait for its expiry."""
     held = sa.update(leaders).where(leaders.c.name == lease.name, leaders.c.epoch == lease.epoch)
     conn.execute(held.values(expires_at=clock.now()))
 
 
 def require(conn: sa.Connection, lease: Lease) -> None:
-    """Hold the lease still until this transaction ends; `Deposed` when it is not ours any more."""
+    """Lock the term until this transaction ends; `Deposed` when it has ended."""
     if conn.dialect.name == "postgresql":
-        # A process that stops right here would keep everybody else from leading until it goes on.
+        # Without a timeout, a process that is paused here would keep all others from leading.
         limit = max(1, int(lease.seconds * 1000))
         conn.exec_driver_sql(f"SET LOCAL idle_in_transaction_session_timeout = {limit}")
     live = (leaders.c.expires_at > clock.now()).label("live")
     query = sa.select(leaders.c.epoch, live).where(leaders.c.name == lease.name)
-    # SQLite has no row locks and needs none: whoever writes has the whole database.
+    # SQLite has no row locks and needs none, because a writer locks the whole database.
     found = conn.execute(query.with_for_update(read=True)).one_or_none()
     if found is None or found.epoch != lease.epoch or not found.live:
         raise Deposed(
@@ -87,27 +87,27 @@ def require(conn: sa.Connection, lease: Lease) -> None:
 
 
 def led_by(whole: sa.Engine, lease: Lease) -> sa.Engine:
-    """The same database; every writing transaction begins by requiring the lease."""
+    """Engine of the same database whose writing transactions begin by requiring the term."""
     return engine.guarded(whole, lambda conn: require(conn, lease))
 
 
 def read(conn: sa.Connection, name: str) -> Record | None:
-    """Who leads, or led last: the row, and whether its lease still runs as `live`."""
+    """Row of the current or last leader; `live` is true while its term runs."""
     live = sa.func.coalesce(leaders.c.expires_at > clock.now(), sa.false()).label("live")
     return rows.first(conn, sa.select(leaders, live).where(leaders.c.name == name))
 
 
-# Too low, and a busy database makes a living process look dead; too high, and a dead one is
-# believed in for that long.
+# A process without a sign of life for longer counts as dead. A lower value reports live processes
+# as dead while the database is busy; a higher value reports dead processes as live for longer.
 STALE_S = 20.0
-# A row of a process that ended says for a while that there was one.
+# The row of an ended process is kept this long.
 FORGET_S = 86_400.0
 
 
 def record_process(
     conn: sa.Connection, id: str, roles: Sequence[str], *, host: str, pid: int, version: str
 ) -> None:
-    """The process lives and does this."""
+    """Record a sign of life of the process, with its roles."""
     values = {"roles": list(roles), "seen_at": clock.now()}
     if not conn.execute(sa.update(table).where(table.c.id == id).values(**values)).rowcount:
         conn.execute(sa.insert(table).values(id=id, host=host, pid=pid, version=version, **values))
@@ -116,19 +116,19 @@ def record_process(
 
 
 def remove_process(conn: sa.Connection, id: str) -> None:
-    """The process ends in order."""
+    """Remove the row of a process that ends normally."""
     conn.execute(sa.delete(table).where(table.c.id == id))
 
 
 def processes(conn: sa.Connection) -> list[Record]:
-    """Newest first; age_s says how long ago each was heard of, live whether that is recent."""
+    """All processes, newest first. age_s: seconds since the last sign of life; live: recent."""
     age = (clock.now() - table.c.seen_at).label("age_s")
     found = rows.every(conn, sa.select(table, age).order_by(table.c.started_at.desc()))
     return [{**row, "live": row["age_s"] < STALE_S} for row in found]
 
 
 def live_roles(conn: sa.Connection) -> dict[str, int]:
-    """How many living processes there are of each role."""
+    """Number of live processes by role."""
     counted: dict[str, int] = {}
     for row in processes(conn):
         for role in row["roles"] if row["live"] else ():

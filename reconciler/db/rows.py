@@ -1,4 +1,4 @@
-"""Rows of the database: reading, inserting one by one or as a batch, and paging."""
+"""Database rows: reading, inserting singly or as a batch, and paging."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Key = str | int | float
 
 @dataclass(frozen=True)
 class Order:
-    """The columns by which a list is sorted; together they are unique among its rows."""
+    """Columns by which a list is sorted; together they are unique among its rows."""
 
     table: sa.Table | sa.Subquery
     columns: tuple[str, ...]
     descending: bool = False
 
     def keys(self, row: Row | Mapping[str, Any]) -> tuple[Key, ...]:
-        """The row's place in the list."""
+        """Position of the row in the list."""
         values = vars(row) if isinstance(row, Row) else row
         return tuple(values[name] for name in self.columns)
 
@@ -43,14 +43,14 @@ class Order:
 
 @dataclass(frozen=True)
 class Page:
-    """At most `limit` rows behind the place `after`; () is the beginning."""
+    """At most `limit` rows behind the position `after`; () is the beginning."""
 
     limit: int
     after: tuple[Key, ...] = ()
 
 
 def part(query: sa.Select[Any], order: Order, page: Page | None) -> sa.Select[Any]:
-    """The query in this order, narrowed to one page; None is the whole list."""
+    """The query in this order, limited to the page; None means the whole list."""
     columns = [order.table.c[name] for name in order.columns]
     sorting = [column.desc() if order.descending else column.asc() for column in columns]
     query = query.order_by(*sorting)
@@ -73,9 +73,10 @@ _PENDING = "gpuaas_kept_together"
 
 @dataclass(frozen=True)
 class Shape:
-    """What is alike in rows that one INSERT takes: columns that are given, and those asked back.
+    """Common form of rows that share an INSERT.
 
-    made: given as SQL expressions.
+    plain: columns given as values. made: columns given as SQL expressions. asked: columns that the
+    INSERT returns.
     """
 
     table: sa.Table
@@ -86,7 +87,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class BatchRow:
-    """record: where the columns that are asked back go."""
+    """A row of a batch. record: receives the columns that the INSERT returns."""
 
     shape: Shape
     plain: Record
@@ -95,13 +96,13 @@ class BatchRow:
 
 @contextmanager
 def batch_insert(conn: sa.Connection) -> Iterator[None]:
-    """What is inserted meanwhile is written at the end, in the same transaction.
+    """Collect the inserts of this block and write them at its end, in the same transaction.
 
-    Columns that the database makes are in the records only then. Whoever fails in here after
-    something was inserted has the whole transaction undone: what was done beside it, such as the
-    change of a state, may not be committed without it.
+    Records have the columns that the database makes only after the block. An exception in the block
+    after an insert rolls back the whole transaction, because other changes in it, such as a change
+    of state, must not be committed without the insert.
     """
-    # Held here: a connection that was lost meanwhile has another one, or refuses to say.
+    # Keep the dict: after a lost connection, conn.info is another dict or raises.
     info = conn.info
     if _PENDING in info:
         yield
@@ -121,7 +122,7 @@ def batch_insert(conn: sa.Connection) -> Iterator[None]:
 
 
 def _insert(conn: sa.Connection, row: BatchRow) -> None:
-    """Insert the row, now or with the others."""
+    """Insert the row now, or at the end of the batch."""
     kept: list[BatchRow] | None = conn.info.get(_PENDING)
     if kept is None:
         _single(conn, row)
@@ -163,7 +164,7 @@ def _single_statement(shape: Shape) -> sa.Insert:
 
 @lru_cache(maxsize=64)
 def _combined(shapes: tuple[Shape, ...]) -> sa.Select[Any] | sa.CompoundSelect[Any]:
-    """One statement with an INSERT for each shape; its rows: ids, and what was asked for."""
+    """A single statement with an INSERT for each shape; it returns ids and the asked columns."""
     parts = [(shape, _into(shape, f"rows{at}").cte(f"into{at}")) for at, shape in enumerate(shapes)]
     silent = [part for shape, part in parts if not shape.asked]
     asked = {name: shape.table.c[name].type for shape in shapes for name in shape.asked}
@@ -184,7 +185,8 @@ def _combined(shapes: tuple[Shape, ...]) -> sa.Select[Any] | sa.CompoundSelect[A
 
 
 def _into(shape: Shape, name: str) -> sa.Insert | ReturningInsert[Any]:
-    # All rows are one parameter: psycopg takes a statement apart anew each time that has many.
+    # All rows are a single parameter, because psycopg parses statements with many parameters anew
+    # each time.
     columns = [sa.column(name, shape.table.c[name].type) for name in shape.plain]
     rows = sa.func.jsonb_to_recordset(sa.bindparam(name, type_=JSONB()))
     given = rows.table_valued(*columns).render_derived(name, with_types=True)
@@ -199,12 +201,12 @@ def _into(shape: Shape, name: str) -> sa.Insert | ReturningInsert[Any]:
 
 
 def new_id() -> str:
-    """A fresh identifier."""
+    """A new random identifier."""
     return str(uuid.uuid4())
 
 
 class _Ordered:
-    """Version 8 of RFC 9562: nanoseconds since the machine started, then what nobody can guess."""
+    """UUID version 8 of RFC 9562: nanoseconds since the machine started, then random bits."""
 
     def __init__(self) -> None:
         self._last = 0
@@ -218,8 +220,8 @@ class _Ordered:
         return str(uuid.UUID(int=value))
 
 
-# A fresh identifier, as text behind all that this process has given: it decides where the
-# database's clock, of whole milliseconds in SQLite, sees no order. It tells no time.
+# A new identifier that sorts as text behind every earlier identifier of this process. It decides
+# the order where the database's clock (whole milliseconds in SQLite) does not. It is not a time.
 ordered_id = _Ordered()
 
 
@@ -228,7 +230,7 @@ def first(conn: sa.Connection, query: sa.Select[Any]) -> Record | None: ...
 @overload
 def first(conn: sa.Connection, query: sa.Select[Any], kind: type[R]) -> R | None: ...
 def first(conn: sa.Connection, query: sa.Select[Any], kind: type[R] | None = None) -> Any:
-    """The first row, if there is one: of this kind, or with the columns that the query names."""
+    """The first row or None, as this kind or as a dict of the query's columns."""
     row = conn.execute(query.limit(1)).mappings().first()
     return None if row is None else (kind or dict)(**row)
 
@@ -238,17 +240,17 @@ def every(conn: sa.Connection, query: sa.Select[Any]) -> list[Record]: ...
 @overload
 def every(conn: sa.Connection, query: sa.Select[Any], kind: type[R]) -> list[R]: ...
 def every(conn: sa.Connection, query: sa.Select[Any], kind: type[R] | None = None) -> Any:
-    """All rows: of this kind, or with the columns that the query names."""
+    """All rows, as this kind or as dicts of the query's columns."""
     make = kind or dict
     return [make(**row) for row in conn.execute(query).mappings()]
 
 
 def get(conn: sa.Connection, kind: type[R], key: str, *, lock: bool = False) -> R:
-    """The row with an id; Problem `<entity>_not_found` when there is none.
+    """The row with an id; Problem `<entity>_not_found` when it does not exist.
 
-    lock keeps other writers of the row out until the transaction ends. It does not keep out those
-    who insert rows that refer to it: a launch would wait for the holder of its node, who may wait
-    for the launch's slots.
+    lock: keep other writers of the row out until the transaction ends. The lock admits inserts of
+    rows that refer to this row: otherwise a launch would wait for the transaction that locked its
+    node, which in turn may wait for the launch's slots.
     """
     query = sa.select(kind.TABLE).where(kind.TABLE.c.id == key)
     row = first(conn, query.with_for_update(key_share=True) if lock else query, kind)
@@ -260,29 +262,29 @@ def get(conn: sa.Connection, kind: type[R], key: str, *, lock: bool = False) -> 
 def add(conn: sa.Connection, kind: type[R], values: Mapping[str, Any]) -> R:
     """Insert a row and return it as stored; a value may be an SQL expression.
 
-    Only what the database makes itself is asked back: reading a wide row takes longer than to
-    write it.
+    The INSERT returns only the columns that the database makes, because reading a wide row takes
+    longer than writing it.
     """
     table = kind.TABLE
     plain, made = _split(table, values)
     asked = (*made, *(name for name in _generated(table) if name not in plain))
     row = kind(**{name: plain.get(name) for name in _names(table)})
     shape = Shape(table, tuple(plain), tuple(made.items()), asked)
-    # Columns that the database makes are filled in when the batch is written; until then nobody
-    # but the writer has the row.
+    # Columns that the database makes are filled in when the batch is written. Until then only the
+    # writer has the row.
     _insert(conn, BatchRow(shape, plain, vars(row)))
     return row
 
 
 def insert(conn: sa.Connection, table: sa.Table, values: Mapping[str, Any]) -> None:
-    """Insert a row that the writer has no further use for."""
+    """Insert a row without returning it."""
     plain, made = _split(table, values)
     shape = Shape(table, tuple(plain), tuple(made.items()), ())
     _insert(conn, BatchRow(shape, plain, {}))
 
 
 def _split(table: sa.Table, values: Mapping[str, Any]) -> tuple[Record, dict[str, Any]]:
-    """What goes beside the statement, and the SQL expressions that are part of it."""
+    """Values that are parameters of the statement, and SQL expressions that are part of it."""
     made = {name: value for name, value in values.items() if isinstance(value, sa.ClauseElement)}
     plain = {name: value() if callable(value) else value for name, value in _defaults(table)}
     plain.update(values)
@@ -299,7 +301,7 @@ def _names(table: sa.Table) -> tuple[str, ...]:
 
 @cache
 def _generated(table: sa.Table) -> tuple[str, ...]:
-    """What the database fills by itself: numbers of a log, and what it derives."""
+    """Columns that the database fills: computed columns, and the row number of a log."""
     number = table.autoincrement_column
     found = [column.name for column in table.columns if column.computed is not None]
     return (*found, number.name) if number is not None else tuple(found)
@@ -307,9 +309,9 @@ def _generated(table: sa.Table) -> tuple[str, ...]:
 
 @cache
 def _defaults(table: sa.Table) -> tuple[tuple[str, Any], ...]:
-    """What a column holds when nobody says."""
+    """Default values of columns."""
     return tuple(
-        # A document's is its type: an empty one of it for each row.
+        # The default of a document column is its type, so that each row gets a new empty value.
         (column.name, column.info.get("holds", column.default.arg))
         for column in table.columns
         if isinstance(column.default, sa.ColumnDefault) and not column.default.is_clause_element
@@ -318,7 +320,7 @@ def _defaults(table: sa.Table) -> tuple[tuple[str, Any], ...]:
 
 @cache
 def _expressions(table: sa.Table) -> tuple[tuple[str, sa.ColumnElement[Any]], ...]:
-    """The same for what the database is to work out."""
+    """Defaults of columns that are SQL expressions."""
     return tuple(
         (column.name, column.default.arg)
         for column in table.columns
@@ -327,7 +329,7 @@ def _expressions(table: sa.Table) -> tuple[tuple[str, sa.ColumnElement[Any]], ..
 
 
 def where(query: sa.Select[Any], table: sa.Table, **wanted: Any) -> sa.Select[Any]:
-    """Narrow the query to the columns that have a wanted value; None wants nothing."""
+    """Filter the query by column values; None means no filter on that column."""
     for name, value in wanted.items():
         if value is not None:
             query = query.where(table.c[name] == value)

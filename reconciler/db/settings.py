@@ -1,4 +1,4 @@
-"""Switches of the site."""
+"""Settings of the site, stored in the database."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from reconciler.db.schema import settings
 from reconciler.model.act import Act
 
 SCHEDULING = "slice_scheduling"
-# When the database was restored from a backup: what it says of before is not all that happened.
+# Time at which the database was restored from a backup. Records from before may be incomplete.
 RESTORED = "restored_at"
 
 
 def read(conn: sa.Connection, name: str, default: Any = None) -> Any:
-    """The value; the default when nobody has set it."""
+    """Value of a setting; the default when it was never set."""
     query = sa.select(settings.c.value).where(settings.c.name == name)
     found = conn.execute(query).scalar_one_or_none()
     return default if found is None else found
 
 
 def write(conn: sa.Connection, name: str, value: Any, act: Act) -> None:
-    """Set it, and say who did."""
+    """Set the value and audit the change."""
     values = {"value": value, "changed_at": clock.now()}
     update = sa.update(settings).where(settings.c.name == name).values(**values)
     if not conn.execute(update).rowcount:
@@ -32,10 +32,10 @@ def write(conn: sa.Connection, name: str, value: Any, act: Act) -> None:
 
 
 def site_scheduling(conn: sa.Connection) -> bool:
-    """Whether slices are sold at all; off until set."""
+    """Whether the site sells slices; off by default."""
     return bool(read(conn, SCHEDULING, False))
 
 
 def set_site_scheduling(conn: sa.Connection, on: bool, act: Act) -> None:
-    """Sell slices, or sell none; each node has a switch of its own."""
+    """Turn the sale of slices on or off for the site. Each node has its own switch as well."""
     write(conn, SCHEDULING, on, act)

@@ -1,1 +1,1 @@
-"""States, rules and decisions. Pure: no input, no output."""
+"""Domain model: states, rules and decisions, as pure functions without I/O."""

@@ -1,4 +1,4 @@
-"""Who changes something, why, and on what evidence: goes with every write."""
+"""Act: the actor, the reason and the evidence of a change, passed to every write."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Act:
 
     @property
     def why(self) -> str:
-        """The reason as it is kept. A caller of the API who gave none is named for it; an act of
-        our own whose event says all needs none.
+        """The reason as stored. Without a reason, an act of an API caller names that caller; an
+        internal act stores "", because its event explains it.
         """
         return self.reason or (f"no reason given by {self.actor}" if self.role else "")
 
@@ -33,7 +33,7 @@ class Act:
 
 
 def require_reason(act: Act, remedy: str) -> None:
-    """Problem `reason_required` for what a person answers for and does not say why."""
+    """Problem `reason_required` for an act that needs a reason and has none."""
     if not act.reason.strip():
         raise Problem(
             "reason_required",

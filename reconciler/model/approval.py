@@ -1,4 +1,4 @@
-"""May this bundle become a slot? Judged on the latest discovery; the store adds the duplicates."""
+"""Approval of a bundle as a slot, by the latest discovery. The database refuses duplicates."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ REMEDIES = {
     "wrong_link": "choose a function of a card with the fabric's link, or correct fabric.link of"
     " the hardware profile, then discover again",
 }
-# Several may hold at once; the one that explains the others is named: that is the order above.
+# Several blockers may hold at once. A refusal names the first in this order: causes before effects.
 GRAVITY = tuple(REMEDIES)
 
 
 def refuse(bundle: Bundle, document: Document, others: Iterable[Bundle] = ()) -> None:
-    """Raise the first reason against the bundle; return when there is none.
+    """Raise the first reason against the bundle; return without any reason.
 
-    others: the slots that the node has already.
+    others: bundles of the slots that the node has already.
     """
     if bundle.nvme_device:
         _refuse_use(bundle.nvme_device, document)
@@ -67,7 +67,7 @@ def refuse(bundle: Bundle, document: Document, others: Iterable[Bundle] = ()) ->
 
 
 def _refuse_use(name: str, document: Document) -> None:
-    # Before anything else, and by any alias: the OS disk is refused as what it is.
+    # This check comes first and accepts any alias, so that the refusal names the OS disk as such.
     disk = discovery.disk(document, name)
     if disk is None:
         raise _unknown("disk", name)
@@ -164,7 +164,7 @@ def _usable(text: str, bridge: str) -> bool:
     except ValueError:
         return False
     network = interface.network
-    # The last usable one is the host's own: parity plays a guest with it.
+    # The last usable address is reserved for the host: parity uses it to act as a guest.
     ends = (network.network_address, network.broadcast_address - 1, network.broadcast_address)
     reserved = (interface.ip, *ends)
     return address in network and address not in reserved

@@ -1,4 +1,4 @@
-"""A slot's bundle: the devices and addresses that make one sellable unit."""
+"""Bundle of a slot: the devices and addresses that make a sellable unit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from reconciler.model.identity import disk_identity
 
 @dataclass(frozen=True)
 class Bundle:
-    """Empty text and zero size mean: not known."""
+    """Devices and addresses of a slot. Empty text and zero size mean "unknown"."""
 
     slot_index: int
     gpu_pci_address: str = ""
@@ -26,7 +26,7 @@ class Bundle:
 
     @classmethod
     def of(cls, document: Mapping[str, object]) -> Bundle:
-        """From a slot's record or a request; other keys are left alone, addresses in lower case."""
+        """Bundle from a slot's record or a request. Ignores other keys; lower-cases addresses."""
 
         def text(name: str) -> str:
             return str(document.get(name) or "")
@@ -49,31 +49,31 @@ class Bundle:
         )
 
     def missing(self) -> tuple[str, ...]:
-        """Fields without a value; the NUMA node may be unknown, as on a host with one."""
+        """Required fields without a value. The NUMA node is optional: some hosts have only 1."""
         return tuple(name for name in REQUIRED if not getattr(self, name))
 
     @property
     def identity(self) -> str:
-        """The disk's identity as ledger, proofs and claims spell it."""
+        """Disk identity in the spelling of ledger, proofs and claims."""
         return disk_identity(self.nvme_eui)
 
     def document(self) -> dict[str, object]:
-        """As the run contract has it, without slot id and fence."""
-        # All values are plain, so nothing needs the depth of dataclasses.asdict.
+        """Form of the run contract, without slot id and fence."""
+        # All values are plain, so the recursion of dataclasses.asdict is not needed.
         return {name: getattr(self, name) for name in BUNDLE_FIELDS}
 
 
-# The fields in their order, as slots and claims keep them.
+# The fields in the order in which slots and claims store them.
 BUNDLE_FIELDS = tuple(field.name for field in fields(Bundle))
 
 
 def run_bundle(record: Mapping[str, Any], *, fence: bool) -> dict[str, Any]:
-    """A slot's or a claim's record as the run contract has it."""
+    """Bundle of a slot's or a claim's record in the form of the run contract."""
     document = {"slot_id": record.get("slot_id") or record["id"], **Bundle.of(record).document()}
     return {**document, "fence": record["fence"]} if fence else document
 
 
-# What a slot cannot be sold without; the NUMA node may be unknown.
+# Fields without which a slot cannot be sold. The NUMA node is not among them.
 REQUIRED = (
     "gpu_pci_address",
     "nvme_device",

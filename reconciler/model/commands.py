@@ -1,6 +1,7 @@
-"""What people can ask for, by entity and event, and what comes before it: commands, never events.
+"""CLI commands for events: which command causes an event, and which commands must precede it.
 
-An event that only the service itself brings about has no command and is not named to anybody.
+Messages name commands instead of events. An event that only the service causes has no command, and
+messages do not name it.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ COMMANDS = {
     ("task", "cancel"): "gpuaas tasks cancel {id}",
     ("app_instance", "stop"): "gpuaas apps stop {id} --project {project_id}",
 }
-# Out of use step by step: each of these may need those before it.
+# Steps that take a node out of use, in order: each step may need the steps before it.
 _LADDER = ("drain", "maintain", "retire")
 _ENDED = (TaskState.SUCCEEDED, TaskState.FAILED, TaskState.LOST, TaskState.CANCELED)
-# Where no command of the entity helps, something else does.
+# Remedies by state for requests that no command of the entity can help.
 _OTHERWISE: dict[tuple[str, str], str] = {
     ("node", NodeState.ENROLLING): "enrol its host first: `gpuaas nodes userdata {id}`",
     ("node", NodeState.BOOTSTRAPPING): "end its bootstrap first: `gpuaas nodes bootstrap {id}`",
@@ -52,13 +53,13 @@ _OTHERWISE: dict[tuple[str, str], str] = {
 
 
 def commands(entity: str, record: Record, source: str) -> list[str]:
-    """What can be asked for of an entity in this state."""
+    """Commands that are possible for an entity in this state."""
     found = (COMMANDS.get((entity, event)) for event in transitions.events(entity, source))
     return [_told(command, record) for command in found if command]
 
 
 def named(entity: str, record: Record, event: str) -> str:
-    """How whoever asks says it; the event's own name where only the service brings it about."""
+    """The command for an event; the event's name when only the service causes it."""
     command = COMMANDS.get((entity, event))
     return f"`{_told(command, record)}`" if command else repr(event)
 
@@ -70,7 +71,7 @@ def sources(entity: str, event: str) -> list[str]:
 
 
 def remedy(entity: str, record: Record, source: str, event: str) -> str:
-    """What helps whoever asked for an event that is not possible in this state."""
+    """Remedy for a request whose event is not possible in this state."""
     if (entity, event) in COMMANDS and source in _targets(entity, event):
         return f"nothing: it is {source} already"
     first = _before(entity, source, event)
@@ -82,7 +83,7 @@ def remedy(entity: str, record: Record, source: str, event: str) -> str:
 
 
 def _before(entity: str, source: str, event: str) -> list[str]:
-    """The steps of the ladder that lead from here to where the event is possible; [] for none."""
+    """Steps that lead from `source` to a state in which the event is possible; [] if none do."""
     if event not in _LADDER:
         return []
     state = source

@@ -1,7 +1,7 @@
 """State diagrams of the transition table (Mermaid).
 
-`python -m reconciler.model.diagram` writes them into ARCHITECTURE.md (the slot's) and
-docs/states.md (all of them); a test compares.
+`python -m reconciler.model.diagram` writes the slot's diagram into ARCHITECTURE.md and all diagrams
+into docs/states.md. A test compares both files with the table.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from reconciler.model.transitions import DEADLINES, ENTITIES, TABLE
 
 
 def mermaid(entity: str) -> str:
-    """The diagram of one entity; events between the same two states share an arrow."""
+    """Diagram of an entity; events between the same two states share an arrow."""
     arrows: dict[tuple[str, str], list[str]] = {}
     for row in TABLE:
         if row.entity == entity:
@@ -25,7 +25,7 @@ def mermaid(entity: str) -> str:
 
 
 def section(entity: str) -> str:
-    """Heading, diagram, and the sentence and time limit of each state."""
+    """Heading and diagram of an entity, then the sentence and time limit of each state."""
     title = entity.replace("_", " ").capitalize()
     lines = [f"### {title}", "", "```mermaid", mermaid(entity), "```", ""]
     for state in ENTITIES[entity]:
@@ -36,12 +36,12 @@ def section(entity: str) -> str:
 
 
 def markdown() -> str:
-    """Every entity, for docs/states.md."""
+    """Sections of every entity, for docs/states.md."""
     return "\n\n".join(section(entity) for entity in ENTITIES) + "\n"
 
 
 def page(text: str) -> str:
-    """ARCHITECTURE.md with the slot's section between its two marks."""
+    """ARCHITECTURE.md with the slot's section between the two `states` marks."""
     before, _, rest = text.partition("<!-- states -->")
     _, _, after = rest.partition("<!-- /states -->")
     return f"{before}<!-- states -->\n{section('slot')}\n<!-- /states -->{after}"

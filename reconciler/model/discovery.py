@@ -1,4 +1,4 @@
-"""Reading a discovery document: which device a bundle means, and what speaks against it."""
+"""Discovery document of a node: look-up of a bundle's devices and of their blockers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from reconciler.model.bundle import Bundle
 
 Document = Mapping[str, Any]
 
-# How a disk is used, as opposed to what it is. A wipe proof taken later outdates these.
+# Blockers about the use of a disk, not about the disk itself. A later wipe proof outdates them.
 USE = frozenset(
     {
         "mounted",
@@ -29,18 +29,18 @@ USE = frozenset(
 
 @dataclass(frozen=True)
 class Blocker:
-    """One reason why something may not be sold."""
+    """A reason that keeps a plan from being applied or a slot from being sold."""
 
     code: str
     detail: str
 
     def document(self) -> dict[str, str]:
-        """As the API shows it."""
+        """Form of the API."""
         return {"code": self.code, "detail": self.detail}
 
 
 def section(document: Document, *names: str) -> Sequence[Document]:
-    """A list of objects somewhere in the document; empty when it is not there."""
+    """The list of objects at a path in the document; empty when the path does not exist."""
     value: Any = document
     for name in names:
         value = value.get(name) if isinstance(value, Mapping) else None
@@ -56,9 +56,9 @@ def blockers_of(device: Document) -> tuple[Blocker, ...]:
 
 
 def pcie_switch(gpu: Document) -> str:
-    """The bridge, or root complex, that the GPU shares with its neighbours; "" when not told.
+    """The bridge or root complex that the GPU shares with its neighbours; "" when not reported.
 
-    A GPU has a port of its own, the last step of its path: what is shared is the step before.
+    The last step of the path is the GPU's own port, so the shared bridge is the step before it.
     """
     steps = gpu.get("pci_path")
     path = [str(step) for step in steps] if isinstance(steps, list) else []
@@ -71,7 +71,7 @@ def gpu(document: Document, address: str) -> Document | None:
 
 
 def disk(document: Document, path: str) -> Document | None:
-    """The disk that a path means, by any of its names or those of its partitions."""
+    """The disk with this path among its names or the names of its partitions."""
     for row in section(document, "nvme"):
         names = [row.get("by_id"), *row.get("aliases", ()), *row.get("partition_aliases", ())]
         if path and path in names:
@@ -101,7 +101,7 @@ def is_physical(document: Document, address: str) -> bool:
 
 
 def node_blockers(document: Document) -> tuple[Blocker, ...]:
-    """What speaks against every slot of the node."""
+    """Blockers that apply to every slot of the node."""
     details = {
         blocker.code: blocker
         for name in ("bootstrap", "slice_network")
@@ -116,10 +116,10 @@ def node_blockers(document: Document) -> tuple[Blocker, ...]:
 def group_blockers(
     document: Document, bundle: Bundle, others: Iterable[Bundle]
 ) -> tuple[Blocker, ...]:
-    """Devices outside the bundle that would go with it, since a group goes to one guest as a whole.
+    """Devices outside the bundle that share its IOMMU group, which only one guest can have.
 
-    others: the other slots of the node. Nobody need drive such a device: a GPU that is not sold,
-    or one of a slot whose tenant comes later, looks as free as an empty place.
+    others: the other slots of the node. Such a device need not have a driver: an unsold GPU, or
+    the GPU of a slot without a tenant yet, looks as free as an empty place.
     """
     own = (bundle.gpu_pci_address, bundle.fabric_vf_pci_address)
     whose = {str(row.get("address")): "no slot" for row in section(document, "gpu")}
@@ -138,9 +138,9 @@ def group_blockers(
 def bundle_blockers(
     document: Document, bundle: Bundle, *, use: bool, others: Iterable[Bundle] = ()
 ) -> tuple[Blocker, ...]:
-    """What speaks against one bundle beside the node's other slots.
+    """Blockers of a bundle beside the node's other slots.
 
-    use=False leaves out how the disk was used at that time.
+    use=False leaves out blockers about the use of the disk at the time of the discovery.
     """
     found: list[Blocker] = []
     devices = {

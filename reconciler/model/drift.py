@@ -1,8 +1,8 @@
-"""What a host holds against what the records say: named differences, and nothing done about them.
+"""Drift detection: named differences between a host and the records. Pure; it repairs nothing.
 
-Pure. A snapshot is worth nothing where an operation has begun, is under way, or has ended since the
-host was asked (I14): what is not settled is neither missed nor found too much. A part that could
-not be looked at says nothing either (I13).
+A slot or an allocation is settled when no operation on it has been under way since the host was
+asked. An unsettled entity counts neither as missing nor as an orphan (I14). A part of the host that
+could not be read leads to no difference (I13).
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 from reconciler.model.bundle import Bundle
 from reconciler.model.states import HealthState, SlotState
 
-# What `step` says in the health detail of a slot or node that was found to differ.
+# Value of `step` in the health detail of a slot or node with a difference.
 STEP = "drift"
 IDLE = (SlotState.AVAILABLE, SlotState.DISABLED)
-# Of all other states a run is at work, or the slot waits for evidence already.
+# In every other state a run is under way, or the slot waits for evidence already.
 JUDGED = (*IDLE, SlotState.ACTIVE)
 _DISK_USED = ("disk_in_use", "os_disk")
 # The length of an allocation id.
 _WHOLE = 36
-# The host gives at least as many digits of an id where it has not the whole one.
+# Fewest digits that the host reports of an id when it does not have the whole id.
 _LEAST_DIGITS = 12
 
 
 @dataclass(frozen=True)
 class ExpectedSlot:
-    """An approved slot. holder: the allocation that has it, or had it last; "" for nobody."""
+    """An approved slot. holder: the allocation that has it or had it last; "" without any."""
 
     id: str
     bundle: Bundle
@@ -44,7 +44,7 @@ class ExpectedSlot:
 
 @dataclass(frozen=True)
 class ExpectedAllocation:
-    """active: its machine should run on this host. slots: of this host, what it has or had last."""
+    """active: its machine should run on this host. slots: slots of this host that it has or had."""
 
     id: str
     active: bool
@@ -58,7 +58,7 @@ class ExpectedAllocation:
 
 @dataclass(frozen=True)
 class Records:
-    """What is known of one node, of the allocations that the host names too."""
+    """Records of a node, including the allocations that its host names."""
 
     slots: tuple[ExpectedSlot, ...]
     allocations: tuple[ExpectedAllocation, ...]
@@ -74,10 +74,11 @@ class Records:
 
 @dataclass(frozen=True)
 class Difference:
-    """slot_id "" when it concerns no slot. allocation_id: whose trace it is, as the host says, also
-    when no record knows it.
+    """A difference between a host and the records.
 
-    orphan: it is on the host and should not be. disk_used: the slot's disk may have been written.
+    slot_id: "" when it concerns no slot. allocation_id: owner of the trace as the host reports it,
+    even when no record has that id. orphan: the trace is on the host and should not be. disk_used:
+    the slot's disk may have been written.
     """
 
     code: str
@@ -94,7 +95,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Findings:
-    """skipped: slots and allocations of which nothing was concluded. unknown: parts, and why."""
+    """skipped: unsettled slots and allocations. unknown: parts that were not read, and why."""
 
     differences: tuple[Difference, ...]
     skipped: tuple[str, ...]
@@ -103,7 +104,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Trace:
-    """Something of a slice on the host. owner: its allocation as the host spells it."""
+    """A trace of a slice on the host. owner: its allocation as the host spells it."""
 
     code: str
     owner: str
@@ -113,7 +114,7 @@ class Trace:
 
 
 def compare(holdings: Mapping[str, Any], records: Records) -> Findings:
-    """Every difference, those of slots first."""
+    """All differences, with those of slots first."""
     found = [*_losses(holdings, records), *_orphans(holdings, records), *_unfit(holdings, records)]
     settled = {slot.id for slot in records.slots if slot.settled}
     kept = [one for one in found if not one.slot_id or one.slot_id in settled]
@@ -135,7 +136,7 @@ def _losses(holdings: Mapping[str, Any], records: Records) -> Iterator[Differenc
 def _missing(
     holdings: Mapping[str, Any], records: Records, own: ExpectedAllocation
 ) -> Iterator[tuple[str, HealthState, str]]:
-    """What a running tenant should have and has not. Its claim stays, whatever is missing (I15)."""
+    """Missing parts of a running tenant. Its claim stays regardless of missing parts (I15)."""
     running = False
     if holdings["domains"]["known"]:
         theirs = [one for one in _found(holdings, "domains") if one["allocation_id"] == own.id]
@@ -150,7 +151,7 @@ def _missing(
             if lacking:
                 found = f"its machine lacks {', '.join(lacking)}"
                 yield "devices_missing", HealthState.FAILED, found
-    # A machine that is off has no port, so its guard guards nothing.
+    # A machine that is off has no port, so missing guard flows are no difference.
     if running and _lacks(holdings, "ports", lambda one: _is_owner(one["owner"], own)):
         yield "port_missing", HealthState.FAILED, "its bridge port is not on the host"
     if running and _lacks(holdings, "guards", lambda one: _is_owner(one["owner"], own)):
@@ -169,13 +170,13 @@ def _orphans(holdings: Mapping[str, Any], records: Records) -> Iterator[Differen
             continue
         touched = set(trace.slots)
         if owner is not None and owner.active:
-            # Its own use of its own slots is what should be there.
+            # An active allocation's use of its own slots is expected.
             touched -= set(owner.slots)
             if not touched:
                 continue
         elif owner is not None:
             touched |= set(owner.slots)
-        # A whole id that no record knows is what an operator needs to have it removed.
+        # A whole id without a record is kept, because an operator needs it to remove the trace.
         name = owner.id if owner else trace.owner if len(trace.owner) == _WHOLE else ""
         if not touched:
             yield Difference(
@@ -198,13 +199,13 @@ def _orphans(holdings: Mapping[str, Any], records: Records) -> Iterator[Differen
 def _traces(holdings: Mapping[str, Any], records: Records) -> Iterator[Trace]:
     for one in _found(holdings, "domains"):
         slots = _having(records, {*one["devices"], *one["disks"]})
-        # A stranger's machine is nobody's business while it leaves the slots alone.
+        # Ignore a machine without an allocation that uses no device of a slot.
         if one["allocation_id"] or slots:
             found = f"machine {one['name']}, {one['state']}"
             yield Trace("orphan_domain", one["allocation_id"], found, slots, disk_used=True)
     for one in _found(holdings, "processes"):
         known = [d for d in _found(holdings, "domains") if d["active"]]
-        # Of a machine that libvirt knows, the machine has been told already.
+        # A machine that libvirt knows has been reported as a domain.
         if one["allocation_id"] not in {d["allocation_id"] for d in known} - {""}:
             owner = _owner(one["allocation_id"], records)
             slots = owner.slots if owner else ()
@@ -244,7 +245,7 @@ def _ledger(holdings: Mapping[str, Any], records: Records) -> Iterator[Trace]:
 
 
 def _unfit(holdings: Mapping[str, Any], records: Records) -> Iterator[Difference]:
-    """Devices that a guest has, or could be given, and that do not work or are used by others."""
+    """Devices of sellable or active slots that do not work or have another user."""
     for one in _found(holdings, "devices"):
         slot = records.slot.get(one["slot_id"])
         if slot is not None and slot.status in JUDGED:
@@ -268,11 +269,11 @@ def _lacks(holdings: Mapping[str, Any], part: str, is_it: Any) -> bool:
 
 
 def _owner(said: str, records: Records) -> ExpectedAllocation | None:
-    """Whose it is: the host gives an id, or as much of it as a name has room for."""
+    """Allocation of a trace. The host reports its id, or a prefix as long as the name allows."""
     if said in records.allocation:
         return records.allocation[said]
     found = [one for one in records.allocations if _is_owner(said, one)]
-    # Of two that begin alike, the one that has a right to be there.
+    # If two allocation ids share the prefix, prefer the active allocation.
     return min(found, key=lambda one: not one.active, default=None)
 
 

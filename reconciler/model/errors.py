@@ -1,4 +1,4 @@
-"""What a refusal looks like: a stable code, what was expected, what was found, what to do."""
+"""Refusals: errors with a stable code, the expected and the found state, and a remedy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 class Refusal(Exception):
-    """Something that cannot be done as asked; every refusal of the reconciler is one."""
+    """Base of every error with which the reconciler refuses a request or a task."""
 
     def __init__(self, code: str, *, expected: str, found: str, remedy: str) -> None:
         super().__init__(f"{code}: expected {expected}; found {found}; {remedy}")
@@ -16,7 +16,7 @@ class Refusal(Exception):
         self.remedy = remedy
 
     def told(self) -> dict[str, str]:
-        """What a task's error holds."""
+        """The four parts, as a task stores its error."""
         return {
             "code": self.code,
             "expected": self.expected,
@@ -26,9 +26,9 @@ class Refusal(Exception):
 
 
 class Problem(Refusal):
-    """A request that is refused; nothing has been changed.
+    """Refusal of a request; no record has been changed.
 
-    status is the HTTP status that belongs to the code; detail adds data to the document.
+    status: the HTTP status for the code. detail: additional data for the document.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class Problem(Refusal):
         self.detail = dict(detail or {})
 
     def document(self) -> dict[str, object]:
-        """What the API answers."""
+        """Body of the API's answer."""
         return {**self.told(), **self.detail}
 
 
 def not_found(entity: str, key: object) -> Problem:
-    """The one text for a name that nothing has."""
+    """Problem `<entity>_not_found` for an unknown id or name."""
     return Problem(
         f"{entity}_not_found",
         404,

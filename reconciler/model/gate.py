@@ -1,4 +1,4 @@
-"""May this slot become available? The rules of decisions 9 and 10, over what is known."""
+"""Gate of a slot: the rules by which it may be sold, applied to the recorded evidence."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from reconciler.model.discovery import Blocker
 from reconciler.model.proof import DEFAULT_POLICY, accepts
 from reconciler.model.states import NodeMode, NodeState
 
-# What speaks of launches that the host failed, rather than of what the host is seen to be.
+# Blockers that come from failed launches and not from a report about the host.
 FAILING = ("launch_failed", "launches_failed")
 
 
 @dataclass(frozen=True)
 class Sighting:
-    """A discovery or parity report: when its run started, and on which boot and installation."""
+    """A discovery or parity report, with the start of its run and its boot and installation."""
 
     observed_at: float
     boot_id: str
@@ -31,8 +31,9 @@ class Sighting:
 class DiskProof:
     """The slot's newest proof of a clean disk.
 
-    method: how it was wiped; None when nothing was written since the proof before. install_id: the
-    installation of the host that gave it; another one's ledger knows nothing of it.
+    method: how the disk was wiped; None when nothing was written since the previous proof.
+    install_id: the host installation that gave the proof; another installation's ledger does not
+    have it.
     """
 
     disk_identity: str
@@ -44,9 +45,9 @@ class DiskProof:
 
 @dataclass(frozen=True)
 class Failures:
-    """Launches that failed on the host and touched nothing, one after the other.
+    """Consecutive launches that failed on the host without changing anything there.
 
-    last_at: when the last one ended; last: its code.
+    last_at: when the last launch ended; last: its code.
     """
 
     count: int = 0
@@ -56,11 +57,11 @@ class Failures:
 
 @dataclass(frozen=True, kw_only=True)
 class GateEvidence:
-    """Everything that the gate looks at; None where there is nothing.
+    """All input of the gate; None for evidence that does not exist.
 
     others: the bundles of the node's other slots. restored_at: when the records were restored from
-    a backup, which does not know who had the disk since it was made; 0 for never. drift: what its
-    host holds of the slot although nobody has it; "" when nothing of the kind is known.
+    a backup, 0 for never; a backup lacks every use of the disk since it was made. drift: a trace on
+    the host of a slot that no allocation has, "" without any.
     """
 
     bundle: Bundle
@@ -83,7 +84,7 @@ class GateEvidence:
 
 
 def blockers(evidence: GateEvidence) -> tuple[Blocker, ...]:
-    """What keeps the slot from being sold, all of it; empty when the gate is open."""
+    """Every blocker that keeps the slot from being sold; empty when the gate is open."""
     found = [*_node(evidence)]
     missing = evidence.bundle.missing()
     if missing:
@@ -114,7 +115,7 @@ def _node(evidence: GateEvidence) -> list[Blocker]:
 
 
 def _failures(evidence: GateEvidence) -> list[Blocker]:
-    """What the host failed at is there for the next tenant, until it is shown that it is not."""
+    """Blockers after failed launches, because the cause may remain until reports exclude it."""
     failures = evidence.failures
     if failures.count >= MOST_FAILURES:
         told = f"{failures.count} launches in a row failed on the host, the last one: "
@@ -184,8 +185,8 @@ def _sighting(name: str, sighting: Sighting | None, evidence: GateEvidence) -> l
 def _discovery(evidence: GateEvidence, sighting: Sighting) -> list[Blocker]:
     document = sighting.document
     proof = evidence.proof
-    # A discovery taken while a tenant had the disk shows the tenant's use of it; the wipe proof
-    # is newer. Without this, a slot could only come back after another discovery.
+    # A discovery taken while a tenant had the disk shows the tenant's use of it, but a newer wipe
+    # proof outdates that use. Otherwise a slot could come back only after another discovery.
     use = proof is None or sighting.observed_at >= proof.recorded_at
     found = [
         *discovery.node_blockers(document),
@@ -196,11 +197,11 @@ def _discovery(evidence: GateEvidence, sighting: Sighting) -> list[Blocker]:
     return [Blocker(f"discovery:{row.code}", row.detail) for row in found]
 
 
-# A launch that fails once may have met a moment; the second time, after the host was looked at and
-# found well, what is wrong is something that no look shows.
+# The first failed launch may have a temporary cause. After clean reports, a second failure has a
+# cause that no report shows.
 MOST_FAILURES = 2
-# The request, or our own side: another host would have failed as well, or none. After
-# `boot_changed` the gate is closed by the new boot, if that was not proven meanwhile.
+# Failures by the request or by the reconciler, so that another host would fail too, or no host.
+# After `boot_changed`, the new boot closes the gate until it is proven.
 _ELSEWHERE = frozenset(
     {
         "boot_changed",
@@ -214,10 +215,10 @@ _ELSEWHERE = frozenset(
 
 
 def fails_on_host(code: str) -> bool:
-    """Whether a failure with this code may be there for the next launch as well.
+    """Whether the cause of a failure may be on the host and meet the next launch as well.
 
-    An image that cannot be had is so for all hosts, but for one that has no room for it: were it
-    the host's, the failure of one image server would take a whole site off sale.
+    A missing image affects all hosts, so it does not count: otherwise the failure of an image
+    server would take a whole site off sale. Only a lack of room for an image is the host's own.
     """
     if code.startswith("image_"):
         return code == "image_no_room"

@@ -1,4 +1,4 @@
-"""A node's hardware: its profile, which many nodes share, and what is the node's own. Pure."""
+"""Hardware of a node: the shared profile, with the values of the node itself. Pure."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from typing import Any
 
 from reconciler.model.errors import Problem
 
-# What the profile calls it, by the field of the node's record.
+# Field of the node's record to key of the profile's `fabric` section.
 OWN = {"fabric_interface": "interface", "fabric_address": "site_address"}
 
 
 def node_profile(profile: dict[str, Any], node: Mapping[str, Any]) -> dict[str, Any]:
-    """The profile with the node's own values over it. The profile itself stays as it is."""
+    """Copy of the profile with the node's own values over it."""
     own = {name: node[field] for field, name in OWN.items() if node.get(field)}
     return {**profile, "fabric": {**profile["fabric"], **own}} if own else profile
 
 
 def limit_s(profile: Mapping[str, Any], parts: Iterable[str]) -> int:
-    """Seconds that the profile allows for these parts of a run, one after another."""
-    # Ansible takes a reboot's twice: for the new boot to begin, and for an answer of it.
+    """Seconds that the profile allows for these consecutive parts of a run."""
+    # Ansible applies the reboot limit twice: until the new boot begins, and until it answers.
     return sum(int(profile["deadlines"][part]) * (1 + (part == "reboot")) for part in parts)
 
 
 def maas_tags(tags: list[str] | None) -> dict[str, Any]:
-    """The variable of a parity run; left out of tags that nobody knows: [] is a failed check."""
+    """Variable of a parity run. Omitted for unknown tags, because [] would fail the check."""
     return {} if tags is None else {"slice_maas_tags": tags}
 
 
 def check(profile: Mapping[str, Any], name: str) -> None:
-    """Problem `mgmt_attachment_unsupported` for what a profile may say and no host can do yet.
+    """Problem `mgmt_attachment_unsupported` for a valid attachment that no host supports yet.
 
-    Taken for a tap without a word, a guest's traffic would leave by another way than was bought.
+    Silently using a tap instead would send a guest's traffic by another path than was bought.
     """
     attachment = (profile.get("vm") or {}).get("mgmt_attachment", "tap")
     if attachment != "tap":
@@ -45,9 +45,9 @@ def check(profile: Mapping[str, Any], name: str) -> None:
 
 
 def check_link(profile: Mapping[str, Any], name: str) -> None:
-    """Problem `fabric_link_missing` for a profile whose fabric cards nothing could be sure of.
+    """Problem `fabric_link_missing` for a profile with fabric cards of an unknown link type.
 
-    For nodes that take up this profile: what gives back a node of an older one needs no link.
+    Only for nodes that adopt this profile: giving back a node with an older profile needs no link.
     """
     fabric = profile.get("fabric") or {}
     if fabric.get("pf_ids") and not fabric.get("link"):
@@ -61,12 +61,12 @@ def check_link(profile: Mapping[str, Any], name: str) -> None:
 
 
 def tenant_disks(document: Mapping[str, Any], taken_over: Collection[str]) -> list[dict[str, Any]]:
-    """The disks that were taken over under their identity, and that nothing uses, by identity.
+    """Unused disks that were taken over by identity, in the order of their identity.
 
-    A disk with any blocker (of the system, mounted, in an array, without identity, of a model that
-    the profile excludes, with a filesystem) is the operators' and stays out. So is one that nobody
-    approved by its identity (taken_over): that it carries no signature does not say that it is
-    empty, and what goes along is wiped. The host checks each disk again.
+    A disk with any blocker stays with the operators: an OS disk, mounted, in an array, without an
+    identity, of a model that the profile excludes, or with a filesystem. So does a disk that was
+    not approved by its identity (taken_over). A disk without a signature need not be empty, and
+    every disk in this list is wiped. The host checks each disk again.
     """
     found = []
     for disk in sorted(document.get("nvme") or [], key=lambda disk: str(disk.get("identity"))):
@@ -87,5 +87,5 @@ def tenant_disks(document: Mapping[str, Any], taken_over: Collection[str]) -> li
 
 
 def gpu_count(document: Mapping[str, Any]) -> int:
-    """How many GPUs the machine has."""
+    """Number of GPUs in the machine."""
     return int((document.get("candidate_summary") or {}).get("gpu_devices") or 0)

@@ -1,4 +1,4 @@
-"""Does a host's proof show that this very disk is clean, and clean enough for its policy?"""
+"""Checks of a disk proof: identity, verification, and wipe class against the slot's policy."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 from reconciler.model.errors import Problem
 
-# NIST SP 800-88: `purge` withstands a laboratory, `clear` the disk's own interface. By method, not
-# by the class that a proof names for itself: the host does not judge its own work.
+# NIST SP 800-88: `purge` withstands a laboratory, `clear` the disk's own interface. The class comes
+# from the method and not from the proof's own claim, because the host must not judge its own work.
 CLASSES = {
     "crypto_erase": "purge",
     "user_data_erase": "purge",
     "discard": "clear",
     "zero_fill": "clear",
 }
-# What a slot's `destructive_wipe_policy` lets count. `blkdiscard` is what the operators' guide
-# calls a wipe through the disk's own interface.
+# Wipe classes that each `destructive_wipe_policy` accepts. `blkdiscard` is the name of the
+# operators' guide for a wipe through the disk's own interface.
 POLICIES = {
     "clear": frozenset({"clear", "purge"}),
     "purge": frozenset({"purge"}),
@@ -26,7 +26,7 @@ DEFAULT_POLICY = "clear"
 
 
 def accepts(policy: str, method: str) -> bool:
-    """Whether a wipe by this method counts; an unknown policy or method never does."""
+    """Whether the policy accepts a wipe by this method; never for an unknown policy or method."""
     return CLASSES.get(method) in POLICIES.get(policy, frozenset())
 
 
@@ -38,7 +38,7 @@ def check_proof(
     size_bytes: int = 0,
     policy: str = DEFAULT_POLICY,
 ) -> None:
-    """Raise unless the proof is for the disk, read back and verified, and of a class that counts.
+    """Raise unless the proof is for this disk, verified by read-back, and of an accepted class.
 
     policy: the slot's `destructive_wipe_policy`.
     """
@@ -80,10 +80,10 @@ def check_proof(
         )
 
 
-# What is said of a host on which nothing was begun.
+# Evidence for a host on which no run was started.
 NOTHING_DONE = {"disk_written": False, "leftovers": False}
 
 
 def nothing_written(evidence: Mapping[str, Any]) -> bool:
-    """True only when the host says outright that it wrote nothing and left nothing."""
+    """True only when the host states explicitly that it wrote nothing and left nothing."""
     return evidence.get("disk_written") is False and evidence.get("leftovers") is False

@@ -1,4 +1,4 @@
-"""Recovery of blocked slots: the next move of a case, and when the policy opens one. Pure."""
+"""Recovery of blocked slots: the next move of a case, and the policy that opens cases. Pure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _BUSY = "a task of the allocation has not ended"
 
 @dataclass(frozen=True)
 class Policy:
-    """What a site lets happen by itself; off until it says so.
+    """Limits of automatic recovery at a site; off by default.
 
-    per_node, per_hour: recoveries begun within an hour, on one node and on the whole site. A cause
-    that blocks slot after slot is then met by a person before it has wiped a fleet.
-    remove_leftovers: also where the host still holds something of the failed machine.
+    per_node, per_hour: recoveries that may start within an hour, per node and on the whole site.
+    The limits let a person see a cause that blocks slot after slot before it has wiped a fleet.
+    remove_leftovers: recover also when the host still has traces of the failed machine.
     """
 
     enabled: bool = False
@@ -26,7 +26,7 @@ class Policy:
 
 
 class Move(Described):
-    """What is done next about the blocked slots of one allocation."""
+    """Next step for the blocked slots of an allocation."""
 
     WAIT = "wait", "Nothing now; it is looked at again."
     LOOK = "look", "Have the host say what is left of the allocation."
@@ -37,11 +37,11 @@ class Move(Described):
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """What a recovery case is judged by.
+    """Progress of a recovery case, from which its next move is decided.
 
-    look_open: the task that asks the host has not ended. absent: what the host reported in that
-    task; None: nothing. cleaning: a slot of the case is being wiped. stuck: why a slot has not come
-    back, "" when all have.
+    look_open: the verification task on the host has not ended. absent: the host's report in that
+    task, None without a report. cleaning: a slot of the case is being wiped. stuck: why a slot has
+    not come back, "" when all have.
     """
 
     state: RecoveryState
@@ -54,7 +54,7 @@ class Progress:
 
 
 def next_move(seen: Progress) -> tuple[Move, str]:
-    """The next move of an open case, and why."""
+    """Next move of an open case, with the reason."""
     if seen.state == RecoveryState.OPENED:
         return Move.LOOK, "the host is asked what is left of it"
     if seen.state == RecoveryState.VERIFYING:
@@ -69,7 +69,7 @@ def next_move(seen: Progress) -> tuple[Move, str]:
 
 
 def _answered(seen: Progress) -> tuple[Move, str] | None:
-    """None when the host has answered."""
+    """Move while the host's report is outstanding or missing; None when the host has reported."""
     if seen.look_open:
         return Move.WAIT, "the host has not answered"
     # Unknown never frees a slot.
@@ -92,12 +92,12 @@ def _judge_slots(seen: Progress) -> tuple[Move, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Blocked:
-    """One allocation with blocked slots, as the policy sees it. Times are those of the database.
+    """An allocation with blocked slots, as the policy sees it. Times are those of the database.
 
-    kept: why a person keeps them blocked, "" when nobody does. case: the state of its open recovery
-    case, "" when there is none. tried: the policy has opened a case of it before. busy: a task of
-    the allocation is open. reason: why its slots are blocked. node_begun, site_begun: cases that
-    the policy opened within the last hour.
+    kept: why a person keeps the slots blocked, "" without such a hold. case: the state of its open
+    recovery case, "" without a case. tried: the policy has opened a case for it before. busy: a
+    task of the allocation is open. reason: why its slots are blocked. node_begun, site_begun: cases
+    that the policy opened within the last hour.
     """
 
     reason: str
@@ -110,8 +110,8 @@ class Blocked:
 
 
 def policy_move(policy: Policy, seen: Blocked) -> tuple[Move, str]:
-    """Whether the policy opens a case. Each allocation is tried once: what comes back blocked stays
-    with people.
+    """Whether the policy opens a case. It tries each allocation once; slots that are blocked again
+    are left to people.
     """
     for holds, move, why in (
         (seen.kept, Move.WAIT, f"kept for inspection: {seen.kept}"),

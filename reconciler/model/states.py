@@ -1,4 +1,4 @@
-"""Every state, with one sentence each, and the kinds of task."""
+"""States of every entity, each with its sentence, and the kinds of task."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Described(StrEnum):
 
 
 class NodeMode(Described):
-    """What a node is sold as."""
+    """Whether a node is sold as a whole machine or as slices."""
 
     BAREMETAL = "baremetal", "The whole machine is sold; it carries no slices."
     CONVERTING_TO_SLICE = "converting_to_slice", "It is being made a slice host; nothing is sold."
@@ -30,12 +30,12 @@ class NodeMode(Described):
 
     @property
     def purpose(self) -> str:
-        """What its host is to prove: that of the mode, or of the one that it is converted to."""
+        """The form that parity checks the host for: of this mode, or of the conversion's target."""
         return "slice" if self in (self.SLICE, self.CONVERTING_TO_SLICE) else "baremetal"
 
 
 class NodeState(Described):
-    """Whether work can be done on a node."""
+    """Whether a node can take work."""
 
     ENROLLING = "enrolling", "Known by name; its host key is not certified yet."
     BOOTSTRAPPING = "bootstrapping", "Certified; the host is being prepared."
@@ -60,7 +60,7 @@ class SlotState(Described):
 
 
 class HealthState(Described):
-    """How a slot or a node is doing."""
+    """Health of a slot or a node."""
 
     UNKNOWN = "unknown", "Nothing has been proven yet."
     HEALTHY = "healthy", "The last evidence showed nothing wrong."
@@ -69,7 +69,7 @@ class HealthState(Described):
 
 
 class AllocationState(Described):
-    """The life of what a tenant asked for."""
+    """Lifecycle of an allocation, from request to end."""
 
     REQUESTED = "requested", "Placed and claimed; no run has started."
     PROVISIONING = "provisioning", "A run is building it."
@@ -80,7 +80,7 @@ class AllocationState(Described):
 
 
 class ClaimState(Described):
-    """The life of an allocation's hold on one slot or one whole node."""
+    """Lifecycle of a claim, with which an allocation reserves a slot or a whole node."""
 
     RESERVED = "reserved", "Holds its resources; no run has started."
     PROVISIONING = "provisioning", "Holds its resources while a run builds."
@@ -99,7 +99,7 @@ LIVE_CLAIMS = (
 
 
 class TaskState(Described):
-    """The life of one piece of work on one node."""
+    """Lifecycle of a task: a piece of work on a node."""
 
     QUEUED = "queued", "Nobody has taken it yet."
     RUNNING = "running", "A worker holds its lease."
@@ -111,7 +111,7 @@ class TaskState(Described):
 
 
 class RecoveryState(Described):
-    """The life of a recovery case: one attempt to bring back the slots of one allocation."""
+    """Lifecycle of a recovery case: an attempt to bring back the slots of an allocation."""
 
     OPENED = "opened", "Recorded; the leader has not begun with it."
     VERIFYING = "verifying", "Its host is asked what is left of the allocation."
@@ -130,21 +130,21 @@ OPEN_CASES = (
 
 
 class CapacityShape(Described):
-    """What an allocation is made of; the public contract has no other value."""
+    """Capacity of an allocation; the public contract has no other value."""
 
     BAREMETAL = "baremetal", "One whole machine."
     GPU_SLICE = "gpu_slice", "Whole GPUs of one machine, in a virtual machine."
 
 
 class ClaimKind(Described):
-    """What a claim holds."""
+    """Whether a claim covers a slot or the whole node."""
 
     SLICE = "slice", "One slot of a node."
     NODE_EXCLUSIVE = "node_exclusive", "The whole node."
 
 
 class ProofKind(Described):
-    """Why a disk counts as clean."""
+    """Evidence by which a disk counts as clean."""
 
     TRANSITION = "transition", "Taken over from its former use and wiped, with a manifest."
     WIPE = "wipe", "Wiped after a tenant and read back."
@@ -152,7 +152,7 @@ class ProofKind(Described):
 
 
 class SharingMechanism(Described):
-    """How a slot's accelerator is cut; only whole devices can be scheduled."""
+    """How a slot's accelerator is divided. Only whole devices can be scheduled."""
 
     EXCLUSIVE_DEVICE = "exclusive_device", "The whole GPU."
     MIG_PARTITION = "mig_partition", "A MIG partition; not schedulable."
@@ -163,7 +163,7 @@ class SharingMechanism(Described):
 
 
 class AppStatus(Described):
-    """The life of an application that runs on a project's allocations."""
+    """Lifecycle of an application that runs on a project's allocations."""
 
     DEPLOYING = "deploying", "Its members are being prepared; it says what it waits for."
     RUNNING = "running", "Every member is ready."
@@ -172,7 +172,7 @@ class AppStatus(Described):
 
 
 class MemberStatus(Described):
-    """Whether an allocation is ready to work for the application that it belongs to."""
+    """Whether an allocation is ready to work for its application."""
 
     RECONCILING = "reconciling", "It is being made ready."
     READY = "ready", "The application's controller says that it works."
@@ -180,7 +180,7 @@ class MemberStatus(Described):
 
 
 class OperationStatus(Described):
-    """The life of one piece of work on a member."""
+    """Lifecycle of an operation on a member of an application."""
 
     ACCEPTED = "accepted", "Recorded; its task has not begun."
     RUNNING = "running", "Its task has a run on the host."
@@ -189,20 +189,20 @@ class OperationStatus(Described):
 
 
 class AppSlug(Described):
-    """Which application an instance is of."""
+    """Application that an instance runs."""
 
     SLURM_REFERENCE = "slurm-reference", "Slurm, with one controller and any number of workers."
 
 
 class MemberRole(Described):
-    """What a member does for its application."""
+    """Role of a member in its application."""
 
     CONTROLLER = "controller", "Runs the application's own control; each instance has one."
     WORKER = "worker", "Does the work."
 
 
 class OperationKind(Described):
-    """What is done with a member."""
+    """Kind of an operation on a member."""
 
     MEMBER_ADD = "member_add", "It joins: the managed key is put on it for the first time."
     BOOTSTRAP_SSH_RECONCILE = (
@@ -213,7 +213,7 @@ class OperationKind(Described):
 
 
 class Role(Described):
-    """Who a token speaks for."""
+    """Role of a token: the party that it speaks for."""
 
     PLATFORM_ADMIN = "platform-admin", "Runs the platform."
     PROJECT_MEMBER = "project-member", "Uses what belongs to one project."
@@ -221,7 +221,7 @@ class Role(Described):
 
 
 class TaskKind(StrEnum):
-    """One handler in reconciler/work/kinds belongs to each kind."""
+    """Kind of a task; each kind has its handler in reconciler/work/kinds."""
 
     SLICE_TOPOLOGY_DISCOVER = "slice.topology_discover"
     SLICE_VM_PROVISION = "slice.vm_provision"
@@ -243,19 +243,19 @@ class TaskKind(StrEnum):
 
     @property
     def exclusive(self) -> bool:
-        """True when it changes the host itself: nothing else may run on that node meanwhile."""
+        """True when the task changes the host itself, so that no other task may run on the node."""
         return self in _EXCLUSIVE
 
     @property
     def attempts(self) -> int:
-        """How many attempts a task has for failures that may pass (reconciler/work/retry.py)."""
+        """Attempts of a task when its failure may be temporary (reconciler/work/retry.py)."""
         return _ATTEMPTS if self in _REPEATABLE else 1
 
 
-# Too many, and whoever waits for the failure learns of it late.
+# More attempts would report a permanent failure later.
 _ATTEMPTS = 3
-# They look, or put in place what is the same the second time; their failure changes no record. What
-# the failure of all others means is decided by its outcome, and somebody asks for the work anew.
+# These tasks only read, or are idempotent, and their failure changes no record. For every other
+# task the outcome decides the meaning of a failure, and a new request is needed to repeat it.
 _REPEATABLE = frozenset(
     {
         TaskKind.SLICE_TOPOLOGY_DISCOVER,

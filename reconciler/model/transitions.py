@@ -1,4 +1,4 @@
-"""Which change of state is possible, and how long an unstable state may last. Data only."""
+"""Transition table of every entity, and the time limits of unstable states. Data only."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Transition:
 
 @dataclass(frozen=True)
 class Deadline:
-    """How long a state may last; `event` is what passing it means ("" = only a warning)."""
+    """Longest duration of a state. `event` is applied when it has passed ("" = only a warning)."""
 
     seconds: int
     event: str
@@ -64,7 +64,7 @@ TABLE: tuple[Transition, ...] = (
         "node",
         (N.ENROLLING, "enrol", N.BOOTSTRAPPING),
         (N.BOOTSTRAPPING, "bootstrap", N.READY),
-        # A reimage or a new host key: what was prepared counts no longer.
+        # A reimage or a new host key invalidates the earlier bootstrap.
         (N.READY, "enrol", N.BOOTSTRAPPING),
         (N.DRAINING, "enrol", N.BOOTSTRAPPING),
         (N.MAINTENANCE, "enrol", N.BOOTSTRAPPING),
@@ -84,7 +84,7 @@ TABLE: tuple[Transition, ...] = (
         (N.UNREACHABLE, "regain_maintenance", N.MAINTENANCE),
         (N.ENROLLING, "retire", N.RETIRED),
         (N.MAINTENANCE, "retire", N.RETIRED),
-        # It will not answer any more, and what was on it goes with it.
+        # The host will not answer again; everything on it is given up with it.
         (N.UNREACHABLE, "retire", N.RETIRED),
     ),
     *_rows(
@@ -104,7 +104,7 @@ TABLE: tuple[Transition, ...] = (
         (S.RESERVED, "provision", S.PROVISIONING),
         (S.PROVISIONING, "activate", S.ACTIVE),
         (S.ACTIVE, "release", S.RELEASING),
-        # Nothing was written and nothing is left: the host's ledger says so.
+        # The host's ledger shows that nothing was written and nothing is left.
         (S.RESERVED, "return", S.AVAILABLE),
         (S.PROVISIONING, "return", S.AVAILABLE),
         (S.RESERVED, "park", S.DISABLED),
@@ -117,12 +117,12 @@ TABLE: tuple[Transition, ...] = (
         (S.CLEANUP_BLOCKED, "return", S.AVAILABLE),
         (S.CLEANUP_BLOCKED, "park", S.DISABLED),
         (S.CLEANUP_BLOCKED, "clean", S.CLEANUP),
-        # A device of it has died: there will be no evidence, and no slot either.
+        # A device of the slot has died, so evidence cannot come and the slot is given up.
         (S.CLEANUP_BLOCKED, "withdraw", S.DISABLED),
         (S.RESERVED, "clean", S.CLEANUP),
         (S.PROVISIONING, "clean", S.CLEANUP),
         (S.RELEASING, "clean", S.CLEANUP),
-        # Nobody has it, and its host still holds something of its last tenant.
+        # No allocation has the slot, but its host still has traces of the last tenant.
         (S.DISABLED, "block", S.CLEANUP_BLOCKED),
         (S.AVAILABLE, "block", S.CLEANUP_BLOCKED),
         (S.RESERVED, "block", S.CLEANUP_BLOCKED),
@@ -140,10 +140,10 @@ TABLE: tuple[Transition, ...] = (
         (A.PROVISIONING, "fail", A.FAILED),
         (A.ACTIVE, "release", A.RELEASING),
         (A.RELEASING, "finish", A.RELEASED),
-        # The run failed: what it left is cleaned up, the allocation is still on its way out.
+        # The run failed: its traces are cleaned up while the release goes on.
         (A.RELEASING, "strand", A.RELEASING),
         (A.RELEASING, "fail", A.FAILED),
-        # The host does not answer: use and billing end, the slots stay blocked.
+        # The host does not answer. Use and billing end, and the slots stay blocked.
         (A.ACTIVE, "force_release", A.RELEASED),
         (A.RELEASING, "force_release", A.RELEASED),
     ),
@@ -163,7 +163,7 @@ TABLE: tuple[Transition, ...] = (
         "task",
         (T.QUEUED, "lease", T.RUNNING),
         (T.WAITING, "lease", T.RUNNING),
-        # The holder went silent: another worker attaches to the run it left.
+        # The worker's lease expired: another worker attaches to its run.
         (T.RUNNING, "lease", T.RUNNING),
         (T.RUNNING, "wait", T.WAITING),
         (T.RUNNING, "retry", T.QUEUED),
@@ -201,7 +201,7 @@ TABLE: tuple[Transition, ...] = (
         "recovery_case",
         (R.OPENED, "verify", R.VERIFYING),
         (R.VERIFYING, "clean", R.CLEANING),
-        # Only after something was left on the host, or after a forced release.
+        # Only after traces were left on the host, or after a forced release.
         (R.CLEANING, "verify", R.CONFIRMING),
         (R.CLEANING, "recover", R.RECOVERED),
         (R.CONFIRMING, "recover", R.RECOVERED),
@@ -209,12 +209,12 @@ TABLE: tuple[Transition, ...] = (
         (R.VERIFYING, "fail", R.FAILED),
         (R.CLEANING, "fail", R.FAILED),
         (R.CONFIRMING, "fail", R.FAILED),
-        # It cannot go on yet, and its reason says why.
+        # The case cannot go on yet; the reason of the transition says why.
         (R.OPENED, "wait", R.OPENED),
         (R.VERIFYING, "wait", R.VERIFYING),
         (R.CLEANING, "wait", R.CLEANING),
         (R.CONFIRMING, "wait", R.CONFIRMING),
-        # A person asks for what the policy has begun, or for what another person held back.
+        # A person takes over a case that the policy opened or that another person held back.
         (R.OPENED, "adopt", R.OPENED),
         (R.VERIFYING, "adopt", R.VERIFYING),
         (R.CLEANING, "adopt", R.CLEANING),
@@ -222,7 +222,7 @@ TABLE: tuple[Transition, ...] = (
     ),
 )
 
-# Too low, and a slow boot is called a failure; too high, and a stuck slot stays unseen.
+# A lower limit reports a slow boot as a failure; a higher limit hides a stuck slot for longer.
 DEADLINES: dict[tuple[str, str], Deadline] = {
     ("node", N.ENROLLING): Deadline(86_400, ""),
     ("node", N.BOOTSTRAPPING): Deadline(7_200, "maintain"),
@@ -238,7 +238,7 @@ DEADLINES: dict[tuple[str, str], Deadline] = {
     ("allocation", A.REQUESTED): Deadline(3_600, "fail"),
     ("allocation", A.PROVISIONING): Deadline(7_200, "fail"),
     ("allocation", A.RELEASING): Deadline(14_400, ""),
-    # Claims go where their allocation goes.
+    # Claims follow their allocation.
     ("claim", C.RESERVED): Deadline(3_600, ""),
     ("claim", C.PROVISIONING): Deadline(7_200, ""),
     ("claim", C.RELEASING): Deadline(14_400, ""),
@@ -247,14 +247,14 @@ DEADLINES: dict[tuple[str, str], Deadline] = {
     ("task", T.RUNNING): Deadline(14_400, "lose"),
     ("app_instance", P.DEPLOYING): Deadline(3_600, ""),
     ("app_member", B.RECONCILING): Deadline(3_600, ""),
-    # They end with their task, which has a limit of its own.
+    # Operations end with their task, which has its own limit.
     ("app_operation", W.ACCEPTED): Deadline(90_000, ""),
     ("app_operation", W.RUNNING): Deadline(14_400, ""),
     ("recovery_case", R.OPENED): Deadline(86_400, "fail"),
-    # Longer than the task that asks the host may wait and run: it ends first, with its own error.
+    # Longer than the verification task may wait and run: the task ends first, with its own error.
     ("recovery_case", R.VERIFYING): Deadline(115_200, "fail"),
     ("recovery_case", R.CONFIRMING): Deadline(115_200, "fail"),
-    # It ends with its slots, which have limits of their own: some disks are wiped for hours.
+    # The case ends with its slots, which have their own limits: some disks are wiped for hours.
     ("recovery_case", R.CLEANING): Deadline(86_400, ""),
 }
 
@@ -262,10 +262,10 @@ _TARGETS = {(row.entity, row.source, row.event): row.target for row in TABLE}
 
 
 def target(entity: str, source: str, event: str) -> str | None:
-    """Where `event` leads; None when it is not possible now."""
+    """State that `event` leads to; None when the event is not possible in `source`."""
     return _TARGETS.get((entity, source, event))
 
 
 def events(entity: str, source: str) -> tuple[str, ...]:
-    """What can happen to an entity in this state."""
+    """Events that are possible for an entity in this state."""
     return tuple(row.event for row in TABLE if row.entity == entity and row.source == source)

@@ -1,1 +1,1 @@
-"""Records of one noun per file: reading, inserting, guarded updates."""
+"""Records by noun, each in its file: reading, inserting, guarded updates."""

@@ -1,4 +1,4 @@
-"""What tenants asked for: placing it, giving it back, reading it."""
+"""Allocations with their claims and tasks: reading."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def every(
     node_id: str | None = None,
     page: Page | None = None,
 ) -> list[Allocation]:
-    """Newest first, without claims."""
+    """Allocations without claims, newest first."""
     query = rows.where(
         sa.select(allocations), allocations, project_id=project_id, state=state, node_id=node_id
     )

@@ -1,4 +1,4 @@
-"""Until when the hosts' certificates vouch for them, and whose is to be renewed."""
+"""Validity of host certificates."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from reconciler.model.states import NodeState
 
 
 def ends(conn: sa.Connection, node_ids: Iterable[str]) -> dict[str, float]:
-    """By node: when the last of its certificates that was not revoked ends."""
+    """Expiry by node: the latest end of its certificates that are not revoked."""
     return ends_where(conn, nodes.c.id.in_(list(node_ids)))
 
 
 def of_living(conn: sa.Connection) -> dict[str, float]:
-    """As `ends`, of every node that is not retired."""
+    """Like `ends`, for every node that is not retired."""
     return ends_where(conn, nodes.c.state != NodeState.RETIRED)
 
 
@@ -35,7 +35,7 @@ def ends_where(conn: sa.Connection, which: sa.ColumnElement[bool]) -> dict[str, 
 
 
 def accepted(conn: sa.Connection) -> list[Record]:
-    """The host keys that we believe now, by node: since when, and until when."""
+    """Trusted host keys by node, each with the start and the end of its trust."""
     table = node_certificates
     since, until = sa.func.min(table.c.created_at), sa.func.max(table.c.valid_until)
     query = (
@@ -50,7 +50,7 @@ def accepted(conn: sa.Connection) -> list[Record]:
 
 
 def current(conn: sa.Connection, node_id: str) -> NodeCertificate:
-    """The certificate under which the host is known; Problem when it has none that is good."""
+    """The current certificate of a host; Problem when it is missing or has expired."""
     table = node_certificates
     query = sa.select(table).where(table.c.node_id == node_id, table.c.revoked_at.is_(None))
     found = rows.first(
@@ -69,9 +69,9 @@ def current(conn: sa.Connection, node_id: str) -> NodeCertificate:
 
 
 def require_valid(conn: sa.Connection, node_id: str) -> None:
-    """Problem `host_certificate_expired` when nobody would believe the host any more.
+    """Problem `host_certificate_expired` when all certificates of the host have expired.
 
-    A node without any certificate is left to SSH, which refuses it by itself.
+    A node without any certificate passes, because SSH refuses it by itself.
     """
     until = ends(conn, [node_id]).get(node_id)
     if until is not None and until <= clock.read(conn):
@@ -79,7 +79,7 @@ def require_valid(conn: sa.Connection, node_id: str) -> None:
 
 
 def expired(node_id: str, until: float, said: str = "") -> Problem:
-    """What is wrong with a host whose certificate has ended. said: the last words of SSH."""
+    """Problem for a host with an expired certificate. said: the last message of SSH."""
     return Problem(
         "host_certificate_expired",
         409,

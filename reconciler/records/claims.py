@@ -1,4 +1,4 @@
-"""Claims: the source of truth for who holds what."""
+"""Claims of allocations on slots and nodes, the authority for occupied capacity."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ _COPIED = (*BUNDLE_FIELDS, "nvme_identity", "fence", "disk_generation")
 def claim_slot(
     conn: sa.Connection, allocation_id: str, slot: Slot, position: int, act: Act
 ) -> Claim:
-    """Reserve a slot that is locked, and write down what was claimed under the slot's next fence.
+    """Reserve a locked slot and insert a claim with a copy of its bundle, under its next fence.
 
-    Raising disk_generation makes every proof so far too old: only a new one makes it available.
+    Raising disk_generation invalidates every earlier proof, so that the slot needs a new proof to
+    become available.
     """
     reserved = advance(
         conn,
@@ -62,9 +63,9 @@ def claim_node(
     *,
     disks: Sequence[Mapping[str, Any]] = (),
 ) -> Claim:
-    """Hold the whole node, under its next fence, and write down the disks that go with it.
+    """Claim the whole node with its disks, under its next fence.
 
-    The schema refuses it on a node that is not in bare-metal mode.
+    The schema refuses the claim on a node that is not in bare-metal mode.
     """
     values = {
         "allocation_id": allocation_id,
@@ -77,13 +78,13 @@ def claim_node(
 
 
 def next_node_fence(conn: sa.Connection, node_id: str) -> int:
-    """Raise the node's fence: no run for the whole machine under an older one counts any more."""
+    """Raise the node's fence, so that whole-machine runs under an older fence no longer count."""
     update = sa.update(nodes).where(nodes.c.id == node_id).values(fence=nodes.c.fence + 1)
     return int(conn.execute(update.returning(nodes.c.fence)).scalar_one())
 
 
 def exclusive_ended_at(conn: sa.Connection, node_id: str) -> float:
-    """When the last tenant of the whole machine left; 0 when none was ever let near it."""
+    """End of the last whole-machine claim whose provisioning task began; 0 without any."""
     began = sa.exists().where(
         tasks.c.allocation_id == claims.c.allocation_id,
         tasks.c.kind == TaskKind.BAREMETAL_PROVISION,
@@ -96,25 +97,25 @@ def exclusive_ended_at(conn: sa.Connection, node_id: str) -> float:
 
 
 def of_allocation(conn: sa.Connection, allocation_id: str) -> list[Claim]:
-    """The boot slot's claim first."""
+    """Claims of an allocation, the boot slot's claim first."""
     query = sa.select(claims).where(claims.c.allocation_id == allocation_id)
     return rows.every(conn, query.order_by(claims.c.position), Claim)
 
 
 def bundles(conn: sa.Connection, allocation_id: str) -> list[dict[str, Any]]:
-    """An allocation's slots as the run contract has them, with the fences of its claims."""
+    """Bundles of an allocation in the form of the run contract, with the fences of its claims."""
     return run_bundles(of_allocation(conn, allocation_id))
 
 
 def run_bundles(found: Iterable[Claim]) -> list[dict[str, Any]]:
-    """The same of claims that are at hand."""
+    """Bundles of slot claims in the form of the run contract, with their fences."""
     return [run_bundle(vars(claim), fence=True) for claim in found if claim.slot_id]
 
 
 def held_slots(conn: sa.Connection, allocation_id: str) -> list[Slot]:
-    """The slots that still carry what this allocation left: no later claim has taken them.
+    """Slots that no later claim has taken, so that this allocation's traces may be on them.
 
-    They are locked in the order of everybody else; the boot slot is the first one all the same.
+    They are locked in the common order of locks, but returned with the boot slot first.
     """
     join = sa.and_(
         claims.c.slot_id == slot_table.c.id,
@@ -134,16 +135,16 @@ def held_slots(conn: sa.Connection, allocation_id: str) -> list[Slot]:
 
 
 def unfenced(conn: sa.Connection, fences: Mapping[str, int]) -> list[str]:
-    """Those of these slots that still have the fence given, held until the transaction ends."""
+    """Ids of the slots that still have the given fence; they stay locked in this transaction."""
     query = sa.select(slot_table.c.id, slot_table.c.fence).where(slot_table.c.id.in_(fences))
     found = conn.execute(query.order_by(slot_table.c.id).with_for_update())
     return [str(slot_id) for slot_id, fence in found if fences[slot_id] == fence]
 
 
 def fence_off(conn: sa.Connection, fences: Mapping[str, int]) -> list[str]:
-    """Raise the fence of blocked slots that still have the one given; their ids.
+    """Raise the fence of blocked slots that still have the given fence; returns their ids.
 
-    No run under the old fence counts any more: not here, and not on the host from the next run on.
+    Runs under the old fence no longer count in the records, nor on the host from its next run on.
     """
     fenced = []
     for slot_id, fence in sorted(fences.items()):
@@ -158,7 +159,7 @@ def fence_off(conn: sa.Connection, fences: Mapping[str, int]) -> list[str]:
 
 
 def last_holder(conn: sa.Connection, slot_id: str) -> str:
-    """The allocation that claimed a slot last; "" when nobody ever did."""
+    """The allocation with the last claim on a slot; "" without any claim."""
     query = sa.select(claims.c.allocation_id).where(claims.c.slot_id == slot_id)
     found = conn.execute(query.order_by(claims.c.disk_generation.desc()).limit(1))
     return str(found.scalar() or "")

@@ -1,4 +1,4 @@
-"""The image catalogue; the digest here is the authority."""
+"""Image catalogue. Its digests are the authority for the bytes of an image."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def register(
     compression: str = "none",
     url_digest: str = "",
 ) -> Image:
-    """Add an image. A version never changes its bytes: another digest is another version."""
+    """Add an image. The bytes of a version never change: another digest needs another version."""
     if not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
         raise Problem(
             "digest_invalid",
@@ -76,11 +76,11 @@ def get(conn: sa.Connection, id: str) -> Image:
 
 
 def find(conn: sa.Connection, name: str, version: str = "") -> Image | None:
-    """By name, the newest unless a version is given."""
+    """The image with a name and version, or the newest version; None if there is none."""
     query = rows.where(sa.select(images), images, name=name, version=version or None)
     return rows.first(conn, query.order_by(images.c.created_at.desc()), Image)
 
 
 def every(conn: sa.Connection, page: Page | None = None) -> list[Image]:
-    """By name and version."""
+    """Images in the order of name and version."""
     return rows.every(conn, part(sa.select(images), ORDER, page), Image)

@@ -1,4 +1,4 @@
-"""Leases: which tasks a worker may begin, and why the others wait."""
+"""Task leases: the tasks that a worker may begin, and the reasons why others wait."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from reconciler.model.states import NodeState, TaskKind, TaskState
 from reconciler.records import certificates
 
 DUE = (TaskState.QUEUED, TaskState.WAITING)
-# How many rows are looked at for each that is wanted: only what others take meanwhile, or what the
-# rows before it shut out, is passed over. All rows that cannot begin are left out by the query.
+# Extra rows that are read beyond the limit. The query excludes tasks that cannot begin, so rows are
+# skipped only when other workers take them or when earlier rows of this call exclude them.
 _SPARE = 50
 _other = tasks.alias("other")
 
@@ -31,10 +31,11 @@ def lease(
     kinds: Sequence[TaskKind] | None = None,
     limit: int = 1,
 ) -> list[Task]:
-    """Take what is due and may run now, and what a silent holder on the same runner left.
+    """Lease tasks that are due and may run now, and tasks of this runner whose lease has expired.
 
-    runner: the folder that holds this worker's runs (runs.runner). Whether a run of another runner
-    lives cannot be seen from here, so it is neither attached to nor started a second time.
+    runner: id of the folder with this worker's runs (runs.paths.runner_id). A worker cannot see
+    whether a run of another runner is alive. So it neither attaches to such a run nor starts it a
+    second time.
     """
     query = sa.select(tasks).where(sa.or_(_may_begin(runner), _left(runner)))
     if kinds is not None:
@@ -44,8 +45,8 @@ def lease(
     for candidate in rows.every(conn, query.order_by(*order).limit(limit + _SPARE), Task):
         if len(taken) == limit:
             break
-        # The node's row is the lock under which tasks of one node are let in, one worker at a time:
-        # asked again under it, the same question has an answer that stays true.
+        # The node's row is the lock for leasing tasks of this node. The same query under the lock
+        # has an answer that stays true.
         rows.get(conn, Node, candidate.node_id, lock=True)
         mine = query.where(tasks.c.id == candidate.id)
         task = rows.first(conn, mine.with_for_update(skip_locked=True, of=tasks), Task)
@@ -62,7 +63,7 @@ def _may_begin(runner: str) -> sa.ColumnElement[bool]:
         _other.c.subject_kind == tasks.c.subject_kind,
         _other.c.subject_id == tasks.c.subject_id,
     )
-    # An exclusive task that came first is let in first, or it would wait for ever.
+    # An earlier exclusive task goes first, because it would otherwise wait for ever.
     ahead = on_node.where(
         _other.c.state == TaskState.QUEUED,
         _other.c.exclusive,
@@ -83,8 +84,8 @@ def _may_begin(runner: str) -> sa.ColumnElement[bool]:
 
 
 def _left(runner: str) -> sa.ColumnElement[bool]:
-    # Past its deadline a task is not taken over but given up; before that, it gets a last while
-    # (reconciler.work.deadlines), in which a run that ended meanwhile can still say how.
+    # A task past its deadline is given up and not taken over. Before that it gets a grace time
+    # (reconciler.work.deadlines), in which the outcome of an ended run can still be recorded.
     return sa.and_(
         tasks.c.state == TaskState.RUNNING,
         tasks.c.lease_expires_at < clock.now(),
@@ -104,7 +105,8 @@ def _unreachable() -> sa.ColumnElement[bool]:
 def _take(conn: sa.Connection, task: Task, owner: str, runner: str, seconds: float) -> Task:
     again = task.state == TaskState.RUNNING
     reason = f"taken over by {owner}" if again else f"taken by {owner}"
-    # What kept it waiting is over; what somebody asked of a run that goes on is not.
+    # A new lease clears the error that kept the task waiting. A takeover keeps it, because it
+    # belongs to the run that goes on.
     fresh: dict[str, Any] = {} if again else {"error": {}}
     return advance(
         conn,
@@ -124,16 +126,16 @@ def _take(conn: sa.Connection, task: Task, owner: str, runner: str, seconds: flo
     )
 
 
-# What carries out runs: AWX that says nothing, or this side's disk and identity.
+# Errors of the controller side, which executes runs: AWX, the run folder, and its own identity.
 CONTROLLER_CODES = ("awx_silent", "run_folder_unwritable", "controller_unready")
 
 
 def wait_reasons(conn: sa.Connection, found: Sequence[Task]) -> dict[str, Record]:
-    """By task id, for those that have not begun: `code`, `detail`, and what goes with the code.
+    """Reasons by task id, for tasks that have not begun: `code`, `detail`, and fields of the code.
 
-    host_unreachable and host_certificate_expired (unreachable_since, attempts, not_before), those
-    of OURS (attempts, not_before), later (not_before), node_busy and exclusive_first (task_id),
-    worker.
+    host_unreachable and host_certificate_expired (unreachable_since, attempts, not_before),
+    CONTROLLER_CODES (attempts, not_before), later (not_before), node_busy and exclusive_first
+    (task_id), worker.
     """
     due = [task for task in found if task.state in DUE]
     ids = {task.node_id for task in due}
@@ -151,7 +153,7 @@ def wait_reasons(conn: sa.Connection, found: Sequence[Task]) -> dict[str, Record
     for task in due:
         reason, end = why[task.id], until.get(task.node_id, now + 1)
         if reason["code"] == "host_unreachable" and end <= now:
-            # It may be back for long: nobody would believe that it is the same host.
+            # The host may be back already, but SSH refuses it with an expired certificate.
             problem = certificates.expired(task.node_id, end, reason["detail"])
             reason["code"] = problem.code
             reason["detail"] = f"{problem.found}; {problem.remedy}"
@@ -191,7 +193,7 @@ def _reason(task: Task, node: Node, beside: Sequence[Task], now: float) -> Recor
 
 
 def _ahead(task: Task, other: Task) -> str:
-    """Why the other one keeps this task from beginning; "" when it does not."""
+    """Code of the reason why the other task keeps this task from beginning; "" when it does not."""
     same = (task.subject_kind, task.subject_id) == (
         other.subject_kind,
         other.subject_id,

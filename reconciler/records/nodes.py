@@ -1,4 +1,4 @@
-"""The records of machines and their life."""
+"""Node records: creation, changes, and conditions for their use."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ CHANGEABLE = (
     "health_detail",
 )
 ORDER = Order(nodes, ("name",))
-# A slot in one of these states holds, or may hold, something of a tenant.
-# In one of these a run is at work, or a tenant; of others, evidence is all that is missing.
+# States of a slot on which a run or a tenant is at work. Other states at most wait for evidence.
 AT_WORK = tuple(
     state
     for state in SlotState
     if state not in (SlotState.DISABLED, SlotState.AVAILABLE, SlotState.CLEANUP_BLOCKED)
 )
+# States of a slot that has, or may have, traces of a tenant.
 BUSY = tuple(state for state in SlotState if state not in (SlotState.DISABLED, SlotState.AVAILABLE))
 
 
@@ -63,9 +63,9 @@ def create(
     maas_tags: Sequence[str] | None = None,
     mode: NodeMode = NodeMode.CONVERTING_TO_SLICE,
 ) -> Node:
-    """A machine that is to be enrolled; mode says what it will be.
+    """Add a node that is to be enrolled. mode: its mode, or the conversion to it.
 
-    maas_tags: None when they are not known, which is not the same as no tags.
+    maas_tags: None when they are unknown, which is not the same as no tags.
     """
     taken = sa.or_(nodes.c.id == id, nodes.c.name == (name or id))
     if rows.first(conn, sa.select(nodes).where(taken), Node):
@@ -117,13 +117,13 @@ def every(
     mode: NodeMode | None = None,
     page: Page | None = None,
 ) -> list[Node]:
-    """By name."""
+    """Nodes in the order of their names."""
     query = rows.where(sa.select(nodes), nodes, state=state, mode=mode)
     return rows.every(conn, part(query, ORDER, page), Node)
 
 
 def change(conn: sa.Connection, id: str, act: Act, **values: Any) -> Node:
-    """Change what an operator may: where it is, what it belongs to, how it is doing."""
+    """Change the fields that an operator may set: address, placement, profile, health."""
     unknown = sorted(set(values) - set(CHANGEABLE))
     if unknown:
         raise Problem(
@@ -142,7 +142,7 @@ def change(conn: sa.Connection, id: str, act: Act, **values: Any) -> Node:
 
 
 def require_enrolled(conn: sa.Connection, id: str) -> Node:
-    """The node, unless its host has never enrolled: no run could reach that."""
+    """The node; Problem `node_not_enrolled` if its host never enrolled, as no run can reach it."""
     node = rows.get(conn, Node, id)
     if node.state == NodeState.ENROLLING:
         raise Problem(
@@ -157,9 +157,10 @@ def require_enrolled(conn: sa.Connection, id: str) -> Node:
 
 
 def refuse_in_use(conn: sa.Connection, id: str, busy: Sequence[SlotState] = BUSY) -> None:
-    """Problem `node_in_use`, asked before a host is restarted, made something else, or given up.
+    """Problem `node_in_use` for a node with live claims or with slots in a busy state.
 
-    Of a launch that is under way its end is waited for.
+    For use before a host is restarted, converted, or given up. It waits for the end of a launch
+    that is under way, because it locks the slots.
     """
     locks.hold_slots(conn, id)
     held = sa.select(slots.c.id, slots.c.status).where(
@@ -192,7 +193,7 @@ NOT_CLEAN = "machine_not_clean"
 
 
 def require_clean(node: Node) -> None:
-    """Refuse to make something else of a machine that may hold a tenant's traces."""
+    """Problem `machine_not_clean` for a machine that may have traces of a tenant."""
     if node.unclean_allocation_id:
         raise Problem(
             NOT_CLEAN,

@@ -1,4 +1,4 @@
-"""Projects: whose allocations they are."""
+"""Projects, the owners of allocations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ORDER = Order(projects, ("name",))
 
 
 def create(conn: sa.Connection, name: str, act: Act, *, id: str | None = None) -> Project:
-    """A new project; its name is its own."""
+    """Add a project with a unique name."""
     if rows.first(conn, sa.select(projects).where(projects.c.name == name), Project):
         raise Problem(
             "project_exists",
@@ -38,7 +38,7 @@ def get(conn: sa.Connection, id: str) -> Project:
 def every(
     conn: sa.Connection, page: Page | None = None, *, among: Collection[str] | None = None
 ) -> list[Project]:
-    """By name. among: only those with one of these ids."""
+    """Projects in the order of their names. among: limits them to these ids."""
     query = sa.select(projects)
     if among is not None:
         query = query.where(projects.c.id.in_(among))

@@ -1,4 +1,4 @@
-"""Proofs that a disk is clean. They are kept for ever."""
+"""Disk proofs: evidence that a disk is clean. Proofs are never removed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def record(
     allocation_id: str | None = None,
     task_id: str | None = None,
 ) -> Proof:
-    """A proof for a slot's disk as it is since its last claim."""
+    """Record a proof for a slot's disk at its current generation."""
     if kind is ProofKind.WIPE:
         check_proof(
             document,
@@ -68,9 +68,9 @@ def record_transition(
     task_id: str | None = None,
     manifest: str = "",
 ) -> Proof:
-    """The proof of a storage transition, which may come before there is a slot.
+    """Record the proof of a disk takeover, which may come before its slot exists.
 
-    manifest: the file on the host that has the disk's former use and the proof.
+    manifest: the file on the host with the disk's former use and the proof.
     """
     identity = str(proof.get("disk") or proof.get("identity") or "")
     check_proof(proof, identity=identity)
@@ -116,7 +116,7 @@ def record_disk(
     allocation_id: str,
     task_id: str | None = None,
 ) -> Proof:
-    """The proof for a disk that went with a whole machine."""
+    """Record the wipe proof of a disk of a whole-machine claim."""
     identity = f"eui.{disk['nvme_eui']}"
     if document is None:
         raise Problem(
@@ -152,19 +152,19 @@ def record_disk(
 
 
 def policy(slot: Slot) -> str:
-    """What a wipe of the slot's disk must be; a gate judges transition proofs by it as well."""
+    """Wipe policy of the slot's disk. The gate applies it to takeover proofs as well."""
     return str(slot.capacity_metadata.get("destructive_wipe_policy") or DEFAULT_POLICY)
 
 
 def generation(conn: sa.Connection, identity: str) -> int:
-    """How often the disk has been given to a tenant, in any slot it was ever part of."""
+    """Highest generation of the disk over all slots that it was ever part of."""
     query = sa.select(sa.func.max(slots.c.disk_generation))
     found = conn.execute(query.where(slots.c.nvme_identity == identity)).scalar_one()
     return int(found or 0)
 
 
 def manifest(conn: sa.Connection, node_id: str, identity: str) -> str:
-    """The manifest of the disk's last transition on the node; "" when none is known."""
+    """Manifest of the disk's last takeover on the node; "" without any."""
     query = sa.select(proofs).where(
         proofs.c.disk_identity == identity,
         proofs.c.node_id == node_id,
@@ -175,9 +175,9 @@ def manifest(conn: sa.Connection, node_id: str, identity: str) -> str:
 
 
 def taken_over(conn: sa.Connection, node: Node) -> frozenset[str]:
-    """Disks whose storage transition was approved for this installation of the node.
+    """Disks with a takeover proof under the current installation of the node.
 
-    Whether the proof still stands is the host's to say: its ledger knows every write since.
+    The host decides whether the proof still holds, because its ledger has every later write.
     """
     query = sa.select(proofs.c.disk_identity).where(
         proofs.c.node_id == node.id,
@@ -188,7 +188,7 @@ def taken_over(conn: sa.Connection, node: Node) -> frozenset[str]:
 
 
 def current(conn: sa.Connection, slot: Slot) -> Proof | None:
-    """The newest proof that still counts: made since the disk's last claim."""
+    """The newest proof at the disk's current generation, or None."""
     query = sa.select(proofs).where(
         proofs.c.disk_identity == slot.nvme_identity,
         proofs.c.disk_generation == slot.disk_generation,
@@ -198,21 +198,21 @@ def current(conn: sa.Connection, slot: Slot) -> Proof | None:
 
 
 def latest(conn: sa.Connection, slot_id: str) -> Proof | None:
-    """The newest proof of a slot, whether or not it still counts."""
+    """The newest proof of a slot, even if it is outdated."""
     query = sa.select(proofs).where(proofs.c.slot_id == slot_id)
     return rows.first(conn, query.order_by(proofs.c.created_at.desc()), Proof)
 
 
 def of_slot(conn: sa.Connection, slot_id: str, page: Page | None = None) -> list[Proof]:
-    """Newest first."""
-    # There is an index by disk; that a slot keeps its disk is the schema's to see to.
+    """Proofs of a slot, newest first."""
+    # Query by disk, because it has an index. The schema ensures that a slot keeps its disk.
     disk = sa.select(slots.c.nvme_identity).where(slots.c.id == slot_id).scalar_subquery()
     query = sa.select(proofs).where(proofs.c.disk_identity == disk, proofs.c.slot_id == slot_id)
     return rows.every(conn, part(query, ORDER, page), Proof)
 
 
 def of_disk(conn: sa.Connection, identity: str) -> list[Proof]:
-    """Newest first, on whatever node the disk was."""
+    """Proofs of a disk on all nodes, newest first."""
     query = sa.select(proofs).where(proofs.c.disk_identity == identity)
     return rows.every(conn, query.order_by(proofs.c.created_at.desc()), Proof)
 
@@ -228,8 +228,8 @@ def _installation(conn: sa.Connection, node_id: str) -> str:
 
 
 def _sold_under(conn: sa.Connection, slot: Slot) -> str:
-    """An untouched disk is as clean as it was sold, and to the installation that had proven it:
-    the host may have been reimaged since.
+    """Installation of the slot's last proof. An untouched disk is as clean as at its sale, and only
+    for that installation, because the host may have been reimaged since.
     """
     last = slot.last_proof_id
     return str(get(conn, last).install_id) if last else ""
@@ -240,12 +240,12 @@ _FAILURE_CODE = "failure"
 
 
 def with_failure(evidence: Mapping[str, Any], code: str) -> dict[str, Any]:
-    """What the proof of an untouched disk holds: of whose failure it tells, if of the host's."""
+    """Document of an untouched proof. It has the failure code if the cause may be on the host."""
     return {**evidence, _FAILURE_CODE: code} if gate.fails_on_host(code) else dict(evidence)
 
 
 def launch_failures(conn: sa.Connection, slot: Slot) -> Failures:
-    """Those that stand between the slot and the next tenant."""
+    """Launches that failed on the host since the slot's last wipe, takeover or enabling."""
     of_disk = sa.and_(
         proofs.c.disk_identity == slot.nvme_identity, proofs.c.node_id == slot.node_id
     )

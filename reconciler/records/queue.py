@@ -1,4 +1,4 @@
-"""The queue of work on hosts: who does what, who holds it, how it ended."""
+"""Task queue: enqueueing, leases, outcomes and events of tasks."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from reconciler.model.errors import Problem
 from reconciler.model.states import TaskKind, TaskState
 from reconciler.records.leasing import DUE
 
-# A run is ended by its own deadline first; its task waits this much longer for the start of the
-# process, the end of what it left, and the record of its outcome.
+# Seconds from the run's own deadline, which ends it first, to its task's deadline. They cover the
+# start of the process, the end of its remaining processes, and the record of the outcome.
 SETTLE_S = 180
-# What a run and its worker get to end in order once their deadline has passed. Too low, and a run
-# that was just being ended counts as lost.
+# Seconds for a run and its worker to end in order after the task's deadline. With a lower value, a
+# run that is just ending counts as lost.
 GRACE_S = 300
 DEADLINE_PASSED = "deadline_passed"
 ORDER = Order(tasks, ("created_at", "id"), descending=True)
@@ -43,14 +43,15 @@ _ENDS = {
 }
 _FREE = {"lease_owner": "", "lease_token": "", "lease_expires_at": None}
 _NO_RUN = {"run_id": "", "run_directory": "", "progress_offset": 0}
-# A host that is restarting answers within minutes; one that is gone is asked rarely.
+# Pauses between attempts to reach a host. A rebooting host answers within minutes; a host that
+# stays unreachable is tried rarely.
 _FIRST_PAUSE_S = 5
 _LONGEST_PAUSE_S = 300
 
 
 @dataclass(frozen=True)
 class Enqueue:
-    """One piece of work. parameters are fully resolved: the run makes no choices."""
+    """A request for a task. parameters: fully resolved, because the run makes no choices."""
 
     kind: TaskKind
     node_id: str
@@ -65,7 +66,7 @@ class Enqueue:
 
 
 def enqueue(conn: sa.Connection, item: Enqueue, act: Act) -> Task:
-    """Queue the work; the same work that nobody has begun yet is not queued twice."""
+    """Queue a task; return the existing task if the same work is queued or waiting."""
     query = sa.select(tasks).where(
         tasks.c.node_id == item.node_id,
         tasks.c.kind == item.kind,
@@ -81,7 +82,7 @@ def enqueue(conn: sa.Connection, item: Enqueue, act: Act) -> Task:
 
 
 def add(conn: sa.Connection, item: Enqueue, act: Act) -> Task:
-    """Queue work on what this transaction has made: nothing of it can be queued already."""
+    """Queue a task without a search for duplicates, for subjects that this transaction created."""
     record = db_rows.add(
         conn,
         Task,
@@ -110,17 +111,17 @@ def add(conn: sa.Connection, item: Enqueue, act: Act) -> Task:
 
 
 def run_id(task: Task) -> str:
-    """The name of the run that the task has now: one for each attempt, and for each that did not
-    reach its host.
+    """Id of the task's current run. Each attempt, and each run that did not reach the host, has its
+    own id.
     """
     again = f"-{task.unreached}" if task.unreached else ""
     return f"{task.id}-{task.attempt}{again}"
 
 
 def heartbeat(conn: sa.Connection, task_id: str, token: str, *, seconds: float = 30) -> Task:
-    """Hold on to the task; the answer says whether somebody asked for its end.
+    """Renew the lease of a task; the returned row shows whether its cancellation was requested.
 
-    Past its deadline nobody can hold on to it: the lease ends, so that the task can be given up.
+    Past the deadline of the task the lease is not renewed, so that the task can be given up.
     """
     over = tasks.c.deadline_at < clock.now()
     until = sa.case((over, tasks.c.lease_expires_at), else_=clock.now() + seconds)
@@ -136,9 +137,9 @@ def started(
     run_directory: str,
     deadline_s: int | None = None,
 ) -> Task:
-    """A run of its own belongs to the task: whoever takes it over attaches to that run.
+    """Record the run of the task, so that a worker that takes the task over attaches to that run.
 
-    deadline_s: how long the run may take; the task's own deadline follows it, once for each run.
+    deadline_s: time limit of the run. It sets the task's own deadline, once for each run.
     """
     values: dict[str, Any] = {"run_id": run_id, "run_directory": run_directory}
     if deadline_s is not None:
@@ -154,9 +155,9 @@ def progress(
     *lines: Mapping[str, Any],
     offset: int | None = None,
 ) -> Task:
-    """How far it is; every line is kept as an event, the last one is the task's progress.
+    """Record progress. Every line is stored as an event; the last line is the task's progress.
 
-    offset: how much of the run's progress file these lines end; who attends next begins there.
+    offset: position in the run's progress file behind these lines, where the next reader begins.
     """
     last = dict(lines[-1])
     values = {"progress": last} if offset is None else {"progress": last, "progress_offset": offset}
@@ -178,7 +179,7 @@ def progress(
 def wait(
     conn: sa.Connection, task_id: str, token: str, reason: str, *, seconds: float, act: Act
 ) -> Task:
-    """Give the task back until later; the reason is shown."""
+    """Give the task back for some seconds; the reason is shown to users."""
     _held(conn, task_id, token, {})
     columns = {**_FREE, "not_before": clock.now() + seconds}
     return advance(conn, "task", task_id, "wait", act.because(reason), columns=columns)
@@ -193,10 +194,10 @@ def wait_for_host(
     act: Act,
     error: Mapping[str, Any] | None = None,
 ) -> Task:
-    """Give the task back because its run never reached the host: nothing was done there.
+    """Give the task back because its run never reached the host, so that nothing was done there.
 
-    The next run has an id of its own and is the same attempt. It comes when the host answers, or
-    by itself after a while that doubles each time. error: what kept it here, if not the host.
+    The next run has its own id and belongs to the same attempt. It starts when the host answers, or
+    after a pause that doubles each time. error: the cause, if it is not the host.
     """
     task = _held(conn, task_id, token, {})
     pause = min(_FIRST_PAUSE_S * 2 ** min(task.unreached, 20), _LONGEST_PAUSE_S)
@@ -220,7 +221,7 @@ def retry(
     act: Act,
     error: Mapping[str, Any] | None = None,
 ) -> Task:
-    """Another attempt with a run of its own; error: how this one ended."""
+    """Queue another attempt, which has its own run. error: the error of this attempt."""
     task = _held(conn, task_id, token, {})
     if task.attempt >= task.max_attempts:
         raise Problem(
@@ -242,7 +243,7 @@ def retry(
 
 
 def postpone_behind(conn: sa.Connection, task: Task, kind: TaskKind) -> None:
-    """What was queued for its node after the task does not begin before it is due again."""
+    """Postpone later tasks of a kind on the same node until this task is due again."""
     mine = tasks.alias("mine")
     due = sa.select(mine.c.not_before).where(mine.c.id == task.id).scalar_subquery()
     conn.execute(
@@ -267,7 +268,7 @@ def finish(
     result: Mapping[str, Any] | None = None,
     error: Mapping[str, Any] | None = None,
 ) -> Task:
-    """End the task, once, by its holder; what follows from it goes into the same transaction."""
+    """End the task by its lease holder. Consequences of the end belong in the same transaction."""
     _held(conn, task_id, token, {})
     columns = {
         **_FREE,
@@ -279,9 +280,9 @@ def finish(
 
 
 def cancel(conn: sa.Connection, task_id: str, act: Act) -> Task:
-    """End it if nobody has begun; otherwise ask its holder to end the run.
+    """Cancel a task that has not begun; otherwise ask its lease holder to end the run.
 
-    For those who end what the task is about as well; by itself a task is ended by tasks/cancel.py.
+    For callers that also end the subject of the task. work/cancel.py cancels a task by itself.
     """
     task = db_rows.get(conn, Task, task_id, lock=True)
     if task.state in DUE:
@@ -293,7 +294,7 @@ def cancel(conn: sa.Connection, task_id: str, act: Act) -> Task:
 
 
 def drop(conn: sa.Connection, task: Task, act: Act, error: Mapping[str, Any]) -> Task:
-    """End a task that nobody has begun, as it was read."""
+    """Cancel a task that has not begun, if it is unchanged since it was read."""
     columns = {"error": dict(error), "finished_at": clock.now(), "cancel_requested": True}
     return advance(
         conn,
@@ -309,9 +310,9 @@ def drop(conn: sa.Connection, task: Task, act: Act, error: Mapping[str, Any]) ->
 def expire(
     conn: sa.Connection, task_id: str, deadline_at: float, act: Act, error: Mapping[str, Any]
 ) -> Task | None:
-    """A running task is past its deadline: its holder is asked to end the run, for a last while.
+    """Ask the lease holder of an overdue task to end its run within GRACE_S seconds.
 
-    None when that is not its deadline any more.
+    None when the deadline of the task has changed.
     """
     late = sa.and_(tasks.c.id == task_id, tasks.c.deadline_at == deadline_at)
     last = {"error": dict(error), "deadline_at": clock.now() + GRACE_S}
@@ -319,7 +320,7 @@ def expire(
 
 
 def lose(conn: sa.Connection, task: Task, act: Act, error: Mapping[str, Any]) -> Task:
-    """End a task that neither run nor holder ended, as it was read; nobody holds it any more."""
+    """End a task that its run and lease holder did not end, if it is unchanged since the read."""
     columns = {**_FREE, "error": dict(error), "finished_at": clock.now()}
     return advance(
         conn, "task", task.id, "lose", act, expect_generation=task.generation, columns=columns
@@ -341,7 +342,7 @@ def every(
     limit: int = 100,
     page: Page | None = None,
 ) -> list[Task]:
-    """Newest first."""
+    """Tasks, newest first."""
     query = db_rows.where(
         sa.select(tasks),
         tasks,
@@ -354,7 +355,7 @@ def every(
 
 
 def open_of_allocation(conn: sa.Connection, allocation_id: str) -> list[Task]:
-    """What has not ended yet."""
+    """Tasks of an allocation that have not ended."""
     query = sa.select(tasks).where(
         tasks.c.allocation_id == allocation_id, tasks.c.state.in_((*DUE, TaskState.RUNNING))
     )
@@ -362,20 +363,21 @@ def open_of_allocation(conn: sa.Connection, allocation_id: str) -> list[Task]:
 
 
 def never_ran(task: Task) -> bool:
-    """Whether no run of the task can have been on its host. One that never reached it leaves its
-    task without a run; of a second attempt nothing says what the first one did.
+    """Whether no run of the task can have been on its host. A run that never reached the host
+    leaves its task without a run. A second attempt returns False, because nothing shows whether the
+    first attempt reached the host.
     """
     return task.state != TaskState.RUNNING and task.attempt <= 1 and not task.run_id
 
 
 def may_have_begun(conn: sa.Connection, allocation_id: str) -> bool:
-    """Whether something may have been done on the host for an allocation."""
+    """Whether a run may have changed the host for an allocation."""
     query = sa.select(tasks).where(tasks.c.allocation_id == allocation_id)
     return not all(never_ran(task) for task in db_rows.every(conn, query, Task))
 
 
 def open_of_node(conn: sa.Connection, node_id: str) -> list[Task]:
-    """What has not ended yet."""
+    """Tasks of a node that have not ended."""
     query = sa.select(tasks).where(
         tasks.c.node_id == node_id, tasks.c.state.in_((*DUE, TaskState.RUNNING))
     )
@@ -383,7 +385,7 @@ def open_of_node(conn: sa.Connection, node_id: str) -> list[Task]:
 
 
 def canceled_runs(conn: sa.Connection, runner: str) -> list[Task]:
-    """Tasks of this runner whose runs somebody has asked to end."""
+    """Running tasks of this runner whose cancellation was requested."""
     query = sa.select(tasks).where(
         tasks.c.state == TaskState.RUNNING,
         tasks.c.cancel_requested,
@@ -394,13 +396,13 @@ def canceled_runs(conn: sa.Connection, runner: str) -> list[Task]:
 
 
 def events(conn: sa.Connection, task_id: str, since: int = 0) -> list[TaskEvent]:
-    """Progress in order, after the event `since`."""
+    """Progress events of a task after the event `since`, in order."""
     query = sa.select(task_events).where(task_events.c.task_id == task_id, task_events.c.id > since)
     return db_rows.every(conn, query.order_by(task_events.c.id), TaskEvent)
 
 
 def abandon(conn: sa.Connection, owner: str) -> int:
-    """What this owner held before it ended can be taken at once."""
+    """End all leases of this owner, so that other workers can take its tasks at once."""
     update = (
         sa.update(tasks)
         .where(tasks.c.state == TaskState.RUNNING, tasks.c.lease_owner == owner)
@@ -410,7 +412,7 @@ def abandon(conn: sa.Connection, owner: str) -> int:
 
 
 def let_go(conn: sa.Connection, task: Task) -> None:
-    """Its holder cannot attend to it now: anybody may, if the lease is still this one."""
+    """End the lease, if it is still the same, because its holder cannot attend to the task now."""
     held = sa.update(tasks).where(
         tasks.c.id == task.id,
         tasks.c.state == TaskState.RUNNING,
@@ -420,7 +422,7 @@ def let_go(conn: sa.Connection, task: Task) -> None:
 
 
 def holders(conn: sa.Connection, runner: str) -> list[str]:
-    """Who holds the leases of tasks whose runs are in this runner's folder."""
+    """Lease owners of running tasks whose runs are in this runner's folder."""
     query = sa.select(tasks.c.lease_owner).where(
         tasks.c.state == TaskState.RUNNING, tasks.c.runner == runner, tasks.c.lease_owner != ""
     )
@@ -428,7 +430,7 @@ def holders(conn: sa.Connection, runner: str) -> list[str]:
 
 
 def resume(conn: sa.Connection, node_id: str) -> int:
-    """The node answers again: what waits for it is due now."""
+    """Make waiting tasks of a node due, because its host answers again."""
     update = (
         sa.update(tasks)
         .where(tasks.c.state == TaskState.WAITING, tasks.c.node_id == node_id)
@@ -440,7 +442,10 @@ def resume(conn: sa.Connection, node_id: str) -> int:
 def _ask_to_end(
     conn: sa.Connection, act: Act, which: sa.ColumnElement[bool], **values: Any
 ) -> Task | None:
-    """None when no such task is running. Whoever has read it before decides anew (If-Match)."""
+    """Request the end of a running task; None when no such task is running.
+
+    The new generation makes clients that read the task before decide anew (If-Match).
+    """
     running = sa.update(tasks).where(which, tasks.c.state == TaskState.RUNNING)
     later = {"generation": tasks.c.generation + 1, "cancel_requested": True, **values}
     row = conn.execute(running.values(later).returning(tasks)).mappings().first()
@@ -452,7 +457,7 @@ def _ask_to_end(
 
 
 def _held(conn: sa.Connection, task_id: str, token: str, values: Mapping[str, Any]) -> Task:
-    """Update as the holder; whoever lost the lease, or has finished, is refused."""
+    """Update as the lease holder; Problem `stale_lease` after the end of the lease or the task."""
     update = (
         sa.update(tasks)
         .where(
@@ -477,17 +482,18 @@ def _held(conn: sa.Connection, task_id: str, token: str, values: Mapping[str, An
     return Task(**row)
 
 
-# After the run's task has been given up, which blocks the slots itself and says why.
+# Delay behind the task's deadline. By then the task has been given up, which blocks the slots with
+# its own reason.
 _AFTER_S = 2 * GRACE_S
 
 
 def extend_deadlines(conn: sa.Connection, task: Task) -> None:
-    """Put off the deadlines of a begun task's allocation, claims and slots behind its own.
+    """Extend the deadlines of a running task's allocation, claims and slots beyond its own.
 
-    Eight disks are wiped one after another, and some controllers take hours over one: a limit that
-    knows only of the state would block a slot whose run is doing well. Never for work that only
-    waits: it would wait for ever. The task's deadline is set once for each run, so a second look at
-    the same run moves nothing.
+    Eight disks are wiped in sequence, and some controllers take hours for each. A limit by state
+    alone would block a slot whose run is healthy. Deadlines of waiting tasks are not extended,
+    because such tasks could wait for ever. The task's deadline is set once for each run, so a
+    second call for the same run changes nothing.
     """
     if task.state != TaskState.RUNNING:
         return
@@ -502,19 +508,19 @@ def extend_deadlines(conn: sa.Connection, task: Task) -> None:
 def _extend(
     conn: sa.Connection, table: sa.Table, until: float, *only: sa.ColumnElement[bool]
 ) -> None:
-    # States without a limit have no deadline, and keep none.
+    # States without a limit have no deadline, and the condition leaves them without one.
     later = sa.update(table).where(*only, table.c.deadline_at < until)
     conn.execute(later.values(deadline_at=until))
 
 
-# Of each kind, so that no look reads a whole long past at once.
+# Most rows of each kind in a read, so that a long history is not read at once.
 _AT_ONCE = 500
 OPEN = (*DUE, TaskState.RUNNING)
 
 
 @dataclass(frozen=True)
 class Position:
-    """The last change and the last line that a reader has."""
+    """Position of a reader: ids of the last state change and the last progress line."""
 
     change: int = 0
     line: int = 0
@@ -522,8 +528,9 @@ class Position:
 
 @dataclass(frozen=True)
 class Followed:
-    """rows: in order, each with its `type` (state, progress) and its `place`; task: as it is now.
+    """Events of a task after a position.
 
+    rows: in order, each with its `type` (state, progress) and its `place`. task: its current row.
     over: the task has ended and these are its last rows.
     """
 
@@ -533,7 +540,7 @@ class Followed:
 
 
 def events_after(conn: sa.Connection, task_id: str, place: Position) -> Followed:
-    """What came after the place. One task is written by one holder: ids are in order of time."""
+    """Events after the position. A task has a single writer, so its ids are in order of time."""
     task = get(conn, task_id)
     changes = sa.select(history).where(
         history.c.entity == "task", history.c.entity_id == task_id, history.c.id > place.change
@@ -550,7 +557,7 @@ def events_after(conn: sa.Connection, task_id: str, place: Position) -> Followed
         for row in db_rows.every(conn, query.order_by(key).limit(_AT_ONCE))
     ]
     whole = len(found) < _AT_ONCE
-    # At the same instant the lines come first: the end of a task is written after them.
+    # At the same time the progress lines come first, because the end of a task is written last.
     found.sort(key=lambda row: (row["at"], row["type"]))
     for row in found:
         name = "change" if row["type"] == "state" else "line"

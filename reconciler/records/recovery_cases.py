@@ -1,4 +1,4 @@
-"""Recovery cases: finding them, holding them, and the steps that their history keeps."""
+"""Recovery cases: reading, locking, and the steps in their history."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reconciler.model.states import OPEN_CASES
 
 _OPEN = recovery_cases.c.state.in_(OPEN_CASES)
 _LATEST = (recovery_cases.c.created_at.desc(), recovery_cases.c.id.desc())
-# In the evidence of a case's history: what each step of the runbook showed.
+# Key in the evidence of a case's history, with the result of each step of the runbook.
 STEPS = "steps"
 
 
@@ -22,18 +22,18 @@ def get(conn: sa.Connection, id: str) -> RecoveryCase:
 
 
 def hold(conn: sa.Connection, id: str) -> RecoveryCase:
-    """The case, still until this transaction ends; its allocation is held before it."""
+    """The case, locked until this transaction ends. The caller locks its allocation first."""
     return rows.get(conn, RecoveryCase, id, lock=True)
 
 
 def open_of(conn: sa.Connection, allocation_id: str) -> RecoveryCase | None:
-    """The open case of an allocation; there is one at most."""
+    """The open case of an allocation, or None. The schema allows at most 1."""
     query = sa.select(recovery_cases).where(recovery_cases.c.allocation_id == allocation_id, _OPEN)
     return rows.first(conn, query, RecoveryCase)
 
 
 def latest(conn: sa.Connection, allocation_id: str) -> RecoveryCase:
-    """The case of an allocation that was opened last; Problem when there never was one."""
+    """The latest case of an allocation; Problem when it never had a case."""
     query = sa.select(recovery_cases).where(recovery_cases.c.allocation_id == allocation_id)
     case = rows.first(conn, query.order_by(*_LATEST), RecoveryCase)
     if case is None:
@@ -50,7 +50,7 @@ def every_open(conn: sa.Connection) -> list[RecoveryCase]:
 
 
 def steps(conn: sa.Connection, id: str) -> list[Record]:
-    """Every step so far, in order: `step`, `at`, `evidence`."""
+    """Every step so far, in order, with `step`, `at` and `evidence`."""
     return [
         {"step": step["step"], "at": row.at, "evidence": step["evidence"]}
         for row in journal.history_of(conn, "recovery_case", id)

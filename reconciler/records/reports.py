@@ -1,4 +1,4 @@
-"""Reports of hosts: discovery, parity, absence, network baseline."""
+"""Host reports: discovery, parity, absence, and the host baseline before a tenant."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def record_absence(
     task_id: str | None = None,
     observed_at: float | None = None,
 ) -> Absence:
-    """Whether anything of an allocation is left on its host."""
+    """Record a report of the traces of an allocation on its host."""
     allocation = rows.get(conn, Allocation, allocation_id)
     node_id = str(allocation.node_id)
     row = rows.add(
@@ -74,14 +74,14 @@ def record_baseline(
     *,
     task_id: str,
 ) -> None:
-    """What a machine was like before its tenant, once: a later look could show the tenant's."""
+    """Record a machine's state before its tenant, once: a later report may show tenant changes."""
     if document and not baseline(conn, allocation_id):
         values = report_values(node_id, document, task_id, None)
         rows.add(conn, Baseline, {**values, "allocation_id": allocation_id})
 
 
 def baseline(conn: sa.Connection, allocation_id: str) -> dict[str, Any]:
-    """What was recorded before the tenant; {} when nothing was."""
+    """State of the machine before the allocation; {} when it was not recorded."""
     query = sa.select(baselines.c.document).where(baselines.c.allocation_id == allocation_id)
     return dict(conn.execute(query.order_by(baselines.c.id).limit(1)).scalar() or {})
 

@@ -1,4 +1,4 @@
-"""Approved slots: what may be sold of a node."""
+"""Approved slots of a node: reading, candidates, health."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def of_node(conn: sa.Connection, node_id: str, page: Page | None = None) -> list
 
 
 def bundles(conn: sa.Connection, node_id: str, *, fences: bool = False) -> list[dict[str, Any]]:
-    """All approved slots as the run contract has them."""
+    """Bundles of all approved slots in the form of the run contract."""
     return [
         run_bundle(vars(slot), fence=fences) for slot in rows.every(conn, _approved(node_id), Slot)
     ]
 
 
 def candidates(conn: sa.Connection, node_id: str) -> list[dict[str, Any]]:
-    """What the latest discovery suggests; nothing of it can be sold before approval."""
+    """Bundles that the latest discovery suggests. They cannot be sold before approval."""
     rows.get(conn, Node, node_id)
     discovery = reports.latest_discovery(conn, node_id)
     return [] if discovery is None else list(discovery.document.get("candidates") or [])
@@ -52,7 +52,7 @@ def candidates(conn: sa.Connection, node_id: str) -> list[dict[str, Any]]:
 def set_health(
     conn: sa.Connection, slot_id: str, health: HealthState, detail: Mapping[str, Any], act: Act
 ) -> Slot:
-    """What drift reconciliation found; the state stays, the history says why."""
+    """Record the health that drift reconciliation found, with history. The state is unchanged."""
     slot = rows.get(conn, Slot, slot_id, lock=True)
     if slot.health_state == health and slot.health_detail == detail:
         return slot

@@ -1,6 +1,6 @@
-"""Everything that happened to a node or an allocation, or because of one request, in one list.
+"""Timeline of a node, an allocation or a request: state changes, run progress and audit entries.
 
-Changes of state of it and of what belongs to it, what its runs reported, and who used which power.
+The state changes include those of related entities.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BY_SUBJECT = {
     kind: sa.case((audit_log.c.subject_kind == kind, audit_log.c.subject_id), else_="")
     for kind in ("node", "allocation")
 }
-# Only what the order needs: bodies are read for the rows of one page.
+# Only the columns for filters and order. Bodies are read for the rows of a page.
 _ALL = sa.union_all(
     _light(STATE, history, history.c.node_id, history.c.allocation_id, history.c.correlation_id),
     _light(
@@ -61,9 +61,9 @@ def of(
     types: Collection[str] | None = None,
     page: Page | None = None,
 ) -> list[Record]:
-    """Newest first; each row has `at`, `type`, `id`, and the fields of its type.
+    """Timeline, newest first; each row has `at`, `type`, `id`, and the fields of its type.
 
-    types: which of STATE, PROGRESS and AUDIT; all by default.
+    types: some of STATE, PROGRESS and AUDIT; all by default.
     """
     query = sa.select(_ALL)
     if types is not None:

@@ -1,4 +1,7 @@
-"""API tokens, enrolment tokens and host certificates. Secrets leave once, only hashes stay."""
+"""API tokens, enrolment tokens and host certificates.
+
+A secret is returned once, when it is issued; only its hash is stored.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from reconciler.model.states import Role
 
 T = TypeVar("T", ApiToken, EnrolmentToken)
 
-# A stolen enrolment token is worth a host: it lives no longer than a first boot needs.
+# A stolen enrolment token can enrol a false host, so its lifetime covers only a first boot.
 ENROLMENT_MAX_S = 900
 ORDER = Order(api_tokens, ("created_at", "id"), descending=True)
 _OPEN = (
@@ -46,7 +49,7 @@ def issue(
     node_id: str | None = None,
     ttl_s: float | None = None,
 ) -> tuple[ApiToken, str]:
-    """A new API token: its record, and the secret that nobody can read again."""
+    """Issue an API token. Returns its record and its secret, which cannot be read again."""
     secret = f"gpuaas_{secrets.token_urlsafe(32)}"
     record = rows.add(
         conn,
@@ -66,13 +69,13 @@ def issue(
 
 
 def authenticate(conn: sa.Connection, secret: str) -> ApiToken | None:
-    """Whom a secret speaks for; None when it is unknown, expired or revoked."""
+    """Token of a secret; None when it is unknown, expired or revoked."""
     found = conn.execute(_VALID, {"given": _hash(secret)}).mappings().first()
     return None if found is None else _without_hash(ApiToken(**found))
 
 
 def revoke(conn: sa.Connection, id: str, act: Act) -> None:
-    """From now on the token opens nothing."""
+    """Revoke an API token."""
     update = sa.update(api_tokens).where(api_tokens.c.id == id).values(revoked_at=clock.now())
     if not conn.execute(update).rowcount:
         raise not_found("token", id)
@@ -88,7 +91,7 @@ def every(conn: sa.Connection, page: Page | None = None) -> list[ApiToken]:
 def issue_enrolment(
     conn: sa.Connection, node_id: str, act: Act, *, ttl_s: float = ENROLMENT_MAX_S
 ) -> tuple[EnrolmentToken, str]:
-    """A token with which one host enrols once; an older unused one of the node ends."""
+    """Issue a single-use enrolment token for a host. Unused older tokens of the node expire."""
     conn.execute(
         sa.update(enrolment_tokens)
         .where(enrolment_tokens.c.node_id == node_id, enrolment_tokens.c.used_at.is_(None))
@@ -112,7 +115,10 @@ def issue_enrolment(
 def redeem_enrolment(
     conn: sa.Connection, node_id: str, secret: str, *, used_by: Mapping[str, Any]
 ) -> EnrolmentToken:
-    """Use the token up. Of two uses at once one wins; the answer does not say what was wrong."""
+    """Use up an enrolment token. Of two simultaneous uses a single use succeeds.
+
+    A refusal does not reveal the reason.
+    """
     table = enrolment_tokens
     update = (
         sa.update(table)
@@ -138,13 +144,13 @@ def redeem_enrolment(
 
 
 def end_enrolments(conn: sa.Connection) -> None:
-    """No token that was given out so far lets a host enrol any more."""
+    """Expire all unused enrolment tokens."""
     unused = sa.update(enrolment_tokens).where(enrolment_tokens.c.used_at.is_(None))
     conn.execute(unused.values(expires_at=clock.now()))
 
 
 def valid(conn: sa.Connection) -> list[ApiToken]:
-    """The API tokens that open something now, without their hashes, oldest first."""
+    """Valid API tokens without their hashes, oldest first."""
     query = sa.select(api_tokens).where(*_OPEN)
     found = rows.every(conn, query.order_by(api_tokens.c.created_at, api_tokens.c.id), ApiToken)
     return [_without_hash(record) for record in found]
@@ -161,7 +167,7 @@ def record_certificate(
     principals: Sequence[str],
     valid_until: float,
 ) -> NodeCertificate:
-    """The host certificate that the SSH CA has signed."""
+    """Record a host certificate that the SSH CA has signed."""
     record = rows.add(
         conn,
         NodeCertificate,
@@ -182,10 +188,10 @@ def record_certificate(
 
 
 def check_host_key(conn: sa.Connection, node_id: str, public_key: str) -> None:
-    """Refuse a key that was given up, or that is another node's.
+    """Refuse a host key that is revoked or belongs to another node.
 
-    A host shows no proof that it has the private key: it could name its neighbour's, and replace it
-    by another at the next enrolment, which would revoke the neighbour.
+    A host does not prove that it has the private key. It could name the key of its neighbour, and
+    replace it by another key at the next enrolment, which would revoke the neighbour's key.
     """
     query = sa.select(node_certificates).where(node_certificates.c.public_key == public_key)
     for known in rows.every(conn, query, NodeCertificate):
@@ -201,7 +207,7 @@ def check_host_key(conn: sa.Connection, node_id: str, public_key: str) -> None:
 
 
 def replace_certificates(conn: sa.Connection, node_id: str, public_key: str, act: Act) -> list[str]:
-    """The node has this host key now: certificates of any other are revoked. Their serials."""
+    """Revoke the node's certificates of any other host key; returns their serials."""
     table = node_certificates
     update = (
         sa.update(table)
@@ -222,7 +228,7 @@ def replace_certificates(conn: sa.Connection, node_id: str, public_key: str, act
 
 
 def revoked_host_keys(conn: sa.Connection, node_id: str | None = None) -> list[str]:
-    """Public keys that no host may show any more, or those that this node had."""
+    """Revoked public host keys of all nodes, or of a single node."""
     query = rows.where(
         sa.select(node_certificates.c.public_key), node_certificates, node_id=node_id
     ).where(node_certificates.c.revoked_at.is_not(None))
@@ -230,13 +236,13 @@ def revoked_host_keys(conn: sa.Connection, node_id: str | None = None) -> list[s
 
 
 def certificates(conn: sa.Connection, node_id: str) -> list[NodeCertificate]:
-    """Newest first."""
+    """Certificates of a node, newest first."""
     query = sa.select(node_certificates).where(node_certificates.c.node_id == node_id)
     return rows.every(conn, query.order_by(node_certificates.c.created_at.desc()), NodeCertificate)
 
 
 def _hash(secret: str) -> str:
-    # 256 random bits need no salt and no slow hash: there is nothing to guess.
+    # A secret of 256 random bits cannot be guessed, so it needs neither a salt nor a slow hash.
     return hashlib.sha256(secret.encode()).hexdigest()
 
 

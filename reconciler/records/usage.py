@@ -1,8 +1,8 @@
-"""What tenants had, by allocation: written with the claims, counted from what was written.
+"""Usage records of allocations, for billing.
 
-A record is opened by the transaction in which an allocation becomes active and closed by the one in
-which its claims end, so that no restart can lose or repeat anything. An allocation that never
-became active has none.
+A record is opened by the transaction in which the allocation becomes active. It is closed by the
+transaction in which its claims end. So a restart can neither lose nor repeat usage. An allocation
+that never became active has no record.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _CLAIM = ("kind", "slot_id", "slot_index", "nvme_size_bytes")
 
 @dataclass(frozen=True)
 class Period:
-    """From the first moment up to, and without, the last; epoch seconds of the database."""
+    """A period with its start and without its end, in epoch seconds of the database."""
 
     start: float
     end: float
 
 
 def begin(conn: sa.Connection, allocation_id: str) -> None:
-    """The tenant can use it from now on."""
+    """Open the usage record of an allocation that has just become active."""
     allocation = rows.get(conn, Allocation, allocation_id)
     query = sa.select(*(claims.c[name] for name in _CLAIM))
     held = query.where(claims.c.allocation_id == allocation_id).order_by(claims.c.position)
@@ -42,17 +42,17 @@ def begin(conn: sa.Connection, allocation_id: str) -> None:
             "allocation_id": allocation_id,
             **{name: getattr(allocation, name) for name in _COPIED},
             "claims": rows.every(conn, held),
-            # The moment that the tenant is shown.
+            # Billing starts at the activation time that the tenant sees.
             "started_at": allocation.activated_at or clock.now(),
         },
     )
 
 
 def end(conn: sa.Connection, allocation_id: str) -> None:
-    """Its claims have ended: so does what is counted, at the last of them. Once is enough."""
+    """Close the usage record at the end of the last claim. A second call changes nothing."""
     own = claims.c.allocation_id == allocation_id
     ended = sa.select(sa.func.max(claims.c.ended_at)).where(own).scalar_subquery()
-    # They end together; the state of any of them is how.
+    # The claims end together, so the state of any of them applies.
     state = sa.select(sa.func.min(claims.c.state)).where(own).scalar_subquery()
     update = sa.update(usage).where(
         usage.c.allocation_id == allocation_id, usage.c.ended_at.is_(None)
@@ -62,7 +62,7 @@ def end(conn: sa.Connection, allocation_id: str) -> None:
 
 
 def period(conn: sa.Connection, start: float | None, end: float | None) -> Period:
-    """The period asked for: up to now, and from the beginning of time, unless told."""
+    """The requested period; by default from time 0 until now."""
     if start is not None and end is not None and start > end:
         raise Problem(
             "period_invalid",
@@ -72,7 +72,7 @@ def period(conn: sa.Connection, start: float | None, end: float | None) -> Perio
             remedy="exchange the two",
         )
     now = clock.read(conn)
-    # What has not happened is not counted: the same question later may be answered with more.
+    # Future time is not counted, so the same request may return more usage later.
     return Period(_within(start, now, 0.0), _within(end, now, now))
 
 
@@ -83,16 +83,16 @@ def _within(moment: float | None, now: float, otherwise: float) -> float:
 def every(
     conn: sa.Connection, span: Period, *, project_id: str | None = None, page: Page | None = None
 ) -> list[Record]:
-    """The records that overlap the period, the oldest first, each with its share of the period.
+    """Records that overlap the period, oldest first, each with its share of the period.
 
     counted_ms: whole milliseconds in the period. Ends are rounded before they are compared, so that
-    what is counted of two adjacent periods is exactly what is counted of both together.
+    the counts of two adjacent periods add up exactly to the count of both together.
     """
     return rows.every(conn, part(_overlapping(span, project_id), ORDER, page))
 
 
 def totals(conn: sa.Connection, span: Period, *, project_id: str | None = None) -> list[Record]:
-    """The sums over all records, by project, shape and SKU."""
+    """Sums over all records, by project, shape and SKU."""
     each = _overlapping(span, project_id).subquery()
     by = [each.c[name] for name in ("project_id", "capacity_shape", "sku")]
     query = sa.select(
@@ -110,7 +110,7 @@ def _overlapping(span: Period, project_id: str | None) -> sa.Select[Any]:
     last = sa.case((ended < end, ended), else_=end)
     first = sa.case((began > start, began), else_=start)
     counted = (last - first).label("counted_ms")
-    # Beside the rounded ones, conditions that an index answers.
+    # Unrounded conditions in addition to the rounded ones, because an index can answer them.
     query = sa.select(usage, counted).where(
         usage.c.started_at < span.end + 1,
         sa.or_(usage.c.ended_at.is_(None), usage.c.ended_at > span.start - 1),

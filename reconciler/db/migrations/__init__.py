@@ -1,4 +1,4 @@
-"""One migration history for both engines."""
+"""Schema migrations, with the same history for SQLite and PostgreSQL."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from alembic.script import ScriptDirectory
 
 from reconciler.db.engine import reading, transaction
 
-# Any number, as long as nothing else in the database locks the same one.
+# Key of the advisory lock. Any number that has no other use in the database would do.
 _LOCK = 7_325_011
-# Alembic keeps the migration at hand in a global of the process.
+# Alembic keeps the current migration in a global variable of the process.
 _ONE_AT_A_TIME = threading.Lock()
 
 
 def migrate(engine: sa.Engine, to: str = "head") -> str:
-    """Bring the database up to a revision and name it; two at once take turns."""
+    """Upgrade the database to a revision and return it. Simultaneous calls run in turn."""
     with _ONE_AT_A_TIME, transaction(engine) as conn:
         if engine.dialect.name == "postgresql":
             conn.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
@@ -33,18 +33,18 @@ def migrate(engine: sa.Engine, to: str = "head") -> str:
 
 
 def current(engine: sa.Engine) -> str | None:
-    """The revision of the database; None when it is empty."""
+    """Revision of the database; None for an empty database."""
     with reading(engine) as conn:
         return MigrationContext.configure(conn).get_current_revision()
 
 
 @cache
 def revisions() -> tuple[str, ...]:
-    """Every revision that this version knows, oldest first."""
+    """Every revision in this version of the service, oldest first."""
     scripts = ScriptDirectory(str(Path(__file__).parent)).walk_revisions()
     return tuple(reversed([script.revision for script in scripts]))
 
 
 def head() -> str:
-    """The revision that this version of the service works with."""
+    """Revision that this version of the service needs."""
     return revisions()[-1]

@@ -1,4 +1,4 @@
-"""What the migrations write often. Frozen: a change here would change the past."""
+"""Column helpers for migrations. Frozen: a change here would change applied migrations."""
 
 from __future__ import annotations
 
@@ -14,54 +14,54 @@ LIVE = "state IN ('reserved', 'provisioning', 'active', 'releasing')"
 
 
 def texts(*names: str) -> list[sa.Column[Any]]:
-    """Text that is never null."""
+    """Text columns that are never null."""
     return [sa.Column(name, sa.Text(), nullable=False) for name in names]
 
 
 def optional(*names: str) -> list[sa.Column[Any]]:
-    """Text that may be missing."""
+    """Nullable text columns."""
     return [sa.Column(name, sa.Text(), nullable=True) for name in names]
 
 
 def numbers(*names: str) -> list[sa.Column[Any]]:
-    """Whole numbers that are never null."""
+    """Integer columns that are never null."""
     return [sa.Column(name, sa.BigInteger(), nullable=False) for name in names]
 
 
 def flags(*names: str) -> list[sa.Column[Any]]:
-    """Yes or no."""
+    """Boolean columns that are never null."""
     return [sa.Column(name, sa.Boolean(), nullable=False) for name in names]
 
 
 def documents(*names: str) -> list[sa.Column[Any]]:
-    """JSON."""
+    """JSON columns that are never null."""
     return [sa.Column(name, DOCUMENT, nullable=False) for name in names]
 
 
 def stamps(*names: str) -> list[sa.Column[Any]]:
-    """Times that are always there."""
+    """Time columns that are never null."""
     return [sa.Column(name, sa.Double(), nullable=False) for name in names]
 
 
 def moments(*names: str) -> list[sa.Column[Any]]:
-    """Times that may not have come."""
+    """Nullable time columns, for times that may still be in the future."""
     return [sa.Column(name, sa.Double(), nullable=True) for name in names]
 
 
 def one_of(name: str, column: str, values: str) -> sa.CheckConstraint:
-    """The column holds one of these values, whoever writes."""
+    """Check constraint: the column holds only these values."""
     listed = ", ".join(f"'{value}'" for value in values.split())
-    # op.f: the name is whole already, no convention is to be applied to it.
+    # op.f marks the name as complete, so that no naming convention is applied to it.
     return sa.CheckConstraint(f"{column} IN ({listed})", name=op.f(name))
 
 
 def points(constraint: str, column: str, table: str) -> sa.ForeignKeyConstraint:
-    """The column holds the id of a row of another table."""
+    """Foreign key from the column to the id of another table."""
     return sa.ForeignKeyConstraint([column], [f"{table}.id"], name=constraint)
 
 
 def unique(name: str, table: str, columns: str, condition: str) -> None:
-    """Uniqueness over some rows; both engines have partial indexes."""
+    """Unique index over the rows of a condition; both engines have partial indexes."""
     op.create_index(
         name,
         table,

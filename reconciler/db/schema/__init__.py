@@ -1,4 +1,4 @@
-"""Every table. What a table says here, a migration must say too; a test compares them."""
+"""Database schema: every table. A test compares the tables with the migrations."""
 
 from reconciler.db.schema.access import (
     ApiToken,

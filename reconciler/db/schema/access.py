@@ -1,4 +1,4 @@
-"""Projects, tokens, certificates, idempotency keys, switches."""
+"""Tables of projects, tokens, certificates, idempotency keys and site settings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ projects = sa.Table(
     sa.UniqueConstraint("name"),
 )
 
-# Only hashes are kept: a copy of the database opens nothing.
+# Only hashes are stored, so that a copy of the database grants no access.
 api_tokens = sa.Table(
     "api_tokens",
     metadata,
@@ -112,7 +112,7 @@ class Project(Row):
 @row_of(api_tokens, "token")
 @dataclass(frozen=True, kw_only=True)
 class ApiToken(Row):
-    """An API token; its secret is kept as a hash."""
+    """An API token; its secret is stored as a hash."""
 
     id: str
     name: str
@@ -128,7 +128,7 @@ class ApiToken(Row):
 @row_of(enrolment_tokens, "enrolment_token")
 @dataclass(frozen=True, kw_only=True)
 class EnrolmentToken(Row):
-    """A token with which one host enrols once; its secret is kept as a hash."""
+    """A single-use token for the enrolment of a host; its secret is stored as a hash."""
 
     id: str
     hash: str

@@ -1,4 +1,4 @@
-"""Applications on allocations: instances, their members, and the work on each member."""
+"""Tables of applications on allocations: instances, members, and operations on members."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ instances = sa.Table(
     reference("project_id", "projects"),
     text("slug", None),
     text("name", None),
-    # Public: whoever runs the application's controller keeps the private key, and we never see it.
+    # The public key. The private key stays with the application's controller and is never stored
+    # here.
     text("managed_key", None),
     *lifecycle("status"),
     text("requested_by"),
@@ -56,12 +57,12 @@ members = sa.Table(
     reference("allocation_id", "allocations"),
     text("role", None),
     *lifecycle("status"),
-    # What the application's controller says of it.
+    # Report of the application's controller about the member.
     document("detail"),
-    # Until when the key that the host has is good; null: none was put there.
+    # Expiry of the managed key on the host; null: no key was installed.
     moment("key_expires_at"),
     stamp(),
-    # Since when the allocation is free for another application.
+    # Time since which the allocation is free for another application.
     moment("left_at"),
     one_of("role", MemberRole),
     one_of("status", MemberStatus),
@@ -78,7 +79,7 @@ operations = sa.Table(
     reference("member_id", "app_members"),
     text("kind", None),
     *lifecycle("status"),
-    # {} unless it failed: code, expected, found, remedy.
+    # {} unless the operation failed: code, expected, found, remedy.
     document("failure"),
     reference("task_id", "tasks", required=False),
     text("requested_by"),
@@ -99,7 +100,7 @@ operations = sa.Table(
 @row_of(instances, "app_instance")
 @dataclass(frozen=True, kw_only=True)
 class AppInstance(Row):
-    """An application on allocations of one project."""
+    """An application on the allocations of a project."""
 
     id: str
     project_id: str
@@ -140,7 +141,7 @@ class AppMember(Row):
 @row_of(operations, "app_operation")
 @dataclass(frozen=True, kw_only=True)
 class AppOperation(Row):
-    """One act on a member."""
+    """An operation on a member of an application."""
 
     id: str
     instance_id: str

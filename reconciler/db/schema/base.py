@@ -1,4 +1,4 @@
-"""Column kinds that mean the same in SQLite and PostgreSQL."""
+"""Column types and constraints with the same meaning in SQLite and PostgreSQL."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ SEQUENCE = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 
 class Row:
-    """A row of one table as it was read. Its fields are the table's columns, in their order."""
+    """A row of a table as it was read. Its fields are the table's columns, in their order."""
 
     TABLE: ClassVar[sa.Table]
-    # What it is called in errors, in history and in the table of transitions.
+    # Name of the entity in errors, in history and in the transition table.
     ENTITY: ClassVar[str]
 
     if TYPE_CHECKING:
-        # Every row with states has these; each class names them with its columns.
+        # Every row with states has these columns; each class declares them.
         id: Any
         generation: int
 
@@ -57,7 +57,7 @@ R = TypeVar("R", bound=type[Row])
 
 
 def row_of(table: sa.Table, entity: str) -> Callable[[R], R]:
-    """Name the table that rows of this class are read from."""
+    """Set the table and the entity name of a row class."""
 
     def register(kind: R) -> R:
         kind.TABLE, kind.ENTITY = table, entity
@@ -67,57 +67,57 @@ def row_of(table: sa.Table, entity: str) -> Callable[[R], R]:
 
 
 def key() -> sa.Column[str]:
-    """The primary key of everything but logs."""
+    """Primary key of every table except logs."""
     return sa.Column("id", sa.Text, primary_key=True)
 
 
 def sequence() -> sa.Column[int]:
-    """The primary key of a log: later rows have larger numbers."""
+    """Primary key of a log: later rows have larger numbers."""
     return sa.Column("id", SEQUENCE, primary_key=True, autoincrement=True)
 
 
 def text(name: str, default: str | None = "") -> sa.Column[str]:
-    """Text that is never null; default None means that the writer must give it."""
+    """Text column that is never null. default None: the writer must give a value."""
     return sa.Column(name, sa.Text, nullable=False, default=default)
 
 
 def number(name: str, default: int | None = 0) -> sa.Column[int]:
-    """A whole number that is never null."""
+    """Integer column that is never null."""
     return sa.Column(name, sa.BigInteger, nullable=False, default=default)
 
 
 def flag(name: str) -> sa.Column[bool]:
-    """False unless set."""
+    """Boolean column, false by default."""
     return sa.Column(name, sa.Boolean, nullable=False, default=False)
 
 
 def document(name: str, default: type = dict) -> sa.Column[Any]:
-    """JSON; empty unless given."""
+    """JSON column, empty by default."""
     return sa.Column(name, DOCUMENT, nullable=False, default=default, info={"holds": default})
 
 
 def maybe_list(name: str) -> sa.Column[Any]:
-    """A JSON list, or null where nothing is known: not the JSON value null, and not []."""
+    """JSON list column, with SQL null for "unknown": neither the JSON value null nor []."""
     return sa.Column(name, MAYBE_DOCUMENT, info={"holds": list})
 
 
 def moment(name: str) -> sa.Column[float]:
-    """A time that may not have come: epoch seconds of the database's clock."""
+    """Nullable time column: epoch seconds of the database's clock."""
     return sa.Column(name, sa.Double)
 
 
 def stamp(name: str = "created_at") -> sa.Column[float]:
-    """The time at which the row was written."""
+    """Time column with the time at which the row was written."""
     return sa.Column(name, sa.Double, nullable=False, default=clock.now())
 
 
 def reference(name: str, target: str, *, required: bool = True) -> sa.Column[str]:
-    """The id of another row, which cannot go away while this one is there."""
+    """Foreign key to the id of another row, which cannot be removed while this row exists."""
     return sa.Column(name, sa.Text, sa.ForeignKey(f"{target}.id"), nullable=not required)
 
 
 def lifecycle(state: str = "state") -> list[sa.Column[Any]]:
-    """What `db.journal` keeps of everything that has states."""
+    """State columns that `db.journal` maintains for every entity."""
     return [
         text(state, None),
         text(f"{state}_reason"),
@@ -128,19 +128,19 @@ def lifecycle(state: str = "state") -> list[sa.Column[Any]]:
 
 
 def one_of(column: str, states: type[StrEnum]) -> sa.CheckConstraint:
-    """The column holds nothing but these states, whoever writes."""
+    """Check constraint: the column holds only these states."""
     names = ", ".join(f"'{state.value}'" for state in states)
     told = {"column": column, "states": states}
     return sa.CheckConstraint(f"{column} IN ({names})", name=column, info=told)
 
 
 def unique(name: str, *columns: str, where: str) -> sa.Index:
-    """Uniqueness over some of the rows; both engines have partial indexes."""
+    """Unique index over the rows of a condition; both engines have partial indexes."""
     return partial(name, *columns, where=where, unique=True)
 
 
 def partial(name: str, *columns: str, where: str, unique: bool = False) -> sa.Index:
-    """An index of some of the rows."""
+    """Index over the rows of a condition."""
     condition = sa.text(where)
     return sa.Index(
         name, *columns, unique=unique, sqlite_where=condition, postgresql_where=condition

@@ -1,4 +1,4 @@
-"""Usage: what a tenant had, and from when to when."""
+"""Table of usage records for billing."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from reconciler.db.schema.base import (
 )
 from reconciler.model.states import CapacityShape, ClaimState
 
-# Opened when an allocation becomes active, closed when its claims end; triggers let nobody change
-# or remove anything else. It refers to the allocation and copies what was sold.
+# A record is opened when an allocation becomes active and closed when its claims end. Triggers
+# refuse every other change and every removal. The record refers to the allocation and has its own
+# copy of the sold capacity.
 usage = sa.Table(
     "usage_records",
     metadata,
@@ -36,7 +37,7 @@ usage = sa.Table(
     text("region"),
     text("pool"),
     number("gpu_count", None),
-    # The claims as they were: kind, slot, index and disk size.
+    # Copy of the claims: kind, slot, index and disk size.
     document("claims", list),
     stamp("started_at"),
     moment("ended_at"),
@@ -55,7 +56,7 @@ usage = sa.Table(
 @row_of(usage, "usage")
 @dataclass(frozen=True, kw_only=True)
 class Usage(Row):
-    """Use of capacity by one allocation, for billing."""
+    """Use of capacity by an allocation, for billing."""
 
     allocation_id: str
     project_id: str

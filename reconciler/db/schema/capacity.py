@@ -1,4 +1,4 @@
-"""Slots, allocations, claims, and the proofs that a disk is clean."""
+"""Tables of capacity: images, disk proofs, slots, allocations and claims."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ images = sa.Table(
     sa.UniqueConstraint("name", "version"),
 )
 
-# slot_id, allocation_id and task_id are plain text: a proof outlives what it was made for, and
-# a transition proof is there before its slot.
+# slot_id, allocation_id and task_id are plain text, because a proof outlives those rows, and a
+# transition proof exists before its slot.
 proofs = sa.Table(
     "wipe_proofs",
     metadata,
@@ -91,7 +91,7 @@ proofs = sa.Table(
     sa.Column("task_id", sa.Text),
     text("disk_identity", None),
     number("disk_generation", None),
-    # A reimaged host knows nothing of what it proved before.
+    # Installation that gave the proof. A reimaged host does not know its earlier proofs.
     text("install_id"),
     text("method"),
     document("document"),
@@ -123,12 +123,12 @@ slots = sa.Table(
     one_of("status", SlotState),
     one_of("sharing_mechanism", SharingMechanism),
     one_of("health_state", HealthState),
-    # Available only with a proof for this very disk, made after its last claim: every claim
-    # raises disk_generation, so an older proof no longer matches. Triggers let nobody lower it, put
-    # in a claim without raising it, prove a disk or sell a slot under a live claim, or let a tenant
-    # onto a whole machine whose slots' disks are still proven. The schema ends there: whether the
-    # wipe method satisfies the slot's policy is judged by `model.gate`, through which every event
-    # that ends in `available` passes (`lifecycle.gate`).
+    # An available slot needs a proof of this disk that is newer than its last claim (I4). Every
+    # claim raises disk_generation, so an older proof no longer matches. Triggers refuse to lower
+    # disk_generation, to insert a claim without raising it, and to prove a disk or sell a slot
+    # under a live claim. They also refuse a tenant on a whole machine while a disk of its slots is
+    # still proven. The schema does not check the wipe method against the slot's policy. That check
+    # is in `model.gate`, which every event that leads to `available` passes (`lifecycle.gate`).
     sa.ForeignKeyConstraint(
         ["available_proof_id", "nvme_identity", "disk_generation"],
         ["wipe_proofs.id", "wipe_proofs.disk_identity", "wipe_proofs.disk_generation"],
@@ -152,7 +152,7 @@ allocations = sa.Table(
     metadata,
     key(),
     reference("project_id", "projects"),
-    # A read model: the claims say where an allocation is.
+    # A read model; the claims are the authority for the node of an allocation.
     reference("node_id", "nodes", required=False),
     text("capacity_shape", CapacityShape.BAREMETAL.value),
     text("sku"),
@@ -180,7 +180,8 @@ allocations = sa.Table(
     sa.Index("ix_allocations_node_id", "node_id"),
 )
 
-# A claim keeps its own copy of the bundle: what was sold stays known when the slot changes.
+# A claim has its own copy of the bundle, so that later changes of the slot do not change the record
+# of the sale.
 claims = sa.Table(
     "allocation_resource_claims",
     metadata,
@@ -191,7 +192,7 @@ claims = sa.Table(
     reference("slot_id", "node_resource_slots", required=False),
     number("position"),
     *_bundle(),
-    # The disks that go with a whole machine, by identity.
+    # The disks of a whole-machine claim, by identity.
     document("disks", list),
     *lifecycle(),
     sa.Column(
@@ -252,7 +253,7 @@ class Proof(Row):
 @row_of(slots, "slot")
 @dataclass(frozen=True, kw_only=True)
 class Slot(Row):
-    """An approved slot: one GPU with its disk, addresses and fabric function."""
+    """An approved slot: a GPU with its disk, addresses and fabric function."""
 
     id: str
     node_id: str
@@ -292,7 +293,7 @@ class Slot(Row):
 @row_of(claims, "claim")
 @dataclass(frozen=True, kw_only=True)
 class Claim(Row):
-    """What an allocation holds of a node: one slot, or the whole machine."""
+    """Claim of an allocation on a slot or on the whole machine."""
 
     id: str
     allocation_id: str
@@ -327,7 +328,7 @@ class Claim(Row):
 @row_of(allocations, "allocation")
 @dataclass(frozen=True, kw_only=True)
 class Allocation(Row):
-    """What a tenant asked for and has."""
+    """An allocation: the capacity that a tenant requested and has."""
 
     id: str
     project_id: str

@@ -1,4 +1,7 @@
-"""What hosts reported: candidate topology, parity, absence. Apart from approved slots."""
+"""Tables of host reports: discovery, parity, host baseline and absence.
+
+Reports are separate from approved slots.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ from reconciler.db.schema.base import (
 
 
 def _sighting() -> list[sa.Column[Any]]:
-    # observed_at is when the run that looked was started, by our clock: the host's is not trusted.
+    # observed_at: when the reporting run started, by the database's clock. The host's clock is not
+    # trusted.
     return [
         sequence(),
         reference("node_id", "nodes"),
@@ -75,7 +79,7 @@ absences = sa.Table(
 @row_of(absences, "absence")
 @dataclass(frozen=True, kw_only=True)
 class Absence(Row):
-    """A report of what is left of an allocation on its host."""
+    """A report of the traces of an allocation on its host."""
 
     id: int
     node_id: str

@@ -1,4 +1,4 @@
-"""nodes: the record of a machine."""
+"""Table of nodes."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ nodes = sa.Table(
     text("address"),
     number("port", 22),
     text("ssh_user", "root"),
-    # Where the tenant of the whole machine reaches it; never the transport or BMC address.
+    # Address for the tenant of the whole machine; never the transport or BMC address.
     text("tenant_address"),
     number("tenant_port", 22),
     text("telemetry_url"),
-    # Its own place on the InfiniBand fabric, over what the profile says. Empty: the profile's.
+    # The node's own values for the InfiniBand fabric. Empty: the value of the profile applies.
     text("fabric_interface"),
     text("fabric_address"),
     text("region"),
     text("pool", "default"),
     text("profile"),
-    # Its tags in MAAS. Null: not known, or there is no MAAS; []: MAAS has none for it.
+    # Tags of the machine in MAAS. Null: unknown, or the site has no MAAS; []: MAAS has no tags.
     maybe_list("maas_tags"),
     text("mode", None),
     text("mode_reason"),
@@ -52,7 +52,7 @@ nodes = sa.Table(
     flag("slice_scheduling"),
     # Grows with every claim and every release of the whole machine.
     number("fence"),
-    # The tenant of the whole machine whose traces may still be on it.
+    # Allocation of the whole machine whose traces may still be on it.
     text("unclean_allocation_id"),
     text("health_state", HealthState.UNKNOWN.value),
     document("health_detail"),
@@ -60,7 +60,8 @@ nodes = sa.Table(
     text("host_key"),
     text("boot_id"),
     text("install_id"),
-    # When boot_id was learned, or that it is not known: it counts against looks from before.
+    # When boot_id was learned, or was found to be unknown. A report that began earlier and shows
+    # another boot is not trusted.
     moment("boot_learned_at"),
     flag("reboot_required"),
     moment("last_contact_at"),
@@ -69,8 +70,8 @@ nodes = sa.Table(
     one_of("mode", NodeMode),
     one_of("health_state", HealthState),
     sa.UniqueConstraint("name"),
-    # Live claims point at (id, mode): a node cannot change its mode under them, and cannot
-    # carry bare-metal and slice claims at once, whoever writes.
+    # Live claims refer to (id, mode). So the database refuses a change of mode under a live claim,
+    # and bare-metal and slice claims on the same node (I2).
     sa.UniqueConstraint("id", "mode"),
 )
 
@@ -78,7 +79,7 @@ nodes = sa.Table(
 @row_of(nodes, "node")
 @dataclass(frozen=True, kw_only=True)
 class Node(Row):
-    """A server and what is known of its host."""
+    """A node: the record of a server and of its host."""
 
     id: str
     name: str

@@ -1,4 +1,4 @@
-"""What is written with every change and never changed again (triggers see to it)."""
+"""Tables of state history, outbox and audit log. Triggers make history and audit append-only."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ audit_log = sa.Table(
 @row_of(history, "state_change")
 @dataclass(frozen=True, kw_only=True)
 class StateChange(Row):
-    """One change of state."""
+    """A change of state."""
 
     id: int
     at: float
@@ -107,7 +107,7 @@ class StateChange(Row):
 @row_of(audit_log, "audit_entry")
 @dataclass(frozen=True, kw_only=True)
 class AuditEntry(Row):
-    """One administrative act."""
+    """An administrative act."""
 
     id: int
     at: float

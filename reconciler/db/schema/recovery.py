@@ -1,4 +1,4 @@
-"""Recovery cases: one attempt each to bring back the slots of one allocation."""
+"""Table of recovery cases."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ recovery_cases = sa.Table(
     reference("allocation_id", "allocations"),
     reference("node_id", "nodes"),
     *lifecycle(),
-    # Who asks for it, and in whose name everything of it is done.
+    # The actor who requested the case; all its steps are done in this actor's name.
     text("requested_by", None),
     text("role"),
     text("reason"),
     stamp("requested_at"),
-    # Whether what the host still holds of the allocation may be removed.
+    # Whether the allocation's traces on the host may be removed.
     flag("remove_leftovers"),
-    # The slots that the allocation held when the case was opened.
+    # Slots of the allocation when the case was opened.
     document("slot_ids", list),
-    # The task by which the host is asked now, or was asked last.
+    # The current or last verification task on the host.
     reference("task_id", "tasks", required=False),
     document("task_ids", list),
     document("proof_ids", list),
-    # Whether the host is asked again after the clean-up.
+    # Whether the host is verified again after the clean-up.
     flag("confirm"),
-    # {} unless it cannot go on: code, expected, found, remedy.
+    # {} unless the case cannot go on: code, expected, found, remedy.
     document("waits_for"),
-    # {} unless it failed: code, expected, found, remedy.
+    # {} unless the case failed: code, expected, found, remedy.
     document("failure"),
     text("correlation_id"),
     stamp(),
@@ -66,7 +66,7 @@ recovery_cases = sa.Table(
 @row_of(recovery_cases, "recovery_case")
 @dataclass(frozen=True, kw_only=True)
 class RecoveryCase(Row):
-    """One attempt to bring back the slots of one allocation."""
+    """An attempt to bring back the slots of an allocation."""
 
     id: str
     allocation_id: str

@@ -1,4 +1,4 @@
-"""The processes of the service itself: who lives, and which one may do what only one may do."""
+"""Tables of the service's own processes and of their leader."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ leaders = sa.Table(
     "leaders",
     metadata,
     sa.Column("name", sa.Text, primary_key=True),
-    # Grows with every change of hands: what was decided under an older one is refused.
+    # Grows with every change of the leader; writes under an older epoch are refused.
     number("epoch"),
     text("holder"),
     moment("acquired_at"),

@@ -1,4 +1,4 @@
-"""Tasks: one piece of work on one node each."""
+"""Tables of tasks and of their progress events."""
 
 from __future__ import annotations
 
@@ -47,14 +47,15 @@ tasks = sa.Table(
     text("lease_token"),
     moment("lease_expires_at"),
     moment("not_before"),
-    # Whose folder the run's files are in; only that one can tell whether it lives.
+    # Runner whose folder has the run's files. Only this runner can tell whether the run is alive.
     text("runner"),
     text("run_id"),
     text("run_directory"),
-    # Runs of this attempt that ended before they reached the host: each run has an id of its own.
+    # Number of runs of this attempt that ended before they reached the host. Each run has its own
+    # id.
     number("unreached"),
     document("progress"),
-    # How much of the run's progress file is in task_events.
+    # Offset up to which the run's progress file is in task_events.
     number("progress_offset"),
     document("result"),
     document("error"),
@@ -88,7 +89,7 @@ task_events = sa.Table(
 @row_of(tasks, "task")
 @dataclass(frozen=True, kw_only=True)
 class Task(Row):
-    """One piece of work on one node."""
+    """A piece of work on a node."""
 
     id: str
     kind: str
@@ -131,7 +132,7 @@ class Task(Row):
 @row_of(task_events, "task_event")
 @dataclass(frozen=True, kw_only=True)
 class TaskEvent(Row):
-    """One line of a run's progress."""
+    """A line of a run's progress."""
 
     id: int
     task_id: str

@@ -1,1 +1,1 @@
-"""Who gets what: pure functions over a snapshot."""
+"""Scheduler: placement of allocations, as pure functions over a snapshot."""

@@ -1,4 +1,4 @@
-"""Why nothing fits, for people: "8 GPUs free, no 4 on one node". And what would fit instead."""
+"""Explanation of a failed placement ("8 GPUs free, no 4 on one node"), with alternatives."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from reconciler.model.scheduler.snapshot import Snapshot, Want
 
 Explanation = dict[str, Any]
 
-# Nodes that are told one by one, the nearest to fitting first; the sums are over all of them.
+# Most nodes that are listed, the nearest to fitting first. The sums cover all nodes.
 TOLD = 50
 
 
 def explain(snapshot: Snapshot, want: Want) -> Explanation:
-    """Every slot is counted once: free, or under the one reason why it is not.
+    """Explain a request. Each slot is counted once: as free, or under the reason why it is not.
 
-    largest: the most GPUs that one node could give a slice now. nearest: requests that would be
-    placed, the most like this one first.
+    largest: the most GPUs that a single node could give a slice now. nearest: requests that would
+    be placed, the most similar first.
     """
     judged = [feasible(node, want) for node in snapshot.nodes]
     fits = {node.node.id: largest(node) for node in judged}
@@ -43,13 +43,13 @@ def explain(snapshot: Snapshot, want: Want) -> Explanation:
 
 
 def public(explanation: Mapping[str, Any]) -> Explanation:
-    """What a tenant may see of it: sums, and no nodes."""
+    """The part that a tenant may see: sums without nodes."""
     hidden = ("nodes", "nodes_not_told")
     return {key: value for key, value in explanation.items() if key not in hidden}
 
 
 def counted(reasons: Counter[str]) -> dict[str, int]:
-    """The most frequent first."""
+    """Counts by reason, the most frequent first."""
     return dict(sorted(reasons.items(), key=lambda pair: (-pair[1], pair[0])))
 
 
@@ -67,7 +67,7 @@ def _nearest(snapshot: Snapshot, want: Want, most: int) -> list[dict[str, Any]]:
     if _fits(snapshot, want, want.gpus):
         return []
     found = []
-    # Elsewhere, but all of it; a node that was named stays named.
+    # The whole request in any region and pool; a requested node stays requested.
     placed = place(snapshot, replace(want, region="", pool=""))
     if placed and (want.region or want.pool):
         node = next(node for node in snapshot.nodes if node.id == placed.node_id)

@@ -1,4 +1,4 @@
-"""Which slots could be given at all, and why the others cannot."""
+"""Feasible slots of a node for a request, and the reasons against the others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ IDLE = (SlotState.AVAILABLE, SlotState.DISABLED)
 
 @dataclass(frozen=True)
 class Feasible:
-    """The free slots of one node; reasons counts what is not free, by code."""
+    """Free slots of a node. reasons: the count of all other slots by reason code."""
 
     node: NodeView
     free: tuple[SlotView, ...]
@@ -26,7 +26,7 @@ class Feasible:
 
 
 def feasible(node: NodeView, want: Want) -> Feasible:
-    """Judge every slot by itself: an `available` row that is incomplete counts as not there."""
+    """Check every slot separately. An incomplete `available` row does not count as free."""
     refusal = _refusal(node, want)
     reasons: Counter[str] = Counter()
     free: list[SlotView] = []
@@ -37,7 +37,7 @@ def feasible(node: NodeView, want: Want) -> Feasible:
             reasons[reason] += 1
         else:
             free.append(slot)
-            # A card that several slots name can serve one slice: the first takes it.
+            # A card that several slots name can serve a single slice, so the first slot takes it.
             if slot.fabric and not slot.own_function:
                 taken.add(slot.fabric)
     return Feasible(node, tuple(free), reasons)

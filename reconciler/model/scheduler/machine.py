@@ -1,4 +1,4 @@
-"""Which whole machine a request gets: feasible, then the best, or an explanation. Pure."""
+"""Placement of a bare-metal request: the best feasible machine, or an explanation. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from reconciler.model.scheduler.place import NoFit
 
 @dataclass(frozen=True, kw_only=True)
 class MachineView:
-    """One node. refusal: why it is not given away, "" when it is. sliced: it was a slice host."""
+    """A node. refusal: why it cannot be given, "" when it can. sliced: it was a slice host."""
 
     id: str
     region: str = ""
@@ -25,7 +25,7 @@ class MachineView:
 
 @dataclass(frozen=True)
 class MachineWant:
-    """What is asked for; empty means: any. profiles: the hardware that will do."""
+    """A request; an empty field means "any". profiles: hardware profiles that fit."""
 
     region: str = ""
     pool: str = ""
@@ -34,9 +34,10 @@ class MachineWant:
 
 
 def choose(machines: Iterable[MachineView], want: MachineWant) -> str | NoFit:
-    """The id of a node; the same machines and the same want always give the same answer.
+    """The id of a node. Deterministic: the same machines and want give the same answer.
 
-    One that was never a slice host first: the others have approved slots to go back to.
+    Nodes that were never slice hosts come first, because the others have approved slots to go back
+    to.
     """
     judged = [(machine, _reason(machine, want)) for machine in machines]
     free = [machine for machine, reason in judged if not reason]
@@ -59,7 +60,7 @@ def _reason(machine: MachineView, want: MachineWant) -> str:
 
 
 def _explain(judged: list[tuple[MachineView, str]]) -> dict[str, Any]:
-    """In the form of `scheduler.explain`, with a machine as the unit."""
+    """Explanation in the form of `scheduler.explain`, with a machine as the unit."""
     nodes = [
         {"node_id": machine.id, "slots": 1, "free": 0, "largest": 0, "reasons": {reason: 1}}
         for machine, reason in sorted(judged, key=lambda pair: pair[0].id)

@@ -1,4 +1,4 @@
-"""Where to put a request: the best of the nodes on which it fits. Pure."""
+"""Placement of a slice request: the best group of slots over all nodes. Pure."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from reconciler.model.scheduler.feasible import Feasible, feasible
 from reconciler.model.scheduler.snapshot import NvlinkSets, SlotView, Snapshot, Want
 
 Group = tuple[SlotView, ...]
-# Slots that only their index tells apart, the lowest first.
+# Slots that differ only in their index, the lowest first.
 Cell = list[SlotView]
 
 
 class Score(NamedTuple):
-    """Compared from the left.
+    """Rank of a group; fields are compared from the left, and the lowest wins.
 
-    clean: 1 for a node without slices: those are kept for bare metal.
-    numa_nodes, switches: across how many the group spreads; less is nearer.
-    left: free slots that stay on the node; few is good, so that large gaps stay whole.
-    odd: those of them that share a NUMA node, and odd_near those that share a PCIe switch, with
-    the group: what is broken into is used up first.
+    clean: 1 for a node without slices, because such nodes are kept for bare metal.
+    numa_nodes, switches: number of those that the group spreads over; fewer is nearer.
+    left: free slots that stay on the node. Fewer is better, so that large gaps stay whole.
+    odd, odd_near: remaining free slots on the group's NUMA nodes, and on its PCIe switches. Fewer
+    is better, so that partly used ones are filled first.
     node_id, indexes: make the order total.
     """
 
@@ -38,14 +38,14 @@ class Score(NamedTuple):
 
 
 def choose(node: Feasible, count: int) -> tuple[Score, Group] | None:
-    """The best group of `count` slots of the node, the one that it boots from first."""
+    """The best group of `count` slots of the node, with the boot slot first."""
     options = ((score(node, group), group) for group in groups(node, count))
     best = min(options, key=lambda option: option[0], default=None)
     return None if best is None else (best[0], _boot_first(best[1]))
 
 
 def score(node: Feasible, group: Sequence[SlotView]) -> Score:
-    """Rank the group on its node."""
+    """Score of the group on its node."""
     numa = {slot.numa_node for slot in group}
     near = {_place(slot) for slot in group}
     left = len(node.free) - len(group)
@@ -64,7 +64,7 @@ def score(node: Feasible, group: Sequence[SlotView]) -> Score:
 
 
 def groups(node: Feasible, count: int) -> Iterator[Group]:
-    """Every group that may serve one slice, but for those that only swap equal slots."""
+    """Every group that may serve a slice, without groups that only swap equal slots."""
     if not 1 <= count <= len(node.free):
         return
     if count > 1 and node.node.nvlink_sets:
@@ -77,7 +77,7 @@ def groups(node: Feasible, count: int) -> Iterator[Group]:
 
 
 def largest(node: Feasible) -> int:
-    """The most GPUs that one slice can have on the node now."""
+    """The most GPUs that a slice can have on the node now."""
     sizes = range(len(node.free), 0, -1)
     return next((size for size in sizes if next(groups(node, size), None)), 0)
 
@@ -90,7 +90,7 @@ def _allowed(free: Sequence[SlotView], sets: NvlinkSets, count: int) -> Iterator
 
 
 def _spread(cells: list[Cell], count: int) -> Iterator[Group]:
-    """Every way to take `count` slots out of the cells, from each cell its first ones."""
+    """Every way to take `count` slots out of the cells, always the first slots of a cell."""
     for width in range(1, min(len(cells), count) + 1):
         for chosen in combinations(cells, width):
             if sum(map(len, chosen)) >= count:
@@ -98,7 +98,7 @@ def _spread(cells: list[Cell], count: int) -> Iterator[Group]:
 
 
 def _fill(cells: Sequence[Cell], count: int) -> Iterator[Group]:
-    """At least one of each of the cells, `count` together."""
+    """Every way to take `count` slots, with at least 1 from each cell."""
     cell, *rest = cells
     if not rest:
         if 1 <= count <= len(cell):
@@ -115,7 +115,7 @@ def _place(slot: SlotView) -> tuple[int, str]:
 
 
 def _boot_first(group: Group) -> Group:
-    """The larger part first: the boot slot and most of the memory sit on one NUMA node."""
+    """Larger NUMA part first, so that the boot slot and most memory share a NUMA node."""
     share = Counter(slot.numa_node for slot in group)
     return tuple(
         sorted(group, key=lambda slot: (-share[slot.numa_node], slot.numa_node, slot.index))
@@ -124,7 +124,7 @@ def _boot_first(group: Group) -> Group:
 
 @dataclass(frozen=True)
 class Placement:
-    """All slots are on one node; the first is the one the machine boots from."""
+    """Chosen slots, all on the same node. The machine boots from the first slot."""
 
     node_id: str
     slot_ids: tuple[str, ...]
@@ -133,13 +133,13 @@ class Placement:
 
 @dataclass(frozen=True)
 class NoFit:
-    """Nothing fits, and why."""
+    """Failed placement, with its explanation."""
 
     explanation: dict[str, Any]
 
 
 def place(snapshot: Snapshot, want: Want) -> Placement | None:
-    """The same snapshot and the same want always give the same answer; None: nothing fits."""
+    """Best placement; None when nothing fits. The same snapshot and want give the same answer."""
     options = [choose(feasible(node, want), want.gpus) for node in snapshot.nodes]
     found = [option for option in options if option]
     if not found:

@@ -1,4 +1,4 @@
-"""What the scheduler knows: an immutable picture of nodes and their slots."""
+"""Scheduler snapshot: an immutable view of nodes and their slots."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ NvlinkSets = frozenset[frozenset[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class SlotView:
-    """One approved slot.
+    """An approved slot.
 
-    switch: the PCIe bridge that its GPU shares with its neighbours, "" when nobody said.
-    module: the GPU's place on the NVLink board, -1 when nobody said; it is not the PCI order.
-    complete: every field of its bundle is known. fabric: address of its fabric function;
-    own_function says that it is a virtual function of this slot alone.
+    switch: the PCIe bridge that its GPU shares with its neighbours, "" when unknown.
+    module: the GPU's place on the NVLink board, -1 when unknown; it is not the PCI order.
+    complete: every field of its bundle is known. fabric: address of its fabric function.
+    own_function: the fabric function is a virtual function of this slot alone.
     """
 
     id: str
@@ -33,10 +33,10 @@ class SlotView:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeView:
-    """One node; refusal is why it takes nothing new, "" when it does.
+    """A node. refusal: why it takes nothing new, "" when it does.
 
-    nvlink_sets: the groups of modules that may serve one slice of several GPUs; without any, all
-    may. They are what the NVSwitches can be partitioned into, so a lone GPU needs none.
+    nvlink_sets: groups of modules that may serve a slice of several GPUs; without any set, every
+    group may. They are the possible partitions of the NVSwitches, so a single GPU needs no set.
     """
 
     id: str
@@ -50,17 +50,17 @@ class NodeView:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Some or all nodes at one moment."""
+    """Some or all nodes at the same moment."""
 
     nodes: tuple[NodeView, ...]
 
     @classmethod
     def of(cls, nodes: Iterable[NodeView]) -> Snapshot:
-        """Ordered by id, so that what follows depends on nothing else."""
+        """Snapshot ordered by id, so that placement does not depend on the order of its input."""
         return cls(tuple(sorted(nodes, key=lambda node: node.id)))
 
     def without(self, slot_ids: frozenset[str]) -> Snapshot:
-        """The same without some slots."""
+        """Copy without the slots of these ids."""
         return Snapshot(
             tuple(
                 NodeView(
@@ -79,7 +79,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Want:
-    """What is asked for; empty means: any. profiles: the hardware that will do."""
+    """A request; an empty field means "any". profiles: hardware profiles that fit."""
 
     gpus: int
     region: str = ""

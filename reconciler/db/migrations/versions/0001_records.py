@@ -1,4 +1,4 @@
-"""Who there is: projects, nodes, tokens; and the logs that go with every change."""
+"""Tables of projects, nodes and tokens, and the logs of every change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be sold and who has it: images, proofs, slots, allocations, claims."""
+"""Tables of capacity: images, proofs, slots, allocations, claims."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What hosts reported, and the work on them."""
+"""Tables of host reports and of tasks."""
 
 from __future__ import annotations
 

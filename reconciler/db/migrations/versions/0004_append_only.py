@@ -1,4 +1,4 @@
-"""History, audit and proofs are added to and never changed, whoever tries."""
+"""Append-only triggers for history, audit and proofs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TABLES = ("state_history", "audit_log", "wipe_proofs")
 
 
 def upgrade() -> None:
-    """A trigger per table and verb."""
+    """Create a trigger per table and verb."""
     postgresql = op.get_bind().dialect.name == "postgresql"
     if postgresql:
         op.execute(

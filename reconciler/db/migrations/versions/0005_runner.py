@@ -1,4 +1,4 @@
-"""A task remembers in whose folder its run is."""
+"""Runner of a task: the worker folder that has the files of its run."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ down_revision = "0004"
 
 
 def upgrade() -> None:
-    """Tasks from before belong to no runner: they end by their deadline, not by a guess."""
+    """Existing tasks belong to no runner, so they end by their deadline and not by a guess."""
     op.add_column("tasks", sa.Column("runner", sa.Text(), nullable=False, server_default=""))

@@ -1,4 +1,4 @@
-"""Whole machines: where tenants reach them, what goes with them, what they were before."""
+"""Whole machines: tenant address, disks of the claim, and host baseline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ down_revision = "0005"
 
 
 def upgrade() -> None:
-    """Nodes from before have no tenant's address, so none of them is sold until it gets one."""
+    """Existing nodes have no tenant address, so they are not sold until they get an address."""
     for name in ("tenant_address", "telemetry_url", "unclean_allocation_id"):
         op.add_column("nodes", sa.Column(name, sa.Text(), nullable=False, server_default=""))
     for name, default in (("tenant_port", "22"), ("fence", "0")):

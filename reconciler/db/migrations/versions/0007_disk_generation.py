@@ -1,7 +1,7 @@
-"""A disk's generation only grows, and a slot keeps its disk, whoever writes.
+"""Triggers that let a disk's generation only grow and keep the disk of a slot.
 
-A slot is available by a proof of its disk's present generation. Taken back, the generation would
-make an old proof count again: that of a disk which has had a tenant since.
+An available slot has a proof of its disk's current generation. A lowered generation would make an
+old proof count again, although the disk has had a tenant since.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ down_revision = "0006"
 SLOTS = "node_resource_slots"
 TOLD = "a disk generation only grows, and a slot keeps its disk"
 CHANGED = "NEW.disk_generation < OLD.disk_generation OR NEW.nvme_identity <> OLD.nvme_identity"
-# Retired slots count: the disk of one may come into a new one.
+# Retired slots count as well, because their disk may become part of a new slot.
 OLDER = (
     "NEW.disk_generation < (SELECT max(disk_generation) FROM node_resource_slots"
     " WHERE nvme_identity = NEW.nvme_identity)"
@@ -22,7 +22,7 @@ OLDER = (
 
 
 def upgrade() -> None:
-    """A trigger per verb; a migration that makes the table anew must make them again."""
+    """Create a trigger per verb. A migration that recreates the table must recreate them too."""
     changing = f"BEFORE UPDATE OF disk_generation, nvme_identity ON {SLOTS} FOR EACH ROW"
     adding = f"BEFORE INSERT ON {SLOTS} FOR EACH ROW"
     for name, head, wrong in (
@@ -30,7 +30,7 @@ def upgrade() -> None:
         ("disk_generation_begins", adding, OLDER),
     ):
         if op.get_bind().dialect.name == "postgresql":
-            # integrity_constraint_violation, as SQLite calls it too.
+            # integrity_constraint_violation, as SQLite reports it too.
             op.execute(
                 f"CREATE FUNCTION gpuaas_{name}() RETURNS trigger LANGUAGE plpgsql AS $$"
                 f" BEGIN IF {wrong} THEN RAISE EXCEPTION '{TOLD}' USING ERRCODE = '23000';"

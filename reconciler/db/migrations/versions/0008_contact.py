@@ -1,4 +1,4 @@
-"""Tasks wait for hosts that do not answer, and keep every line of their runs' progress."""
+"""Waiting for unreachable hosts, and the offset of stored progress of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ down_revision = "0007"
 
 
 def upgrade() -> None:
-    """Tasks from before have reached their hosts; nothing of their progress is kept twice."""
+    """Existing tasks have reached their hosts; their progress starts at offset 0."""
     for name in ("unreached", "progress_offset"):
         column = sa.Column(name, sa.BigInteger(), nullable=False, server_default="0")
         op.add_column("tasks", column)

@@ -1,4 +1,4 @@
-"""Processes of the service say that they live, and one of them at a time leads."""
+"""Tables of service processes and of their leader."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ down_revision = "0008"
 
 
 def upgrade() -> None:
-    """Nobody leads until somebody campaigns."""
+    """Without a row, no process leads until a process campaigns."""
     op.create_table(
         "leaders",
         sa.Column("name", sa.Text(), primary_key=True),

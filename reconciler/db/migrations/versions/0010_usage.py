@@ -1,4 +1,4 @@
-"""Usage records, and claims whose snapshot of what was sold cannot change."""
+"""Usage records, and triggers that protect the bundle copy of claims."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ USAGE = (
     "allocation_id project_id node_id capacity_shape sku region pool gpu_count claims started_at"
 )
 
-# Whether a row with the new one's key is there already.
+# Whether a row with the key of the new row exists already.
 _CLAIMED = "SELECT 1 FROM allocation_resource_claims WHERE id = NEW.id"
 _USED = "SELECT 1 FROM usage_records WHERE allocation_id = NEW.allocation_id"
 
 
 def upgrade() -> None:
-    """What has been active before gets its record from its claims."""
+    """Allocations that were active before get their usage record from their claims."""
     op.create_table(
         "usage_records",
         *texts("allocation_id", "project_id", "node_id", "capacity_shape"),
@@ -69,7 +69,7 @@ _SNAPSHOT = {
     "postgresql": f"jsonb_agg(jsonb_build_object({_PAIRS}) ORDER BY c.position)",
 }
 
-# Claims of one allocation move together, so any of them tells how it ended.
+# Claims of an allocation change state together, so any of them shows how it ended.
 _BACKFILL = """
 INSERT INTO usage_records (allocation_id, project_id, node_id, capacity_shape, sku, region, pool,
   gpu_count, claims, started_at, ended_at, end_state)
@@ -85,7 +85,7 @@ WHERE a.activated_at IS NOT NULL GROUP BY a.id
 
 
 def _keep(table: str, there: str, columns: str, frozen: str = "") -> None:
-    """No row is removed; these columns never change, and nothing does once `frozen` holds."""
+    """Triggers that refuse removal of rows, changes of `columns`, and any change once `frozen`."""
     if op.get_bind().dialect.name == "postgresql":
         changed = " OR ".join(f"NEW.{name} IS DISTINCT FROM OLD.{name}" for name in columns.split())
         body = f"EXECUTE FUNCTION {table}_keep()"
@@ -102,7 +102,7 @@ def _keep(table: str, there: str, columns: str, frozen: str = "") -> None:
         f" WHEN ({when}) {body}"
     )
     op.execute(f"CREATE TRIGGER {table}_keep_delete BEFORE DELETE ON {table} FOR EACH ROW {body}")
-    # What triggers for each row do not see.
+    # Row triggers see neither TRUNCATE nor INSERT OR REPLACE.
     if op.get_bind().dialect.name == "postgresql":
         op.execute(f"CREATE TRIGGER {table}_keep_all BEFORE TRUNCATE ON {table} {body}")
     else:

@@ -1,4 +1,4 @@
-"""Counting a site's slots without reading them."""
+"""Index for counting a site's slots without reading the table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ down_revision = "0010"
 
 
 def upgrade() -> None:
-    """Everything that ranking nodes needs is in the index."""
+    """The index covers all columns for the ranking of nodes."""
     approved = sa.text("retired_at IS NULL")
     op.create_index(
         "ix_slots_counts",

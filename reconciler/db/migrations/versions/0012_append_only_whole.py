@@ -1,4 +1,4 @@
-"""Two ways around append-only are closed: emptying a table, and inserting over a row."""
+"""Append-only triggers against emptying a table and against replacing a row by an insert."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from alembic import op
 revision = "0012"
 down_revision = "0011"
 
-# Whether a row with the new one's key is there already.
+# Whether a row with the key of the new row exists already.
 TABLES = {
     "state_history": "SELECT 1 FROM state_history WHERE id = NEW.id",
     "audit_log": "SELECT 1 FROM audit_log WHERE id = NEW.id",

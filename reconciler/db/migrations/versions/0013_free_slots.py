@@ -1,4 +1,4 @@
-"""Finding the nodes that a launch looks at first, without counting all slots of the site."""
+"""Indexes for the candidate nodes of a launch, without counting all slots of the site."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _APPROVED = "retired_at IS NULL"
 
 
 def upgrade() -> None:
-    """One index of the free slots and one of those in use, instead of one of both."""
+    """Replace the common index by an index of free slots and an index of slots in use."""
     _index("ix_slots_free", f"{_APPROVED} AND status = 'available'", "node_id", "numa_node")
     _index("ix_slots_busy", f"{_APPROVED} AND status NOT IN ('available', 'disabled')", "node_id")
     op.drop_index("ix_slots_counts", "node_resource_slots")

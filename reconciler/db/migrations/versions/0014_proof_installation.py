@@ -1,4 +1,4 @@
-"""Under which installation of its host a proof was taken: after a reimage it counts no longer."""
+"""Host installation of a proof, because a proof does not count after a reimage."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ GUARD = "wipe_proofs_no_update"
 
 
 def upgrade() -> None:
-    """Older proofs get the installation that the last discovery before them saw.
+    """Existing proofs get the installation of the last discovery before them.
 
-    They are never changed otherwise, and while this is done the guard of that stands aside.
+    Proofs are otherwise never changed, so their update trigger is removed during this change.
     """
     column = sa.Column("install_id", sa.Text(), nullable=False, server_default="")
     op.add_column("wipe_proofs", column)

@@ -1,4 +1,4 @@
-"""A host's own place on the fabric: a profile is shared, an address is not."""
+"""Fabric interface and address of a node, which differ between nodes of the same profile."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ down_revision = "0014"
 
 
 def upgrade() -> None:
-    """Nodes from before have what their profile says, as they had until now."""
+    """Existing nodes keep the values of their profile."""
     for name in ("fabric_interface", "fabric_address"):
         op.add_column("nodes", sa.Column(name, sa.Text(), nullable=False, server_default=""))

@@ -1,4 +1,4 @@
-"""Applications on allocations: instances, members, operations."""
+"""Tables of applications on allocations: instances, members, operations."""
 
 from __future__ import annotations
 

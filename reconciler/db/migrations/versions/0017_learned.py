@@ -1,4 +1,4 @@
-"""A node knows when its boot was learned: a look that began before is not believed against it."""
+"""Time at which a node's boot was learned, because reports that began earlier are not trusted."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ down_revision = "0016"
 
 
 def upgrade() -> None:
-    """Of nodes from before nobody knows; whatever is seen next is believed."""
+    """The time is unknown for existing nodes, so their next report is trusted."""
     op.add_column("nodes", sa.Column("boot_learned_at", sa.Double()))

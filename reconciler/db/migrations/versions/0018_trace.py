@@ -1,4 +1,4 @@
-"""Finding what one request has led to without reading all that ever happened."""
+"""Indexes for the effects of a request, by its correlation id."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ down_revision = "0017"
 
 
 def upgrade() -> None:
-    """Of what tasks report nothing is kept twice: it is found by its task."""
+    """Task events have no correlation id of their own, because they are found by their task."""
     for table in ("state_history", "audit_log", "tasks"):
         op.create_index(f"ix_{table}_correlation_id", table, ["correlation_id"])

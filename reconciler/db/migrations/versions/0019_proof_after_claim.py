@@ -1,14 +1,15 @@
-"""`available` only with a proof newer than the last claim, whoever writes.
+"""Triggers that allow `available` only with a proof newer than the last claim (I4).
 
-A slot is available by a proof of its disk's present generation, which never falls (0007). So a
-claim goes in only at a generation of which there is no proof yet, and while it lives no proof of
-its disk goes in: whatever makes its slot available again was proven after it. And while the claim
-lives, nothing does.
+An available slot has a proof of its disk's current generation, which never falls (0007). Therefore
+a claim is accepted only at a generation without a proof, and no proof of its disk is accepted while
+it is live. So the proof that makes the slot available again is newer than the claim. The slot is
+never available while the claim is live.
 
-A claim on a whole machine does not say which slots are there. Its tenant is let in only once every
-disk of a slot is past its proofs, and from when it is prepared until it has ended none goes in.
-A claim that ended before its tenant was in leaves older proofs as they were; that a run for it
-may have written is told by store.baremetal, which raises the generations as soon as one starts.
+A claim on a whole machine does not name its slots. Its tenant is let in only when the generation of
+every slot's disk is newer than every proof. No proof is accepted from the preparation of the
+machine until the claim has ended. A claim that ended before its tenant was let in leaves older
+proofs valid. A run for it may have written to the disks, so `lifecycle.baremetal` raises the
+generations as soon as such a run starts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SLOTS = "node_resource_slots"
 PROOFS = "wipe_proofs"
 LIVE = "('reserved', 'provisioning', 'active', 'releasing')"
 SLICE = f"NEW.kind = 'slice' AND NEW.state IN {LIVE}"
-# From when a machine is prepared for its tenant, and from when the tenant is in.
+# BEGUN: from the preparation of the machine on. ENTERED: from the entry of the tenant on.
 BEGUN = "('provisioning', 'active', 'releasing')"
 ENTERED = "('active', 'releasing')"
 WHOLE = f"NEW.kind = 'node_exclusive' AND NEW.state IN {LIVE}"
@@ -31,7 +32,7 @@ TENANT = f"NEW.kind = 'node_exclusive' AND NEW.state IN {ENTERED}"
 SOLD = "NEW.status = 'available'"
 
 TOO_LATE = "a claim needs a disk generation of which there is no proof yet"
-# A retired slot's disk may be in another slot by now.
+# A retired slot's disk may be part of another slot by now.
 PROVEN = """
 NOT EXISTS (SELECT 1 FROM node_resource_slots s WHERE s.id = NEW.slot_id
   AND s.retired_at IS NULL AND s.disk_generation = NEW.disk_generation)
@@ -39,9 +40,9 @@ OR EXISTS (SELECT 1 FROM node_resource_slots s JOIN wipe_proofs p
   ON p.disk_identity = s.nvme_identity AND p.disk_generation >= s.disk_generation
   WHERE s.id = NEW.slot_id)
 """
-# Two transactions that cannot see each other's rows yet, one with the claim and one with the
-# proof, take turns by the slot's row. The claim's lock is one that the proof's must wait for, and
-# the one that reserving the slot takes anyway.
+# A transaction with a claim and a transaction with a proof cannot see each other's rows yet, so
+# they take turns by locking the slot's row. The proof's lock waits for the claim's lock, which is
+# the lock that reserving the slot takes anyway.
 TURN = "PERFORM 1 FROM node_resource_slots WHERE id = NEW.slot_id FOR NO KEY UPDATE;"
 
 ON_SALE = "a claim on a whole machine needs its slots off sale"
@@ -61,7 +62,7 @@ EXISTS (SELECT 1 FROM node_resource_slots s JOIN wipe_proofs p
   WHERE s.node_id = NEW.node_id AND s.retired_at IS NULL)
 """
 
-# Tenants who are on a whole machine by a version that left its disks' generations alone.
+# Tenants on a whole machine from a version that did not raise the generations of its disks.
 MOVED_ON = """
 UPDATE node_resource_slots SET disk_generation = disk_generation + 1, available_proof_id = NULL
 WHERE retired_at IS NULL AND status <> 'available' AND node_id IN (
@@ -74,7 +75,7 @@ PROVING = """
 PERFORM 1 FROM node_resource_slots WHERE nvme_identity = NEW.disk_identity
   AND retired_at IS NULL FOR SHARE;
 """
-# By the disk that the claim names, and by that of the slot it names, should they differ.
+# By the claim's own disk and by the disk of its slot, in case they differ.
 IN_USE = """
 EXISTS (SELECT 1 FROM allocation_resource_claims WHERE nvme_identity = NEW.disk_identity
   AND kind = 'slice' AND state IN ANY_LIVE)
@@ -87,7 +88,7 @@ OR EXISTS (SELECT 1 FROM node_resource_slots s JOIN allocation_resource_claims c
 """.replace("ANY_LIVE", LIVE).replace("ANY_BEGUN", BEGUN)
 
 HELD = "a slot under a live claim is not available"
-# Each by the index that keeps such claims apart.
+# Each condition uses the unique index of such claims.
 CLAIMED = """
 EXISTS (SELECT 1 FROM allocation_resource_claims WHERE slot_id = NEW.id
   AND kind = 'slice' AND state IN ANY_LIVE)
@@ -99,9 +100,9 @@ OR EXISTS (SELECT 1 FROM allocation_resource_claims WHERE node_id = NEW.node_id
 
 
 def upgrade() -> None:
-    """A migration that makes one of the tables anew must make its triggers again."""
+    """Create the triggers. A migration that recreates a table must recreate its triggers."""
     op.execute(MOVED_ON)
-    # What has ended is no claim any more: one that comes to life again is a new one.
+    # An ended claim that becomes live again counts as a new claim.
     claiming = {"INSERT": "true", "UPDATE OF state": f"OLD.state NOT IN {LIVE}"}
     entering = {"INSERT": "true", "UPDATE OF state": f"OLD.state NOT IN {ENTERED}"}
     selling = {"INSERT": "true", "UPDATE OF status": "true"}
@@ -115,12 +116,12 @@ def upgrade() -> None:
 def _refuse(
     table: str, name: str, about: tuple[dict[str, str], str], rule: tuple[str, str, str]
 ) -> None:
-    """A trigger per verb: a row that it is about is refused where the rule's condition holds."""
+    """Create a trigger per verb that refuses rows for which the condition of the rule holds."""
     verbs, row = about
     first, wrong, told = rule
     name = f"{table}_{name}"
     if op.get_bind().dialect.name == "postgresql":
-        # integrity_constraint_violation, as SQLite calls it too.
+        # integrity_constraint_violation, as SQLite reports it too.
         op.execute(
             f"CREATE FUNCTION {name}() RETURNS trigger LANGUAGE plpgsql AS $$"
             f" BEGIN {first} IF {wrong} THEN RAISE EXCEPTION '{told}' USING ERRCODE = '23000';"

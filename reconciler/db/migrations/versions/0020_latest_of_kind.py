@@ -1,6 +1,7 @@
-"""When a node's last task of a kind was asked for, without reading all that it ever had.
+"""Index for the latest task of a kind on a node.
 
-What is done every few minutes for each host is most of a site's tasks after some weeks.
+Without it, every task of the node is read. Periodic tasks for each host make most of a site's
+tasks after some weeks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tags of a machine in MAAS, by which parity tells what its next deployment makes of it."""
+"""Tags of a machine in MAAS, by which parity predicts the result of its next deployment."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ down_revision = "0020"
 
 
 def upgrade() -> None:
-    """Of nodes from before nobody has said them, which is not the same as: none."""
+    """The tags of existing nodes are unknown, which differs from an empty list."""
     op.add_column("nodes", sa.Column("maas_tags", DOCUMENT, nullable=True))

@@ -1,4 +1,4 @@
-"""Recovery cases: the runbook for blocked slots, as the leader follows it."""
+"""Table of recovery cases: the runbook for blocked slots, executed by the leader."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ down_revision = "0021"
 
 
 def upgrade() -> None:
-    """At most one open case for each allocation."""
+    """Each allocation has at most a single open case."""
     op.create_table(
         "recovery_cases",
         *texts("id", "allocation_id", "node_id", "state", "state_reason"),
