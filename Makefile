@@ -7,15 +7,20 @@ export ANSIBLE_COLLECTIONS_PATH := $(CURDIR)/build/collections
 SCENARIO ?= slice_host
 
 help: ## Show this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^##@ /{printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
+##@ Main commands
 setup: ## Install what the project needs: packages, Python environment, collection path
 	@scripts/setup
 
 demo: setup ## The main job from nothing: a machine becomes a slice host, a tenant gets a GPU VM, the slot comes back clean
 	@$(PYTHON) -m lab.demo
 
-test: ## Everything that CI runs
+run: setup ## Reconciler on 127.0.0.1 with SQLite
+	@$(GPUAAS) serve
+
+##@ Tests
+test: ## Everything that CI runs; results by requirement in build/coverage
 	@scripts/setup --tests
 	@scripts/test all
 
@@ -43,6 +48,10 @@ bench: ## Measure against the named peers; adds to build/bench.json (without Ope
 	@$(PYTHON) -m tests.bench.tasks
 	@$(PYTHON) -m tests.bench.memory
 
+scripts: setup ## Build the single-file programs into build/scripts
+	@$(PYTHON) -m scripts.standalone
+
+##@ Lab host
 lab-up: setup ## Boot the lab host and leave it running
 	@$(GPUAAS) lab up
 
@@ -52,10 +61,22 @@ lab-ssh: setup ## A shell on the lab host
 lab-down: setup ## Stop the lab host
 	@$(GPUAAS) lab down
 
-run: setup ## Reconciler on 127.0.0.1 with SQLite
-	@$(GPUAAS) serve
+lab-save: setup ## Keep a copy of the lab host's disks: make lab-save NAME=ready
+	@$(GPUAAS) lab save $(NAME)
 
+lab-load: setup ## Boot the lab host from such a copy: make lab-load NAME=ready
+	@$(GPUAAS) lab load $(NAME)
+	@$(GPUAAS) lab up
+
+lab-saved: setup ## The saved lab hosts
+	@$(GPUAAS) lab saved
+
+lab-delete: setup ## Delete a saved lab host: make lab-delete NAME=ready
+	@$(GPUAAS) lab delete $(NAME)
+
+##@ Maintenance
 lock: ## Resolve the dependencies anew into requirements.lock
 	@scripts/lock
 
-.PHONY: help setup demo test test-fast test-long lint sanity molecule bench lab-up lab-ssh lab-down run lock
+.PHONY: help setup demo run test test-fast test-long lint sanity molecule bench scripts lab-up lab-ssh lab-down \
+	lab-save lab-load lab-saved lab-delete lock

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from lab import guest_image, host_image, machine, packages, qemu, state, userdata
+from lab import guest_image, host_image, machine, packages, qemu, saved, state, userdata
 from lab.command import LabError
 from lab.distro import this_distro
 from lab.paths import lab_folder
@@ -109,3 +109,46 @@ def reset_disks() -> None:
     """Make the data disks as on the first day (the lab must be down)."""
     with _told():
         machine.reset_disks()
+
+
+@app.command()
+def save(
+    name: str,
+    replace: Annotated[bool, typer.Option(help="Replace a saved host of this name.")] = False,
+) -> None:
+    """Keep a copy of the lab host's disks. A host that is up is paused for some seconds."""
+    with _told():
+        kept = saved.save(name, replace=replace)
+        say.print(f"saved {name}: {saved.size_bytes(kept) / 2**20:.0f} MiB in {kept.folder}")
+
+
+@app.command()
+def load(name: str) -> None:
+    """Replace the lab host's disks by a saved copy (the lab must be down); `up` boots it."""
+    with _told():
+        kept = saved.load(name)
+        say.print(f"loaded {name} of {kept.saved_at}: boot it with [bold]gpuaas lab up[/bold]")
+
+
+@app.command("saved")
+def list_saved() -> None:
+    """Print the saved lab hosts as JSON."""
+    with _told():
+        facts = [
+            {
+                "name": kept.name,
+                "saved_at": kept.saved_at,
+                "image": kept.image.name,
+                "mib": saved.size_bytes(kept) >> 20,
+            }
+            for kept in saved.entries()
+        ]
+        print(json.dumps(facts, indent=1))
+
+
+@app.command()
+def delete(name: str) -> None:
+    """Delete a saved lab host; the lab itself stays as it is."""
+    with _told():
+        saved.delete(name)
+        say.print(f"deleted {name}")

@@ -13,13 +13,24 @@ FOLDER = Path(__file__).parent / "host"
 SIZE_MIB = 12 * 1024
 ESP_ID = "5E00-1AB0"
 PRIVATE = frozenset({"etc/netplan/01-mgmt.yaml"})
+NOUN = "host-image"
+
+
+def name(distro: Distro) -> str:
+    """The image's folder in the cache, whether it is built or not."""
+    return f"{NOUN}-{_key(distro)}"
+
+
+def _key(distro: Distro) -> str:
+    base = rootfs.key(host_packages.recipe(distro.id), distro)
+    sources = [FOLDER, Path(image.__file__), Path(__file__)]
+    return cache.content_key({"rootfs": base, "size": SIZE_MIB}, sources)
 
 
 def ensure(distro: Distro) -> Path:
     """The cached image, built when its packages, files or builder changed."""
     base = rootfs.ensure(host_packages.recipe(distro.id), distro)
-    sources = [FOLDER, Path(image.__file__), Path(__file__)]
-    key = cache.content_key({"rootfs": base.parent.name, "size": SIZE_MIB}, sources)
+    key = _key(distro)
     layout = image.Layout(SIZE_MIB, str(uuid.uuid5(uuid.NAMESPACE_OID, key)), ESP_ID)
 
     def build(folder: Path) -> None:
@@ -34,4 +45,4 @@ def ensure(distro: Distro) -> Path:
                 log=folder / "build.log",
             )
 
-    return cache.ensure("host-image", key, build) / "host.raw"
+    return cache.ensure(NOUN, key, build) / "host.raw"

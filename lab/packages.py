@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 from lab.command import LabError, run
@@ -17,6 +19,10 @@ NEEDED = [
 ]  # fmt: skip
 # Without root, mmdebstrap works in a user namespace whose maps these programs write.
 WITHOUT_ROOT = ["uidmap"]
+# A machine that has just booted upgrades itself and holds the package manager's locks for minutes.
+LOCK_LIMIT_S = 600.0
+LOCK_PAUSE_S = 5.0
+LOCKED = re.compile(r"Could not get lock|Unable to (acquire|lock)")
 UBUNTU = ["ubuntu-keyring", "qemu-system-x86", "qemu-utils"]
 
 
@@ -42,8 +48,25 @@ def ensure() -> None:
     if not root and not shutil.which("sudo"):
         raise LabError(f"install these packages first (as root): {' '.join(lacking)}")
     # `env` stands behind sudo, which hands on no variables of ours.
-    apt = [*([] if root else ["sudo"]), "env", "DEBIAN_FRONTEND=noninteractive", "apt-get"]
-    log = cache_folder() / "packages.log"
+    settings = ["LC_ALL=C.UTF-8", "DEBIAN_FRONTEND=noninteractive"]
+    apt = [*([] if root else ["sudo"]), "env", *settings, "apt-get"]
     with step("packages of this machine"):
-        run([*apt, "update", "-q"], log=log)
-        run([*apt, "install", "-y", "-q", "--no-install-recommends", *lacking], log=log)
+        _when_unlocked([*apt, "update", "-q"])
+        _when_unlocked([*apt, "install", "-y", "-q", "--no-install-recommends", *lacking])
+
+
+def _when_unlocked(argv: list[str]) -> None:
+    """Run apt-get, again and again while another package manager holds one of its locks."""
+    log = cache_folder() / "packages.log"
+    deadline = time.monotonic() + LOCK_LIMIT_S
+    while True:
+        # The error quotes the end of the log, which must be of this attempt.
+        log.unlink(missing_ok=True)
+        try:
+            run(argv, log=log)
+        except LabError as error:
+            if not LOCKED.search(str(error)) or time.monotonic() > deadline:
+                raise
+            time.sleep(LOCK_PAUSE_S)
+        else:
+            return

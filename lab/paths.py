@@ -18,3 +18,9 @@ def lab_folder() -> Path:
     """The folder of one lab (disks, keys, sockets, logs); several labs by GPUAAS_LAB_DIR."""
     override = os.environ.get("GPUAAS_LAB_DIR")
     return Path(override).resolve() if override else REPOSITORY / "build" / "lab"
+
+
+def saved_folder() -> Path:
+    """Where saved lab hosts lie, each in a folder of its name; GPUAAS_LAB_SAVED moves it."""
+    override = os.environ.get("GPUAAS_LAB_SAVED")
+    return Path(override).resolve() if override else REPOSITORY / "build" / "saved"

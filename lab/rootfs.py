@@ -41,11 +41,16 @@ def _initramfs_hook(modules: Sequence[str]) -> str:
     )
 
 
+def key(recipe: Recipe, distro: Distro) -> str:
+    """The hash of all that makes this root filesystem."""
+    hook = _initramfs_hook(recipe.initramfs_modules)
+    inputs = {"packages": sorted(recipe.packages), "sources": distro.sources, "hook": hook}
+    return cache.content_key(inputs, [Path(__file__)])
+
+
 def ensure(recipe: Recipe, distro: Distro) -> Path:
     """The tar file of this recipe, from the cache or made now."""
     hook = _initramfs_hook(recipe.initramfs_modules)
-    inputs = {"packages": sorted(recipe.packages), "sources": distro.sources, "hook": hook}
-    key = cache.content_key(inputs, [Path(__file__)])
 
     def build(folder: Path) -> None:
         log = folder / "mmdebstrap.log"
@@ -65,4 +70,4 @@ def ensure(recipe: Recipe, distro: Distro) -> Path:
                 log=log,
             )
 
-    return cache.ensure(f"{recipe.noun}-rootfs", key, build) / "root.tar"
+    return cache.ensure(f"{recipe.noun}-rootfs", key(recipe, distro), build) / "root.tar"

@@ -1,4 +1,4 @@
-"""A client of the reconciler's API, for the CLI and the demonstration."""
+"""Client of the reconciler's API, for the CLI and the demonstration."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any
 import httpx
 
 from reconciler.model.errors import Problem
-from reconciler.wait_timeout import Patience
+from reconciler.wait_timeout import WaitTimeout
 
 API = "/api/v1"
 ENDED = frozenset({"succeeded", "failed", "canceled", "lost"})
-# About a minute: a service that is being restarted is back by then.
+# About a minute, in which a service can restart.
 _RECONNECTS = 15
 
 
 @dataclass(frozen=True)
 class Event:
-    """One server-sent event; place is where a reader goes on."""
+    """A server-sent event; place: the id from which a reader continues."""
 
     name: str
     place: str
@@ -31,7 +31,7 @@ class Event:
 
 
 class Client:
-    """One session with the reconciler; errors of the service are raised as `Problem`."""
+    """A session with the reconciler. Errors of the service are raised as `Problem`."""
 
     def __init__(self, base_url: str, token: str, *, correlation_id: str = "") -> None:
         headers = {"Authorization": f"Bearer {token}"}
@@ -46,7 +46,7 @@ class Client:
         return self._send("GET", path, params=query)
 
     def items(self, path: str, **query: Any) -> Iterator[Any]:
-        """Every item of a list, page after page."""
+        """Every item of a list, over all pages."""
         while True:
             page = self.get(path, **query)
             yield from page["items"]
@@ -57,7 +57,7 @@ class Client:
     def post(
         self, path: str, body: Mapping[str, Any] | None = None, *, key: str | None = ""
     ) -> Any:
-        """POST with an idempotency key: a new one, or `key` to repeat an act; None sends none."""
+        """POST with an idempotency key: a new key, `key` to repeat a request, None for no key."""
         headers = {} if key is None else {"Idempotency-Key": key or str(uuid.uuid4())}
         return self._send("POST", path, json=body or {}, headers=headers)
 
@@ -71,10 +71,10 @@ class Client:
         return self._send("DELETE", path)
 
     def events(self, path: str, *, after: str = "") -> Iterator[Event]:
-        """The server-sent events of a path, as they come; ends when the service says no more.
+        """The server-sent events of a path, until the service ends the stream.
 
-        A connection that breaks is made again, behind the last event; `reconciler_unreachable`
-        when that fails for a while.
+        A broken connection is opened again after the last event; `reconciler_unreachable` when
+        that fails repeatedly.
         """
         failures = 0
         while True:
@@ -84,7 +84,7 @@ class Client:
                     if response.is_error:
                         response.read()
                         raise _refusal(response)
-                    for event in _parsed(response.iter_lines()):
+                    for event in _parse_events(response.iter_lines()):
                         after, failures = event.place, 0
                         yield event
                     return
@@ -104,18 +104,18 @@ class Client:
     ) -> dict[str, Any]:
         """The task once it has ended; `task_timeout` when it does not end in time.
 
-        One that runs has until its own deadline, which follows what its run may take; one that
-        cannot begin has unbegun_s. deadline_s: at most so long, for both together.
+        A running task has until its own deadline, a task that cannot begin has unbegun_s.
+        deadline_s limits both together.
         """
-        patience = Patience(unbegun_s)
+        timeout = WaitTimeout(unbegun_s)
         end = time.monotonic() + deadline_s
         while True:
             task: dict[str, Any] = self.get(f"/admin/tasks/{task_id}")
             on_progress(task)
             if task["state"] in ENDED:
                 return task
-            if patience.ends_for(task) or time.monotonic() > end:
-                raise _unended(task)
+            if timeout.ends_for(task) or time.monotonic() > end:
+                raise _timed_out(task)
             time.sleep(0.5)
 
     def text(self, path: str, **query: Any) -> str:
@@ -129,7 +129,7 @@ class Client:
         try:
             return response.json()
         except ValueError:
-            # A portal or another program: what it means by this status, nobody knows.
+            # The answer came from a portal or another program, so its status means nothing.
             raise _refusal(response) from None
 
     def _answer(self, method: str, path: str, **arguments: Any) -> httpx.Response:
@@ -151,7 +151,7 @@ class Client:
         )
 
 
-def _unended(task: Mapping[str, Any]) -> Problem:
+def _timed_out(task: Mapping[str, Any]) -> Problem:
     waits = task.get("waits_for") or {}
     why = f", waits for {waits['code']}: {waits['detail']}" if waits else ""
     return Problem(
@@ -164,39 +164,39 @@ def _unended(task: Mapping[str, Any]) -> Problem:
 
 
 def _refusal(response: httpx.Response) -> Problem:
-    known = ("code", "expected", "found", "remedy")
+    parts = ("code", "expected", "found", "remedy")
     try:
         document = response.json()
     except ValueError:
         document = None
-    if not isinstance(document, dict) or not document.keys() >= set(known):
-        return _not_the_service(response)
+    if not isinstance(document, dict) or not document.keys() >= set(parts):
+        return _foreign_answer(response)
     return Problem(
         document["code"],
         response.status_code,
         expected=document["expected"],
         found=document["found"],
         remedy=document["remedy"],
-        detail={key: value for key, value in document.items() if key not in known},
+        detail={key: value for key, value in document.items() if key not in parts},
     )
 
 
-def _not_the_service(response: httpx.Response) -> Problem:
-    """Every refusal of the service has a code: this one came from what stands before it."""
+def _foreign_answer(response: httpx.Response) -> Problem:
+    """An error without a code comes from a proxy in front of the service, not from the service."""
     kind = response.headers.get("Content-Type", "no type")
-    said = " ".join(response.text.split())[:200]
+    text = " ".join(response.text.split())[:200]
     return Problem(
         "http_error",
         response.status_code,
         expected=f"an answer of the reconciler from {response.request.url}",
-        found=f"status {response.status_code}, {kind}: {said}",
-        remedy="see whether GPUAAS_API names the reconciler, and whether what stands before it,"
-        " such as a proxy, reaches it",
+        found=f"status {response.status_code}, {kind}: {text}",
+        remedy="check that GPUAAS_API names the reconciler, and that a proxy in front of it"
+        " reaches it",
     )
 
 
-def _parsed(lines: Iterator[str]) -> Iterator[Event]:
-    """Events of a stream; one that the end of the connection cut off is none."""
+def _parse_events(lines: Iterator[str]) -> Iterator[Event]:
+    """Complete events of a stream; an event cut off by the end of the connection is dropped."""
     fields: dict[str, str] = {}
     for line in lines:
         name, _, value = line.partition(":")

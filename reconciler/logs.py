@@ -1,4 +1,4 @@
-"""What the service logs: one line per event, with the request and the task that it belongs to."""
+"""Logging of the service: a line per event, with the ids of its request and its task."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from datetime import UTC, datetime
 
 from reconciler.settings import Settings
 
-# What is at hand where the line is written. Threads of a pool begin without either.
+# The ids in force where a line is written. Threads of a pool start without them.
 correlation_id: ContextVar[str] = ContextVar("correlation_id", default="")
 task_id: ContextVar[str] = ContextVar("task_id", default="")
 
 _TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s%(ids)s"
-# These log whole URLs, in which a download link's query is a key, or every step of theirs.
+# Some log whole URLs, and the query of a download link is a key. Others log every step.
 _QUIET = ("httpx", "uvicorn.access", "alembic")
 
 
 @contextmanager
 def about(*, task: str = "", correlation: str = "") -> Iterator[None]:
-    """Lines written meanwhile, by this thread, name the task and the request it came from."""
+    """Add the ids of a task and of its request to the lines of this thread."""
     tokens = ((task_id, task_id.set(task)), (correlation_id, correlation_id.set(correlation)))
     try:
         yield
@@ -33,7 +33,7 @@ def about(*, task: str = "", correlation: str = "") -> Iterator[None]:
 
 
 def configure(settings: Settings) -> None:
-    """Log to standard error, as the settings say; what was configured before goes."""
+    """Log to standard error as the settings say, in place of any earlier configuration."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_with_ids)
     handler.setFormatter(Json() if settings.log_format == "json" else logging.Formatter(_TEXT))
@@ -43,13 +43,13 @@ def configure(settings: Settings) -> None:
 
 
 def ids() -> dict[str, str]:
-    """The ids that are known here."""
-    known = {"correlation_id": correlation_id.get(), "task_id": task_id.get()}
-    return {name: value for name, value in known.items() if value}
+    """The ids in force, without empty values."""
+    values = {"correlation_id": correlation_id.get(), "task_id": task_id.get()}
+    return {name: value for name, value in values.items() if value}
 
 
 class Json(logging.Formatter):
-    """An object per line: at, level, logger, message, error with its traceback, and the ids."""
+    """A JSON object per line: at, level, logger, message, error with its traceback, and the ids."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -57,19 +57,19 @@ class Json(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
-            **getattr(record, "known_ids", {}),
+            **getattr(record, "context_ids", {}),
         }
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
-        # ASCII: no line end or terminal sequence of a host's gets through.
+        # ASCII, so that a line end or a terminal sequence from a host is escaped.
         return json.dumps(line)
 
 
 def _with_ids(record: logging.LogRecord) -> bool:
-    known = ids()
-    record.known_ids = known
-    # A line that names an id itself does not get it a second time.
-    said = record.getMessage()
-    more = [f"{name}={value}" for name, value in known.items() if value not in said]
+    context = ids()
+    record.context_ids = context
+    # An id that the message contains is not repeated.
+    message = record.getMessage()
+    more = [f"{name}={value}" for name, value in context.items() if value not in message]
     record.ids = " ".join(["", *more])
     return True

@@ -1,7 +1,7 @@
-"""Hardware profiles: what a kind of machine has, and what its slices are sold as.
+"""Hardware profiles: the devices of a class of machines, and the SKU of its slices.
 
-One file each, in a folder that the site may edit while the service runs: API and workers see a
-change with their next request or task.
+Each profile is a file in a folder that the site may edit while the service runs. API and workers
+see a change with their next request or task.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ import yaml
 from reconciler.model import hardware
 from reconciler.model.errors import Problem
 
-# When and how large: what tells one state of a file from the next.
+# Modification time and size, which identify a version of a file.
 _State = tuple[int, int]
 
 
 def hardware_profile(folder: Path, name: str) -> dict[str, Any]:
-    """The hardware profile `name`; Problem `profile_unknown` when there is none that can be read,
-    and `mgmt_attachment_unsupported` for one that no host can carry out.
+    """The hardware profile `name`; Problem `profile_unknown` when it is missing or unreadable, and
+    `mgmt_attachment_unsupported` when no host can implement it.
     """
-    known = _states(folder)
-    if name not in known:
+    states = _states(folder)
+    if name not in states:
         raise Problem(
             "profile_unknown",
             422,
-            expected=f"one of the hardware profiles {', '.join(sorted(known))}",
+            expected=f"one of the hardware profiles {', '.join(sorted(states))}",
             found=name,
             remedy=f"choose one of these, or add {name}.yml to {folder}",
         )
-    return _read(folder / f"{name}.yml", known[name])
+    return _read(folder / f"{name}.yml", states[name])
 
 
 def profile_skus(folder: Path) -> dict[str, str]:
-    """What slices are sold as, by the name of the hardware profile; "" where it names none."""
+    """SKU by name of the hardware profile; "" for a profile without a SKU."""
     return dict(_skus(folder, tuple(sorted(_states(folder).items()))))
 
 
 def _states(folder: Path) -> dict[str, _State]:
-    found = {}
+    states = {}
     for file in folder.glob("*.yml"):
-        # One that went at this moment is none.
+        # The file may disappear meanwhile.
         with contextlib.suppress(FileNotFoundError):
-            seen = file.stat()
-            found[file.stem] = (seen.st_mtime_ns, seen.st_size)
-    return found
+            status = file.stat()
+            states[file.stem] = (status.st_mtime_ns, status.st_size)
+    return states
 
 
 @lru_cache(maxsize=32)
@@ -56,15 +56,15 @@ def _read(file: Path, _state: _State) -> dict[str, Any]:
     try:
         document: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as broken:
-        document, found = None, " ".join(str(broken).split())[:300]
+        document, content = None, " ".join(str(broken).split())[:300]
     else:
-        found = type(document).__name__
+        content = type(document).__name__
     if not isinstance(document, dict):
         raise Problem(
             "profile_unknown",
             422,
             expected=f"a mapping in {file.name}",
-            found=found,
+            found=content,
             remedy="write the profile's entries into it, or remove the file",
         )
     hardware.check(document, file.stem)
@@ -73,9 +73,9 @@ def _read(file: Path, _state: _State) -> dict[str, Any]:
 
 @lru_cache(maxsize=8)
 def _skus(folder: Path, states: tuple[tuple[str, _State], ...]) -> tuple[tuple[str, str], ...]:
-    found = []
+    skus = []
     for name, state in states:
-        # Whoever works with a broken one is told so; it does not keep anybody else from launching.
+        # A broken profile is reported where it is used; it must not stop other launches.
         with contextlib.suppress(Problem):
-            found.append((name, str(_read(folder / f"{name}.yml", state).get("sku") or "")))
-    return tuple(found)
+            skus.append((name, str(_read(folder / f"{name}.yml", state).get("sku") or "")))
+    return tuple(skus)

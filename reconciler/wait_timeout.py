@@ -1,4 +1,4 @@
-"""How long a command waits for what the service does: for as long as the service lets it take."""
+"""Timeout of a command that waits for the service: as long as the service itself allows."""
 
 from __future__ import annotations
 
@@ -7,42 +7,42 @@ from datetime import datetime
 from time import monotonic
 from typing import Any
 
-# What is past its deadline is ended by the service: a last while for the run, for its lease, and
-# for the loops that look. Too low, and a command gives up before it hears how it ended.
+# The service ends work that is past its deadline. This time covers the end of the run, its lease
+# and the interval of the loops. Too low, and a command gives up before it learns the result.
 ENDING_S = 900
-# A task behind another one of its node has its turn: those before it have deadlines of their own.
-_IN_TURN = frozenset({"node_busy", "exclusive_first"})
+# A task that waits behind another task of its node; the earlier tasks have deadlines of their own.
+_QUEUED = frozenset({"node_busy", "exclusive_first"})
 
 
-class Patience:
-    """One wait. Moments are of the service's clock, and only told from each other: what has passed
-    is measured by the clock of this machine, which may be wrong about the time of day.
+class WaitTimeout:
+    """A single wait. Elapsed time is measured by the monotonic clock of this machine, because its
+    time of day may be wrong. Times of the service's clock are only compared with each other.
     """
 
     def __init__(self, unbegun_s: float = 0) -> None:
-        """unbegun_s: in all, for what has no time of its own, such as a host that is silent."""
+        """unbegun_s: total wait for work without a deadline, such as for an unreachable host."""
         self._unbegun_s = unbegun_s
         self._unbegun = 0.0
         self._since = ""
-        self._seen = self._looked = monotonic()
+        self._changed = self._checked = monotonic()
 
     def ends(self, since: str | None, deadline: str | None) -> bool:
-        """Whether something had all the time it has, from since until its deadline, and more."""
+        """Whether the time from `since` to `deadline` has passed, plus the time to end."""
         now = monotonic()
         if since is None or deadline is None:
-            self._unbegun += now - self._looked
+            self._unbegun += now - self._checked
         elif since != self._since:
-            self._since, self._seen = since, now
-        self._looked = now
+            self._since, self._changed = since, now
+        self._checked = now
         if since is None or deadline is None:
             return self._unbegun > self._unbegun_s
-        given = datetime.fromisoformat(deadline) - datetime.fromisoformat(since)
-        return now - self._seen > given.total_seconds() + ENDING_S
+        allowed = datetime.fromisoformat(deadline) - datetime.fromisoformat(since)
+        return now - self._changed > allowed.total_seconds() + ENDING_S
 
     def ends_for(self, task: Mapping[str, Any]) -> bool:
-        """The same of a task, as the API shows it."""
+        """The same for a task, as the API shows it."""
         if task["state"] == "running":
             return self.ends(task["started_at"], task["deadline_at"])
-        if (task.get("waits_for") or {}).get("code") in _IN_TURN:
+        if (task.get("waits_for") or {}).get("code") in _QUEUED:
             return self.ends(task["state_since"], task["deadline_at"])
         return self.ends(None, None)

@@ -54,7 +54,7 @@ def readme(role: Path) -> str:
     """The whole README.md of a role."""
     defaults = _load(role / "defaults" / "main.yml")
     specs = _load(role / "meta" / "argument_specs.yml")["argument_specs"]
-    lines = [f"<!-- Written by `{COMMAND}` from meta/argument_specs.yml: change that. -->"]
+    lines = [f"<!-- Generated from meta/argument_specs.yml by `{COMMAND}`; edit that file. -->"]
     lines += [f"# {role.name}", "", f"{markdown(specs['main']['short_description'])}."]
     for entry, spec in specs.items():
         if entry != "main":

@@ -1,16 +1,15 @@
-"""Single-file programs for machines that have nothing of ours, from the collection's own code.
+"""Single-file programs, built from the collection's code for machines that have none of it.
 
-`python -m scripts.standalone` writes every file of SCRIPTS; with `--check` it only says which are
-not what the code gives, and a test compares byte for byte. With `--apply-bios PATH` it writes one
-more of them, there: MAAS's script as it changes the BIOS. So there is no second implementation:
-a script is a shell head, the sources of the module_utils that its entry function needs (found by
-their imports), and an importer for them. It is plain text, because somebody reviews what runs as
-root. Standard library only, here and there, and of Python 3.10, which Ubuntu 22.04 has: MAAS
-commissions with it.
+`python -m scripts.standalone` (`make scripts`) builds into `build/scripts/` what is missing there
+or older than its sources; a release's wheel gets the same files from `hatch_build.py`. With
+`--apply-bios PATH` it builds one more, there: MAAS's script as it changes the BIOS.
 
-To add a script, add a Script: where it lies, the entry `_util:function` (called with the arguments
-and the environment, returns the exit code), what its head says, files that it carries, and settings
-that it has by itself.
+A program is a shell head, the importer of `reconciler/carrier.py`, and the sources of the
+module_utils that its entry imports, directly or not. So there is no second implementation. It is
+plain text, because somebody reviews what runs as root. It needs the standard library of Python
+3.10, which Ubuntu 22.04 has: MAAS commissions with it.
+
+To add a program, add a Script to SCRIPTS.
 """
 
 from __future__ import annotations
@@ -19,6 +18,8 @@ import argparse
 import ast
 import hashlib
 import json
+import os
+import runpy
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,11 +29,15 @@ from typing import Any
 
 import yaml
 
+from reconciler import carrier
 from reconciler.trust import preflight
 
 ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build"
 UTILS = ROOT / "plugins" / "module_utils"
-PACKAGE = "ansible_collections.gpuaas.slice.plugins.module_utils"
+# Read from its file: the collection need not be importable where this runs.
+_CLOSURE = runpy.run_path(str(UTILS / "core" / "_source_closure.py"))
+PACKAGE: str = _CLOSURE["PACKAGE"]
 COMMAND = "python -m scripts.standalone"
 
 _END = "GPUAAS_STANDALONE_END"
@@ -44,14 +49,15 @@ class NotStandalone(Exception):
 
 @dataclass(frozen=True)
 class Script:
-    """One generated file.
+    """One single-file program.
 
-    path: below the repository's root. entry: `_util:function`. about: what the head says, one
-    sentence or more. marker: the line that is printed where no fitting Python is found, with
-    `status=FAIL`. metadata: comment block that a runner such as MAAS reads, or "". data: files of
-    the repository that the entry reads through `__loader__.get_data(name)`, by name; YAML becomes
-    JSON, since a host need not have a parser for it. settings: of the environment, in parts,
-    each for where nobody sets any of that part.
+    path: below `build/`. entry: `package._util:function`, called with the arguments and the
+    environment; it returns the exit code. about: what the head says, one sentence or more.
+    marker: the line that is printed where no fitting Python is found, with `status=FAIL`.
+    metadata: comment block that a runner such as MAAS reads, or "". data: files of the repository
+    that the entry reads through `__loader__.get_data(name)`, by name; YAML becomes JSON, since a
+    host need not have a parser for it. settings: defaults for the environment, in parts; a part
+    counts only where none of its settings is set.
     """
 
     path: str
@@ -65,8 +71,8 @@ class Script:
 
 def hardware(profile: Mapping[str, Any]) -> str:
     """The machines that a MAAS script is for, by their GPUs: MAAS runs it on no other."""
-    found = [f"pci:{one}" for one in profile["gpu"]["ids"]]
-    return found[0] if len(found) == 1 else f"[{', '.join(found)}]"
+    ids = [f"pci:{id_}" for id_ in profile["gpu"]["ids"]]
+    return ids[0] if len(ids) == 1 else f"[{', '.join(ids)}]"
 
 
 _PROFILES = {file.stem: f"profiles/{file.name}" for file in sorted(ROOT.glob("profiles/*.yml"))}
@@ -75,10 +81,10 @@ _PROFILES = {file.stem: f"profiles/{file.name}" for file in sorted(ROOT.glob("pr
 _COMMISSIONED = yaml.safe_load((ROOT / "profiles/xe9680l-h200.yml").read_text(encoding="utf-8"))
 
 
-def _commissioning(**told: str) -> str:
+def _commissioning(**fields: str) -> str:
     """Metadata of a script that MAAS runs while it commissions one of those machines."""
     rows = {
-        **told,
+        **fields,
         "script_type": "commissioning",
         "for_hardware": hardware(_COMMISSIONED),
         "timeout": "02:00:00",
@@ -96,7 +102,7 @@ def _commissioning(**told: str) -> str:
 
 FIRMWARE = Script(
     path="scripts/maas/commissioning/50-gpuaas-slice-firmware-preflight.sh",
-    entry="_preflight_command:main",
+    entry="firmware._preflight_command:main",
     about="Is the firmware of this machine fit for GPU slices? Reads only by default;\n"
     "--help names the settings, among them the one that changes the BIOS.",
     marker="GPUAAS_SLICE_FIRMWARE_SUMMARY",
@@ -130,17 +136,10 @@ SCRIPTS = (
     FIRMWARE,
     Script(
         path="scripts/ops/gpuaas_slice_host_deploy_bootstrap.sh",
-        entry="_deploy_bootstrap:main",
+        entry="boot._deploy_bootstrap:main",
         about="Make a slice host of this deployed machine: packages, boot configuration, libvirt,\n"
-        "fabric, network. Reboots only with GPUAAS_SLICE_REBOOT_IF_REQUIRED=1; see --help.",
-        marker="GPUAAS_SLICE_BOOTSTRAP",
-        data=_PROFILES,
-    ),
-    Script(
-        path="scripts/ops/gpuaas_slice_host_net_baseline.sh",
-        entry="_deploy_bootstrap:network",
-        about="Repair the network baseline of this slice host: bridge, NAT, forwarding, dnsmasq,\n"
-        "and the service that does the same at every boot.",
+        "fabric, network. Reboots only with GPUAAS_SLICE_REBOOT_IF_REQUIRED=1; see --help.\n"
+        "With `network` as its first word it repairs the network baseline alone.",
         marker="GPUAAS_SLICE_BOOTSTRAP",
         data=_PROFILES,
     ),
@@ -151,7 +150,7 @@ _HEAD = """\
 {metadata}#
 {about}
 #
-# Generated by `{command}` from plugins/module_utils/: change that, not this.
+# Built by `{command}` from plugins/module_utils/: change that, not this.
 set -eu
 {settings}for python in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do
   if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
@@ -166,54 +165,21 @@ echo '{marker} status=FAIL detail=Python\\ 3.10\\ or\\ newer\\ is\\ missing'
 exit 2
 """
 
-_IMPORTER = '''\
-import importlib.abc
-import importlib.machinery
-import linecache
+_CALL = """\
 import os
-import sys
-import traceback
 
-PACKAGE = "{package}"
-
-
-class Sources(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
-    """Imports what this file carries; everything else comes from the standard library."""
-
-    def find_spec(self, name, path=None, target=None):
-        inside = (PACKAGE + ".").startswith(name + ".")
-        if not inside and name.removeprefix(PACKAGE + ".") not in SOURCES:
-            return None
-        return importlib.machinery.ModuleSpec(name, self, origin=name, is_package=inside)
-
-    def get_source(self, name):
-        return SOURCES.get(name.removeprefix(PACKAGE + "."), "")
-
-    def exec_module(self, module):
-        name = module.__name__
-        text = self.get_source(name)
-        # A traceback then shows the line and not only its number.
-        linecache.cache[name] = (len(text), None, text.splitlines(True), name)
-        exec(compile(text, name, "exec"), module.__dict__)
-
-    def get_data(self, name):
-        return DATA[name].encode()
-
-
-sys.meta_path.insert(0, Sources())
-# The interpreter's own hook looks for lines in files only.
-sys.excepthook = traceback.print_exception
-
-from {package}.{util} import {function}
-
-sys.exit({function}(sys.argv[1:], os.environ))
-'''
+PACKAGE = "{package}."
+install({{PACKAGE + name: text for name, text in SOURCES.items()}}, DATA)
+run(PACKAGE + "{entry}", sys.argv[1:], os.environ)
+"""
 
 
 def build(script: Script) -> str:
     """The text of the file. Raises NotStandalone."""
     util, _, function = script.entry.partition(":")
-    sources = {name: _source(name) for name in closure(util)}
+    sources = closure(util)
+    for name, text in sources.items():
+        _refuse_foreign(name, text)
     if not any(
         isinstance(node, ast.FunctionDef) and node.name == function
         for node in ast.parse(sources[util]).body
@@ -229,73 +195,77 @@ def build(script: Script) -> str:
             settings="".join(map(_settings, script.settings)),
             end=_END,
         ),
+        Path(carrier.__file__).read_text(encoding="utf-8"),
+        "\n",
         *_table("SOURCES", sources),
         *_table("DATA", data),
-        _IMPORTER.format(package=PACKAGE, util=util, function=function),
+        _CALL.format(package=PACKAGE, entry=script.entry),
         _TAIL.format(end=_END, marker=script.marker),
     ]
     return "".join(parts)
 
 
-def closure(util: str) -> list[str]:
-    """The module utils that `util` needs, itself included, by name."""
-    found: set[str] = set()
-    ahead = [util]
-    while ahead:
-        name = ahead.pop()
-        if name not in found:
-            found.add(name)
-            ahead += _imports(name)
-    return sorted(found)
+def closure(util: str) -> dict[str, str]:
+    """The module utils that `util` needs, itself included: source text by name."""
+    texts: dict[str, str] = _CLOSURE["closure"](util, _source)
+    return dict(sorted(texts.items()))
 
 
-def stale(root: Path = ROOT) -> list[str]:
-    """The scripts below `root` that are not what the code gives."""
-    return [one.path for one in SCRIPTS if _present(root / one.path) != build(one)]
+def write(folder: Path = BUILD) -> list[Path]:
+    """Build what is missing below `folder` or older than its sources; every program's path."""
+    newest = max(file.stat().st_mtime for file in _inputs())
+    targets = [folder / script.path for script in SCRIPTS]
+    for script, target in zip(SCRIPTS, targets, strict=True):
+        if not target.is_file() or target.stat().st_mtime < newest:
+            _put(script, target)
+    return targets
 
 
-def write() -> None:
-    for script in SCRIPTS:
-        _put(script, ROOT / script.path)
+def _inputs() -> Iterator[Path]:
+    """Every file that a program may come from."""
+    yield from UTILS.rglob("*.py")
+    yield from ROOT.glob("profiles/*.yml")
+    yield from (Path(module.__file__) for module in (carrier, preflight))
+    yield Path(__file__)
 
 
 def _put(script: Script, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(build(script), encoding="utf-8")
-    target.chmod(0o755)
+    # Never half a program: another process may build or run it at the same time.
+    part = target.with_name(f".{target.name}.{os.getpid()}")
+    part.write_text(build(script), encoding="utf-8")
+    part.chmod(0o755)
+    part.replace(target)
 
 
-def _imports(name: str) -> Iterator[str]:
-    """The module utils that one source imports; everything else must be standard library."""
-    for node in ast.walk(ast.parse(_source(name))):
+def _refuse_foreign(name: str, text: str) -> None:
+    """Everything but module utils must be standard library."""
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            if node.module == PACKAGE:
-                yield from (alias.name for alias in node.names)
-                continue
             modules = [node.module or ""]
         else:
             continue
         for module in modules:
-            if module.startswith(f"{PACKAGE}."):
-                yield module.removeprefix(f"{PACKAGE}.")
-            elif module.partition(".")[0] not in sys.stdlib_module_names:
+            if f"{module}.".startswith(f"{PACKAGE}."):
+                continue
+            if module.partition(".")[0] not in sys.stdlib_module_names:
                 raise NotStandalone(f"{name} imports {module}, which is not standard library")
 
 
 def _settings(settings: Mapping[str, str]) -> str:
     """Shell that sets one part, all or none: half of two repositories is no repository."""
-    said = {name: value for name, value in settings.items() if value}
-    if not said:
+    values = {name: value for name, value in settings.items() if value}
+    if not values:
         return ""
     given = "".join(f"${{{name}+x}}" for name in settings)
-    rows = [f"  export {name}={shlex.quote(value)}" for name, value in said.items()]
+    rows = [f"  export {name}={shlex.quote(value)}" for name, value in values.items()]
     return "\n".join([f'if [ -z "{given}" ]; then', *rows, "fi", ""])
 
 
 def _source(name: str) -> str:
-    return (UTILS / f"{name}.py").read_text(encoding="utf-8")
+    return (UTILS / f"{name.replace('.', '/')}.py").read_text(encoding="utf-8")
 
 
 def _carried(path: Path) -> str:
@@ -322,30 +292,20 @@ def _literal(key: str, text: str) -> str:
     return f"r'''{text}'''"
 
 
-def _present(path: Path) -> str | None:
-    return path.read_text(encoding="utf-8") if path.is_file() else None
-
-
 def main(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog=COMMAND, description="Write the single-file programs.")
-    one = parser.add_mutually_exclusive_group()
-    one.add_argument("--check", action="store_true", help="write nothing, name what is stale")
-    one.add_argument(
+    parser = argparse.ArgumentParser(prog=COMMAND, description="Build the single-file programs.")
+    parser.add_argument(
         "--apply-bios",
         metavar="PATH",
         type=Path,
-        help=f"write only MAAS's script that changes the BIOS ({APPLYING.path})",
+        help=f"build only MAAS's script that changes the BIOS ({APPLYING.path})",
     )
     options = parser.parse_args(words)
     if options.apply_bios:
         _put(APPLYING, options.apply_bios)
-        return 0
-    if not options.check:
+    else:
         write()
-        return 0
-    left = stale()
-    sys.stdout.write("".join(f"stale: {path}\n" for path in left))
-    return 1 if left else 0
+    return 0
 
 
 if __name__ == "__main__":

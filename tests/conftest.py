@@ -11,9 +11,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "build" / "collections"))
 
-from ansible_collections.gpuaas.slice.plugins.module_utils import _command, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _host
 
-pytest_plugins = ("tests.standin.bmc_fixtures",)
+from scripts import standalone
+
+pytest_plugins = ("tests.coverage", "tests.standin.bmc_fixtures")
 
 # What takes tens of seconds without a lab host: make test runs it, make test-fast does not.
 SLOW = (
@@ -32,6 +34,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(here) and str(item.path.relative_to(here)).startswith(SLOW):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _programs() -> None:
+    """The single-file programs, which the reconciler hands out, as the code gives them now."""
+    standalone.write()
 
 
 class Script:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from rich.console import Console
 
-from lab.demo import host_steps, slice_steps
+from lab.demo import host_steps, interruption, slice_steps
 from lab.demo.report import Evidence, Report, Step
 from lab.demo.stage import Stage
 from lab.paths import REPOSITORY
 
-STEPS = (
+# Name, title and work of a step.
+PlannedStep = tuple[str, str, Callable[[Stage], Evidence]]
+STEPS: tuple[PlannedStep, ...] = (
     ("host", "build and boot a lab host", host_steps.host),
     ("enrol", "start the reconciler, certify the host's SSH key", host_steps.enrol),
     ("bootstrap", "make it a slice host, with a real reboot", host_steps.bootstrap),
@@ -64,16 +67,33 @@ def main() -> int:
         console.print(f"SLICE_FIRMWARE: expected bios or uefi; found {firmware}", style="red")
         return 2
     stage = Stage(REPOSITORY / "build" / "demo", firmware=firmware, console=console)
-    stage.folder.mkdir(parents=True, exist_ok=True)
     report = Report(REPOSITORY / "build" / "demo.json", console)
-    try:
-        for name, title, work in STEPS:
-            report.run(name, title, partial(work, stage))
-    finally:
-        stage.close()
+    if not play(stage, report):
+        return interruption.EXIT_CODE
     console.print(report.table(_summary))
     console.print("[bold]build/demo.json[/] holds the evidence of each step")
     return 0 if report.ok else 1
+
+
+def play(stage: Stage, report: Report, steps: Iterable[PlannedStep] = STEPS) -> bool:
+    """Play the steps in order, then end what they started; False when a signal came between."""
+    try:
+        with interruption.raised():
+            stage.folder.mkdir(parents=True, exist_ok=True)
+            for name, title, work in steps:
+                report.run(name, title, partial(work, stage))
+            stage.close()
+    except interruption.Interrupted:
+        # In order as far as that goes; the processes of whatever fails here end below.
+        with contextlib.suppress(Exception):
+            stage.close()
+        interruption.end_descendants()
+        report.say("interrupted: the service, its runs and the lab host have been ended")
+        return False
+    except BaseException:
+        stage.close()
+        raise
+    return True
 
 
 def _summary(step: Step) -> str:

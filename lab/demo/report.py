@@ -1,4 +1,4 @@
-"""Runs named steps, times them, shows them as they go and keeps what they proved."""
+"""Report of a demonstration: its steps with their results, seconds and evidence."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from lab.demo.interruption import Interrupted
 
 Evidence = dict[str, Any]
 
@@ -47,6 +49,11 @@ class Report:
             evidence, ok = work(), True
         except Exception as error:
             evidence, ok = {"error": f"{type(error).__name__}: {error}"}, False
+        except Interrupted:
+            seconds = round(time.monotonic() - began, 1)
+            self.steps.append(Step(name, False, seconds, {"error": "interrupted"}))
+            self.save()
+            raise
         seconds = round(time.monotonic() - began, 1)
         self.steps.append(Step(name, ok, seconds, evidence))
         mark = "[green]ok[/]" if ok else "[red]failed[/]"
@@ -55,6 +62,10 @@ class Report:
             self._console.print(f"    {evidence['error']}", style="red", soft_wrap=True)
         self.save()
         return ok
+
+    def say(self, line: str) -> None:
+        """One line below the steps."""
+        self._console.print(line, style="red", highlight=False, soft_wrap=True)
 
     def save(self) -> None:
         document = {"steps": [asdict(step) for step in self.steps], "ok": self.ok}

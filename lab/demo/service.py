@@ -8,7 +8,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import httpx
 
@@ -20,7 +22,14 @@ START_DEADLINE_S = 60
 class Service:
     """`gpuaas serve` on SQLite in `folder`; hosts reach it under the lab's gateway address."""
 
-    def __init__(self, folder: Path, *, gateway: str, profiles: Path) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        gateway: str,
+        profiles: Path,
+        settings: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.folder = folder
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -31,6 +40,7 @@ class Service:
             "GPUAAS_PUBLIC_URL": f"http://{gateway}:{self.port}",
             "GPUAAS_PROFILES_DIR": str(profiles),
             "GPUAAS_API": self.url,
+            **settings,
         }
         self._process: subprocess.Popen[bytes] | None = None
 

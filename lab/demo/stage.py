@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,11 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from lab import machine, state
+from lab import machine, saved, state
 from lab.command import LabError
 from lab.demo.service import Service
 from lab.paths import REPOSITORY
+from lab.saved import Saved
 from lab.state import Lab
 from reconciler.client import Client
 from reconciler.model.bundle import run_bundle
@@ -36,6 +39,8 @@ class Stage:
     folder: Path
     firmware: str = "bios"
     console: Console = field(default_factory=lambda: Console(stderr=True))
+    # Environment variables of the service, over those that the stage sets.
+    settings: Mapping[str, str] = field(default_factory=dict)
     # Set by `open`, and by the steps as they go.
     lab: Lab | None = None
     service: Service | None = None
@@ -46,43 +51,78 @@ class Stage:
 
     def boot(self) -> Lab:
         """A freshly deployed lab host of its own; the host of `make lab-up` is not touched."""
+        self._clear()
+        self.lab = machine.up(fresh=True)
+        return self.lab
+
+    def boot_saved(self, name: str) -> Saved:
+        """Boot the saved lab host of this name instead of a fresh one."""
+        self._clear()
+        kept = saved.load(name)
+        self.lab = machine.up()
+        return kept
+
+    def _clear(self) -> None:
+        """No host runs in this stage's folder."""
         os.environ["GPUAAS_LAB_DIR"] = str(self.folder / "lab")
         known = state.load()
         if known is not None and known.alive():
             machine.power_cut()
-        self.lab = machine.up(fresh=True)
-        return self.lab
 
     def open(self) -> None:
         """Start a reconciler with an empty database and get a token for admin and tenant."""
-        if self.lab is None:
-            raise LabError("boot the lab host before the reconciler is started")
         shutil.rmtree(self.folder / "reconciler", ignore_errors=True)
-        self.service = Service(
-            self.folder / "reconciler", gateway=self.lab.gateway, profiles=self._profiles()
-        )
-        self.service.start()
+        service = self._serve()
         words = ("token", "create", "--role", "platform-admin", "--name", "demo")
-        secret = self.service.cli(*words)
-        token_file = self.service.folder / "token"
+        secret = service.cli(*words)
+        token_file = service.folder / "token"
         token_file.touch(mode=0o600)
         token_file.write_text(secret)
-        self.admin = Client(self.service.url, secret, correlation_id="make-demo")
-        project = self.admin.post("/admin/projects", {"name": PROJECT})
-        body = {"role": "project-member", "name": "tenant", "project_id": project["id"]}
-        token = self.admin.post("/admin/tokens", body)["token"]
-        self.member = Client(self.service.url, token)
-        self.known["project"] = project["id"]
+        self._connect(service, secret)
+        self.known["project"] = self.api().post("/admin/projects", {"name": PROJECT})["id"]
+        self._admit_tenant(service, "tenant")
+
+    def reopen(self, known: Mapping[str, Any]) -> None:
+        """Start the reconciler whose folder is there; `known` is what its stage knew.
+
+        The node is where the host answers now.
+        """
+        self.known.update(known)
+        service = self._serve()
+        self._connect(service, (service.folder / "token").read_text())
+        self._admit_tenant(service, "tenant-again")
+        port = self.host().ssh_port
+        if self.api().get(self.path())["port"] != port:
+            self.api().patch(self.path(), {"port": port})
+
+    def _serve(self) -> Service:
+        service = Service(
+            self.folder / "reconciler",
+            gateway=self.host().gateway,
+            profiles=self._profiles(),
+            settings=self.settings,
+        )
+        self.service = service
+        service.start()
+        return service
+
+    def _connect(self, service: Service, secret: str) -> None:
+        self.admin = Client(service.url, secret, correlation_id="make-demo")
+
+    def _admit_tenant(self, service: Service, name: str) -> None:
+        body = {"role": "project-member", "name": name, "project_id": self.known["project"]}
+        self.member = Client(service.url, self.api().post("/admin/tokens", body)["token"])
 
     def close(self) -> None:
-        """Stop what this stage started."""
-        for client in (self.admin, self.member):
-            if client is not None:
-                client.close()
-        if self.service is not None:
-            self.service.stop()
-        if self.lab is not None and self.lab.alive():
-            machine.power_cut()
+        """Stop what this stage started; each of it, also when another cannot be stopped."""
+        with contextlib.ExitStack() as stack:
+            if self.lab is not None and self.lab.alive():
+                stack.callback(machine.power_cut)
+            if self.service is not None:
+                stack.callback(self.service.stop)
+            for client in (self.admin, self.member):
+                if client is not None:
+                    stack.callback(client.close)
 
     def api(self) -> Client:
         if self.admin is None:

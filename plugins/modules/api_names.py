@@ -40,7 +40,8 @@ resolved:
 """
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _resolution
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _api_names
 
 
 def main() -> None:
@@ -48,7 +49,7 @@ def main() -> None:
         argument_spec={"names": {"type": "dict", "default": {}}},
         supports_check_mode=True,
     )
-    _change.run(module, _resolution.SUBJECT)
+    _change.run(module, _api_names.SUBJECT)
 
 
 if __name__ == "__main__":

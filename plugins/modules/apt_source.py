@@ -80,7 +80,8 @@ trusted_keys:
 """
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import _apt_source, _change
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _apt_source
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change
 
 
 def main() -> None:

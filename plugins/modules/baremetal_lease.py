@@ -96,13 +96,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _change,
-    _host,
-    _lease,
-    _whole_machine,
-)
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host, _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk._disk import disk_identity
+from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import _whole_machine
 
 MACHINE = _whole_machine.MACHINE
 
@@ -111,7 +108,7 @@ MACHINE = _whole_machine.MACHINE
 class State:
     """entries: of the machine and of its disks. problems: what speaks against O(state)."""
 
-    entries: dict[str, _lease.Entry]
+    entries: dict[str, _ledger.Entry]
     problems: tuple[Refusal, ...] = ()
 
     def holder(self) -> str:
@@ -153,7 +150,7 @@ def _hold(params: _change.Params, state: State) -> list[_change.Step]:
     return [
         _change.Step("hold", name, before, after)
         for name, entry in state.entries.items()
-        if (before := {key: getattr(entry, key) for key in after}) != after
+        if (before := {key: entry.document()[key] for key in after}) != after
     ]
 
 
@@ -191,18 +188,18 @@ def _release(params: _change.Params, state: State) -> list[_change.Step]:
 def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
     fence, allocation = params["fence"], params["allocation_id"]
     disks = [*params["disks"], *(params.get("written_off") or [])]
-    named = {_whole_machine.slot_of(disk): f"eui.{disk['nvme_eui']}" for disk in disks}
-    disk = named.get(step.subject, "")
+    identities = {_whole_machine.slot_of(row): disk_identity(str(row["nvme_eui"])) for row in disks}
+    disk = identities.get(step.subject, "")
     if step.name == "hold":
-        _lease.hold(step.subject, fence=fence, allocation_id=allocation, disk=disk)
+        _ledger.hold(step.subject, fence=fence, allocation_id=allocation, disk_identity=disk)
     elif step.name == "raise_fence":
-        _lease.raise_fence(step.subject, fence=fence)
+        _ledger.raise_fence(step.subject, fence=fence)
     elif step.name == "mark_dirty":
-        _lease.mark_dirty(step.subject, fence=fence, disk=disk)
+        _ledger.mark_dirty(step.subject, fence=fence, disk_identity=disk)
     elif step.name == "release":
         if step.subject == MACHINE:
-            _lease.mark_clean(MACHINE, fence=fence, disk="", proof={})
-        _lease.release(step.subject, fence=fence)
+            _ledger.mark_clean(MACHINE, fence=fence, disk_identity="", proof={})
+        _ledger.release(step.subject, fence=fence)
     return None
 
 
@@ -214,7 +211,7 @@ def facts(params: _change.Params, state: State) -> dict[str, Any]:
     }
 
 
-def _disks(state: State) -> list[_lease.Entry]:
+def _disks(state: State) -> list[_ledger.Entry]:
     return [entry for name, entry in state.entries.items() if name != MACHINE]
 
 
@@ -241,10 +238,10 @@ def _not_held(allocation: str, holder: str) -> Refusal:
     )
 
 
-def _still_dirty(entry: _lease.Entry) -> Refusal:
+def _still_dirty(entry: _ledger.Entry) -> Refusal:
     return Refusal(
         "disk_dirty",
-        expected=f"the wipe of {entry.disk} before the machine is given back",
+        expected=f"the wipe of {entry.disk_identity} before the machine is given back",
         found=f"marked dirty at {entry.dirty_at}",
         remedy="wipe it first (nvme_wipe); without its proof the node stays off sale",
     )

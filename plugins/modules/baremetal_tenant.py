@@ -80,15 +80,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _change,
     _command,
     _host,
-    _lease,
+    _ledger,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import (
     _tenant_account,
     _whole_machine,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def observe(params: _change.Params) -> State:
     name, uid = params["username"], params["uid"]
     home = _tenant_account.home_of(name)
     problems = _whole_machine.slice_mode()
-    machine = {_whole_machine.MACHINE: _lease.load(_whole_machine.MACHINE)}
+    machine = {_whole_machine.MACHINE: _ledger.load(_whole_machine.MACHINE)}
     problems += _whole_machine.stale(params["fence"], machine)
     if params["state"] == "present":
         problems += [*_tenant_account.taken(name, uid), *_keys(params["ssh_keys"])]
@@ -173,7 +175,7 @@ def _absent(params: _change.Params, state: State) -> list[_change.Step]:
 
 def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
     name, uid = params["username"], params["uid"]
-    _lease.check(_whole_machine.MACHINE, params["fence"])
+    _ledger.check(_whole_machine.MACHINE, params["fence"])
     match step.name:
         case "add_account":
             _command.run(_useradd(name, uid))

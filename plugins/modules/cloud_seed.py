@@ -81,27 +81,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _change,
-    _host,
-    _lease,
-    _seed,
-    _slice_names,
-)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host, _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _cloud_seed, _object_names
 
 
 def observe(params: _change.Params) -> str | None:
     """The digest of the seed that is there; None without one."""
     _not_late(params)
-    return _seed.present(_slice_names.seed_path(params["allocation_id"]))
+    return _cloud_seed.present(_object_names.seed_path(params["allocation_id"]))
 
 
 def plan(params: _change.Params, state: str | None) -> _change.Plan:
-    path = _slice_names.seed_path(params["allocation_id"])
+    path = _object_names.seed_path(params["allocation_id"])
     if params["state"] == "absent":
         steps = [_change.Step("remove_seed", path, state, None)] if state is not None else []
         return _change.Plan(tuple(steps))
-    wanted = _seed.digest(_content(params))
+    wanted = _cloud_seed.digest(_content(params))
     if state == wanted:
         return _change.Plan()
     return _change.Plan((_change.Step("write_seed", path, state, wanted),))
@@ -110,7 +105,7 @@ def plan(params: _change.Params, state: str | None) -> _change.Plan:
 def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
     _not_late(params)
     if step.name == "write_seed":
-        _seed.make(step.subject, _content(params))
+        _cloud_seed.make(step.subject, _content(params))
     else:
         _host.remove(step.subject)
     return None
@@ -119,11 +114,11 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
 def _not_late(params: _change.Params) -> None:
     # A seed that a late run leaves behind is nobody's to remove.
     if params["state"] == "present":
-        _lease.check_each(params.get("slots") or ())
+        _ledger.check_each(params.get("slots") or ())
 
 
 def facts(params: _change.Params, state: str | None) -> dict[str, Any]:
-    path = _slice_names.seed_path(params["allocation_id"])
+    path = _object_names.seed_path(params["allocation_id"])
     return {"path": path, "present": state is not None}
 
 
@@ -132,10 +127,10 @@ def _content(params: _change.Params) -> dict[str, str]:
         user_data = json.loads(params["user_data"])
     except ValueError as error:
         # The text itself is secret, so only where it breaks is said.
-        raise _slice_names.invalid("user_data", "a JSON object", str(error)) from error
+        raise _object_names.invalid("user_data", "a JSON object", str(error)) from error
     if not isinstance(user_data, Mapping):
-        raise _slice_names.invalid("user_data", "a JSON object", type(user_data).__name__)
-    return _seed.files(user_data, params["meta_data"], params["network_config"])
+        raise _object_names.invalid("user_data", "a JSON object", type(user_data).__name__)
+    return _cloud_seed.files(user_data, params["meta_data"], params["network_config"])
 
 
 def main() -> None:

@@ -77,13 +77,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import _bios, _change, _preflight
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.firmware import (
+    _bios,
+    _firmware_preflight,
+)
 
 
 def look(params: Mapping[str, Any]) -> dict[str, Any]:
     profile = params["profile"]
-    asked = _preflight.Asked(
+    asked = _firmware_preflight.Request(
         bios={
             "attributes": params["attributes"],
             "state": "planned",
@@ -101,7 +105,7 @@ def look(params: Mapping[str, Any]) -> dict[str, Any]:
         not_applicable=profile.get("not_applicable", []),
         refused=_refused(params["refused"]),
     )
-    return {"preflight": _preflight.report(asked)}
+    return {"preflight": _firmware_preflight.report(asked)}
 
 
 def _refused(error: Mapping[str, Any]) -> Refusal | None:

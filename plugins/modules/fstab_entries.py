@@ -37,26 +37,27 @@ import re
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _fstab, _host
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _fstab_entries
 
 
 def observe(_params: _change.Params) -> list[str]:
-    return _fstab.disabled()
+    return _fstab_entries.disabled()
 
 
 def plan(_params: _change.Params, state: list[str]) -> _change.Plan:
-    blockers = [_missing(line) for line in state if not _fstab.device_there(line)]
+    blockers = [_missing(line) for line in state if not _fstab_entries.device_there(line)]
     if not state:
         return _change.Plan()
-    step = _change.Step("enable_entries", _fstab.FILE, [], list(state))
+    step = _change.Step("enable_entries", _fstab_entries.FILE, [], list(state))
     return _change.Plan((step,), tuple(blockers))
 
 
 def apply(_params: _change.Params, step: _change.Step) -> dict[str, Any]:
-    backup = f"{_fstab.BACKUP}{re.sub('[^0-9]', '', _host.now())[:14]}"
-    _host.write(backup, _fstab.text())
-    _fstab.enable(step.after)
+    backup = f"{_fstab_entries.BACKUP}{re.sub('[^0-9]', '', _host.now())[:14]}"
+    _host.write(backup, _fstab_entries.text())
+    _fstab_entries.enable(step.after)
     return {"backup": backup}
 
 

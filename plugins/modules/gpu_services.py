@@ -60,7 +60,8 @@ before:
 """
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _gpu_services
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _gpu_services
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change
 
 
 def main() -> None:

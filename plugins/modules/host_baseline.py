@@ -84,14 +84,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _change,
-    _host,
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host, _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import (
     _host_baseline,
-    _lease,
     _whole_machine,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 Sections = dict[str, dict[str, str]]
 
@@ -115,7 +113,7 @@ class State:
 
 def observe(params: _change.Params) -> State:
     file = _file(params["allocation_id"])
-    machine = {_whole_machine.MACHINE: _lease.load(_whole_machine.MACHINE)}
+    machine = {_whole_machine.MACHINE: _ledger.load(_whole_machine.MACHINE)}
     problems = tuple(_whole_machine.stale(params["fence"], machine))
     if params["state"] == "recorded":
         # What became of a record that is no longer this run's is not for it to say.
@@ -155,8 +153,8 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
     text = json.dumps(_host_baseline.take(), sort_keys=True) + "\n" if recorded else ""
     # The look takes its time. Whoever raises the fence holds this lock, so what an older run writes
     # is there before that, and is forgotten by the release that follows.
-    with _lease.locked():
-        _lease.check(_whole_machine.MACHINE, params["fence"])
+    with _ledger.locked():
+        _ledger.check(_whole_machine.MACHINE, params["fence"])
         if recorded:
             _host.write(step.subject, text, mode=0o600)
         else:
@@ -189,7 +187,7 @@ def subject() -> _change.Subject:
             broken.append(_file(params["allocation_id"]))
         return state
 
-    def tell(params: _change.Params, state: State) -> dict[str, Any]:
+    def drift_facts(params: _change.Params, state: State) -> dict[str, Any]:
         found = facts(params, state)
         rows = [
             {"section": "baseline", "name": file, "change": "changed", "access": False}
@@ -197,7 +195,7 @@ def subject() -> _change.Subject:
         ]
         return {**found, "drift": [*rows, *found["drift"]]} if rows else found
 
-    return _change.Subject(look, plan, apply, tell)
+    return _change.Subject(look, plan, apply, drift_facts)
 
 
 def _file(allocation_id: str) -> str:

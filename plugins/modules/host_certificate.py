@@ -46,7 +46,8 @@ certificate:
 """
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _host_certificate
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _host_certificate
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change
 
 
 def main() -> None:

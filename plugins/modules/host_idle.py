@@ -51,9 +51,11 @@ idle:
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _idle, _tenancy
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _host_idle
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change
+from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import _tenancy
 
-_LOOKS = {"restart": _idle.refusals, "bootstrap": _tenancy.refusals}
+_LOOKS = {"restart": _host_idle.refusals, "bootstrap": _tenancy.refusals}
 
 
 def look(params: _change.Params) -> dict[str, Any]:

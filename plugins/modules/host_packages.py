@@ -57,7 +57,8 @@ unavailable:
 """
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _packages
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _host_packages
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change
 
 
 def main() -> None:
@@ -68,7 +69,7 @@ def main() -> None:
         },
         supports_check_mode=True,
     )
-    _change.run(module, _packages.SUBJECT)
+    _change.run(module, _host_packages.SUBJECT)
 
 
 if __name__ == "__main__":

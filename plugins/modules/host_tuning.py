@@ -70,11 +70,11 @@ pending:
 """
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _change,
-    _tuning,
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot import (
+    _host_tuning,
     _tuning_profiles,
 )
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change
 
 
 def main() -> None:
@@ -90,7 +90,7 @@ def main() -> None:
         },
         supports_check_mode=True,
     )
-    _change.run(module, _tuning.SUBJECT)
+    _change.run(module, _host_tuning.SUBJECT)
 
 
 if __name__ == "__main__":

@@ -77,13 +77,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _change,
-    _download,
-    _host,
-    _image,
-)
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _download, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _image_cache
 
 
 @dataclass(frozen=True)
@@ -97,11 +93,11 @@ class State:
 
 
 def observe(params: _change.Params) -> State:
-    path = _image.path_of(params["digest"])
-    index = _image.verified(path)
+    path = _image_cache.path_of(params["digest"])
+    index = _image_cache.verified(path)
     return State(
         path=path,
-        there=_image.stamp_of(path) is not None,
+        there=_image_cache.stamp_of(path) is not None,
         verified=index is not None and index.stamp.size_bytes == params["size_bytes"],
         free_bytes=_download.free_bytes(path),
     )
@@ -145,9 +141,9 @@ def _blockers(params: _change.Params, state: State) -> list[Refusal]:
 
 def apply(params: _change.Params, step: _change.Step) -> None:
     if step.name == "forget_image":
-        _image.forget(step.subject)
+        _image_cache.forget(step.subject)
         return
-    _image.forget(step.subject)
+    _image_cache.forget(step.subject)
     draft = f"{step.subject}.part"
     try:
         _download.fetch(
@@ -156,7 +152,7 @@ def apply(params: _change.Params, step: _change.Step) -> None:
             compression=params["compression"],
             size_bytes=params["size_bytes"],
         )
-        _image.admit(draft, step.subject, params["digest"], params["size_bytes"])
+        _image_cache.admit(draft, step.subject, params["digest"], params["size_bytes"])
     finally:
         _host.remove(draft)
 
@@ -167,7 +163,7 @@ def facts(_params: _change.Params, state: State) -> dict[str, Any]:
 
 def _locked(params: _change.Params) -> AbstractContextManager[None]:
     """One run at a time works on an image; what is volatile on a host lies under /run."""
-    name = _image.hexadecimal(params["digest"])
+    name = _image_cache.hexadecimal(params["digest"])
     return _host.locked(f"/run/gpuaas/images/{name}", mode=0o700)
 
 

@@ -92,19 +92,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host, _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import (
     _block,
-    _change,
-    _claims,
-    _clone,
     _disk,
-    _host,
-    _image,
-    _lease,
+    _image_cache,
+    _image_clone,
     _proof,
-    _slots,
+    _slot_use,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _slots
 
 
 @dataclass(frozen=True)
@@ -114,13 +112,13 @@ class State:
     """
 
     disk: _block.Disk
-    entry: _lease.Entry
+    entry: _ledger.Entry
     proven: bool
     uses: tuple[Refusal, ...]
     written: tuple[str, ...]
     complete: Mapping[str, Any]
-    stamp: _image.Stamp | None
-    index: _image.Index | None
+    stamp: _image_cache.Stamp | None
+    index: _image_cache.Index | None
 
 
 _NEEDED = ("slot_id", "fence", "nvme_device", "nvme_serial", "nvme_eui")
@@ -129,21 +127,21 @@ _NEEDED = ("slot_id", "fence", "nvme_device", "nvme_serial", "nvme_eui")
 def observe(params: _change.Params) -> State:
     (slot,) = _slots.checked([params["slot"]], needed=_NEEDED)
     _disk.require_stable(str(slot["nvme_device"]))
-    entry = _lease.check(str(slot["slot_id"]), int(slot["fence"]))
+    entry = _ledger.check(str(slot["slot_id"]), int(slot["fence"]))
     disk = _block.of_slot(slot)
     complete = _complete(params, disk, entry)
     # After the clone the disk is the tenant's, and of course in use.
     used = _block.Usage() if complete else _block.usage(disk)
-    others = _claims.refusals(disk, entry.slot_id)
+    others = _slot_use.refusals(disk, entry.slot_id)
     return State(
         disk=disk,
         entry=entry,
-        proven=_proof.standing(disk.identity) is not None,
+        proven=_proof.standing(disk.disk_identity) is not None,
         uses=() if complete else (*others, *_block.refusals(disk, used, _excluded(params))),
         written=tuple(_block.written(used.filesystems)),
         complete=complete,
-        stamp=_image.stamp_of(params["image_path"]),
-        index=_image.verified(params["image_path"]),
+        stamp=_image_cache.stamp_of(params["image_path"]),
+        index=_image_cache.verified(params["image_path"]),
     )
 
 
@@ -151,10 +149,10 @@ def _excluded(params: _change.Params) -> list[str]:
     return list(params.get("exclude_models") or [])
 
 
-def _complete(params: _change.Params, disk: _block.Disk, entry: _lease.Entry) -> Mapping[str, Any]:
+def _complete(params: _change.Params, disk: _block.Disk, entry: _ledger.Entry) -> Mapping[str, Any]:
     fence = int(params["slot"]["fence"])
-    wanted = {"fence": fence, "disk": disk.identity, "digest": params["digest"]}
-    record = _clone.finished(entry.slot_id) or {}
+    wanted = {"fence": fence, "disk": disk.disk_identity, "digest": params["digest"]}
+    record = _image_clone.finished(entry.slot_id) or {}
     unwiped = entry.dirty and str(record.get("finished_at", "")) > entry.clean_at
     return record if unwiped and wanted.items() <= record.items() else {}
 
@@ -162,7 +160,7 @@ def _complete(params: _change.Params, disk: _block.Disk, entry: _lease.Entry) ->
 def plan(params: _change.Params, state: State) -> _change.Plan:
     if state.complete:
         return _change.Plan()
-    digest, disk = params["digest"], state.disk.identity
+    digest, disk = params["digest"], state.disk.disk_identity
     verify = _change.Step("verify_image", params["image_path"], after=digest)
     clone = _change.Step(
         "clone_image", state.disk.by_id or state.disk.kernel_name, after=digest, destroys=disk
@@ -176,18 +174,18 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
 def _image_blockers(params: _change.Params, state: State) -> Iterator[Refusal]:
     path, digest, size = params["image_path"], params["digest"], params["size_bytes"]
     if state.stamp is None:
-        yield _image.missing(path)
+        yield _image_cache.missing(path)
     elif state.stamp.size_bytes != size:
-        yield _image.mismatch(path, digest, f"{state.stamp.size_bytes} bytes", size)
+        yield _image_cache.mismatch(path, digest, f"{state.stamp.size_bytes} bytes", size)
     elif state.index and state.index.digest != digest:
-        yield _image.mismatch(path, digest, state.index.digest, size)
+        yield _image_cache.mismatch(path, digest, state.index.digest, size)
 
 
 def _disk_blockers(params: _change.Params, state: State) -> Iterator[Refusal]:
     entry, allocation_id = state.entry, params["allocation_id"]
     yield from state.uses
     if params["size_bytes"] > state.disk.size_bytes:
-        yield _clone.too_small(state.disk, params["size_bytes"])
+        yield _image_clone.too_small(state.disk, params["size_bytes"])
     if entry.allocation_id != allocation_id:
         yield Refusal(
             "lease_not_held",
@@ -199,14 +197,14 @@ def _disk_blockers(params: _change.Params, state: State) -> Iterator[Refusal]:
     if state.proven and state.written:
         yield Refusal(
             "unexpected_filesystem",
-            expected=f"nothing on {state.disk.identity}, as its wipe proof says",
+            expected=f"nothing on {state.disk.disk_identity}, as its wipe proof says",
             found=", ".join(state.written),
             remedy="find out whose data it is, then wipe the slot's disk (`gpuaas recover`)",
         )
     if not (state.proven or interrupted):
         yield Refusal(
             "not_clean",
-            expected=f"a wipe proof of {state.disk.identity} that still stands",
+            expected=f"a wipe proof of {state.disk.disk_identity} that still stands",
             found=f"written to at {entry.dirty_at}" if entry.dirty else "no proof",
             remedy="wipe the slot's disk first (`gpuaas recover`, or nvme_wipe by hand)",
         )
@@ -215,32 +213,36 @@ def _disk_blockers(params: _change.Params, state: State) -> Iterator[Refusal]:
 def apply(params: _change.Params, step: _change.Step) -> dict[str, Any]:
     path, slot = params["image_path"], params["slot"]
     if step.name == "verify_image":
-        index = _image.verify(path, params["digest"], params["size_bytes"])
+        index = _image_cache.verify(path, params["digest"], params["size_bytes"])
         return {"chunks": len(index.chunks)}
-    found = _image.verified(path)
+    found = _image_cache.verified(path)
     if found is None or found.digest != params["digest"]:
-        raise _image.mismatch(path, params["digest"], "a changed file", params["size_bytes"])
+        raise _image_cache.mismatch(path, params["digest"], "a changed file", params["size_bytes"])
     disk, slot_id, fence = _block.of_slot(slot), str(slot["slot_id"]), int(slot["fence"])
     # What this claim's own interrupted clone left is written over; on a clean disk nothing may be.
-    seen = None if _lease.load(slot_id).dirty else ()
+    seen = None if _ledger.load(slot_id).dirty else ()
     with _block.exclusive(disk, seen=seen) as descriptor:
-        _lease.mark_dirty(slot_id, fence=fence, disk=disk.identity)
-        syslog.syslog(f"gpuaas: cloning {params['digest']} onto {disk.identity}, slot {slot_id}")
+        _ledger.mark_dirty(slot_id, fence=fence, disk_identity=disk.disk_identity)
+        syslog.syslog(
+            f"gpuaas: cloning {params['digest']} onto {disk.disk_identity}, slot {slot_id}"
+        )
         began = time.monotonic()
-        progress = _clone.Progress(params["progress_path"], params["size_bytes"])
-        _clone.copy(path, found, descriptor, progress)
+        progress = _image_clone.Progress(params["progress_path"], params["size_bytes"])
+        _image_clone.copy(path, found, descriptor, progress)
         seconds = round(time.monotonic() - began, 3)
-    syslog.syslog(f"gpuaas: cloned {params['size_bytes']} bytes onto {disk.identity}, {seconds} s")
+    syslog.syslog(
+        f"gpuaas: cloned {params['size_bytes']} bytes onto {disk.disk_identity}, {seconds} s"
+    )
     document = {
         "slot_id": slot_id,
         "fence": fence,
-        "disk": disk.identity,
+        "disk": disk.disk_identity,
         "digest": params["digest"],
         "bytes": params["size_bytes"],
         "seconds": seconds,
         "finished_at": _host.now(),
     }
-    _clone.record(slot_id, document)
+    _image_clone.record(slot_id, document)
     return document
 
 

@@ -59,7 +59,8 @@ done:
 """
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _ipoib
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change
+from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _ipoib_address
 
 
 def main() -> None:
@@ -72,7 +73,7 @@ def main() -> None:
         },
         supports_check_mode=True,
     )
-    _change.run(module, _ipoib.SUBJECT)
+    _change.run(module, _ipoib_address.SUBJECT)
 
 
 if __name__ == "__main__":

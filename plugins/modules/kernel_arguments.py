@@ -112,10 +112,12 @@ identity:
 """
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _grub, _tenancy
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _kernel_arguments
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change
+from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import _tenancy
 
 SUBJECT = _tenancy.guarded(
-    _grub.SUBJECT,
+    _kernel_arguments.SUBJECT,
     lambda params, plan: bool(plan.steps) or params["state"] == "present",
 )
 

@@ -43,7 +43,8 @@ done:
 """
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _libvirt_host
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _libvirt_host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change
 
 
 def main() -> None:

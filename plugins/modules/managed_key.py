@@ -87,14 +87,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _change,
-    _lease,
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import (
     _managed_key,
     _tenant_account,
     _whole_machine,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ class State:
 
 def observe(params: _change.Params) -> State:
     home = _tenant_account.home_of(params["username"])
-    entry = _lease.load(_whole_machine.MACHINE)
+    entry = _ledger.load(_whole_machine.MACHINE)
     problems = _whole_machine.slice_mode()
     problems += _whole_machine.stale(params["fence"], {_whole_machine.MACHINE: entry})
     user = _account(params)
@@ -133,7 +132,7 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
 
 
 def apply(params: _change.Params, _step: _change.Step) -> dict[str, Any] | None:
-    _lease.check(_whole_machine.MACHINE, params["fence"])
+    _ledger.check(_whole_machine.MACHINE, params["fence"])
     home, wanted, user = (
         _tenant_account.home_of(params["username"]),
         _wanted(params),
@@ -176,7 +175,7 @@ def _account(params: _change.Params) -> _tenant_account.User | None:
     return None
 
 
-def _not_leased(params: _change.Params, entry: _lease.Entry) -> list[Refusal]:
+def _not_leased(params: _change.Params, entry: _ledger.Entry) -> list[Refusal]:
     if entry.allocation_id == params["allocation_id"]:
         return []
     return [

@@ -129,33 +129,32 @@ from dataclasses import dataclass
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _command
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import (
     _approval,
-    _begun,
     _block,
-    _change,
-    _command,
     _content,
     _disk,
-    _fstab,
+    _erase_journal,
+    _fstab_entries,
     _mounting,
+    _nvme_wipe,
     _proof,
-    _transition,
-    _wipe,
+    _takeover,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 
 @dataclass(frozen=True)
 class State:
-    devices: tuple[_transition.Device, ...]
+    devices: tuple[_takeover.Device, ...]
     moment: str
 
 
 def observe(params: _change.Params) -> State:
     return State(
-        devices=tuple(_transition.observe(path) for path in params["devices"]),
-        moment=_transition.stamp(),
+        devices=tuple(_takeover.observe(path) for path in params["devices"]),
+        moment=_takeover.stamp(),
     )
 
 
@@ -164,7 +163,7 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
     blockers = [
         refusal
         for device in state.devices
-        for refusal in _transition.blockers(
+        for refusal in _takeover.blockers(
             device,
             expected.get(device.path),
             apply=apply_it,
@@ -179,12 +178,12 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
 
 def _steps(params: _change.Params, state: State) -> list[_change.Step]:
     """Every unmount comes before any destruction: a disk that is busy stops all of it in time."""
-    steps = [step for device in state.devices for step in _transition.steps(device)]
+    steps = [step for device in state.devices for step in _takeover.steps(device)]
     return [
         *(step for step in steps if step.destroys is None),
-        *_transition.fstab_step(state.devices, state.moment),
+        *_takeover.fstab_step(state.devices, state.moment),
         *(step for step in steps if step.destroys is not None),
-        *_transition.manifest_step(state.devices, params["manifest_directory"], state.moment),
+        *_takeover.manifest_step(state.devices, params["manifest_directory"], state.moment),
     ]
 
 
@@ -192,16 +191,17 @@ def _duplicates(state: State) -> list[Refusal]:
     seen: dict[str, str] = {}
     found = []
     for device in state.devices:
-        if device.identity and device.identity in seen:
+        if device.disk_identity and device.disk_identity in seen:
             found.append(
                 Refusal(
                     "duplicate_device",
                     expected="each disk once",
-                    found=f"{seen[device.identity]} and {device.path} are {device.identity}",
+                    found=f"{seen[device.disk_identity]} and {device.path}"
+                    f" are {device.disk_identity}",
                     remedy="name each disk by one path",
                 )
             )
-        seen[device.identity] = device.path
+        seen[device.disk_identity] = device.path
     return found
 
 
@@ -210,12 +210,12 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
         _mounting.unmount(step)
         return None
     if step.name == "disable_fstab":
-        _fstab.disable(step.before, backup=step.after["backup"])
+        _fstab_entries.disable(step.before, backup=step.after["backup"])
         _command.run(["systemctl", "daemon-reload"])
         return {"backup": step.after["backup"]}
     if step.name == "erase_disk":
         return _erase(params, step)
-    _transition.write_manifest(step)
+    _takeover.write_manifest(step)
     return {"manifest": step.subject}
 
 
@@ -226,12 +226,14 @@ def _erase(params: _change.Params, step: _change.Step) -> dict[str, Any]:
     seen = _block.written(step.before["filesystems"])
     with _block.exclusive(disk, seen=seen) as descriptor:
         _refuse_change(disk, descriptor, step.before["signatures"])
-        _begun.record(disk, _approval.resumed(approved, _begun.of(disk), _block.Usage(), ()))
-        proof = _wipe.erase(descriptor, disk, params["methods"])
-        _proof.record(disk.identity, proof)
+        _erase_journal.record(
+            disk, _approval.resumed(approved, _erase_journal.resumable(disk), _block.Usage(), ())
+        )
+        proof = _nvme_wipe.erase(descriptor, disk, params["methods"])
+        _proof.record(disk.disk_identity, proof)
     # A record that stays is void beside a younger proof.
     with contextlib.suppress(OSError):
-        _begun.forget(disk)
+        _erase_journal.forget(disk)
     return proof
 
 
@@ -241,7 +243,7 @@ def _refuse_change(disk: _block.Disk, descriptor: int, seen: Sequence[str]) -> N
     if more:
         raise Refusal(
             "changed_since_plan",
-            expected=f"on {disk.identity} what the plan saw",
+            expected=f"on {disk.disk_identity} what the plan saw",
             found=", ".join(more),
             remedy="find out who uses the disk; make a new plan and have it approved",
         )
@@ -252,7 +254,9 @@ def recover(
 ) -> Refusal:
     """Mount and put into force again what belongs to disks that are as they were."""
     gone = [step.destroys for step in done if step.destroys]
-    if failed.destroys and (refusal.code == "wipe_not_verified" or _begun.noted(failed.destroys)):
+    if failed.destroys and (
+        refusal.code == "wipe_not_verified" or _erase_journal.has_entry(failed.destroys)
+    ):
         gone.append(failed.destroys)
     spare = {identity for identity in gone if identity}
     back, left = _put_lines_back(done, spare)
@@ -280,17 +284,17 @@ def _put_lines_back(done: Sequence[_change.Step], spare: set[str]) -> tuple[list
     if not lines:
         return [], []
     try:
-        _fstab.enable(lines)
+        _fstab_entries.enable(lines)
         _command.run(["systemctl", "daemon-reload"])
     except (OSError, Refusal) as problem:
-        return [], [f"{len(lines)} lines of {_fstab.FILE} ({problem})"]
-    return [f"{len(lines)} lines of {_fstab.FILE}"], []
+        return [], [f"{len(lines)} lines of {_fstab_entries.FILE} ({problem})"]
+    return [f"{len(lines)} lines of {_fstab_entries.FILE}"], []
 
 
 def facts(params: _change.Params, state: State) -> dict[str, Any]:
     return {
         "applied": params["apply"],
-        "devices": [_transition.document_of(device) for device in state.devices],
+        "devices": [_takeover.document_of(device) for device in state.devices],
         "manifest": max((device.manifest for device in state.devices), default=""),
     }
 
@@ -308,8 +312,8 @@ def main() -> None:
             "methods": {
                 "type": "list",
                 "elements": "str",
-                "choices": list(_wipe.METHODS),
-                "default": list(_wipe.METHODS),
+                "choices": list(_nvme_wipe.METHODS),
+                "default": list(_nvme_wipe.METHODS),
             },
             "manifest_directory": {"type": "path", "default": "/var/log/gpuaas"},
         },

@@ -99,16 +99,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import (
     _block,
-    _change,
-    _claims,
-    _lease,
+    _nvme_wipe,
     _proof,
-    _slots,
-    _wipe,
+    _slot_use,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _slots
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ class SlotState:
     """
 
     slot_id: str
-    identity: str = ""
+    disk_identity: str = ""
     dirty: bool = False
     overdue: bool = False
     written: tuple[str, ...] = ()
@@ -142,7 +141,7 @@ def _look(slot: Mapping[str, Any], params: _change.Params) -> SlotState:
     renew, raw = params["renew"], params.get("raw", False)
     slot_id = str(slot["slot_id"])
     try:
-        entry = _lease.check(slot_id, int(slot["fence"]))
+        entry = _ledger.check(slot_id, int(slot["fence"]))
         disk = _block.of_slot(slot)
         used = _block.usage(disk, dirty=entry.dirty)
     except Refusal as refusal:
@@ -153,19 +152,19 @@ def _look(slot: Mapping[str, Any], params: _change.Params) -> SlotState:
     made = [_unexpected(disk, written)] if raw and written and not entry.dirty else []
     return SlotState(
         slot_id=slot_id,
-        identity=disk.identity,
+        disk_identity=disk.disk_identity,
         dirty=entry.dirty,
         overdue=renew and entry.clean_fence < int(slot["fence"]),
         written=tuple(written),
-        proof=_proof.standing(disk.identity),
-        refusals=(*_claims.refusals(disk, slot_id), *_block.refusals(disk, used, exclude), *made),
+        proof=_proof.standing(disk.disk_identity),
+        refusals=(*_slot_use.refusals(disk, slot_id), *_block.refusals(disk, used, exclude), *made),
     )
 
 
 def _unexpected(disk: _block.Disk, written: Sequence[str]) -> Refusal:
     return Refusal(
         "unexpected_filesystem",
-        expected=f"nothing on {disk.identity}, as when it was taken",
+        expected=f"nothing on {disk.disk_identity}, as when it was taken",
         found=", ".join(written),
         remedy="find out who made it; discover the node again, which leaves the disk out",
     )
@@ -179,7 +178,7 @@ def plan(_params: _change.Params, state: list[SlotState]) -> _change.Plan:
                 slot.slot_id,
                 before={"dirty": slot.dirty, "written": list(slot.written)},
                 after={"dirty": False, "written": []},
-                destroys=slot.identity,
+                destroys=slot.disk_identity,
             )
             for slot in state
             if slot.needs_wipe()
@@ -195,9 +194,9 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any]:
     # A tenant's bytes go, whatever they became; on a disk that is nobody's, only what was planned.
     seen = None if step.before["dirty"] else step.before["written"]
     with _block.exclusive(disk, seen=seen) as descriptor:
-        _lease.mark_dirty(slot_id, fence=fence, disk=disk.identity)
-        proof = _wipe.erase(descriptor, disk, params["methods"])
-        _lease.mark_clean(slot_id, fence=fence, disk=disk.identity, proof=proof)
+        _ledger.mark_dirty(slot_id, fence=fence, disk_identity=disk.disk_identity)
+        proof = _nvme_wipe.erase(descriptor, disk, params["methods"])
+        _ledger.mark_clean(slot_id, fence=fence, disk_identity=disk.disk_identity, proof=proof)
     return proof
 
 
@@ -218,8 +217,8 @@ def main() -> None:
             "methods": {
                 "type": "list",
                 "elements": "str",
-                "choices": list(_wipe.METHODS),
-                "default": list(_wipe.METHODS),
+                "choices": list(_nvme_wipe.METHODS),
+                "default": list(_nvme_wipe.METHODS),
             },
             "renew": {"type": "bool", "default": False},
             "raw": {"type": "bool", "default": False},

@@ -80,11 +80,8 @@ network:
 """
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _baseline,
-    _baseline_removal,
-    _change,
-)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _ovs_nat, _ovs_nat_removal
 
 
 def main() -> None:
@@ -98,9 +95,9 @@ def main() -> None:
         },
         supports_check_mode=True,
     )
-    present = _change.Subject(_baseline.observe, _baseline.plan, _baseline.apply, _baseline.facts)
+    present = _change.Subject(_ovs_nat.observe, _ovs_nat.plan, _ovs_nat.apply, _ovs_nat.facts)
     wanted = module.params["state"] == "present"
-    _change.run(module, present if wanted else _baseline_removal.SUBJECT)
+    _change.run(module, present if wanted else _ovs_nat_removal.SUBJECT)
 
 
 if __name__ == "__main__":

@@ -104,7 +104,8 @@ refusals:
 """
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import _bios, _change, _racadm
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change
+from ansible_collections.gpuaas.slice.plugins.module_utils.firmware import _bios, _racadm_bios
 
 
 def main() -> None:
@@ -119,7 +120,10 @@ def main() -> None:
         supports_check_mode=True,
     )
     _change.run(
-        module, _change.Subject(_racadm.observe, _racadm.plan, _racadm.apply, _racadm.facts)
+        module,
+        _change.Subject(
+            _racadm_bios.observe, _racadm_bios.plan, _racadm_bios.apply, _racadm_bios.facts
+        ),
     )
 
 

@@ -148,13 +148,13 @@ refusals:
 """
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change
+from ansible_collections.gpuaas.slice.plugins.module_utils.firmware import (
     _bios,
-    _change,
-    _redfish,
-    _redfish_firmware,
+    _redfish_bios,
+    _redfish_session,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils._redfish_connection import Trust
+from ansible_collections.gpuaas.slice.plugins.module_utils.firmware._redfish_connection import Trust
 
 
 def main() -> None:
@@ -175,10 +175,10 @@ def main() -> None:
     )
     asked = module.params
     trust = Trust(asked["ca_file"], asked["fingerprint"])
-    account = _redfish.Account(asked["user"], asked["password"])
+    account = _redfish_session.Account(asked["user"], asked["password"])
     # The end of the module is a SystemExit, which passes through here and logs out.
-    with _redfish.Client(asked["host"], account, trust, timeout=asked["timeout"]) as client:
-        _change.run(module, _redfish_firmware.subject(client))
+    with _redfish_session.Client(asked["host"], account, trust, timeout=asked["timeout"]) as client:
+        _change.run(module, _redfish_bios.subject(client))
 
 
 if __name__ == "__main__":

@@ -74,14 +74,9 @@ collected_at:
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _absence,
-    _change,
-    _host,
-    _lease,
-    _slots,
-)
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host, _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _slice_absence, _slots
 
 _NEEDED = ("slot_id", "nvme_device", "gpu_pci_address", "management_mac", "private_ip")
 
@@ -89,7 +84,7 @@ _NEEDED = ("slot_id", "nvme_device", "gpu_pci_address", "management_mac", "priva
 def look(params: _change.Params) -> dict[str, Any]:
     slots = _slots.checked(params["slots"], needed=_NEEDED)
     collected_at = _host.now()
-    checks = _absence.look(params["allocation_id"], slots, params["bridge"])
+    checks = _slice_absence.look(params["allocation_id"], slots, params["bridge"])
     # Without slots nothing was asked of the disks and devices, so nothing is proven.
     absent = bool(slots) and all(check["absent"] for check in checks.values())
     if params["require_absent"] and not absent:
@@ -100,7 +95,7 @@ def look(params: _change.Params) -> dict[str, Any]:
             found=f"left or not known: {left or 'no slots were given'}",
             remedy="read the checks of slice_absence; release or repair the slots",
         )
-    dirty = any(_lease.load(slot["slot_id"]).dirty for slot in slots)
+    dirty = any(_ledger.load(slot["slot_id"]).dirty for slot in slots)
     return {
         "absent": absent,
         "checks": checks,

@@ -62,11 +62,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _topology
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change
+from ansible_collections.gpuaas.slice.plugins.module_utils.topology import _slice_discovery
 
 
 def look(params: Mapping[str, Any]) -> dict[str, Any]:
-    return {"discovery": _topology.discover(params["profile"])}
+    return {"discovery": _slice_discovery.discover(params["profile"])}
 
 
 def main() -> None:

@@ -11,8 +11,9 @@ version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
   - Reads only. Lists every domain with its devices, every QEMU of a slice, the entries of the
-    host's ledger, DHCP reservations and leases, bridge ports, guards (flows), seeds and NVRAM
-    files, and what speaks against giving the devices of the approved slots to a guest.
+    host's ledger, DHCP reservations and leases, bridge ports, guards (flows), rate limits, seeds,
+    NVRAM files and console logs, and what speaks against giving the devices of the approved slots
+    to a guest.
   - It knows nothing of what should be there. Comparing is the reconciler's.
   - A look that fails makes its part unknown, with C(known) false. It is never an empty part.
 options:
@@ -45,10 +46,11 @@ RETURN = r"""
 holdings:
   description: >-
     One entry for each part (C(domains), C(processes), C(leases), C(reservations), C(addresses),
-    C(ports), C(guards), C(files), C(devices)).
+    C(ports), C(guards), C(files), C(limits), C(devices)). C(owner) of a port or guard is the
+    beginning of the allocation's id, as far as the name has room for it.
   returned: success
   type: dict
-  sample: {ports: {known: true, detail: "", found: [{port: gs23bd713b6073}]}}
+  sample: {ports: {known: true, detail: "", found: [{port: gs23bd713b6073, owner: 23bd713b6073}]}}
 identity:
   description: Boot, machine id and host key of the host that was looked at.
   returned: success
@@ -62,12 +64,8 @@ collected_at:
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _change,
-    _holdings,
-    _host,
-    _slots,
-)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _slice_holdings, _slots
 
 _NEEDED = ("slot_id", "nvme_device", "gpu_pci_address")
 
@@ -77,7 +75,7 @@ def look(params: _change.Params) -> dict[str, Any]:
     return {
         "collected_at": _host.now(),
         "identity": _host.identity(),
-        "holdings": _holdings.look(slots, params["bridge"]),
+        "holdings": _slice_holdings.look(slots, params["bridge"]),
     }
 
 

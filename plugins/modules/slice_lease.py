@@ -121,31 +121,33 @@ ledger:
   elements: dict
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _block,
-    _boot,
-    _bridge,
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _boot_service,
     _change,
     _host,
-    _lease,
-    _libvirt,
+    _ledger,
     _pci,
-    _placement,
-    _slice_names,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _bridge
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
+    _libvirt,
+    _object_names,
+    _pinning,
     _slots,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 
 @dataclass(frozen=True)
 class State:
     """problems: what speaks against the claim. given: what the allocation has or would get."""
 
-    entries: dict[str, _lease.Entry]
+    entries: dict[str, _ledger.Entry]
     active: bool
     defined: bool
     recorded: dict[str, Any] | None = None
@@ -156,19 +158,19 @@ class State:
 
 def observe(params: _change.Params) -> State:
     allocation = params["allocation_id"]
-    name = _slice_names.domain_name(allocation)
+    name = _object_names.domain_name(allocation)
     held = params["state"] == "held"
     if held:
         _same_boot(params["boot_id"])
     needed = {} if held else {"needed": ("slot_id", "fence")}
     slots = _slots.checked(params["slots"], **needed)
     domain = _libvirt.states().get(name)
-    entries = {str(slot["slot_id"]): _lease.load(str(slot["slot_id"])) for slot in slots}
+    entries = {str(slot["slot_id"]): _ledger.load(str(slot["slot_id"])) for slot in slots}
     state = State(
         entries=entries,
         active=bool(domain and domain.active) or bool(_libvirt.processes(name)),
         defined=domain is not None,
-        recorded=_placement.recorded(allocation),
+        recorded=_pinning.recorded(allocation),
     )
     if not held:
         return state
@@ -185,7 +187,7 @@ def observe(params: _change.Params) -> State:
         rest = [*_slots.ledger(slot, allocation), *_slots.claimed(slot, others)]
         problems += [*rest, *trouble, *passed]
     pins = [pin for other in others.values() for pin in other["pins"]]
-    taken = {cpu for pin in pins for cpu in _placement.numbers(pin)}
+    taken = {cpu for pin in pins for cpu in _pinning.numbers(pin)}
     given, lacking = _given(params, slots, taken, state)
     return State(
         entries=entries,
@@ -212,8 +214,8 @@ def _same_boot(proven: str) -> None:
 
 def _not_for_slices(allocation: str) -> list[Refusal]:
     """The host is not, or no longer, one for slices: converted, or given away as a whole."""
-    outside = [] if _boot.slice_mode() else [_boot.not_slice_mode()]
-    return [*outside, *_lease.machine_taken(allocation)]
+    outside = [] if _boot_service.slice_mode() else [_boot_service.not_slice_mode()]
+    return [*outside, *_ledger.machine_taken(allocation)]
 
 
 def _given(
@@ -230,14 +232,14 @@ def _given(
     if wanted["shared_cpus"]:
         cpus = []
     elif len(cpus) != wanted["vcpus"]:
-        busy = taken | _placement.taken(allocation)
-        cpus = _placement.choose(_placement.cores(place), busy, wanted["vcpus"])
+        busy = taken | _pinning.taken(allocation)
+        cpus = _pinning.choose(_pinning.cores(place), busy, wanted["vcpus"])
         if not cpus:
             lacking.append(_lacking("cpus", f"{wanted['vcpus']} free CPUs", place, "fewer"))
     if not state.active:
         pages = wanted["hugepages"]
-        promised = _placement.memory_promised_mib(place, hugepages=pages, except_for=allocation)
-        free = _placement.memory_free_mib(place, hugepages=pages)
+        promised = _pinning.memory_promised_mib(place, hugepages=pages, except_for=allocation)
+        free = _pinning.memory_free_mib(place, hugepages=pages)
         if free - promised < wanted["memory_mib"]:
             what = "hugepages" if pages else "memory"
             text = f"{wanted['memory_mib']} MiB free"
@@ -249,9 +251,9 @@ def _given(
     functions = [address for address in functions if address]
     boot = slots[0]
     given = {
-        "domain": _slice_names.domain_name(allocation),
-        "port": _slice_names.port_name(allocation),
-        "seed_path": _slice_names.seed_path(allocation),
+        "domain": _object_names.domain_name(allocation),
+        "port": _object_names.port_name(allocation),
+        "seed_path": _object_names.seed_path(allocation),
         "numa_node": node,
         "cpus": cpus,
         "memory_mib": wanted["memory_mib"],
@@ -278,8 +280,8 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
         entry = state.entries[str(slot["slot_id"])]
         disk = state.disks.get(entry.slot_id)
         after = {"allocation_id": allocation, "fence": int(slot["fence"])}
-        after["disk"] = disk.identity if disk else ""
-        before = {key: getattr(entry, key) for key in after}
+        after["disk"] = disk.disk_identity if disk else ""
+        before = {key: entry.document()[key] for key in after}
         if before != after:
             steps.append(_change.Step("hold_slot", entry.slot_id, before, after))
     return _change.Plan(tuple(steps), state.problems)
@@ -309,7 +311,7 @@ def _plan_release(params: _change.Params, state: State) -> _change.Plan:
             Refusal(
                 "domain_present",
                 expected=f"no domain or QEMU of allocation {allocation}",
-                found=_slice_names.domain_name(allocation),
+                found=_object_names.domain_name(allocation),
                 remedy="remove the VM first (slice_vm with state=absent)",
             )
         )
@@ -322,7 +324,7 @@ def _stale(slots: list[_slots.Slot], state: State) -> list[Refusal]:
         entry = state.entries[str(slot["slot_id"])]
         if int(slot["fence"]) < entry.fence:
             try:
-                _lease.check(entry.slot_id, int(slot["fence"]))
+                _ledger.check(entry.slot_id, int(slot["fence"]))
             except Refusal as refusal:
                 found.append(refusal)
     return found
@@ -332,25 +334,25 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
     allocation = params["allocation_id"]
     fences = {str(slot["slot_id"]): int(slot["fence"]) for slot in params["slots"]}
     if step.name == "record_plan":
-        _placement.record(allocation, step.after)
+        _pinning.record(allocation, step.after)
     elif step.name == "hold_slot":
-        _lease.hold(
+        _ledger.hold(
             step.subject,
             fence=fences[step.subject],
             allocation_id=allocation,
-            disk=step.after["disk"],
+            disk_identity=step.after["disk"],
         )
     elif step.name == "raise_fence":
-        _lease.raise_fence(step.subject, fence=fences[step.subject])
+        _ledger.raise_fence(step.subject, fence=fences[step.subject])
     elif step.name == "release_slot":
-        _lease.release(step.subject, fence=fences[step.subject])
+        _ledger.release(step.subject, fence=fences[step.subject])
     elif step.name == "forget_plan":
-        _placement.forget(allocation)
+        _pinning.forget(allocation)
     return None
 
 
 def facts(params: _change.Params, state: State) -> dict[str, Any]:
-    ledger = [asdict(entry) for entry in state.entries.values()]
+    ledger = [entry.document() for entry in state.entries.values()]
     if params["state"] != "held":
         return {"ledger": ledger}
     slots = [_resolved(slot, state) for slot in _slots.checked(params["slots"])]
@@ -363,15 +365,13 @@ def _resolved(slot: _slots.Slot, state: State) -> dict[str, Any]:
     return {
         **slot,
         "kernel_device": f"/dev/{disk.kernel_name}" if disk else "",
-        "disk": disk.identity if disk else "",
+        "disk": disk.disk_identity if disk else "",
         "iommu_groups": groups,
     }
 
 
 # Plans are made one at a time: what this one finds free is recorded before the next one looks.
-SUBJECT = _change.Subject(
-    observe, plan, apply, facts, exclusive=lambda _params: _placement.locked()
-)
+SUBJECT = _change.Subject(observe, plan, apply, facts, exclusive=lambda _params: _pinning.locked())
 
 
 def _lacking(what: str, expected: str, node: int | None, found: str) -> Refusal:

@@ -46,7 +46,8 @@ done:
 """
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _slice_mode
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _slice_mode
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change
 
 
 def main() -> None:

@@ -91,32 +91,31 @@ from collections.abc import Mapping
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _change,
-    _host,
-    _parity,
-    _parity_facts,
-    _parity_table,
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.parity import (
+    _check,
+    _host_facts,
+    _slice_parity,
 )
 
 
 def look(params: Mapping[str, Any]) -> dict[str, Any]:
-    asked = _parity_facts.Asked(
+    asked = _host_facts.Request(
         profile=params["profile"],
         slots=params["slots"],
         intent=params["intent"],
         api_topology=params["api_topology"],
         maas_tags=params["maas_tags"],
     )
-    outcomes = _parity.evaluate(
-        _parity_table.CHECKS,
-        _parity_facts.Facts(asked),
+    outcomes = _check.evaluate(
+        _slice_parity.CHECKS,
+        _host_facts.Facts(asked),
         intent=asked.intent,
         not_applicable=asked.profile.get("not_applicable", []),
     )
     told = {"schema": 1, "intent": asked.intent, "profile": str(asked.profile["name"])}
     when = {"collected_at": _host.now(), "identity": _host.identity()}
-    return {"parity": {**told, **when, **_parity.report(outcomes)}}
+    return {"parity": {**told, **when, **_check.report(outcomes)}}
 
 
 def main() -> None:

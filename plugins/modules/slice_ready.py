@@ -85,14 +85,13 @@ import time
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _change,
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _dnsmasq,
-    _host,
     _libvirt,
-    _slice_names,
+    _object_names,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 _PAUSE_SECONDS = 1.0
 _CONNECT_SECONDS = 3.0
@@ -111,7 +110,7 @@ def look(params: _change.Params) -> dict[str, Any]:
         state, actual = "offered", params["ip"]
     else:
         state, actual = "none", ""
-    name = _slice_names.domain_name(params["allocation_id"])
+    name = _object_names.domain_name(params["allocation_id"])
     return {
         "mac": params["mac"],
         "expected_ip": params["ip"],
@@ -134,7 +133,7 @@ def speaks_ssh(ip: str, port: int) -> bool:
 
 def wait(params: _change.Params, *, once: bool) -> dict[str, Any]:
     """Look until the guest is ready, its QEMU is gone, or the deadline has passed."""
-    _slice_names.check_mac(params["mac"])
+    _object_names.check_mac(params["mac"])
     start = time.monotonic()
     while True:
         readiness = look(params)
@@ -160,7 +159,7 @@ def verdict(params: _change.Params, readiness: dict[str, Any]) -> Refusal | None
 
 
 def console_tail(allocation_id: str) -> list[str]:
-    text = _host.read(_slice_names.console_path(allocation_id)) or ""
+    text = _host.read(_object_names.console_path(allocation_id)) or ""
     lines = ("".join(c for c in line if c.isprintable()) for line in text.splitlines())
     return [line for line in lines if line][-_CONSOLE_LINES:]
 
@@ -168,7 +167,7 @@ def console_tail(allocation_id: str) -> list[str]:
 def domain_state(allocation_id: str) -> str:
     """libvirt's word; one that does not answer takes no other evidence away."""
     try:
-        return _libvirt.domains().get(_slice_names.domain_name(allocation_id), "absent")
+        return _libvirt.domains().get(_object_names.domain_name(allocation_id), "absent")
     except Refusal:
         return "unknown"
 

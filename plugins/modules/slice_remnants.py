@@ -94,23 +94,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _change,
-    _host,
-    _parity_facts,
-    _remnants,
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.parity import (
+    _host_facts,
+    _slice_remnants,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 
 def look(params: _change.Params) -> dict[str, Any]:
-    asked = _parity_facts.Asked(profile=params["profile"], intent="baremetal")
-    facts = _parity_facts.Facts(asked)
-    items = _remnants.compare(facts, scope=params["scope"])
+    asked = _host_facts.Request(profile=params["profile"], intent="baremetal")
+    facts = _host_facts.Facts(asked)
+    items = _slice_remnants.compare(facts, scope=params["scope"])
     return {
         "remnants": sum(not item.ok for item in items),
         "compared": [item.document() for item in items],
-        "kept": _remnants.kept(facts),
+        "kept": _slice_remnants.kept(facts),
         "identity": _host.identity(),
     }
 

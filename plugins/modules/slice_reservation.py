@@ -85,13 +85,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _change,
-    _dnsmasq,
-    _lease,
-    _slice_names,
-)
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _dnsmasq, _object_names
 
 
 @dataclass(frozen=True)
@@ -106,7 +102,7 @@ class State:
 
 
 def observe(params: _change.Params) -> State:
-    _slice_names.hexadecimal(params["allocation_id"])
+    _object_names.hexadecimal(params["allocation_id"])
     _not_late(params)
     everyone = _dnsmasq.reservations()
     own = [entry for entry in everyone if entry.name == params["allocation_id"]]
@@ -192,7 +188,7 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
 def _not_late(params: _change.Params) -> None:
     # A reservation that a late run leaves behind would shut the slot's next tenant out.
     if params["state"] == "present":
-        _lease.check_each(params.get("slots") or ())
+        _ledger.check_each(params.get("slots") or ())
 
 
 def facts(_params: _change.Params, state: State) -> dict[str, Any]:

@@ -156,18 +156,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _change,
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host, _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _domain,
     _flows,
-    _host,
-    _lease,
     _libvirt,
+    _object_names,
     _qos,
-    _slice_names,
     _slots,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 _STUCK = {
     "crashed": ("domain_crashed", "remove the VM (state=absent) after reading its QEMU log"),
@@ -203,19 +201,21 @@ class State:
 
 def observe(params: _change.Params) -> State:
     allocation = params["allocation_id"]
-    name = _slice_names.domain_name(allocation)
+    name = _object_names.domain_name(allocation)
     slots = _slots.checked(params["slots"], needed=("slot_id", "fence"))
     life = _libvirt.states().get(name)
     active = life is not None and life.active
-    port = _flows.port_number(_slice_names.port_name(allocation))
+    port = _flows.port_number(_object_names.port_name(allocation))
     wanted: frozenset[_flows.Flow] = frozenset()
     held: frozenset[str] = frozenset()
     if params["state"] == "running":
         guard = _guard(params)
-        held = frozenset(e.disk for e in _lease.entries() if e.allocation_id == allocation)
+        held = frozenset(
+            e.disk_identity for e in _ledger.entries() if e.allocation_id == allocation
+        )
         if active and port:
             wanted = _flows.rules(guard, port, _flows.host_addresses())
-    files = [_slice_names.nvram_path(allocation), *_slice_names.console_files(allocation)]
+    files = [_object_names.nvram_path(allocation), *_object_names.console_files(allocation)]
     return State(
         life=life,
         found=_domain.parse(_libvirt.definition(name)) if life else None,
@@ -224,7 +224,7 @@ def observe(params: _change.Params) -> State:
         flows=_flows.installed(params["bridge"], allocation),
         wanted_flows=wanted,
         held=held,
-        fences={str(s["slot_id"]): _lease.load(str(s["slot_id"])).fence for s in slots},
+        fences={str(s["slot_id"]): _ledger.load(str(s["slot_id"])).fence for s in slots},
         left=tuple(path for path in files if _host.path(path).exists()),
         qos=_qos.observe(allocation),
     )
@@ -321,8 +321,8 @@ def _obstacles(
 
 
 def _plan_off(params: _change.Params, state: State) -> _change.Plan:
-    name = _slice_names.domain_name(params["allocation_id"])
-    port = _slice_names.port_name(params["allocation_id"])
+    name = _object_names.domain_name(params["allocation_id"])
+    port = _object_names.port_name(params["allocation_id"])
     steps, blockers = [], []
     if state.active and state.life:
         steps.append(_change.Step("stop_domain", f"{name} power", state.life.name, "off"))
@@ -347,9 +347,9 @@ def _plan_off(params: _change.Params, state: State) -> _change.Plan:
 
 def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
     allocation = params["allocation_id"]
-    name, port = _slice_names.domain_name(allocation), _slice_names.port_name(allocation)
+    name, port = _object_names.domain_name(allocation), _object_names.port_name(allocation)
     for slot in params["slots"]:
-        _lease.check(str(slot["slot_id"]), int(slot["fence"]))
+        _ledger.check(str(slot["slot_id"]), int(slot["fence"]))
     if step.name == "define_domain":
         _libvirt.define(_domain.render(_spec(params)))
     elif step.name == "start_domain":
@@ -381,21 +381,23 @@ def _remove(params: _change.Params, name: str) -> None:
     elif name == "remove_limit":
         _qos.install(allocation, None)
     elif name == "remove_port":
-        _flows.remove_port(bridge, _slice_names.port_name(allocation))
+        _flows.remove_port(bridge, _object_names.port_name(allocation))
     elif name == "undefine_domain":
-        _undefine(_slice_names.domain_name(allocation))
+        _undefine(_object_names.domain_name(allocation))
     elif name == "remove_files":
-        _host.remove(_slice_names.nvram_path(allocation))
-        for path in _slice_names.console_files(allocation):
+        _host.remove(_object_names.nvram_path(allocation))
+        for path in _object_names.console_files(allocation):
             _host.remove(path)
 
 
 def _mark_dirty(slots: list[dict[str, Any]]) -> None:
     """A guest may write to every disk it gets, also to one that no image was cloned on."""
     for slot in slots:
-        entry = _lease.load(str(slot["slot_id"]))
+        entry = _ledger.load(str(slot["slot_id"]))
         if not entry.dirty:
-            _lease.mark_dirty(entry.slot_id, fence=int(slot["fence"]), disk=entry.disk)
+            _ledger.mark_dirty(
+                entry.slot_id, fence=int(slot["fence"]), disk_identity=entry.disk_identity
+            )
 
 
 def _stop(name: str, state: str, deadline: float) -> dict[str, Any]:
@@ -415,9 +417,9 @@ def _undefine(name: str) -> None:
 def facts(params: _change.Params, state: State) -> dict[str, Any]:
     return {
         "domain": {
-            "name": _slice_names.domain_name(params["allocation_id"]),
+            "name": _object_names.domain_name(params["allocation_id"]),
             "state": state.life.name if state.life else "absent",
-            "port": _slice_names.port_name(params["allocation_id"]),
+            "port": _object_names.port_name(params["allocation_id"]),
             "ofport": state.port or 0,
             "flows": len(state.flows),
             "qos": state.qos.document(),

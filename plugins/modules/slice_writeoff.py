@@ -67,15 +67,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _change,
-    _host,
-    _lease,
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host, _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _libvirt,
-    _placement,
-    _slice_names,
+    _object_names,
+    _pinning,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 
 # Read rather than asked for: libvirt may be gone from the host when a conversion is repeated.
 _DOMAINS = ("/etc/libvirt/qemu", "/run/libvirt/qemu")
@@ -88,7 +86,7 @@ class State:
     machines: the domains that are there, for allocations that have one.
     """
 
-    entries: dict[str, _lease.Entry]
+    entries: dict[str, _ledger.Entry]
     held: dict[str, list[str]]
     plans: dict[str, Any]
     machines: dict[str, str]
@@ -96,13 +94,13 @@ class State:
 
 def observe(params: _change.Params) -> State:
     named = sorted({str(slot["allocation_id"]) for slot in params["slots"]})
-    names = {one: _slice_names.domain_name(one) for one in named}
+    names = {one: _object_names.domain_name(one) for one in named}
     return State(
-        entries={slot["slot_id"]: _lease.load(slot["slot_id"]) for slot in params["slots"]},
+        entries={slot["slot_id"]: _ledger.load(slot["slot_id"]) for slot in params["slots"]},
         held={
-            one: [e.slot_id for e in _lease.entries() if e.allocation_id == one] for one in named
+            one: [e.slot_id for e in _ledger.entries() if e.allocation_id == one] for one in named
         },
-        plans={one: _placement.recorded(one) for one in named},
+        plans={one: _pinning.recorded(one) for one in named},
         machines={one: name for one, name in names.items() if _there(name)},
     )
 
@@ -132,15 +130,15 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
     return _change.Plan(tuple(steps), tuple(blockers))
 
 
-def _refusals(slot: dict[str, Any], entry: _lease.Entry, state: State) -> list[Refusal]:
+def _refusals(slot: dict[str, Any], entry: _ledger.Entry, state: State) -> list[Refusal]:
     found = []
     if slot["fence"] < entry.fence:
         try:
-            _lease.check(entry.slot_id, slot["fence"])
+            _ledger.check(entry.slot_id, slot["fence"])
         except Refusal as refusal:
             found.append(refusal)
     if entry.allocation_id != slot["allocation_id"]:
-        found.append(_lease.not_its_holder(entry, slot["allocation_id"]))
+        found.append(_ledger.not_its_holder(entry, slot["allocation_id"]))
     elif entry.allocation_id in state.machines:
         found.append(_present(entry.allocation_id, state))
     return found
@@ -157,10 +155,10 @@ def _present(allocation: str, state: State) -> Refusal:
 
 def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
     if step.name == "forget_plan":
-        _placement.forget(step.subject)
+        _pinning.forget(step.subject)
         return None
     (slot,) = (slot for slot in params["slots"] if slot["slot_id"] == step.subject)
-    _lease.give_up(
+    _ledger.give_up(
         step.subject,
         fence=slot["fence"],
         allocation_id=slot["allocation_id"],
@@ -175,9 +173,7 @@ def facts(_params: _change.Params, state: State) -> dict[str, Any]:
 
 
 # A plan that is made meanwhile would count on what is being given up, or be forgotten with it.
-SUBJECT = _change.Subject(
-    observe, plan, apply, facts, exclusive=lambda _params: _placement.locked()
-)
+SUBJECT = _change.Subject(observe, plan, apply, facts, exclusive=lambda _params: _pinning.locked())
 
 
 def main() -> None:

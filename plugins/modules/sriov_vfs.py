@@ -90,7 +90,8 @@ before:
 """
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _fabric, _pci
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _pci
+from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _sriov_vfs
 
 
 def main() -> None:
@@ -105,7 +106,7 @@ def main() -> None:
         },
         supports_check_mode=True,
     )
-    _change.run(module, _fabric.SUBJECT)
+    _change.run(module, _sriov_vfs.SUBJECT)
 
 
 if __name__ == "__main__":

@@ -54,19 +54,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _block,
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _change,
     _command,
-    _fstab,
     _host,
-    _lease,
-    _mounting,
-    _transition,
-    _usage,
-    _whole_machine,
+    _ledger,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import (
+    _block,
+    _fstab_entries,
+    _mounting,
+    _takeover,
+    _usage,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import _whole_machine
 
 
 @dataclass(frozen=True)
@@ -105,8 +107,8 @@ def observe(params: _change.Params) -> State:
         problems += [*_system(there, given=given), *_pools(there, use.used)]
     owners = {name: slot_id for slot_id, use in uses.items() for name in use.devices}
     mounts = _mounts(owners)
-    lines = _fstab.lines_of(owners, [mount.point for mount, _of in mounts]) if uses else []
-    return State(uses, tuple(mounts), tuple(lines), _transition.stamp(), tuple(problems))
+    lines = _fstab_entries.lines_of(owners, [mount.point for mount, _of in mounts]) if uses else []
+    return State(uses, tuple(mounts), tuple(lines), _takeover.stamp(), tuple(problems))
 
 
 def _mounts(owners: Mapping[str, str]) -> list[tuple[_usage.Mount, str]]:
@@ -118,9 +120,9 @@ def _mounts(owners: Mapping[str, str]) -> list[tuple[_usage.Mount, str]]:
     return [(mount, mine[mount]) for mount in table if mount in mine]
 
 
-def _given(there: _block.Disk, entry: _lease.Entry) -> bool:
+def _given(there: _block.Disk, entry: _ledger.Entry) -> bool:
     """Whether the tenant got this disk: the ledger has it dirty when it was given away."""
-    return entry.dirty and entry.disk == there.identity
+    return entry.dirty and entry.disk_identity == there.disk_identity
 
 
 def _use(disk: _block.Disk, *, given: bool) -> Use:
@@ -156,7 +158,7 @@ def _system(there: _block.Disk, *, given: bool) -> list[Refusal]:
     return [
         Refusal(
             "os_disk",
-            expected=f"{there.by_id or there.kernel_name} ({there.identity}) without the system",
+            expected=f"{there.label} without the system",
             found=f"mounted from it: {', '.join(carried)}",
             remedy="the machine runs from this disk: have it deployed anew, then clean it",
         )
@@ -168,7 +170,7 @@ def _pools(there: _block.Disk, used: _block.Usage) -> list[Refusal]:
     return [
         Refusal(
             "zfs_pool",
-            expected=f"{there.by_id or there.kernel_name} ({there.identity}) in no imported pool",
+            expected=f"{there.label} in no imported pool",
             found=f"ZFS pool {name}",
             remedy=f"on the machine: `zpool export {name}`; when it is busy, take its import out "
             "of the boot and restart the machine; then clean up again",
@@ -181,8 +183,8 @@ def plan(_params: _change.Params, state: State) -> _change.Plan:
     steps = []
     # First: what stays busy now is then free after a restart.
     if state.fstab:
-        after = {"backup": _fstab.BACKUP + state.moment}
-        steps.append(_change.Step("remove_fstab", _fstab.FILE, list(state.fstab), after))
+        after = {"backup": _fstab_entries.BACKUP + state.moment}
+        steps.append(_change.Step("remove_fstab", _fstab_entries.FILE, list(state.fstab), after))
     swaps = {name: slot_id for slot_id, use in state.uses.items() for name in use.used.swap}
     steps += [_change.Step("swap_off", _path(name), of) for name, of in swaps.items()]
     for mount, slot_id in reversed(state.mounts):
@@ -197,7 +199,7 @@ def _path(swap: str) -> str:
 
 
 def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
-    _lease.check(_whole_machine.MACHINE, params["fence"])
+    _ledger.check(_whole_machine.MACHINE, params["fence"])
     match step.name:
         case "unmount":
             _unmount(step)
@@ -206,7 +208,7 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
         case "stop_device":
             _stop(step.subject.rpartition("/")[2])
         case "remove_fstab":
-            _fstab.remove(step.before, backup=step.after["backup"])
+            _fstab_entries.remove(step.before, backup=step.after["backup"])
             _command.run(["systemctl", "daemon-reload"])
     return None
 

@@ -81,24 +81,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _boot,
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _vfio_bind
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _boot_service,
     _boot_units,
     _change,
-    _tenancy,
-    _vfio,
 )
+from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import _tenancy
 
 
 @dataclass(frozen=True)
 class State:
-    live: _vfio.State
-    installed: tuple[_boot.Installed, ...]
+    live: _vfio_bind.State
+    installed: tuple[_boot_service.Installed, ...]
 
 
-def _units(params: _change.Params, live: _vfio.State) -> list[_boot.Unit]:
+def _units(params: _change.Params, live: _vfio_bind.State) -> list[_boot_service.Unit]:
     """The boot services for what will be recorded when this run is done."""
-    bind, release = _vfio.wanted(params, live), _vfio.to_release(params, live)
+    bind, release = _vfio_bind.to_bind(params, live), _vfio_bind.to_release(params, live)
     kept = {a: id_ for a, id_ in live.recorded.items() if a not in release}
     kept.update({a: live.devices[a].id for a in bind if a in live.devices})
     services = (_boot_units.BINDING, _boot_units.CLAIM)
@@ -106,30 +106,30 @@ def _units(params: _change.Params, live: _vfio.State) -> list[_boot.Unit]:
 
 
 def observe(params: _change.Params) -> State:
-    live = _vfio.observe(params)
-    return State(live, tuple(_boot.observe(unit) for unit in _units(params, live)))
+    live = _vfio_bind.observe(params)
+    return State(live, tuple(_boot_service.observe(unit) for unit in _units(params, live)))
 
 
 def plan(params: _change.Params, state: State) -> _change.Plan:
-    live = _vfio.plan(params, state.live)
+    live = _vfio_bind.plan(params, state.live)
     steps = list(live.steps)
     for unit, installed in zip(_units(params, state.live), state.installed, strict=True):
         kept = bool(unit.settings["devices"])
-        steps += (_boot.plan if kept else _boot.plan_removal)(unit, installed)
+        steps += (_boot_service.plan if kept else _boot_service.plan_removal)(unit, installed)
     return _change.Plan(tuple(steps), live.blockers)
 
 
 def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
-    if step.name not in _boot.STEPS:
-        return _vfio.apply(params, step)
+    if step.name not in _boot_service.STEPS:
+        return _vfio_bind.apply(params, step)
     service = step.subject.partition(" ")[0]
-    units = _units(params, _vfio.observe(params))
-    _boot.apply(next(unit for unit in units if unit.service == service), step)
+    units = _units(params, _vfio_bind.observe(params))
+    _boot_service.apply(next(unit for unit in units if unit.service == service), step)
     return None
 
 
 def facts(params: _change.Params, state: State) -> dict[str, Any]:
-    return _vfio.facts(params, state.live)
+    return _vfio_bind.facts(params, state.live)
 
 
 SUBJECT = _tenancy.guarded(

@@ -1,55 +1,165 @@
-"""Applications on the allocations of a project, and the keys by which they reach their members."""
+"""Applications on the allocations of a project, their members and operations."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Literal, Self
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from pydantic import AfterValidator, Field, StringConstraints
-from sqlalchemy import Connection
+from sqlalchemy import Connection as DatabaseConnection
 
-from reconciler.api import appview, guards
-from reconciler.api.guards import IfMatch
-from reconciler.api.models import Body, Id, Name, PublicKey, Reasoned
-from reconciler.api.paging import Paging
+from reconciler.api.http import IfMatch, PageOf, Paging, tagged
+from reconciler.api.launches import Connection
+from reconciler.api.models import Answer, Body, Id, Moment, Name, PublicKey, Reasoned, Record
 from reconciler.api.security import Member
+from reconciler.db import schema
 from reconciler.lifecycle import app_operations, apps
-from reconciler.model.states import AppSlug, Role
+from reconciler.model.states import (
+    AllocationState,
+    AppSlug,
+    AppStatus,
+    MemberRole,
+    MemberStatus,
+    OperationKind,
+    OperationStatus,
+    Role,
+)
 
 router = APIRouter(prefix="/projects/{project_id}/app-instances", tags=["apps"])
 
-Record = dict[str, Any]
-# More members than any instance has; all of them are recorded in one transaction.
-_MOST_WORKERS = 64
+# No application has more members; all of them are recorded in one transaction.
+_MAX_WORKERS = 64
 AllocationId = Annotated[
     str, StringConstraints(max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$")
 ]
 
 
-def _bare(key: str) -> str:
-    # The comment is ours: by it the line is found again.
+def _without_comment(key: str) -> str:
+    # The service sets the comment itself: it identifies the line in authorized_keys.
     return " ".join(key.split(" ")[:2])
 
 
 class NewAppInstance(Body):
-    """Active allocations of the project that are in no other instance.
+    """The allocations must be active, of this project, and in no other instance.
 
-    `managed_key`: public key of whoever runs the application's controller. It is put on each
-    member for commands only, and with an end.
+    `managed_key` is the public key of the application's controller. Each member accepts it for
+    commands only, and for a limited time.
     """
 
     slug: AppSlug
     name: Name
-    managed_key: Annotated[PublicKey, AfterValidator(_bare)]
+    managed_key: Annotated[PublicKey, AfterValidator(_without_comment)]
     controller_allocation_id: AllocationId
-    worker_allocation_ids: Annotated[tuple[AllocationId, ...], Field(max_length=_MOST_WORKERS)] = ()
+    worker_allocation_ids: Annotated[tuple[AllocationId, ...], Field(max_length=_MAX_WORKERS)] = ()
 
 
-@router.post("", status_code=201)
+class AppInstance(Answer):
+    """An application on allocations of a project."""
+
+    id: str
+    project_id: str
+    slug: str
+    name: str
+    managed_key: str
+    status: AppStatus
+    status_reason: str
+    status_since: Moment
+    generation: Annotated[int, Field(ge=0)]
+    correlation_id: str
+    created_at: Moment
+    ended_at: Moment | None
+
+
+class AppWaitsFor(Answer):
+    """The reason why an application does not run."""
+
+    code: Literal["member_failed", "bootstrap_ssh_pending", "controller_absent"]
+    detail: str
+
+
+class AppInstanceDetail(AppInstance):
+    """An application with what it waits for."""
+
+    waits_for: AppWaitsFor | None
+
+
+class AdapterDetail(Answer):
+    """How an application's adapter reaches a member, and what the controller reports about it."""
+
+    host: str = Field(description="The address to dial; an admin sees the transport address.")
+    hostname: str = Field(description="For people; it may resolve nowhere.")
+    bootstrap_ssh: Literal["absent", "ready", "expired"]
+    key_expires_at: Moment | None
+    phase: str
+    slurmctld_state: str
+    slurmd_state: str
+
+
+class AppMember(Answer):
+    """An allocation that works for an application."""
+
+    id: str
+    allocation_id: str
+    role: MemberRole
+    status: MemberStatus
+    status_reason: str
+    status_since: Moment
+    connection: Connection | None
+    adapter_detail: AdapterDetail
+    created_at: Moment
+    left_at: Moment | None
+
+    @classmethod
+    def of_member(cls, row: Record, *, admin: bool) -> Self:
+        """The answer for a row: with the tenant's address, and for an admin also the transport's.
+
+        Of the controller's report only the named fields are shown.
+        """
+        reachable = row["allocation_state"] == AllocationState.ACTIVE
+        address = (row["connection"] or {}) if reachable else {}
+        connection = Connection.of_document(address)
+        detail = AdapterDetail(
+            host=str(row["transport_address"] or "") if admin else connection.host,
+            hostname=row["hostname"],
+            bootstrap_ssh=_key_state(row),
+            key_expires_at=row["key_expires_at"],
+            phase=str(row["detail"].get("phase", "")),
+            slurmctld_state=str(row["detail"].get("slurmctld_state", "")),
+            slurmd_state=str(row["detail"].get("slurmd_state", "")),
+        )
+        return cls.of(row, connection=connection if address else None, adapter_detail=detail)
+
+
+class AppOperation(Answer):
+    """One piece of work on a member."""
+
+    id: str
+    member_id: str
+    kind: OperationKind
+    status: OperationStatus
+    failure_code: str = Field(description="Empty unless it failed.")
+    task_id: str | None
+    correlation_id: str
+    created_at: Moment
+    finished_at: Moment | None
+
+    @classmethod
+    def of_operation(cls, row: schema.AppOperation) -> Self:
+        """The answer for a row. Only the code of a failure: its text can name host addresses."""
+        return cls.of(row, failure_code=str(row.failure.get("code", "")))
+
+
+class AppOperations(Answer):
+    """The operations that were queued."""
+
+    operations: list[AppOperation]
+
+
+@router.post("", status_code=201, response_model=AppInstance)
 def create(project_id: Id, body: NewAppInstance, context: Member) -> JSONResponse:
-    """Record an instance over allocations that are there; each member gets the managed key."""
+    """Record an instance over existing allocations; each member gets the managed key."""
     act = context.act("deployed by its project")
     wish = apps.NewApp(
         project_id=project_id,
@@ -60,7 +170,7 @@ def create(project_id: Id, body: NewAppInstance, context: Member) -> JSONRespons
         worker_ids=body.worker_allocation_ids,
     )
     return context.write(
-        lambda conn: appview.instance(apps.create(conn, wish, act)),
+        lambda conn: AppInstance.of(apps.create(conn, wish, act)),
         body=body,
         status=201,
         key_required=True,
@@ -68,65 +178,74 @@ def create(project_id: Id, body: NewAppInstance, context: Member) -> JSONRespons
 
 
 @router.get("")
-def list_instances(project_id: Id, context: Member, part: Paging) -> Record:
-    """The project's instances."""
-    page = part.page(apps.INSTANCES)
+def list_instances(project_id: Id, context: Member, paging: Paging) -> PageOf[AppInstance]:
+    """The project's instances, the newest first."""
+    page = paging.page(apps.INSTANCES)
     rows = context.read(lambda conn: apps.every(conn, project_id, page))
-    return part.told(apps.INSTANCES, rows, appview.instance)
+    return paging.answer(apps.INSTANCES, rows, AppInstance.of)
 
 
-@router.get("/{app_instance_id}")
+@router.get("/{app_instance_id}", response_model=AppInstanceDetail)
 def show(project_id: Id, app_instance_id: Id, context: Member) -> JSONResponse:
-    """One instance, and what keeps it from running."""
+    """One instance, and what it waits for."""
 
-    def read(conn: Connection) -> Record:
-        found = apps.get(conn, project_id, app_instance_id)
-        return appview.instance_detail(found, apps.members(conn, app_instance_id))
+    def read(conn: DatabaseConnection) -> AppInstanceDetail:
+        row = apps.get(conn, project_id, app_instance_id)
+        reason = apps.waits_for(row, apps.members(conn, app_instance_id))
+        return AppInstanceDetail.of(row, waits_for=reason)
 
-    return guards.tagged(context.read(read))
+    return tagged(context.read(read))
 
 
 @router.get("/{app_instance_id}/members")
-def members(project_id: Id, app_instance_id: Id, context: Member, part: Paging) -> Record:
+def members(
+    project_id: Id, app_instance_id: Id, context: Member, paging: Paging
+) -> PageOf[AppMember]:
     """Its allocations, the controller's first. SSH dials `connection.host`, never a hostname."""
-    page = part.page(apps.MEMBERS)
+    page = paging.page(apps.MEMBERS)
 
-    def read(conn: Connection) -> list[Record]:
+    def read(conn: DatabaseConnection) -> list[Record]:
         apps.get(conn, project_id, app_instance_id)
         return apps.members(conn, app_instance_id, page)
 
-    tell = partial(appview.member, admin=context.role == Role.PLATFORM_ADMIN)
-    return part.told(apps.MEMBERS, context.read(read), tell)
+    item = partial(AppMember.of_member, admin=context.role == Role.PLATFORM_ADMIN)
+    return paging.answer(apps.MEMBERS, context.read(read), item)
 
 
 @router.get("/{app_instance_id}/member-operations")
-def operations(project_id: Id, app_instance_id: Id, context: Member, part: Paging) -> Record:
-    """What was done with its members, and how it ended."""
-    page = part.page(app_operations.OPERATIONS)
+def operations(
+    project_id: Id, app_instance_id: Id, context: Member, paging: Paging
+) -> PageOf[AppOperation]:
+    """The work on its members and how it ended."""
+    page = paging.page(app_operations.OPERATIONS)
 
-    def read(conn: Connection) -> list[Record]:
+    def read(conn: DatabaseConnection) -> list[schema.AppOperation]:
         apps.get(conn, project_id, app_instance_id)
         return app_operations.every(conn, app_instance_id, page)
 
-    return part.told(app_operations.OPERATIONS, context.read(read), appview.operation)
+    return paging.answer(app_operations.OPERATIONS, context.read(read), AppOperation.of_operation)
 
 
-@router.post("/{app_instance_id}/bootstrap-ssh/reconcile", status_code=202)
+@router.post(
+    "/{app_instance_id}/bootstrap-ssh/reconcile", status_code=202, response_model=AppOperations
+)
 def reconcile(
     project_id: Id, app_instance_id: Id, context: Member, body: Reasoned | None = None
 ) -> JSONResponse:
-    """Put the managed key on every member again, with a later end. Answers with the operations."""
+    """Install the managed key on every member again, with a later expiry. Answers with the
+    operations.
+    """
     body = body or Reasoned()
-    act = context.act(body.reason or "asked for by its project")
+    act = context.act(body.reason or "requested by its project")
 
-    def work(conn: Connection) -> Record:
-        found = apps.reconcile(conn, project_id, app_instance_id, act)
-        return {"operations": [appview.operation(row) for row in found]}
+    def work(conn: DatabaseConnection) -> AppOperations:
+        rows = apps.reconcile(conn, project_id, app_instance_id, act)
+        return AppOperations(operations=[AppOperation.of_operation(row) for row in rows])
 
     return context.write(work, body=body, status=202, key_required=True)
 
 
-@router.post("/{app_instance_id}/stop")
+@router.post("/{app_instance_id}/stop", response_model=AppInstance)
 def stop(
     project_id: Id,
     app_instance_id: Id,
@@ -134,13 +253,19 @@ def stop(
     guard: IfMatch,
     body: Reasoned | None = None,
 ) -> JSONResponse:
-    """End the instance and take its keys away; its allocations stay."""
+    """End the instance and remove its keys. Its allocations stay."""
     body = body or Reasoned()
     act = context.act(body.reason or "stopped by its project")
 
-    def work(conn: Connection) -> Record:
+    def work(conn: DatabaseConnection) -> AppInstance:
         apps.get(conn, project_id, app_instance_id)
         guard.check(conn, "app_instance", app_instance_id)
-        return appview.instance(apps.stop(conn, project_id, app_instance_id, act))
+        return AppInstance.of(apps.stop(conn, project_id, app_instance_id, act))
 
     return context.write(work, body=body)
+
+
+def _key_state(row: Record) -> Literal["absent", "ready", "expired"]:
+    if row["key_good"]:
+        return "ready"
+    return "absent" if row["key_expires_at"] is None else "expired"

@@ -1,16 +1,19 @@
-"""The service's description of itself: what FastAPI knows, and the documents it answers with."""
+"""The OpenAPI document of the service: FastAPI's, completed by headers, refusals and states."""
 
 from __future__ import annotations
 
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from reconciler.api import correlation, problems
-from reconciler.api.answers import ANSWERS
-from reconciler.api.schemas import SCHEMAS
-from reconciler.api.shapes import Schema, ref
+from reconciler.api import problems, telemetry
+from reconciler.model import states
+from reconciler.model.states import Described
 
 Document = dict[str, Any]
 
@@ -25,13 +28,12 @@ _ORDER = (
     "requestBody",
     "responses",
 )
-# FastAPI's own form of a refusal, which no route of ours answers with.
-_VALIDATION = ("HTTPValidationError", "ValidationError")
-_PROBLEM: Document = {"$ref": "#/components/responses/Problem"}
-_KEY: Schema = {"type": "string", "minLength": 1, "maxLength": 255, "pattern": "^[!-~]+$"}
+# FastAPI's own form of a validation error; this service answers with `Problem` instead.
+_UNUSED_SCHEMAS = ("HTTPValidationError", "ValidationError")
+_KEY: Document = {"type": "string", "minLength": 1, "maxLength": 255, "pattern": "^[!-~]+$"}
 _PARAMETERS: dict[str, Document] = {
     "CorrelationId": {
-        "name": correlation.HEADER,
+        "name": telemetry.CORRELATION_HEADER,
         "in": "header",
         "required": False,
         "description": "Goes into every record, log line and run of the request; made if absent.",
@@ -41,21 +43,21 @@ _PARAMETERS: dict[str, Document] = {
         "name": "Idempotency-Key",
         "in": "header",
         "required": False,
-        "description": "Repeats an act without doing it twice, of this token alone; remembered for"
-        " a week unless GPUAAS_KEEP_ANSWERS_DAYS says otherwise, and while its allocation lives.",
+        "description": "A repetition with the same key and token does nothing twice. Keys are"
+        " remembered for a week, or GPUAAS_KEEP_ANSWERS_DAYS, and while their allocation lives.",
         "schema": _KEY,
     },
     "XIdempotencyKey": {
         "name": "X-Idempotency-Key",
         "in": "header",
         "required": False,
-        "description": "Another name of Idempotency-Key; if both are there they are the same.",
+        "description": "Another name of Idempotency-Key. If both are sent they must be equal.",
         "schema": _KEY,
     },
 }
 _HEADERS: dict[str, Document] = {
     "CorrelationId": {
-        "description": "The id under which everything that followed is found.",
+        "description": "The id in all records and log lines of the request.",
         "required": True,
         "schema": {"type": "string"},
     },
@@ -65,144 +67,184 @@ _HEADERS: dict[str, Document] = {
         "schema": {"type": "string", "pattern": '^"[0-9]+"$'},
     },
     "IdempotencyReplayed": {
-        "description": "true: this answer was given before, and nothing was done now.",
+        "description": "true: this is the answer of an earlier request; nothing was done now.",
         "schema": {"const": "true"},
     },
 }
 
 
 def build(app: FastAPI) -> Document:
-    """The OpenAPI document; the same object every time."""
+    """The OpenAPI document, built once for each application."""
     if app.openapi_schema is None:
-        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        components = document.setdefault("components", {})
-        for own in _VALIDATION:
-            components.get("schemas", {}).pop(own, None)
-        components["schemas"] = components.get("schemas", {}) | SCHEMAS
-        for path, verbs in document["paths"].items():
-            for verb, operation in verbs.items():
-                _complete(path, verb, operation, components["schemas"])
-                verbs[verb] = {name: operation[name] for name in _ORDER if name in operation}
-        components["parameters"] = _PARAMETERS
+        document = _name_pages(get_openapi(title=app.title, version=app.version, routes=app.routes))
+        components = document["components"]
+        schemas = components["schemas"]
+        for name in _UNUSED_SCHEMAS:
+            schemas.pop(name, None)
+        _describe_states(schemas)
+        schemas["Problem"] = _problem_schema()
+        schemas["ProblemCode"] = problems.CODE_SCHEMA
+        for path, _verb, operation in operations(document):
+            _complete(path, operation, mutating=_verb in MUTATING, schemas=schemas)
+        components["parameters"] = _PARAMETERS | _share_parameters(document)
         components["headers"] = _HEADERS
-        components["responses"] = {"Problem": _problem()}
-        app.openapi_schema = _untitled(document, names=False) | {"info": document["info"]}
+        components["responses"] = {"Problem": _problem_response()}
+        for path in document["paths"].values():
+            for verb, operation in path.items():
+                path[verb] = {name: operation[name] for name in _ORDER if name in operation}
+        app.openapi_schema = _tidy_schema(document, names=False) | {"info": document["info"]}
     return app.openapi_schema
 
 
-def _complete(path: str, verb: str, operation: Document, shapes: Document) -> None:
-    parameters = operation.setdefault("parameters", [])
-    _tidy(parameters)
+def operations(document: Document) -> Iterator[tuple[str, str, Document]]:
+    """Path, verb and description of every operation of a document."""
+    for path, verbs in document["paths"].items():
+        for verb, operation in verbs.items():
+            yield path, verb, operation
+
+
+def _complete(path: str, operation: Document, *, mutating: bool, schemas: Document) -> None:
     secured = "security" in operation
-    if secured and verb in MUTATING:
-        parameters += [_parameter("IdempotencyKey"), _parameter("XIdempotencyKey")]
-    parameters.append(_parameter("CorrelationId"))
-    responses = operation["responses"]
-    responses.pop("default", None)
-    responses.pop("422", None)
-    for status, answer in responses.items():
+    parameters = [_tidy_parameter(part) for part in operation.get("parameters", [])]
+    refusals = _refusals(path, operation, parameters, mutating=mutating)
+    if secured and mutating:
+        parameters += [_ref("parameters", "IdempotencyKey"), _ref("parameters", "XIdempotencyKey")]
+    operation["parameters"] = [*parameters, _ref("parameters", "CorrelationId")]
+    responses = {
+        status: response
+        for status, response in operation["responses"].items()
+        if status not in ("default", "422")
+    }
+    for status, response in responses.items():
         if status != "204":
-            _answer(operation["operationId"], answer)
-            answer["headers"] = _told_beside(answer, shapes)
-            if secured and verb in MUTATING:
-                answer["headers"]["Idempotency-Replayed"] = _header("IdempotencyReplayed")
+            # FastAPI leaves the content of a file out.
+            response.setdefault("content", {"application/octet-stream": {}})
+            response["headers"] = {"X-Correlation-Id": _ref("headers", "CorrelationId")}
+            if _has_generation(response, schemas):
+                response["headers"]["ETag"] = _ref("headers", "ETag")
+            if secured and mutating:
+                response["headers"]["Idempotency-Replayed"] = _ref("headers", "IdempotencyReplayed")
+    problem = _ref("responses", "Problem")
+    operation["responses"] = responses | dict.fromkeys([*sorted(refusals), "default"], problem)
+
+
+def _refusals(
+    path: str, operation: Document, parameters: list[Document], *, mutating: bool
+) -> set[str]:
+    """The statuses with which the operation can refuse a request."""
+    secured = "security" in operation
+    statuses = {"401", "403"} if secured else set()
     if not path.startswith("/api/"):
-        statuses = {"503"} if path != "/healthz" else set()
-        statuses |= {"401", "403"} if secured else set()
-    else:
-        statuses = _refusals(path, operation, parameters)
-    operation["responses"] = {
-        **responses,
-        **dict.fromkeys(sorted(statuses), _PROBLEM),
-        "default": _PROBLEM,
+        return statuses | ({"503"} if path != "/healthz" else set())
+    statuses |= {"503"}
+    if not secured and ("content" in path or "enrol" in path):
+        # The credential of these two is a token of their own.
+        statuses |= {"401"}
+    if "{" in path:
+        statuses |= {"404"}
+    if "requestBody" in operation:
+        statuses |= {"409", "413", "422"}
+    names = {parameter["name"] for parameter in parameters}
+    if "cursor" in names or (secured and mutating):
+        statuses |= {"400"}
+    if parameters:
+        statuses |= {"422"}
+    if "If-Match" in names:
+        statuses |= {"412"}
+    return statuses
+
+
+def _has_generation(response: Document, schemas: Document) -> bool:
+    """Whether the answer is one record with an ETag."""
+    schema = response["content"].get("application/json", {}).get("schema", {})
+    name = schema.get("$ref", "").rpartition("/")[2]
+    return "generation" in schemas.get(name, {}).get("properties", {})
+
+
+def _tidy_parameter(parameter: Document) -> Document:
+    """Title case for headers, and no null: an optional parameter is left out."""
+    schema = {name: part for name, part in parameter["schema"].items() if name != "description"}
+    options = [part for part in schema.pop("anyOf", []) if part != {"type": "null"}]
+    for option in options:
+        schema |= option
+    name = parameter["name"]
+    return parameter | {
+        "name": name.title() if parameter["in"] == "header" else name,
+        "schema": schema,
     }
 
 
-def _refusals(path: str, operation: Document, parameters: list[Document]) -> set[str]:
-    """The statuses of refusals that the operation must be expected to give."""
-    found = {"503"}
-    if "security" in operation:
-        found |= {"401", "403"}
-    elif "content" in path or "enrol" in path:
-        # Their credential is a token of their own.
-        found |= {"401"}
-    if "{" in path:
-        found |= {"404"}
-    if "requestBody" in operation:
-        found |= {"409", "413", "422"}
-    named = {parameter.get("name", parameter.get("$ref")) for parameter in parameters}
-    if named & {"cursor", "#/components/parameters/IdempotencyKey"}:
-        found |= {"400"}
-    if any("schema" in parameter for parameter in parameters):
-        found |= {"422"}
-    if "If-Match" in named:
-        found |= {"412"}
-    return found
+def _share_parameters(document: Document) -> dict[str, Document]:
+    """Move parameters that several operations have alike to the components."""
+    uses: dict[str, Counter[str]] = {}
+    for _path, _verb, operation in operations(document):
+        for parameter in operation["parameters"]:
+            if "$ref" not in parameter:
+                same = uses.setdefault(_component_name(parameter), Counter())
+                same[json.dumps(parameter)] += 1
+    most_common = {name: same.most_common(1)[0] for name, same in uses.items()}
+    shared = {name: json.loads(text) for name, (text, count) in most_common.items() if count > 1}
+    for _path, _verb, operation in operations(document):
+        operation["parameters"] = [
+            _ref("parameters", _component_name(parameter))
+            if "$ref" not in parameter and shared.get(_component_name(parameter)) == parameter
+            else parameter
+            for parameter in operation["parameters"]
+        ]
+    return shared
 
 
-def _answer(operation: str, answer: Document) -> None:
-    name = ANSWERS.get(operation)
-    told = answer.get("content", {}).get("application/json")
-    if name is not None and told is not None:
-        told["schema"] = ref(name)
-    # A file is bytes and nothing more.
-    answer.setdefault("content", {"application/octet-stream": {}})
+def _component_name(parameter: Document) -> str:
+    words = f"{parameter['in']}_{parameter['name']}".replace("-", "_")
+    return words.title().replace("_", "")
 
 
-def _told_beside(answer: Document, shapes: Document) -> Document:
-    """The headers of an answer, by the document that it is."""
-    headers = {"X-Correlation-Id": _header("CorrelationId")}
-    schema = answer["content"].get("application/json", {}).get("schema", {})
-    shape = shapes.get(schema.get("$ref", "").rpartition("/")[2], {})
-    if "generation" in shape.get("properties", {}) and not _is_change(shape):
-        headers["ETag"] = _header("ETag")
-    return headers
+def _name_pages(document: Document) -> Document:
+    """Call a page of `Node` NodePage instead of PageOf_Node_, as pydantic does."""
+    text = re.sub(r"PageOf_(\w+?)_(?=\")", r"\1Page", json.dumps(document))
+    renamed: Document = json.loads(text)
+    return renamed
 
 
-def _is_change(shape: Schema) -> bool:
-    # History names the generation that a change led to; it is no record with one of its own.
-    return "entity" in shape["properties"]
+def _describe_states(schemas: Document) -> None:
+    """Explain each value of the states."""
+    for name, kind in vars(states).items():
+        if name in schemas and isinstance(kind, type) and issubclass(kind, Described):
+            lines = [f"- `{member.value}`: {member.meaning}" for member in kind]
+            schemas[name]["description"] = "\n".join([f"{kind.__doc__}", "", *lines])
 
 
-def _tidy(parameters: list[Document]) -> None:
-    """One spelling for headers, and no null for what is simply left out."""
-    for parameter in parameters:
-        if parameter["in"] == "header":
-            parameter["name"] = parameter["name"].title()
-        schema = parameter["schema"]
-        options = [one for one in schema.pop("anyOf", []) if one != {"type": "null"}]
-        if options:
-            (only,) = options
-            schema.update(only)
-        schema.pop("description", None)
+def _problem_schema() -> Document:
+    schema = problems.ProblemDocument.model_json_schema()
+    schema["properties"]["code"] = _ref("schemas", "ProblemCode")
+    del schema["properties"]["instance"]["default"]
+    return schema
 
 
-def _untitled(part: Any, *, names: bool) -> Any:
-    """Without the titles that are made of names, and with whole limits of whole numbers."""
+def _problem_response() -> Document:
+    return {
+        "description": "Refused: what was expected, what was found, what to do.",
+        "headers": {"X-Correlation-Id": _ref("headers", "CorrelationId")},
+        "content": {problems.MEDIA_TYPE: {"schema": _ref("schemas", "Problem")}},
+    }
+
+
+def _tidy_schema(part: Any, *, names: bool) -> Any:
+    """Without titles made of names and without `additionalProperties: true`, which is the default;
+    with whole numbers as integers.
+    """
     if isinstance(part, list):
-        return [_untitled(one, names=False) for one in part]
+        return [_tidy_schema(item, names=False) for item in part]
     if isinstance(part, float) and part.is_integer():
         return int(part)
     if not isinstance(part, dict):
         return part
     return {
-        name: _untitled(value, names=name == "properties" and not names)
+        name: _tidy_schema(value, names=name == "properties" and not names)
         for name, value in part.items()
-        if names or name != "title"
+        if names or not (name == "title" or (name == "additionalProperties" and value is True))
     }
 
 
-def _problem() -> Document:
-    return {
-        "description": "Refused: what was expected, what was found, what to do.",
-        "headers": {"X-Correlation-Id": _header("CorrelationId")},
-        "content": {problems.MEDIA_TYPE: {"schema": ref("Problem")}},
-    }
-
-
-def _parameter(name: str) -> Document:
-    return {"$ref": f"#/components/parameters/{name}"}
-
-
-def _header(name: str) -> Document:
-    return {"$ref": f"#/components/headers/{name}"}
+def _ref(kind: str, name: str) -> Document:
+    return {"$ref": f"#/components/{kind}/{name}"}

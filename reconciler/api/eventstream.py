@@ -1,4 +1,8 @@
-"""Server-sent events: what has happened since a place, then what happens, until it is over."""
+"""Server-sent events of a long-running operation, with resumption after a lost connection.
+
+`fastapi.sse` formats and sends events as well, but only from a generator endpoint: a refusal or a
+204 before the first event is not possible there, and its fields have another order.
+"""
 
 from __future__ import annotations
 
@@ -12,38 +16,38 @@ from typing import Any
 from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
-# Proxies close what is silent; most of them wait for a minute.
+# Proxies close idle connections, most of them after a minute.
 _KEEP_ALIVE_S = 15.0
-# How long a reader goes on whose token was revoked or has ended.
+# The token is checked again at this interval: a reader with a revoked token gets events that long.
 _ASK_S = 2.0
 
 
 @dataclass(frozen=True)
 class Event:
-    """place: what a reader that was cut off sends back to go on behind this event."""
+    """place: the event's id. A reader sends it to resume behind this event."""
 
     name: str
     place: str
     document: dict[str, Any]
 
     def text(self) -> str:
-        # JSON has no line ends of its own, so the document is one line of data.
+        # JSON escapes line ends, so the document is a single line of data.
         data = json.dumps(self.document, separators=(",", ":"))
         return f"event: {self.name}\nid: {self.place}\ndata: {data}\n\n"
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What came after a place. over: nothing will come any more."""
+    """Events after a place. over: no event will follow."""
 
     events: Sequence[Event]
     over: bool
 
 
 class EventStream(StreamingResponse):
-    """An answer that goes on. `read` is asked again and again, outside of the event loop.
+    """A response that polls `read` for new events, in a thread outside of the event loop.
 
-    allowed: whether the reader still may; the answer ends when not.
+    allowed: whether the reader's token is still valid; the response ends when it is not.
     """
 
     media_type = "text/event-stream"
@@ -63,12 +67,12 @@ class EventStream(StreamingResponse):
 async def _lines(
     read: Callable[[str], Batch], place: str, every_s: float, allowed: Callable[[], bool]
 ) -> AsyncIterator[str]:
-    quiet, asked = 0.0, time.monotonic()
+    quiet, checked_at = 0.0, time.monotonic()
     while True:
-        if time.monotonic() - asked >= _ASK_S:
+        if time.monotonic() - checked_at >= _ASK_S:
             if not await run_in_threadpool(allowed):
                 return
-            asked = time.monotonic()
+            checked_at = time.monotonic()
         batch = await run_in_threadpool(read, place)
         for event in batch.events:
             place, quiet = event.place, 0.0

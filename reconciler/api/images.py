@@ -1,26 +1,22 @@
-"""The image catalogue, and the way by which hosts get the bytes."""
+"""Images: the catalogue, and downloads of registered files by hosts."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import FileResponse, JSONResponse
 from pydantic import Field, StringConstraints
 from sqlalchemy import Connection
 
-from reconciler.api import views
-from reconciler.api.memberview import MemberImages
-from reconciler.api.models import Bytes, Id, Label, Name, Reasoned
-from reconciler.api.paging import Paging
+from reconciler.api.http import PageOf, Paging
+from reconciler.api.models import Answer, Bytes, Id, Label, Moment, Name, Reasoned
 from reconciler.api.security import Admin, Holder
+from reconciler.db import schema
 from reconciler.db.engine import reading
-from reconciler.model.errors import Problem
+from reconciler.model.errors import Problem, not_found
 from reconciler.records import images
 from reconciler.trust import downloads
-from reconciler.trust.downloads import url as download_url
-
-__all__ = ["download_url", "router"]
 
 router = APIRouter(tags=["images"])
 
@@ -38,47 +34,76 @@ class NewImage(Reasoned):
     digest: Digest
     size_bytes: Annotated[Bytes, Field(gt=0)]
     url: Url
-    minimum_disk_bytes: Bytes = 0
+    minimum_disk_bytes: Bytes = Field(
+        default=0,
+        description="Shown in the catalogue; 0 means size_bytes. Launches do not check it.",
+    )
     guest_profile: Label = ""
     compression: Literal["none", "zstd"] = "none"
     url_digest: Annotated[str, StringConstraints(pattern=r"^(sha256:[0-9a-f]{64})?$")] = ""
 
 
-@router.post("/admin/images", status_code=201)
+class MemberImage(Answer):
+    """An image without its source: the URL may hold a secret or name a path of the operators."""
+
+    id: str
+    name: str
+    version: str
+    digest: str
+    size_bytes: int
+    minimum_disk_bytes: int
+    created_at: Moment
+
+
+class MemberImages(PageOf[MemberImage]):
+    """One page of the catalogue for members."""
+
+
+class Image(MemberImage):
+    """An image; its digest is that of the raw bytes."""
+
+    url: str
+    url_digest: str
+    compression: str
+    guest_profile: str
+
+
+@router.post("/admin/images", status_code=201, response_model=Image)
 def register(body: NewImage, context: Admin) -> JSONResponse:
     """Register an image; this record is the authority for its digest."""
     act = context.act(body.reason)
     values = body.model_dump(exclude={"reason"})
     downloads.refuse(body.url, body.size_bytes if body.compression == "none" else None)
     return context.write(
-        lambda conn: views.record(images.register(conn, act, **values)), body=body, status=201
+        lambda conn: Image.of(images.register(conn, act, **values)), body=body, status=201
     )
 
 
 @router.get("/admin/images")
-def list_images(context: Admin, part: Paging) -> dict[str, Any]:
+def list_images(context: Admin, paging: Paging) -> PageOf[Image]:
     """The catalogue."""
-    page = part.page(images.ORDER)
-    return part.told(images.ORDER, context.read(lambda conn: images.every(conn, page)))
+    page = paging.page(images.ORDER)
+    rows = context.read(lambda conn: images.every(conn, page))
+    return paging.answer(images.ORDER, rows, Image.of)
 
 
 @router.get("/images", response_model=MemberImages)
-def offered(request: Request, _who: Holder, part: Paging) -> dict[str, Any]:
-    """What a launch can name."""
-    page = part.page(images.ORDER)
+def offered(request: Request, _who: Holder, paging: Paging) -> PageOf[MemberImage]:
+    """The images that a launch can name."""
+    page = paging.page(images.ORDER)
     with reading(request.app.state.engine) as conn:
-        return part.told(images.ORDER, images.every(conn, page))
+        return paging.answer(images.ORDER, images.every(conn, page), MemberImage.of)
 
 
 @router.get("/images/{digest}/content", response_class=FileResponse)
 def content(
     digest: Id, request: Request, token: Annotated[str, Query(max_length=128)] = ""
 ) -> FileResponse:
-    """The bytes of a registered file, for a host that holds its link."""
+    """The bytes of a registered file, for a host that holds its download token."""
     settings = request.app.state.settings
-    named = f"sha256:{digest.removeprefix('sha256:')}"
-    # Judged before anything is looked up: without the token nobody learns what there is.
-    if not downloads.allowed(settings, named, token):
+    digest = f"sha256:{digest.removeprefix('sha256:')}"
+    # Checked before the look-up: without the token nobody learns which images exist.
+    if not downloads.allowed(settings, digest, token):
         raise Problem(
             "token_invalid",
             401,
@@ -87,13 +112,15 @@ def content(
             remedy="start the task again; its run gets a valid link",
         )
     with reading(request.app.state.engine) as conn:
-        image = _by_digest(conn, named)
-    return FileResponse(downloads.file_of(image), media_type="application/octet-stream")
+        image = _local_image(conn, digest)
+    return FileResponse(
+        downloads.file_of(image.url, image.digest), media_type="application/octet-stream"
+    )
 
 
-def _by_digest(conn: Connection, digest: str) -> dict[str, Any]:
-    # The same bytes may be registered under several names; any of their files will do.
+def _local_image(conn: Connection, digest: str) -> schema.Image:
+    # The same bytes may be registered under several names; any local file of them serves.
     for image in images.every(conn):
-        if image["digest"] == digest and downloads.local(image["url"]) is not None:
+        if image.digest == digest and downloads.local(image.url) is not None:
             return image
-    return {"digest": digest, "url": ""}
+    raise not_found("image_file", digest)

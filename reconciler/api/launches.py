@@ -1,32 +1,36 @@
-"""Allocations as the members of a project ask for them, see them and give them back."""
+"""Allocations for project members: launching, reading and releasing them.
+
+Members never see the host of an allocation, neither its name nor its devices.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Self
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from pydantic import Field, model_validator
-from sqlalchemy import Connection
+from sqlalchemy import Connection as DatabaseConnection
 
-from reconciler.api import guards, views
-from reconciler.api.guards import IfMatch
-from reconciler.api.memberview import MemberAllocation, MemberAllocations, tell
+from reconciler.api.http import IfMatch, PageOf, Paging, tagged
 from reconciler.api.models import (
+    Answer,
     Body,
     Hostname,
     Id,
     Label,
+    Moment,
     Name,
     PublicKey,
     Reasoned,
+    Record,
     Text,
     Username,
 )
-from reconciler.api.paging import Paging
 from reconciler.api.security import Member
+from reconciler.db import schema
 from reconciler.lifecycle import launch as launching
 from reconciler.lifecycle import placement
 from reconciler.model.errors import Problem, not_found
@@ -46,9 +50,9 @@ class LaunchParameters(Body):
 
 
 class NewAllocation(Body):
-    """What a tenant asks for. A slice names its image by id, or by name and maybe version.
+    """What a tenant requests. A slice names its image by id, or by name with an optional version.
 
-    A whole machine comes with the installation that it has.
+    A whole machine is delivered with its present installation.
     """
 
     capacity_shape: CapacityShape = CapacityShape.BAREMETAL
@@ -62,26 +66,30 @@ class NewAllocation(Body):
     region: Label = ""
     pool: Label = ""
     sku: Label = ""
-    runtime_profile: Label = ""
+    runtime_profile: Label = Field(
+        default="",
+        description="Has no effect, so a value is refused with `field_without_effect`.",
+        json_schema_extra={"deprecated": True},
+    )
     parameters: LaunchParameters = LaunchParameters()
 
     @model_validator(mode="after")
-    def _counts_gpus(self) -> NewAllocation:
+    def _counts_gpus(self) -> Self:
         if (self.capacity_shape is CapacityShape.GPU_SLICE) is not (self.gpu_count is not None):
             raise ValueError("gpu_count goes with capacity_shape gpu_slice, and only with it")
         return self
 
     @model_validator(mode="after")
-    def _one_image(self) -> NewAllocation:
-        named = bool(self.image_id) + (self.image is not None)
-        if named != (1 if self.capacity_shape is CapacityShape.GPU_SLICE else 0):
+    def _names_one_image(self) -> Self:
+        names = bool(self.image_id) + (self.image is not None)
+        if names != (1 if self.capacity_shape is CapacityShape.GPU_SLICE else 0):
             raise ValueError("a slice needs either image_id or image, a whole machine takes none")
         if self.username == "root":
             raise ValueError("username cannot be root")
         return self
 
 
-_AS_GIVEN = {
+_PASSED_ON = {
     "capacity_shape",
     "username",
     "ssh_keys",
@@ -91,55 +99,116 @@ _AS_GIVEN = {
     "region",
     "pool",
     "sku",
-    "runtime_profile",
 }
+
+
+class Connection(Answer):
+    """The address for the tenant. host is empty while no gateway is configured."""
+
+    host: str
+    port: Annotated[int, Field(ge=1, le=65535)]
+    username: str
+
+    @classmethod
+    def of_document(cls, document: Record) -> Self:
+        """The address in the document that a run reported."""
+        return cls(
+            host=str(document.get("host", "")),
+            port=int(document.get("port", 22)),
+            username=str(document.get("username", "")),
+        )
+
+
+class MemberAllocation(Answer):
+    """An allocation as the members of its project see it."""
+
+    id: str
+    project_id: str
+    capacity_shape: CapacityShape
+    sku: str
+    region: str
+    gpu_count: int
+    hostname: str
+    username: str
+    ssh_keys: list[str]
+    image_id: str | None
+    state: AllocationState
+    state_since: Moment
+    deadline_at: Moment | None = Field(
+        description="When the present state ends at the latest; a command waits until then."
+    )
+    generation: int
+    connection: Connection | None
+    telemetry_url: str = Field(description="Dashboard of a whole machine; empty for a slice.")
+    error_code: str
+    created_at: Moment | None
+    activated_at: Moment | None
+    ended_at: Moment | None
+
+    @classmethod
+    def of_allocation(cls, allocation: schema.Allocation) -> Self:
+        """The answer for the record of an allocation."""
+        reachable = allocation.state == AllocationState.ACTIVE
+        connection = allocation.connection if reachable else {}
+        return cls.of(
+            allocation,
+            # Only the code: error texts can contain device names of the host.
+            error_code=str(allocation.error.get("code", "")),
+            connection=Connection.of_document(connection) if connection else None,
+            telemetry_url=str(connection.get("telemetry_url", "")),
+        )
+
+
+class MemberAllocations(PageOf[MemberAllocation]):
+    """One page of a project's allocations."""
 
 
 @router.post("", status_code=201, response_model=MemberAllocation)
 def create(project_id: Id, body: NewAllocation, context: Member) -> JSONResponse:
     """Claim capacity and queue its provisioning, all or nothing."""
+    _refuse_without_effect(body)
     act = context.act("launched by its project")
 
-    def work(conn: Connection) -> MemberAllocation:
+    def work(conn: DatabaseConnection) -> MemberAllocation:
         launch = launching.Launch(
             project_id=project_id,
             image=body.image or "",
             gpu_count=body.gpu_count or 0,
             parameters=body.parameters.model_dump(exclude_none=True),
             catalogue=_catalogue(context.settings, body.capacity_shape),
-            **body.model_dump(mode="json", include=_AS_GIVEN),
+            **body.model_dump(mode="json", include=_PASSED_ON),
         )
-        return tell(launching.allocate(conn, launch, act))
+        return MemberAllocation.of_allocation(launching.allocate(conn, launch, act))
 
     for _ in range(placement.TRIES):
         try:
             return context.write(work, body=body, status=201, key_required=True)
-        except placement.NoRoom as none:
-            refused = context.read(partial(placement.refusal, want=none.want))
-        except Problem as other:
-            raise _told(other, context.role) from None
-        if refused is not None:
-            raise _told(refused, context.role)
+        except placement.NoRoom as no_room:
+            refusal = context.read(partial(placement.refusal, want=no_room.want))
+        except Problem as problem:
+            raise _redact(problem, context.role) from None
+        if refusal is not None:
+            raise _redact(refusal, context.role)
     raise placement.contended()
 
 
 @router.get("", response_model=MemberAllocations)
 def list_allocations(
-    project_id: Id, context: Member, part: Paging, state: AllocationState | None = None
-) -> dict[str, Any]:
-    """The project's allocations."""
-    page = part.page(allocations.ORDER)
+    project_id: Id, context: Member, paging: Paging, state: AllocationState | None = None
+) -> PageOf[MemberAllocation]:
+    """The project's allocations, the newest first."""
+    page = paging.page(allocations.ORDER)
     rows = context.read(
         lambda conn: allocations.every(conn, project_id=project_id, state=state, page=page)
     )
-    return part.told(allocations.ORDER, rows, tell)
+    return paging.answer(allocations.ORDER, rows, MemberAllocation.of_allocation)
 
 
 @router.get("/{allocation_id}", response_model=MemberAllocation)
 def show(project_id: Id, allocation_id: Id, context: Member) -> JSONResponse:
     """One allocation of the project."""
-    found = tell(context.read(lambda conn: _of(conn, project_id, allocation_id)))
-    return guards.tagged(found.model_dump(mode="json"))
+    row = context.read(lambda conn: _allocation_of(conn, project_id, allocation_id))
+    return tagged(MemberAllocation.of_allocation(row))
 
 
 @router.post("/{allocation_id}/release", response_model=MemberAllocation)
@@ -150,24 +219,35 @@ def release(
     guard: IfMatch,
     body: Reasoned | None = None,
 ) -> JSONResponse:
-    """Give it back; its machine ends and its disks are wiped."""
+    """Release the allocation. Its machine ends and its disks are wiped."""
     body = body or Reasoned()
     act = context.act(body.reason or "released by its project")
 
-    def work(conn: Connection) -> MemberAllocation:
-        _of(conn, project_id, allocation_id)
+    def work(conn: DatabaseConnection) -> MemberAllocation:
+        _allocation_of(conn, project_id, allocation_id)
         guard.check(conn, "allocation", allocation_id)
-        return tell(launching.release(conn, allocation_id, act))
+        return MemberAllocation.of_allocation(launching.release(conn, allocation_id, act))
 
     return context.write(work, body=body)
 
 
-def _told(refused: Problem, role: str) -> Problem:
-    # Which nodes there are and why each is full is the operators' business.
-    explanation = refused.detail.get("explanation")
+def _refuse_without_effect(body: NewAllocation) -> None:
+    if body.runtime_profile:
+        raise Problem(
+            "field_without_effect",
+            422,
+            expected="no runtime_profile: hardware profiles define no runtime profiles",
+            found=f"runtime_profile {body.runtime_profile!r}",
+            remedy="leave runtime_profile out",
+        )
+
+
+def _redact(problem: Problem, role: str) -> Problem:
+    # Only operators may see which nodes exist and why each of them is full.
+    explanation = problem.detail.get("explanation")
     if isinstance(explanation, dict) and role != Role.PLATFORM_ADMIN:
-        refused.detail["explanation"] = public(explanation)
-    return refused
+        problem.detail["explanation"] = public(explanation)
+    return problem
 
 
 def _catalogue(settings: Settings, shape: CapacityShape) -> Mapping[str, str]:
@@ -178,8 +258,10 @@ def _catalogue(settings: Settings, shape: CapacityShape) -> Mapping[str, str]:
     return skus if shape is CapacityShape.GPU_SLICE else {name: name for name in skus}
 
 
-def _of(conn: Connection, project_id: str, allocation_id: str) -> views.Record:
+def _allocation_of(
+    conn: DatabaseConnection, project_id: str, allocation_id: str
+) -> schema.Allocation:
     allocation = allocations.get(conn, allocation_id)
-    if allocation["project_id"] != project_id:
+    if allocation.project_id != project_id:
         raise not_found("allocation", allocation_id)
     return allocation

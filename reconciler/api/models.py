@@ -1,33 +1,132 @@
-"""What request bodies are made of: nothing unknown, nothing unbounded, no control characters."""
+"""Field types and base classes of request bodies and answers."""
 
 from __future__ import annotations
 
 import base64
 import binascii
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
 
 from fastapi import Path, Query
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    StringConstraints,
+    WithJsonSchema,
+)
+from typing_extensions import TypeAliasType
 
-_CLEAN = r"^[^\x00-\x1f\x7f]*$"
+from reconciler.db import clock
 
-# A name in a path or a reference: ours, never a file's.
+Record = dict[str, Any]
+
+_NO_CONTROL_CHARACTERS = r"^[^\x00-\x1f\x7f]*$"
+
+# An identifier in a path. The pattern excludes anything that could be read as a file path.
 Id = Annotated[str, Path(max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$")]
-# The same in a query: what no record can have is an error, not an empty list.
+# The same pattern in a query: an impossible identifier is an error, not an empty list.
 Filter = Annotated[str | None, Query(max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$")]
-Text = Annotated[str, StringConstraints(max_length=200, pattern=_CLEAN)]
-Reason = Annotated[str, StringConstraints(max_length=1000, pattern=_CLEAN, strip_whitespace=True)]
-Name = Annotated[str, StringConstraints(max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-Label = Annotated[str, StringConstraints(max_length=64, pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*)?$")]
+
+# Types with a name are components of the OpenAPI document, so each is written there once.
+Text = TypeAliasType(
+    "Text", Annotated[str, StringConstraints(max_length=200, pattern=_NO_CONTROL_CHARACTERS)]
+)
+RequiredText = Annotated[
+    str, StringConstraints(min_length=1, max_length=200, pattern=_NO_CONTROL_CHARACTERS)
+]
+Reason = TypeAliasType(
+    "Reason",
+    Annotated[
+        str,
+        StringConstraints(max_length=1000, pattern=_NO_CONTROL_CHARACTERS, strip_whitespace=True),
+    ],
+)
+RequiredReason = TypeAliasType(
+    "RequiredReason",
+    Annotated[
+        str,
+        StringConstraints(
+            min_length=1, max_length=1000, pattern=_NO_CONTROL_CHARACTERS, strip_whitespace=True
+        ),
+    ],
+)
+Name = TypeAliasType(
+    "Name",
+    Annotated[str, StringConstraints(max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")],
+)
+Label = TypeAliasType(
+    "Label",
+    Annotated[str, StringConstraints(max_length=64, pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*)?$")],
+)
 Hostname = Annotated[
     str, StringConstraints(max_length=63, pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")
 ]
-Address = Annotated[
-    str, StringConstraints(max_length=253, pattern=r"^[A-Za-z0-9:][A-Za-z0-9.:%-]*$")
-]
-Username = Annotated[str, StringConstraints(pattern=r"^[a-z_][a-z0-9_-]{0,31}$")]
-# The largest whole number that every reader of JSON keeps exact.
+Address = TypeAliasType(
+    "Address",
+    Annotated[str, StringConstraints(max_length=253, pattern=r"^[A-Za-z0-9:][A-Za-z0-9.:%-]*$")],
+)
+Username = TypeAliasType(
+    "Username", Annotated[str, StringConstraints(pattern=r"^[a-z_][a-z0-9_-]{0,31}$")]
+)
+# Every JSON reader keeps integers up to this limit exact.
 Bytes = Annotated[int, Field(ge=0, le=(1 << 53) - 1)]
+StrictFlag = Annotated[bool, Field(strict=True)]
+
+
+def _iso(at: float) -> str:
+    return str(clock.iso(at))
+
+
+# Columns hold epoch seconds of the database's clock; answers show ISO 8601.
+Moment = Annotated[
+    float,
+    PlainSerializer(_iso, return_type=str, when_used="json"),
+    WithJsonSchema({"type": "string", "format": "date-time"}),
+]
+# A document of a host, a run or a person. It is answered as it was stored, whatever its keys are.
+Document = Annotated[dict[str, Any], WithJsonSchema({"type": "object"})]
+
+
+class Answer(BaseModel):
+    """Base of every answer. A field that is not named here is not sent, so a new column of a table
+    stays private until an answer names it.
+    """
+
+    model_config = ConfigDict(
+        from_attributes=True,
+        frozen=True,
+        json_schema_extra={"additionalProperties": False},
+    )
+
+    @classmethod
+    def of(cls, row: object, /, **added: object) -> Self:
+        """The answer for a row of the database, with the fields that the route adds."""
+        if not added:
+            return cls.model_validate(row)
+        values = row if isinstance(row, Mapping) else vars(row)
+        return cls.model_validate({**values, **added})
+
+
+class Body(BaseModel):
+    """Base of every request body. An unknown field is an error instead of a silently lost wish."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Reasoned(Body):
+    """A body without required fields. The reason is recorded in the audit log."""
+
+    reason: Reason = ""
+
+
+class Switch(Reasoned):
+    """On or off."""
+
+    enabled: StrictFlag
+
 
 _KEY_TYPES = frozenset(
     {
@@ -42,26 +141,8 @@ _KEY_TYPES = frozenset(
 )
 
 
-class Body(BaseModel):
-    """A request body; a field that nobody knows is an error, not a wish that is lost."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Reasoned(Body):
-    """An act that needs nothing but, maybe, a reason."""
-
-    reason: Reason = ""
-
-
-class Switch(Reasoned):
-    """On or off."""
-
-    enabled: Annotated[bool, Field(strict=True)]
-
-
 def _public_key(text: str) -> str:
-    # Options in front of a key (command=…) would be obeyed by the guest's SSH server.
+    # The guest's SSH server would obey options in front of a key, such as command="…".
     kind, _, rest = text.partition(" ")
     blob = rest.partition(" ")[0]
     if kind not in _KEY_TYPES:
@@ -71,7 +152,7 @@ def _public_key(text: str) -> str:
     except binascii.Error as error:
         raise ValueError("the key is not base64") from error
     if not data.startswith(len(kind).to_bytes(4, "big") + kind.encode()):
-        raise ValueError("the key is not of the type that it says")
+        raise ValueError("the key is not of the type that it names")
     return text
 
 

@@ -1,63 +1,92 @@
-"""Nodes: the records of machines, and the switch that lets them be sold."""
+"""Nodes: machine records, scheduling switches, enrolment and host certificates."""
 
 from __future__ import annotations
 
 import uuid
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import AfterValidator, Field, StringConstraints
 from sqlalchemy import Connection
+from typing_extensions import TypeAliasType
 
-from reconciler.api import guards, views
-from reconciler.api.guards import IfMatch
-from reconciler.api.models import Address, Body, Id, Label, Name, Reason, Switch, Text, Username
-from reconciler.api.paging import Paging
-from reconciler.api.security import Admin
-from reconciler.db import settings
+from reconciler.api.http import IfMatch, PageOf, Paging, tagged
+from reconciler.api.models import (
+    Address,
+    Answer,
+    Body,
+    Document,
+    Id,
+    Label,
+    Moment,
+    Name,
+    Reason,
+    Reasoned,
+    Record,
+    RequiredText,
+    Switch,
+    Text,
+    Username,
+)
+from reconciler.api.security import Admin, write_secret
+from reconciler.api.tasks import Task, audited
+from reconciler.api.telemetry import correlation_id
+from reconciler.db import schema, settings
+from reconciler.db.engine import reading, retrying
 from reconciler.lifecycle import host
 from reconciler.model import hardware
-from reconciler.model.states import NodeMode, NodeState
+from reconciler.model.act import Act
+from reconciler.model.errors import Problem
+from reconciler.model.states import HealthState, NodeMode, NodeState
 from reconciler.profiles import hardware_profile
 from reconciler.records import certificates, nodes, tokens
 from reconciler.settings import Settings
+from reconciler.trust import ca, enrolment, preflight
 
 router = APIRouter(prefix="/admin", tags=["nodes"])
+enrolment_router = APIRouter(tags=["enrolment"])
 
 NodeId = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
-# Where the tenant of the whole machine reaches it: shown to members, so it is never derived from
-# `address`. Empty: the machine is not given away as a whole.
+# Where the tenant of the whole machine connects. Members see it, so it is never derived from
+# `address`. Empty: the machine is not sold as a whole.
 TenantAddress = Annotated[
     str, StringConstraints(max_length=253, pattern=r"^([A-Za-z0-9:][A-Za-z0-9.:-]*)?$")
 ]
 TelemetryUrl = Annotated[
     str, StringConstraints(max_length=500, pattern=r"^(https?://[\x21-\x7e]+)?$")
 ]
-# Its own place on the InfiniBand fabric, which goes before the profile's. Empty: the profile's.
+# The host's interface and address on the InfiniBand fabric; they override the profile's. Empty: the
+# profile's.
 FabricInterface = Annotated[
     str, StringConstraints(max_length=15, pattern=r"^([a-z][a-z0-9]{0,14})?$")
 ]
 _OCTET = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-FabricAddress = Annotated[
-    str,
-    StringConstraints(
-        max_length=18, pattern=rf"^(({_OCTET}\.){{3}}{_OCTET}/([0-9]|[12][0-9]|3[0-2]))?$"
-    ),
-]
-# No more and no longer than contracts/runs/parity.schema.json lets through to the host.
+FabricAddress = TypeAliasType(
+    "FabricAddress",
+    Annotated[
+        str,
+        StringConstraints(
+            max_length=18, pattern=rf"^(({_OCTET}\.){{3}}{_OCTET}/([0-9]|[12][0-9]|3[0-2]))?$"
+        ),
+    ],
+)
+# The limits are those of contracts/runs/parity.schema.json.
 MaasTag = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
-# Sorted, each once: in another order they are no change, and parity counts the tags of intents.
-MaasTags = Annotated[
-    list[MaasTag], Field(max_length=64), AfterValidator(lambda tags: sorted(set(tags)))
-]
+# Sorted and unique: another order is no change, and parity counts the tags of intents.
+MaasTags = TypeAliasType(
+    "MaasTags",
+    Annotated[list[MaasTag], Field(max_length=64), AfterValidator(lambda tags: sorted(set(tags)))],
+)
+# Longer than anything that a host sends; the trust layer checks the content.
+HostText = TypeAliasType("HostText", Annotated[str, StringConstraints(max_length=4096)])
 
 
 class NewNode(Body):
     """A machine. `address` is where SSH reaches it; `name` is for people.
 
-    `maas_tags` are its tags in MAAS; null, as without it, says that they are not known, and then
+    `maas_tags` are its tags in MAAS; null, the default, means that they are not known, and then
     parity only warns.
     """
 
@@ -75,15 +104,17 @@ class NewNode(Body):
     pool: Name = "default"
     profile: Name
     maas_tags: MaasTags | None = None
-    # What it will be sold as.
+    # What it is going to be sold as.
     mode: Literal["slice", "baremetal"] = "slice"
     reason: Reason = ""
 
 
 class NodeChange(Body):
-    """What may be changed; fields left out stay. Null is for `maas_tags`: not known any more."""
+    """The fields to change; others stay. Null clears `maas_tags`, and leaves other fields as they
+    are.
+    """
 
-    name: Annotated[Text, Field(min_length=1)] | None = None
+    name: RequiredText | None = None
     address: Address | None = None
     port: Port | None = None
     ssh_user: Username | None = None
@@ -99,17 +130,135 @@ class NodeChange(Body):
     reason: Reason = ""
 
 
-@router.post("/nodes", status_code=201)
+class EnrolmentBody(Body):
+    """What a host states about itself; the trust layer checks every field."""
+
+    token: HostText
+    node_id: HostText
+    host_key: HostText
+    machine_id: HostText
+    boot_id: HostText
+    hostname: HostText
+    # Empty on most hosts: the fabric is configured by bootstrap.
+    fabric_interface: HostText = ""
+    fabric_address: HostText = ""
+
+
+class Node(Answer):
+    """The record of a machine."""
+
+    id: str
+    name: str
+    address: str
+    port: int
+    ssh_user: str
+    tenant_address: str
+    tenant_port: int
+    telemetry_url: str
+    fabric_interface: str
+    fabric_address: str
+    region: str
+    pool: str
+    profile: str
+    maas_tags: list[str] | None = Field(
+        description="The machine's tags in MAAS; null when they are not known."
+    )
+    mode: NodeMode
+    mode_reason: str
+    mode_since: Moment
+    mode_deadline_at: Moment | None
+    state: NodeState
+    state_reason: str
+    state_since: Moment
+    deadline_at: Moment | None
+    generation: int
+    slice_scheduling: bool
+    fence: int
+    unclean_allocation_id: str
+    health_state: HealthState
+    health_detail: Document
+    machine_id: str
+    host_key: str
+    boot_id: str
+    install_id: str
+    boot_learned_at: Moment | None
+    reboot_required: bool
+    last_contact_at: Moment | None
+    created_at: Moment
+
+
+class ListedNode(Node):
+    """A node with the end of its host certificate."""
+
+    certificate_valid_until: Moment | None
+
+
+class HostCertificate(Answer):
+    """A certificate of the host's SSH key."""
+
+    id: str
+    node_id: str
+    serial: str
+    public_key: str
+    certificate: str
+    principals: list[str]
+    valid_until: Moment | None
+    revoked_at: Moment | None
+    created_at: Moment
+
+
+class NodeDetail(ListedNode):
+    """A node with its host certificates."""
+
+    certificates: list[HostCertificate]
+
+
+class Scheduling(Answer):
+    """Whether the site sells slices."""
+
+    enabled: bool
+
+
+class IssuedEnrolment(Answer):
+    """An enrolment token with its secret and the userdata script that uses it."""
+
+    id: str
+    node_id: str
+    created_at: Moment
+    expires_at: Moment | None
+    used_at: Moment | None
+    used_by: Document
+    token: str
+    userdata: str
+
+
+class Preflight(Answer):
+    """A script that the host runs once, and its environment."""
+
+    script: str
+    environment: dict[str, str]
+
+
+class Enrolment(Answer):
+    """The host's certificate and what the host needs to trust its operators."""
+
+    certificate: str
+    user_ca: str
+    principals: list[str]
+    preflight: Preflight | None
+
+
+@router.post("/nodes", status_code=201, response_model=Node)
 def create(body: NewNode, context: Admin) -> JSONResponse:
-    """Add a node; it is not trusted before it has enrolled."""
-    _known_profile(context.settings, body.profile)
+    """Add a node. It is not trusted until it has enrolled."""
+    _require_profile(context.settings, body.profile)
     values = body.model_dump(exclude={"id", "reason", "mode"})
     mode = NodeMode.BAREMETAL if body.mode == "baremetal" else NodeMode.CONVERTING_TO_SLICE
     act = context.act(body.reason)
-    # One id for every repetition of the transaction.
+    # Chosen outside of the transaction, which may be repeated.
     node_id = body.id or str(uuid.uuid4())
     return context.write(
-        lambda conn: views.record(nodes.create(conn, act, id=node_id, mode=mode, **values)),
+        lambda conn: Node.of(nodes.create(conn, act, id=node_id, mode=mode, **values)),
         body=body,
         status=201,
     )
@@ -118,83 +267,184 @@ def create(body: NewNode, context: Admin) -> JSONResponse:
 @router.get("/nodes")
 def list_nodes(
     context: Admin,
-    part: Paging,
+    paging: Paging,
     state: NodeState | None = None,
     mode: NodeMode | None = None,
-) -> dict[str, Any]:
+) -> PageOf[ListedNode]:
     """All nodes."""
-    page = part.page(nodes.ORDER)
+    page = paging.page(nodes.ORDER)
 
-    def read(conn: Connection) -> list[dict[str, Any]]:
+    def read(conn: Connection) -> tuple[list[schema.Node], dict[str, float]]:
         rows = nodes.every(conn, state=state, mode=mode, page=page)
-        until = certificates.ends(conn, [row["id"] for row in rows])
-        return [row | {"certificate_valid_until": until.get(row["id"])} for row in rows]
+        return rows, certificates.ends(conn, [row.id for row in rows])
 
-    return part.told(nodes.ORDER, context.read(read))
+    rows, ends = context.read(read)
+    return paging.answer(
+        nodes.ORDER,
+        rows,
+        lambda row: ListedNode.of(row, certificate_valid_until=ends.get(row.id)),
+    )
 
 
-@router.get("/nodes/{node_id}")
+@router.get("/nodes/{node_id}", response_model=NodeDetail)
 def show(node_id: Id, context: Admin) -> JSONResponse:
     """One node, with its host certificates."""
 
-    def read(conn: Connection) -> dict[str, Any]:
-        until = certificates.ends(conn, [node_id]).get(node_id)
-        node = views.record(nodes.get(conn, node_id) | {"certificate_valid_until": until})
-        return node | {"certificates": views.items(tokens.certificates(conn, node_id))["items"]}
+    def read(conn: Connection) -> NodeDetail:
+        return NodeDetail.of(
+            nodes.get(conn, node_id),
+            certificate_valid_until=certificates.ends(conn, [node_id]).get(node_id),
+            certificates=tokens.certificates(conn, node_id),
+        )
 
-    return guards.tagged(context.read(read))
+    return tagged(context.read(read))
 
 
-@router.patch("/nodes/{node_id}")
+@router.patch("/nodes/{node_id}", response_model=Node)
 def change(node_id: Id, body: NodeChange, context: Admin, guard: IfMatch) -> JSONResponse:
-    """Change what an operator knows better than the host."""
+    """Change what operators maintain of a node."""
     if body.profile is not None:
-        _known_profile(context.settings, body.profile)
+        _require_profile(context.settings, body.profile)
     values = body.model_dump(exclude={"reason"}, exclude_none=True)
     if "maas_tags" in body.model_fields_set:
         values["maas_tags"] = body.maas_tags
     act = context.act(body.reason)
 
-    def work(conn: Connection) -> dict[str, Any]:
+    def work(conn: Connection) -> Node:
         guard.check(conn, "node", node_id)
         node = nodes.get(conn, node_id)
-        other = {name: value for name, value in values.items() if value != node[name]}
-        # A generation that rises although nothing changed would refuse others' If-Match.
-        return views.record(nodes.change(conn, node_id, act, **other) if other else node)
+        changed = {name: value for name, value in values.items() if value != getattr(node, name)}
+        # Without a change the generation stays, so that the If-Match of others still holds.
+        return Node.of(nodes.change(conn, node_id, act, **changed) if changed else node)
 
     return context.write(work, body=body)
 
 
-@router.put("/nodes/{node_id}/scheduling")
+@router.put("/nodes/{node_id}/scheduling", response_model=Node)
 def schedule(node_id: Id, body: Switch, context: Admin, guard: IfMatch) -> JSONResponse:
-    """Sell this node's slots, or sell none of them anew."""
+    """Switch the sale of this node's slots on or off. Existing allocations stay."""
     act = context.act(body.reason)
 
-    def work(conn: Connection) -> dict[str, Any]:
+    def work(conn: Connection) -> Node:
         guard.check(conn, "node", node_id)
         host.set_scheduling(conn, node_id, body.enabled, act)
-        return views.record(nodes.get(conn, node_id))
+        return Node.of(nodes.get(conn, node_id))
 
     return context.write(work, body=body)
 
 
 @router.get("/settings/slice-scheduling")
-def site_scheduling(context: Admin) -> dict[str, bool]:
-    """Whether this site sells slices at all."""
-    return {"enabled": context.read(settings.site_scheduling)}
+def site_scheduling(context: Admin) -> Scheduling:
+    """Whether this site sells slices."""
+    return Scheduling(enabled=context.read(settings.site_scheduling))
 
 
-@router.put("/settings/slice-scheduling")
+@router.put("/settings/slice-scheduling", response_model=Scheduling)
 def schedule_site(body: Switch, context: Admin) -> JSONResponse:
-    """Sell slices at this site, or none."""
+    """Switch the sale of slices at this site on or off."""
     act = context.act(body.reason)
 
-    def work(conn: Connection) -> dict[str, bool]:
+    def work(conn: Connection) -> Scheduling:
         settings.set_site_scheduling(conn, body.enabled, act)
-        return {"enabled": settings.site_scheduling(conn)}
+        return Scheduling(enabled=settings.site_scheduling(conn))
 
     return context.write(work, body=body)
 
 
-def _known_profile(configuration: Settings, name: str) -> None:
+@enrolment_router.post(
+    "/admin/nodes/{node_id}/enrollment-token", status_code=201, response_model=IssuedEnrolment
+)
+def issue(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResponse:
+    """A token for one enrolment, and the userdata script that uses it. Shown once."""
+    body = body or Reasoned()
+    act = context.act(body.reason)
+
+    def work(conn: Connection) -> IssuedEnrolment:
+        node = nodes.get(conn, node_id)
+        record, secret = tokens.issue_enrolment(conn, node_id, act)
+        script = enrolment.userdata(
+            context.settings.url_for_hosts,
+            node_id,
+            secret,
+            user=node.ssh_user,
+            ca=enrolment.read_pin(context.settings.enrolment_ca_file),
+            address=str(context.settings.public_address or ""),
+        )
+        return IssuedEnrolment.of(record, token=secret, userdata=script)
+
+    return write_secret(context, work, frozenset({"token", "userdata"}), body=body)
+
+
+@enrolment_router.post("/admin/nodes/{node_id}/certificate", status_code=202, response_model=Task)
+def renew(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResponse:
+    """Sign the host's key again and install the certificate. The service also renews certificates
+    by itself in time.
+
+    Refused with `host_certificate_expired` after the certificate has expired: issue an enrolment
+    token instead.
+    """
+    body = body or Reasoned()
+    act = context.act(body.reason)
+
+    def work(conn: Connection) -> Task:
+        nodes.get(conn, node_id)
+        return audited(conn, host.queue_renewal(conn, context.settings, node_id, act), act)
+
+    return context.write(work, body=body, status=202)
+
+
+@enrolment_router.post("/nodes/{node_id}/enrol")
+def enrol(node_id: Id, body: EnrolmentBody, request: Request) -> Enrolment:
+    """Called by the host itself. The token in the body is its only credential."""
+    parsed = enrolment.EnrolmentRequest.parse(body.model_dump())
+    if parsed.node_id != node_id:
+        raise Problem(
+            "enrolment_invalid",
+            422,
+            expected=f"node_id {node_id}, as in the path",
+            found=parsed.node_id,
+            remedy="run the enrolment script as it was generated",
+        )
+    configuration: Settings = request.app.state.settings
+    trust = ca.open_trust(configuration.state_dir)
+    act = Act(f"node:{node_id}", "node certificate enrolled", correlation_id(request), role="node")
+    used_by = {"address": request.client.host if request.client else "", "host": parsed.hostname}
+
+    # One transaction: a certificate that cannot be recorded is never handed out, and a token
+    # whose certificate could not be made is not used up.
+    def work(conn: Connection) -> Record:
+        tokens.redeem_enrolment(conn, node_id, parsed.token, used_by=used_by)
+        tokens.check_host_key(conn, node_id, parsed.host_key)
+        node = nodes.get(conn, node_id)
+        profile = hardware_profile(configuration.profiles_dir, node.profile)
+        answer = enrolment.answer(trust, parsed, preflight=preflight.document(profile))
+        certificate = ca.read_certificate(answer["certificate"])
+        tokens.record_certificate(
+            conn,
+            node_id,
+            act,
+            serial=str(certificate.serial),
+            public_key=parsed.host_key,
+            certificate=answer["certificate"],
+            principals=certificate.principals,
+            valid_until=certificate.valid_before.timestamp(),
+        )
+        tokens.replace_certificates(conn, node_id, parsed.host_key, act)
+        identity = {"machine_id": parsed.machine_id, "boot_id": parsed.boot_id}
+        host.enrolled(conn, node_id, act, host_key=parsed.host_key, **identity)
+        fabric = {"interface": parsed.fabric_interface, "address": parsed.fabric_address}
+        host.learn_fabric(conn, node_id, act, **fabric)
+        return answer
+
+    engine = request.app.state.engine
+    answer = retrying(engine, work)
+    # After the transaction: an enrolment that failed must not revoke a key. If the service ends
+    # between the two, the next run revokes it.
+    with reading(engine) as conn:
+        revoked = tokens.revoked_host_keys(conn)
+    ca.revoke_host(trust, *revoked)
+    return Enrolment.of(answer)
+
+
+def _require_profile(configuration: Settings, name: str) -> None:
     hardware.check_link(hardware_profile(configuration.profiles_dir, name), name)

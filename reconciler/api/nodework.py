@@ -1,115 +1,240 @@
-"""Work that changes a node's host, asked for by an admin: each route queues one task."""
+"""Work on a node: its states, tasks on its host, discovery and parity reports."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from pydantic import Field, StringConstraints
 from sqlalchemy import Connection
+from typing_extensions import TypeAliasType
 
-from reconciler.api import queueing
-from reconciler.api.context import Context
-from reconciler.api.guards import IfMatch
-from reconciler.api.models import Body, Id, Reasoned, Text
+from reconciler.api.http import Context, Guard, IfMatch
+from reconciler.api.models import (
+    Answer,
+    Body,
+    Document,
+    Id,
+    Moment,
+    Reasoned,
+    Record,
+    RequiredReason,
+    StrictFlag,
+    Text,
+)
+from reconciler.api.nodes import Node
 from reconciler.api.security import Admin
-from reconciler.lifecycle import host, slots
+from reconciler.api.tasks import Task, audited, queue_for_node
+from reconciler.db import schema
+from reconciler.lifecycle import baremetal, gate, host, slots
+from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.states import NodeMode, TaskKind
-from reconciler.records import images, nodes
-from reconciler.work import chaining as story
+from reconciler.records import images, nodes, queue, reports
+from reconciler.work import chaining
 
-router = APIRouter(prefix="/admin/nodes/{node_id}", tags=["node work"])
+_PREFIX = "/admin/nodes/{node_id}"
+state_router = APIRouter(prefix=_PREFIX, tags=["node state"])
+router = APIRouter(prefix=_PREFIX, tags=["node work"])
+baremetal_router = APIRouter(prefix=_PREFIX, tags=["bare metal"])
+topology_router = APIRouter(prefix=_PREFIX, tags=["topology"])
 
-# A host says what these are, and they go back to hosts as variables: no braces, nothing unseen.
+# Hosts report these values and get them back as variables, so template braces and control
+# characters are excluded.
 MountPoint = Annotated[str, StringConstraints(max_length=4096, pattern=r"^/[^{}\x00-\x1f\x7f]*$")]
-Written = Annotated[str, StringConstraints(max_length=32, pattern=r"^[A-Za-z0-9_]+$")]
-Sign = Annotated[
+Filesystem = Annotated[str, StringConstraints(max_length=32, pattern=r"^[A-Za-z0-9_]+$")]
+Signature = Annotated[
     str, StringConstraints(max_length=96, pattern=r"^[A-Za-z0-9_]+@[0-9]+(#[0-9a-f]+)?$")
 ]
 Device = Annotated[str, StringConstraints(max_length=200, pattern=r"^/dev/[A-Za-z0-9/._:+-]+$")]
 
 
+class StateReason(Body):
+    """The reason is required: it explains later why the node is out of use."""
+
+    reason: RequiredReason
+
+
 class Bootstrap(Reasoned):
     """Preparing a host may need one reboot."""
 
-    allow_reboot: Annotated[bool, Field(strict=True)] = False
+    allow_reboot: StrictFlag = False
 
 
 class Conversion(Reasoned):
-    """What the machine is to become; both ways need a reboot."""
+    """The mode to convert the machine to. Both directions need a reboot."""
 
     to: Literal["slice", "baremetal"]
-    allow_reboot: Annotated[bool, Field(strict=True)] = False
+    allow_reboot: StrictFlag = False
 
 
 class DiskIdentity(Body):
-    """What the operator has seen of the disk that is to be taken over; more is not approved.
+    """What the operator has seen of the disk to take over. The approval covers nothing else.
 
-    Without `signatures` mounts and types alone bind. A dry run shows all of it as `approval`.
+    Without `signatures` only mounts and types are compared. A dry run reports all of it as
+    `approval`.
     """
 
     serial: Text
     eui: Text
     mounts: Annotated[list[MountPoint], Field(default_factory=list, max_length=256)]
-    filesystems: Annotated[list[Written], Field(default_factory=list, max_length=256)]
-    signatures: Annotated[list[Sign], Field(default_factory=list, max_length=1024)]
+    filesystems: Annotated[list[Filesystem], Field(default_factory=list, max_length=256)]
+    signatures: Annotated[list[Signature], Field(default_factory=list, max_length=1024)]
 
 
 class StorageTransition(Reasoned):
-    """Without `apply` a dry run; with it every device needs its expected identity."""
+    """Without `apply` a dry run. With it every device needs its expected identity."""
 
     devices: Annotated[list[Device], Field(min_length=1, max_length=64)]
-    apply: Annotated[bool, Field(strict=True)] = False
+    apply: StrictFlag = False
     expected: Annotated[dict[Device, DiskIdentity], Field(default_factory=dict)]
 
 
 class ImageCache(Reasoned):
-    """An image that the host should hold before a tenant waits for it."""
+    """The image to copy to the host before a tenant needs it."""
 
     image_id: Text
 
 
-@router.post("/bootstrap", status_code=202)
+class Cleaning(Reasoned):
+    """With `without_dead_disks`, disks that are missing in the latest discovery are given up."""
+
+    without_dead_disks: StrictFlag = False
+
+
+class _Report(Answer):
+    id: int
+    node_id: str
+    task_id: str | None
+    boot_id: str
+    install_id: str
+    document: Document
+    observed_at: Moment | None
+    created_at: Moment
+    task: Task | None
+
+
+class Discovery(_Report):
+    """What a host has: its candidate topology, and the latest task that looks."""
+
+    reboot_required: bool
+
+
+class Parity(_Report):
+    """Whether a host meets its requirements, and the latest task that checks."""
+
+    intent: str
+    failures: int
+    warnings: int
+
+
+class NoReport(Answer):
+    """No report yet; `task` is the latest task for one."""
+
+    document: None
+    task: Task | None
+
+
+LatestDiscovery = TypeAliasType("LatestDiscovery", Discovery | NoReport)
+LatestParity = TypeAliasType("LatestParity", Parity | NoReport)
+Report = TypeVar("Report", Discovery, Parity)
+
+
+# -- Node states --------------------------------------------------------------------------------
+
+
+@state_router.post("/drain", response_model=Node)
+def drain(node_id: Id, body: StateReason, context: Admin, guard: IfMatch) -> JSONResponse:
+    """Sell nothing new on the node. Existing allocations stay until they are released."""
+    return _move(context, node_id, body, guard, host.drain)
+
+
+@state_router.post("/maintain", response_model=Node)
+def maintain(node_id: Id, body: StateReason, context: Admin, guard: IfMatch) -> JSONResponse:
+    """Take the node out of use. Refused while a tenant is on it."""
+    return _move(context, node_id, body, guard, host.maintain)
+
+
+@state_router.post("/resume", response_model=Node)
+def resume(node_id: Id, body: StateReason, context: Admin, guard: IfMatch) -> JSONResponse:
+    """Take the node back into use. Slots whose gate is open are sold again."""
+
+    def back(conn: Connection, node: str, act: Act) -> None:
+        host.resume(conn, node, act)
+        gate.open_gate(conn, node, act)
+
+    return _move(context, node_id, body, guard, back)
+
+
+@state_router.post("/retire", response_model=Node)
+def retire(node_id: Id, body: StateReason, context: Admin, guard: IfMatch) -> JSONResponse:
+    """Retire the node for good. Allowed in maintenance, or when the node never enrolled."""
+    return _move(context, node_id, body, guard, host.retire)
+
+
+def _move(
+    context: Context,
+    node_id: str,
+    body: StateReason,
+    guard: Guard,
+    transition: Callable[[Connection, str, Act], Any],
+) -> JSONResponse:
+    act = context.act(body.reason)
+
+    def work(conn: Connection) -> Node:
+        guard.check(conn, "node", node_id)
+        transition(conn, node_id, act)
+        return Node.of(nodes.get(conn, node_id))
+
+    return context.write(work, body=body)
+
+
+# -- Tasks that change a host -------------------------------------------------------------------
+
+
+@router.post("/bootstrap", status_code=202, response_model=Task)
 def bootstrap(node_id: Id, context: Admin, body: Bootstrap | None = None) -> JSONResponse:
-    """Make the machine a slice host; with a reboot only while nobody is on it."""
+    """Make the machine a slice host. It is rebooted only while no tenant is on it."""
     body = body or Bootstrap()
 
-    def parameters(conn: Connection) -> dict[str, Any]:
+    def parameters(conn: Connection) -> Record:
         if body.allow_reboot:
             nodes.refuse_in_use(conn, node_id, nodes.AT_WORK)
         return {"allow_reboot": body.allow_reboot}
 
-    return _for_slice_host(context, node_id, TaskKind.NODE_BOOTSTRAP, body, parameters)
+    return _queue_for_slice_host(context, node_id, TaskKind.NODE_BOOTSTRAP, body, parameters)
 
 
-@router.post("/conversion", status_code=202)
+@router.post("/conversion", status_code=202, response_model=Task)
 def convert(node_id: Id, body: Conversion, context: Admin, guard: IfMatch) -> JSONResponse:
-    """Slice host or bare metal: slots go off sale first; refused while one is in use.
+    """Convert the node to a slice host or to bare metal. Its slots go off sale first; refused while
+    one is in use.
 
-    On the way to `slice` binding, discovery and parity of the approved slots follow by themselves:
-    the result of each task names the next as `next_task_id`, until the slots are proven.
+    On the way to `slice`, binding, discovery and parity of the approved slots follow by themselves.
+    The result of each task names the next as `next_task_id`, until the slots are proven.
     """
     target = NodeMode(body.to)
     act = context.act(body.reason)
 
-    def parameters(conn: Connection) -> dict[str, Any]:
+    def parameters(conn: Connection) -> Record:
         guard.check(conn, "node", node_id)
         host.convert(conn, node_id, target, act)
-        back = target is NodeMode.BAREMETAL
-        given_up = {"written_off": slots.written_off_holds(conn, node_id)} if back else {}
-        return {"allow_reboot": body.allow_reboot, **given_up, **following}
+        if target is NodeMode.SLICE:
+            return {"allow_reboot": body.allow_reboot, **chaining.then(chaining.TO_SLICE)}
+        return {
+            "allow_reboot": body.allow_reboot,
+            "written_off": slots.written_off_holds(conn, node_id),
+        }
 
-    following = story.then(story.TO_SLICE) if target is NodeMode.SLICE else {}
     kind = TaskKind.NODE_BOOTSTRAP if target is NodeMode.SLICE else TaskKind.NODE_CONVERT
-    return queueing.for_node(context, node_id, kind, body, parameters)
+    return queue_for_node(context, node_id, kind, body, parameters)
 
 
-@router.post("/storage-transition", status_code=202)
+@router.post("/storage-transition", status_code=202, response_model=Task)
 def transition(node_id: Id, body: StorageTransition, context: Admin) -> JSONResponse:
-    """Take host disks over for slots: they lose what is on them, and get a proof."""
+    """Take disks of the host over for slots. All data on them is lost; each gets a proof."""
     unnamed = sorted(set(body.devices) - set(body.expected))
     if body.apply and unnamed:
         raise Problem(
@@ -117,46 +242,153 @@ def transition(node_id: Id, body: StorageTransition, context: Admin) -> JSONResp
             422,
             expected="serial and EUI of every disk that is to be wiped",
             found=f"none for {', '.join(unnamed)}",
-            remedy="do the dry run first, look at the identities it shows, and send them along",
+            remedy="do the dry run first, check the identities that it reports, and send them",
         )
     parameters = body.model_dump(mode="json", exclude={"reason", "expected"})
-    # No signatures and signatures that were left out are two approvals.
+    # An empty list of signatures approves less than a missing one, so only sent fields are kept.
     parameters["expected"] = {
         name: disk.model_dump(mode="json", exclude_unset=True)
         for name, disk in body.expected.items()
     }
-    return _for_slice_host(
+    return _queue_for_slice_host(
         context, node_id, TaskKind.NODE_STORAGE_TRANSITION, body, lambda _conn: parameters
     )
 
 
-@router.post("/bind-topology", status_code=202)
+@router.post("/bind-topology", status_code=202, response_model=Task)
 def bind(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResponse:
     """Bind the devices of the approved slots to vfio-pci."""
-    return _for_slice_host(context, node_id, TaskKind.NODE_BIND_TOPOLOGY, body or Reasoned())
+    return _queue_for_slice_host(context, node_id, TaskKind.NODE_BIND_TOPOLOGY, body or Reasoned())
 
 
-@router.post("/image-cache", status_code=202)
+@router.post("/image-cache", status_code=202, response_model=Task)
 def cache_image(node_id: Id, body: ImageCache, context: Admin) -> JSONResponse:
-    """Bring an image into the host's cache."""
+    """Copy an image into the host's cache."""
 
-    def parameters(conn: Connection) -> dict[str, Any]:
-        return {"image_id": images.get(conn, body.image_id)["id"]}
+    def parameters(conn: Connection) -> Record:
+        return {"image_id": images.get(conn, body.image_id).id}
 
-    return queueing.for_node(context, node_id, TaskKind.NODE_IMAGE_CACHE, body, parameters)
+    return queue_for_node(context, node_id, TaskKind.NODE_IMAGE_CACHE, body, parameters)
 
 
-def _for_slice_host(
+def _queue_for_slice_host(
     context: Context,
     node_id: str,
     kind: TaskKind,
     body: Reasoned,
-    parameters: Callable[[Connection], dict[str, Any]] = lambda _conn: {},
+    parameters: Callable[[Connection], Record] = lambda _conn: {},
 ) -> JSONResponse:
-    """Queue work that makes a slice host: never by accident on a bare-metal node."""
+    """Queue a task that makes a slice host; refused on a bare-metal node."""
 
-    def checked(conn: Connection) -> dict[str, Any]:
+    def checked(conn: Connection) -> Record:
         host.require_slice_mode(conn, node_id)
         return parameters(conn)
 
-    return queueing.for_node(context, node_id, kind, body, checked)
+    return queue_for_node(context, node_id, kind, body, checked)
+
+
+# -- Whole machines after their tenants ---------------------------------------------------------
+
+
+@baremetal_router.post("/clean-machine", status_code=202, response_model=Task)
+def clean_machine(node_id: Id, context: Admin, body: Cleaning | None = None) -> JSONResponse:
+    """Remove what the last tenant left, wipe its disks and prove it. Answers with the task."""
+    body = body or Cleaning()
+    act = context.act(body.reason)
+
+    def work(conn: Connection) -> Task:
+        without = body.without_dead_disks
+        task = baremetal.clean(conn, node_id, act, without_dead_disks=without)
+        return audited(conn, task, act)
+
+    return context.write(work, body=body, status=202)
+
+
+@baremetal_router.post("/accept-drift", response_model=Node)
+def accept_drift(node_id: Id, body: Reasoned, context: Admin, guard: IfMatch) -> JSONResponse:
+    """Let the machine be sold with the differences that its last tenant left."""
+    act = context.act(body.reason)
+
+    def work(conn: Connection) -> Node:
+        guard.check(conn, "node", node_id)
+        return Node.of(baremetal.accept_drift(conn, node_id, act))
+
+    return context.write(work, body=body)
+
+
+# -- Reports of hosts ---------------------------------------------------------------------------
+
+
+@topology_router.post("/slice-topology/discovery", status_code=202, response_model=Task)
+def discover(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResponse:
+    """Queue a discovery of the host. Nothing becomes schedulable by it."""
+    return queue_for_node(context, node_id, TaskKind.SLICE_TOPOLOGY_DISCOVER, body or Reasoned())
+
+
+@topology_router.get("/slice-topology/discovery", response_model=LatestDiscovery)
+def discovery(node_id: Id, context: Admin) -> Discovery | NoReport:
+    """The latest candidate topology (`document`, null before the first) and the latest task for
+    one.
+    """
+
+    def read(conn: Connection) -> Discovery | NoReport:
+        nodes.get(conn, node_id)
+        row = reports.latest_discovery(conn, node_id)
+        task = _latest_task(conn, node_id, TaskKind.SLICE_TOPOLOGY_DISCOVER)
+        return _report(Discovery, row, task)
+
+    return context.read(read)
+
+
+@topology_router.post("/parity", status_code=202, response_model=Task)
+def measure(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResponse:
+    """Check whether the host meets the requirements of its mode. On a slice host a pass opens the
+    gate of its slots.
+    """
+    return queue_for_node(context, node_id, TaskKind.NODE_PARITY, body or Reasoned())
+
+
+@topology_router.get("/parity", response_model=LatestParity)
+def parity(node_id: Id, context: Admin) -> Parity | NoReport:
+    """The latest report (`document`, null before the first) and the latest task for one.
+
+    Only reports on the requirements of the node's present mode count.
+    """
+
+    def read(conn: Connection) -> Parity | NoReport:
+        mode = NodeMode(nodes.get(conn, node_id).mode)
+        row = reports.latest_parity(conn, node_id, mode.purpose)
+        return _report(Parity, row, _latest_task(conn, node_id, TaskKind.NODE_PARITY))
+
+    return context.read(read)
+
+
+@topology_router.post("/drift", status_code=202, response_model=Task)
+def compare(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResponse:
+    """Compare now what the host holds of slices with the records.
+
+    The task's result names every difference. An idle slot of which the host still holds something
+    goes off sale. Nothing on the host is changed.
+    """
+
+    def parameters(conn: Connection) -> Record:
+        host.require_slice_mode(conn, node_id)
+        return {}
+
+    kind = TaskKind.SLICE_DRIFT_RECONCILE
+    return queue_for_node(context, node_id, kind, body or Reasoned(), parameters)
+
+
+def _latest_task(conn: Connection, node_id: str, kind: TaskKind) -> schema.Task | None:
+    tasks = queue.every(conn, node_id=node_id, kind=kind, limit=1)
+    return tasks[0] if tasks else None
+
+
+def _report(
+    kind: type[Report],
+    row: schema.Discovery | schema.Parity | None,
+    task: schema.Task | None,
+) -> Report | NoReport:
+    if row is None:
+        return NoReport.of({"document": None, "task": task})
+    return kind.of(row, task=task)

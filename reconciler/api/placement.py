@@ -1,40 +1,103 @@
-"""Where a launch would go, and why not: the scheduler's judgement of every node."""
+"""Placement: where a launch would go, and why not elsewhere."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Query
+from pydantic import Field
 from sqlalchemy import Connection
+from typing_extensions import TypeAliasType
 
-from reconciler.api.models import Filter
+from reconciler.api.models import Answer, Filter
 from reconciler.api.security import Admin
 from reconciler.lifecycle import placement
 from reconciler.model.scheduler.snapshot import Want
 
 router = APIRouter(prefix="/admin/placement", tags=["placement"])
 
-Record = dict[str, Any]
+SlotCounts = TypeAliasType(
+    "SlotCounts",
+    Annotated[
+        dict[str, int], Field(description="Slots by the code of the reason why they are not free.")
+    ],
+)
+
+
+class PlacementScore(Answer):
+    """Compared field by field in this order; the lowest wins."""
+
+    clean: int
+    numa_nodes: int
+    switches: int
+    left: int
+    odd: int
+    odd_near: int
+    node_id: str
+    indexes: list[int]
+
+
+class Placement(Answer):
+    """The node and the slots that a launch would get."""
+
+    node_id: str
+    slot_ids: list[str]
+    score: PlacementScore
+
+
+class NearestRequest(Answer):
+    """A similar request that would be placed."""
+
+    gpus: int
+    region: str
+    pool: str
+
+
+class NodeExplanation(Answer):
+    """The slots of one node, and the largest slice that it could give."""
+
+    node_id: str
+    slots: int
+    free: int
+    largest: int
+    reasons: SlotCounts
+
+
+class Explanation(Answer):
+    """Every slot is counted once: free, or under one reason. Only the nearest nodes are listed."""
+
+    summary: str
+    wanted: int
+    free: int
+    largest: int
+    slots: int
+    reasons: SlotCounts
+    nearest: list[NearestRequest]
+    nodes: list[NodeExplanation]
+    nodes_not_told: int
+
+
+class PlacementJudgement(Answer):
+    """The scheduler's decision about a request; placement is null when nothing fits."""
+
+    placement: Placement | None
+    explanation: Explanation
 
 
 @router.get("/explain")
 def explain(
     context: Admin,
-    gpus: Annotated[int, Query(ge=1, le=1024, description="Of the slice.")],
+    gpus: Annotated[int, Query(ge=1, le=1024, description="GPUs of the slice.")],
     *,
     region: Filter = None,
     pool: Filter = None,
     node_id: Filter = None,
-) -> Record:
+) -> PlacementJudgement:
     """Judge a request as a launch would, and reserve nothing."""
     want = Want(gpus, region or "", pool or "", node_id or "")
 
-    def read(conn: Connection) -> Record:
-        found, explanation = placement.judge(conn, want)
-        if found is None:
-            return {"placement": None, "explanation": explanation}
-        score = found.score._asdict()
-        place = {"node_id": found.node_id, "slot_ids": found.slot_ids, "score": score}
-        return {"placement": place, "explanation": explanation}
+    def read(conn: Connection) -> PlacementJudgement:
+        placed, explanation = placement.judge(conn, want)
+        return PlacementJudgement.of({"placement": placed, "explanation": explanation})
 
     return context.read(read)

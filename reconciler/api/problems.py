@@ -1,4 +1,4 @@
-"""Every refusal as one RFC 9457 document, whoever raised it."""
+"""Error answers: RFC 9457 problem documents and their codes."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import logging
 import sqlite3
 from collections.abc import Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
 from fastapi.encoders import jsonable_encoder
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import exc
 from sqlalchemy.exc import DBAPIError, IntegrityError, InterfaceError, OperationalError
 from starlette.exceptions import HTTPException
 
-from reconciler.api import correlation
+from reconciler.api.telemetry import CORRELATION_HEADER, correlation_id
+from reconciler.model.approval import REMEDIES
 from reconciler.model.errors import Problem
 from reconciler.trust.errors import TrustError
 
@@ -24,41 +26,108 @@ log = logging.getLogger("gpuaas.api")
 
 MEDIA_TYPE = "application/problem+json"
 
+# A code keeps its meaning forever. A test compares this list with the codes that are raised.
+_REQUEST = """
+    body_too_large conflict cursor_invalid database_missing database_unavailable
+    field_without_effect generation_conflict http_error
+    idempotency_in_flight idempotency_key_invalid idempotency_key_required
+    idempotency_key_reused internal_error leader_missing method_not_allowed period_invalid
+    precondition_failed process_missing reason_required request_invalid route_not_found
+    schema_missing schema_outdated secret_shown_once transition_refused
+"""
+_ACCESS = """
+    certificate_invalid enrolment_ca_unreadable enrolment_invalid enrolment_pin_without_tls
+    host_certificate_expired host_certificate_missing host_key_invalid host_key_not_accepted
+    identity_provider_unavailable keygen_failed node_id_invalid origin_refused role_required
+    token_invalid unauthenticated
+"""
+_UNKNOWN = """
+    allocation_not_found claim_not_found disk_not_found fabric_vf_not_found gpu_not_found
+    image_file_not_found image_not_found node_not_found profile_unknown project_not_found
+    proof_not_found recovery_case_not_found slot_not_found task_not_found token_not_found
+"""
+_NODES = """
+    expected_identity_missing fabric_link_missing field_not_changeable machine_clean
+    machine_not_clean
+    mgmt_attachment_unsupported no_drift node_exists node_in_use node_is_baremetal
+    node_not_enrolled node_not_slice node_reachable node_unhealthy node_unreachable project_exists
+    public_url_missing scheduling_not_ready
+"""
+_SLOTS = """
+    bundle_incomplete discovery_missing discovery_stale disk_in_use disk_is_partition disk_present
+    disk_not_by_identity duplicate_disk duplicate_fabric_vf duplicate_gpu duplicate_ip
+    duplicate_mac duplicate_slot_index fabric_not_vf gate_closed identity_mismatch ip_invalid
+    mac_invalid numa_mismatch proof_class_refused proof_mismatch proof_missing proof_unverified
+    slot_in_use slot_not_blocked
+"""
+_ALLOCATIONS = """
+    absence_unproven allocation_active allocation_baremetal allocation_not_baremetal
+    allocation_not_releasable allocation_released allocation_releasing attempts_exhausted
+    claim_live digest_invalid gpu_count_invalid image_exists image_file_invalid no_capacity
+    scheduling_off shape_not_schedulable sku_unknown stale_lease
+"""
+_APPS = """
+    allocation_in_app allocation_not_active app_instance_ended app_instance_exists
+    app_instance_not_found app_member_not_found app_member_repeated app_operation_not_found
+"""
+CODES: frozenset[str] = frozenset(
+    " ".join((_REQUEST, _ACCESS, _UNKNOWN, _NODES, _SLOTS, _ALLOCATIONS, _APPS)).split()
+) | frozenset(REMEDIES)
+CODE_SCHEMA: dict[str, Any] = {
+    "type": "string",
+    "enum": sorted(CODES),
+    "description": "The cause, for programs. A code keeps its meaning forever.",
+}
+
+
+class ProblemDocument(BaseModel):
+    """RFC 9457. Some codes add members of their own."""
+
+    model_config = ConfigDict(extra="allow", title="Problem")
+
+    type: Annotated[str, Field(pattern="^urn:gpuaas:problem:[a-z0-9_]+$")]
+    title: str
+    status: Annotated[int, Field(ge=400, le=599)]
+    detail: str
+    instance: str = ""
+    code: str
+    expected: str
+    found: str
+    remedy: str
+    correlation_id: str
+
 
 def respond(request: Request, problem: Problem) -> JSONResponse:
-    """The problem as the caller sees it."""
-    found = problem.document()
+    """The answer for a problem."""
     document = {
+        **problem.document(),
         "type": f"urn:gpuaas:problem:{problem.code}",
         "title": problem.code.replace("_", " ").capitalize(),
         "status": problem.status,
         "detail": f"Expected {problem.expected}; found {problem.found}. {problem.remedy}.",
         "instance": request.url.path,
-        "correlation_id": correlation.of(request),
+        "correlation_id": correlation_id(request),
     }
-    # Errors of our own are answered outside of the middleware that adds it to all others.
-    headers = {correlation.HEADER: correlation.of(request)}
+    # The middleware that adds the header to other answers does not see internal errors.
+    headers = {CORRELATION_HEADER: correlation_id(request)}
     if problem.status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
     if problem.status == HTTPStatus.SERVICE_UNAVAILABLE:
         headers["Retry-After"] = "1"
     return JSONResponse(
-        jsonable_encoder(found | document),
-        problem.status,
-        headers=headers,
-        media_type=MEDIA_TYPE,
+        jsonable_encoder(document), problem.status, headers=headers, media_type=MEDIA_TYPE
     )
 
 
 def install(app: FastAPI) -> None:
-    """Answer all errors of the application in this one form."""
+    """Answer every error of the application with a problem document."""
 
     @app.exception_handler(Problem)
-    def refused(request: Request, problem: Problem) -> JSONResponse:
+    def handle_problem(request: Request, problem: Problem) -> JSONResponse:
         return respond(request, problem)
 
     @app.exception_handler(TrustError)
-    def distrusted(request: Request, error: TrustError) -> JSONResponse:
+    def handle_trust_error(request: Request, error: TrustError) -> JSONResponse:
         return respond(
             request,
             Problem(
@@ -67,28 +136,28 @@ def install(app: FastAPI) -> None:
         )
 
     @app.exception_handler(RequestValidationError)
-    def malformed(request: Request, error: RequestValidationError) -> JSONResponse:
+    def handle_invalid_request(request: Request, error: RequestValidationError) -> JSONResponse:
         return respond(request, _invalid(error.errors(), request.headers.get("Content-Type", "")))
 
     @app.exception_handler(HTTPException)
-    def http(request: Request, error: HTTPException) -> JSONResponse:
+    def handle_http_error(request: Request, error: HTTPException) -> JSONResponse:
         return respond(request, _http(request, error))
 
     @app.exception_handler(DBAPIError)
-    def database(request: Request, error: DBAPIError) -> JSONResponse:
-        # The driver's text can quote the statement's values, so it is kept in the log.
+    def handle_database_error(request: Request, error: DBAPIError) -> JSONResponse:
+        # The driver's text can quote the statement's values, so it only goes into the log.
         log.error("database: %s", error.orig, exc_info=error)
         return respond(request, _of_database(error))
 
     @app.exception_handler(exc.TimeoutError)
-    def busy(request: Request, error: exc.TimeoutError) -> JSONResponse:
+    def handle_busy_database(request: Request, error: exc.TimeoutError) -> JSONResponse:
         log.error("database: no connection was free in time: %s", error)
         return respond(request, _DATABASE)
 
     @app.exception_handler(Exception)
-    def broken(request: Request, error: Exception) -> JSONResponse:
+    def handle_internal_error(request: Request, error: Exception) -> JSONResponse:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return respond(request, _BROKEN)
+        return respond(request, _INTERNAL)
 
 
 _SEND_JSON = "send JSON with Content-Type: application/json"
@@ -103,10 +172,10 @@ _CONFLICT = Problem(
     "conflict",
     409,
     expected="values that no other record has",
-    found="one that the schema lets only one record have",
-    remedy="read what there is, then choose other values",
+    found="a value that the schema allows in one record only",
+    remedy="read the existing records, then choose other values",
 )
-_BROKEN = Problem(
+_INTERNAL = Problem(
     "internal_error",
     500,
     expected="the request to be handled",
@@ -116,18 +185,20 @@ _BROKEN = Problem(
 
 
 def _of_database(error: DBAPIError) -> Problem:
-    """Trying again helps when the database is away or busy, not when our statement is wrong."""
+    """Repeating the request helps when the database is away or busy, but not when the statement is
+    wrong.
+    """
     if isinstance(error, IntegrityError):
         return _CONFLICT
-    # SQLite calls everything operational: its code tells a statement that it cannot read (an
-    # unknown table, a syntax error) from a file that is locked, full or broken.
-    ours = getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR
+    # SQLite calls everything operational. Its error code separates a statement that it cannot read
+    # (unknown table, syntax error) from a file that is locked, full or broken.
+    wrong_statement = getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR
     away = isinstance(error, OperationalError | InterfaceError)
-    return _DATABASE if away and not ours else _BROKEN
+    return _DATABASE if away and not wrong_statement else _INTERNAL
 
 
 def _invalid(errors: Sequence[Any], content_type: str) -> Problem:
-    # Only where and why: the value itself may be a token or a key.
+    # Field and reason only: the value itself may be a token or a key.
     fields = [
         {"field": ".".join(str(part) for part in error["loc"]), "message": error["msg"]}
         for error in errors
@@ -146,11 +217,11 @@ def _invalid(errors: Sequence[Any], content_type: str) -> Problem:
 
 
 def _unread(errors: Sequence[Any], content_type: str) -> str:
-    """What is wrong with a body that was never taken for JSON; "" when its fields were judged."""
+    """Why the body was not read as JSON; "" when its fields were checked."""
     for error in errors:
         if error["type"] == "json_invalid":
             return f"a body that is no JSON from character {error['loc'][-1]} on"
-        # What is not called JSON, as curl sends it unless told otherwise, comes here as it is.
+        # A body without the JSON content type arrives undecoded; curl sends it by default.
         if tuple(error["loc"]) == ("body",) and isinstance(error.get("input"), bytes):
             return f"a body with Content-Type: {content_type[:100] or 'none'}"
     return ""
@@ -159,12 +230,12 @@ def _unread(errors: Sequence[Any], content_type: str) -> str:
 def _http(request: Request, error: HTTPException) -> Problem:
     unread = isinstance(error.__cause__, ValueError | RecursionError)
     if error.status_code == HTTPStatus.BAD_REQUEST and unread:
-        # FastAPI could not even decode the body: no UTF-8, a number too long, nested too deep.
+        # FastAPI could not decode the body: not UTF-8, a number too long, or nested too deep.
         return Problem(
             "request_invalid",
             400,
             expected="a body that is JSON, in UTF-8",
-            found="bytes that cannot be read as that",
+            found="bytes that cannot be read as JSON",
             remedy=_SEND_JSON,
         )
     code = {404: "route_not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")

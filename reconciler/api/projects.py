@@ -1,16 +1,13 @@
-"""Projects: whose allocations they are."""
+"""Projects: the owners of allocations."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from sqlalchemy import Connection
 
-from reconciler.api import views
-from reconciler.api.models import Name, Reasoned
-from reconciler.api.paging import Paging
+from reconciler.api.http import PageOf, Paging
+from reconciler.api.models import Answer, Moment, Name, Reasoned
 from reconciler.api.security import Admin, Holder
 from reconciler.db.engine import reading
 from reconciler.model.errors import Problem
@@ -21,19 +18,27 @@ router = APIRouter(tags=["projects"])
 
 
 class NewProject(Reasoned):
-    """`id` goes into paths; one is made when it is left out."""
+    """`id` goes into paths; the service makes one when it is left out."""
 
     name: Name
     id: Name | None = None
 
 
-@router.post("/admin/projects", status_code=201)
+class Project(Answer):
+    """The owner of allocations."""
+
+    id: str
+    name: str
+    created_at: Moment
+
+
+@router.post("/admin/projects", status_code=201, response_model=Project)
 def create(body: NewProject, context: Admin) -> JSONResponse:
     """Add a project."""
     act = context.act(body.reason)
 
-    def work(conn: Connection) -> dict[str, Any]:
-        if body.id in {row["id"] for row in projects.every(conn)}:
+    def work(conn: Connection) -> Project:
+        if body.id in {row.id for row in projects.every(conn)}:
             raise Problem(
                 "project_exists",
                 409,
@@ -41,22 +46,24 @@ def create(body: NewProject, context: Admin) -> JSONResponse:
                 found=f"{body.id!r}, which a project has",
                 remedy="use that project or another id",
             )
-        return views.record(projects.create(conn, body.name, act, id=body.id))
+        return Project.of(projects.create(conn, body.name, act, id=body.id))
 
     return context.write(work, body=body, status=201)
 
 
 @router.get("/admin/projects")
-def list_projects(context: Admin, part: Paging) -> dict[str, Any]:
+def list_projects(context: Admin, paging: Paging) -> PageOf[Project]:
     """All projects."""
-    page = part.page(projects.ORDER)
-    return part.told(projects.ORDER, context.read(lambda conn: projects.every(conn, page)))
+    page = paging.page(projects.ORDER)
+    rows = context.read(lambda conn: projects.every(conn, page))
+    return paging.answer(projects.ORDER, rows, Project.of)
 
 
-@router.get("/projects")
-def own(request: Request, who: Holder, part: Paging) -> dict[str, Any]:
-    """The caller's projects: a member's own, an admin's all."""
+@router.get("/projects", name="own")
+def list_own_projects(request: Request, who: Holder, paging: Paging) -> PageOf[Project]:
+    """The caller's projects: a member's own, all of them for an admin."""
     among = None if who.role == Role.PLATFORM_ADMIN else sorted(who.projects)
-    page = part.page(projects.ORDER)
+    page = paging.page(projects.ORDER)
     with reading(request.app.state.engine) as conn:
-        return part.told(projects.ORDER, projects.every(conn, page, among=among))
+        rows = projects.every(conn, page, among=among)
+    return paging.answer(projects.ORDER, rows, Project.of)

@@ -1,18 +1,22 @@
-"""Who is calling, and what that role may do. Nobody learns of other tenants' objects."""
+"""Authentication and authorisation: tokens, roles, and answers that hold a secret."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
 from fastapi import Depends, Request, Security
 from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from fastapi.security.utils import get_authorization_scheme_param
+from pydantic import BaseModel
+from sqlalchemy import Connection
 
-from reconciler.api.context import Context
-from reconciler.api.models import Id
+from reconciler.api.http import Context, encode
+from reconciler.api.models import Answer, Id, Record
 from reconciler.db.engine import asking
 from reconciler.model.errors import Problem, not_found
 from reconciler.model.states import Role
@@ -34,32 +38,34 @@ _ACTOR: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Caller:
-    """The token's identity. ours: the token is one of the site's, not of its OpenID provider."""
+    """The identity that a token stands for. stored: the token is one of this site's, not of its
+    OpenID provider.
+    """
 
     token_id: str
     name: str
     role: str
     projects: frozenset[str]
-    ours: bool = True
+    stored: bool = True
 
     @property
     def actor(self) -> str:
-        """As history and audit name it."""
+        """The name in history and audit log."""
         return f"{_ACTOR[self.role]}:{self.name}"
 
     def still(self, request: Request) -> bool:
-        """Whether the request's token speaks for the same caller now."""
+        """Whether the request's token still stands for this caller."""
         _, secret = get_authorization_scheme_param(request.headers.get("Authorization"))
-        return _known(request, secret) == self
+        return _authenticate(request, secret) == self
 
 
 def caller(
     request: Request,
     credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
 ) -> Caller:
-    """The holder of a valid token; 401 otherwise, the same whatever is wrong with it."""
-    found = None if credentials is None else _known(request, credentials.credentials)
-    if found is None:
+    """The holder of a valid token. Every invalid token gets the same 401."""
+    identity = None if credentials is None else _authenticate(request, credentials.credentials)
+    if identity is None:
         raise Problem(
             "unauthenticated",
             401,
@@ -67,13 +73,13 @@ def caller(
             found="no token, or one that is unknown, expired or revoked",
             remedy="get one with `gpuaas token create`, or from the site's OpenID provider",
         )
-    return found
+    return identity
 
 
 async def admin(
     request: Request, who: Annotated[Caller, Security(caller, scopes=[Role.PLATFORM_ADMIN.value])]
 ) -> Context:
-    """A platform admin's request."""
+    """The context of a platform admin's request."""
     if who.role != Role.PLATFORM_ADMIN:
         raise _wrong_role(who, Role.PLATFORM_ADMIN)
     return _context(request, who)
@@ -87,14 +93,17 @@ async def member(
         Security(caller, scopes=[Role.PROJECT_MEMBER.value, Role.PLATFORM_ADMIN.value]),
     ],
 ) -> Context:
-    """A request about one project, by one of its members or by an admin."""
+    """The context of a request about one project, by a member of it or by an admin.
+
+    To a member, the projects of others do not exist.
+    """
     if who.role == Role.NODE:
         raise _wrong_role(who, Role.PROJECT_MEMBER)
     if who.role == Role.PROJECT_MEMBER and project_id not in who.projects:
         raise not_found("project", project_id)
-    # A project cannot go away while a token of ours names it.
-    if project_id not in who.projects or not who.ours:
-        await run_in_threadpool(_exists, request, project_id)
+    # A project that a stored token refers to exists.
+    if project_id not in who.projects or not who.stored:
+        await run_in_threadpool(_require_project, request, project_id)
     return _context(request, who)
 
 
@@ -104,7 +113,7 @@ async def holder(
         Security(caller, scopes=[Role.PROJECT_MEMBER.value, Role.PLATFORM_ADMIN.value]),
     ],
 ) -> Caller:
-    """Whoever has projects: those of a member's token, all for an admin."""
+    """A caller that has projects: a member or an admin."""
     if who.role == Role.NODE:
         raise _wrong_role(who, Role.PROJECT_MEMBER, Role.PLATFORM_ADMIN)
     return who
@@ -115,37 +124,42 @@ Member = Annotated[Context, Depends(member)]
 Holder = Annotated[Caller, Depends(holder)]
 
 
-def _context(request: Request, who: Caller) -> Context:
-    still = partial(who.still, request)
-    return Context(request, actor=who.actor, role=who.role, holder=who.token_id, allowed=still)
+def write_secret(
+    context: Context,
+    work: Callable[[Connection], Answer],
+    secrets: frozenset[str],
+    *,
+    body: BaseModel,
+) -> JSONResponse:
+    """201 with an answer whose fields `secrets` are shown once and never stored.
 
+    Idempotency keys remember their answers in a table, and a secret there would be readable by
+    everybody who reads the database. Therefore a repetition issues nothing and is refused: it
+    cannot show the secret again.
+    """
+    hidden: Record = {}
 
-def _exists(request: Request, project_id: str) -> None:
-    with asking(request.app.state.engine) as conn:
-        projects.get(conn, project_id)
+    def remembered(conn: Connection) -> Record:
+        issued = work(conn)
+        hidden.clear()
+        hidden.update((name, getattr(issued, name)) for name in secrets)
+        return encode(issued, exclude=secrets)
 
-
-def _known(request: Request, secret: str) -> Caller | None:
-    settings: Settings = request.app.state.settings
-    if settings.oidc_issuer and oidc.looks_like_one(secret):
-        identity = oidc.verifier(provider(settings)).identity(secret)
-        return None if identity is None else _of_provider(identity)
-    with asking(request.app.state.engine) as conn:
-        record = tokens.authenticate(conn, secret)
-    if record is None:
-        return None
-    mine = frozenset({record["project_id"]} - {None})
-    return Caller(record["id"], record["name"], record["role"], mine)
-
-
-def _of_provider(identity: oidc.Identity) -> Caller:
-    # No token of ours has a name with a colon in it, so audit cannot take one for the other.
-    name = f"oidc:{identity.name}"
-    role = Role.PLATFORM_ADMIN if identity.admin else Role.PROJECT_MEMBER
-    return Caller(identity.id, name, role.value, identity.projects, ours=False)
+    answer = context.answer(remembered, body=body, status=201)
+    if answer.replayed:
+        raise Problem(
+            "secret_shown_once",
+            409,
+            expected="the first answer to have been kept",
+            found="a repetition of it; the secret is not stored",
+            remedy="issue another one with a new idempotency key, and revoke the first",
+            detail={"issued": answer.body},
+        )
+    return JSONResponse(answer.body | hidden, answer.status)
 
 
 def provider(settings: Settings) -> oidc.Provider:
+    """The site's OpenID provider as the settings describe it."""
     return oidc.Provider(
         issuer=settings.oidc_issuer,
         audience=settings.oidc_audience,
@@ -158,12 +172,42 @@ def provider(settings: Settings) -> oidc.Provider:
     )
 
 
-def _wrong_role(who: Caller, *wanted: Role) -> Problem:
-    these = "that role" if len(wanted) == 1 else "one of these roles"
+def _context(request: Request, who: Caller) -> Context:
+    still = partial(who.still, request)
+    return Context(request, actor=who.actor, role=who.role, holder=who.token_id, allowed=still)
+
+
+def _require_project(request: Request, project_id: str) -> None:
+    with asking(request.app.state.engine) as conn:
+        projects.get(conn, project_id)
+
+
+def _authenticate(request: Request, secret: str) -> Caller | None:
+    settings: Settings = request.app.state.settings
+    if settings.oidc_issuer and oidc.looks_like_jwt(secret):
+        identity = oidc.verifier(provider(settings)).identity(secret)
+        return None if identity is None else _caller_of_provider(identity)
+    with asking(request.app.state.engine) as conn:
+        record = tokens.authenticate(conn, secret)
+    if record is None:
+        return None
+    project_ids = frozenset({record.project_id} if record.project_id else ())
+    return Caller(record.id, record.name, record.role, project_ids)
+
+
+def _caller_of_provider(identity: oidc.Identity) -> Caller:
+    # Names of stored tokens have no colon, so the audit log cannot confuse the two.
+    name = f"oidc:{identity.name}"
+    role = Role.PLATFORM_ADMIN if identity.admin else Role.PROJECT_MEMBER
+    return Caller(identity.id, name, role.value, identity.projects, stored=False)
+
+
+def _wrong_role(who: Caller, *allowed: Role) -> Problem:
+    needed = "that role" if len(allowed) == 1 else "one of these roles"
     return Problem(
         "role_required",
         403,
-        expected=f"a token of the role {' or '.join(wanted)}",
+        expected=f"a token of the role {' or '.join(allowed)}",
         found=f"a token of the role {who.role}",
-        remedy=f"use a token of {these}",
+        remedy=f"use a token of {needed}",
     )

@@ -1,35 +1,46 @@
-"""Approved slots of a node: approve, switch, repair, look."""
+"""Approved slots of a node: approval, sale, repair, history and proofs."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from pydantic import Field, StringConstraints
 from sqlalchemy import Connection
 
-from reconciler.api import guards, views
-from reconciler.api.guards import IfMatch
-from reconciler.api.models import Body, Bytes, Id, Reason, Reasoned, Text
-from reconciler.api.paging import Paging, Part
+from reconciler.api.http import Context, IfMatch, PageOf, PageRequest, Paging, tagged
+from reconciler.api.models import (
+    Answer,
+    Body,
+    Bytes,
+    Document,
+    Id,
+    Moment,
+    Reasoned,
+    Record,
+    RequiredReason,
+    Text,
+)
 from reconciler.api.security import Admin
-from reconciler.db import journal
+from reconciler.api.tasks import Task
+from reconciler.api.timeline import Change
+from reconciler.db import journal, schema
 from reconciler.lifecycle import gate, recovery
 from reconciler.lifecycle import slots as slot_life
 from reconciler.model.bundle import Bundle
 from reconciler.model.errors import Problem, not_found
 from reconciler.model.proof import DEFAULT_POLICY
+from reconciler.model.states import HealthState, ProofKind, SharingMechanism, SlotState
 from reconciler.profiles import hardware_profile
 from reconciler.records import nodes, proofs
 from reconciler.records import slots as slot_records
 
 router = APIRouter(prefix="/admin/nodes/{node_id}/resource-slots", tags=["slots"])
 
-Record = dict[str, Any]
 Action = Literal["disable", "enable", "withdraw"]
-# What a slot is shown with of lists that only grow. A tenant makes about five changes.
-_NEWEST = Part(20, "")
+# How much of its growing lists a slot is shown with. A tenant makes about five changes.
+_NEWEST = PageRequest(20, "")
 _ACTIONS = {
     "disable": slot_life.disable,
     "enable": slot_life.enable,
@@ -38,7 +49,7 @@ _ACTIONS = {
 
 
 class BundleBody(Body):
-    """One slot's devices and addresses; what is left out is refused as an incomplete bundle."""
+    """The devices and addresses of one slot. An incomplete bundle is refused."""
 
     slot_index: Annotated[int, Field(ge=0, le=255)]
     gpu_pci_address: Text = ""
@@ -53,7 +64,7 @@ class BundleBody(Body):
 
 
 class Orphan(Body):
-    """Whose machine the host says it is: the id in its name, which no live allocation has."""
+    """The allocation id in the name of the machine on the host. No live allocation may have it."""
 
     allocation_id: Annotated[
         str,
@@ -61,95 +72,178 @@ class Orphan(Body):
             pattern=r"^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$"
         ),
     ]
-    reason: Annotated[Reason, Field(min_length=1)]
+    reason: RequiredReason
 
 
 class Approval(Body):
-    """All of them or none; an approval needs a reason that audit can show."""
+    """The slots to approve: all or none. The reason goes into the audit log."""
 
     slots: Annotated[list[BundleBody], Field(min_length=1, max_length=64)]
-    reason: Annotated[Reason, Field(min_length=1)]
+    reason: RequiredReason
+
+
+class Slot(Answer):
+    """What may be sold of a node: one bundle of its devices."""
+
+    id: str
+    node_id: str
+    parent_slot_id: str | None
+    sharing_mechanism: SharingMechanism
+    slot_index: int
+    gpu_pci_address: str
+    nvme_device: str
+    nvme_identity: str
+    nvme_serial: str
+    nvme_eui: str
+    nvme_size_bytes: int
+    management_mac: str
+    private_ip: str
+    fabric_vf_pci_address: str
+    numa_node: int
+    fence: int
+    disk_generation: int
+    capacity_metadata: Document
+    status: SlotState
+    status_reason: str
+    status_since: Moment
+    deadline_at: Moment | None
+    generation: int
+    wanted: str
+    health_state: HealthState
+    health_detail: Document
+    available_proof_id: str | None
+    last_proof_id: str | None
+    approved_discovery_id: int | None
+    approved_at: Moment
+    approved_by: str
+    retired_at: Moment | None
+
+
+class Proof(Answer):
+    """Why a disk counts as clean."""
+
+    id: str
+    kind: ProofKind
+    node_id: str
+    slot_id: str | None
+    allocation_id: str | None
+    task_id: str | None
+    disk_identity: str
+    disk_generation: int
+    install_id: str
+    method: str
+    document: Document
+    created_at: Moment
+
+
+class ListedSlot(Slot):
+    """A slot with its last proof. `slot_id` is its id, under the name that the runbook uses."""
+
+    slot_id: str
+    last_proof: Proof | None
+
+
+class Slots(Answer):
+    """The slots of an approval."""
+
+    items: list[ListedSlot]
+
+
+class Blocker(Answer):
+    """Why something is not sold."""
+
+    code: str
+    detail: str
+
+
+_CONTINUED = "The `cursor` at which the whole list continues; null at its end."
+
+
+class SlotDetail(Slot):
+    """A slot with its gate, its newest history and the newest proofs of its disk."""
+
+    gate: list[Blocker]
+    history: list[Change]
+    history_next: str | None = Field(description=_CONTINUED)
+    proofs: list[Proof]
+    proofs_next: str | None = Field(description=_CONTINUED)
 
 
 @router.get("")
-def list_slots(node_id: Id, context: Admin, part: Paging) -> Record:
+def list_slots(node_id: Id, context: Admin, paging: Paging) -> PageOf[ListedSlot]:
     """The node's approved slots, each with its last proof."""
-    page = part.page(slot_records.ORDER)
+    page = paging.page(slot_records.ORDER)
     rows = context.read(lambda conn: slot_records.of_node(conn, node_id, page))
-    return part.told(slot_records.ORDER, rows, _listed)
+    return paging.answer(slot_records.ORDER, rows, _listed)
 
 
-@router.post("", status_code=201)
+@router.post("", status_code=201, response_model=Slots)
 def approve(node_id: Id, body: Approval, context: Admin) -> JSONResponse:
-    """Approve bundles of the latest discovery; they stay disabled until the gate opens."""
+    """Approve bundles of the latest discovery. The slots stay disabled until their gate opens."""
     act = context.act(body.reason)
 
-    def work(conn: Connection) -> Record:
+    def work(conn: Connection) -> Slots:
         profile = _profile(context, nodes.get(conn, node_id))
-        for wanted in body.slots:
-            bundle = Bundle.of(wanted.model_dump())
-            metadata = _from_profile(profile, bundle)
+        for request in body.slots:
+            bundle = Bundle.of(request.model_dump())
+            metadata = _capacity_metadata(profile, bundle)
             try:
                 slot_life.approve(conn, node_id, bundle, act, capacity_metadata=metadata)
             except Problem as problem:
-                problem.detail.setdefault("slot_index", wanted.slot_index)
+                problem.detail.setdefault("slot_index", request.slot_index)
                 raise
-        mine = {wanted.slot_index for wanted in body.slots}
+        indexes = {request.slot_index for request in body.slots}
         rows = slot_records.of_node(conn, node_id)
-        return {"items": [_listed(row) for row in rows if row["slot_index"] in mine]}
+        return Slots(items=[_listed(row) for row in rows if row.slot_index in indexes])
 
     return context.write(work, body=body, status=201)
 
 
-def _listed(slot: Record) -> Record:
-    """With its id under the name that the recovery runbook reads it by."""
-    return {**views.record(slot), "slot_id": slot["id"]}
-
-
-@router.get("/{slot_id}")
+@router.get("/{slot_id}", response_model=SlotDetail)
 def show(node_id: Id, slot_id: Id, context: Admin) -> JSONResponse:
-    """One slot: what keeps its gate closed, its newest history, the last change at the end, and the
-    newest proofs of its disk. `history_next` and `proofs_next` go on in the lists of all of them.
+    """One slot: why its gate is closed, its newest history with the last change at the end, and the
+    newest proofs of its disk. `history_next` and `proofs_next` continue in the lists of all.
     """
 
-    def read(conn: Connection) -> Record:
-        slot = _of(conn, node_id, slot_id)
+    def read(conn: Connection) -> SlotDetail:
+        slot = _slot_of(conn, node_id, slot_id)
         changes = _changes(conn, slot_id, _NEWEST)
         proven = _proofs(conn, slot_id, _NEWEST)
-        return views.record(slot) | {
-            "gate": [blocker.document() for blocker in gate.gate(conn, slot_id)],
-            "history": changes["items"][::-1],
-            "history_next": changes["next"],
-            "proofs": proven["items"],
-            "proofs_next": proven["next"],
-        }
+        return SlotDetail.of(
+            slot,
+            gate=[blocker.document() for blocker in gate.gate(conn, slot_id)],
+            history=changes.items[::-1],
+            history_next=changes.next,
+            proofs=proven.items,
+            proofs_next=proven.next,
+        )
 
-    return guards.tagged(context.read(read))
+    return tagged(context.read(read))
 
 
 @router.get("/{slot_id}/history")
-def list_history(node_id: Id, slot_id: Id, context: Admin, part: Paging) -> Record:
-    """Every change of the slot's state, newest first."""
+def list_history(node_id: Id, slot_id: Id, context: Admin, paging: Paging) -> PageOf[Change]:
+    """Every change of the slot's state, the newest first."""
 
-    def read(conn: Connection) -> Record:
-        _of(conn, node_id, slot_id)
-        return _changes(conn, slot_id, part)
+    def read(conn: Connection) -> PageOf[Change]:
+        _slot_of(conn, node_id, slot_id)
+        return _changes(conn, slot_id, paging)
 
     return context.read(read)
 
 
 @router.get("/{slot_id}/proofs")
-def list_proofs(node_id: Id, slot_id: Id, context: Admin, part: Paging) -> Record:
-    """Every proof of the disk as the slot's, newest first, whether or not it still counts."""
+def list_proofs(node_id: Id, slot_id: Id, context: Admin, paging: Paging) -> PageOf[Proof]:
+    """Every proof of the slot's disk, the newest first, including outdated ones."""
 
-    def read(conn: Connection) -> Record:
-        _of(conn, node_id, slot_id)
-        return _proofs(conn, slot_id, part)
+    def read(conn: Connection) -> PageOf[Proof]:
+        _slot_of(conn, node_id, slot_id)
+        return _proofs(conn, slot_id, paging)
 
     return context.read(read)
 
 
-@router.post("/{slot_id}/repair", status_code=202)
+@router.post("/{slot_id}/repair", status_code=202, response_model=Task)
 def repair(
     node_id: Id,
     slot_id: Id,
@@ -161,30 +255,30 @@ def repair(
     body = body or Reasoned()
     act = context.act(body.reason)
 
-    def work(conn: Connection) -> Record:
-        _of(conn, node_id, slot_id)
+    def work(conn: Connection) -> Task:
+        _slot_of(conn, node_id, slot_id)
         guard.check(conn, "slot", slot_id)
-        return views.record(recovery.repair(conn, slot_id, act))
+        return Task.of(recovery.repair(conn, slot_id, act))
 
     return context.write(work, body=body, status=202)
 
 
-@router.post("/{slot_id}/remove-orphan", status_code=202)
+@router.post("/{slot_id}/remove-orphan", status_code=202, response_model=Task)
 def remove_orphan(
     node_id: Id, slot_id: Id, context: Admin, guard: IfMatch, body: Orphan
 ) -> JSONResponse:
-    """Remove from an idle slot a machine that no record knows; wipe, verify. Answers the task."""
+    """Remove a machine without a record from an idle slot; wipe, verify. Answers with the task."""
     act = context.act(body.reason)
 
-    def work(conn: Connection) -> Record:
-        _of(conn, node_id, slot_id)
+    def work(conn: Connection) -> Task:
+        _slot_of(conn, node_id, slot_id)
         guard.check(conn, "slot", slot_id)
-        return views.record(recovery.remove_orphan(conn, slot_id, body.allocation_id, act))
+        return Task.of(recovery.remove_orphan(conn, slot_id, body.allocation_id, act))
 
     return context.write(work, body=body, status=202)
 
 
-@router.post("/{slot_id}/{action}")
+@router.post("/{slot_id}/{action}", response_model=Slot)
 def switch(
     node_id: Id,
     slot_id: Id,
@@ -193,48 +287,55 @@ def switch(
     guard: IfMatch,
     body: Reasoned | None = None,
 ) -> JSONResponse:
-    """Take a slot out of sale, let it back in, or take its approval back."""
+    """Take a slot off sale, put it back on sale, or withdraw its approval."""
     body = body or Reasoned()
     act = context.act(body.reason)
 
-    def work(conn: Connection) -> Record:
-        _of(conn, node_id, slot_id)
+    def work(conn: Connection) -> Slot:
+        _slot_of(conn, node_id, slot_id)
         guard.check(conn, "slot", slot_id)
-        return views.record(_ACTIONS[action](conn, slot_id, act))
+        return Slot.of(_ACTIONS[action](conn, slot_id, act))
 
     return context.write(work, body=body)
 
 
-def _profile(context: Admin, node: Record) -> Record:
-    if not node["profile"]:
+def _listed(slot: schema.Slot) -> ListedSlot:
+    return ListedSlot.of(slot, slot_id=slot.id)
+
+
+def _profile(context: Context, node: schema.Node) -> Record:
+    if not node.profile:
         return {}
-    return hardware_profile(context.settings.profiles_dir, node["profile"])
+    return hardware_profile(context.settings.profiles_dir, node.profile)
 
 
-def _from_profile(profile: Record, bundle: Bundle) -> Record:
-    """Kept with the slot: a later change of the profile does not change what was approved."""
+def _capacity_metadata(profile: Record, bundle: Bundle) -> Record:
+    """Copied into the slot: a later change of the profile does not change what was approved."""
     if not profile:
         return {}
-    found: Record = {"destructive_wipe_policy": profile.get("wipe_policy", DEFAULT_POLICY)}
+    metadata: Record = {"destructive_wipe_policy": profile.get("wipe_policy", DEFAULT_POLICY)}
     gpu = profile.get("gpu", {})
     if gpu.get("nvlink_sets"):
-        found["nvlink_sets"] = gpu["nvlink_sets"]
+        metadata["nvlink_sets"] = gpu["nvlink_sets"]
     module = gpu.get("module_ids", {}).get(bundle.gpu_pci_address)
-    return found if module is None else {**found, "gpu_module_id": module}
+    if module is not None:
+        metadata["gpu_module_id"] = module
+    return metadata
 
 
-def _changes(conn: Connection, slot_id: str, wanted: Part) -> Record:
-    page = wanted.page(journal.HISTORY_ORDER)
-    return wanted.told(journal.HISTORY_ORDER, journal.history_page(conn, "slot", slot_id, page))
+def _changes(conn: Connection, slot_id: str, paging: PageRequest) -> PageOf[Change]:
+    page = paging.page(journal.HISTORY_ORDER)
+    rows = journal.history_page(conn, "slot", slot_id, page)
+    return paging.answer(journal.HISTORY_ORDER, rows, Change.of)
 
 
-def _proofs(conn: Connection, slot_id: str, wanted: Part) -> Record:
-    page = wanted.page(proofs.ORDER)
-    return wanted.told(proofs.ORDER, proofs.of_slot(conn, slot_id, page))
+def _proofs(conn: Connection, slot_id: str, paging: PageRequest) -> PageOf[Proof]:
+    rows = proofs.of_slot(conn, slot_id, paging.page(proofs.ORDER))
+    return paging.answer(proofs.ORDER, rows, Proof.of)
 
 
-def _of(conn: Connection, node_id: str, slot_id: str) -> Record:
+def _slot_of(conn: Connection, node_id: str, slot_id: str) -> schema.Slot:
     slot = slot_records.get(conn, slot_id)
-    if slot["node_id"] != node_id:
+    if slot.node_id != node_id:
         raise not_found("slot", slot_id)
     return slot

@@ -1,23 +1,24 @@
-"""Tasks: every run of a playbook, with what it is doing, what it said, and how it ended."""
+"""Tasks: their state, progress, events and output; cancelling one; queueing one for a request."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Response
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field, WithJsonSchema
 from sqlalchemy import Connection
 
-from reconciler.api import guards, views
 from reconciler.api.eventstream import Batch, Event, EventStream
-from reconciler.api.guards import IfMatch
-from reconciler.api.models import Filter, Id, Reasoned
-from reconciler.api.paging import Paging
+from reconciler.api.http import Context, IfMatch, PageOf, Paging, encode, tagged
+from reconciler.api.models import Answer, Document, Filter, Id, Moment, Reasoned, Record
 from reconciler.api.security import Admin
-from reconciler.db import journal
+from reconciler.db import journal, schema
+from reconciler.model.act import Act
 from reconciler.model.states import TaskKind, TaskState
-from reconciler.records import leasing, queue
+from reconciler.records import leasing, nodes, queue
 from reconciler.records.queue import Position
 from reconciler.runs import collect
 from reconciler.runs.scrub import scrub
@@ -25,137 +26,287 @@ from reconciler.work.cancel import cancel as cancel_task
 
 router = APIRouter(prefix="/admin/tasks", tags=["tasks"])
 
-# A log is for people at a terminal; the run's folder has all of it.
+# Enough for a person at a terminal; the run's folder has the whole log.
 OUTPUT_LIMIT = 20_000
-# At the end of the place of the last event: who has it has all.
+# Ends the position of the last event: a reader that sends it back has received everything.
 _END = ".end"
+
+
+class Task(Answer):
+    """One piece of work on one node."""
+
+    id: str
+    kind: str
+    subject_kind: str
+    subject_id: str
+    node_id: str
+    allocation_id: str | None
+    state: TaskState
+    state_reason: str
+    state_since: Moment
+    deadline_at: Moment | None
+    generation: int
+    deadline_s: int
+    priority: int
+    exclusive: bool
+    parameters: Document
+    fences: Document
+    attempt: int
+    max_attempts: int
+    lease_owner: str
+    lease_expires_at: Moment | None
+    not_before: Moment | None
+    runner: str
+    run_id: str
+    run_directory: str
+    unreached: int
+    progress: Document
+    progress_offset: int
+    result: Document
+    error: Document
+    cancel_requested: bool
+    correlation_id: str
+    requested_by: str
+    created_at: Moment
+    started_at: Moment | None
+    finished_at: Moment | None
+
+
+def _absent(value: object) -> bool:
+    return value is None
+
+
+class WaitsFor(Answer):
+    """The reason why a task has not begun. Only the fields that go with the code are present."""
+
+    code: Literal[
+        "host_unreachable",
+        "host_certificate_expired",
+        "awx_silent",
+        "run_folder_unwritable",
+        "controller_unready",
+        "later",
+        "node_busy",
+        "exclusive_first",
+        "worker",
+    ]
+    detail: str
+    task_id: Annotated[str | None, WithJsonSchema({"type": "string"})] = Field(
+        default=None, exclude_if=_absent
+    )
+    attempts: Annotated[int | None, WithJsonSchema({"type": "integer"})] = Field(
+        default=None, exclude_if=_absent
+    )
+    unreachable_since: Moment | None = Field(default=None, exclude_if=_absent)
+    not_before: Moment | None = Field(default=None, exclude_if=_absent)
+
+
+class ListedTask(Task):
+    """A task with what it waits for."""
+
+    waits_for: WaitsFor | None
+
+
+class TaskEvent(Answer):
+    """The progress of a task at a time."""
+
+    id: int
+    task_id: str
+    at: Moment
+    document: Document
+
+
+class TaskDetail(ListedTask):
+    """A task with what it waits for, its progress and the end of its run's output."""
+
+    events: list[TaskEvent]
+    output: str
+
+
+class TaskOutput(Answer):
+    """The end of a run's output. here: whether the run's files are on this machine."""
+
+    task_id: str
+    here: bool
+    output: str
+
+
+class StateEvent(Answer):
+    """Event `state` of the stream: the task has changed its state."""
+
+    at: Moment
+    event: str
+    source: str
+    target: str
+    actor: str
+    reason: str
+
+
+class EndEvent(Answer):
+    """Event `end` of the stream: the task has ended."""
+
+    id: str
+    kind: str
+    state: TaskState
+    state_reason: str
+    error: Document
+    finished_at: Moment | None
 
 
 @router.get("")
 def list_tasks(
     context: Admin,
-    part: Paging,
+    paging: Paging,
     *,
     node_id: Filter = None,
     allocation_id: Filter = None,
     kind: TaskKind | None = None,
     state: TaskState | None = None,
-) -> dict[str, Any]:
-    """Newest first."""
+) -> PageOf[ListedTask]:
+    """Tasks, the newest first."""
+    page = paging.page(queue.ORDER)
 
-    page = part.page(queue.ORDER)
-
-    def read(conn: Connection) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+    def read(conn: Connection) -> tuple[list[schema.Task], dict[str, Record]]:
         rows = queue.every(
             conn, node_id=node_id, allocation_id=allocation_id, kind=kind, state=state, page=page
         )
         return rows, leasing.wait_reasons(conn, rows)
 
     rows, reasons = context.read(read)
-    return part.told(queue.ORDER, rows, lambda row: _told(row, reasons))
+    return paging.answer(
+        queue.ORDER, rows, lambda row: ListedTask.of(row, waits_for=reasons.get(row.id))
+    )
 
 
-@router.get("/{task_id}")
+@router.get("/{task_id}", response_model=TaskDetail)
 def show(task_id: Id, context: Admin) -> JSONResponse:
     """One task with its events and the end of its run's output."""
 
-    def read(conn: Connection) -> dict[str, Any]:
+    def read(conn: Connection) -> tuple[schema.Task, Record]:
         row = queue.get(conn, task_id)
-        task = _told(row, leasing.wait_reasons(conn, [row]))
-        return task | {"events": views.items(queue.events(conn, task_id))["items"]}
+        reasons = leasing.wait_reasons(conn, [row])
+        return row, {"waits_for": reasons.get(task_id), "events": queue.events(conn, task_id)}
 
-    task = context.read(read)
-    return guards.tagged(task | {"output": _output(task, OUTPUT_LIMIT)})
+    row, more = context.read(read)
+    return tagged(TaskDetail.of(row, output=_output(row, OUTPUT_LIMIT), **more))
 
 
 @router.get("/{task_id}/output")
 def output(
     task_id: Id,
     context: Admin,
-    limit: Annotated[int, Query(ge=1, le=1_000_000, description="At most so many bytes.")] = (
-        OUTPUT_LIMIT
-    ),
-) -> dict[str, Any]:
-    """The end of what the task's run printed, without secrets. The run may be on another machine:
-    then `here` is false and there is nothing to show.
+    limit: Annotated[
+        int, Query(ge=1, le=1_000_000, description="The largest number of bytes.")
+    ] = OUTPUT_LIMIT,
+) -> TaskOutput:
+    """The end of the output of the task's run, without secrets.
+
+    `here` is false and the output empty when the run's files are on another machine.
     """
     task = context.read(lambda conn: queue.get(conn, task_id))
-    here = bool(task["run_directory"]) and Path(task["run_directory"]).is_dir()
-    return {"task_id": task_id, "here": here, "output": _output(task, limit)}
+    here = bool(task.run_directory) and Path(task.run_directory).is_dir()
+    return TaskOutput(task_id=task_id, here=here, output=_output(task, limit))
 
 
 @router.get(
     "/{task_id}/events",
     response_class=EventStream,
     status_code=200,
-    responses={204: {"description": "It ended, and the reader has all of it."}},
+    responses={204: {"description": "The task has ended and the reader has every event."}},
 )
 def events(
     task_id: Id,
     context: Admin,
     last_event_id: Annotated[
         str | None,
-        Header(pattern=r"^\d{1,18}\.\d{1,18}(\.end)?$", description="Go on behind this event."),
+        Header(pattern=r"^\d{1,18}\.\d{1,18}(\.end)?$", description="Continue after this event."),
     ] = None,
 ) -> Response:
-    """Server-sent events: `state` and `progress` as they come, `end` with the task. A reader that
-    comes back after the end gets 204.
+    """Server-sent events: `state` and `progress` as they happen, then `end`.
+
+    A reader that comes back after `end` gets 204.
     """
     start = last_event_id or "0.0"
 
     def read(place: str) -> Batch:
-        news = context.read(lambda conn: queue.events_after(conn, task_id, _place(place)))
-        found = [_event(row) for row in news.rows]
+        news = context.read(lambda conn: queue.events_after(conn, task_id, _position(place)))
+        batch = [_event(row) for row in news.rows]
         if news.over:
-            last = found[-1].place if found else place.removesuffix(_END)
-            known = ("id", "kind", "state", "state_reason", "error", "finished_at")
-            ended = views.record({name: news.task[name] for name in known})
-            found.append(Event("end", f"{last}{_END}", ended))
-        return Batch(found, news.over)
+            last = batch[-1].place if batch else place.removesuffix(_END)
+            batch.append(Event("end", f"{last}{_END}", encode(EndEvent.of(news.task))))
+        return Batch(batch, news.over)
 
     if start.endswith(_END) and read(start).over:
         return Response(status_code=204)
-    # Also so that a task that is not there is a plain refusal.
+    # An unknown task is refused here, before the stream has begun.
     context.read(lambda conn: queue.get(conn, task_id))
     return EventStream(read, start, every_s=context.settings.poll_s, allowed=context.allowed)
 
 
-@router.post("/{task_id}/cancel")
+@router.post("/{task_id}/cancel", response_model=Task)
 def cancel(
     task_id: Id, context: Admin, guard: IfMatch, body: Reasoned | None = None
 ) -> JSONResponse:
-    """Ask a running task to stop; end one that waits. What that was about counts as failed: an
-    allocation ends, and what may hold something of a tenant is blocked until it is recovered.
+    """Ask a running task to stop, or end one that waits.
+
+    The subject of the task counts as failed: an allocation ends, and a slot that may hold something
+    of a tenant is blocked until it is recovered.
     """
     body = body or Reasoned()
     act = context.act(body.reason)
 
-    def work(conn: Connection) -> dict[str, Any]:
+    def work(conn: Connection) -> Task:
         guard.check(conn, "task", task_id)
         task = cancel_task(conn, context.settings, task_id, act)
         journal.audit(conn, act, "admin.task.canceled", "task", task_id)
-        return views.record(task)
+        return Task.of(task)
 
     return context.write(work, body=body)
 
 
-def _told(row: dict[str, Any], reasons: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    reason = reasons.get(row["id"])
-    return views.record(row) | {"waits_for": views.record(reason) if reason else None}
+def queue_for_node(
+    context: Context,
+    node_id: str,
+    kind: TaskKind,
+    body: BaseModel,
+    parameters: Callable[[Connection], Record] = lambda _conn: {},
+) -> JSONResponse:
+    """202 with a new task whose subject is the node; refused until its host has enrolled."""
+    act = context.act(getattr(body, "reason", ""))
+
+    def work(conn: Connection) -> Task:
+        nodes.require_enrolled(conn, node_id)
+        item = queue.Enqueue(
+            kind=kind,
+            node_id=node_id,
+            subject_kind="node",
+            subject_id=node_id,
+            parameters=parameters(conn),
+        )
+        return audited(conn, queue.enqueue(conn, item, act), act)
+
+    return context.write(work, body=body, status=202)
 
 
-def _output(task: dict[str, Any], limit: int) -> str:
-    directory = task["run_directory"]
+def audited(conn: Connection, task: schema.Task, act: Act) -> Task:
+    """The task as an answer, with an entry in the audit log: work on a host is an admin's act."""
+    detail = {"kind": task.kind, "task_id": task.id}
+    journal.audit(conn, act, "admin.task.queued", task.subject_kind, task.subject_id, detail=detail)
+    return Task.of(task)
+
+
+def _output(task: schema.Task, limit: int) -> str:
+    directory = task.run_directory
     return scrub(collect.output(Path(directory), limit)) if directory else ""
 
 
-def _place(text: str) -> Position:
+def _position(text: str) -> Position:
     change, _, line = text.removesuffix(_END).partition(".")
     return Position(int(change), int(line))
 
 
-def _event(row: dict[str, Any]) -> Event:
-    place: Position = row["place"]
-    names = ("at", "event", "source", "target", "actor", "reason")
-    document = {name: row[name] for name in names} if row["type"] == "state" else row["document"]
-    return Event(row["type"], f"{place.change}.{place.line}", views.record(document))
+def _event(row: Record) -> Event:
+    position: Position = row["place"]
+    state = row["type"] == "state"
+    document: dict[str, Any] = encode(StateEvent.of(row)) if state else row["document"]
+    return Event(row["type"], f"{position.change}.{position.line}", document)

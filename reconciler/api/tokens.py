@@ -1,18 +1,17 @@
-"""API tokens: issued, listed, revoked. The secret is in the first answer and nowhere else."""
+"""API tokens: issuing, listing and revoking them. The secret is shown once."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Literal, Self
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from pydantic import Field, model_validator
 from sqlalchemy import Connection
 
-from reconciler.api import secrecy, views
-from reconciler.api.models import Id, Name, Reasoned
-from reconciler.api.paging import Paging
-from reconciler.api.security import Admin
+from reconciler.api.http import PageOf, Paging
+from reconciler.api.models import Answer, Id, Moment, Name, Reasoned
+from reconciler.api.security import Admin, write_secret
 from reconciler.model.states import Role
 from reconciler.records import nodes, projects, tokens
 
@@ -29,7 +28,7 @@ class NewToken(Reasoned):
     ttl_s: Annotated[int, Field(ge=60, le=10 * 365 * 86_400)] | None = None
 
     @model_validator(mode="after")
-    def _belongs(self) -> NewToken:
+    def _names_its_owner(self) -> Self:
         if (self.role is Role.PROJECT_MEMBER) is not (self.project_id is not None):
             raise ValueError("project_id goes with the role project-member, and only with it")
         if (self.role is Role.NODE) is not (self.node_id is not None):
@@ -37,37 +36,64 @@ class NewToken(Reasoned):
         return self
 
 
-@router.post("", status_code=201)
+class Token(Answer):
+    """A token without its secret."""
+
+    id: str
+    name: str
+    role: Role
+    project_id: str | None
+    node_id: str | None
+    created_at: Moment
+    expires_at: Moment | None
+    revoked_at: Moment | None
+
+
+class IssuedToken(Token):
+    """A token with its secret."""
+
+    token: str
+
+
+class Revoked(Answer):
+    """The token that was revoked."""
+
+    id: str
+    revoked: Literal[True]
+
+
+@router.post("", status_code=201, response_model=IssuedToken)
 def issue(body: NewToken, context: Admin) -> JSONResponse:
     """Issue a token."""
     act = context.act(body.reason)
     values = body.model_dump(exclude={"reason", "role"})
 
-    def work(conn: Connection) -> tuple[dict[str, Any], dict[str, Any]]:
+    def work(conn: Connection) -> IssuedToken:
         if body.project_id:
             projects.get(conn, body.project_id)
         if body.node_id:
             nodes.get(conn, body.node_id)
         record, secret = tokens.issue(conn, act, role=body.role, **values)
-        return views.record(record), {"token": secret}
+        return IssuedToken.of(record, token=secret)
 
-    return secrecy.write(context, work, body=body)
+    return write_secret(context, work, frozenset({"token"}), body=body)
 
 
 @router.get("")
-def list_tokens(context: Admin, part: Paging) -> dict[str, Any]:
+def list_tokens(context: Admin, paging: Paging) -> PageOf[Token]:
     """All tokens, without their secrets."""
-    page = part.page(tokens.ORDER)
-    return part.told(tokens.ORDER, context.read(lambda conn: tokens.every(conn, page)))
+    page = paging.page(tokens.ORDER)
+    rows = context.read(lambda conn: tokens.every(conn, page))
+    return paging.answer(tokens.ORDER, rows, Token.of)
 
 
-@router.delete("/{token_id}")
+@router.delete("/{token_id}", response_model=Revoked)
 def revoke(token_id: Id, context: Admin) -> JSONResponse:
-    """From now on the token opens nothing."""
+    """Revoke the token at once."""
     act = context.act()
 
-    def work(conn: Connection) -> dict[str, Any]:
+    def work(conn: Connection) -> Revoked:
         tokens.revoke(conn, token_id, act)
-        return {"id": token_id, "revoked": True}
+        return Revoked(id=token_id, revoked=True)
 
     return context.write(work)

@@ -1,1 +1,1 @@
-"""One file with all that a site cannot do without, and a site made of it again."""
+"""Backup of a site in a single file, and restore from it."""

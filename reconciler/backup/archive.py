@@ -1,7 +1,7 @@
-"""The file of a backup: a tar with a manifest, the database, the SSH authorities and the settings.
+"""Backup file: a tar with a manifest, the database, the SSH authorities and the settings.
 
-It holds private keys and hashes of tokens, so it is made for its owner only. Runs are not in it:
-what they did is on the hosts, and what they said is in the database.
+It contains private keys and hashes of tokens, so only its owner can read it. Folders of runs are
+not included, because their results are in the database.
 """
 
 from __future__ import annotations
@@ -30,28 +30,29 @@ MANIFEST, DATABASE, SETTINGS, TRUST = "manifest.json", "database", "settings.env
 
 
 def write(settings: Settings, file: Path) -> dict[str, Any]:
-    """Make the backup beside a service that runs; its manifest. Problem `backup_exists`.
+    """Write a backup while the service may be running, and return its manifest.
 
-    Problem `restore_unfinished` too: what is there until that ends may be less than its backup.
+    Problem `backup_exists`, or `restore_unfinished` while a restore is incomplete, because the
+    records may lack changes of their backup until then.
     """
     unfinished.refuse(settings)
     if file.exists():
         raise Problem(
             "backup_exists",
-            expected="the name of a new file",
+            expected="the path of a new file",
             found=str(file),
-            remedy="choose another name, or move that file away",
+            remedy="choose another path, or move that file",
         )
     if not file.parent.is_dir():
         raise Problem(
             "backup_folder_missing",
             404,
             expected=f"a folder {file.parent}",
-            found="none",
-            remedy="make it, for the service's user only: a backup holds private keys",
+            found="no such folder",
+            remedy="create it for the service's user only, because a backup contains private keys",
         )
     with open_existing(settings) as engine, tempfile.TemporaryDirectory(dir=file.parent) as folder:
-        # One picture: whatever changes meanwhile is in the next backup.
+        # A consistent copy: later changes belong to the next backup.
         copy = database.copy(engine, Path(folder) / DATABASE)
         manifest = {
             "schema": SCHEMA,
@@ -71,26 +72,26 @@ def write(settings: Settings, file: Path) -> dict[str, Any]:
             tar.add(copy, DATABASE)
             for key in keys:
                 tar.add(key, f"{TRUST}{key.name}")
-        # In place all at once, so that a file with this name is a whole backup.
+        # Renamed when complete, so that a file with this name is a whole backup.
         fresh.rename(file)
     return manifest
 
 
 def read(file: Path, folder: Path) -> dict[str, Any]:
-    """Unpack what a backup holds, and nothing else, into the folder; its manifest."""
+    """Unpack the known members of a backup into the folder and return its manifest."""
     try:
         with tarfile.open(file) as tar:
             for member in tar:
                 name = member.name
-                plain = name in {MANIFEST, DATABASE, SETTINGS} or name.startswith(TRUST)
-                content = tar.extractfile(member) if member.isreg() and plain else None
+                expected = name in {MANIFEST, DATABASE, SETTINGS} or name.startswith(TRUST)
+                content = tar.extractfile(member) if member.isreg() and expected else None
                 if content is None or ".." in Path(name).parts:
                     raise _unreadable(file, f"{name[:100]!r} in it")
-                # Not by tarfile itself: Debian 12's Python cannot be told to leave modes and
-                # owners alone.
-                place = folder / name
-                place.parent.mkdir(mode=0o700, exist_ok=True)
-                with _private(place) as handle:
+                # Not extracted by tarfile: its version in Debian 12 has no option to ignore modes
+                # and owners.
+                path = folder / name
+                path.parent.mkdir(mode=0o700, exist_ok=True)
+                with _private(path) as handle:
                     shutil.copyfileobj(content, handle)
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
         if manifest["schema"] != SCHEMA:
@@ -101,7 +102,7 @@ def read(file: Path, folder: Path) -> dict[str, Any]:
 
 
 def _settings() -> str:
-    """What this site has set, for whoever makes it again; never applied by itself."""
+    """The settings of this site, as information for a restore, which does not apply them."""
     lines = [f"# from {config_file()}"]
     if config_file().is_file():
         lines += config_file().read_text().splitlines()
@@ -126,12 +127,12 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
     tar.addfile(member, io.BytesIO(content))
 
 
-def _incomplete(where: str) -> Problem:
+def _incomplete(folder: str) -> Problem:
     return Problem(
         "backup_incomplete",
         expected="the SSH authorities, without which every host must enrol again",
-        found=f"no keys in {where}",
-        remedy="run it where the service has its state folder",
+        found=f"no keys in {folder}",
+        remedy="run the backup on the machine with the service's state folder",
     )
 
 
@@ -141,5 +142,5 @@ def _unreadable(file: Path, found: str) -> Problem:
         422,
         expected=f"a backup of this version in {file}",
         found=found,
-        remedy="use a file that `gpuaas backup` made; nothing was restored",
+        remedy="use a file of `gpuaas backup`; nothing was restored",
     )

@@ -1,4 +1,4 @@
-"""The database as one file and back, with each engine's own means."""
+"""Copy of the database in a file, and its restore, with the tools of each engine."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from sqlalchemy import Engine
 from reconciler.model.errors import Problem
 
 _SERVICE = "gpuaas"
-# A password may end in white space, which libpq takes off there; a service cannot name another.
+# libpq strips white space from the end of a password in a service file, and a service cannot refer
+# to another service.
 _NOT_IN_A_FILE = {"password", "service"}
 
 
 def copy(engine: Engine, file: Path) -> Path:
-    """A consistent copy of a database that others go on writing to."""
+    """A consistent copy of a database that other processes may write to."""
     if engine.dialect.name == "postgresql":
         _postgresql(engine, "pg_dump", ["--format=custom", "--no-owner", f"--file={file}"])
         return file
     source, target = sqlite3.connect(str(engine.url.database)), sqlite3.connect(file)
     try:
         source.backup(target)
-        # A single file: the copy must not need a log beside it.
+        # The copy must be a single file, without a write-ahead log beside it.
         target.execute("PRAGMA journal_mode = DELETE")
     finally:
         target.close()
@@ -39,8 +40,8 @@ def copy(engine: Engine, file: Path) -> Path:
     return file
 
 
-def found(engine: Engine) -> str:
-    """What is there already, "" for nothing."""
+def existing(engine: Engine) -> str:
+    """Description of an existing database, "" if there is none."""
     if engine.dialect.name == "postgresql":
         with engine.connect() as conn:
             tables = sa.inspect(conn).get_table_names()
@@ -50,7 +51,7 @@ def found(engine: Engine) -> str:
 
 
 def put_back(engine: Engine, file: Path) -> None:
-    """Make the database of the copy, all of it or nothing, where there is none."""
+    """Create the database from the copy, completely or not at all."""
     if engine.dialect.name == "postgresql":
         words = ["--no-owner", "--exit-on-error", "--single-transaction", str(file)]
         _postgresql(engine, "pg_restore", words)
@@ -69,14 +70,15 @@ def _postgresql(engine: Engine, program: str, words: Sequence[str]) -> None:
         raise Problem(
             "program_missing",
             expected=f"{program} of the server's version on this machine",
-            found="none on PATH",
+            found=f"no {program} on PATH",
             remedy="install postgresql-client, or run pg_dump and pg_restore by hand as"
             " docs/operations.md says, and keep the trust folder with the dump",
         )
-    # The way to the server as the service itself goes it, TLS and all.
-    _, given = engine.dialect.create_connect_args(engine.url)
-    secret = {"PGPASSWORD": str(given["password"])} if given.get("password") else {}
-    with _service(given) as file:
+    # The connection parameters of the service, including those for TLS.
+    _, parameters = engine.dialect.create_connect_args(engine.url)
+    password = parameters.get("password")
+    secret = {"PGPASSWORD": str(password)} if password else {}
+    with _service(parameters) as file:
         done = subprocess.run(
             [program, f"--dbname=service={_SERVICE}", *words],
             env={**os.environ, "PGSERVICEFILE": str(file), **secret},
@@ -89,17 +91,17 @@ def _postgresql(engine: Engine, program: str, words: Sequence[str]) -> None:
             "program_failed",
             expected=f"{program} to succeed",
             found=f"exit {done.returncode}: {' '.join(done.stderr.split())[-300:]}",
-            remedy="nothing was changed; correct the cause and do it again",
+            remedy="nothing was changed; correct the cause and repeat the command",
         )
 
 
 @contextmanager
-def _service(words: Mapping[str, Any]) -> Iterator[Path]:
-    """A file for libpq: what is on a command line every user of this machine could read."""
-    # Some are words for the driver itself, such as what converts its values.
-    known = {option.keyword.decode() for option in Conninfo.get_defaults()} - _NOT_IN_A_FILE
-    lines = [f"{name}={value}" for name, value in words.items() if name in known]
-    # Made for its owner only.
+def _service(parameters: Mapping[str, Any]) -> Iterator[Path]:
+    """A service file for libpq, because every user of this machine can read a command line."""
+    # Other parameters are options of the driver, such as its type adapters.
+    options = {option.keyword.decode() for option in Conninfo.get_defaults()} - _NOT_IN_A_FILE
+    lines = [f"{name}={value}" for name, value in parameters.items() if name in options]
+    # Created with mode 600.
     with tempfile.NamedTemporaryFile("w", suffix=".conf") as file:
         file.write("\n".join([f"[{_SERVICE}]", *lines, ""]))
         file.flush()
@@ -107,10 +109,10 @@ def _service(words: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def not_empty(found: str) -> Problem:
-    """There is a site already."""
+    """Refusal to restore over an existing site."""
     return Problem(
         "restore_not_empty",
         expected="an empty state folder and no database",
         found=found,
-        remedy="stop the service and move the old ones away; nothing was restored",
+        remedy="stop the service and move both away; nothing was restored",
     )

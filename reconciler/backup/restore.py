@@ -1,10 +1,12 @@
-"""A site from its backup. What happened since the backup was made is unknown, and treated so.
+"""Restore of a site from its backup, with changes since the backup treated as unknown.
 
-Hosts went on: runs ended, tenants came and went. So what was running is lost and not repeated, what
-was still to begin is canceled, for it may have begun since, and the slots of both are blocked;
-nothing is on sale until each host has been discovered and proven again; and new claims get fences
-above all that a host can have seen. Tokens and host keys that were revoked since are valid again:
-they are named.
+Runs may have ended since the backup, and tenants may have come and gone. Therefore:
+
+- running tasks are lost and not repeated; waiting tasks are canceled, as they may have started;
+- the slots of both are blocked, and no slot is on sale until its host has been discovered and
+  proven again;
+- new claims get fences above every fence that a host can have seen;
+- tokens and host keys that were revoked since the backup are valid again, so the result lists them.
 """
 
 from __future__ import annotations
@@ -31,47 +33,47 @@ from reconciler.work.cancel import cancel
 
 
 def restore(settings: Settings, file: Path) -> dict[str, Any]:
-    """Make the site of the backup; what was done about what was under way.
+    """Restore the site and return the changes made to its records.
 
-    One that was cut off is begun again with the same file. Problem `restore_not_empty` where there
-    is a site, `backup_unreadable`, `backup_newer`.
+    An interrupted restore is repeated with the same file. Problem `restore_not_empty` if there is a
+    site, `backup_unreadable`, `backup_newer`.
     """
     settings.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with unfinished.alone(settings):
+    with unfinished.locked(settings):
         return _restore(settings, file)
 
 
 def _restore(settings: Settings, file: Path) -> dict[str, Any]:
     state = settings.state_dir
     trust = state / "trust"
-    backup = unfinished.name_of(file)
-    begun = unfinished.begun(settings) == backup
-    if trust.exists() and not begun:
+    backup = unfinished.digest(file)
+    repeated = unfinished.backup_in_progress(settings) == backup
+    if trust.exists() and not repeated:
         raise database.not_empty(f"{trust} exists")
-    with unfinished.workplace(settings) as folder:
+    with unfinished.work_folder(settings) as folder:
         manifest = archive.read(file, folder)
         engine = open_engine(settings.database)
         try:
             _refuse_another(engine, manifest)
-            there = database.found(engine)
-            if there and not begun:
-                raise database.not_empty(there)
-            # From here on nobody opens this site until the last of it is in place: by what the
-            # backup says, slots are on sale that others may have by now.
+            present = database.existing(engine)
+            if present and not repeated:
+                raise database.not_empty(present)
+            # From here on no command opens this site until the restore is complete: the records of
+            # the backup may offer slots that have tenants by now.
             unfinished.begin(settings, backup)
-            if not there:
+            if not present:
                 database.put_back(engine, folder / archive.DATABASE)
             revision = migrations.migrate(engine)
             with transaction(engine) as conn:
                 done = restored.told(conn, backup) or _doubt(conn, settings, manifest, backup)
-                believed = _believed(conn)
+                accepted = _accepted_again(conn)
         finally:
             engine.dispose()
         write_text(state / "restored-settings.env", (folder / archive.SETTINGS).read_text())
         if not trust.exists():
             _put_keys(folder / archive.TRUST, folder / "keys", trust)
         unfinished.end(settings)
-    return {**manifest, "revision": revision, **done, **believed}
+    return {**manifest, "revision": revision, **done, **accepted}
 
 
 def _doubt(
@@ -80,16 +82,16 @@ def _doubt(
     act = Act("restore", f"restored from the backup of {manifest['made_at']}")
     error = {
         "code": "restored",
-        "expected": "a service that was there when the run ended",
+        "expected": "a service that was running when the run ended",
         "found": f"a backup of {manifest['made_at']}, in which it was running",
         "remedy": "the effect on the host is unknown: verify the host before anything is freed",
     }
     undone = {
         **error,
-        "expected": "a service that was there since it was asked for",
-        "found": f"a backup of {manifest['made_at']}, in which nobody had begun it",
-        "remedy": "it may have begun since: look at the host; what is blocked needs"
-        " `gpuaas recover`, a machine `gpuaas nodes clean-machine`; then ask for it again",
+        "expected": "a service that was running since the task was queued",
+        "found": f"a backup of {manifest['made_at']}, in which the task had not started",
+        "remedy": "it may have started since: check the host; a blocked slot needs"
+        " `gpuaas recover`, a machine `gpuaas nodes clean-machine`; then queue the task again",
     }
     waiting = restored.unfinished(conn)
     lost = queue.every(conn, state=TaskState.RUNNING, limit=100_000)
@@ -104,8 +106,8 @@ def _doubt(
     return restored.doubt(conn, act, backup=backup, ended=ended)
 
 
-def _believed(conn: Connection) -> dict[str, Any]:
-    """Whom the records let in again, whatever became of them since."""
+def _accepted_again(conn: Connection) -> dict[str, Any]:
+    """Tokens and host keys that are valid by the records, and may have been revoked since."""
     return {
         "valid_tokens": [_token(token) for token in tokens.valid(conn)],
         "valid_host_keys": [_host_key(key) for key in certificates.accepted(conn)],
@@ -113,7 +115,7 @@ def _believed(conn: Connection) -> dict[str, Any]:
 
 
 def _token(token: ApiToken) -> dict[str, Any]:
-    """One that was revoked after the backup opens everything again, and nobody knows which."""
+    """A valid token, with the command that revokes it."""
     return {
         "name": token.name,
         "role": token.role,
@@ -123,8 +125,10 @@ def _token(token: ApiToken) -> dict[str, Any]:
 
 
 def _host_key(key: dict[str, Any]) -> dict[str, Any]:
-    """One that its host gave up after the backup may be in other hands: where the host has another
-    by now, its enrolment tells the records so, and this one is refused again.
+    """A valid host key, with the command that replaces it.
+
+    A key that the host gave up after the backup may be in other hands. A new enrolment of the host
+    records its current key and revokes this key again.
     """
     return {
         "node": key["node_id"],
@@ -140,9 +144,9 @@ def _refuse_another(engine: Engine, manifest: dict[str, Any]) -> None:
         raise Problem(
             "backup_other_engine",
             422,
-            expected=f"a backup of {engine.dialect.name}, which GPUAAS_DATABASE_URL names",
-            found=f"one of {manifest['engine']}",
-            remedy="restore to the engine that it was made of",
+            expected=f"a backup of {engine.dialect.name}, the engine in GPUAAS_DATABASE_URL",
+            found=f"a backup of {manifest['engine']}",
+            remedy="restore to the engine of the backup",
         )
     if manifest["revision"] not in migrations.revisions():
         raise Problem(
@@ -150,12 +154,12 @@ def _refuse_another(engine: Engine, manifest: dict[str, Any]) -> None:
             422,
             expected=f"a schema that this version knows, up to {migrations.head()}",
             found=f"revision {manifest['revision']} of version {manifest['version']}",
-            remedy="restore with that version of the service or a newer one",
+            remedy="restore with that version of the service or a newer version",
         )
 
 
 def _put_keys(source: Path, fresh: Path, trust: Path) -> None:
-    """All at once: with half of them a site would make the others anew."""
+    """Move all keys in a single step: with a part of them the service would create new ones."""
     fresh.mkdir(mode=0o700)
     for key in sorted(source.iterdir()):
         write_text(fresh / key.name, key.read_text())

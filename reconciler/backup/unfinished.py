@@ -1,6 +1,7 @@
-"""A restore that was cut off leaves a site that nobody opens, and that can be begun again.
+"""Marker, lock and work folder of a restore in progress.
 
-What it has put in place is a picture of the past that says so nowhere, until the last step.
+Until the last step the restored records are outdated without a sign of it. The marker keeps every
+command from opening such a site, and lets an interrupted restore be repeated.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from reconciler.model.errors import Problem
 from reconciler.runs.paths import write_text
 from reconciler.settings import Settings
 
-# In the state folder: which backup is being restored.
+# File in the state folder with the digest of the backup that is being restored.
 MARK = "restoring"
-_WORKPLACE = ".restore-"
+_WORK_PREFIX = ".restore-"
 
 
-def name_of(file: Path) -> str:
-    """What makes this backup this one; "" when it cannot be read, which its reader says better."""
+def digest(file: Path) -> str:
+    """Digest of a backup; "" for an unreadable file, which `archive.read` reports."""
     try:
         with file.open("rb") as handle:
             return hashlib.file_digest(handle, "sha256").hexdigest()
@@ -32,38 +33,38 @@ def name_of(file: Path) -> str:
         return ""
 
 
-def begun(settings: Settings) -> str | None:
-    """Which backup's restore was begun here and has not ended; None when none was."""
+def backup_in_progress(settings: Settings) -> str | None:
+    """Digest of the backup whose restore has not ended; None without a restore."""
     mark = settings.state_dir / MARK
     return mark.read_text().strip() if mark.exists() else None
 
 
 def refuse(settings: Settings) -> None:
-    """Problem `restore_unfinished` where the database may be a picture of the past."""
-    if begun(settings) is not None:
+    """Problem `restore_unfinished` while the records may be outdated by a restore."""
+    if backup_in_progress(settings) is not None:
         raise Problem(
             "restore_unfinished",
-            expected="a site, or none",
-            found=f"{settings.state_dir / MARK}: a restore that goes on, or was cut off",
-            remedy="`gpuaas restore` with the same file once more; or empty the state folder and"
-            " the database",
+            expected="no restore in progress",
+            found=f"{settings.state_dir / MARK}: a restore that is running or was cut off",
+            remedy="repeat `gpuaas restore` with the same file, or empty the state folder and the"
+            " database",
         )
 
 
 @contextmanager
-def alone(settings: Settings) -> Iterator[None]:
-    """Problem `restore_unfinished` while another restores here: it would lose its workplace."""
+def locked(settings: Settings) -> Iterator[None]:
+    """Hold the lock of restores; Problem `restore_unfinished` while another process holds it."""
     folder = os.open(settings.state_dir, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
-    except BlockingIOError as taken:
+    except BlockingIOError as busy:
         raise Problem(
             "restore_unfinished",
             expected="no other restore",
-            found=f"one that goes on in {settings.state_dir}",
-            remedy="let it end",
-        ) from taken
+            found=f"another restore that is running in {settings.state_dir}",
+            remedy="wait until it ends",
+        ) from busy
     finally:
         os.close(folder)
 
@@ -77,10 +78,10 @@ def end(settings: Settings) -> None:
 
 
 @contextmanager
-def workplace(settings: Settings) -> Iterator[Path]:
-    """Where a backup is unpacked; what one that was killed left there goes: it holds keys."""
+def work_folder(settings: Settings) -> Iterator[Path]:
+    """A folder for the unpacked backup. Folders of killed restores are removed: they hold keys."""
     state = settings.state_dir
-    for left in state.glob(f"{_WORKPLACE}*"):
-        shutil.rmtree(left)
-    with tempfile.TemporaryDirectory(prefix=_WORKPLACE, dir=state) as folder:
+    for leftover in state.glob(f"{_WORK_PREFIX}*"):
+        shutil.rmtree(leftover)
+    with tempfile.TemporaryDirectory(prefix=_WORK_PREFIX, dir=state) as folder:
         yield Path(folder)

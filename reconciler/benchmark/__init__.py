@@ -1,1 +1,1 @@
-"""Benchmark captures: one harness for bare metal and VM, comparison, and the gate for tuning."""
+"""Benchmark of bare metal and VMs: capture, comparison, and the gate for tuning profiles."""

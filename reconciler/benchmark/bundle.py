@@ -1,4 +1,4 @@
-"""The harness as one text for `python3 -`: modules and request together, so nothing is quoted."""
+"""Program text for `python3 -` with the modules of the harness and the request."""
 
 from __future__ import annotations
 
@@ -8,32 +8,33 @@ import json
 from functools import lru_cache
 from pathlib import Path
 
+from reconciler import carrier as carrying
 from reconciler.benchmark.harness.request import Request
 
-_HERE = Path(__file__).resolve().parent
+_FOLDER = Path(__file__).resolve().parent
 _PACKAGE = "reconciler.benchmark.harness"
 
 
 @lru_cache(maxsize=1)
 def sources() -> dict[str, str]:
-    """The carried modules by full name; the packages above the harness are empty."""
-    found = {"reconciler": "", "reconciler.benchmark": ""}
-    for path in sorted((_HERE / "harness").glob("*.py")):
+    """Source text of the harness by module name, with empty parent packages."""
+    modules = {"reconciler": "", "reconciler.benchmark": ""}
+    for path in sorted((_FOLDER / "harness").glob("*.py")):
         name = _PACKAGE if path.stem == "__init__" else f"{_PACKAGE}.{path.stem}"
-        found[name] = path.read_text(encoding="utf-8")
-    return found
+        modules[name] = path.read_text(encoding="utf-8")
+    return modules
 
 
 def digest() -> str:
-    """Names the measurement: two captures with one digest were made by the same code."""
+    """Digest of the harness: captures with the same digest were made by the same code."""
     return f"sha256:{hashlib.sha256(json.dumps(sources()).encode()).hexdigest()}"
 
 
 def text(request: Request) -> str:
-    """A program that prints one capture."""
-    asked = dataclasses.asdict(dataclasses.replace(request, harness=digest()))
-    carrier = (_HERE / "carrier.py").read_text(encoding="utf-8")
-    # A Python literal made from plain strings and numbers: whatever a label holds, it stays data.
-    # One line each: an error message then quotes a line, not the whole harness.
+    """A program that prints a capture."""
+    arguments = dataclasses.asdict(dataclasses.replace(request, harness=digest()))
+    carrier = Path(carrying.__file__).read_text(encoding="utf-8")
+    # Python literals of strings and numbers, so the text of a label stays data.
+    # A line per module, because an error message quotes a whole line.
     lines = "".join(f"    {name!r}: {source!r},\n" for name, source in sources().items())
-    return f"{carrier}\n\nrun({{\n{lines}}}, {f'{_PACKAGE}.main'!r}, {asked!r})\n"
+    return f"{carrier}\n\ninstall({{\n{lines}}})\nrun({f'{_PACKAGE}.main:main'!r}, {arguments!r})\n"

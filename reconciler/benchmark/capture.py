@@ -1,4 +1,4 @@
-"""The act: send the harness, collect its one document, believe nothing that the schema does not."""
+"""Capture of a machine: send the harness, collect its document, and validate it."""
 
 from __future__ import annotations
 
@@ -20,57 +20,58 @@ from reconciler.model.errors import Problem
 # Connecting, starting Python and sending the document.
 _SLACK_S = 120
 _SSH_FAILED = 255
-# A line of progress is short; a machine that sends more is not listened to.
-_LINE = 500
-_KEPT = 20
+# Limits for a machine that sends too much: bytes of a progress line, and lines in an error message.
+_LINE_BYTES = 500
+_LINES = 20
 
 
-def capture(target: Target, request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
+def capture(target: Target, request: Request, on_progress: Callable[[str], None]) -> dict[str, Any]:
     """A valid capture of the target.
 
-    tell: called with each line of progress, as the target wrote it. Problem `target_unreachable`,
-    `capture_timeout`, `harness_failed`, `capture_invalid`, or the harness's own refusal.
+    on_progress: called with each line of progress, as the target wrote it. Problem
+    `target_unreachable`, `capture_timeout`, `harness_failed`, `capture_invalid`, or the refusal of
+    the harness.
     """
     limit = longest_s(request) + _SLACK_S
-    said: list[str] = []
+    messages: list[str] = []
 
-    def heard(line: str) -> None:
-        said.append(line)
-        del said[:-_KEPT]
-        tell(line)
+    def on_line(line: str) -> None:
+        messages.append(line)
+        del messages[:-_LINES]
+        on_progress(line)
 
     with tempfile.TemporaryFile() as program:
         program.write(bundle.text(request).encode())
         program.seek(0)
-        code, text = _run(command(target), program, limit, heard)
+        code, text = _run(command(target), program, limit, on_line)
     if code is None:
         raise Problem(
             "capture_timeout",
             504,
             expected=f"the capture to end within {limit:.0f} s",
             found="still running; the connection was closed",
-            remedy="look at the machine; its probes end at their own deadlines",
+            remedy="check the machine; its probes end at their own deadlines",
         )
-    found = document.parse(text, "the target's answer") if code in (0, 3) else {}
-    if code == 3 and isinstance(found.get("refusal"), dict):
-        raise _refusal(found["refusal"])
+    output = document.parse(text, "the target's answer") if code in (0, 3) else {}
+    if code == 3 and isinstance(output.get("refusal"), dict):
+        raise _refusal(output["refusal"])
     if code:
         raise Problem(
             "target_unreachable" if target.host and code == _SSH_FAILED else "harness_failed",
             502,
             expected="the harness to run under python3 on the target",
-            found=f"exit {code}: {' | '.join(said) or 'no message'}"[-2000:],
-            remedy="try `ssh` to it by hand; the host key must be in known_hosts already",
+            found=f"exit {code}: {' | '.join(messages) or 'no message'}"[-2000:],
+            remedy="try `ssh` to it by hand; its host key must be in known_hosts",
         )
-    checked = document.check(found, "the target's answer")
-    _ensure_asked(checked, request)
+    checked = document.check(output, "the target's answer")
+    _ensure_requested(checked, request)
     return checked
 
 
 def _run(
-    argv: list[str], program: IO[bytes], limit: float, heard: Callable[[str], None]
+    argv: list[str], program: IO[bytes], limit: float, on_line: Callable[[str], None]
 ) -> tuple[int | None, str]:
-    """Exit code (None when time ran out) and standard output."""
+    """Exit code (None after a timeout) and standard output."""
     late = threading.Event()
     pipe = subprocess.PIPE
     with subprocess.Popen(
@@ -82,14 +83,14 @@ def _run(
             _end(process)
 
         timer = threading.Timer(limit, end)
-        listener = threading.Thread(target=_listen, args=(process.stderr, heard), daemon=True)
+        listener = threading.Thread(target=_listen, args=(process.stderr, on_line), daemon=True)
         timer.start()
         listener.start()
         text = b""
         try:
             if process.stdout:
                 text = process.stdout.read(document.LIMIT_BYTES + 1)
-            # At its end it has nothing more to say; with more to say it says too much.
+            # Wait for the exit code only after the end of the output, not of one that is too long.
             code = process.wait() if len(text) <= document.LIMIT_BYTES else 0
         finally:
             timer.cancel()
@@ -99,20 +100,20 @@ def _run(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Its session, with whatever ssh started to get there; the harness ends its probe itself."""
+    """Terminate the session, including ssh's own children. The harness ends its probe itself."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGTERM)
 
 
-def _listen(pipe: IO[bytes], heard: Callable[[str], None]) -> None:
-    while line := pipe.readline(_LINE):
+def _listen(pipe: IO[bytes], on_line: Callable[[str], None]) -> None:
+    while line := pipe.readline(_LINE_BYTES):
         if text := line.decode("utf-8", "replace").strip():
-            heard(text)
+            on_line(text)
 
 
-def _refusal(told: dict[str, Any]) -> Problem:
+def _refusal(refusal: dict[str, Any]) -> Problem:
     def text(name: str) -> str:
-        return str(told.get(name, ""))[:2000]
+        return str(refusal.get(name, ""))[:2000]
 
     return Problem(
         text("code")[:100] or "refused",
@@ -123,16 +124,16 @@ def _refusal(told: dict[str, Any]) -> Problem:
     )
 
 
-def _ensure_asked(found: dict[str, Any], request: Request) -> None:
-    """What a file claims to be decides what it is compared with."""
-    claimed = {name: found[name] for name in ("label", "kind", "tuning")}
-    kind = found["kind"] if request.kind == "auto" else request.kind
-    asked = {"label": request.label, "kind": kind, "tuning": request.tuning}
-    if claimed != asked or found["harness"]["digest"] != bundle.digest():
+def _ensure_requested(output: dict[str, Any], request: Request) -> None:
+    """Refuse a capture with another label, kind or tuning: they select its comparisons."""
+    labels = {name: output[name] for name in ("label", "kind", "tuning")}
+    kind = output["kind"] if request.kind == "auto" else request.kind
+    requested = {"label": request.label, "kind": kind, "tuning": request.tuning}
+    if labels != requested or output["harness"]["digest"] != bundle.digest():
         raise Problem(
             "capture_invalid",
             502,
-            expected=f"a capture labelled {asked} by this harness",
-            found=str(claimed),
-            remedy="do not trust this machine; enrol it anew",
+            expected=f"a capture labelled {requested} by this harness",
+            found=str(labels),
+            remedy="do not trust this machine; enrol it again",
         )

@@ -1,4 +1,4 @@
-"""What differs between captures, metric by metric, against the first of them. Pure."""
+"""Comparison of captures with a baseline, metric by metric. Pure."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 Capture = Mapping[str, Any]
 Record = dict[str, Any]
 
-# Smaller differences are not worth a decision, whatever the spread.
+# Differences below this are ignored, with any spread.
 SAME_PERCENT = 1.0
-# When overlapping samples spread more than this, "no difference" would be a guess.
+# Overlapping samples with a larger spread do not prove that there is no difference.
 NOISY_PERCENT = 10.0
 
-# What the seed's prototype lost from bare metal to a one-GPU slice VM, in percent.
+# Loss of the prototype from bare metal to a slice VM with a GPU, in percent.
 REFERENCE = {
     "gpu.fp64": -2.1,
     "gpu.hbm_copy": 0.0,
@@ -32,12 +32,12 @@ _SETTINGS = (
 
 
 def compare(captures: Sequence[Capture]) -> Record:
-    """{"captures": labels, "rows": one per metric, "notes"}; the first capture is the baseline.
+    """{"captures": labels, "rows": by metric, "notes"}; the first capture is the baseline.
 
-    A row: {"metric", "unit", "better", "reference_percent", "cells"}. A cell, one per capture:
-    {"value", "delta_percent", "direction", "note"}, where value is None without a measurement and
-    delta_percent None without a comparable one. direction: `baseline`, `better`, `worse`, `same`,
-    `unclear` (the samples are too noisy to say), `incomparable` or `missing`.
+    A row: {"metric", "unit", "better", "reference_percent", "cells"}. A cell per capture: {"value",
+    "delta_percent", "direction", "note"}. value is None without a measurement, and delta_percent is
+    None without a comparable measurement. direction: `baseline`, `better`, `worse`, `same`,
+    `unclear` (samples too noisy), `incomparable` or `missing`.
     """
     baseline = captures[0]
     names = list(dict.fromkeys(name for each in captures for name in _metrics(each)))
@@ -66,32 +66,32 @@ def _metrics(capture: Capture) -> dict[str, tuple[Record, Record]]:
 
 
 def _row(name: str, captures: Sequence[Capture]) -> Record:
-    found = [_metrics(each).get(name) for each in captures]
-    _, shown = next(each for each in found if each)
-    cells = [_first(captures[0], name, found[0])]
+    pairs = [_metrics(each).get(name) for each in captures]
+    _, shown = next(pair for pair in pairs if pair)
+    cells = [_baseline_cell(captures[0], name, pairs[0])]
     cells += [
-        _cell(name, captures[index], found[0], each) for index, each in enumerate(found) if index
+        _cell(name, captures[index], pairs[0], pair) for index, pair in enumerate(pairs) if index
     ]
     return {"metric": name, "unit": shown["unit"], "better": shown["better"], "cells": cells}
 
 
-def _first(capture: Capture, name: str, found: tuple[Record, Record] | None) -> Record:
-    if found is None:
+def _baseline_cell(capture: Capture, name: str, pair: tuple[Record, Record] | None) -> Record:
+    if pair is None:
         return _missing(capture, name)
-    return _said(found[1]["median"], None, "baseline", _spread(found[1]))
+    return _as_cell(pair[1]["median"], None, "baseline", _spread(pair[1]))
 
 
 def _cell(
     name: str,
     capture: Capture,
     first: tuple[Record, Record] | None,
-    found: tuple[Record, Record] | None,
+    pair: tuple[Record, Record] | None,
 ) -> Record:
-    if found is None:
+    if pair is None:
         return _missing(capture, name)
-    probe, metric = found
+    probe, metric = pair
     if first is None:
-        return _said(metric["median"], None, "incomparable", "the baseline has no figure")
+        return _as_cell(metric["median"], None, "incomparable", "the baseline has no figure")
     base_probe, base = first
     differing = [
         noun
@@ -105,7 +105,7 @@ def _cell(
     ]
     if differing:
         note = f"other {' and '.join(differing)}"
-        return _said(metric["median"], None, "incomparable", note)
+        return _as_cell(metric["median"], None, "incomparable", note)
     delta = 100 * (metric["median"] - base["median"]) / base["median"]
     remarks = [_spread(metric)]
     if base["workers"] != metric["workers"]:
@@ -116,7 +116,7 @@ def _cell(
             f" instead of {base_probe['tool']['version']}"
         )
     note = ", ".join(filter(None, remarks))
-    return _said(metric["median"], round(delta, 2), direction(base, metric), note)
+    return _as_cell(metric["median"], round(delta, 2), direction(base, metric), note)
 
 
 def direction(base: Record, metric: Record) -> str:
@@ -140,19 +140,19 @@ def _spread(metric: Record) -> str:
 
 
 def _missing(capture: Capture, name: str) -> Record:
-    """The probe that would have measured it says why not; metrics are named after their probe."""
+    """A cell with the reason of the probe, whose name is the first part of the metric's name."""
     probe = next(each for each in capture["probes"] if each["probe"] == name.partition(".")[0])
     reason = probe["reason"]
     note = f"{probe['status']}: {reason['code']}" if reason else "not measured"
-    return _said(None, None, "missing", note)
+    return _as_cell(None, None, "missing", note)
 
 
-def _said(value: float | None, delta: float | None, direction: str, note: str) -> Record:
+def _as_cell(value: float | None, delta: float | None, direction: str, note: str) -> Record:
     return {"value": value, "delta_percent": delta, "direction": direction, "note": note}
 
 
 def _notes(baseline: Capture, capture: Capture) -> list[str]:
-    """What a reader must know before believing a difference."""
+    """Differences in the conditions of two captures, which a reader must know."""
     label = capture["label"]
     notes = []
     if baseline["harness"]["digest"] != capture["harness"]["digest"]:

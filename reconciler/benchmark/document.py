@@ -1,4 +1,4 @@
-"""Captures as files: read within a limit, held to contracts/benchmark.schema.json."""
+"""Files of captures: bounded reading, validation by contracts/benchmark.schema.json, writing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from reconciler.shipped import PROJECT
 
 SCHEMA = PROJECT / "contracts" / "benchmark.schema.json"
 
-# A capture of a machine with 1024 CPUs is some ten kilobytes.
+# A capture of a machine with 1024 CPUs has about ten kilobytes.
 LIMIT_BYTES = 1 << 20
 
 
@@ -31,7 +31,7 @@ def load(path: Path) -> dict[str, Any]:
             422,
             expected=f"a readable capture at {path}",
             found=str(error),
-            remedy="make one with `gpuaas host benchmark capture`",
+            remedy="create a capture with `gpuaas host benchmark capture`",
         ) from error
     return check(parse(text, str(path)), str(path))
 
@@ -41,29 +41,29 @@ def parse(text: str, source: str) -> dict[str, Any]:
     try:
         if len(text.encode()) > LIMIT_BYTES:
             raise ValueError(f"more than {LIMIT_BYTES} bytes")
-        found = json.loads(text, parse_constant=_no_constant)
-        if not isinstance(found, dict):
-            raise TypeError(f"a {type(found).__name__}")
+        parsed = json.loads(text, parse_constant=_no_constant)
+        if not isinstance(parsed, dict):
+            raise TypeError(f"a {type(parsed).__name__}")
     except (ValueError, TypeError, RecursionError) as error:
         raise _invalid(source, str(error)) from error
-    return found
+    return parsed
 
 
-def check(found: dict[str, Any], source: str) -> dict[str, Any]:
-    """The capture itself when the schema allows it."""
-    error = best_match(_validator().iter_errors(found))
+def check(capture: dict[str, Any], source: str) -> dict[str, Any]:
+    """Validate a capture by the schema and return it; Problem `capture_invalid`."""
+    error = best_match(_validator().iter_errors(capture))
     if error is not None:
         raise _invalid(source, f"{error.json_path}: {error.message[:500]}")
-    return found
+    return capture
 
 
 def save(capture: dict[str, Any], path: Path) -> None:
-    """Whole or not at all: a comparison must never read half a capture."""
+    """Write a capture completely or not at all, so that no comparison reads a part of it."""
     write(path, json.dumps(capture, indent=1) + "\n")
 
 
 def write(path: Path, text: str) -> None:
-    """A file of the caller's, replaced in one step."""
+    """Write or replace a file in a single step."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(

@@ -1,4 +1,4 @@
-"""May a tuning profile become the default? Captures with it against captures without it. Pure."""
+"""Gate for tuning profiles: captures with a profile compared with captures without it. Pure."""
 
 from __future__ import annotations
 
@@ -19,13 +19,17 @@ def gate(
 ) -> list[Record]:
     """A verdict per tuning profile: {"tuning", "passes", "cells"}.
 
-    The matrix is every kind of machine and number of CPUs that any capture has, and for each kind
-    every number in counts, as nobody misses a capture that was never made. A cell:
-    {"kind", "vcpus", "verdict", "better", "worse", "open"}; its verdict is `better`, `same`,
-    `worse`, `incomplete` (a probe without figures, figures too noisy to say, or two captures that
-    differ in more than the tuning, or not in it) or `missing` (no capture with or without the
-    profile). A profile passes when it is worse nowhere, proven
-    everywhere and better somewhere. waived: probes that need not have figures.
+    The matrix has a cell for each kind of machine and number of CPUs of any capture, and for each
+    kind every number in counts, so that a missing capture is noticed. A cell: {"kind", "vcpus",
+    "verdict", "better", "worse", "open"}. Its verdict is
+
+    - `better`, `same` or `worse`,
+    - `incomplete`: a probe without figures, figures that are too noisy, or captures that differ in
+      more than the tuning, or not in the tuning,
+    - `missing`: no capture with the profile, or none without it.
+
+    A profile passes if every cell is `better` or `same`, and at least one cell is `better`.
+    waived: probes that need not have figures.
     """
     cells = _cells(captures)
     places = sorted(
@@ -44,9 +48,9 @@ def _cells(captures: Sequence[Capture]) -> dict[Cell, Capture]:
             raise Problem(
                 "capture_twice",
                 422,
-                expected="one capture for each kind, number of CPUs and tuning",
+                expected="a single capture for each kind, number of CPUs and tuning",
                 found=f"{cells[cell]['label']} and {each['label']}, both {cell}",
-                remedy="choose one of them; choosing the better one is not a measurement",
+                remedy="use either capture, chosen without regard to its figures",
             )
         cells[cell] = each
     return cells
@@ -58,12 +62,12 @@ def _profile(
     tuning: str,
     waived: frozenset[str],
 ) -> Record:
-    found = [_place(cells, kind, vcpus, tuning, waived) for kind, vcpus in places]
-    verdicts = {cell["verdict"] for cell in found}
+    matrix = [_place(cells, kind, vcpus, tuning, waived) for kind, vcpus in places]
+    verdicts = {cell["verdict"] for cell in matrix}
     return {
         "tuning": tuning,
         "passes": verdicts <= {"better", "same"} and "better" in verdicts,
-        "cells": found,
+        "cells": matrix,
     }
 
 
@@ -72,26 +76,30 @@ def _place(
 ) -> Record:
     place = {"kind": kind, "vcpus": vcpus}
     pair = [cells.get((kind, vcpus, each)) for each in (OFF, tuning)]
-    absent = [each for each, there in zip((OFF, tuning), pair, strict=True) if there is None]
+    absent = [name for name, capture in zip((OFF, tuning), pair, strict=True) if capture is None]
     both = [each for each in pair if each is not None]
     if absent:
         open_points = [f"no capture with tuning {name}" for name in absent]
         return place | {"verdict": "missing", "better": [], "worse": [], "open": open_points}
     compared = compare(both)
     rows = compared["rows"]
-    told: dict[str, list[str]] = {}
+    metrics: dict[str, list[str]] = {}
     for row in rows:
-        told.setdefault(row["cells"][1]["direction"], []).append(row["metric"])
-    unsaid = [name for way in ("unclear", "incomparable", "missing") for name in told.get(way, [])]
+        metrics.setdefault(row["cells"][1]["direction"], []).append(row["metric"])
+    undecided = [
+        name
+        for direction in ("unclear", "incomparable", "missing")
+        for name in metrics.get(direction, [])
+    ]
     unmeasured = [name for name in PROBES if any(_empty(each, name) for each in both)]
     open_points = [
         name
-        for name in dict.fromkeys([*unmeasured, *unsaid])
+        for name in dict.fromkeys([*unmeasured, *undecided])
         if name.partition(".")[0] not in waived
     ]
-    # What a reader of a comparison must know, a gate must not overlook.
+    # Different conditions of the two captures keep the cell open as well.
     open_points += compared["notes"]
-    better, worse = told.get("better", []), told.get("worse", [])
+    better, worse = metrics.get("better", []), metrics.get("worse", [])
     verdict = "worse" if worse else "incomplete" if open_points else "better" if better else "same"
     return place | {"verdict": verdict, "better": better, "worse": worse, "open": open_points}
 

@@ -1,8 +1,8 @@
-"""The way into a slice VM: through its host, and by the key that the guest's own console showed.
+"""SSH access to a slice VM through its host, with the host key from the guest's console.
 
-A guest makes its SSH key at its first boot, and cloud-init writes it on the serial console, which
-QEMU keeps in a file of the host. The host's key is certified, so the host vouches for the guest's:
-nobody is asked over the network who he is, and nobody is believed at first sight.
+A guest creates its SSH host key at its first boot, and cloud-init writes the key to the serial
+console, which QEMU keeps in a file of the host. The host has a certificate, so the key in that file
+can be trusted without trust on first use.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from reconciler.runs.ssh import SshAccess
 
 Record = Mapping[str, Any]
 
-# Where the domain's definition puts it (plugins/module_utils/_slice_names.py).
+# Path of the console log in the domain's definition (plugins/module_utils/slice/_object_names.py).
 _CONSOLE = "/var/log/libvirt/qemu/{}-console.log"
-# The first boot stands at its beginning; a tenant can write the rest, without end.
+# The first boot is at the beginning. The tenant can write the rest, without a limit.
 _CONSOLE_BYTES = 1 << 20
 _LIMIT_S = 120
 
@@ -32,7 +32,7 @@ _KEY = re.compile(r"((?:ssh|ecdsa)-[a-z0-9-]{3,30} [A-Za-z0-9+/]{40,2000}={0,2})
 
 
 def place(allocation: Record) -> tuple[str, str]:
-    """Node and address of a tenant's running machine; Problem `no_slice_vm`."""
+    """Node id and private address of a running slice VM; Problem `no_slice_vm`."""
     shape, state = allocation["capacity_shape"], allocation["state"]
     if (shape, state) != (CapacityShape.GPU_SLICE, AllocationState.ACTIVE):
         raise Problem(
@@ -40,19 +40,19 @@ def place(allocation: Record) -> tuple[str, str]:
             409,
             expected="an active allocation of GPU slices",
             found=f"a {shape} allocation, {state}",
-            remedy="choose another with `gpuaas allocations`, or name the machine with --host",
+            remedy="choose another allocation with `gpuaas allocations`, or use --host",
         )
-    # The machine's one managed interface is that of its first slot.
+    # The machine has a single managed interface, which belongs to its first slot.
     first = min(allocation["claims"], key=lambda claim: claim["position"])
     return first["node_id"], first["private_ip"]
 
 
 def target(
-    allocation: Record, node: Record, own: Target, *, access: SshAccess, folder: Path
+    allocation: Record, node: Record, caller: Target, *, access: SshAccess, folder: Path
 ) -> Target:
-    """The allocation's machine. own: the caller's user, key, configuration and known_hosts.
+    """The slice VM of an allocation. caller: the caller's user, key, configuration and known_hosts.
 
-    Without known_hosts the guest's key is read on its host, and kept in the folder. Problem
+    Without known_hosts the guest's key is read on its host and written to the folder. Problem
     `no_slice_vm`, `console_unreadable`, `guest_key_unknown`.
     """
     _node_id, address = place(allocation)
@@ -63,10 +63,11 @@ def target(
         access=access,
         alias=node["id"],
     )
-    found = dataclasses.replace(own, host=address, user=own.user or allocation["username"], via=via)
-    if own.known_hosts:
-        return found
-    # Addresses go from one tenant to the next; the domain's name is the allocation's own.
+    user = caller.user or allocation["username"]
+    routed = dataclasses.replace(caller, host=address, user=user, via=via)
+    if caller.known_hosts:
+        return routed
+    # The domain's name is unique to the allocation. The address had other tenants before.
     domain = f"gpuaas-slice-{allocation['id'].replace('-', '')}"
     keys = host_keys(_console(via, domain))
     if not keys:
@@ -74,20 +75,20 @@ def target(
             "guest_key_unknown",
             409,
             expected=f"SSH host keys of the guest on its console, {_CONSOLE.format(domain)}",
-            found="none",
-            remedy="let the image's cloud-init run keys-to-console, or give the guest's key with"
+            found="no key",
+            remedy="enable keys-to-console in the image's cloud-init, or pass the guest's key with"
             " --known-hosts",
         )
     file = folder / "known_hosts"
     file.write_text("".join(f"{domain} {key}\n" for key in keys))
-    return dataclasses.replace(found, alias=domain, known_hosts=file)
+    return dataclasses.replace(routed, alias=domain, known_hosts=file)
 
 
 def host_keys(console: str) -> list[str]:
-    """What the first boot showed; whatever a tenant has written since then does not count."""
+    """Host keys of the first boot. Later output is ignored, because the tenant can write it."""
     block = _BLOCK.search(console)
     lines = [line.strip() for line in block[1].splitlines()] if block else []
-    return [found[1] for line in lines if (found := _KEY.fullmatch(line))]
+    return [match[1] for line in lines if (match := _KEY.fullmatch(line))]
 
 
 def _console(via: Target, domain: str) -> str:
@@ -116,6 +117,6 @@ def _unreadable(via: Target, found: str) -> Problem:
         502,
         expected=f"to read the guest's console on its host {via.alias}",
         found=found,
-        remedy="look at the host with `gpuaas nodes show`, or give the guest's key with"
+        remedy="check the host with `gpuaas nodes show`, or pass the guest's key with"
         " --known-hosts",
     )

@@ -1,4 +1,4 @@
-"""A comparison as one HTML page: picture, table, what to know; no script, nothing loaded. Pure."""
+"""HTML page of a comparison: chart, table and notes, without a script or anything to load. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.etree import ElementTree as ET
 
-from reconciler.benchmark.picture import element
+from reconciler.benchmark.chart import element
 from reconciler.benchmark.text import cell, percent, plain
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -18,7 +18,7 @@ th, td { border-bottom: 1px solid #8a96a3; padding: .3rem .8rem; text-align: lef
 
 
 def html(comparison: Mapping[str, Any]) -> str:
-    """The page as a document of its own."""
+    """The page as a document."""
     root = ET.Element("html", {"lang": "en"})
     head, body = ET.SubElement(root, "head"), ET.SubElement(root, "body")
     ET.SubElement(head, "meta", {"charset": "utf-8"})
@@ -40,8 +40,8 @@ def html(comparison: Mapping[str, Any]) -> str:
 
 def _line(row: Mapping[str, Any]) -> list[str]:
     reference = row["reference_percent"]
-    told = "" if reference is None else percent(reference)
-    return [row["metric"], row["unit"], *(cell(each) for each in row["cells"]), told]
+    text = "" if reference is None else percent(reference)
+    return [row["metric"], row["unit"], *(cell(each) for each in row["cells"]), text]
 
 
 def _table(body: ET.Element, heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Where a capture runs: this machine, or one that is already trusted, over SSH or two of them."""
+"""Target of a capture: this machine, or a trusted machine over SSH, directly or through another."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ _JUMP = re.compile(
     rf"((?P<user>{_USER.pattern})@)?(\[(?P<six>[0-9a-fA-F:]+)\]|(?P<host>[^:\[\]]+))(:(?P<port>\d{{1,5}}))?"
 )
 
-# The program comes over standard input: -I keeps the target's own modules out, -B leaves no caches.
+# The program comes over standard input. -I ignores modules of the target, -B writes no caches.
 _PYTHON = ("-I", "-B", "-")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """host empty: this machine. access: the reconciler's identity; without it the caller's own SSH
-    configuration (config: another file), keys and known_hosts. alias: under which name the host key
-    is known: the node's id, or the domain of a guest whose address others had before it.
-    via: the machine to go through, which only carries what is encrypted for this one.
+    """A machine to measure.
+
+    host: empty for this machine. access: the reconciler's identity; without it ssh uses the
+    caller's configuration (config: another file), keys and known_hosts. alias: name of the host
+    key: the id of a node, or the domain of a guest, whose address had other tenants before.
+    via: machine to connect through; it only forwards encrypted traffic.
     """
 
     host: str = ""
@@ -43,7 +45,7 @@ class Target:
 
 
 def command(target: Target) -> list[str]:
-    """The argument list that reads the harness on standard input."""
+    """Arguments of the command that reads the harness on standard input."""
     front = ["sudo", "-n"] if target.sudo else []
     if not target.host:
         return [*front, sys.executable, *_PYTHON]
@@ -51,23 +53,23 @@ def command(target: Target) -> list[str]:
 
 
 def remote(target: Target, program: Sequence[str]) -> list[str]:
-    """The argument list that runs a program on the target, over SSH."""
+    """Arguments of the command that runs a program on the target over SSH."""
     return [*_client(target), "--", target.host, shlex.join(program)]
 
 
 def jump(text: str) -> Target:
-    """The machine to go through, from `user@host:port`; only the host is needed."""
-    found = _JUMP.fullmatch(text)
-    host = (found["six"] or found["host"]) if found else ""
-    if found is None or not _HOST.fullmatch(host):
-        raise _invalid("via", text, "user@host:port, of which user and port may be missing")
-    return Target(host=host, user=found["user"] or "", port=int(found["port"] or 0))
+    """The machine to connect through, from `user@host:port`. User and port are optional."""
+    match = _JUMP.fullmatch(text)
+    host = (match["six"] or match["host"]) if match else ""
+    if match is None or not _HOST.fullmatch(host):
+        raise _invalid("via", text, "user@host:port, with optional user and port")
+    return Target(host=host, user=match["user"] or "", port=int(match["port"] or 0))
 
 
 def _client(target: Target) -> list[str]:
     _ensure("host", target.host, _HOST)
     words = ["ssh", *_trust(target), "-o", "RequestTTY=no", "-o", "ClearAllForwardings=yes"]
-    # It runs until the target's own greeting, so two log-ins may lie within it.
+    # The limit includes the login to the machine in between.
     words += ["-o", f"ConnectTimeout={15 if target.via is None else 60}"]
     if target.via:
         words += ["-o", f"ProxyCommand={_carrier(target.via)}"]
@@ -80,8 +82,8 @@ def _client(target: Target) -> list[str]:
 
 
 def _carrier(via: Target) -> str:
-    """A shell line for ssh. Its own ProxyJump would dial that machine without our settings."""
-    # A percent sign begins a token of ssh's, also where it belongs to a name.
+    """Shell command for ssh's ProxyCommand. ProxyJump would connect without our settings."""
+    # ssh expands a percent sign as a token, so the sign is doubled.
     client = shlex.join(_client(via)).replace("%", "%%")
     return f"{client} -W '[%h]:%p' -- {shlex.quote(via.host).replace('%', '%%')}"
 
@@ -90,7 +92,7 @@ def _trust(target: Target) -> list[str]:
     if target.access:
         return options(target.access, target.alias)
     settings = {
-        # Never trust on first use: a capture of the wrong machine is worse than none.
+        # No trust on first use: a capture of the wrong machine is worse than no capture.
         "StrictHostKeyChecking": "yes",
         "UpdateHostKeys": "no",
         "BatchMode": "yes",
@@ -108,7 +110,7 @@ def _trust(target: Target) -> list[str]:
         settings["UserKnownHostsFile"] = f'"{target.known_hosts.resolve()}"'
         settings["GlobalKnownHostsFile"] = "/dev/null"
     words = [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]
-    # The first value that ssh is given for an option counts: a configuration cannot undo these.
+    # ssh uses the first value of an option, so a configuration file cannot override these.
     return words + (["-F", str(target.config.resolve())] if target.config else [])
 
 
@@ -123,5 +125,5 @@ def _invalid(noun: str, name: str, expected: str) -> Problem:
         400,
         expected=expected,
         found=repr(name),
-        remedy=f"give --{noun} as the machine knows it, without options",
+        remedy=f"correct --{noun}; it must not contain options",
     )

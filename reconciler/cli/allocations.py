@@ -1,4 +1,4 @@
-"""`gpuaas launch`, `release`, `allocations`, `recover`."""
+"""Allocations: `gpuaas launch`, `release`, `allocations`, `allocation`, `explain`."""
 
 from __future__ import annotations
 
@@ -8,45 +8,49 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from reconciler.cli import runbook, session, show
-from reconciler.cli.projects import known, or_name_one
+from reconciler.cli import output, session
+from reconciler.cli.projects import project_id, suggesting
 from reconciler.model.errors import Problem
-from reconciler.wait_timeout import Patience
+from reconciler.wait_timeout import WaitTimeout
 
 Project = Annotated[
     str,
-    typer.Option(envvar="GPUAAS_PROJECT", callback=known, help="The project's id or name."),
+    typer.Option(envvar="GPUAAS_PROJECT", callback=project_id, help="The project's id or name."),
 ]
 Allocation = Annotated[str, typer.Argument(help="The allocation's id.")]
 COLUMNS = ("id", "state", "gpu_count", "hostname", "connection.host", "created_at", "error_code")
 
+app = typer.Typer(no_args_is_help=True, help="One allocation: show it, or force its release.")
 
-def mount(app: typer.Typer) -> None:
-    """Add what tenants type, and what operators type when it went wrong."""
-    app.command("launch")(launch)
-    app.command("release")(release)
-    app.command("allocations")(list_allocations)
-    app.command("recover")(recover)
+
+def mount(parent: typer.Typer) -> None:
+    """Add the commands to the program."""
+    parent.add_typer(app, name="allocation")
+    parent.command("launch")(launch)
+    parent.command("release")(release)
+    parent.command("allocations")(list_allocations)
+    parent.command("explain")(explain)
 
 
 def launch(
     context: typer.Context,
     *,
     project: Project,
-    image: Annotated[str, typer.Option(help="Name of an image; a slice needs one.")] = "",
-    image_version: Annotated[str, typer.Option(help="The newest unless given.")] = "",
+    image: Annotated[str, typer.Option(help="Name of an image; required for a slice.")] = "",
+    image_version: Annotated[str, typer.Option(help="Default: the newest.")] = "",
     key: Annotated[list[Path], typer.Option(help="File with a public SSH key; may be repeated.")],
     shape: Annotated[
-        Literal["gpu_slice", "baremetal"], typer.Option(help="Whole GPUs in a VM, or a machine.")
+        Literal["gpu_slice", "baremetal"],
+        typer.Option(help="A VM with whole GPUs, or a whole machine."),
     ] = "gpu_slice",
-    gpus: Annotated[int, typer.Option(min=1, help="Of a slice.")] = 1,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of a slice.")] = 1,
     username: str = "ubuntu",
     hostname: str = "slice",
     region: str = "",
-    pool: Annotated[str, typer.Option(help="Nodes of this pool only.")] = "",
-    wait: Annotated[bool, typer.Option(help="Until it can be used.")] = True,
+    pool: Annotated[str, typer.Option(help="Use only nodes of this pool.")] = "",
+    wait: Annotated[bool, typer.Option(help="Wait until it can be used.")] = True,
 ) -> None:
-    """A virtual machine with whole GPUs, or a whole machine as it is installed."""
+    """Launch a virtual machine with whole GPUs, or a whole bare-metal machine."""
     here = session.of(context)
     body: dict[str, Any] = {
         "capacity_shape": shape,
@@ -62,89 +66,160 @@ def launch(
     if image:
         body["image"] = image
     try:
-        made = here.client.post(f"/projects/{project}/allocations", body)
+        allocation = here.client.post(f"/projects/{project}/allocations", body)
     except Problem as problem:
-        _say_why(here, problem, gpus)
+        _explain_refusal(here, problem, gpus)
         raise
-    show.record(here, _until(here, made, {"active", "failed"}) if wait else made)
-
-
-def _say_why(here: session.Session, refused: Problem, gpus: int) -> None:
-    """What holds the GPUs that are not free, as the service counts it; JSON has it already."""
-    why = refused.detail.get("explanation")
-    if here.output == "json" or not isinstance(why, dict) or not why.get("reasons"):
-        return
-    show.line("not free: " + ", ".join(f"{n} {code}" for code, n in why["reasons"].items()))
-    if "nodes" in why:
-        show.line(f"`gpuaas explain --gpus {gpus}` shows it by node")
+    if wait:
+        allocation = _wait_for(here, allocation, {"active", "failed"})
+    output.record(here, allocation)
 
 
 def release(
     context: typer.Context,
     allocation: Allocation,
     project: Project,
-    wait: Annotated[bool, typer.Option(help="Until its disks are proven clean.")] = True,
+    wait: Annotated[bool, typer.Option(help="Wait until its disks are proven clean.")] = True,
 ) -> None:
     """Give an allocation back."""
     here = session.of(context)
-    ended = here.client.post(f"/projects/{project}/allocations/{allocation}/release")
-    show.record(here, _until(here, ended, {"released", "failed"}) if wait else ended)
+    document = here.client.post(f"/projects/{project}/allocations/{allocation}/release")
+    if wait:
+        document = _wait_for(here, document, {"released", "failed"})
+    output.record(here, document)
 
 
 def list_allocations(
     context: typer.Context,
     project: Annotated[
         str,
-        typer.Option(envvar="GPUAAS_PROJECT", callback=known, help="Without one: all, for admins."),
+        typer.Option(
+            envvar="GPUAAS_PROJECT", callback=project_id, help="Default: all, for admins only."
+        ),
     ] = "",
-    state: Annotated[str, typer.Option(help="Only those, such as active or failed.")] = "",
+    state: Annotated[str, typer.Option(help="Only this state, such as active or failed.")] = "",
 ) -> None:
-    """A project's allocations, or all of them."""
+    """List the allocations of a project, or of all projects."""
     here = session.of(context)
     query = {"state": state} if state else {}
     if project:
-        found = list(here.client.items(f"/projects/{project}/allocations", **query))
-        show.rows(here, found, *COLUMNS)
+        allocations = list(here.client.items(f"/projects/{project}/allocations", **query))
+        output.rows(here, allocations, *COLUMNS)
         return
-    with or_name_one():
-        found = list(here.client.items("/admin/allocations", **query))
-    show.rows(here, found, "id", "project_id", "state", "node_id", "gpu_count", "error.code")
+    with suggesting():
+        allocations = list(here.client.items("/admin/allocations", **query))
+    columns = ("id", "project_id", "state", "node_id", "gpu_count", "error.code")
+    output.rows(here, allocations, *columns)
 
 
-def recover(
+@app.command("show")
+def show_allocation(
     context: typer.Context,
     allocation: Allocation,
-    reason: Annotated[str, typer.Option(help="Kept in the audit log.")],
+    project: Annotated[
+        str,
+        typer.Option(
+            envvar="GPUAAS_PROJECT",
+            callback=project_id,
+            help="Show what members see. Default: everything, for admins only.",
+        ),
+    ] = "",
 ) -> None:
-    """Bring the slots of a failed allocation back, with evidence at every step."""
+    """Show an allocation; admins also see its claims, tasks and history."""
     here = session.of(context)
-    from reconciler import recovery
-
-    def told(step: str, found: dict[str, Any]) -> None:
-        show.line(f"  {step}")
-        for line in runbook.lines(step, found):
-            show.line(f"    {line}")
-
-    evidence = recovery.recover(here.client, allocation, reason, told)
-    if here.output == "json":
-        show.document(evidence)
+    path = f"/projects/{project}/allocations" if project else "/admin/allocations"
+    with suggesting():
+        document = here.client.get(f"{path}/{allocation}")
+    if here.output == "json" or project:
+        output.record(here, document)
         return
-    # All of it was told as it came; what is asked at the end is how the slots are.
-    after = [{"id": key, **slot} for key, slot in evidence["inventory_after"].items()]
-    show.rows(here, after, "slot_index", "id", "status", "health_state")
+    # Lists get tables of their own: as JSON in a cell they would be unreadable.
+    claims, tasks, events = (document.pop(name) for name in ("claims", "tasks", "timeline"))
+    document.pop("task_ids", None)
+    output.record(here, document)
+    output.rows(here, claims, "slot_id", "state", "gpu_pci_address", "nvme_identity", "fence")
+    output.rows(here, tasks, "id", "kind", "state", "created_at", "error.code")
+    changes = [row for row in events if row["type"] == "state"]
+    output.rows(here, changes, "at", "entity", "source", "target", "actor", "reason")
 
 
-def _until(here: session.Session, allocation: dict[str, Any], states: set[str]) -> dict[str, Any]:
+@app.command("force-release")
+def force_release(
+    context: typer.Context,
+    allocation: Allocation,
+    reason: Annotated[str, typer.Option(help="Kept in history and audit.")],
+    yes: Annotated[bool, typer.Option(help="Do not ask.")] = False,
+) -> None:
+    """End use and billing although the host never answers; its slots stay blocked."""
+    here = session.of(context)
+    if not yes:
+        typer.confirm(
+            f"{allocation} ends for its tenant, even if it still runs. Go on?",
+            abort=True,
+            err=True,
+        )
+    path = f"/admin/allocations/{allocation}/force-release"
+    output.record(here, here.client.post(path, {"reason": reason}))
+
+
+def explain(
+    context: typer.Context,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the slice.")] = 1,
+    region: str = "",
+    pool: str = "",
+    node: Annotated[str, typer.Option(help="Consider only this node.")] = "",
+) -> None:
+    """Explain where a launch would be placed, and why not elsewhere. Reserves nothing."""
+    here = session.of(context)
+    filters = {"region": region, "pool": pool, "node_id": node}
+    query = {name: value for name, value in filters.items() if value}
+    document = here.client.get("/admin/placement/explain", gpus=gpus, **query)
+    if here.output == "json":
+        output.document(document)
+        return
+    summary = dict(document["explanation"])
+    nodes = summary.pop("nodes")
+    output.record(here, summary | (document["placement"] or {}))
+    output.rows(here, nodes, "node_id", "slots", "free", "largest", "reasons")
+
+
+def public_key(file: Path) -> str:
+    """The public SSH key in a file; Problem `file_invalid`."""
+    try:
+        text = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _invalid_key(file, getattr(error, "strerror", None) or "no text") from error
+    # A private key must not leave this machine, not even to be refused.
+    if "PRIVATE KEY" in text:
+        raise _invalid_key(file, "a private key")
+    if len(text.splitlines()) != 1:
+        raise _invalid_key(file, f"{len(text.splitlines())} lines")
+    return text
+
+
+def _explain_refusal(here: session.Session, problem: Problem, gpus: int) -> None:
+    """Print what holds the GPUs that are not free; JSON output contains it already."""
+    why = problem.detail.get("explanation")
+    if here.output == "json" or not isinstance(why, dict) or not why.get("reasons"):
+        return
+    output.line("not free: " + ", ".join(f"{n} {code}" for code, n in why["reasons"].items()))
+    if "nodes" in why:
+        output.line(f"`gpuaas explain --gpus {gpus}` shows it by node")
+
+
+def _wait_for(
+    here: session.Session, allocation: dict[str, Any], states: set[str]
+) -> dict[str, Any]:
     path = f"/projects/{allocation['project_id']}/allocations/{allocation['id']}"
-    # As long as the service lets it take: eight disks are wiped one after another, some for hours.
-    patience, told = Patience(), ""
+    # As long as the service allows: eight disks are wiped one after another, some for hours.
+    timeout, last_state = WaitTimeout(), ""
     while allocation["state"] not in states:
-        if allocation["state"] != told:
-            told = allocation["state"]
-            show.line(f"allocation {allocation['id']} {told}")
-        _refuse_stranded(allocation)
-        if patience.ends(allocation["state_since"], allocation["deadline_at"]):
-            raise _stuck(allocation, states)
+        if allocation["state"] != last_state:
+            last_state = allocation["state"]
+            output.line(f"allocation {allocation['id']} {last_state}")
+        _refuse_failed_release(allocation)
+        if timeout.ends(allocation["state_since"], allocation["deadline_at"]):
+            raise _timed_out(allocation, states)
         time.sleep(1)
         allocation = here.client.get(path)
     if allocation["state"] == "failed":
@@ -158,19 +233,19 @@ def _until(here: session.Session, allocation: dict[str, Any], states: set[str]) 
     return allocation
 
 
-def _refuse_stranded(allocation: dict[str, Any]) -> None:
-    """A release that has failed goes on when an operator looks after it: not while one waits."""
+def _refuse_failed_release(allocation: dict[str, Any]) -> None:
+    """A failed release goes on only after an operator has acted, so the command does not wait."""
     if allocation["state"] == "releasing" and allocation["error_code"]:
         raise Problem(
             allocation["error_code"],
             expected=f"allocation {allocation['id']} to be released",
             found="releasing: its clean-up has failed",
-            remedy="leave it to the operators, who bring it to its end with"
+            remedy="leave it to the operators, who finish it with"
             f" `gpuaas recover {allocation['id']} --reason WHY`; `gpuaas allocations` shows when",
         )
 
 
-def _stuck(allocation: dict[str, Any], states: set[str]) -> Problem:
+def _timed_out(allocation: dict[str, Any], states: set[str]) -> Problem:
     return Problem(
         "allocation_timeout",
         504,
@@ -180,21 +255,7 @@ def _stuck(allocation: dict[str, Any], states: set[str]) -> Problem:
     )
 
 
-def public_key(file: Path) -> str:
-    """What is in it; Problem `file_invalid`."""
-    try:
-        text = file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise _no_key(file, getattr(error, "strerror", None) or "no text") from error
-    # A private key must not leave this machine, not even to be refused.
-    if "PRIVATE KEY" in text:
-        raise _no_key(file, "a private key")
-    if len(text.splitlines()) != 1:
-        raise _no_key(file, f"{len(text.splitlines())} lines")
-    return text
-
-
-def _no_key(file: Path, found: str) -> Problem:
+def _invalid_key(file: Path, found: str) -> Problem:
     return Problem(
         "file_invalid",
         422,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from reconciler.cli import session, show
+from reconciler.cli import output, session
 from reconciler.cli.allocations import Project, public_key
 
 app = typer.Typer(no_args_is_help=True, help="Applications on the allocations of a project.")
@@ -25,9 +25,9 @@ def create(
         list[str] | None, typer.Option(help="Id of a worker's allocation; may be repeated.")
     ] = None,
     key: Annotated[Path, typer.Option(help="File with the public key of the app's controller.")],
-    slug: Annotated[str, typer.Option(help="Which application.")] = "slurm-reference",
+    slug: Annotated[str, typer.Option(help="The application.")] = "slurm-reference",
 ) -> None:
-    """An instance over active allocations; each of them gets the managed key."""
+    """Create an instance over active allocations; each of them gets the managed key."""
     here = session.of(context)
     body = {
         "slug": slug,
@@ -36,48 +36,48 @@ def create(
         "controller_allocation_id": controller,
         "worker_allocation_ids": worker or [],
     }
-    show.record(here, here.client.post(_at(project), body))
+    output.record(here, here.client.post(_path(project), body))
 
 
 @app.command("list")
 def list_instances(context: typer.Context, project: Project) -> None:
-    """The project's instances."""
+    """List the project's instances."""
     here = session.of(context)
-    found = list(here.client.items(_at(project)))
-    show.rows(here, found, "id", "slug", "name", "status", "status_reason", "created_at")
+    instances = list(here.client.items(_path(project)))
+    output.rows(here, instances, "id", "slug", "name", "status", "status_reason", "created_at")
 
 
 @app.command("show")
 def show_instance(context: typer.Context, instance: Instance, project: Project) -> None:
-    """One instance, and what it waits for."""
+    """Show an instance, with the reason if it waits."""
     here = session.of(context)
-    show.record(here, here.client.get(_at(project, instance)))
+    output.record(here, here.client.get(_path(project, instance)))
 
 
 @app.command()
 def members(context: typer.Context, instance: Instance, project: Project) -> None:
-    """Its allocations: where they are reached, and until when its key is good there."""
+    """List the members of an instance with their SSH address and key expiry."""
     here = session.of(context)
     columns = ("role", "allocation_id", "status", "status_reason", "connection.host")
-    more = ("adapter_detail.hostname", "adapter_detail.bootstrap_ssh", "adapter_detail.phase")
-    found = list(here.client.items(f"{_at(project, instance)}/members"))
-    show.rows(here, found, *columns, *more, "adapter_detail.key_expires_at")
+    detail = ("adapter_detail.hostname", "adapter_detail.bootstrap_ssh", "adapter_detail.phase")
+    rows = list(here.client.items(f"{_path(project, instance)}/members"))
+    output.rows(here, rows, *columns, *detail, "adapter_detail.key_expires_at")
 
 
 @app.command()
 def operations(context: typer.Context, instance: Instance, project: Project) -> None:
-    """What was done with its members, and how it ended."""
+    """List operations on members and their results."""
     here = session.of(context)
-    found = list(here.client.items(f"{_at(project, instance)}/member-operations"))
-    _operations(here, found)
+    rows = list(here.client.items(f"{_path(project, instance)}/member-operations"))
+    _print_operations(here, rows)
 
 
 @app.command("reconcile-ssh")
 def reconcile_ssh(context: typer.Context, instance: Instance, project: Project) -> None:
-    """Put the managed key on every member again."""
+    """Install the managed key on every member again."""
     here = session.of(context)
-    answer = here.client.post(f"{_at(project, instance)}/bootstrap-ssh/reconcile", {})
-    _operations(here, answer["operations"])
+    answer = here.client.post(f"{_path(project, instance)}/bootstrap-ssh/reconcile", {})
+    _print_operations(here, answer["operations"])
 
 
 @app.command()
@@ -87,15 +87,15 @@ def stop(
     project: Project,
     reason: Annotated[str, typer.Option(help="Kept in the audit log.")] = "",
 ) -> None:
-    """End an instance and take its keys away; its allocations stay."""
+    """Stop an instance and remove its keys; its allocations stay."""
     here = session.of(context)
-    show.record(here, here.client.post(f"{_at(project, instance)}/stop", {"reason": reason}))
+    output.record(here, here.client.post(f"{_path(project, instance)}/stop", {"reason": reason}))
 
 
-def _at(project: str, *instance: str) -> str:
+def _path(project: str, *instance: str) -> str:
     return "/".join((f"/projects/{project}/app-instances", *instance))
 
 
-def _operations(here: session.Session, found: list[show.Record]) -> None:
+def _print_operations(here: session.Session, operations: list[output.Record]) -> None:
     columns = ("id", "kind", "status", "failure_code", "member_id", "task_id", "finished_at")
-    show.rows(here, found, *columns)
+    output.rows(here, operations, *columns)

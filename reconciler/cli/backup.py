@@ -1,4 +1,4 @@
-"""`gpuaas backup` and `gpuaas restore`: docs/operations.md says what follows."""
+"""`gpuaas backup` and `gpuaas restore`; docs/operations.md describes the steps afterwards."""
 
 from __future__ import annotations
 
@@ -7,46 +7,46 @@ from typing import Annotated
 
 import typer
 
-from reconciler.cli import session, show
+from reconciler.cli import output, session
 from reconciler.model.errors import Problem
 
 
 def mount(app: typer.Typer) -> None:
-    """Add both."""
+    """Add the commands to the program."""
     app.command("backup")(backup)
     app.command("restore")(restore)
 
 
 def backup(
     context: typer.Context,
-    file: Annotated[Path, typer.Argument(help="A new file; it will hold private keys.")],
+    file: Annotated[Path, typer.Argument(help="A new file; it will contain private keys.")],
 ) -> None:
-    """Database, SSH authorities and settings in one file, beside a service that runs."""
+    """Save database, SSH authorities and settings in one file. The service may keep running."""
     from reconciler.backup import archive
     from reconciler.settings import Settings
 
-    show.record(session.of(context), archive.write(Settings(), file))
+    output.record(session.of(context), archive.write(Settings(), file))
 
 
 def restore(
     context: typer.Context,
-    file: Annotated[Path, typer.Argument(help="What `gpuaas backup` made.")],
+    file: Annotated[Path, typer.Argument(help="A file of `gpuaas backup`.")],
 ) -> None:
-    """Make the site of a backup in an empty state folder, with the service stopped.
+    """Restore a backup into an empty state folder, with the service stopped.
 
-    What was running or waiting is ended, not repeated; nothing is on sale until its host is proven
-    again. Tokens and host keys that were revoked after the backup are valid again: the answer names
-    each, and what to do.
+    Running and waiting tasks are ended, not repeated. Nothing is on sale until its host is proven
+    again. Tokens and host keys that were revoked after the backup are valid again: the answer lists
+    them with the steps to take.
     """
-    _readable(file)
+    _check_readable(file)
     from reconciler.backup.restore import restore as make
     from reconciler.settings import Settings
 
-    show.record(session.of(context), make(Settings(), file))
+    output.record(session.of(context), make(Settings(), file))
 
 
-def _readable(file: Path) -> None:
-    """Problem `backup_unreadable` for what cannot be opened, in words and before anything is."""
+def _check_readable(file: Path) -> None:
+    """Problem `backup_unreadable` for a file that cannot be opened, before any change."""
     try:
         file.open("rb").close()
     except OSError as error:

@@ -11,24 +11,25 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from reconciler.benchmark import document, guest, page, picture
+from reconciler.benchmark import document, guest
 from reconciler.benchmark import gate as judge
 from reconciler.benchmark.capture import capture as measure
 from reconciler.benchmark.compare import compare as differences
 from reconciler.benchmark.harness.request import Request
 from reconciler.benchmark.target import Target, jump
 from reconciler.benchmark.text import cell, percent
-from reconciler.cli import session, show
+from reconciler.cli import output, session
 from reconciler.model.errors import Problem
 from reconciler.runs.ssh import SshAccess
 
 app = typer.Typer(
-    no_args_is_help=True, help="Measure bare metal and VMs alike; compare; judge a tuning profile."
+    no_args_is_help=True,
+    help="Measure bare metal and VMs, compare captures, judge a tuning profile.",
 )
 
-Files = Annotated[list[Path], typer.Argument(help="Captures; the first is the baseline.")]
+Files = Annotated[list[Path], typer.Argument(help="Captures; the first is the reference.")]
 
-# For trying it out: seconds instead of minutes, and comparable only with its own kind.
+# Takes seconds instead of minutes; comparable only with other quick captures.
 _FULL = Request(label="", kind="auto")
 _QUICK = dataclasses.replace(
     _FULL, repetitions=3, cpu_steps=500_000, memory_bytes=16 << 20, seconds=2
@@ -41,51 +42,62 @@ _TUNING = re.compile(r"[a-z0-9][a-z0-9_.+-]{0,63}")
 def capture(
     context: typer.Context,
     *,
-    label: Annotated[str, typer.Option(help="What people call this capture.")],
-    output: Annotated[Path, typer.Option(help="The JSON file to write.")],
+    label: Annotated[str, typer.Option(help="Name of this capture.")],
+    file: Annotated[Path, typer.Option("--output", help="The JSON file to write.")],
     kind: Annotated[
         Literal["auto", "host", "vm"],
-        typer.Option(help="Bare metal or VM; auto asks the machine's CPU."),
+        typer.Option(help="Bare metal or VM; auto reads it from the machine's CPU."),
     ] = "auto",
-    tuning: Annotated[str, typer.Option(help="off, or the profiles that are on: a+b.")] = "off",
-    vcpus: Annotated[int, typer.Option(min=0, help="Refuse when it has another number.")] = 0,
-    host: Annotated[str, typer.Option(help="Its address; this machine unless given.")] = "",
-    user: Annotated[str, typer.Option(help="Of SSH.")] = "",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Of SSH.")] = 0,
-    ssh_key: Annotated[Path | None, typer.Option(help="A private key.")] = None,
-    ssh_config: Annotated[Path | None, typer.Option(help="For ssh -F.")] = None,
+    tuning: Annotated[str, typer.Option(help="off, or the active profiles: a+b.")] = "off",
+    vcpus: Annotated[
+        int, typer.Option(min=0, help="Refuse a machine with another number of CPUs.")
+    ] = 0,
+    host: Annotated[str, typer.Option(help="The machine's address; default: this machine.")] = "",
+    user: Annotated[str, typer.Option(help="User of SSH.")] = "",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of SSH.")] = 0,
+    ssh_key: Annotated[Path | None, typer.Option(help="File with a private key for SSH.")] = None,
+    ssh_config: Annotated[Path | None, typer.Option(help="File for ssh -F.")] = None,
     known_hosts: Annotated[
-        Path | None, typer.Option(help="Trusted keys; yours unless given.")
+        Path | None, typer.Option(help="File of trusted host keys; default: your own.")
     ] = None,
     node_id: Annotated[
-        str, typer.Option(help="The host's node: certified key, the reconciler's own identity.")
+        str,
+        typer.Option(
+            help="The host's node, to use its certified key and the reconciler's identity."
+        ),
     ] = "",
     via: Annotated[
-        str, typer.Option(help="user@host:port to go through; with --node-id it is the node.")
+        str, typer.Option(help="Jump host, user@host:port; with --node-id it is the node.")
     ] = "",
     allocation: Annotated[
-        str, typer.Option(help="A slice VM, through its host, by the key on its console.")
+        str, typer.Option(help="A slice VM, through its host, with the host key from its console.")
     ] = "",
     sudo: Annotated[bool, typer.Option("--sudo", help="Measure as root.")] = False,
-    fio_target: Annotated[str, typer.Option(help="An approved disk or file; only read.")] = "",
-    rdma_peer: Annotated[str, typer.Option(help="Runs `ib_write_bw` as the server.")] = "",
+    fio_target: Annotated[
+        str, typer.Option(help="An approved disk or file; it is only read.")
+    ] = "",
+    rdma_peer: Annotated[
+        str, typer.Option(help="Machine that runs `ib_write_bw` as the server.")
+    ] = "",
     rdma_device: Annotated[str, typer.Option(help="For example mlx5_0.")] = "",
-    vllm_model: Annotated[str, typer.Option(help="Already there.")] = Request.vllm_model,
-    quick: Annotated[bool, typer.Option("--quick", help="Small sizes, to try it out.")] = False,
+    vllm_model: Annotated[
+        str, typer.Option(help="A model that is already on the machine.")
+    ] = Request.vllm_model,
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes, for a trial.")] = False,
 ) -> None:
-    """Measure one machine. Nothing is installed, written or left there."""
+    """Measure a machine. Nothing is installed, written or left there."""
     if not 1 <= len(label) <= 100 or not label.isprintable():
         raise _refused("label_invalid", "1 to 100 printable characters", repr(label), "--label")
     if not _TUNING.fullmatch(tuning):
         raise _refused("tuning_invalid", "off, or profile names joined by +", tuning, "--tuning")
     if allocation and (host or via or node_id):
         raise _refused(
-            "way_ambiguous", "--allocation alone", "another way beside it", "--allocation"
+            "way_ambiguous", "--allocation alone", "another address beside it", "--allocation"
         )
     if (node_id or via) and not host:
         raise _refused("host_missing", "the machine's address", "none", "--host")
     size = _QUICK if quick else _FULL
-    asked = dataclasses.replace(
+    request = dataclasses.replace(
         size,
         label=label,
         kind=kind,
@@ -96,7 +108,7 @@ def capture(
         rdma_device=rdma_device,
         vllm_model=vllm_model,
     )
-    own = Target(
+    base = Target(
         host=host,
         user=user,
         port=port,
@@ -107,16 +119,16 @@ def capture(
     )
     with tempfile.TemporaryDirectory(prefix="gpuaas-benchmark-") as folder:
         if allocation:
-            target = _guest(session.of(context), allocation, own, Path(folder))
+            target = _guest(session.of(context), allocation, base, Path(folder))
         else:
-            target = _routed(own, via, node_id)
-        found = measure(target, asked, show.line)
-    document.save(found, output)
-    for probe in found["probes"]:
+            target = _routed(base, via, node_id)
+        result = measure(target, request, output.line)
+    document.save(result, file)
+    for probe in result["probes"]:
         reason = probe["reason"] or {}
-        told = f"{reason.get('code', '')} {reason.get('found', '')}".strip()
-        show.line(f"{probe['probe']:<8}{probe['status']:<12}{told[:200]}".rstrip())
-    show.line(f"written: {output}")
+        text = f"{reason.get('code', '')} {reason.get('found', '')}".strip()
+        output.line(f"{probe['probe']:<8}{probe['status']:<12}{text[:200]}".rstrip())
+    output.line(f"written: {file}")
 
 
 @app.command()
@@ -124,27 +136,32 @@ def compare(
     context: typer.Context,
     files: Files,
     *,
-    svg: Annotated[Path | None, typer.Option(help="Also as a picture.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Also as a page.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Also write a chart.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write an HTML page.")] = None,
 ) -> None:
-    """What differs from the first capture, in percent."""
+    """Compare captures with the first one, in percent."""
     here = session.of(context)
     if len(files) < 2:
         raise _refused("captures_few", "two captures or more", str(len(files)), "the files")
-    found = differences([document.load(file) for file in files])
-    if svg:
-        document.write(svg, picture.svg(found))
-    if html:
-        document.write(html, page.html(found))
+    comparison = differences([document.load(file) for file in files])
+    if svg or html:
+        from reconciler.benchmark import chart, page  # the charting library takes a while to load
+
+        if svg:
+            document.write(svg, chart.svg(comparison))
+        if html:
+            document.write(html, page.html(comparison))
     if here.output == "json":
-        show.document(found)
+        output.document(comparison)
         return
     names = _names(len(files))
-    legend = [{"": name} | each for name, each in zip(names, found["captures"], strict=True)]
-    show.rows(here, legend, "", "label", "kind", "tuning", "vcpus", "hostname")
-    show.rows(here, [_line(names, row) for row in found["rows"]], *_columns(names, found))
-    for note in found["notes"]:
-        show.line(f"note: {note}")
+    legend = [{"": name} | row for name, row in zip(names, comparison["captures"], strict=True)]
+    output.rows(here, legend, "", "label", "kind", "tuning", "vcpus", "hostname")
+    output.rows(
+        here, [_line(names, row) for row in comparison["rows"]], *_columns(names, comparison)
+    )
+    for note in comparison["notes"]:
+        output.line(f"note: {note}")
 
 
 @app.command()
@@ -153,30 +170,30 @@ def gate(
     files: Files,
     *,
     without: Annotated[
-        list[str] | None, typer.Option(help="A probe that need not have figures; repeatable.")
+        list[str] | None, typer.Option(help="A probe that may lack figures; may be repeated.")
     ] = None,
     vcpus: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Captures with so many CPUs must be there; repeatable."),
+        typer.Option(min=1, help="Require captures with this number of CPUs; may be repeated."),
     ] = None,
 ) -> None:
-    """May a tuning profile become the default? Exit 0 only when one passes and none fails."""
+    """Judge whether a tuning profile may become the default; exit 0 only if all of them pass."""
     here, waived = session.of(context), without or []
     if unknown := sorted(set(waived) - set(judge.PROBES)):
         raise _refused("probe_unknown", ", ".join(judge.PROBES), ", ".join(unknown), "--without")
-    found = judge.gate([document.load(file) for file in files], waived, vcpus or [])
+    verdicts = judge.gate([document.load(file) for file in files], waived, vcpus or [])
     if here.output == "json":
-        show.document(found)
+        output.document(verdicts)
     else:
         rows = [
-            cell | {"tuning": each["tuning"]} | {way: ", ".join(cell[way]) for way in _WAYS}
-            for each in found
-            for cell in each["cells"]
+            cell | {"tuning": verdict["tuning"]} | {way: ", ".join(cell[way]) for way in _WAYS}
+            for verdict in verdicts
+            for cell in verdict["cells"]
         ]
-        show.rows(here, rows, "tuning", "kind", "vcpus", "verdict", *_WAYS)
-    for each in found:
-        show.line(f"{each['tuning']}: {'passes' if each['passes'] else 'does not pass'}")
-    if not found or not all(each["passes"] for each in found):
+        output.rows(here, rows, "tuning", "kind", "vcpus", "verdict", *_WAYS)
+    for verdict in verdicts:
+        output.line(f"{verdict['tuning']}: {'passes' if verdict['passes'] else 'does not pass'}")
+    if not verdicts or not all(verdict["passes"] for verdict in verdicts):
         raise typer.Exit(1)
 
 
@@ -184,30 +201,30 @@ _WAYS = ("better", "worse", "open")
 
 
 def _names(count: int) -> list[str]:
-    """A, B, C…: labels may be long, alike or foreign."""
+    """Column names A, B, C…, because labels may be long or equal."""
     letters = string.ascii_uppercase
     return [letters[index] if index < len(letters) else f"Z{index}" for index in range(count)]
 
 
-def _columns(names: list[str], found: dict[str, Any]) -> list[str]:
-    referenced = any(row["reference_percent"] is not None for row in found["rows"])
+def _columns(names: list[str], comparison: dict[str, Any]) -> list[str]:
+    referenced = any(row["reference_percent"] is not None for row in comparison["rows"])
     return ["metric", "unit", *names, *(["prototype"] if referenced else [])]
 
 
 def _line(names: list[str], row: dict[str, Any]) -> dict[str, str]:
     reference = row["reference_percent"]
-    cells = {name: cell(each) for name, each in zip(names, row["cells"], strict=True)}
-    told = "" if reference is None else percent(reference)
-    # A column's name is read as a path, a metric's name is a value.
-    return {"metric": row["metric"], "unit": row["unit"], **cells, "prototype": told}
+    cells = {name: cell(value) for name, value in zip(names, row["cells"], strict=True)}
+    prototype = "" if reference is None else percent(reference)
+    # A dot in a column name means a path, so metric names are values.
+    return {"metric": row["metric"], "unit": row["unit"], **cells, "prototype": prototype}
 
 
-def _routed(own: Target, via: str, node_id: str) -> Target:
-    """The target, with the node's certified key for the machine that --node-id is said of."""
+def _routed(base: Target, via: str, node_id: str) -> Target:
+    """The target, with the node's certified key for the machine that --node-id names."""
     if via:
-        hop = dataclasses.replace(jump(via), config=own.config, known_hosts=own.known_hosts)
-        return dataclasses.replace(own, via=_certified(hop, node_id))
-    return _certified(own, node_id)
+        hop = dataclasses.replace(jump(via), config=base.config, known_hosts=base.known_hosts)
+        return dataclasses.replace(base, via=_certified(hop, node_id))
+    return _certified(base, node_id)
 
 
 def _certified(target: Target, node_id: str) -> Target:
@@ -216,23 +233,25 @@ def _certified(target: Target, node_id: str) -> Target:
     return dataclasses.replace(target, user=target.user or "root", access=_access(), alias=node_id)
 
 
-def _guest(here: session.Session, allocation_id: str, own: Target, folder: Path) -> Target:
-    """A tenant's machine, with what the reconciler knows of it and of its host."""
+def _guest(here: session.Session, allocation_id: str, base: Target, folder: Path) -> Target:
+    """A tenant's machine, from the reconciler's records of it and of its host."""
     allocation = here.client.get(f"/admin/allocations/{allocation_id}")
     node_id, _address = guest.place(allocation)
     node = here.client.get(f"/admin/nodes/{node_id}")
-    return guest.target(allocation, node, own, access=_access(), folder=folder)
+    return guest.target(allocation, node, base, access=_access(), folder=folder)
 
 
 def _access() -> SshAccess:
-    """The reconciler's identity on this machine, as its runs use it."""
+    """The reconciler's SSH identity on this machine, as used by its runs."""
     from reconciler.settings import Settings
     from reconciler.trust import ca
 
     trust = ca.open_trust(Settings().state_dir)
-    own = ca.operator_identity(trust, valid_s=3 * 3600)
-    return SshAccess(key=own.key, certificate=own.certificate, known_hosts=own.known_hosts)
+    identity = ca.operator_identity(trust, valid_s=3 * 3600)
+    return SshAccess(
+        key=identity.key, certificate=identity.certificate, known_hosts=identity.known_hosts
+    )
 
 
-def _refused(code: str, expected: str, found: str, word: str) -> Problem:
-    return Problem(code, 400, expected=expected, found=found, remedy=f"correct {word}")
+def _refused(code: str, expected: str, found: str, option: str) -> Problem:
+    return Problem(code, 400, expected=expected, found=found, remedy=f"correct {option}")

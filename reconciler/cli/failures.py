@@ -1,7 +1,7 @@
-"""What a command can run into before or beside the service, said as any other refusal.
+"""Local failures as refusals: invalid settings, an unavailable database, an unusable file.
 
-Settings that are refused, a database that is away, a folder that is not ours: an operator's doing,
-so a traceback would hide it, and print values that may be secret.
+Operators cause and repair these failures. A traceback would hide the cause and print values that
+may be secret.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gpuaas")
 
-# Another has the file, or it may not be opened or written. All else that SQLite names the same way,
-# such as a column that is not there, is a defect.
+# Another process has the file, or it cannot be opened or written. Other errors of the same class,
+# such as a missing column, are defects.
 _SQLITE_AWAY = frozenset(
     {
         sqlite3.SQLITE_BUSY,
@@ -31,29 +31,29 @@ _SQLITE_AWAY = frozenset(
         sqlite3.SQLITE_CANTOPEN,
     }
 )
-# PostgreSQL's classes: no connection, an operator's intervention, no login.
+# PostgreSQL's classes: no connection, operator intervention, no login.
 _AWAY_CLASSES = ("08", "57P", "28")
-# No such database, too many connections, a lock that is not given, a server that only reads.
+# No such database, too many connections, lock not available, read-only server.
 _AWAY = frozenset({"3D000", "53300", "55P03", "25006"})
-_NOT_LET_IN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_NO_PERMISSION = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
 @contextmanager
 def logged() -> Iterator[None]:
-    """The service is told in one line why it ends; its log keeps where that came from as well."""
+    """Log the traceback of a failure that ends the service; the command prints only a refusal."""
     try:
         yield
     except Exception as failure:
         if _of_settings(failure) is None and (_of_database(failure) or _of_file(failure)):
             if hasattr(failure, "hide_parameters"):
-                # A statement's values stay out of the log.
+                # Keep the values of a statement out of the log.
                 failure.hide_parameters = True
-            log.exception("ended by what it ran into")
+            log.exception("ended by a local failure")
         raise
 
 
-def told(failure: Exception) -> Problem | None:
-    """The refusal that the failure is; None for a defect of the program itself."""
+def as_problem(failure: Exception) -> Problem | None:
+    """The failure as a refusal; None for a defect of the program itself."""
     if isinstance(failure, Problem):
         return failure
     if isinstance(failure, Refusal):
@@ -70,7 +70,7 @@ def told(failure: Exception) -> Problem | None:
 
 
 def _of_settings(failure: Exception) -> Problem | None:
-    # Whoever read no settings has not loaded what refuses them.
+    # A command that read no settings has not loaded their module.
     loaded = sys.modules.get("reconciler.settings")
     if loaded is None:
         return None
@@ -91,8 +91,8 @@ def _of_settings(failure: Exception) -> Problem | None:
             403,
             expected=f"{file} as a text file that this user may read",
             found=failure.strerror or str(failure),
-            remedy="run it as the service's user (`runuser -u gpuaas -- gpuaas …`), or, to talk to"
-            " a service as anybody else, set GPUAAS_TOKEN_FILE",
+            remedy="run it as the service's user (`runuser -u gpuaas -- gpuaas …`), or set"
+            " GPUAAS_TOKEN_FILE to talk to the service as another user",
         )
     if not isinstance(failure, ValidationError) or failure.title != loaded.Settings.__name__:
         return None
@@ -110,7 +110,7 @@ def _of_database(failure: Exception) -> Problem | None:
         return None
     from sqlalchemy import exc
 
-    # Of others the driver's text can quote the values of a statement.
+    # In other errors the driver's text can quote the values of a statement.
     if not isinstance(failure, exc.DBAPIError) or not _is_away(failure):
         return None
     return Problem(
@@ -118,30 +118,30 @@ def _of_database(failure: Exception) -> Problem | None:
         503,
         expected="a database that answers",
         found=" ".join(str(failure.orig).split())[:300],
-        remedy="look whether it runs and whether GPUAAS_DATABASE_URL, or the mode of the state"
-        " folder, lets this user in; `gpuaas doctor` looks at both",
+        remedy="check that it runs, and that GPUAAS_DATABASE_URL or the mode of the state folder"
+        " lets this user in; `gpuaas doctor` checks both",
     )
 
 
 def _is_away(failure: DBAPIError) -> bool:
-    """It is not there, or lets nobody do this now; what was asked of it may well be right."""
+    """Whether the database is unavailable or refuses access, rather than the statement wrong."""
     from sqlalchemy import exc
 
     if failure.connection_invalidated:
         return True
     cause = failure.orig
     if isinstance(cause, sqlite3.Error):
-        # The low byte is the code; the others say more of it.
+        # The low byte is the code; the other bytes refine it.
         return getattr(cause, "sqlite_errorcode", 0) & 0xFF in _SQLITE_AWAY
     state = getattr(cause, "sqlstate", None)
     if state is None:
-        # The server said nothing: no connection was made.
+        # No answer of a server: no connection was made.
         return isinstance(failure, exc.OperationalError)
     return state in _AWAY or state.startswith(_AWAY_CLASSES)
 
 
 def _of_program(failure: Exception) -> Problem | None:
-    # A program is started by its name; what has a path is a file or folder that we expected.
+    # Programs are started by name. A name with a path is a missing file or folder instead.
     if not isinstance(failure, FileNotFoundError) or not _starts_program(failure):
         return None
     return Problem(
@@ -157,22 +157,22 @@ def _starts_program(failure: FileNotFoundError) -> bool:
     trace = failure.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    at = trace.tb_frame.f_globals.get("__name__") if trace else None
-    return at == "subprocess" and "/" not in str(failure.filename)
+    module = trace.tb_frame.f_globals.get("__name__") if trace else None
+    return module == "subprocess" and "/" not in str(failure.filename)
 
 
 def _of_file(failure: Exception) -> Problem | None:
-    # Without a name it is a pipe or a socket, which says nothing of this machine's files.
+    # Without a name it is a pipe or a socket, not a file of this machine.
     if not isinstance(failure, OSError) or failure.filename is None:
         return None
-    # A file that is not there, or is there already, is what the program itself did not expect.
-    if failure.errno not in _NOT_LET_IN:
+    # A missing or already existing file is a defect of the program itself.
+    if failure.errno not in _NO_PERMISSION:
         return None
     return Problem(
         "file_unusable",
         403,
         expected="files and folders that this user may use",
         found=f"{failure.filename}: {failure.strerror}",
-        remedy="run it as the service's user (`runuser -u gpuaas -- gpuaas …`), or set the folder"
-        " that is meant, such as GPUAAS_STATE_DIR",
+        remedy="run it as the service's user (`runuser -u gpuaas -- gpuaas …`), or set the intended"
+        " folder, such as GPUAAS_STATE_DIR",
     )

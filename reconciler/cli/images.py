@@ -1,4 +1,4 @@
-"""`gpuaas images`: the catalogue, and the caches of the hosts."""
+"""`gpuaas images`: the image catalogue, and the image caches of hosts."""
 
 from __future__ import annotations
 
@@ -8,30 +8,32 @@ from typing import Annotated, Literal
 
 import typer
 
-from reconciler.cli import session, show, waiting
+from reconciler.cli import output, session, tasks
 from reconciler.cli.nodes import Node, Wait
 from reconciler.model.errors import Problem
 
-app = typer.Typer(no_args_is_help=True, help="Images that virtual machines start from.")
+app = typer.Typer(no_args_is_help=True, help="Images for virtual machines.")
 
 
 @app.command("list")
 def list_images(context: typer.Context) -> None:
-    """What a launch can name; for admins, as it is registered."""
+    """List the images that a launch can name."""
     here = session.of(context)
     columns = ("id", "name", "version", "size_bytes", "digest")
     try:
-        show.rows(here, list(here.client.items("/admin/images")), *columns, "compression")
+        output.rows(here, list(here.client.items("/admin/images")), *columns, "compression")
     except Problem as problem:
         if problem.code != "role_required":
             raise
-        show.rows(here, list(here.client.items("/images")), *columns)
+        output.rows(here, list(here.client.items("/images")), *columns)
 
 
 @app.command()
 def add(
     context: typer.Context,
-    source: Annotated[str, typer.Argument(help="An http(s) URL, or a file of the reconciler's.")],
+    source: Annotated[
+        str, typer.Argument(help="An http(s) URL, or a file on the reconciler's machine.")
+    ],
     *,
     name: Annotated[str, typer.Option()],
     version: Annotated[str, typer.Option()],
@@ -39,7 +41,7 @@ def add(
     size: Annotated[int, typer.Option(help="Bytes of the raw image.")] = 0,
     compression: Annotated[Literal["none", "zstd"], typer.Option()] = "none",
 ) -> None:
-    """Register an image. Digest and size of a raw file on this machine are measured."""
+    """Register an image. For a raw file on this machine, digest and size are computed."""
     here = session.of(context)
     file = None if "://" in source else Path(source).resolve()
     if file is not None and compression == "none" and not digest:
@@ -54,7 +56,7 @@ def add(
         "url": source if file is None else file.as_uri(),
         "compression": compression,
     }
-    show.record(here, here.client.post("/admin/images", body))
+    output.record(here, here.client.post("/admin/images", body))
 
 
 @app.command()
@@ -64,29 +66,30 @@ def cache(
     image: Annotated[str, typer.Argument(help="The image's id, or its name[:version].")],
     wait: Wait = True,
 ) -> None:
-    """Bring an image into a host's cache before a tenant waits for it."""
+    """Copy an image into a host's cache in advance of a launch."""
     here = session.of(context)
-    task = here.client.post(f"/admin/nodes/{node}/image-cache", {"image_id": _known(here, image)})
-    ended = waiting.after(here, task, wait=wait)
-    show.record(here, ended["result"] if wait else ended)
+    body = {"image_id": _image_id(here, image)}
+    queued = here.client.post(f"/admin/nodes/{node}/image-cache", body)
+    task = tasks.after(here, queued, wait=wait)
+    output.record(here, task["result"] if wait else task)
 
 
-def _known(here: session.Session, image: str) -> str:
-    """The id of an image; of a name without version the newest, as a launch takes it."""
+def _image_id(here: session.Session, image: str) -> str:
+    """The id of an image. A name without version means the newest, as in a launch."""
     catalogue = list(here.client.items("/admin/images"))
     if any(row["id"] == image for row in catalogue):
         return image
     name, _, version = image.partition(":")
-    named = [row for row in catalogue if row["name"] == name and version in ("", row["version"])]
-    if not named:
+    matching = [row for row in catalogue if row["name"] == name and version in ("", row["version"])]
+    if not matching:
         raise Problem(
             "image_not_found",
             404,
             expected="the id, the name or name:version of an image in the catalogue",
             found=f"{image!r}, which no image has",
-            remedy="`gpuaas images list` shows what there is, `gpuaas images add` registers more",
+            remedy="see `gpuaas images list`, or register it with `gpuaas images add`",
         )
-    return str(max(named, key=lambda row: row["created_at"])["id"])
+    return str(max(matching, key=lambda row: row["created_at"])["id"])
 
 
 def _measure(file: Path) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""`gpuaas`: the options that all commands share, and one file per noun."""
+"""The program `gpuaas`: its shared options, and the commands of each noun."""
 
 from __future__ import annotations
 
@@ -11,23 +11,19 @@ from typing import Annotated
 import typer
 
 from reconciler.cli import (
-    allocation,
     allocations,
     apps,
     audit,
     backup,
-    capacity,
-    check,
     doctor,
     failures,
     host,
     images,
-    login,
     nodes,
-    policy,
+    output,
     projects,
+    recovery,
     service,
-    show,
     slots,
     tasks,
     tokens,
@@ -47,30 +43,27 @@ app.add_typer(slots.app, name="slots")
 app.add_typer(images.app, name="images")
 app.add_typer(projects.app, name="projects")
 app.add_typer(apps.app, name="apps")
-app.add_typer(allocation.app, name="allocation")
 app.add_typer(tasks.app, name="tasks")
-app.add_typer(tokens.app, name="token")
 service.mount(app)
-login.mount(app)
+tokens.mount(app)
 allocations.mount(app)
+recovery.mount(app)
 audit.mount(app)
-capacity.mount(app)
-policy.mount(app)
 usage.mount(app)
-check.mount(app)
 doctor.mount(app)
 backup.mount(app)
 
-# Their values follow in the next word, or after "=".
+# Options with a value, in the next word or after "=".
 SHARED = ("--api", "--token-file", "--output")
 
-# After these all words are theirs: `lab` has its own program, a capture's --output is a file.
+# These commands get all later words: `lab` is a program of its own, and a capture's --output is a
+# file.
 HANDED_ON = (["lab"], ["host", "benchmark", "capture"])
 
 
-def _tell_version(asked: bool) -> None:
-    """Before anything that needs a service, or even settings."""
-    if asked:
+def _print_version(requested: bool) -> None:
+    """Print the version. Needs no service and no settings."""
+    if requested:
         from importlib.metadata import version
 
         sys.stdout.write(f"gpuaas {version('gpuaas-slice')}\n")
@@ -85,21 +78,25 @@ def shared(
         typer.Option(
             envvar="GPUAAS_API",
             show_default=False,
-            help="The reconciler; unless given, where this machine's settings have it listen.",
+            help="Address of the reconciler; default: from this machine's settings.",
         ),
     ] = "",
     token_file: Annotated[
         Path | None,
         typer.Option(envvar="GPUAAS_TOKEN_FILE", help="A file with an API token."),
     ] = None,
-    output: Annotated[Output, typer.Option(help="For people or for programs.")] = "table",
+    output_format: Annotated[
+        Output, typer.Option("--output", help="For people (table) or for programs (json).")
+    ] = "table",
     _version: Annotated[
         bool,
-        typer.Option("--version", callback=_tell_version, is_eager=True, help="Print it and end."),
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
-    """The options of every command; they may stand anywhere on the line."""
-    context.obj = Session(api, token_file, output)
+    """Options of every command; they may stand anywhere on the command line."""
+    context.obj = Session(api, token_file, output_format)
 
 
 @app.command(
@@ -111,15 +108,15 @@ def shared(
     },
 )
 def lab(context: typer.Context) -> None:
-    """A virtual slice host on this machine; `gpuaas lab --help` lists its commands."""
-    # Not loaded for other commands: it brings what building images needs.
+    """Run a virtual slice host on this machine; see `gpuaas lab --help`."""
+    # Deferred: it loads the libraries that build images.
     from lab.cli import app as lab_app
 
     lab_app(args=context.args, prog_name="gpuaas lab")
 
 
 def hoist(words: Sequence[str]) -> list[str]:
-    """The shared options first, wherever they stood; after HANDED_ON or `--` all is left alone."""
+    """Move the shared options to the front. Words after HANDED_ON or `--` stay in place."""
     front: list[str] = []
     rest: list[str] = []
     queue = list(words)
@@ -138,16 +135,16 @@ def hoist(words: Sequence[str]) -> list[str]:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """The program; exit 1 for a refusal, 2 for a wrong command line."""
+    """Run the program; exit 1 for a refusal, 2 for a wrong command line."""
     line = hoist(sys.argv[1:] if words is None else words)
     try:
         app(args=line, prog_name="gpuaas")
     except Exception as failure:
-        problem = failures.told(failure)
+        problem = failures.as_problem(failure)
         if problem is None:
             raise
         as_json = "--output=json" in line or ("--output", "json") in itertools.pairwise(line)
-        show.failure(Session(output="json" if as_json else "table"), problem)
+        output.failure(Session(output="json" if as_json else "table"), problem)
         raise SystemExit(1) from None
 
 

@@ -1,4 +1,4 @@
-"""`gpuaas projects`, and which project a command means."""
+"""`gpuaas projects`, and the --project option of other commands."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Annotated
 
 import typer
 
-from reconciler.cli import session, show
+from reconciler.cli import output, session
 from reconciler.model.errors import Problem
 
-app = typer.Typer(no_args_is_help=True, help="Projects: whose allocations they are.")
+app = typer.Typer(no_args_is_help=True, help="Projects own allocations.")
 
 
-def known(context: typer.Context, given: str) -> str:
-    """The id of the project with this id or name; what nothing has is left for the service."""
-    if not given or context.resilient_parsing:
-        return given
-    found = list(session.of(context).client.items("/projects", limit=1000))
-    # An id first: a name may be what another project has for an id.
-    if given in {row["id"] for row in found}:
-        return given
-    return next((str(row["id"]) for row in found if row["name"] == given), given)
+def project_id(context: typer.Context, name: str) -> str:
+    """The id of the project with this id or name; an unknown name is left for the service."""
+    if not name or context.resilient_parsing:
+        return name
+    projects = list(session.of(context).client.items("/projects", limit=1000))
+    # Ids come first: the name of a project may be the id of another.
+    if name in {row["id"] for row in projects}:
+        return name
+    return next((str(row["id"]) for row in projects if row["name"] == name), name)
 
 
 @contextmanager
-def or_name_one(options: str = "--project P") -> Iterator[None]:
-    """What is for admins when no project is named: a member is told how members ask for it."""
+def suggesting(options: str = "--project P") -> Iterator[None]:
+    """Tell a member which options to use, when the command without them is for admins only."""
     try:
         yield
     except Problem as problem:
@@ -45,18 +45,18 @@ def or_name_one(options: str = "--project P") -> Iterator[None]:
 
 @app.command("list")
 def list_projects(context: typer.Context) -> None:
-    """The caller's projects; for an admin all of them."""
+    """List the caller's projects; admins see all projects."""
     here = session.of(context)
-    show.rows(here, list(here.client.items("/projects")), "id", "name", "created_at")
+    output.rows(here, list(here.client.items("/projects")), "id", "name", "created_at")
 
 
 @app.command()
 def add(
     context: typer.Context,
     name: str,
-    key: Annotated[str, typer.Option("--id", help="Made when it is left out.")] = "",
+    key: Annotated[str, typer.Option("--id", help="Default: generated.")] = "",
 ) -> None:
-    """Add a project. Commands take its name as well as its id."""
+    """Add a project. Commands accept its name as well as its id."""
     here = session.of(context)
     body = {"name": name} | ({"id": key} if key else {})
-    show.record(here, here.client.post("/admin/projects", body))
+    output.record(here, here.client.post("/admin/projects", body))

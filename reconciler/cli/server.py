@@ -1,4 +1,4 @@
-"""The process of `gpuaas serve`."""
+"""The web server of `gpuaas serve`: API, operators' listener, workers and loops in a process."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from sqlalchemy import Engine
 
 from reconciler import logs
 from reconciler.api.app import create_app
-from reconciler.api.operator import create_operator_app
-from reconciler.cli.database import opened
+from reconciler.api.health import create_operator_app
+from reconciler.cli.service import open_migrated
 from reconciler.service import addresses, listener, process
 from reconciler.service.authorities import adopt
 from reconciler.settings import Settings
 
 log = logging.getLogger("gpuaas")
 
-# How long open requests may take after the signal to stop.
+# Time that open requests have after the signal to stop.
 GRACE_S = 10
 
 
@@ -29,15 +29,15 @@ def serve(*, api_only: bool) -> None:
     """Serve until SIGINT or SIGTERM."""
     settings = Settings()
     logs.configure(settings)
-    with listener.api(settings) as taken:
-        _serve(settings, taken, api_only=api_only)
+    with listener.api(settings) as sockets:
+        _serve(settings, sockets, api_only=api_only)
 
 
-def _serve(settings: Settings, taken: list[socket.socket], *, api_only: bool) -> None:
-    engine, revision = opened(settings)
+def _serve(settings: Settings, sockets: list[socket.socket], *, api_only: bool) -> None:
+    engine, revision = open_migrated(settings)
     adopt(settings, engine)
     app = create_app(settings, engine)
-    # A process that serves a site answers for the site: see /readyz.
+    # /readyz of this process answers for the whole site.
     app.state.needed = process.NEEDED
     server = uvicorn.Server(
         uvicorn.Config(
@@ -48,8 +48,8 @@ def _serve(settings: Settings, taken: list[socket.socket], *, api_only: bool) ->
             timeout_graceful_shutdown=GRACE_S,
         )
     )
-    # uvicorn stops at a signal and then raises it again: without a handler of ours the process
-    # would end there, and the leases of its tasks would have to run out.
+    # uvicorn stops at a signal and then raises it again. Without this handler the process would end
+    # there, and its tasks would wait until their leases expire.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
     try:
@@ -57,18 +57,19 @@ def _serve(settings: Settings, taken: list[socket.socket], *, api_only: bool) ->
             listener.operators(settings, _for_operators(settings, engine)),
             process.running(settings, engine, api=True, work=not api_only),
         ):
-            log.info("database at %s, API on %s", revision, _where(settings, taken))
-            server.run(taken)
+            log.info("database at %s, API on %s", revision, _listening(settings, sockets))
+            server.run(sockets)
     finally:
         engine.dispose()
 
 
-def _where(settings: Settings, taken: list[socket.socket]) -> str:
-    """Where it listens, and the URL under which others find it where that is another."""
-    own = [f"http://{addresses.told(one.getsockname()[:2])}" for one in taken]
-    listens = " and ".join(own)
-    elsewhere = settings.public_url and settings.public_url.rstrip("/") not in own
-    return f"{listens}, for others at {settings.public_url}" if elsewhere else listens
+def _listening(settings: Settings, sockets: list[socket.socket]) -> str:
+    """The addresses that it listens on, and the public URL if it differs."""
+    urls = [f"http://{addresses.host_port(item.getsockname()[:2])}" for item in sockets]
+    text = " and ".join(urls)
+    if settings.public_url and settings.public_url.rstrip("/") not in urls:
+        return f"{text}, for others at {settings.public_url}"
+    return text
 
 
 def _stop(_number: int, _frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""One call of `gpuaas`: which service it talks to, as whom, and how it answers."""
+"""Session of a `gpuaas` command: service address, API token and output format."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ DEFAULT_API = "http://127.0.0.1:8080"
 
 @dataclass(frozen=True)
 class Session:
-    """api "": the service of this machine; token_file None: the one that `token create --save`
-    writes.
-    """
+    """api "": the service of this machine. token_file None: the file of `token create --save`."""
 
     api: str = ""
     token_file: Path | None = None
@@ -33,7 +31,7 @@ class Session:
 
     @cached_property
     def client(self) -> Client:
-        """The connection; made when a command first needs it."""
+        """The connection, opened on first use."""
         # Importing the HTTP library takes longer than most commands.
         from reconciler.client import Client
 
@@ -41,8 +39,8 @@ class Session:
 
     @cached_property
     def url(self) -> str:
-        """Where the service is."""
-        return self.api or own_api()
+        """Address of the service."""
+        return self.api or local_api()
 
     def _secret(self) -> str:
         return secret(
@@ -53,47 +51,47 @@ class Session:
 
 
 def secret(file: Path, remedy: str) -> str:
-    """The API token in a file; Problem `token_file_unreadable` with that remedy."""
+    """The API token in a file; Problem `token_file_unreadable` with the given remedy."""
     try:
         words = file.read_text(encoding="ascii").split()
-        found = f"{len(words)} words" if words else "an empty file"
+        content = f"{len(words)} words" if words else "an empty file"
     except OSError as error:
-        words, found = [], error.strerror or type(error).__name__
+        words, content = [], error.strerror or type(error).__name__
     except UnicodeDecodeError:
-        words, found = [], "bytes that are no token"
-    # Anything else would not fit into a header, and be quoted by who says so.
+        words, content = [], "bytes that are no token"
+    # Other content does not fit into a header, and the error about that would quote it.
     if len(words) == 1 and words[0].isprintable():
         return words[0]
     raise Problem(
         "token_file_unreadable",
         401,
         expected=f"a file with an API token at {file}",
-        found=found,
+        found=content,
         remedy=remedy,
     )
 
 
-def own_api() -> str:
-    """Where the service of this machine listens, by the settings that it reads as well."""
+def local_api() -> str:
+    """Address of this machine's service, from the settings that the service itself reads."""
     from reconciler.service import addresses
     from reconciler.settings import Settings
 
     try:
         host, port = addresses.api(Settings())
     except (OSError, ValueError, Problem):
-        # Not this user's settings, or none that a service could start with.
+        # This user cannot read the settings, or no service could start with them.
         return DEFAULT_API
     try:
         if ip_address(host).is_unspecified:
-            # A service on every address of the machine is on this one as well.
+            # A service that listens on every address also answers on loopback.
             host = "::1" if ":" in host else "127.0.0.1"
     except ValueError:
         pass
-    return f"http://{addresses.told((host, port))}"
+    return f"http://{addresses.host_port((host, port))}"
 
 
 def default_token_file() -> Path:
-    """Where a token is kept on the machine of the reconciler itself."""
+    """File of the token on the reconciler's own machine."""
     folder = os.environ.get("GPUAAS_STATE_DIR")
     if folder:
         return Path(folder) / "token"

@@ -1,4 +1,4 @@
-"""`gpuaas slots`: what a node sells."""
+"""`gpuaas slots`: approve, disable, enable and repair the slots of a node."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
-from reconciler.cli import session, show, waiting
+from reconciler.cli import output, session, tasks
 from reconciler.cli.nodes import Node, Wait
 from reconciler.model.errors import Problem
 
-app = typer.Typer(no_args_is_help=True, help="Slots: approve, switch, repair.")
+app = typer.Typer(no_args_is_help=True, help="Slots: approve, disable, enable, repair.")
 
 Slot = Annotated[str, typer.Argument(help="The slot's id, or its index on the node.")]
 Reason = Annotated[str, typer.Option(help="Kept in history and audit.")]
-# The last of a history; JSON has all of it.
+# Entries of the history in a table; JSON has all entries.
 SHOWN = 10
 COLUMNS = (
     "slot_index",
@@ -32,30 +32,30 @@ COLUMNS = (
 
 @app.command("list")
 def list_slots(context: typer.Context, node: Node) -> None:
-    """The node's approved slots."""
+    """List the node's approved slots."""
     here = session.of(context)
-    show.rows(here, list(here.client.items(_path(node))), *COLUMNS)
+    output.rows(here, list(here.client.items(_path(node))), *COLUMNS)
 
 
 @app.command("show")
 def show_slot(context: typer.Context, node: Node, slot: Slot) -> None:
-    """One slot: what keeps its gate closed, its history, and every proof of its disk."""
+    """Show a slot, the reasons why its gate is closed, its history and its disk's proofs."""
     here = session.of(context)
     path = f"{_path(node)}/{_id(here, node, slot)}"
-    found = here.client.get(path)
-    older, proven = (found.pop(name, None) for name in ("history_next", "proofs_next"))
+    document = here.client.get(path)
+    older, more_proofs = (document.pop(name, None) for name in ("history_next", "proofs_next"))
     if here.output == "json":
-        found["history"][:0] = reversed(_rest(here, f"{path}/history", older))
-        found["proofs"] += _rest(here, f"{path}/proofs", proven)
-        show.document(found)
+        document["history"][:0] = reversed(_rest(here, f"{path}/history", older))
+        document["proofs"] += _rest(here, f"{path}/proofs", more_proofs)
+        output.document(document)
         return
-    gate, history, proofs = (found.pop(name) for name in ("gate", "history", "proofs"))
-    show.record(here, found)
-    show.rows(here, gate, "code", "detail")
-    show.line("gate open" if not gate else f"gate closed by {len(gate)}")
-    show.rows(here, history[-SHOWN:], "at", "source", "target", "event", "actor", "reason")
-    count = f"more than {len(proofs)}" if proven else f"{len(proofs)}"
-    show.line(f"{count} proofs by its own wipes; --output json has all of them")
+    gate, history, proofs = (document.pop(name) for name in ("gate", "history", "proofs"))
+    output.record(here, document)
+    output.rows(here, gate, "code", "detail")
+    output.line("gate open" if not gate else f"gate closed by {len(gate)}")
+    output.rows(here, history[-SHOWN:], "at", "source", "target", "event", "actor", "reason")
+    count = f"more than {len(proofs)}" if more_proofs else f"{len(proofs)}"
+    output.line(f"{count} proofs by its own wipes; --output json has all of them")
 
 
 @app.command()
@@ -75,25 +75,25 @@ def approve(
     if (file is None) is not bool(from_candidates):
         raise typer.BadParameter("give either FILE or --from-candidates")
     bundles = _read(file) if file else _candidates(here, node, from_candidates)
-    made = here.client.post(_path(node), {"slots": bundles, "reason": reason})
-    show.rows(here, made["items"], *COLUMNS)
+    answer = here.client.post(_path(node), {"slots": bundles, "reason": reason})
+    output.rows(here, answer["items"], *COLUMNS)
 
 
 @app.command()
 def disable(context: typer.Context, node: Node, slot: Slot, reason: Reason) -> None:
-    """Take a slot out of sale; one in use is disabled when it comes back."""
+    """Stop selling a slot. A slot in use is disabled once it is free again."""
     _switch(context, node, slot, "disable", reason)
 
 
 @app.command()
 def enable(context: typer.Context, node: Node, slot: Slot, reason: Reason) -> None:
-    """Let a slot be sold again, as soon as its gate is open."""
+    """Sell a slot again as soon as its gate is open."""
     _switch(context, node, slot, "enable", reason)
 
 
 @app.command()
 def withdraw(context: typer.Context, node: Node, slot: Slot, reason: Reason) -> None:
-    """Take the approval back of a disabled slot, or of a blocked one whose disk or GPU has died."""
+    """Withdraw the approval of a disabled slot, or of a blocked slot with a dead disk or GPU."""
     _switch(context, node, slot, "withdraw", reason)
 
 
@@ -101,11 +101,11 @@ def withdraw(context: typer.Context, node: Node, slot: Slot, reason: Reason) -> 
 def repair(
     context: typer.Context, node: Node, slot: Slot, reason: Reason = "", wait: Wait = True
 ) -> None:
-    """Clean a blocked slot: remove what is left, wipe, verify."""
+    """Clean a blocked slot: remove leftovers, wipe the disk, verify."""
     here = session.of(context)
     path = f"{_path(node)}/{_id(here, node, slot)}/repair"
-    task = waiting.after(here, here.client.post(path, {"reason": reason}), wait=wait)
-    show.record(here, task["result"] if wait else task)
+    task = tasks.after(here, here.client.post(path, {"reason": reason}), wait=wait)
+    output.record(here, task["result"] if wait else task)
 
 
 @app.command("remove-orphan")
@@ -114,25 +114,25 @@ def remove_orphan(
     node: Node,
     slot: Slot,
     *,
-    allocation: Annotated[str, typer.Option(help="The id in the name of the host's machine.")],
+    allocation: Annotated[str, typer.Option(help="The id in the name of the machine on the host.")],
     reason: Reason,
     wait: Wait = True,
 ) -> None:
-    """Remove from an idle slot a machine that no record knows, wipe, verify."""
+    """Remove a machine without a record from an idle slot, wipe the disk, verify."""
     here = session.of(context)
     path = f"{_path(node)}/{_id(here, node, slot)}/remove-orphan"
     body = {"allocation_id": allocation, "reason": reason}
-    task = waiting.after(here, here.client.post(path, body), wait=wait)
-    show.record(here, task["result"] if wait else task)
+    task = tasks.after(here, here.client.post(path, body), wait=wait)
+    output.record(here, task["result"] if wait else task)
 
 
 def _switch(context: typer.Context, node: str, slot: str, action: str, reason: str) -> None:
     here = session.of(context)
     path = f"{_path(node)}/{_id(here, node, slot)}/{action}"
-    found = here.client.post(path, {"reason": reason})
-    show.rows(here, [found], *COLUMNS)
-    if action == "enable" and found["status"] in ("disabled", "cleanup_blocked"):
-        show.line(f"not on sale yet: `gpuaas slots show {node} {slot}` shows what keeps it")
+    document = here.client.post(path, {"reason": reason})
+    output.rows(here, [document], *COLUMNS)
+    if action == "enable" and document["status"] in ("disabled", "cleanup_blocked"):
+        output.line(f"not on sale yet: `gpuaas slots show {node} {slot}` shows the reason")
 
 
 def _rest(here: session.Session, path: str, cursor: str | None) -> list[Any]:
@@ -172,18 +172,18 @@ def _read(file: Path) -> list[Any]:
     return document if isinstance(document, list) else [document]
 
 
-def _candidates(here: session.Session, node: str, wanted: str) -> list[Any]:
+def _candidates(here: session.Session, node: str, words: str) -> list[Any]:
     path = f"/admin/nodes/{node}/slice-topology/discovery"
     document = here.client.get(path)["document"] or {}
-    known = {str(row["slot_index"]): row["bundle"] for row in document.get("candidates", [])}
-    indexes = [word.strip() for word in wanted.split(",") if word.strip()]
-    unknown = [index for index in indexes if index not in known]
+    bundles = {str(row["slot_index"]): row["bundle"] for row in document.get("candidates", [])}
+    indexes = [word.strip() for word in words.split(",") if word.strip()]
+    unknown = [index for index in indexes if index not in bundles]
     if unknown:
         raise Problem(
             "candidate_not_found",
             404,
-            expected=f"slot indexes of the latest discovery: {', '.join(known) or 'none'}",
+            expected=f"slot indexes of the latest discovery: {', '.join(bundles) or 'none'}",
             found=", ".join(unknown),
             remedy=f"run `gpuaas nodes discover {node}`",
         )
-    return [known[index] for index in indexes]
+    return [bundles[index] for index in indexes]

@@ -1,19 +1,30 @@
-"""`gpuaas tasks`: what is being done, and how it went."""
+"""`gpuaas tasks`: list, show, follow and cancel tasks; and waiting for a task to end."""
 
 from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, Annotated
+import time
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from reconciler.cli import session, show, waiting
+from reconciler.cli import output, session
+from reconciler.cli.session import Session
+from reconciler.model.errors import Problem
 
 if TYPE_CHECKING:
     from reconciler.client import Event
 
-app = typer.Typer(no_args_is_help=True, help="Runs of playbooks, one task each.")
+Record = dict[str, Any]
+
+# For a task that cannot begin, because its host restarts or its worker is busy. A running task is
+# waited for until its own deadline.
+UNBEGUN_S = 7200
+# A free worker takes a task within a second or two. After this time the wait is reported.
+WORKER_S = 5
+
+app = typer.Typer(no_args_is_help=True, help="Tasks: each is a run of a playbook.")
 
 Task = Annotated[str, typer.Argument(help="The task's id.")]
 
@@ -26,87 +37,142 @@ def list_tasks(
     state: str = "",
     limit: int = 30,
 ) -> None:
-    """The newest tasks."""
+    """List the newest tasks."""
     here = session.of(context)
-    wanted = {"node_id": node, "allocation_id": allocation, "state": state}
-    query = {name: value for name, value in wanted.items() if value}
-    found = here.client.get("/admin/tasks", limit=limit, **query)["items"]
-    for row in found:
+    filters = {"node_id": node, "allocation_id": allocation, "state": state}
+    query = {name: value for name, value in filters.items() if value}
+    tasks = here.client.get("/admin/tasks", limit=limit, **query)["items"]
+    for row in tasks:
         row["why"] = (row["waits_for"] or row["error"]).get("code", "")
-    show.rows(here, found, "id", "kind", "state", "node_id", "attempt", "created_at", "why")
+    output.rows(here, tasks, "id", "kind", "state", "node_id", "attempt", "created_at", "why")
 
 
 @app.command("show")
 def show_task(context: typer.Context, task: Task) -> None:
-    """One task, with the end of its run's output."""
+    """Show a task and the end of its run's output."""
     here = session.of(context)
-    found = here.client.get(f"/admin/tasks/{task}")
+    document = here.client.get(f"/admin/tasks/{task}")
     if here.output == "json":
-        show.document(found)
+        output.document(document)
         return
-    output = found.pop("output", "")
-    events = found.pop("events", [])
-    show.record(here, found)
+    text = document.pop("output", "")
+    events = document.pop("events", [])
+    output.record(here, document)
     for event in events:
-        show.line(f"{event['at']}  {event['document']}")
-    sys.stdout.write(show.clean(output))
+        output.line(f"{event['at']}  {event['document']}")
+    sys.stdout.write(output.clean(text))
 
 
 @app.command()
 def cancel(context: typer.Context, task: Task, reason: str = "") -> None:
-    """End a task that waits; ask a running one to stop."""
+    """End a waiting task, or ask a running task to stop."""
     here = session.of(context)
-    found = here.client.post(f"/admin/tasks/{task}/cancel", {"reason": reason})
-    show.record(here, found)
-    if found["state"] not in ("canceled", "running"):
-        show.line(f"nothing to cancel: it had {found['state']}")
+    document = here.client.post(f"/admin/tasks/{task}/cancel", {"reason": reason})
+    output.record(here, document)
+    if document["state"] not in ("canceled", "running"):
+        output.line(f"nothing to cancel: it had {document['state']}")
 
 
 @app.command()
 def watch(context: typer.Context, task: Task) -> None:
-    """Follow a task to its end."""
+    """Wait for a task, and show its current step meanwhile."""
     here = session.of(context)
-    show.record(here, waiting.follow(here, task)["result"])
+    output.record(here, wait_for(here, task)["result"])
 
 
 @app.command()
 def follow(context: typer.Context, task: Task) -> None:
-    """Everything a task has done and does, as it comes, until it has ended."""
+    """Print all events of a task, past and new, until it has ended."""
     here = session.of(context)
     for event in here.client.events(f"/admin/tasks/{task}/events"):
         if here.output == "json":
             sys.stdout.write(json.dumps({"event": event.name, **event.document}) + "\n")
             sys.stdout.flush()
         elif event.name != "end":
-            show.line(_told(event))
+            output.line(_event_line(event))
         if event.name == "end":
-            ended = event.document
-            if ended["state"] != "succeeded":
-                raise waiting.failed(ended)
+            document = event.document
+            if document["state"] != "succeeded":
+                raise failed(document)
             return
 
 
-@app.command()
-def output(
+@app.command("output")
+def task_output(
     context: typer.Context,
     task: Task,
-    limit: Annotated[int, typer.Option(help="At most so many bytes of its end.")] = 20_000,
+    limit: Annotated[int, typer.Option(help="At most this many bytes from its end.")] = 20_000,
 ) -> None:
-    """What the task's run printed, without secrets."""
+    """Print the output of the task's run, with secrets removed."""
     here = session.of(context)
-    found = here.client.get(f"/admin/tasks/{task}/output", limit=limit)
+    document = here.client.get(f"/admin/tasks/{task}/output", limit=limit)
     if here.output == "json":
-        show.document(found)
+        output.document(document)
         return
-    if not found["here"]:
-        show.line("nothing to show: no run has begun, or its files are on another machine")
-    sys.stdout.write(show.clean(found["output"]))
+    if not document["here"]:
+        output.line("nothing to show: no run has begun, or its files are on another machine")
+    sys.stdout.write(output.clean(document["output"]))
 
 
-def _told(event: Event) -> str:
-    said = event.document
+def after(here: Session, task: Record, *, wait: bool) -> Record:
+    """The queued task; with `wait` the task once it has succeeded, otherwise a Problem."""
+    output.line(f"task {task['id']} {task['kind']} {task['state']}")
+    return wait_for(here, task["id"]) if wait else task
+
+
+def wait_for(here: Session, task_id: str) -> Record:
+    """Wait for a task and its successors, showing their steps; returns the last task.
+
+    Raises the error of the first task that does not succeed.
+    """
+    task = _wait(here, task_id)
+    while successor := task["result"].get("next_task_id"):
+        output.line(f"task {successor} follows")
+        task = _wait(here, successor)
+    return task
+
+
+def failed(task: Record) -> Problem:
+    """The error of a task that has ended without success."""
+    error = task.get("error") or {}
+    step = f" at step {error['step']!r}" if error.get("step") else ""
+    return Problem(
+        error.get("code") or f"task_{task['state']}",
+        expected=error.get("expected") or f"task {task['id']} to succeed",
+        found=f"{error.get('found') or task['state']}{step}",
+        remedy=error.get("remedy") or f"read `gpuaas tasks show {task['id']}`",
+    )
+
+
+def _wait(here: Session, task_id: str) -> Record:
+    began, last = time.monotonic(), ""
+
+    def report(task: Record) -> None:
+        nonlocal last
+        after_s = time.monotonic() - began
+        line = f"{task['state']}  {_current_step(task, after_s)}".strip()
+        if line != last:
+            last = line
+            output.line(f"  {after_s:6.1f} s  {line}")
+
+    task = here.client.wait(task_id, unbegun_s=UNBEGUN_S, on_progress=report)
+    if task["state"] != "succeeded":
+        raise failed(task)
+    return task
+
+
+def _current_step(task: Record, after_s: float) -> str:
+    waits = task.get("waits_for") or {}
+    if waits and (waits["code"] != "worker" or after_s > WORKER_S):
+        return f"waits for {waits['code']}: {waits.get('detail', '')}".rstrip(": ")
+    return str((task.get("progress") or {}).get("task") or task.get("state_reason") or "")
+
+
+def _event_line(event: Event) -> str:
+    document = event.document
     if event.name == "state":
-        reason = f": {said['reason']}" if said["reason"] else ""
-        return f"{said['at']}  {said['target']}{reason}"
-    code = f"  {said['code']}" if said.get("code") else ""
-    return f"{said.get('at', '')}    {said.get('event', ''):<8} {said.get('task', '')}{code}"
+        reason = f": {document['reason']}" if document["reason"] else ""
+        return f"{document['at']}  {document['target']}{reason}"
+    code = f"  {document['code']}" if document.get("code") else ""
+    step = f"{document.get('event', ''):<8} {document.get('task', '')}"
+    return f"{document.get('at', '')}    {step}{code}"

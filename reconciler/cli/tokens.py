@@ -1,68 +1,111 @@
-"""`gpuaas token`: API tokens.
+"""`gpuaas token` creates, lists and revokes API tokens; `gpuaas login` gets one from a provider.
 
-They are made directly in the database, for the first one has no other way; those that there are
-are listed and revoked by the service, as whoever asks.
+Tokens are created directly in the database, because the first token has no other way. The service
+lists and revokes them.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from reconciler.cli import session, show
+from reconciler.cli import output, session
 from reconciler.cli.session import default_token_file
 from reconciler.model.errors import Problem
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-app = typer.Typer(no_args_is_help=True, help="API tokens: make, list, revoke.")
+app = typer.Typer(no_args_is_help=True, help="API tokens: create, list, revoke.")
 
 RoleName = Literal["platform-admin", "project-member", "node"]
+
+_GRANT = "urn:ietf:params:oauth:grant-type:device_code"
+_TIMEOUT_S = 10.0
+# RFC 8628: the interval of a provider that names none, and the step of slow_down.
+_INTERVAL_S = 5.0
+# Lower bound of the interval, whatever the provider answers.
+_LEAST_S = 1.0
+
+
+def mount(parent: typer.Typer) -> None:
+    """Add the commands to the program."""
+    parent.add_typer(app, name="token")
+    parent.command("login")(login)
 
 
 @app.command("create")
 def create(
     *,
     role: Annotated[RoleName, typer.Option()],
-    name: Annotated[str, typer.Option(help="Who holds it; audit names it.")],
+    name: Annotated[str, typer.Option(help="Name of the holder, for audit.")],
     project: Annotated[str, typer.Option(help="For project-member, by id or name.")] = "",
     node: Annotated[str, typer.Option(help="For node.")] = "",
-    days: Annotated[int, typer.Option(min=0, help="0: until it is revoked.")] = 0,
-    save: Annotated[bool, typer.Option(help="Keep it for this machine's `gpuaas`.")] = False,
+    days: Annotated[int, typer.Option(min=0, help="Days until it ends; 0: no end.")] = 0,
+    save: Annotated[bool, typer.Option(help="Save it for this machine's `gpuaas`.")] = False,
 ) -> None:
     """Print a new token; it is not shown again. Needs access to the database itself."""
     secret = _issue(role, name, project, node, days)
     if save:
         file = default_token_file()
         write_token(file, secret)
-        show.line(f"token saved in {file}")
+        output.line(f"token saved in {file}")
     else:
         typer.echo(secret)
 
 
 @app.command("list")
 def list_tokens(context: typer.Context) -> None:
-    """All tokens, without their secrets."""
+    """List all tokens, without their secrets."""
     here = session.of(context)
     columns = ("id", "name", "role", "project_id", "node_id", "expires_at", "revoked_at")
-    show.rows(here, list(here.client.items("/admin/tokens")), *columns)
+    output.rows(here, list(here.client.items("/admin/tokens")), *columns)
 
 
 @app.command("revoke")
 def revoke(
-    context: typer.Context, token: Annotated[str, typer.Argument(help="Its id, of the list.")]
+    context: typer.Context, token: Annotated[str, typer.Argument(help="The token's id.")]
 ) -> None:
-    """From now on it opens nothing."""
+    """Revoke a token at once."""
     here = session.of(context)
-    show.record(here, here.client.delete(f"/admin/tokens/{token}"))
+    output.record(here, here.client.delete(f"/admin/tokens/{token}"))
+
+
+def login(
+    context: typer.Context,
+    issuer: Annotated[str, typer.Option(envvar="GPUAAS_OIDC_ISSUER", help="The provider.")],
+    client_id: Annotated[
+        str,
+        typer.Option(
+            envvar="GPUAAS_OIDC_CLIENT_ID", help="This program's client id at the provider."
+        ),
+    ],
+    scope: Annotated[str, typer.Option(help="Scopes to request.")] = "openid profile groups",
+    kind: Annotated[Literal["id", "access"], typer.Option(help="Which token to save.")] = "id",
+) -> None:
+    """Log in at the site's OpenID provider and save the token for this machine's `gpuaas`.
+
+    Shows a code to confirm in a browser, on this machine or another (device code, RFC 8628).
+    """
+    file = session.of(context).token_file or default_token_file()
+    _save_login(issuer, {"client_id": client_id, "scope": scope}, f"{kind}_token", file)
+
+
+def write_token(file: Path, secret: str) -> None:
+    """Save a token in a file that only its owner can read."""
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    file.unlink(missing_ok=True)
+    # Created with the final mode: a later change of the mode would leave the file open meanwhile.
+    with os.fdopen(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as handle:
+        handle.write(secret + "\n")
 
 
 def _issue(role: RoleName, name: str, project: str, node: str, days: int) -> str:
-    from reconciler.cli.database import as_it_is
+    from reconciler.cli.service import open_unmigrated
     from reconciler.db.engine import transaction
     from reconciler.model.act import Act
     from reconciler.model.states import Role
@@ -76,7 +119,7 @@ def _issue(role: RoleName, name: str, project: str, node: str, days: int) -> str
             found=f"role {role}, project {project!r}, node {node!r}",
             remedy="give the option that belongs to the role",
         )
-    engine = as_it_is()
+    engine = open_unmigrated()
     with transaction(engine) as conn:
         if project:
             project = _project_id(conn, project)
@@ -85,7 +128,7 @@ def _issue(role: RoleName, name: str, project: str, node: str, days: int) -> str
         _, secret = tokens.issue(
             conn,
             Act("local-operator", "gpuaas token create"),
-            role=next(known for known in Role if known == role),
+            role=Role(role),
             name=name,
             project_id=project or None,
             node_id=node or None,
@@ -95,19 +138,63 @@ def _issue(role: RoleName, name: str, project: str, node: str, days: int) -> str
     return secret
 
 
-def _project_id(conn: Connection, given: str) -> str:
+def _project_id(conn: Connection, name: str) -> str:
     from reconciler.records import projects
 
     every = projects.every(conn)
-    if given not in {row["id"] for row in every}:
-        given = next((row["id"] for row in every if row["name"] == given), given)
-    return str(projects.get(conn, given)["id"])
+    if name not in {row.id for row in every}:
+        name = next((row.id for row in every if row.name == name), name)
+    return str(projects.get(conn, name).id)
 
 
-def write_token(file: Path, secret: str) -> None:
-    """Keep a token where only its owner reads it."""
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    file.unlink(missing_ok=True)
-    # Created for the owner only: changing the mode afterwards would leave a moment open.
-    with os.fdopen(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as handle:
-        handle.write(secret + "\n")
+def _save_login(issuer: str, client: dict[str, str], token: str, file: Path) -> None:
+    # Importing the HTTP library takes longer than most commands.
+    import httpx
+
+    from reconciler.trust.oidc import trusted
+
+    if not trusted(issuer):
+        raise _login_failed("an issuer over https", issuer)
+    try:
+        with httpx.Client(timeout=_TIMEOUT_S) as http:
+            provider = http.get(f"{issuer.rstrip('/')}/.well-known/openid-configuration").json()
+            grant = http.post(str(provider["device_authorization_endpoint"]), data=client).json()
+            if "error" in grant:
+                raise _login_failed("a code to confirm", str(grant["error"]))
+            url = grant.get("verification_uri_complete") or grant["verification_uri"]
+            output.line(f"open {url} and confirm the code {grant['user_code']}")
+            answer = _wait_for_tokens(http, str(provider["token_endpoint"]), client, grant)
+            write_token(file, str(answer[token]))
+    except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _login_failed("an answer of the provider with a token", repr(error)) from error
+    output.line(f"token saved in {file}")
+
+
+def _wait_for_tokens(
+    http: Any, endpoint: str, client: dict[str, str], grant: dict[str, Any]
+) -> Any:
+    """The answer with the tokens, once the person has confirmed the code."""
+    form = {**client, "grant_type": _GRANT, "device_code": str(grant["device_code"])}
+    interval = max(float(grant.get("interval", _INTERVAL_S)), _LEAST_S)
+    end = time.monotonic() + float(grant["expires_in"])
+    while time.monotonic() < end:
+        time.sleep(interval)
+        answer = http.post(endpoint, data=form).json()
+        error = answer.get("error", "")
+        if not error:
+            return answer
+        if error == "slow_down":
+            interval += _INTERVAL_S
+        elif error != "authorization_pending":
+            raise _login_failed("the login to be confirmed", str(error))
+    raise _login_failed("the code to be confirmed in time", "nobody did")
+
+
+def _login_failed(expected: str, found: str) -> Problem:
+    return Problem(
+        "login_failed",
+        401,
+        expected=expected,
+        found=found,
+        remedy="run `gpuaas login` again; the provider must know the client and allow device codes",
+    )

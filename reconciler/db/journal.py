@@ -21,6 +21,7 @@ from reconciler.db.schema import (
     Claim,
     Node,
     OutboxEvent,
+    RecoveryCase,
     Row,
     Slot,
     StateChange,
@@ -63,6 +64,7 @@ ENTITIES = {
     "app_instance": Entity(AppInstance, "status"),
     "app_member": Entity(AppMember, "status"),
     "app_operation": Entity(AppOperation, "status"),
+    "recovery_case": Entity(RecoveryCase),
 }
 
 
@@ -173,6 +175,18 @@ def advance(
     columns: Mapping[str, Any] | None = None,
     held: Row | None = None,
 ) -> AppOperation: ...
+@overload
+def advance(
+    conn: sa.Connection,
+    entity: Literal["recovery_case"],
+    key: str,
+    event: str,
+    act: Act,
+    *,
+    expect_generation: int | None = None,
+    columns: Mapping[str, Any] | None = None,
+    held: Row | None = None,
+) -> RecoveryCase: ...
 @overload
 def advance(
     conn: sa.Connection,

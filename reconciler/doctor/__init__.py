@@ -1,1 +1,1 @@
-"""What is wrong with an installation: looks only, changes nothing, needs no service."""
+"""Checks of an installation. They change nothing and need no running service."""

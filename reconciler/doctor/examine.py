@@ -1,15 +1,15 @@
-"""Everything the doctor looks at, in the order in which one thing needs the other."""
+"""All checks of the doctor, in the order in which they depend on each other."""
 
 from __future__ import annotations
 
 from functools import partial
 
-from reconciler.doctor import folders, others, records, tools
-from reconciler.doctor.configured import settings as configured
+from reconciler.doctor import external, folders, records, tools
+from reconciler.doctor.configuration import settings as check_settings
 from reconciler.doctor.finding import Finding, guarded
 from reconciler.doctor.listeners import listeners
 
-_LOOKS = {
+_CHECKS = {
     "listeners": listeners,
     "state_dir": folders.state_folder,
     "ssh_ca": folders.keys,
@@ -17,21 +17,21 @@ _LOOKS = {
     "programs": tools.programs,
     "collection": tools.collection,
     "profiles": tools.profiles,
-    "identity_provider": others.identities,
-    "awx": others.awx,
+    "identity_provider": external.identity_provider,
+    "awx": external.awx,
 }
 
 
 def examine() -> list[Finding]:
-    """All findings. Without settings or database, what needs them is left out."""
-    settings, found = configured()
+    """All findings. Checks that need settings or a database are left out without them."""
+    settings, findings = check_settings()
     if settings is None:
-        return found
-    for check, look in _LOOKS.items():
-        found += guarded(check, partial(look, settings))
-    engine, told = records.database(settings)
-    found += told
+        return findings
+    for name, check in _CHECKS.items():
+        findings += guarded(name, partial(check, settings))
+    engine, problems = records.database(settings)
+    findings += problems
     if engine is not None:
-        found += guarded("records", partial(records.contents, settings, engine))
+        findings += guarded("records", partial(records.contents, settings, engine))
         engine.dispose()
-    return found
+    return findings

@@ -1,4 +1,4 @@
-"""What the doctor says: one thing that was looked at, and how it is."""
+"""Finding of the doctor: the result of a check."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Status = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """fail: the service cannot do its work. warn: it can, and somebody should look at this.
+    """status `fail`: the service cannot work. `warn`: it works, and this needs attention.
 
-    expected and remedy are empty when all is well.
+    expected and remedy are empty in a finding with the status `ok`.
     """
 
     check: str
@@ -41,19 +41,19 @@ def fail(check: str, found: str, *, expected: str, remedy: str) -> Finding:
 
 
 def refused(check: str, refusal: Refusal, found: str = "") -> Finding:
-    """What a part of the service would refuse; found: in more words than its own."""
+    """A failure from the refusal of a part of the service. found: a longer text than its own."""
     return fail(check, found or refusal.found, expected=refusal.expected, remedy=refusal.remedy)
 
 
-def guarded(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """What the look finds; a look that breaks is a finding too, and no end of the others."""
+def guarded(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+    """Findings of a check. An exception becomes a finding, so that the other checks still run."""
     try:
-        yield from look()
+        yield from check()
     except Exception as failure:
-        said = " ".join(str(failure).split())[:300]
+        text = " ".join(str(failure).split())[:300]
         yield fail(
-            check,
-            f"{type(failure).__name__}: {said}",
-            expected="something that can be looked at",
+            name,
+            f"{type(failure).__name__}: {text}",
+            expected="a check without an error",
             remedy="run the doctor as the service's user, then read the error",
         )

@@ -1,4 +1,4 @@
-"""The state folder, the keys in it, and the room that is left."""
+"""Checks of the state folder: permissions, SSH keys, free space."""
 
 from __future__ import annotations
 
@@ -14,73 +14,75 @@ from reconciler.trust.ca import Trust
 from reconciler.trust.keygen import public_key
 
 _GIB = 1 << 30
-# Below the first a crash is a matter of days, below the second of hours: runs keep their output.
+# Below the first limit the disk is full within days, below the second within hours.
 _LITTLE_GIB, _LEAST_GIB = 5, 1
 
 
 def state_folder(settings: Settings) -> Iterator[Finding]:
-    """There, ours, closed to others, writable."""
+    """The folder exists, belongs to the service's user, is private and writable."""
     folder, check = settings.state_dir, "state_dir"
     if not folder.is_dir():
         yield fail(
             check,
             f"no folder {folder}",
-            expected="the service's folder",
-            remedy="set GPUAAS_STATE_DIR, or start the service once: it makes the folder",
+            expected="the state folder of the service",
+            remedy="set GPUAAS_STATE_DIR, or start the service once: it creates the folder",
         )
         return
-    wrong = list(_closed_to_others(check, folder, 0o700))
+    findings = list(_private(check, folder, 0o700))
     if not os.access(folder, os.W_OK | os.X_OK):
-        wrong.append(_not_ours(check, folder))
-    yield from wrong or [ok(check, str(folder))]
+        findings.append(_other_owner(check, folder))
+    yield from findings or [ok(check, str(folder))]
 
 
 def keys(settings: Settings) -> Iterator[Finding]:
-    """Whoever reads the authorities' keys can be any host, or us."""
+    """The keys of the authorities are complete and private: with them a reader can pose as any
+    host, or as the reconciler.
+    """
     trust, check = Trust(settings.state_dir.resolve() / "trust"), "ssh_ca"
     if not trust.directory.is_dir():
         yield warn(
             check,
             "no authority yet",
             expected=f"keys in {trust.directory}",
-            remedy="start the service to make them, or restore the backup that has them: hosts that"
-            " were enrolled under others must enrol again",
+            remedy="start the service, which creates them, or restore the backup that has them:"
+            " with new keys every host must enrol again",
         )
         return
-    wrong = list(_closed_to_others(check, trust.directory, 0o700))
+    findings = list(_private(check, trust.directory, 0o700))
     for key in (trust.host_authority, trust.user_authority, trust.operator):
         if not key.exists() or not key.with_name(f"{key.name}.pub").exists():
-            wrong.append(
+            findings.append(
                 fail(
                     check,
-                    f"{key.name} is missing or has no public half",
+                    f"{key.name} or {key.name}.pub is missing",
                     expected="a pair of keys",
                     remedy="restore the trust folder from a backup",
                 )
             )
             continue
         public_key(key.with_name(f"{key.name}.pub").read_text())
-        wrong += _closed_to_others(check, key, 0o600)
-    yield from wrong or [ok(check, str(trust.directory))]
+        findings += _private(check, key, 0o600)
+    yield from findings or [ok(check, str(trust.directory))]
 
 
 def room(settings: Settings) -> Iterator[Finding]:
-    """The database and every run's output grow here."""
+    """The disk of the state folder has room for the database and the output of runs."""
     free = shutil.disk_usage(_existing(settings.state_dir)).free / _GIB
-    found = f"{free:.1f} GiB free in {settings.state_dir}"
-    say = {"expected": f"at least {_LITTLE_GIB} GiB", "remedy": "make room or move the folder"}
+    text = f"{free:.1f} GiB free in {settings.state_dir}"
+    expected, remedy = f"at least {_LITTLE_GIB} GiB", "free space or move the folder"
     if free < _LEAST_GIB:
-        yield fail("disk_space", found, **say)
+        yield fail("disk_space", text, expected=expected, remedy=remedy)
     elif free < _LITTLE_GIB:
-        yield warn("disk_space", found, **say)
+        yield warn("disk_space", text, expected=expected, remedy=remedy)
     else:
-        yield ok("disk_space", found)
+        yield ok("disk_space", text)
 
 
-def _closed_to_others(check: str, path: Path, mode: int) -> Iterator[Finding]:
+def _private(check: str, path: Path, mode: int) -> Iterator[Finding]:
     status = path.stat()
     if status.st_uid != os.geteuid():
-        yield _not_ours(check, path)
+        yield _other_owner(check, path)
     elif status.st_mode & 0o077:
         yield fail(
             check,
@@ -90,7 +92,7 @@ def _closed_to_others(check: str, path: Path, mode: int) -> Iterator[Finding]:
         )
 
 
-def _not_ours(check: str, path: Path) -> Finding:
+def _other_owner(check: str, path: Path) -> Finding:
     try:
         owner = pwd.getpwuid(path.stat().st_uid).pw_name
     except KeyError:
@@ -98,7 +100,7 @@ def _not_ours(check: str, path: Path) -> Finding:
     return fail(
         check,
         f"{path} belongs to {owner}, this is {pwd.getpwuid(os.geteuid()).pw_name}",
-        expected="one user for the service and all that it has",
+        expected="the same user for the service and its files",
         remedy=f"run as {owner} (`runuser -u {owner} -- gpuaas doctor`), or chown the folder",
     )
 

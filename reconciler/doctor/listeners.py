@@ -1,4 +1,4 @@
-"""Where the service listens, and who is let in there."""
+"""Checks of the listen addresses and of the URL for hosts."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from reconciler.settings import Settings
 
 def listeners(settings: Settings) -> Iterator[Finding]:
     """The API, and the operators' listener if there is one."""
-    asked: tuple[tuple[str, Callable[[Settings], Address | None], str], ...] = (
+    addresses_of: tuple[tuple[str, Callable[[Settings], Address | None], str], ...] = (
         ("listen", addresses.api, "API, with tokens"),
-        ("operator_listen", addresses.operators, "operators of this machine, without a token"),
+        ("operator_listen", addresses.operators, "operators on this machine, without a token"),
     )
-    for check, address, who in asked:
+    for check, parse, users in addresses_of:
         try:
-            found = address(settings)
+            address = parse(settings)
         except Problem as refusal:
             yield refused(check, refusal)
             continue
-        told = "off" if found is None else f"{addresses.told(found)}: {who}"
-        if check == "listen" and not addresses.local(found):
+        text = "off" if address is None else f"{addresses.host_port(address)}: {users}"
+        if check == "listen" and not addresses.is_local(address):
             yield warn(
                 check,
-                f"{told}, in clear on the way to it",
-                expected="a loopback address, and before it a proxy that ends TLS",
-                remedy="GPUAAS_LISTEN=127.0.0.1:8080 and docs/operations.md, TLS; nothing, where"
-                " that network is the service's alone",
+                f"{text}, unencrypted on the network",
+                expected="a loopback address behind a proxy that terminates TLS",
+                remedy="GPUAAS_LISTEN=127.0.0.1:8080 and docs/operations.md, TLS; nothing if only"
+                " the service uses that network",
             )
             continue
-        yield ok(check, told)
+        yield ok(check, text)
     try:
         yield ok("public_url", f"hosts reach the API at {settings.url_for_hosts}")
     except Problem as missing:

@@ -1,4 +1,4 @@
-"""The database: reachable, of this version, in time, and nobody's forgotten holds in it."""
+"""Checks of the database: access, schema, clock, and records that need attention."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from reconciler.service.process import NEEDED
 from reconciler.settings import Settings
 from reconciler.trust.ca import Trust, authorities
 
-# Certificates and tokens are judged by several clocks; within this nobody notices.
+# Certificates and tokens are checked by several clocks; a smaller difference has no effect.
 _SKEW_S = 5.0
-# A worker that was just killed is replaced sooner.
+# Another worker takes over a task sooner than this.
 _FORGOTTEN_S = 60.0
-# Renewal begins a month before the end and is tried every day: what is left then has failed often.
+# Renewal begins a month before the end and is tried every day, so it has failed often by then.
 _ENDING_S = 14 * 86_400.0
 
 
 def database(settings: Settings) -> tuple[Engine | None, list[Finding]]:
-    """The engine when the database can be asked further, and what was found on the way."""
+    """The engine, None when the database cannot be checked further, and the findings."""
     try:
         unfinished.refuse(settings)
     except Problem as cut:
@@ -48,7 +48,7 @@ def database(settings: Settings) -> tuple[Engine | None, list[Finding]]:
                 fail(
                     "database",
                     f"{file} has mode {mode}",
-                    expected="mode 600: it holds hashes of tokens and keys",
+                    expected="mode 600, because it contains hashes of tokens and keys",
                     remedy=f"chmod 600 {file}",
                 )
             ]
@@ -65,54 +65,54 @@ def database(settings: Settings) -> tuple[Engine | None, list[Finding]]:
                 "schema",
                 f"revision {revision or 'none'}",
                 expected=f"revision {migrations.head()} of this version",
-                remedy="back up, then `gpuaas migrate`; an older version of the service must be"
-                " stopped first",
+                remedy="make a backup, then `gpuaas migrate`; stop an older version of the service"
+                " first",
             )
         ]
-    where = engine.url.render_as_string(hide_password=True)
-    return engine, [ok("database", where), ok("schema", f"revision {revision}")]
+    url = engine.url.render_as_string(hide_password=True)
+    return engine, [ok("database", url), ok("schema", f"revision {revision}")]
 
 
 def contents(settings: Settings, engine: Engine) -> Iterator[Finding]:
-    """What only the database knows."""
+    """Checks of the records."""
     with reading(engine) as conn:
         yield from _clock(conn)
         yield from _authorities(settings, conn)
         yield from _tokens(conn)
         yield from _hosts(conn)
         yield from _processes(conn)
-        yield from _forgotten(conn)
-        yield from _held(settings, conn)
-        yield from _reached(settings, conn)
+        yield from _expired_leases(conn)
+        yield from _run_locks(settings, conn)
+        yield from _member_address(settings, conn)
 
 
 def _clock(conn: Connection) -> Iterator[Finding]:
     before = time.time()
     theirs = clock.read(conn)
     ours = (before + time.time()) / 2
-    found = f"{theirs - ours:+.1f} s between the database's clock and this machine's"
+    text = f"{theirs - ours:+.1f} s between the database's clock and this machine's"
     if abs(theirs - ours) > _SKEW_S:
         yield fail(
             "clock",
-            found,
-            expected=f"less than {_SKEW_S:.0f} s: certificates are judged by both",
-            remedy="let both machines follow one time server",
+            text,
+            expected=f"less than {_SKEW_S:.0f} s, because both clocks check certificates",
+            remedy="use the same time server on both machines",
         )
     else:
-        yield ok("clock", found)
+        yield ok("clock", text)
 
 
 def _authorities(settings: Settings, conn: Connection) -> Iterator[Finding]:
     trust = Trust(settings.state_dir.resolve() / "trust")
-    known = site.read(conn, NAME)
-    if known is None or not trust.host_authority.exists() or not trust.user_authority.exists():
-        return  # Not made yet, or missing, which the look at the folder says.
-    if authorities(trust) == known:
-        yield ok("authorities", "those of the site")
+    recorded = site.read(conn, NAME)
+    if recorded is None or not trust.host_authority.exists() or not trust.user_authority.exists():
+        return  # Missing keys are a finding of the check of the folder.
+    if authorities(trust) == recorded:
+        yield ok("authorities", "the keys of the site")
     else:
         yield fail(
             "authorities",
-            f"others in {trust.directory} than the site's",
+            f"keys in {trust.directory} that are not the site's",
             expected="the same SSH authorities on every machine",
             remedy="copy host_ca*, user_ca* and operator* from a machine of the site",
         )
@@ -131,30 +131,30 @@ def _tokens(conn: Connection) -> Iterator[Finding]:
         yield warn(
             "tokens",
             "no valid token of a platform admin",
-            expected="one, unless all admins come through the OpenID provider",
+            expected="a token, unless all admins use the OpenID provider",
             remedy="gpuaas token create --role platform-admin --name <you>",
         )
 
 
 def _hosts(conn: Connection) -> Iterator[Finding]:
-    """Whose certificate has ended, or will although it should have been renewed long ago."""
+    """Host certificates that have expired, or will expire because their renewal failed."""
     now = clock.read(conn)
     until = certificates.of_living(conn)
     for node_id, end in sorted(until.items(), key=lambda item: item[1]):
         if end <= now:
-            told = certificates.expired(node_id, end)
-            found = f"node {node_id}: host_certificate_expired, {told.found}"
-            yield refused("host_certificates", told, found)
+            refusal = certificates.expired(node_id, end)
+            text = f"node {node_id}: host_certificate_expired, {refusal.found}"
+            yield refused("host_certificates", refusal, text)
         elif end <= now + _ENDING_S:
             yield warn(
                 "host_certificates",
                 f"node {node_id}: ends at {clock.iso(end)}",
-                expected="one that was renewed when a third of its time was left",
-                remedy=f"gpuaas nodes renew-certificate {node_id}; what keeps it from being"
-                " renewed is in the node's tasks",
+                expected="a certificate that was renewed when a third of its validity was left",
+                remedy=f"gpuaas nodes renew-certificate {node_id}; the node's tasks show why the"
+                " renewal failed",
             )
     if all(end > now + _ENDING_S for end in until.values()):
-        yield ok("host_certificates", f"{len(until)} hosts, all good for two weeks and more")
+        yield ok("host_certificates", f"{len(until)} hosts, all valid for two weeks or more")
 
 
 def _processes(conn: Connection) -> Iterator[Finding]:
@@ -165,56 +165,56 @@ def _processes(conn: Connection) -> Iterator[Finding]:
         else:
             yield warn(
                 "processes",
-                f"none of the role {role} has been heard of for {leader.STALE_S:.0f} s",
-                expected="one that lives",
+                f"no heartbeat of the role {role} for {leader.STALE_S:.0f} s",
+                expected="a running process of this role",
                 remedy="start gpuaas.service, or gpuaas-worker.service beside gpuaas-api.service",
             )
     leads = leader.read(conn, leader.LOOPS)
     if living.get("loops") and not (leads and leads["live"]):
         yield fail(
             "leader",
-            "processes that may lead, and none that does",
+            "candidates, but no leader",
             expected="a leader within two elections",
-            remedy="look for `Leader DB connection lost` in the workers' logs",
+            remedy="search the workers' logs for `Leader DB connection lost`",
         )
 
 
-def _forgotten(conn: Connection) -> Iterator[Finding]:
+def _expired_leases(conn: Connection) -> Iterator[Finding]:
     silent = tasks.c.lease_expires_at < clock.now() - _FORGOTTEN_S
     query = sa.select(tasks).where(tasks.c.state == TaskState.RUNNING, silent)
-    found = rows.every(conn, query.limit(20), Task)
-    for task in found:
+    expired = rows.every(conn, query.limit(20), Task)
+    for task in expired:
         yield warn(
             "leases",
-            f"task {task.id} ({task.kind}): nobody attends to it since {task.lease_owner}",
-            expected="a holder that lives",
-            remedy="start a worker with the state folder that has its run; without it the task is"
+            f"task {task.id} ({task.kind}): the lease of {task.lease_owner} has expired",
+            expected="a running worker that holds the lease",
+            remedy="start a worker with the state folder of its run; without it the task is"
             f" given up at its deadline, {clock.iso(task.deadline_at)}",
         )
-    if not found:
-        yield ok("leases", "every running task is attended to")
+    if not expired:
+        yield ok("leases", "every running task has a worker")
 
 
-def _held(settings: Settings, conn: Connection) -> Iterator[Finding]:
-    """Runs that go on although their task is over."""
+def _run_locks(settings: Settings, conn: Connection) -> Iterator[Finding]:
+    """Runs that continue although their task has ended."""
     folder = runs_directory(settings.state_dir)
-    held = [path for path in sorted(folder.glob("*/lock")) if lock.held(path)]
+    locked = [path for path in sorted(folder.glob("*/lock")) if lock.held(path)]
     running = sa.select(tasks.c.run_id).where(tasks.c.state == TaskState.RUNNING)
-    wanted = set(conn.execute(running).scalars())
-    stale = [path.parent for path in held if path.parent.name not in wanted]
+    run_ids = set(conn.execute(running).scalars())
+    stale = [path.parent for path in locked if path.parent.name not in run_ids]
     for run in stale:
         yield warn(
             "run_locks",
-            f"run {run.name} goes on, and no task waits for it",
-            expected="runs of tasks that are running",
-            remedy=f"touch {RunPaths(run).cancel}: it ends within a second or two",
+            f"run {run.name} continues without a task",
+            expected="runs of running tasks only",
+            remedy=f"touch {RunPaths(run).cancel}: the run ends within a second or two",
         )
     if not stale:
-        yield ok("run_locks", f"{len(held)} runs under way")
+        yield ok("run_locks", f"{len(locked)} runs in progress")
 
 
-def _reached(settings: Settings, conn: Connection) -> Iterator[Finding]:
-    """Whether the tenants of slices learn where to connect."""
+def _member_address(settings: Settings, conn: Connection) -> Iterator[Finding]:
+    """Tenants of slices get an address to connect to."""
     if settings.member_address:
         yield ok("member_address", settings.member_address)
         return
@@ -224,19 +224,18 @@ def _reached(settings: Settings, conn: Connection) -> Iterator[Finding]:
         yield warn(
             "member_address",
             f"{count} slots on sale, and GPUAAS_MEMBER_ADDRESS is not set",
-            expected="the address under which tenants reach their slices by SSH",
-            remedy="set GPUAAS_MEMBER_ADDRESS to it; until then connection.host of a slice is"
-            " empty",
+            expected="the address for the tenants' SSH connections",
+            remedy="set GPUAAS_MEMBER_ADDRESS; until then connection.host of a slice is empty",
         )
     else:
         yield ok("member_address", "not set, and no slot is on sale")
 
 
-def _missing(found: str) -> Finding:
+def _missing(text: str) -> Finding:
     return fail(
         "database",
-        found,
+        text,
         expected="a database that answers",
-        remedy="set GPUAAS_STATE_DIR or GPUAAS_DATABASE_URL as the service has it, and look whether"
-        " the database runs; the service makes a new one at its first start",
+        remedy="set GPUAAS_STATE_DIR or GPUAAS_DATABASE_URL to the service's values, and check that"
+        " the database runs; the service creates a new database at its first start",
     )

@@ -1,4 +1,4 @@
-"""What runs need on this machine: programs, the collection, profiles."""
+"""Checks of the needs of runs: programs, the collection, hardware profiles."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from reconciler.doctor.finding import Finding, fail, ok
 from reconciler.runs import contract
 from reconciler.settings import Settings
 
-# The programs that runs find: see runs.launch. Only the first is beside our own interpreter.
+# Programs on the search path of runs (runs.launch). Only the first is beside our interpreter.
 _PROGRAMS = {
     "ansible-playbook": "install the Python packages of requirements.lock into one environment",
     "ssh": "install openssh-client",
@@ -25,13 +25,13 @@ _PROGRAMS = {
 
 
 def programs(_settings: Settings) -> Iterator[Finding]:
-    """Found where a run would look for them."""
-    own = str(Path(sys.executable).parent)
-    path = f"{own}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    """The programs are on the search path of a run."""
+    bin_folder = str(Path(sys.executable).parent)
+    path = f"{bin_folder}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     for name, remedy in _PROGRAMS.items():
-        found = shutil.which(name, path=path)
-        if found:
-            yield ok(name, found)
+        program = shutil.which(name, path=path)
+        if program:
+            yield ok(name, program)
         else:
             yield fail(name, f"not in {path}", expected="the program", remedy=remedy)
     try:
@@ -46,24 +46,24 @@ def programs(_settings: Settings) -> Iterator[Finding]:
 
 
 def collection(settings: Settings) -> Iterator[Finding]:
-    """gpuaas.slice, with every playbook that tasks run."""
+    """The collection gpuaas.slice is installed with all playbooks of the tasks."""
     folder = settings.collections_path / "ansible_collections" / "gpuaas" / "slice"
-    known = {file.stem for file in (folder / "playbooks").glob("*.yml")}
-    missing = [name for name in contract.PLAYBOOKS if name not in known]
+    playbooks = {file.stem for file in (folder / "playbooks").glob("*.yml")}
+    missing = [name for name in contract.PLAYBOOKS if name not in playbooks]
     if missing:
         yield fail(
             "collection",
-            f"{folder} without {', '.join(missing) if known else 'any playbook'}",
+            f"{folder} without {', '.join(missing) if playbooks else 'any playbook'}",
             expected="the collection gpuaas.slice of this version",
             remedy="ansible-galaxy collection install the archive there, or set"
             " GPUAAS_COLLECTIONS_PATH; in a checkout: scripts/collection-path",
         )
     else:
-        yield ok("collection", f"{folder}, {len(known)} playbooks")
+        yield ok("collection", f"{folder}, {len(playbooks)} playbooks")
 
 
 def profiles(settings: Settings) -> Iterator[Finding]:
-    """Each is what a run may be given."""
+    """Each hardware profile is valid."""
     rules: dict[str, Any] = contract.schema("common")
     validator = Draft202012Validator({**rules, "$ref": "#/$defs/linked_profile"})
     files = sorted(settings.profiles_dir.glob("*.yml"))
@@ -71,8 +71,8 @@ def profiles(settings: Settings) -> Iterator[Finding]:
         yield fail(
             "profiles",
             f"none in {settings.profiles_dir}",
-            expected="a hardware profile, one YAML file each",
-            remedy="set GPUAAS_PROFILES_DIR to the folder that has them",
+            expected="hardware profiles, each a YAML file",
+            remedy="set GPUAAS_PROFILES_DIR to the folder with the profiles",
         )
     for file in files:
         try:

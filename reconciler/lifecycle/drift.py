@@ -177,13 +177,9 @@ def _names(holdings: Mapping[str, Any]) -> Iterator[str]:
     """As hexadecimal digits; anything else is no id of ours."""
     for part in holdings.values():
         for one in part["found"]:
-            said = str(one.get("allocation_id", "")).replace("-", "")
+            said = str(one.get("allocation_id") or one.get("owner") or "").replace("-", "")
             if said and set(said) <= set("0123456789abcdef"):
                 yield said
-    for one in holdings["ports"]["found"]:
-        yield one["port"].removeprefix("gs")
-    for one in holdings["guards"]["found"]:
-        yield f"{int(one['cookie'], 16):016x}"
 
 
 def _dashed(digits: str) -> str:
@@ -329,7 +325,7 @@ def _of_slot(
     told = "; ".join(f"{one.code}: {one.found}" for one in found)[:2000]
     own = act.because(
         f"the host differs from the records: {told}",
-        {"differences": [one.document() for one in found], "observed_since": since},
+        {"differences": [one.document() for one in found], "observed_since": clock.iso(since)},
     )
     if not slot.idle:
         worst = HealthState.FAILED if any(_failed(one) for one in found) else HealthState.DEGRADED
@@ -367,7 +363,7 @@ def _heal(conn: sa.Connection, record: Slot, act: Act, since: float) -> list[str
     proof = proofs.current(conn, record)
     if "clean_since" in detail and (proof is None or proof.created_at < detail["clean_since"]):
         return []
-    own = act.because("the host is as the records say", {"observed_since": since})
+    own = act.because("the host is as the records say", {"observed_since": clock.iso(since)})
     slot_records.set_health(conn, slot_id, HealthState.HEALTHY, {}, own)
     wanted = record.wanted == SlotState.AVAILABLE and record.status == SlotState.DISABLED
     if not wanted or gate.gate(conn, slot_id):

@@ -25,6 +25,7 @@ from reconciler.db.schema import (
     claims,
     history,
     nodes,
+    recovery_cases,
     slots,
     tasks,
     usage,
@@ -41,6 +42,7 @@ from reconciler.model.states import (
     NodeMode,
     NodeState,
     ProofKind,
+    RecoveryState,
     SlotState,
     TaskState,
 )
@@ -306,6 +308,18 @@ def in_time(conn: sa.Connection) -> Found:
                 yield Violation("I12", f"{entity} {key}", f"{value} past {clock.iso(at)}, unseen")
 
 
+def recovered_by_proof(conn: sa.Connection) -> Found:
+    """I4: a recovery case that succeeded names a proof for each of its slots."""
+    query = sa.select(recovery_cases).where(recovery_cases.c.state == RecoveryState.RECOVERED)
+    for case in stream(conn, query):
+        count = len(case["slot_ids"])
+        named = sa.select(sa.func.count()).where(proof_table.c.id.in_(case["proof_ids"]))
+        known = conn.execute(named).scalar_one()
+        if known != count:
+            found = f"recovered with {known} proofs for {count} slots"
+            yield Violation("I4", f"recovery_case {case['id']}", found)
+
+
 def unknown_frees_nothing(conn: sa.Connection) -> Found:
     """I13: a run of which no outcome was seen is followed by a wipe before anything is sold."""
     known = {row.id: row for row in rows.every(conn, _proofs_in_use(), Proof)}
@@ -382,6 +396,7 @@ CHECKS: tuple[Callable[[sa.Connection], Found], ...] = (
     whole_or_sliced,
     committed_together,
     proven,
+    recovered_by_proof,
     fenced,
     in_time,
     unknown_frees_nothing,

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import sqlalchemy as sa
 
-from reconciler.db import clock, journal, locks, rows, settings
+from reconciler.db import clock, journal, locks, rows
 from reconciler.db.journal import ENTITIES, Overdue, advance
 from reconciler.db.rows import Record
-from reconciler.db.schema import (
-    Allocation,
-    AuditEntry,
-    Node,
-    Proof,
-    Slot,
-    Task,
-    allocations,
-    audit_log,
-)
-from reconciler.db.schema import settings as setting_table
+from reconciler.db.schema import Allocation, Node, Proof, Slot, Task, allocations
 from reconciler.db.schema import slots as slot_table
 from reconciler.lifecycle import baremetal, gate, slices
 from reconciler.lifecycle.slices import move_claims
@@ -30,7 +17,6 @@ from reconciler.model.act import Act, require_reason
 from reconciler.model.bundle import run_bundle
 from reconciler.model.errors import Problem
 from reconciler.model.proof import NOTHING_DONE
-from reconciler.model.recovery import HOUR_S, Move, Policy, Seen, next_move
 from reconciler.model.states import (
     LIVE_CLAIMS,
     AllocationState,
@@ -43,10 +29,11 @@ from reconciler.model.states import (
 )
 from reconciler.records import proofs, reports
 from reconciler.records import queue as task_queue
-from reconciler.records import slots as slot_records
 from reconciler.records.claims import fence_off, held_slots, last_holder, of_allocation
 
 FORCE_CLEANUP = "admin.allocation.force_cleanup.applied"
+# In the evidence of an act, and in its audit row: the recovery case that did it.
+CASE = "recovery_case_id"
 DRAINED = (NodeState.DRAINING, NodeState.MAINTENANCE)
 # What comes before a forced clean-up of a node that is not well, by its state; else it is drained.
 _FIRST: dict[str, str] = {
@@ -92,6 +79,7 @@ def force_cleanup(
             "runtime_verified_absent": runtime_verified_absent,
             "slots": {slot.id: slot.status for slot in changed},
             "canceled_tasks": canceled,
+            **{name: act.evidence[name] for name in (CASE,) if name in act.evidence},
         },
         project_id=allocation.project_id,
     )
@@ -479,154 +467,3 @@ def _require_orphan_block(conn: sa.Connection, slot: Slot) -> None:
         found=f"cleanup_blocked: {slot.status_reason}",
         remedy="repair the slot first; if this machine keeps that from its end, stop it by hand",
     )
-
-
-POLICY_ACTOR = "policy"
-POLICY_BEGUN = "policy.recovery.begun"
-POLICY_STOPPED = "policy.recovery.stopped"
-# In a slot's health_detail: why the policy leaves it alone.
-POLICY_STOPPED_KEY = "policy_stopped"
-_POLICY_SETTING = "recovery_policy"
-# Refusals that pass by themselves; any other is for a person.
-_PASSING = frozenset(
-    {"node_unreachable", "node_unhealthy", "allocation_releasing", "generation_conflict"}
-)
-
-
-@dataclass(frozen=True)
-class Case:
-    """The blocked slots of one allocation that the policy has not given up."""
-
-    allocation_id: str
-    node_id: str
-    slots: tuple[Record, ...]
-    move: Move
-    why: str
-
-
-def read_policy(conn: sa.Connection) -> Policy:
-    """The site's policy; off until set."""
-    return Policy(**settings.read(conn, _POLICY_SETTING, {}))
-
-
-def write_policy(conn: sa.Connection, policy: Policy, act: Act) -> None:
-    """Set it, and say who did."""
-    settings.write(conn, _POLICY_SETTING, asdict(policy), act)
-
-
-def cases(conn: sa.Connection) -> list[Case]:
-    """Every recovery that there is to do, the longest blocked first; also while it is off."""
-    policy = read_policy(conn)
-    of_allocation: dict[str, list[Record]] = defaultdict(list)
-    for slot in blocked(conn):
-        if POLICY_STOPPED_KEY not in slot["health_detail"] and slot["allocation_id"]:
-            of_allocation[slot["allocation_id"]].append(slot)
-    begun = _begun_since(conn, clock.read(conn) - HOUR_S) if of_allocation else []
-    found = [_case(conn, policy, key, held, begun) for key, held in of_allocation.items()]
-    return sorted(found, key=lambda case: (_blocked_since(case.slots), case.allocation_id))
-
-
-def play_case(conn: sa.Connection, allocation_id: str) -> Case | None:
-    """Do the next move about one allocation; None when there is none, or the policy is off."""
-    # One at a time on the whole site: the limits are counted under this lock.
-    locked = sa.select(setting_table.c.name).where(setting_table.c.name == _POLICY_SETTING)
-    rows.first(conn, locked.with_for_update())
-    if not read_policy(conn).enabled:
-        return None
-    case = next((one for one in cases(conn) if one.allocation_id == allocation_id), None)
-    if case is None or case.move == Move.WAIT:
-        return case
-    act = Act(POLICY_ACTOR, f"recovery policy: {case.why}", _correlation(conn, allocation_id))
-    if case.move == Move.STOP:
-        _stop_policy(conn, case, act)
-        return case
-    try:
-        with conn.begin_nested():
-            _play_move(conn, case, act)
-    except Problem as refusal:
-        if refusal.code not in _PASSING:
-            _stop_policy(
-                conn, case, act.because(f"recovery policy: {refusal.code}: {refusal.found}")
-            )
-    return case
-
-
-def _play_move(conn: sa.Connection, case: Case, act: Act) -> None:
-    key = case.allocation_id
-    if case.move == Move.LOOK:
-        detail = {"node_id": case.node_id, "slots": [slot["id"] for slot in case.slots]}
-        journal.audit(conn, act, POLICY_BEGUN, "allocation", key, detail=detail)
-        verify_absence(conn, key, act)
-        return
-    absence = reports.latest_absence(conn, key)
-    absent = absence is not None and bool(absence.absent)
-    state = rows.get(conn, Allocation, key).state
-    if state != AllocationState.RELEASED:
-        force_cleanup(conn, key, act, runtime_verified_absent=absent)
-    if state == AllocationState.RELEASED or not absent:
-        # Its release took the tenant's use away; removing, wiping and verifying is all there is.
-        for slot in case.slots:
-            repair(conn, slot["id"], act)
-
-
-def _stop_policy(conn: sa.Connection, case: Case, act: Act) -> None:
-    """Marked on every slot, so that whoever looks at one reads why it is still blocked."""
-    why = act.reason.removeprefix("recovery policy: ")
-    for slot in case.slots:
-        detail = {**slot["health_detail"], POLICY_STOPPED_KEY: why}
-        slot_records.set_health(conn, slot["id"], HealthState.FAILED, detail, act)
-    detail = {"node_id": case.node_id, "slots": [slot["id"] for slot in case.slots]}
-    journal.audit(conn, act, POLICY_STOPPED, "allocation", case.allocation_id, detail=detail)
-
-
-def _case(
-    conn: sa.Connection,
-    policy: Policy,
-    allocation_id: str,
-    held: Sequence[Record],
-    begun: Sequence[AuditEntry],
-) -> Case:
-    node_id = held[0]["node_id"]
-    own = journal.audit_rows(conn, action=POLICY_BEGUN, subject_id=allocation_id)
-    absence = reports.latest_absence(conn, allocation_id)
-    last = max(held, key=lambda slot: float(slot["status_since"]))
-    seen = Seen(
-        blocked_since=last["status_since"],
-        reason=last["reason"],
-        kept=_kept(conn, allocation_id),
-        begun_at=own[0].at if own else None,
-        busy=bool(task_queue.open_of_allocation(conn, allocation_id)),
-        absent=None if absence is None else bool(absence.absent),
-        observed_at=None if absence is None else absence.observed_at,
-        node_begun=sum(row.detail.get("node_id") == node_id for row in begun),
-        site_begun=len(begun),
-    )
-    move, why = next_move(policy, seen)
-    return Case(allocation_id, node_id, tuple(held), move, why)
-
-
-def _kept(conn: sa.Connection, allocation_id: str) -> str:
-    """Why a person who ended the allocation wants its slots to stay as they are (seed 000).
-
-    What that person says last counts: with their word for absence the slots are on their way back.
-    """
-    told = journal.audit_rows(conn, action=FORCE_CLEANUP, subject_id=allocation_id)
-    persons = [row for row in told if row.actor != POLICY_ACTOR]
-    if not persons or persons[0].detail["runtime_verified_absent"]:
-        return ""
-    return f"{persons[0].actor}: {persons[0].reason}"
-
-
-def _begun_since(conn: sa.Connection, since: float) -> list[AuditEntry]:
-    query = sa.select(audit_log).where(audit_log.c.action == POLICY_BEGUN, audit_log.c.at > since)
-    return rows.every(conn, query, AuditEntry)
-
-
-def _blocked_since(held: Sequence[Record]) -> float:
-    return min(float(slot["status_since"]) for slot in held)
-
-
-def _correlation(conn: sa.Connection, allocation_id: str) -> str:
-    """The tenant's request that it all began with."""
-    found: Any = rows.get(conn, Allocation, allocation_id).correlation_id
-    return str(found)

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from reconciler.db import clock, journal, rows, settings
 from reconciler.db.schema import Task, claims, leaders, nodes, service_processes, slots, tasks
-from reconciler.lifecycle import host
+from reconciler.lifecycle import host, recovery_cases
 from reconciler.model.act import Act
 from reconciler.model.states import LIVE_CLAIMS, SlotState
 from reconciler.records import tokens
@@ -42,6 +42,7 @@ def doubt(
     whole = sa.exists().where(live, claims.c.node_id == nodes.c.id, claims.c.slot_id.is_(None))
     conn.execute(sa.update(nodes).where(~whole).values(fence=nodes.c.fence + LEAP))
     settings.set_site_scheduling(conn, False, act)
+    recovery_cases.end_restored(conn, act)
     tokens.end_enrolments(conn)
     # Those were processes of another life.
     conn.execute(sa.update(leaders).values(expires_at=0))

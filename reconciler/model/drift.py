@@ -23,6 +23,8 @@ JUDGED = (*IDLE, SlotState.ACTIVE)
 _DISK_USED = ("disk_in_use", "os_disk")
 # The length of an allocation id.
 _WHOLE = 36
+# The host gives at least as many digits of an id where it has not the whole one.
+_LEAST_DIGITS = 12
 
 
 @dataclass(frozen=True)
@@ -149,9 +151,9 @@ def _missing(
                 found = f"its machine lacks {', '.join(lacking)}"
                 yield "devices_missing", HealthState.FAILED, found
     # A machine that is off has no port, so its guard guards nothing.
-    if running and _lacks(holdings, "ports", lambda one: one["port"] == _port(own)):
-        yield "port_missing", HealthState.FAILED, f"no bridge port {_port(own)}"
-    if running and _lacks(holdings, "guards", lambda one: _guards(one["cookie"], own)):
+    if running and _lacks(holdings, "ports", lambda one: _is_owner(one["owner"], own)):
+        yield "port_missing", HealthState.FAILED, "its bridge port is not on the host"
+    if running and _lacks(holdings, "guards", lambda one: _is_owner(one["owner"], own)):
         yield "guard_missing", HealthState.FAILED, "no flows keep its port to its own addresses"
     if _lacks(holdings, "reservations", lambda one: one["allocation_id"] == own.id):
         yield "reservation_missing", HealthState.DEGRADED, "no address is reserved for it"
@@ -219,12 +221,13 @@ def _traces(holdings: Mapping[str, Any], records: Records) -> Iterator[Trace]:
         if slots and one["ip"] not in reserved:
             yield Trace("orphan_address", "", f"{one['ip']} is leased to {one['mac']}", slots)
     for one in _found(holdings, "ports"):
-        yield Trace("orphan_port", one["port"].removeprefix("gs"), f"bridge port {one['port']}")
+        yield Trace("orphan_port", one["owner"], f"bridge port {one['port']}")
     for one in _found(holdings, "guards"):
-        owner_of = f"{int(one['cookie'], 16):016x}"
-        yield Trace("orphan_guard", owner_of, f"flows with the cookie {one['cookie']}")
+        yield Trace("orphan_guard", one["owner"], f"flows with the cookie {one['cookie']}")
     for one in _found(holdings, "files"):
         yield Trace("orphan_file", one["allocation_id"], one["path"])
+    for one in _found(holdings, "limits"):
+        yield Trace("orphan_limit", one["allocation_id"], f"QoS row {one['row']} of the switch")
 
 
 def _ledger(holdings: Mapping[str, Any], records: Records) -> Iterator[Trace]:
@@ -268,10 +271,7 @@ def _owner(said: str, records: Records) -> ExpectedAllocation | None:
     """Whose it is: the host gives an id, or as much of it as a name has room for."""
     if said in records.allocation:
         return records.allocation[said]
-    start = said.replace("-", "")
-    if len(start) < 12:
-        return None
-    found = [one for one in records.allocations if one.hexadecimal.startswith(start)]
+    found = [one for one in records.allocations if _is_owner(said, one)]
     # Of two that begin alike, the one that has a right to be there.
     return min(found, key=lambda one: not one.active, default=None)
 
@@ -297,9 +297,6 @@ def _addressed(records: Records, one: Mapping[str, str]) -> tuple[str, ...]:
     )
 
 
-def _port(allocation: ExpectedAllocation) -> str:
-    return f"gs{allocation.hexadecimal[:12]}"
-
-
-def _guards(cookie: str, allocation: ExpectedAllocation) -> bool:
-    return int(cookie, 16) == int(allocation.hexadecimal[:16], 16)
+def _is_owner(said: str, allocation: ExpectedAllocation) -> bool:
+    start = said.replace("-", "")
+    return len(start) >= _LEAST_DIGITS and allocation.hexadecimal.startswith(start)

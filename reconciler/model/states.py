@@ -110,6 +110,25 @@ class TaskState(Described):
     LOST = "lost", "No outcome of its run was ever seen: the effect on the host is unknown."
 
 
+class RecoveryState(Described):
+    """The life of a recovery case: one attempt to bring back the slots of one allocation."""
+
+    OPENED = "opened", "Recorded; the leader has not begun with it."
+    VERIFYING = "verifying", "Its host is asked what is left of the allocation."
+    CLEANING = "cleaning", "Its slots are wiped and verified."
+    CONFIRMING = "confirming", "Its host is asked again, because something was left before."
+    RECOVERED = "recovered", "Every slot is proven clean."
+    FAILED = "failed", "Stopped; its failure says why and what a person does next."
+
+
+OPEN_CASES = (
+    RecoveryState.OPENED,
+    RecoveryState.VERIFYING,
+    RecoveryState.CLEANING,
+    RecoveryState.CONFIRMING,
+)
+
+
 class CapacityShape(Described):
     """What an allocation is made of; the public contract has no other value."""
 

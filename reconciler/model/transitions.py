@@ -13,12 +13,14 @@ from reconciler.model.states import (
     NodeMode,
     NodeState,
     OperationStatus,
+    RecoveryState,
     SlotState,
     TaskState,
 )
 
 N, M, S, A, C, T = NodeState, NodeMode, SlotState, AllocationState, ClaimState, TaskState
 P, B, W = AppStatus, MemberStatus, OperationStatus
+R = RecoveryState
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ ENTITIES: dict[str, type[Described]] = {
     "app_instance": AppStatus,
     "app_member": MemberStatus,
     "app_operation": OperationStatus,
+    "recovery_case": RecoveryState,
 }
 
 
@@ -194,6 +197,29 @@ TABLE: tuple[Transition, ...] = (
         (W.RUNNING, "succeed", W.SUCCEEDED),
         (W.RUNNING, "fail", W.FAILED),
     ),
+    *_rows(
+        "recovery_case",
+        (R.OPENED, "verify", R.VERIFYING),
+        (R.VERIFYING, "clean", R.CLEANING),
+        # Only after something was left on the host, or after a forced release.
+        (R.CLEANING, "verify", R.CONFIRMING),
+        (R.CLEANING, "recover", R.RECOVERED),
+        (R.CONFIRMING, "recover", R.RECOVERED),
+        (R.OPENED, "fail", R.FAILED),
+        (R.VERIFYING, "fail", R.FAILED),
+        (R.CLEANING, "fail", R.FAILED),
+        (R.CONFIRMING, "fail", R.FAILED),
+        # It cannot go on yet, and its reason says why.
+        (R.OPENED, "wait", R.OPENED),
+        (R.VERIFYING, "wait", R.VERIFYING),
+        (R.CLEANING, "wait", R.CLEANING),
+        (R.CONFIRMING, "wait", R.CONFIRMING),
+        # A person asks for what the policy has begun, or for what another person held back.
+        (R.OPENED, "adopt", R.OPENED),
+        (R.VERIFYING, "adopt", R.VERIFYING),
+        (R.CLEANING, "adopt", R.CLEANING),
+        (R.CONFIRMING, "adopt", R.CONFIRMING),
+    ),
 )
 
 # Too low, and a slow boot is called a failure; too high, and a stuck slot stays unseen.
@@ -224,6 +250,12 @@ DEADLINES: dict[tuple[str, str], Deadline] = {
     # They end with their task, which has a limit of its own.
     ("app_operation", W.ACCEPTED): Deadline(90_000, ""),
     ("app_operation", W.RUNNING): Deadline(14_400, ""),
+    ("recovery_case", R.OPENED): Deadline(86_400, "fail"),
+    # Longer than the task that asks the host may wait and run: it ends first, with its own error.
+    ("recovery_case", R.VERIFYING): Deadline(115_200, "fail"),
+    ("recovery_case", R.CONFIRMING): Deadline(115_200, "fail"),
+    # It ends with its slots, which have limits of their own: some disks are wiped for hours.
+    ("recovery_case", R.CLEANING): Deadline(86_400, ""),
 }
 
 _TARGETS = {(row.entity, row.source, row.event): row.target for row in TABLE}

@@ -22,7 +22,6 @@ from reconciler.db.schema import (
     task_events,
     tasks,
 )
-from reconciler.db.schema import history as history_table
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.states import TaskKind, TaskState
@@ -398,31 +397,6 @@ def events(conn: sa.Connection, task_id: str, since: int = 0) -> list[TaskEvent]
     """Progress in order, after the event `since`."""
     query = sa.select(task_events).where(task_events.c.task_id == task_id, task_events.c.id > since)
     return db_rows.every(conn, query.order_by(task_events.c.id), TaskEvent)
-
-
-def timeline(
-    conn: sa.Connection,
-    *,
-    allocation_id: str | None = None,
-    node_id: str | None = None,
-    limit: int = 200,
-) -> list[Record]:
-    """Changes of state and progress of tasks in one list, oldest first."""
-    changes = db_rows.where(
-        sa.select(history_table), history_table, allocation_id=allocation_id, node_id=node_id
-    )
-    steps = db_rows.where(
-        sa.select(task_events, tasks.c.kind).join(tasks, tasks.c.id == task_events.c.task_id),
-        tasks,
-        allocation_id=allocation_id,
-        node_id=node_id,
-    )
-    # The newest of each, so that a long past does not hide what goes on now.
-    changes = changes.order_by(history_table.c.id.desc()).limit(limit)
-    steps = steps.order_by(task_events.c.id.desc()).limit(limit)
-    found = [{"type": "state", **row} for row in db_rows.every(conn, changes)]
-    found += [{"type": "progress", **row} for row in db_rows.every(conn, steps)]
-    return sorted(found, key=lambda row: (row["at"], row["type"], row["id"]))[-limit:]
 
 
 def abandon(conn: sa.Connection, owner: str) -> int:

@@ -5,7 +5,7 @@ Changes of state of it and of what belongs to it, what its runs reported, and wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import sqlalchemy as sa
@@ -58,10 +58,16 @@ def of(
     node_id: str | None = None,
     allocation_id: str | None = None,
     correlation_id: str | None = None,
+    types: Collection[str] | None = None,
     page: Page | None = None,
 ) -> list[Record]:
-    """Newest first; each row has `at`, `type`, `id`, and the fields of its type."""
+    """Newest first; each row has `at`, `type`, `id`, and the fields of its type.
+
+    types: which of STATE, PROGRESS and AUDIT; all by default.
+    """
     query = sa.select(_ALL)
+    if types is not None:
+        query = query.where(_ALL.c.type.in_(types))
     for name, wanted in (
         ("node_id", node_id),
         ("allocation_id", allocation_id),

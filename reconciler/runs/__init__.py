@@ -1,4 +1,4 @@
-"""Playbook runs: what goes in, a process that outlives the reconciler, what comes out.
+"""Playbook runs: checked input, a process that outlives the reconciler, a result document.
 
-The only importer of ansible_runner.
+Only `process` imports ansible_runner.
 """

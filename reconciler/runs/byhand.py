@@ -1,43 +1,50 @@
-"""Run a playbook on one host by hand: no database, no task, nothing kept when it is over.
+"""Run a playbook on a host by hand: without database or task, and nothing is kept afterwards.
 
-The run itself is the reconciler's own: the same contract on the way in and out, variables inert,
-a process that is ended with everything it started. Only the way to the host differs: the
-operator's own SSH, or none on the host itself.
+The run follows the same contract and process model as the reconciler's runs. Only the connection
+differs: the operator's own SSH, or none on the host itself.
 """
 
 from __future__ import annotations
 
 import tempfile
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from reconciler.model import hardware
 from reconciler.runs import collect
 from reconciler.runs.collect import Outcome, Phase
-from reconciler.runs.errors import RunError
 from reconciler.runs.launch import Site, launch
-from reconciler.runs.reach import Reach, Work
-from reconciler.runs.spec import LONGEST_S, RunSpec
+from reconciler.runs.spec import LONGEST_S, RunError, RunSpec
+from reconciler.runs.ssh import Reach
 
-# For all that a run does beside the parts that its profile has a limit for, such as packages from
-# a slow mirror. A run that takes longer is ended, and what it did is then unknown; much shorter
-# would end good ones.
+# Time for everything that has no limit in the profile, such as packages from a slow mirror. A run
+# that takes longer is ended and its effect is unknown, so the limit is generous.
 DEADLINE_S = 4 * 3600
 _EVERY_S = 0.3
-# How long a run that was told to stop gets before the command gives up on it.
-_PATIENCE_S = 30.0
+# How long the command waits for a cancelled run to stop.
+_CANCEL_S = 30.0
 _TAIL = 2000
+
+
+@dataclass(frozen=True)
+class Work:
+    """A playbook, its kind of task, and its variables without slice_run."""
+
+    playbook: str
+    kind: str
+    variables: Mapping[str, Any]
 
 
 def play(
     work: Work,
     reach: Reach,
     collections: Path,
-    tell: Callable[[str], None] = lambda _task: None,
+    on_task: Callable[[str], None] = lambda _task: None,
 ) -> dict[str, Any]:
-    """The evidence of the playbook's result. tell: gets the name of each task as it starts.
+    """The evidence of the playbook's result. on_task: gets the name of each task as it starts.
 
     Raises RunError with the host's own code when the playbook was refused or failed there, and
     `unreachable`, `run_canceled` or `run_failed` when there is no result.
@@ -50,23 +57,23 @@ def play(
         state_dir = Path(folder)
         site = Site(state_dir, collections, ssh=None, environment=reach.environment(state_dir))
         run_dir = launch(site, spec)
-        outcome = _follow(run_dir, tell)
+        outcome = _follow(run_dir, on_task)
         return _evidence(outcome, collect.output(run_dir, _TAIL))
 
 
 def deadline_s(work: Work) -> int:
-    """Seconds that a run of this work may take; the disks that it wipes come one by one."""
-    given = work.variables
+    """Seconds that a run of this work may take. Disks are wiped in turn."""
+    variables = work.variables
     parts: list[str] = []
-    if given.get("slice_apply"):
-        parts += ["wipe"] * len(given["slice_devices"])
-    if given.get("slice_allow_reboot"):
+    if variables.get("slice_apply"):
+        parts += ["wipe"] * len(variables["slice_devices"])
+    if variables.get("slice_allow_reboot"):
         parts.append("reboot")
-    allowed = hardware.limit_s(given["slice_profile"], parts) if parts else 0
+    allowed = hardware.limit_s(variables["slice_profile"], parts) if parts else 0
     return min(LONGEST_S, DEADLINE_S + allowed)
 
 
-def _follow(run_dir: Path, tell: Callable[[str], None]) -> Outcome:
+def _follow(run_dir: Path, on_task: Callable[[str], None]) -> Outcome:
     """Wait for the end; an interrupted wait ends the run too."""
     offset = 0
     try:
@@ -75,14 +82,14 @@ def _follow(run_dir: Path, tell: Callable[[str], None]) -> Outcome:
             lines, offset = collect.progress(run_dir, offset)
             for line in lines:
                 if line["event"] == "started" and line["task"]:
-                    tell(line["task"])
+                    on_task(line["task"])
             if state.outcome is not None:
                 return state.outcome
             if state.phase is not Phase.ALIVE:
                 raise _failed("run_failed", f"the run is {state.phase}")
     finally:
         collect.cancel(run_dir)
-        collect.wait(run_dir, _PATIENCE_S)
+        collect.wait(run_dir, _CANCEL_S)
 
 
 def _evidence(outcome: Outcome, tail: str) -> dict[str, Any]:

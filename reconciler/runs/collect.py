@@ -1,4 +1,4 @@
-"""Look at a run from outside: how it stands, what it said, and asking it to stop.
+"""State, progress, output and cancellation of a run, read from its folder.
 
 Nothing here needs to have started the run, so a restarted reconciler collects like the first one.
 """
@@ -14,26 +14,25 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from reconciler.runs import lock, orphans
-from reconciler.runs import storable as legible
-from reconciler.runs.errors import RunError
+from reconciler.runs import contract, lock, ssh
 from reconciler.runs.launch import resume
 from reconciler.runs.paths import RunPaths, read_json, write_text
+from reconciler.runs.spec import RunError
 
 
 class Phase(StrEnum):
-    """How a run stands."""
+    """State of a run."""
 
     ABSENT = "absent"  # nothing was ever prepared
     PREPARED = "prepared"  # no process began; launching (again) is right
     ALIVE = "alive"  # its process holds the lock
     FINISHED = "finished"  # it wrote its outcome
-    LOST = "lost"  # its process is gone without one: what the host did is unknown
+    LOST = "lost"  # its process ended without an outcome: the effect on the host is unknown
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. result is the checked slice_result; without one `problem` says why.
+    """End of a run. result is the checked slice_result; without it `problem` gives the reason.
 
     touched: False when no module of the run can have begun on the host.
     """
@@ -60,10 +59,10 @@ class RunState:
 
 
 def observe(run_dir: Path) -> RunState:
-    """How the run stands now.
+    """Current state of the run.
 
-    The outcome is read before the lock and again after it: a process writes the one and then gives
-    up the other.
+    The outcome is read before the lock and again after it, because a process writes the outcome
+    first and then releases the lock.
     """
     paths = RunPaths(run_dir)
     if outcome := _outcome(paths):
@@ -72,27 +71,18 @@ def observe(run_dir: Path) -> RunState:
         return RunState(Phase.ALIVE)
     if outcome := _outcome(paths):
         return RunState(Phase.FINISHED, outcome)
-    if began := read_json(paths.process):
-        return _without_process(run_dir, began)
+    if identity := read_json(paths.process):
+        return _without_process(run_dir, identity)
     return RunState(Phase.PREPARED if paths.manifest.exists() else Phase.ABSENT)
 
 
-def _without_process(run_dir: Path, began: dict[str, Any]) -> RunState:
-    """A process that was killed leaves Ansible behind. It is ended before the run counts as lost:
-    lost means that nothing of ours acts on the host any more. What AWX does goes on, and is
-    followed again.
-    """
-    if "awx" in (read_json(RunPaths(run_dir).manifest) or {}):
-        resume(run_dir)
-        return RunState(Phase.ALIVE)
-    if orphans.end(run_dir):
-        return RunState(Phase.ALIVE)
-    RunPaths(run_dir).variables.unlink(missing_ok=True)
-    return RunState(Phase.LOST, _lost(run_dir, began))
+def is_untouched(outcome: Outcome) -> bool:
+    """Whether the run ended before it reached the host, because the host was unreachable."""
+    return outcome.unreachable and not outcome.touched and ssh.is_unreachable(outcome.problem)
 
 
 def wait(run_dir: Path, timeout_s: float, every_s: float = 0.2) -> RunState:
-    """Observe until the run is over or the time is; the last state seen."""
+    """Observe until the run is over or the timeout has passed; returns the last state."""
     limit = time.monotonic() + timeout_s
     while True:
         state = observe(run_dir)
@@ -102,9 +92,9 @@ def wait(run_dir: Path, timeout_s: float, every_s: float = 0.2) -> RunState:
 
 
 def progress(run_dir: Path, since: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """Whole lines written after the offset `since`, and the offset to ask from next time.
+    """Complete lines written after the offset `since`, and the offset for the next call.
 
-    What a crash of the machine left in between is no line: it is passed over.
+    A fragment left by a crash of the machine is skipped.
     """
     try:
         with RunPaths(run_dir).progress.open("rb") as handle:
@@ -112,13 +102,13 @@ def progress(run_dir: Path, since: int = 0) -> tuple[list[dict[str, Any]], int]:
             text = handle.read()
     except FileNotFoundError:
         return [], since
-    whole = text[: text.rfind(b"\n") + 1]
-    lines = [_line(text) for text in whole.splitlines()]
-    return [line for line in lines if line], since + len(whole)
+    complete = text[: text.rfind(b"\n") + 1]
+    lines = [_line(text) for text in complete.splitlines()]
+    return [line for line in lines if line], since + len(complete)
 
 
 def output(run_dir: Path, limit: int = 20_000) -> str:
-    """The end of what Ansible printed. Hosts speak here: show it as text, never as markup."""
+    """The end of Ansible's output. Hosts control this text: show it as text, never as markup."""
     try:
         with RunPaths(run_dir).output.open("rb") as handle:
             size = handle.seek(0, 2)
@@ -129,7 +119,7 @@ def output(run_dir: Path, limit: int = 20_000) -> str:
 
 
 def cancel(run_dir: Path) -> None:
-    """Ask the run to stop; it does within about a second. Asking a finished run does nothing."""
+    """Ask the run to stop, which takes about a second. Does nothing to a finished run."""
     if run_dir.is_dir():
         write_text(RunPaths(run_dir).cancel, "")
 
@@ -149,6 +139,20 @@ def discard(run_dir: Path) -> None:
     shutil.rmtree(run_dir)
 
 
+def _without_process(run_dir: Path, identity: dict[str, Any]) -> RunState:
+    """A killed process leaves Ansible running. Ansible is ended before the run counts as lost,
+    because lost means that none of our processes acts on the host any more. A job of AWX goes on,
+    and a new process follows it.
+    """
+    if "awx" in (read_json(RunPaths(run_dir).manifest) or {}):
+        resume(run_dir)
+        return RunState(Phase.ALIVE)
+    if lock.end_processes(run_dir):
+        return RunState(Phase.ALIVE)
+    RunPaths(run_dir).variables.unlink(missing_ok=True)
+    return RunState(Phase.LOST, _lost(run_dir, identity))
+
+
 def _outcome(paths: RunPaths) -> Outcome | None:
     document = read_json(paths.outcome)
     if document is None:
@@ -162,19 +166,19 @@ def _line(text: bytes) -> dict[str, Any]:
         document = json.loads(text)
     except (ValueError, RecursionError):
         return {}
-    # Kept with its task, so it must not be what no database takes.
-    told = isinstance(document, dict) and legible.unstorable(document) is None
-    return document if told else {}
+    # The line is stored with its task, so every database must accept it.
+    valid = isinstance(document, dict) and contract.unstorable(document) is None
+    return document if valid else {}
 
 
-def _lost(run_dir: Path, began: dict[str, Any]) -> Outcome:
+def _lost(run_dir: Path, identity: dict[str, Any]) -> Outcome:
     return Outcome(
         run_id=run_dir.name,
         status="lost",
         rc=None,
         result=None,
         problem="process_gone",
-        started_at=str(began["started_at"]),
+        started_at=str(identity["started_at"]),
         finished_at=datetime.now(UTC).isoformat(),
         unreachable=False,
     )

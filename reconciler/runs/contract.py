@@ -1,13 +1,14 @@
-"""The run contract: the variables of each playbook and the one result document.
+"""The run contract: the variables of each playbook and the result document.
 
-The schemas lie in contracts/runs; both sides are held to them, the reconciler here and the
-playbooks in tests/contract.
+The schemas lie in contracts/runs. The reconciler is checked against them here, the playbooks in
+tests/contract.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
@@ -16,31 +17,37 @@ from jsonschema import Draft202012Validator, ValidationError
 from jsonschema.validators import extend
 from referencing import Registry, Resource
 
-from reconciler.runs import storable as legible
-from reconciler.runs.errors import ContractError
+from reconciler.runs.spec import RunError
 from reconciler.shipped import PROJECT
 
 DIRECTORY = PROJECT / "contracts" / "runs"
-
-PLAYBOOKS = (
-    "firmware",
-    "bootstrap",
-    "prepare_runtime",
-    "restore_baremetal",
-    "discover",
-    "transition_storage",
-    "bind_topology",
-    "parity",
-    "cache_image",
-    "provision_slice",
-    "release_slice",
-    "verify_absent",
-    "renew_certificate",
-    "reconcile_drift",
-    "provision_baremetal",
-    "release_baremetal",
-    "managed_key",
+_SUFFIX = ".schema.json"
+# Schemas that belong to every playbook.
+_SHARED = frozenset({"common", "result"})
+# Each playbook has a schema, and only playbooks with a schema can be run.
+PLAYBOOKS = tuple(
+    sorted({file.name.removesuffix(_SUFFIX) for file in DIRECTORY.glob(f"*{_SUFFIX}")} - _SHARED)
 )
+
+# Error code of a result that cannot be stored; the effect of its run on the host is unknown.
+UNREADABLE = "outcome_unreadable"
+# Our documents nest ten deep. Much deeper documents exhaust the stack of recursive readers.
+_DEEPEST = 100
+STORABLE = (
+    "text without NUL and half surrogate pairs, finite numbers, and at most"
+    f" {_DEEPEST} documents or lists in each other"
+)
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
+# Names in a document come from the host too.
+_LONGEST_PATH = 200
+
+
+class ContractError(RunError):
+    """A document breaks the run contract; `field` is the dotted path of the offending value."""
+
+    def __init__(self, code: str, *, field: str, expected: str, found: str, remedy: str) -> None:
+        self.field = field
+        super().__init__(code, expected=f"{field}: {expected}", found=found, remedy=remedy)
 
 
 def check_vars(playbook: str, variables: Mapping[str, Any]) -> None:
@@ -57,12 +64,12 @@ def check_vars(playbook: str, variables: Mapping[str, Any]) -> None:
 
 
 def check_result(document: object) -> dict[str, Any]:
-    """The document itself when it is a valid slice_result that can be kept."""
-    if (field := legible.unstorable(document)) is not None:
+    """The document itself when it is a valid slice_result that can be stored."""
+    if (field := unstorable(document)) is not None:
         raise ContractError(
-            legible.UNREADABLE,
+            UNREADABLE,
             field=field,
-            expected=legible.STORABLE,
+            expected=STORABLE,
             found="something else",
             remedy="the effect on the host is unknown: verify the host before anything is freed",
         )
@@ -72,8 +79,43 @@ def check_result(document: object) -> dict[str, Any]:
 
 def schema(name: str) -> dict[str, Any]:
     """The schema of a playbook, or `result` or `common`."""
-    text = (DIRECTORY / f"{name}.schema.json").read_text(encoding="utf-8")
+    text = (DIRECTORY / f"{name}{_SUFFIX}").read_text(encoding="utf-8")
     return cast("dict[str, Any]", json.loads(text))
+
+
+def unstorable(document: object) -> str | None:
+    """The dotted path of the first value that cannot be stored; None when all values can.
+
+    The rules are the same for both databases. PostgreSQL accepts no NUL and no half of a surrogate
+    pair in text, and no infinite number. A document nested without end cannot be written or read.
+    """
+    path = next(_unstorable(document, "", _DEEPEST), None)
+    return None if path is None else path.lstrip(".")[:_LONGEST_PATH]
+
+
+def storable_text(text: str) -> str:
+    """The text with a replacement mark for each character that cannot be stored."""
+    return _NO_TEXT.sub("\ufffd", text)
+
+
+def _unstorable(value: object, path: str, deeper: int) -> Iterator[str]:
+    if isinstance(value, str):
+        if _NO_TEXT.search(value):
+            yield path
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            yield path
+    elif isinstance(value, Mapping | list | tuple) and not deeper:
+        yield path
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            inside = f"{path}.{storable_text(str(name))}"
+            if _NO_TEXT.search(str(name)):
+                yield inside
+            yield from _unstorable(inner, inside, deeper - 1)
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            yield from _unstorable(inner, f"{path}.{number}", deeper - 1)
 
 
 def _check(code: str, name: str, document: object) -> None:
@@ -87,12 +129,12 @@ def _check(code: str, name: str, document: object) -> None:
         field=field,
         expected=f"{first.validator} {json.dumps(first.validator_value, default=str)[:300]}",
         found=repr(first.instance)[:300],
-        remedy=f"compare with contracts/runs/{name}.schema.json: {first.message[:300]}",
+        remedy=f"compare with contracts/runs/{name}{_SUFFIX}: {first.message[:300]}",
     )
 
 
 def _deepest(error: ValidationError) -> ValidationError:
-    """What really is wrong inside an `allOf` or `anyOf`."""
+    """The actual error inside an `allOf` or `anyOf`."""
     while error.context:
         error = max(error.context, key=lambda inner: len(inner.absolute_path))
     return error
@@ -101,7 +143,7 @@ def _deepest(error: ValidationError) -> ValidationError:
 def _pattern(
     _validator: object, pattern: str, instance: object, _schema: object
 ) -> Iterator[ValidationError]:
-    """Patterns as JSON Schema means them: Python's `$` would let a trailing newline through."""
+    """Patterns as JSON Schema defines them: Python's `$` would accept a trailing newline."""
     if isinstance(instance, str) and not re.search(re.sub(r"\$$", r"\\Z", pattern), instance):
         yield ValidationError(f"{instance[:100]!r} does not match {pattern!r}")
 
@@ -110,7 +152,7 @@ def _pattern(
 def _validator(name: str) -> Draft202012Validator:
     common = Resource.from_contents(schema("common"))
     registry: Registry[Any] = Registry().with_resource("common.schema.json", common)
-    # Without annotations in jsonschema itself.
+    # jsonschema does not annotate this function.
     extended: Callable[..., type[Draft202012Validator]] = extend
     strict = extended(Draft202012Validator, {"pattern": _pattern})
     return strict(schema(name), registry=registry)

@@ -1,7 +1,7 @@
-"""What Ansible says while it runs, and what it all came to.
+"""Ansible's events as progress lines, and the verdict on a run.
 
-Events carry module results that a host made up as it liked. They are read as data: names are cut
-and cleaned, nothing is templated, and only the result document is kept, when its schema allows it.
+Events carry module results that the host controls. They are read as data: names are cut and
+cleaned, nothing is templated, and only a result document that its schema allows is kept.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from reconciler.runs import contract
-from reconciler.runs.errors import ContractError
+from reconciler.runs.contract import ContractError
 
-# A discovery of a large host is about 100 KiB. More than this is not evidence but an attack.
+# A discovery of a large host is about 100 KiB. A document above this limit is an attack.
 _LARGEST_RESULT = 4 * 1024 * 1024
 _LONGEST_NAME = 200
-# Of what SSH says: its end names the cause, and a banner of the host may come before it.
+# Length of an SSH message. Its end names the cause; a banner of the host may come before it.
 _LONGEST_REASON = 500
-# What Ansible does by itself, without the host: those of its own actions that say so (before a role
-# it begins one of them unasked), and its words that are no action. A test compares with Ansible.
-# Any other counts as having been there, one of such a name in another collection too.
-AT_HOME = frozenset(
+# Actions and keywords that Ansible carries out on the controller, without the host. Before a role
+# it runs one of them unasked. A test compares the list with Ansible. Every other action counts as
+# having reached the host, also an action of the same name in another collection.
+ON_CONTROLLER = frozenset(
     f"ansible.builtin.{name}"
     for name in (
         *("add_host", "assert", "debug", "fail", "group_by", "include_vars"),
@@ -32,7 +32,7 @@ AT_HOME = frozenset(
         *("import_role", "import_tasks", "include_role", "include_tasks", "meta"),
     )
 )
-# Their results came from the host, whatever they are.
+# Events whose results came from the host.
 _FROM_HOST = frozenset(
     {"runner_on_ok", "runner_on_failed", "runner_retry", "runner_item_on_ok"}
     | {"runner_item_on_failed", "runner_on_async_poll", "runner_on_async_ok"}
@@ -50,9 +50,9 @@ _STATUS = {
 
 
 class Recorder:
-    """Writes the progress lines of a run and remembers its last words.
+    """Writes the progress lines of a run and keeps its final artifacts.
 
-    written: how many lines stand there already, of the same events from the first one on.
+    written: how many progress lines of the same events the file holds already.
     """
 
     def __init__(self, progress: Path, written: int = 0) -> None:
@@ -67,19 +67,19 @@ class Recorder:
 
     @property
     def touched(self) -> bool:
-        """False only when no module can have run on the host: none answered, and no second one was
-        begun, which would mean that the word of the first was lost.
+        """False only when no module can have run on the host: none answered, and no second module
+        began. A second beginning would mean that the answer to the first was lost.
         """
         return self._answered or len(self._begun) > 1
 
     def __call__(self, event: Mapping[str, Any]) -> bool:
-        """An event; False tells the runner not to keep it: it holds arguments and results."""
+        """Take an event. False tells the runner not to store it: it holds arguments and results."""
         kind = str(event.get("event", ""))
         data = event.get("event_data")
         if not isinstance(data, Mapping):
             return False
         if kind == "playbook_on_stats":
-            # The last one counts: text from a host that looks like an event comes before the end.
+            # The last event counts: host text that imitates an event comes before the end.
             artifacts = data.get("artifact_data")
             self.artifacts = artifacts if isinstance(artifacts, Mapping) else {}
             self.unreachable = self.unreachable or bool(data.get("dark"))
@@ -90,7 +90,7 @@ class Recorder:
         return False
 
     def _trace(self, kind: str, data: Mapping[str, Any]) -> None:
-        if str(data.get("task_action")) in AT_HOME:
+        if str(data.get("task_action")) in ON_CONTROLLER:
             return
         if kind in _FROM_HOST:
             self._answered = True
@@ -108,8 +108,8 @@ class Recorder:
         }
         if status == "unreachable":
             self.unreachable = True
-            said = result.get("msg") if isinstance(result, Mapping) else None
-            self.unreachable_reason = _reason(said)
+            message = result.get("msg") if isinstance(result, Mapping) else None
+            self.unreachable_reason = _reason(message)
         if status == "ok" and isinstance(result, Mapping) and result.get("changed") is True:
             line["event"] = "changed"
         if status == "failed" and (code := _code(result)):
@@ -124,7 +124,7 @@ class Recorder:
 
 
 def judge(recorder: Recorder, status: str, rc: int | None, seconds: float) -> dict[str, Any]:
-    """The verdict on a run whose process lived to its end."""
+    """The verdict on a run whose process did not die before its end."""
     verdict: dict[str, Any] = {
         "status": status if status in {"successful", "timeout", "canceled"} else "failed",
         "rc": rc,
@@ -149,7 +149,7 @@ def judge(recorder: Recorder, status: str, rc: int | None, seconds: float) -> di
         problem = f"{error.code}: {error.field}: {error.expected[:300]}"
         return verdict | {"status": "failed", "problem": problem}
     if result["ok"] != (status == "successful"):
-        # Ansible died after the document, or the document did not come from its end.
+        # Ansible died after it sent the document, or the document is not the final one.
         return verdict | {"status": "failed", "problem": "result_contradicts_run"}
     return verdict | {"result": result}
 
@@ -159,14 +159,14 @@ def _printable(name: object) -> str:
     return "".join(letter for letter in text if letter.isprintable())[:_LONGEST_NAME]
 
 
-def _reason(said: object) -> str:
-    """What SSH said, on one line."""
-    text = " ".join(said.split()) if isinstance(said, str) else ""
+def _reason(message: object) -> str:
+    """An SSH message on a single line."""
+    text = " ".join(message.split()) if isinstance(message, str) else ""
     return "".join(letter for letter in text if letter.isprintable())[-_LONGEST_REASON:]
 
 
 def _code(result: object) -> str:
-    """The stable code of a refusal; no other word of a failure goes into the progress."""
+    """The stable code of a refusal. No other text of a failure goes into the progress."""
     error = result.get("error") if isinstance(result, Mapping) else None
     code = error.get("code") if isinstance(error, Mapping) else None
     return code if isinstance(code, str) and _CODE.fullmatch(code) else ""

@@ -1,8 +1,8 @@
-"""Start a run in a process of its own, once and never again.
+"""Launch a run in a process of its own, exactly once.
 
-There are two launchers, and the run's folder is what they share: the process in it plays the
-playbook by itself (ansible-runner), or has AWX do it and follows. Waiting, progress, output and
-cancelling are the same for both (`collect`).
+There are two launchers that share the run's folder. The process in it plays the playbook itself
+(ansible-runner), or starts a job of AWX and follows it. Waiting, progress, output and cancelling
+are the same for both (`collect`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from typing import Any
 
 import yaml
 
-from reconciler.runs import contract, lock, orphans, ssh
-from reconciler.runs.awx.access import AwxAccess
-from reconciler.runs.awx.prepare import prepare as prepare_awx
-from reconciler.runs.errors import LauncherAway, RunError, SpecError
+from reconciler.runs import contract, lock, ssh
+from reconciler.runs.awx.client import AwxAccess
+from reconciler.runs.awx.request import prepare as prepare_awx
 from reconciler.runs.paths import (
     RunPaths,
     read_json,
@@ -32,24 +31,24 @@ from reconciler.runs.paths import (
     write_json,
     write_text,
 )
-from reconciler.runs.spec import RunSpec
+from reconciler.runs.spec import LauncherAway, RunError, RunSpec, SpecError
 
-# Longer than an interpreter needs to start on a loaded machine; then something is broken.
+# An interpreter needs less time to start, even on a loaded machine.
 _START_LIMIT_S = 60
-# Between two beginnings of a process whose work goes on elsewhere. Too low, and one that cannot
-# begin, for want of memory perhaps, takes the machine with it.
+# Pause between two starts of the process that follows an AWX job. Too low, and a process that
+# cannot start, for want of memory perhaps, overloads the machine.
 _AGAIN_S = 5.0
 
 
 @dataclass(frozen=True)
 class Site:
-    """What is the same for every run of this reconciler.
+    """Settings that every run of this reconciler shares.
 
     collections_path: the folder that holds `ansible_collections`.
-    ssh: the operator's identity, taken anew for each launch; None for local playbooks.
-    playbooks: a folder of playbooks instead of the collection's own; these have no contract.
-    environment: of ansible-playbook, over what is set here.
-    awx: what carries out the runs instead of a process here.
+    ssh: the operator's identity, renewed for each launch; None for local playbooks.
+    playbooks: a folder of playbooks instead of those of the collection; these have no contract.
+    environment: of ansible-playbook; overrides the values set here.
+    awx: the AWX that carries out the runs instead of a process here.
     """
 
     state_dir: Path
@@ -61,16 +60,16 @@ class Site:
 
 
 def launch(site: Site, spec: RunSpec) -> Path:
-    """The folder of the run, which is under way, over, or lost: see `collect.observe`.
+    """The folder of the run, which is then alive, finished or lost: see `collect.observe`.
 
-    RunError says why nothing was started; LauncherAway that it may be later.
+    RunError: nothing was started. LauncherAway: nothing was started, and a later try may succeed.
     """
     if site.playbooks is None:
         contract.check_vars(spec.playbook, spec.variables)
     try:
         return _launch(site, spec)
     except OSError as broken:
-        # Most often a full disk. Trying again is safe: what is half written is no run.
+        # Usually a full disk. Trying again is safe: a half-written folder is no run.
         raise LauncherAway(
             "run_folder_unwritable",
             expected=f"room for the files of a run in {site.state_dir}",
@@ -93,7 +92,7 @@ def _launch(site: Site, spec: RunSpec) -> Path:
 
 
 def resume(run_dir: Path) -> None:
-    """Attend a run again whose work goes on elsewhere, when nobody does."""
+    """Start a process again that follows the AWX job of a run, unless a process does."""
     paths = RunPaths(run_dir)
     with lock.attempt(paths.lock) as descriptor:
         if descriptor is None or paths.outcome.exists():
@@ -117,9 +116,9 @@ def _refuse_another_meaning(paths: RunPaths, spec: RunSpec) -> None:
 
 def _prepare(site: Site, spec: RunSpec, paths: RunPaths) -> None:
     if site.awx is not None:
-        elsewhere = {"awx": prepare_awx(site.awx, spec, paths)}
+        awx = {"awx": prepare_awx(site.awx, spec, paths)}
     else:
-        elsewhere = {}
+        awx = {}
         _prepare_here(site, spec, paths)
     write_json(
         paths.manifest,
@@ -133,7 +132,7 @@ def _prepare(site: Site, spec: RunSpec, paths: RunPaths) -> None:
             "deadline_s": spec.deadline_s,
             "fingerprint": spec.fingerprint(),
             "prepared_at": datetime.now(UTC).isoformat(),
-            **elsewhere,
+            **awx,
         },
     )
 
@@ -149,9 +148,9 @@ def _prepare_here(site: Site, spec: RunSpec, paths: RunPaths) -> None:
 
 
 def inert(variables: Mapping[str, Any]) -> str:
-    """Variables as Ansible reads them, none of them a template.
+    """Variables for Ansible, marked so that none is expanded as a template.
 
-    Ansible trusts what stands in a file of variables and would run the Jinja in a host's serial
+    Ansible trusts a file of variables. Without the mark it would run Jinja from a host's serial
     number or a tenant's host name, here on the controller.
     """
     node = yaml.SafeDumper(io.StringIO()).represent_data(dict(variables))
@@ -186,7 +185,7 @@ def _environment(site: Site, spec: RunSpec, paths: RunPaths) -> dict[str, str]:
         "ANSIBLE_GATHERING": "explicit",
         "ANSIBLE_FORKS": "1",
         "ANSIBLE_NOCOLOR": "1",
-        # Into each module's line in the host's syslog.
+        # Appears in each module's line in the host's syslog.
         "ANSIBLE_TARGET_LOG_INFO": spec.log_tag,
     }
     if site.ssh is not None:
@@ -196,7 +195,7 @@ def _environment(site: Site, spec: RunSpec, paths: RunPaths) -> dict[str, str]:
 
 
 def _spawn(paths: RunPaths, descriptor: int) -> None:
-    """Returns as soon as the process stands alone: it has forked away and taken the lock along."""
+    """Returns once the process has detached; it has forked and inherited the lock."""
     log = os.open(paths.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         started = subprocess.run(
@@ -226,12 +225,12 @@ def _spawn(paths: RunPaths, descriptor: int) -> None:
 
 
 def _clean_environment(paths: RunPaths) -> dict[str, str]:
-    """Nothing of the reconciler's own environment: it may hold secrets, and runs record theirs."""
+    """Nothing of the reconciler's environment: it may hold secrets, and runs record theirs."""
     programs = Path(sys.executable).parent
     return {
         "PATH": f"{programs}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
         "HOME": str(paths.root / "home"),
         "LANG": "C.UTF-8",
         "LC_ALL": "C.UTF-8",
-        orphans.MARK: str(paths.root),
+        lock.MARK: str(paths.root),
     }

@@ -1,21 +1,28 @@
-"""The lock of a run folder: whoever holds it is the run.
+"""Whether a run is alive: the lock of its folder, and the processes that it left behind.
 
-It belongs to the open file, not to a process id, and is handed to the process of the run before
-that process exists. So there is no moment without a holder, and a reused process id means nothing.
+The lock belongs to the open file, not to a process id. It is handed to the process of the run
+before that process exists, so it always has a holder, and a reused process id means nothing.
+
+Every process of a run carries the run's folder in its environment. Ansible's workers each have a
+session of their own, so ending a process group would miss them.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# Someone who only asks holds the lock for microseconds; a run holds it for as long as it lives.
+# A process that tests the lock holds it for microseconds; a run holds it for as long as it lives.
 _TRIES = 5
 _PAUSE_S = 0.02
+# The environment variable that marks the processes of a run.
+MARK = "GPUAAS_RUN_DIR"
+_PROC = Path("/proc")
 
 
 @contextmanager
@@ -31,19 +38,8 @@ def attempt(path: Path) -> Iterator[int | None]:
         os.close(descriptor)
 
 
-def _take(descriptor: int) -> bool:
-    for _ in range(_TRIES):
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(_PAUSE_S)
-        else:
-            return True
-    return False
-
-
 def held(path: Path) -> bool:
-    """Whether the run is alive. A shared lock asks, so that askers do not see one another."""
+    """Whether the run is alive. Tests with a shared lock, so that two tests do not collide."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -55,3 +51,60 @@ def held(path: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+def processes(run_dir: Path) -> Iterator[int]:
+    """Process ids of this run, without the calling process."""
+    mark = f"{MARK}={run_dir}".encode()
+    for entry in _PROC.iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid() and _belongs(entry, mark):
+            yield int(entry.name)
+
+
+def end_processes(run_dir: Path, timeout_s: float = 10) -> list[int]:
+    """Kill the remaining processes of a run; returns those that did not end."""
+    mark = f"{MARK}={run_dir}".encode()
+    limit = time.monotonic() + timeout_s
+    while remaining := list(processes(run_dir)):
+        for pid in remaining:
+            _kill(pid, mark)
+        if time.monotonic() > limit:
+            return remaining
+        time.sleep(0.05)
+    return []
+
+
+def _take(descriptor: int) -> bool:
+    for _ in range(_TRIES):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_PAUSE_S)
+        else:
+            return True
+    return False
+
+
+def _belongs(entry: Path, mark: bytes) -> bool:
+    try:
+        if mark not in (entry / "environ").read_bytes().split(b"\0"):
+            return False
+        # SSH's shared connection serves other runs on the same node and ends by itself.
+        return not (entry / "cmdline").read_bytes().startswith(b"ssh: ")
+    except OSError:
+        return False
+
+
+def _kill(pid: int, mark: bytes) -> None:
+    """Kill through a descriptor and check the mark again: the id may have been reused."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        if _belongs(_PROC / str(pid), mark):
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    finally:
+        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Where the files of a run lie, and the one way to write them."""
+"""Files of a run: their paths, how they are written, and the id of the folder of runs."""
 
 from __future__ import annotations
 
@@ -6,33 +6,36 @@ import hashlib
 import json
 import os
 import tempfile
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# A Unix socket's path may have 107 bytes; Ansible adds 11 and ssh 17 of its own.
+from reconciler.runs.spec import RunError
+
+# A Unix socket's path may have 107 bytes; Ansible adds 11 and ssh 17.
 _LONGEST_SOCKET_DIRECTORY = 75
 
 
 @dataclass(frozen=True)
 class RunPaths:
-    """The folder of one run."""
+    """The folder of a run."""
 
     root: Path
 
     @property
     def lock(self) -> Path:
-        """Held from before the process exists until it ends: the truth about being alive."""
+        """Held from before the process exists until it ends; decides whether the run is alive."""
         return self.root / "lock"
 
     @property
     def manifest(self) -> Path:
-        """What the run is, without its variables."""
+        """Description of the run, without its variables."""
         return self.root / "run.json"
 
     @property
     def process(self) -> Path:
-        """Written by the process, before anything else: from here on it has been started."""
+        """The first file that the process writes; it exists once the process has started."""
         return self.root / "process.json"
 
     @property
@@ -50,7 +53,7 @@ class RunPaths:
 
     @property
     def log(self) -> Path:
-        """What the process itself says; empty unless something is wrong with it."""
+        """Messages of the process itself; empty unless it fails."""
         return self.root / "process.log"
 
     @property
@@ -82,11 +85,43 @@ def run_directory(state_dir: Path, run_id: str) -> Path:
     return runs_directory(state_dir) / run_id
 
 
-def socket_directory(state_dir: Path, node_id: str) -> Path:
-    """A private, short folder for SSH's shared connections to one node.
+def runner_id(state_dir: Path) -> str:
+    """The id of the folder of runs, created on first use; concurrent processes get the same id.
 
-    One per node: connections are shared by address, and an address may be handed from one node to
-    another, whose host key would then not be looked at.
+    Only the machine that has a run's files can see whether the run is alive. All workers on the
+    folder share its id, and no other folder has it. The id lies beside the files, so an emptied
+    folder gets a new id. A copy of the folder on another machine must not include it.
+    """
+    folder = runs_directory(state_dir)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = folder / "runner"
+    if not path.exists():
+        fresh = folder / f".runner.{uuid.uuid4()}"
+        write_text(fresh, f"{uuid.uuid4()}\n")
+        try:
+            # Unlike a rename, a link never replaces the file of another process.
+            path.hardlink_to(fresh)
+        except FileExistsError:
+            pass
+        finally:
+            fresh.unlink()
+    text = path.read_text(encoding="utf-8").strip()
+    try:
+        return str(uuid.UUID(text))
+    except ValueError as broken:
+        raise RunError(
+            "runner_unreadable",
+            expected=f"a UUID in {path}",
+            found=repr(text)[:100],
+            remedy="end the runs of this folder, then move the file away: a new id is made",
+        ) from broken
+
+
+def socket_directory(state_dir: Path, node_id: str) -> Path:
+    """A private folder with a short path for SSH's shared connections to a node.
+
+    Each node has its own: SSH shares connections by address, and an address may move to another
+    node. A shared connection would then skip the check of the new host key.
     """
     name = hashlib.sha256(node_id.encode()).hexdigest()[:10]
     directory = state_dir.resolve() / "cp" / name
@@ -102,7 +137,7 @@ def socket_directory(state_dir: Path, node_id: str) -> Path:
 
 
 def write_text(path: Path, text: str, mode: int = 0o600) -> None:
-    """Replace a file in one step; what a crash leaves is the old file or the new one."""
+    """Replace a file atomically; a crash leaves the old file or the new file."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     with os.fdopen(descriptor, "w", encoding="utf-8") as handle:
         os.fchmod(descriptor, mode)
@@ -117,7 +152,7 @@ def write_json(path: Path, document: object) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """A document that `write_json` wrote, or None when it is not there."""
+    """A document that `write_json` wrote, or None when the file does not exist."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

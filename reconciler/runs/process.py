@@ -1,8 +1,8 @@
-"""The process of one run: `python -m reconciler.runs.process <run dir> <lock descriptor>`.
+"""The process of a run: `python -m reconciler.runs.process <run dir> <lock descriptor>`.
 
-It leaves the reconciler at once, holds the lock of the folder as long as it lives, and ends by
-writing outcome.json. Without that file nobody knows what happened: the run is lost. Only a run that
-AWX carries out goes on without its process, which is then begun again.
+It detaches from the reconciler at once, holds the lock of the folder as long as it lives, and ends
+by writing outcome.json. Without that file the run is lost: its effect is unknown. Only a run that
+AWX carries out goes on without its process, which is then started again.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any
 
 import ansible_runner
 
-from reconciler.runs import orphans
+from reconciler.runs import lock
 from reconciler.runs.awx import follow
 from reconciler.runs.events import Recorder, judge
 from reconciler.runs.paths import RunPaths, read_json, write_json
 
-# Ansible's words when SSH ended while the first module was being sent to it: they hide its reason.
+# Ansible's message when SSH ended while the first module was being sent: it hides SSH's reason.
 _CUT_SHORT = "Data could not be sent to remote host"
 _BACK = "the connection ended before anything was sent; the host answers now"
-_KNOCK = "knock"
-_KNOCK_LIMIT_S = 120
+_PROBE = "probe"
+_PROBE_LIMIT_S = 120
 
 
 def main(arguments: list[str]) -> int:
@@ -38,22 +38,22 @@ def main(arguments: list[str]) -> int:
     os.umask(0o077)
     os.set_inheritable(descriptor, False)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    told = Told(paths)
-    signal.signal(signal.SIGTERM, told.stop)
-    signal.signal(signal.SIGINT, told.stop)
+    stop = StopRequest(paths)
+    signal.signal(signal.SIGTERM, stop.on_signal)
+    signal.signal(signal.SIGINT, stop.on_signal)
     write_json(paths.process, _identity())
-    _carry_out(paths, told)
+    _carry_out(paths, stop)
     return 0
 
 
-class Told:
+class StopRequest:
     """Whether the run was asked to stop, by a signal or by the file `cancel`."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
         self._signalled = False
 
-    def stop(self, _number: int, _frame: object) -> None:
+    def on_signal(self, _number: int, _frame: object) -> None:
         self._signalled = True
 
     def __call__(self) -> bool:
@@ -61,7 +61,7 @@ class Told:
 
 
 def _identity() -> dict[str, Any]:
-    """For people; nothing decides on it."""
+    """Information for people; no decision depends on it."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     return {
         "pid": os.getpid(),
@@ -71,13 +71,13 @@ def _identity() -> dict[str, Any]:
     }
 
 
-def _carry_out(paths: RunPaths, told: Callable[[], bool]) -> None:
+def _carry_out(paths: RunPaths, stop_requested: Callable[[], bool]) -> None:
     manifest = read_json(paths.manifest)
     if manifest is None:
         raise FileNotFoundError(paths.manifest)
     started = datetime.now(UTC).isoformat()
     play = follow.play if "awx" in manifest else _play
-    verdict = play(paths, manifest, told)
+    verdict = play(paths, manifest, stop_requested)
     if verdict is None:
         return
     verdict = {"result": None, "unreachable": False, "problem": "", **verdict}
@@ -95,9 +95,9 @@ def _carry_out(paths: RunPaths, told: Callable[[], bool]) -> None:
 
 
 def _play(
-    paths: RunPaths, manifest: dict[str, Any], told: Callable[[], bool]
+    paths: RunPaths, manifest: dict[str, Any], stop_requested: Callable[[], bool]
 ) -> dict[str, Any] | None:
-    if told():
+    if stop_requested():
         return {"status": "canceled", "rc": None, "problem": "never_began"}
     recorder = Recorder(paths.progress)
     begun = time.monotonic()
@@ -109,44 +109,44 @@ def _play(
             inventory=str(paths.inventory),
             timeout=manifest["deadline_s"],
             event_handler=recorder,
-            cancel_callback=told,
+            cancel_callback=stop_requested,
             fact_cache_type="",
             quiet=True,
         )
     finally:
-        # The runner kills the group of ansible-playbook; its workers are not in it.
-        orphans.end(paths.root)
+        # The runner kills the process group of ansible-playbook; its workers are not in it.
+        lock.end_processes(paths.root)
     verdict = judge(recorder, runner.status, runner.rc, time.monotonic() - begun)
     if verdict["unreachable"] and not verdict["touched"] and _CUT_SHORT in verdict["problem"]:
-        verdict["problem"] = f"unreachable: {_last_words(paths, manifest) or _BACK}"
+        verdict["problem"] = f"unreachable: {_ssh_message(paths, manifest) or _BACK}"
     return verdict
 
 
-def _last_words(paths: RunPaths, manifest: dict[str, Any]) -> str:
-    """What SSH says when nothing is sent to it; "" when the host answers now."""
+def _ssh_message(paths: RunPaths, manifest: dict[str, Any]) -> str:
+    """The message of SSH when no module is sent; "" when the host answers now."""
     recorder = Recorder(Path(os.devnull))
     try:
         ansible_runner.run(
             private_data_dir=str(paths.root),
-            ident=_KNOCK,
+            ident=_PROBE,
             module="ansible.builtin.raw",
             module_args="true",
             host_pattern=manifest["node_id"],
             inventory=str(paths.inventory),
-            timeout=_KNOCK_LIMIT_S,
+            timeout=_PROBE_LIMIT_S,
             event_handler=recorder,
             fact_cache_type="",
             quiet=True,
         )
     except (OSError, ansible_runner.exceptions.AnsibleRunnerException) as failure:
-        # The outcome of the run itself is known and must be written.
+        # The outcome of the run itself must be written in any case.
         return f"SSH could not be asked again: {failure}"
-    shutil.rmtree(paths.artifacts.parent / _KNOCK, ignore_errors=True)
+    shutil.rmtree(paths.artifacts.parent / _PROBE, ignore_errors=True)
     return recorder.unreachable_reason
 
 
 def _forget_variables(paths: RunPaths) -> None:
-    """The task keeps the variables; a finished run needs only what it said."""
+    """Delete the variables: the task keeps them, and a finished run needs only its output."""
     for folder in (paths.env, paths.root / "home", paths.artifacts / "job_events"):
         if folder.is_dir():
             shutil.rmtree(folder)

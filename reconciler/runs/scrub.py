@@ -1,6 +1,7 @@
-"""Secrets taken out of what Ansible printed. Our modules print none; a host may print anything.
+"""Removal of secrets from Ansible's output. Our modules print none; a host may print anything.
 
-By form, not by value: what the secrets of this site are is not known where output is read.
+Secrets are recognised by form, not by value: the reader of the output does not know the secrets of
+the site.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _NAME = (
     r"[\w.-]*(?:password|passwd|passphrase|secret|token|api_?key|private_?key|credential|signature)"
     r"[\w.-]*"
 )
-# A whole key, and one of which the beginning or the end of the text has cut off a part.
+# A complete key, and a key of which the beginning or the end of the text has cut off a part.
 _KEY = re.compile(
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
     r"|\A(?:(?!-----BEGIN).)*-----END [A-Z ]*PRIVATE KEY-----",
@@ -22,11 +23,11 @@ _KEY = re.compile(
 )
 _RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
     (_KEY, GONE),
-    # What our own tokens, and those of a web login, look like wherever they stand.
+    # Our own tokens, and tokens of a web login.
     (re.compile(r"\b(?:gpuaas|enrol)_[A-Za-z0-9_-]{20,}"), GONE),
     (re.compile(r"\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]*"), GONE),
     (re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9+/=._~-]{8,}"), rf"\1 {GONE}"),
-    # Links: who logs in, and what the query proves.
+    # Links: the user part, and the query, which may hold a signature.
     (re.compile(r"(\w+://)[^\s/@\"']+@"), rf"\1{GONE}@"),
     (re.compile(r"(\w+://[^\s?\"']+\?)[^\s\"'\\]+"), rf"\1{GONE}"),
     # name: value and name=value, quoted or not; in JSON also with the quotes escaped.
@@ -40,6 +41,6 @@ _RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
 
 def scrub(text: str) -> str:
     """The text without anything that has the form of a secret."""
-    for pattern, instead in _RULES:
-        text = pattern.sub(instead, text)
+    for pattern, replacement in _RULES:
+        text = pattern.sub(replacement, text)
     return text

@@ -1,4 +1,4 @@
-"""What one run is: a playbook, a node, and variables that leave it no choice."""
+"""Specification of a run: a playbook, a node and complete variables; and the errors of runs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reconciler.runs.errors import SpecError
+from reconciler.model.errors import Refusal
 
-# These values reach the inventory, which Ansible takes for templates, and SSH's command line.
-# So no brace, no space and no leading dash can be in any of them.
+# These values reach the inventory, where Ansible expands templates, and SSH's command line.
+# So none of them may contain a brace or a space, or begin with a dash.
 _IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _PLAYBOOK = re.compile(r"[a-z][a-z0-9_]{0,63}")
@@ -20,17 +20,29 @@ _ADDRESS = re.compile(r"[A-Za-z0-9:][A-Za-z0-9.:%-]{0,252}")
 _USER = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
 _HOST_KEY = re.compile(r"[a-z0-9@.-]{1,64} [A-Za-z0-9+/=]{1,8000}")
 _PYTHON = re.compile(r"/[A-Za-z0-9/._-]{1,200}")
-# Longer than any run of ours should take, which is to overwrite eight disks one after another; what
-# goes on for longer is ended.
+# Longer than the longest useful run, which overwrites eight disks in turn. A run that
+# exceeds it is ended.
 LONGEST_S = 2 * 86_400
 _CORRELATION = re.compile(r"[A-Za-z0-9._:-]{0,128}")
+
+
+class RunError(Refusal):
+    """An operation on a run that cannot be carried out."""
+
+
+class SpecError(RunError):
+    """A run specification that is invalid, or that differs from the first under its id."""
+
+
+class LauncherAway(RunError):
+    """The launcher did not answer and nothing was started: try again later."""
 
 
 @dataclass(frozen=True)
 class NodeAccess:
     """Where a node's machine answers. `address` is the transport address, never a display name.
 
-    revoked: keys that it may not show any more, whatever certificate they have.
+    revoked: host keys that the node may no longer use, whatever certificate they have.
     """
 
     node_id: str
@@ -53,7 +65,7 @@ class NodeAccess:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """One run, worked out to the end. The same run_id always means the same run."""
+    """A run with all its values. A run_id always means the same run."""
 
     run_id: str
     playbook: str
@@ -68,24 +80,24 @@ class RunSpec:
         _match("correlation_id", _CORRELATION, self.correlation_id)
         if not 1 <= self.deadline_s <= LONGEST_S:
             raise _refuse("deadline_s", f"1 to {LONGEST_S} seconds", self.deadline_s)
-        said = self.variables.get("slice_run")
-        if isinstance(said, Mapping):
-            mine = {
+        identity = self.variables.get("slice_run")
+        if isinstance(identity, Mapping):
+            expected = {
                 "id": self.run_id,
                 "node_id": self.node.node_id,
                 "correlation_id": self.correlation_id,
             }
-            for key, value in mine.items():
-                if said.get(key) != value:
-                    raise _refuse(f"variables.slice_run.{key}", value, said.get(key))
+            for key, value in expected.items():
+                if identity.get(key) != value:
+                    raise _refuse(f"variables.slice_run.{key}", value, identity.get(key))
 
     @property
     def log_tag(self) -> str:
-        """What stands in each module's line in the host's syslog."""
+        """The tag of each module's line in the host's syslog."""
         return f"run={self.run_id} correlation_id={self.correlation_id}"
 
     def fingerprint(self) -> str:
-        """Tells whether two descriptions mean the same work on the same node."""
+        """Equal for two specifications of the same work on the same node."""
         meaning = [self.playbook, self.node.node_id, dict(self.variables)]
         return hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest()
 

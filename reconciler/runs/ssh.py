@@ -1,20 +1,53 @@
-"""How SSH is spoken to a node: certified host keys only, our own certificate only.
+"""SSH to a node: certified host keys only, our certificate only; probing a silent host.
 
-There is no trust on first use: known_hosts holds a certificate authority and nothing else, plain
-host keys are not even negotiated, and the name in the certificate must be the node's id.
+There is no trust on first use. known_hosts holds a certificate authority and nothing else, plain
+host keys are not negotiated, and the name in the certificate must be the node's id.
 """
 
 from __future__ import annotations
 
+import errno
+import getpass
+import os
+import re
 import shlex
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from reconciler.runs.paths import socket_directory
+from reconciler.runs.spec import NodeAccess
 
 _CERTIFIED = (
     "ssh-ed25519-cert-v01@openssh.com",
     "ecdsa-sha2-nistp256-cert-v01@openssh.com",
     "rsa-sha2-512-cert-v01@openssh.com",
+)
+# A reachable host answers within a second, an emulated host within a few.
+_PROBE_CONNECT_S = 15
+_PROBE_LIMIT_S = 60
+# The system's own texts: runs and probes have LC_ALL=C.UTF-8.
+_NO_ROUTE = "|".join(
+    re.escape(os.strerror(code))
+    for code in (
+        errno.ECONNREFUSED,
+        errno.ECONNRESET,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.ENETDOWN,
+        errno.ENETUNREACH,
+        errno.ETIMEDOUT,
+    )
+)
+# Only the end of the message counts: SSH may have tried another address first.
+_UNREACHABLE = re.compile(
+    rf"connect to (?:host|address) \S+ port \d+: (?:{_NO_ROUTE})\s*$"
+    # The connection is accepted, but no SSH server is behind it: the host is starting, or a port
+    # is forwarded to a machine that is down.
+    r"|timed out during banner exchange.{0,80}$"
+    rf"|kex_exchange_identification: (?:Connection closed by remote host|\w+: (?:{_NO_ROUTE}))"
+    r".{0,120}$"
 )
 
 
@@ -27,8 +60,48 @@ class SshAccess:
     known_hosts: Path
 
 
+@dataclass(frozen=True)
+class Reach:
+    """The operator's own connection to the host. host "": this machine, without SSH.
+
+    key, config: of the operator's SSH; None for its defaults. The operator's SSH must know the
+    host key already: there is no trust on first use here either.
+    """
+
+    host: str = ""
+    user: str = "root"
+    port: int = 22
+    key: Path | None = None
+    config: Path | None = None
+    node_id: str = ""
+
+    def access(self) -> NodeAccess:
+        """The target of the run; SpecError when a value is not a plain name."""
+        name = self.node_id or "by-hand"
+        if not self.host:
+            return NodeAccess(name, "localhost", user=getpass.getuser())
+        return NodeAccess(name, self.host, port=self.port, user=self.user)
+
+    def environment(self, state_dir: Path) -> dict[str, str]:
+        if not self.host:
+            return {"ANSIBLE_TRANSPORT": "local"}
+        # SSH uses the first value that it gets for an option.
+        words = ["-o", "StrictHostKeyChecking=yes", "-o", "BatchMode=yes", "-o", "ForwardAgent=no"]
+        words += ["-o", "ControlMaster=auto", "-o", "ControlPersist=20s"]
+        words += ["-F", str(self.config.resolve())] if self.config else []
+        words += ["-i", str(self.key.resolve())] if self.key else []
+        values = {
+            "ANSIBLE_SSH_ARGS": shlex.join(words),
+            "ANSIBLE_SSH_CONTROL_PATH_DIR": str(socket_directory(state_dir, self.host)),
+            "ANSIBLE_SSH_RETRIES": "0",
+            "ANSIBLE_TIMEOUT": "90",
+        }
+        agent = os.environ.get("SSH_AUTH_SOCK")
+        return values | ({"SSH_AUTH_SOCK": agent} if agent else {})
+
+
 def options(access: SshAccess, node_id: str) -> list[str]:
-    """Words for ssh: `-F /dev/null -o …`. For scp, sftp and plain ssh calls as well."""
+    """Arguments for ssh, scp and sftp: `-F /dev/null -o …`."""
     settings = {
         **trust(node_id),
         "UserKnownHostsFile": f'"{access.known_hosts}"',
@@ -38,11 +111,11 @@ def options(access: SshAccess, node_id: str) -> list[str]:
         "IdentityFile": f'"{access.key}"',
         "CertificateFile": f'"{access.certificate}"',
     }
-    return words(settings)
+    return arguments(settings)
 
 
 def trust(node_id: str) -> dict[str, str]:
-    """Whose host key counts, whoever we are and wherever the authority's key lies."""
+    """Settings that decide which host key is accepted; independent of local files and identity."""
     return {
         "StrictHostKeyChecking": "yes",
         "HostKeyAlias": node_id,
@@ -53,40 +126,73 @@ def trust(node_id: str) -> dict[str, str]:
         "PasswordAuthentication": "no",
         "ForwardAgent": "no",
         "BatchMode": "yes",
-        # Two minutes of silence: an emulated or busy host may be slow, a dead one must be noticed.
+        # Two minutes of silence: an emulated or busy host may be slow, a dead host must be noticed.
         "ServerAliveInterval": "15",
         "ServerAliveCountMax": "8",
     }
 
 
 def refusing(keys: Sequence[str]) -> dict[str, str]:
-    """Less these host keys, where no file of ours lies: needs OpenSSH 8.5 there."""
+    """Settings that revoke these host keys without a local file; the client needs OpenSSH 8.5."""
     if not keys:
         return {}
-    # Split by SSH itself, without a shell; %% is its %.
+    # SSH splits the command itself, without a shell; %% is its %.
     lines = " ".join(f'"@revoked * {key}"' for key in keys)
     return {"KnownHostsCommand": f"/usr/bin/printf %%s\\n {lines}"}
 
 
-def words(settings: Mapping[str, str]) -> list[str]:
-    """Settings as SSH takes them on its command line, and no file of settings besides."""
-    said = ["-F", "/dev/null"]
+def arguments(settings: Mapping[str, str]) -> list[str]:
+    """Settings as command-line arguments of SSH, which then reads no configuration file."""
+    words = ["-F", "/dev/null"]
     for key, value in settings.items():
-        said += ["-o", f"{key}={value}"]
-    return said
+        words += ["-o", f"{key}={value}"]
+    return words
 
 
 def environment(access: SshAccess, node_id: str, sockets: Path) -> dict[str, str]:
-    """The same for Ansible, with one shared connection per node."""
+    """The same options for Ansible, with a shared connection per node."""
     sharing = ["-o", "ControlMaster=auto", "-o", "ControlPersist=60s"]
     return {
         "ANSIBLE_SSH_ARGS": shlex.join(options(access, node_id) + sharing),
         "ANSIBLE_SSH_CONTROL_PATH_DIR": str(sockets),
-        # Each retry would send the module once more after the connection was lost, while the first
-        # may still be at work on the host, on a disk perhaps. Whether to do it again is decided by
-        # the task, which knows what was done. The reboot of bootstrap does not need it: it waits
-        # with connections of its own until the host answers.
+        # A retry would send the module again after the connection was lost, while the first copy
+        # may still be working on the host, perhaps on a disk. The task decides whether to repeat,
+        # because it knows how far the run got. The reboot of bootstrap does not need retries: it
+        # waits with connections of its own until the host answers.
         "ANSIBLE_SSH_RETRIES": "0",
-        # An emulated or busy host gets one long chance to answer a connection, not several.
+        # An emulated or busy host gets a single long chance to answer a connection.
         "ANSIBLE_TIMEOUT": "90",
     }
+
+
+def probe(access: SshAccess, node: NodeAccess) -> str:
+    """Connect and run `true`: "" when the host answers with its certified key and accepts us.
+
+    Otherwise the last words of SSH.
+    """
+    words = [*options(access, node.node_id), "-o", f"ConnectTimeout={_PROBE_CONNECT_S}"]
+    target = ["-p", str(node.port), "-l", node.user, "--", node.address, "true"]
+    try:
+        done = subprocess.run(
+            ["ssh", "-T", "-n", *words, *target],
+            capture_output=True,
+            env={"PATH": "/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C.UTF-8"},
+            timeout=_PROBE_LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no end of the connection within {_PROBE_LIMIT_S} s"
+    if done.returncode == 0:
+        return ""
+    text = " ".join(done.stderr.decode("utf-8", "replace").split())
+    return text[-500:] or f"exit status {done.returncode}"
+
+
+def is_unreachable(message: str) -> bool:
+    """Whether the last words of SSH mean that no host answered, rather than that it refused us.
+
+    An unreachable host may come back by itself; a refusal does not end by itself. Both have the
+    same exit status. Only messages from before any data was sent count; unknown messages count as
+    a refusal.
+    """
+    return _UNREACHABLE.search(message) is not None

@@ -1,1 +1,1 @@
-"""The processes of the service: what runs in them, and how they say that they live."""
+"""Processes of the service: API, worker, loops of the leader, logs and metrics."""

@@ -1,4 +1,4 @@
-"""Where the service listens: the settings' text, and nothing that it must not be."""
+"""Listen addresses of the API and of the operators' listener, from the settings."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Address = tuple[str, int]
 
 def api(settings: Settings) -> Address:
     """Host and port of the API."""
-    found = _split(settings.listen)
-    if found is None:
+    address = _split(settings.listen)
+    if address is None:
         raise Problem(
             "listen_invalid",
             400,
@@ -21,35 +21,36 @@ def api(settings: Settings) -> Address:
             found=settings.listen,
             remedy="for example 127.0.0.1:8080",
         )
-    return found
+    return address
 
 
 def operators(settings: Settings) -> Address | None:
-    """Loopback address and port of the operators' listener; None when there is none.
+    """Loopback address and port of the operators' listener; None when it is off.
 
-    By its number: what a name means is decided elsewhere, and whoever connects needs no token.
+    Only an IP address is accepted: this listener asks for no token, and a name could resolve to
+    another interface.
     """
     text = settings.operator_listen
     if not text:
         return None
-    found = _split(text)
+    address = _split(text)
     try:
-        if found is not None and ip_address(found[0]).is_loopback:
-            return found
+        if address is not None and ip_address(address[0]).is_loopback:
+            return address
     except ValueError:
         pass
     raise Problem(
         "operator_listen_invalid",
         400,
-        expected="GPUAAS_OPERATOR_LISTEN as a loopback address and a port: whoever can connect"
-        " needs no token there",
+        expected="GPUAAS_OPERATOR_LISTEN as a loopback address and a port, because this listener"
+        " asks for no token",
         found=text,
-        remedy="127.0.0.1:8008 or [::1]:8008; from elsewhere use GPUAAS_LISTEN with a token",
+        remedy="127.0.0.1:8008 or [::1]:8008; other machines use GPUAAS_LISTEN with a token",
     )
 
 
-def local(address: Address | None) -> bool:
-    """Whether nobody on another machine reaches it. A name counts as what it mostly means."""
+def is_local(address: Address | None) -> bool:
+    """Whether no other machine can connect to it. The name `localhost` counts as local."""
     if address is None:
         return True
     try:
@@ -58,8 +59,8 @@ def local(address: Address | None) -> bool:
         return address[0] == "localhost"
 
 
-def told(address: Address) -> str:
-    """As it stands in a setting."""
+def host_port(address: Address) -> str:
+    """The address as a setting has it, with brackets around an IPv6 address."""
     host, port = address
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

@@ -1,6 +1,7 @@
-"""The site has one pair of SSH authorities, and every machine of it has the same.
+"""Check that this machine has the SSH authorities of the site.
 
-A service with keys of its own would enrol hosts that no other can reach, and reach none itself.
+All machines of a site share a pair of authorities. With other keys a service could not reach any
+host of the site, and would enrol hosts that the other machines cannot reach.
 """
 
 from __future__ import annotations
@@ -20,27 +21,27 @@ NAME = "ssh_authorities"
 
 
 def adopt(settings: Settings, engine: Engine) -> None:
-    """Make the site's authorities, or see that this machine has them: Problem otherwise."""
+    """Create the site's authorities at its first start, or raise a Problem if they differ here."""
     with reading(engine) as conn:
-        known = site.read(conn, NAME)
-    if known is not None and not (settings.state_dir / "trust" / "host_ca").exists():
-        raise _others(settings, "none")
-    own = authorities(open_trust(settings.state_dir))
-    if known is None:
-        known = retrying(engine, partial(_remember, own))
-    if known != own:
-        raise _others(settings, "others")
+        recorded = site.read(conn, NAME)
+    if recorded is not None and not (settings.state_dir / "trust" / "host_ca").exists():
+        raise _differ(settings, "no keys")
+    local = authorities(open_trust(settings.state_dir))
+    if recorded is None:
+        recorded = retrying(engine, partial(_record, local))
+    if recorded != local:
+        raise _differ(settings, "other keys")
 
 
-def _remember(own: dict[str, str], conn: Connection) -> dict[str, str]:
-    # Another machine may have been quicker.
-    known: dict[str, str] | None = site.read(conn, NAME)
-    if known is None:
-        site.write(conn, NAME, own, Act("service", "the site's first start"))
-    return known or own
+def _record(local: dict[str, str], conn: Connection) -> dict[str, str]:
+    # Another machine may have recorded its authorities first.
+    recorded: dict[str, str] | None = site.read(conn, NAME)
+    if recorded is None:
+        site.write(conn, NAME, local, Act("service", "the site's first start"))
+    return recorded or local
 
 
-def _others(settings: Settings, found: str) -> Problem:
+def _differ(settings: Settings, found: str) -> Problem:
     return Problem(
         "authorities_differ",
         expected=f"the site's SSH authorities in {settings.state_dir / 'trust'}",

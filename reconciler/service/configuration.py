@@ -1,7 +1,7 @@
-"""docs/configuration.md, from the settings themselves.
+"""Generator of docs/configuration.md from the settings.
 
-`python -m reconciler.service.configuration` writes it. A test compares the two, so a setting that
-nobody described is not released.
+`python -m reconciler.service.configuration` writes the page. A test compares it with the settings,
+so every setting has a description.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, get_args
 
+from pydantic import IPvAnyAddress
 from pydantic.fields import FieldInfo
 
 from reconciler.settings import CONFIG_FILE, CONFIG_FILE_VARIABLE, PREFIX, PROJECT, Settings
@@ -17,46 +18,48 @@ PAGE = PROJECT / "docs" / "configuration.md"
 _HEAD = f"""\
 # Configuration
 
-The service and every command that opens its database read these settings. Each is an environment
-variable; the same names may stand in `{CONFIG_FILE}`, one `NAME=value` per line (another file with
-`{CONFIG_FILE_VARIABLE}`). The environment goes before the file, the file before the default.
-`gpuaas doctor` names values that are refused and names that no setting has.
+Reference of all settings, for operators of the reconciler. The service and every command that opens
+its database read them.
 
-This page is made from `reconciler/settings.py` by `python -m reconciler.service.configuration`; a
-test compares.
+Each setting is an environment variable. The file `{CONFIG_FILE}` may contain the same names, one
+`NAME=value` per line; `{CONFIG_FILE_VARIABLE}` names another file. The environment overrides the
+file, and the file overrides the default. `gpuaas doctor` reports refused values and unknown names.
+
+This page is generated from `reconciler/settings.py` by
+`python -m reconciler.service.configuration`; a test compares them.
 
 | variable | default | allowed | meaning |
 |---|---|---|---|
 """
-# Of commands that talk to a service, or choose where these settings are: no setting of the service.
+# Variables of the commands, which are not settings of the service.
 OTHERS = {
-    CONFIG_FILE_VARIABLE: f"The file of settings, which must be there; {CONFIG_FILE} unless set.",
-    f"{PREFIX}API": "Where the commands find the service; unless set, at `GPUAAS_LISTEN`.",
+    CONFIG_FILE_VARIABLE: f"The file of settings, which must exist. Default: {CONFIG_FILE}.",
+    f"{PREFIX}API": "Address of the service for commands. Default: `GPUAAS_LISTEN`.",
     f"{PREFIX}TOKEN_FILE": "A file with the token that the commands use.",
-    f"{PREFIX}PROJECT": "The project that launches belong to unless told otherwise.",
-    f"{PREFIX}OIDC_CLIENT_ID": "What `gpuaas login` calls itself at the provider (docs/access.md).",
+    f"{PREFIX}PROJECT": "The default project of commands.",
+    f"{PREFIX}OIDC_CLIENT_ID": "Client id of `gpuaas login` at the provider (docs/access.md).",
 }
 
 
-# What reconciler/shipped.py says where no checkout is.
+# Values of reconciler/shipped.py in an installation without a checkout.
 _INSTALLED = {
     "state_dir": "`/var/lib/gpuaas`",
     "collections_path": "`share/collections` beside the program's `bin`",
-    "profiles_dir": "those of this version",
+    "profiles_dir": "the profiles of this version",
 }
 
 
 def page() -> str:
     """The whole document."""
     rows = [_row(name, field) for name, field in Settings.model_fields.items()]
-    others = [f"- `{name}`: {told}" for name, told in OTHERS.items()]
-    lines = [*rows, "", "Read by the commands, and never from the file:", "", *others]
+    others = [f"- `{name}`: {text}" for name, text in OTHERS.items()]
+    lines = [*rows, "", "Variables of the commands, read from the environment only:", "", *others]
     return _HEAD + "\n".join(lines) + "\n"
 
 
 def _row(name: str, field: FieldInfo) -> str:
-    told = (field.description or "").replace("|", "\\|")
-    return f"| `{PREFIX}{name.upper()}` | {_default(name, field)} | {_allowed(field)} | {told} |"
+    text = (field.description or "").replace("|", "\\|")
+    return f"| `{PREFIX}{name.upper()}` | {_default(name, field)} | {_allowed(field)} | {text} |"
 
 
 def _default(name: str, field: FieldInfo) -> str:
@@ -68,8 +71,8 @@ def _default(name: str, field: FieldInfo) -> str:
 
 def _allowed(field: FieldInfo) -> str:
     choices = get_args(field.annotation)
-    if choices and all(isinstance(one, str) for one in choices):
-        return ", ".join(f"`{one}`" for one in choices)
+    if choices and all(isinstance(choice, str) for choice in choices):
+        return ", ".join(f"`{choice}`" for choice in choices)
     limits = [_limit(rule) for rule in field.metadata]
     return " ".join([_kind(field), *filter(None, limits)])
 
@@ -81,8 +84,10 @@ def _kind(field: FieldInfo) -> str:
         str: "text",
         bool: "`true`, `false`",
         Path: "path",
+        IPvAnyAddress: "IP address",
     }
-    options = [one for one in (field.annotation, *get_args(field.annotation)) if one in kinds]
+    types = (field.annotation, *get_args(field.annotation))
+    options = [option for option in types if option in kinds]
     return kinds[options[0]] if options else "text"
 
 

@@ -1,4 +1,4 @@
-"""The sockets of the API, and of the operators' listener: that is served by a thread of its own."""
+"""Sockets of the API, and the operators' listener with its server thread."""
 
 from __future__ import annotations
 
@@ -20,36 +20,37 @@ from reconciler.settings import Settings
 
 log = logging.getLogger("gpuaas")
 
-# What is asked there is short; nothing waits for somebody who holds a connection open.
+# Requests to the operators' listener are short, so a stop does not wait for open connections.
 GRACE_S = 2
-# No interface has the address, or the kernel not its family.
+# No interface has the address, or the kernel does not support its family.
 _ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 @contextmanager
 def operators(settings: Settings, app: FastAPI) -> Iterator[str]:
-    """Serve the application on loopback until the block ends; its address, "" when it is off."""
+    """Serve the application on loopback until the block ends. Yields its address, "" if off."""
     address = addresses.operators(settings)
     if address is None:
         yield ""
         return
-    with closing(_taken(address, "GPUAAS_OPERATOR_LISTEN")) as taken:
+    with closing(_listening(address, "GPUAAS_OPERATOR_LISTEN")) as listening:
         config = uvicorn.Config(
             app,
             access_log=False,
             log_config=None,
             server_header=False,
             timeout_graceful_shutdown=GRACE_S,
-            # Nothing stands before this listener that could speak for somebody else.
+            # No proxy stands before this listener, so it must not believe a proxy's headers.
             proxy_headers=False,
         )
         server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, args=([taken],), name="operators", daemon=True)
+        sockets = [listening]
+        thread = threading.Thread(target=server.run, args=(sockets,), name="operators", daemon=True)
         thread.start()
-        told = addresses.told(taken.getsockname()[:2])
-        log.info("operators' listener on %s, without tokens", told)
+        text = addresses.host_port(listening.getsockname()[:2])
+        log.info("operators' listener on %s, without tokens", text)
         try:
-            yield told
+            yield text
         finally:
             server.should_exit = True
             thread.join(10)
@@ -57,44 +58,43 @@ def operators(settings: Settings, app: FastAPI) -> Iterator[str]:
 
 @contextmanager
 def api(settings: Settings) -> Iterator[list[socket.socket]]:
-    """The API's sockets, one for each address of its name, until the block ends.
+    """The API's sockets, for each address of its name, until the block ends.
 
-    Taken before anything else starts: a second service on this machine would otherwise lead, and
-    work, until it found the first one's port in use.
+    They are opened before anything else starts. A second service on this machine would otherwise
+    become the leader and run tasks before it notices that the port is in use.
     """
     host, port = addresses.api(settings)
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as failure:
         raise _unavailable((host, port), "GPUAAS_LISTEN", failure) from failure
-    places = dict.fromkeys(place[4][:2] for place in found)
-    with ExitStack() as taken:
-        yield [taken.enter_context(closing(one)) for one in _each(places)]
+    resolved = dict.fromkeys(info[4][:2] for info in infos)
+    with ExitStack() as stack:
+        yield [stack.enter_context(closing(listening)) for listening in _each(resolved)]
 
 
-def _each(places: Iterable[tuple[Any, ...]]) -> Iterator[socket.socket]:
-    """A socket for each that this machine has: a name may have one of a family that is off here."""
+def _each(resolved: Iterable[tuple[Any, ...]]) -> Iterator[socket.socket]:
+    """A socket for each address that this machine has: IPv6, for example, may be disabled."""
     absent: list[tuple[Address, OSError]] = []
-    found = False
-    for name, number in places:
+    bound = False
+    for name, number in resolved:
         address = (str(name), int(number))
         try:
-            one = _bound(address)
+            listening = _bound(address)
         except OSError as failure:
             if failure.errno not in _ABSENT:
                 raise _unavailable(address, "GPUAAS_LISTEN", failure) from failure
             absent.append((address, failure))
             continue
-        found = True
-        yield one
+        bound = True
+        yield listening
     for address, why in absent:
-        if not found:
+        if not bound:
             raise _unavailable(address, "GPUAAS_LISTEN", why) from why
-        log.warning("not listening on %s: %s", addresses.told(address), why.strerror)
+        log.warning("not listening on %s: %s", addresses.host_port(address), why.strerror)
 
 
-def _taken(address: Address, setting: str) -> socket.socket:
-    """The socket, taken before anything else starts: a service without it would look well."""
+def _listening(address: Address, setting: str) -> socket.socket:
     try:
         return _bound(address)
     except OSError as failure:
@@ -103,19 +103,19 @@ def _taken(address: Address, setting: str) -> socket.socket:
 
 def _bound(address: Address) -> socket.socket:
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-    taken = socket.create_server(address, family=family)
-    # Connections inherit it. asyncio does it for sockets of its own making only, and without it
-    # each answer's body waits for the client to acknowledge the head: 40 ms.
-    taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return taken
+    listening = socket.create_server(address, family=family)
+    # Inherited by connections. asyncio sets it on sockets that it creates only, and without it the
+    # body of an answer waits for the client's acknowledgement of the head: 40 ms.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening
 
 
 def _unavailable(address: Address, setting: str, failure: OSError) -> Problem:
-    operators_own = setting == "GPUAAS_OPERATOR_LISTEN"
+    operators_listener = setting == "GPUAAS_OPERATOR_LISTEN"
     return Problem(
-        "operator_listen_unavailable" if operators_own else "listen_unavailable",
+        "operator_listen_unavailable" if operators_listener else "listen_unavailable",
         503,
-        expected=f"{setting}={addresses.told(address)}, free for us",
+        expected=f"{setting}={addresses.host_port(address)}, not in use",
         found=failure.strerror or str(failure),
-        remedy="choose another port, or end what listens there",
+        remedy="choose another port, or stop the program that listens there",
     )

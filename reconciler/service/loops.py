@@ -1,7 +1,7 @@
-"""The loops that must be single: they run in the process that leads, and nowhere else.
+"""Periodic work of the leader: the loops run only in the process that holds the leader's term.
 
-Each gets a database in which it can write only as long as this process leads (`db.leader`). So a
-loop need not ask whether it is still the one; what it takes no part in is deciding that.
+A loop gets an engine whose writes fail as soon as this process is no longer the leader
+(`db.leader`), so it need not check that itself.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from reconciler.work.deadlines import end_overdue
 from reconciler.work.loops import (
     compare_hosts,
     forget,
+    play_recovery_cases,
     recover_blocked,
     renew_certificates,
     tend_apps,
@@ -30,7 +31,7 @@ log = logging.getLogger("gpuaas.loops")
 
 @dataclass(frozen=True)
 class Loop:
-    """Work without input, done every so often. every_s counts from an end to the next beginning."""
+    """Periodic work without input. every_s is the time from an end to the next start."""
 
     name: str
     every_s: float
@@ -40,6 +41,8 @@ class Loop:
 LOOPS: tuple[Loop, ...] = (
     Loop("overdue", 10.0, end_overdue),
     Loop("recovery", 10.0, recover_blocked),
+    # Commands follow each move of a case.
+    Loop("recovery_cases", 1.0, play_recovery_cases),
     Loop("drift", 10.0, compare_hosts),
     Loop("certificates", 600.0, renew_certificates),
     Loop("apps", 30.0, tend_apps),
@@ -48,7 +51,7 @@ LOOPS: tuple[Loop, ...] = (
 
 
 class Loops:
-    """Runs what is due while there is a lease. lease: the one that this process holds now."""
+    """Runs the loops that are due while this process leads. lease: its current term, if any."""
 
     def __init__(
         self,
@@ -63,7 +66,7 @@ class Loops:
         self._loops = loops
         self._due = {loop.name: 0.0 for loop in loops}
         self._stopping = threading.Event()
-        # A daemon: what it does can be cut off anywhere.
+        # A daemon thread, because its work can be interrupted anywhere.
         self._thread = threading.Thread(target=self._run, name="loops", daemon=True)
 
     def start(self) -> None:
@@ -75,10 +78,10 @@ class Loops:
 
     def _run(self) -> None:
         while not self._stopping.wait(self._settings.poll_s):
-            self.look()
+            self.run_due()
 
-    def look(self) -> list[str]:
-        """Do what is due, if this process leads; the names of what was done."""
+    def run_due(self) -> list[str]:
+        """Run the loops that are due, if this process leads, and return their names."""
         done = []
         for loop in self._loops:
             lease = self._lease()
@@ -90,7 +93,7 @@ class Loops:
             except Deposed as deposed:
                 log.warning("%s stopped: %s", loop.name, deposed)
             except Exception:
-                # One loop that fails must not keep the others from their work.
-                log.exception("%s failed; it is tried again", loop.name)
+                # The failure of a loop must not stop the others.
+                log.exception("%s failed; it runs again later", loop.name)
             self._due[loop.name] = time.monotonic() + loop.every_s
         return done

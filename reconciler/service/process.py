@@ -1,4 +1,4 @@
-"""One process of the service: its parts, started together and ended in order."""
+"""A process of the service: its parts, started together and stopped in order."""
 
 from __future__ import annotations
 
@@ -7,40 +7,41 @@ from contextlib import ExitStack, contextmanager
 
 from sqlalchemy import Engine
 
+from reconciler.service.heartbeat import Heartbeat
 from reconciler.service.loops import Loops
-from reconciler.service.pulse import Pulse
 from reconciler.settings import Settings
 from reconciler.work.worker import Worker
 
 API, WORKER, LOOPS = "api", "worker", "loops"
-# What a site needs beside its API, wherever it runs: without these nothing is done or ended.
+# Roles that a site needs besides the API, on any machine: they carry out and end all work.
 NEEDED = (WORKER, LOOPS)
 
 
 @contextmanager
-def running(settings: Settings, engine: Engine, *, api: bool, work: bool) -> Iterator[Pulse]:
-    """The parts but for the API's own server run until the block ends.
+def running(settings: Settings, engine: Engine, *, api: bool, work: bool) -> Iterator[Heartbeat]:
+    """Run all parts except the API's server until the block ends.
 
-    work: tasks and, while this process leads, the single loops. A process of an API alone only says
-    that it lives. The order matters: what is stopped last hears that all the rest has stopped.
+    work: run tasks and, while this process is the leader, the loops. A process without it only
+    reports that it is alive. The parts stop in reverse order: the loops first, then the heartbeat,
+    which resigns, then the worker.
     """
     worker = Worker(settings, engine) if work and settings.workers else None
 
     def roles() -> list[str]:
-        # A worker whose thread has died is none, whatever else goes on in this process.
+        # A worker whose thread has died has no role, even if the process lives on.
         working = worker is not None and worker.looking()
-        said = ((API, api), (WORKER, working), (LOOPS, work))
-        return [role for role, there in said if there]
+        states = ((API, api), (WORKER, working), (LOOPS, work))
+        return [role for role, active in states if active]
 
-    pulse = Pulse(engine, roles, candidate=work, lease_s=settings.leader_lease_s)
+    heartbeat = Heartbeat(engine, roles, candidate=work, lease_s=settings.leader_lease_s)
     with ExitStack() as parts:
         if worker is not None:
             worker.start()
             parts.callback(worker.stop)
-        pulse.start()
-        parts.callback(pulse.stop)
+        heartbeat.start()
+        parts.callback(heartbeat.stop)
         if work:
-            loops = Loops(settings, engine, pulse.lease)
+            loops = Loops(settings, engine, heartbeat.lease)
             loops.start()
             parts.callback(loops.stop)
-        yield pulse
+        yield heartbeat

@@ -1,1 +1,1 @@
-"""Who is who over SSH: our certificate authorities, host certificates, enrolment of hosts."""
+"""Identity: SSH certificate authorities, enrolment of hosts, tokens of an OpenID provider."""

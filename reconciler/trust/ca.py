@@ -1,7 +1,7 @@
-"""Our two SSH certificate authorities: one says which machine is which node, one lets us in.
+"""SSH certificate authorities of the site: one certifies hosts, the other the reconciler's logins.
 
-Hosts are known by certificate only, under their node id; the reconciler logs in with a certificate
-that ends by itself. Private keys never leave <state dir>/trust.
+A host is accepted by its certificate only, under its node id. The reconciler logs in with a
+certificate of short validity. Private keys never leave <state dir>/trust.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from reconciler.trust.errors import TrustError
-from reconciler.trust.keygen import (
+from reconciler.trust.certificates import (
     CertificateInfo,
     Signature,
     certify,
-    new_key,
-    public_key,
     read_certificate,
 )
+from reconciler.trust.errors import TrustError
+from reconciler.trust.keygen import new_key, public_key
 
 __all__ = [
     "CertificateInfo",
@@ -46,18 +45,18 @@ __all__ = [
 ]
 
 OPERATOR = "gpuaas-operator"
-# How long a host's certificate is good for. Renewal begins when a third of it is left: long enough
-# for a host that is away for weeks, short enough that a key which was copied does not last.
+# Validity of a host certificate. Renewal begins when a third is left: long enough for a host that
+# is offline for weeks, short enough to limit the use of a stolen key.
 HOST_DAYS = 90
 
 _PRINCIPAL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-# Hosts judge our certificate by their clock, which may be behind before their time is set.
-_BACKDATE = "-1h"
+# A host checks our certificate by its own clock, which may be slow until its time is synchronised.
+_BACKDATE = timedelta(hours=1)
 
 
 @dataclass(frozen=True)
 class Trust:
-    """The folder of keys; made by `open_trust`."""
+    """Folder with the keys of both authorities and of the operator; created by `open_trust`."""
 
     directory: Path
 
@@ -76,7 +75,7 @@ class Trust:
 
 @dataclass(frozen=True)
 class HostCertificate:
-    """text is the line for ssh_host_ed25519_key-cert.pub; the rest is for the record."""
+    """text is the line for ssh_host_ed25519_key-cert.pub; the other fields go into the records."""
 
     text: str
     serial: int
@@ -88,7 +87,7 @@ class HostCertificate:
 
 @dataclass(frozen=True)
 class Identity:
-    """What the reconciler shows to a host, by path."""
+    """Files of the reconciler's SSH identity, and the end of its certificate."""
 
     key: Path
     certificate: Path
@@ -97,11 +96,11 @@ class Identity:
 
 
 def open_trust(state_dir: Path) -> Trust:
-    """The authorities of this state directory, made the first time and never replaced."""
+    """The authorities of this state directory, created at first use and never replaced."""
     trust = Trust(state_dir.resolve() / "trust")
     trust.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     trust.directory.chmod(0o700)
-    with _alone(trust):
+    with _locked(trust):
         for key, comment in (
             (trust.host_authority, "gpuaas host authority"),
             (trust.user_authority, "gpuaas user authority"),
@@ -120,7 +119,7 @@ def certify_host(
     principals: Sequence[str] = (),
     days: int = HOST_DAYS,
 ) -> HostCertificate:
-    """A host certificate for `node_id`: the only name under which the host can be reached."""
+    """A host certificate for `node_id`, the name under which every connection checks the host."""
     names = tuple(dict.fromkeys((node_id, *principals)))
     for name in names:
         if not _PRINCIPAL.fullmatch(name):
@@ -128,15 +127,17 @@ def certify_host(
                 "node_id_invalid",
                 expected="letters, digits, dot, dash and underscore",
                 found=repr(name)[:100],
-                remedy="register the node under such an id",
+                remedy="register the node under an id of these characters",
             )
+    now = datetime.now(UTC)
     text = certify(
         trust.host_authority,
         host_key,
         Signature(
             key_id=f"node {node_id}",
             principals=names,
-            validity=f"{_BACKDATE}:+{days}d",
+            valid_after=now - _BACKDATE,
+            valid_before=now + timedelta(days=days),
             serial=secrets.randbits(63),
             host=True,
         ),
@@ -153,13 +154,15 @@ def certify_host(
 
 
 def operator_identity(trust: Trust, valid_s: int = 3600) -> Identity:
-    """The reconciler's own identity, its certificate good for at least `valid_s` seconds more.
+    """The reconciler's identity, with a certificate that is valid for `valid_s` seconds or more.
 
-    A run outlives the reconciler that would renew it: ask for longer than its deadline.
+    A run can outlive the reconciler, and nothing renews its certificate then, so `valid_s` must
+    exceed the deadline of the run.
     """
     path = trust.directory / "operator-cert.pub"
-    needed = datetime.now(UTC) + timedelta(seconds=valid_s)
-    with _alone(trust):
+    now = datetime.now(UTC)
+    needed = now + timedelta(seconds=valid_s)
+    with _locked(trust):
         if path.exists():
             info = read_certificate(path.read_text())
             if info.valid_before > needed and info.principals == (OPERATOR,):
@@ -170,8 +173,9 @@ def operator_identity(trust: Trust, valid_s: int = 3600) -> Identity:
             Signature(
                 key_id=OPERATOR,
                 principals=(OPERATOR,),
-                # Some more than asked, or the next launch would need another one at once.
-                validity=f"{_BACKDATE}:+{valid_s + 1800}s",
+                valid_after=now - _BACKDATE,
+                # Longer than needed, so that the next launch can use the same certificate.
+                valid_before=needed + timedelta(minutes=30),
                 serial=secrets.randbits(63),
                 host=False,
             ),
@@ -181,32 +185,33 @@ def operator_identity(trust: Trust, valid_s: int = 3600) -> Identity:
 
 
 def user_ca(trust: Trust) -> str:
-    """The public key that hosts trust for logging in."""
+    """The public key of the authority that hosts trust for logins."""
     return _public(trust.user_authority)
 
 
 def authorities(trust: Trust) -> dict[str, str]:
-    """The public keys of both, by name: what makes two trust folders the same site's."""
+    """Public keys of both authorities by file name. Machines of a site have the same."""
     return {key.name: _public(key) for key in (trust.host_authority, trust.user_authority)}
 
 
 def derived_key(trust: Trust, purpose: str) -> bytes:
-    """A secret that every machine of the site has, for this purpose alone; it tells nothing of the
-    authority that it is made from.
+    """A secret for a single purpose, the same on every machine of the site.
+
+    It is derived from the user authority's key and does not reveal it.
     """
     secret = trust.user_authority.read_bytes()
     return hmac.new(secret, f"gpuaas {purpose}".encode(), hashlib.sha256).digest()
 
 
 def known_hosts(trust: Trust) -> Path:
-    """Our authority and revoked keys; never the key of a host."""
+    """File with the host authority and the revoked keys; it never lists the key of a host."""
     return trust.directory / "known_hosts"
 
 
 def revoke_host(trust: Trust, *host_keys: str) -> None:
-    """Refuse these host keys from now on, whatever certificate they have: nodes have new ones."""
+    """Refuse these host keys, with any certificate. Their nodes have enrolled with new keys."""
     keys = {public_key(key) for key in host_keys}
-    with _alone(trust):
+    with _locked(trust):
         revoked = _revoked(trust)
         new = sorted(keys.difference(revoked))
         if new:
@@ -234,7 +239,7 @@ def _write_known_hosts(trust: Trust, revoked: Sequence[str]) -> None:
 
 
 def _ensure_key(path: Path, comment: str) -> None:
-    """The private key is put in place last: when it is there, the pair is whole."""
+    """Create a pair of keys. The private key is moved last, so its presence means a whole pair."""
     if path.exists():
         return
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".new-") as folder:
@@ -252,8 +257,8 @@ def _write(path: Path, text: str) -> None:
 
 
 @contextmanager
-def _alone(trust: Trust) -> Iterator[None]:
-    """One process at a time makes or renews keys."""
+def _locked(trust: Trust) -> Iterator[None]:
+    """Hold the lock under which keys and known_hosts are written."""
     with (trust.directory / "lock").open("a") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from reconciler.db.schema import Image
 from reconciler.model.errors import Problem, not_found
 from reconciler.settings import Settings
 from reconciler.trust.ca import Trust, derived_key, open_trust
@@ -35,11 +34,11 @@ def allowed(settings: Settings, digest: str, token: str) -> bool:
     return hmac.compare_digest(_token(settings, digest).encode(), token.encode())
 
 
-def file_of(image: Image) -> Path:
+def file_of(url: str, digest: str) -> Path:
     """The registered file; Problem image_file_missing unless it is still a plain file."""
-    path = local(image.url)
+    path = local(url)
     if path is None or not _is_file(path):
-        raise not_found("image_file", image.digest)
+        raise not_found("image_file", digest)
     return path
 
 

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Cloud-init user data: make this machine known to its reconciler, once.
-# Sends the public SSH host key with a token that works one time; gets it certified, so that nobody
-# ever has to trust an unknown key. Safe to run again with a fresh token.
+# Cloud-init user data: enrol this machine with its reconciler.
+# Sends the public SSH host key with a single-use token and installs the certificate, so that no
+# client has to trust an unknown key. Safe to repeat with a new token.
 set -eu
 umask 077
 PATH=$PATH:/usr/sbin:/sbin
@@ -39,7 +39,7 @@ note_expired_certificate() {
   fi
 }
 
-# The token goes through pipes only: arguments and environments are for everyone to read.
+# The token goes through pipes only: other users can read arguments and environments.
 body() {
   printf '%s' "$token" | python3 -c '
 import json, pathlib, re, socket, subprocess, sys
@@ -47,15 +47,15 @@ import json, pathlib, re, socket, subprocess, sys
 def text(path):
     return pathlib.Path(path).read_text().strip()
 
-# Most machines have no address on a fabric before bootstrap gives them one.
+# Most machines have no address on a fabric before bootstrap.
 def fabric():
     show = ["ip", "-j", "-4", "address", "show"]
     try:
         links = json.loads(subprocess.run(show, capture_output=True, timeout=10).stdout or "[]")
         for link in links:
-            for found in link.get("addr_info", []):
+            for address in link.get("addr_info", []):
                 if re.fullmatch("ibp[a-z0-9]{0,12}", link["ifname"]):
-                    return link["ifname"], "{local}/{prefixlen}".format(**found)
+                    return link["ifname"], "{local}/{prefixlen}".format(**address)
     except (OSError, ValueError, LookupError, TypeError, subprocess.SubprocessError):
         pass
     return "", ""
@@ -73,7 +73,7 @@ print(json.dumps({
 }))' "$node_id" "$key.pub" "$etc/machine-id"
 }
 
-# A pinned CA is the only one: curl would otherwise ask the machine's folder of CAs as well.
+# A pinned CA must be the only CA: curl would otherwise accept the machine's CAs as well.
 pin() {
   [ -n "$ca" ] || return 0
   printf '%s' "$ca" > "$work/ca.pem"
@@ -84,7 +84,7 @@ send() {
   tries=0
   set -- --proto =http,https
   [ -z "$ca" ] || set -- --proto =https --cacert "$work/ca.pem" --capath "$work/no-cas"
-  # Where DNS does not know the name; bootstrap writes it into /etc/hosts.
+  # For a DNS that does not resolve the name; bootstrap writes it into /etc/hosts.
   [ -z "$api_at" ] || set -- "$@" --resolve "$api_at"
   while :; do
     failed=0
@@ -93,7 +93,7 @@ send() {
       --write-out '%{http_code}' "$api_url/api/v1/nodes/$node_id/enrol" 2> "$work/curl") || failed=$?
     case $failed in
       0) return 0 ;;
-      6 | 7) ;; # no connection was made, so the token is still good
+      6 | 7) ;; # no connection was made, so the token is still valid
       28) die "no route to host against $api_name: timed out" ;;
       *) die "enrolment failed: $(tr -cd '[:print:]' < "$work/curl" | cut -c1-200)" ;;
     esac
@@ -165,7 +165,7 @@ SETTINGS
     if [ -e "$work/before" ]; then put "$work/before" "$settings"; else rm "$settings"; fi
     die "sshd refuses its configuration: $(tr -cd '[:print:]' < "$work/sshd" | cut -c1-200)"
   fi
-  # A configuration without the usual Include is valid and does nothing.
+  # A configuration without the usual Include is valid and has no effect.
   sshd -T 2> /dev/null | grep -qix "trustedusercakeys $etc/ssh/gpuaas_user_ca.pub" ||
     die "sshd does not read $settings: Include /etc/ssh/sshd_config.d/*.conf is missing"
   systemctl try-reload-or-restart ssh
@@ -183,29 +183,29 @@ ENV
   chmod 0600 "$etc/gpuaas/enrolment.env"
 }
 
-# Once for an installation: what came of it stays, also when the machine is enrolled again.
-# Nothing of it stands in the way of an enrolment; parity shows what was found.
+# Once per installation: the report stays when the machine is enrolled again.
+# A failure does not stop the enrolment; parity shows the findings.
 check_firmware() {
   [ ! -e "$log" ] || return 0
   python3 -c '
 import json, os, re, subprocess, sys
-told = json.load(open(sys.argv[1])).get("preflight")
-if not isinstance(told, dict):
+preflight = json.load(open(sys.argv[1])).get("preflight")
+if not isinstance(preflight, dict):
     sys.exit(3)
-names = {name: value for name, value in told["environment"].items()
+names = {name: value for name, value in preflight["environment"].items()
          if re.fullmatch("GPUAAS_SLICE_[A-Z_]+", name)}
 with open(sys.argv[2], "w") as script:
-    script.write(told["script"])
+    script.write(preflight["script"])
 with open(sys.argv[3], "w") as output:
-    # Changes no firmware, whatever the answer says. RACADM may have to be installed, beside the
-    # first upgrade of the machine itself: that takes minutes, but never as many as the limit.
+    # No change of firmware, whatever the answer asks for. Installing RACADM beside the first
+    # upgrade of the machine takes minutes, but less than the limit.
     subprocess.run(["sh", sys.argv[2]], env={**os.environ, **names, "GPUAAS_SLICE_APPLY_BIOS": "0"},
                    stdin=subprocess.DEVNULL, stdout=output, stderr=output, timeout=1800)
 ' "$work/answer" "$work/preflight" "$work/firmware" 2> "$work/trouble" || {
     [ $? -eq 3 ] || say "firmware preflight did not end: $(tail -n 1 "$work/trouble" | tr -cd '[:print:]' | cut -c1-200)"
     return 0
   }
-  # A report that was cut off does not count as one.
+  # Put the report in place only when it is complete.
   if ! { mkdir -p "${log%/*}" && cp "$work/firmware" "$log.new" && mv "$log.new" "$log"; }; then
     say "firmware preflight not kept in $log"
     return 0

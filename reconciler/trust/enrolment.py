@@ -1,6 +1,7 @@
-"""Enrolment: a host sends its public key with a one-time token and gets it certified.
+"""Enrolment of a host: its request, the answer with its certificate, and the userdata script.
 
-The store decides whether the token is good, once; this file says what is asked and answered.
+The host sends its public key with a single-use token. Whether the token is valid is decided by the
+records.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import re
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from ipaddress import IPv4Interface
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,7 +22,7 @@ from reconciler.trust.keygen import public_key
 _SCRIPT = Path(__file__).with_name("enrol.sh")
 _MARK = "# @values@\n"
 
-# Nothing that ends a quoted word of the shell can be in any of these.
+# None of these patterns admits a character that ends a quoted string of the shell.
 _NODE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _TOKEN = re.compile(r"[A-Za-z0-9._~-]{16,512}")
 _USER = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
@@ -34,18 +36,14 @@ _FIELDS = {
     "boot_id": re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"),
     "hostname": re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,252})"),
 }
-# What a host may leave out.
-_OPTIONAL = {
-    "fabric_interface": re.compile(r"([a-z][a-z0-9]{0,14})?"),
-    "fabric_address": re.compile(r"(([0-9]{1,3}\.){3}[0-9]{1,3}/[0-9]{1,2})?"),
-}
+_FABRIC_INTERFACE = re.compile(r"([a-z][a-z0-9]{0,14})?")
 
 
 @dataclass(frozen=True)
 class EnrolmentRequest:
-    """What a host says of itself. hostname is for people; nothing decides on it.
+    """Identity that a host reports. hostname is informational only.
 
-    fabric_interface, fabric_address: its place on the InfiniBand fabric, if it has one already.
+    fabric_interface, fabric_address: interface and address on the InfiniBand fabric, if configured.
     """
 
     token: str = field(repr=False)
@@ -60,14 +58,15 @@ class EnrolmentRequest:
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> EnrolmentRequest:
         for name, pattern in _FIELDS.items():
-            # The token's own text must not come back in an error.
+            # An error must not repeat the token.
             _match(name, pattern, body.get(name), show=name != "token")
-        for name, pattern in _OPTIONAL.items():
-            _match(name, pattern, body.get(name, ""))
+        fabric = {name: body.get(name, "") for name in ("fabric_interface", "fabric_address")}
+        _match("fabric_interface", _FABRIC_INTERFACE, fabric["fabric_interface"])
+        _check_interface_address("fabric_address", fabric["fabric_address"])
         key = body.get("host_key")
         return cls(
             **{name: body[name] for name in _FIELDS},
-            **{name: body.get(name, "") for name in _OPTIONAL},
+            **fabric,
             host_key=public_key(key if isinstance(key, str) else ""),
         )
 
@@ -79,9 +78,9 @@ def answer(
     days: int = HOST_DAYS,
     preflight: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The body that the host expects. Use up the token first: this gives the node its identity.
+    """Response body of an enrolment. Redeem the token first: the answer holds the certificate.
 
-    preflight: what the host runs once, as `preflight.document` gives it; None runs nothing.
+    preflight: the firmware check of the first boot (`preflight.document`); None runs none.
     """
     certificate = certify_host(trust, request.host_key, request.node_id, days=days)
     return {
@@ -93,22 +92,22 @@ def answer(
 
 
 def read_pin(file: Path | None) -> str:
-    """The certificates in a PEM file, and nothing else of it; "" when no file is set."""
+    """The certificates of a PEM file without anything else; "" when no file is set."""
     if file is None:
         return ""
     try:
         text = file.read_text(encoding="utf-8", errors="replace") + "\n"
-        # Comments may stand between them; a key in the same file must never reach a host.
-        found = "".join(match.group() for match in _PEM.finditer(text))
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=found)
+        # The file may hold comments, and a private key, which must never reach a host.
+        certificates = "".join(match.group() for match in _PEM.finditer(text))
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=certificates)
     except (OSError, ValueError) as error:
         raise TrustError(
             "enrolment_ca_unreadable",
             expected=f"PEM certificates in {file}",
-            found=f"none that TLS can use: {error}",
-            remedy="name a file with the CA's certificates in GPUAAS_ENROLMENT_CA_FILE, or none",
+            found=f"no certificate that TLS can use: {error}",
+            remedy="set GPUAAS_ENROLMENT_CA_FILE to a file with the CA's certificates, or unset it",
         ) from error
-    return found
+    return certificates
 
 
 def userdata(
@@ -120,12 +119,12 @@ def userdata(
     ca: str = "",
     address: str = "",
 ) -> str:
-    """A script for cloud-init that enrols the machine it runs on as `node_id`.
+    """A cloud-init script that enrols the machine it runs on as `node_id`.
 
-    It holds the token: hand it to the machine over a channel of its own and keep no copy.
-    ca: PEM certificates (`read_pin`) that alone may vouch for the API; "" leaves that to the CAs
-    that the machine trusts. A pin is only good for https, and anything else is refused with one.
-    address: where the API's name leads, for a machine whose DNS does not know it; "" asks the DNS.
+    It contains the token: deliver it over a private channel and keep no copy.
+    ca: PEM certificates (`read_pin`), the only CAs accepted for the API; "" accepts those that the
+    machine trusts. A pinned CA requires an https URL.
+    address: IP address of the API, for a machine whose DNS does not resolve the name; "" uses DNS.
     """
     url = api_url.rstrip("/")
     _match("api_url", _URL, url)
@@ -134,7 +133,7 @@ def userdata(
     _match("user", _USER, user)
     if ca:
         _match("ca", _PEM, ca, show=False)
-        _only_tls(url)
+        _require_https(url)
     if address:
         _match("address", _ADDRESS, address)
     parts = urlsplit(url)
@@ -153,14 +152,30 @@ def userdata(
     return _SCRIPT.read_text(encoding="utf-8").replace(_MARK, lines, 1)
 
 
-def _only_tls(url: str) -> None:
+def _require_https(url: str) -> None:
     if not url.startswith("https://"):
         raise TrustError(
             "enrolment_pin_without_tls",
-            expected="the API under an https address, as a CA is pinned for it",
+            expected="an https URL of the API, because a CA is pinned for it",
             found=url,
-            remedy="set GPUAAS_PUBLIC_URL to that address, or unset GPUAAS_ENROLMENT_CA_FILE",
+            remedy="set GPUAAS_PUBLIC_URL to an https URL, or unset GPUAAS_ENROLMENT_CA_FILE",
         )
+
+
+def _check_interface_address(name: str, value: object) -> None:
+    """Accept an empty value, or an IPv4 address with a prefix length."""
+    try:
+        # The comparison refuses other spellings, such as a netmask.
+        if value == "" or (isinstance(value, str) and str(IPv4Interface(value)) == value):
+            return
+    except ValueError:
+        pass
+    raise TrustError(
+        "enrolment_invalid",
+        expected=f"{name}: an IPv4 address with a prefix length, such as 10.20.0.7/16",
+        found=repr(value)[:100],
+        remedy="run the enrolment script as it was generated",
+    )
 
 
 def _match(name: str, pattern: re.Pattern[str], value: object, *, show: bool = True) -> None:
@@ -168,7 +183,7 @@ def _match(name: str, pattern: re.Pattern[str], value: object, *, show: bool = T
         return
     raise TrustError(
         "enrolment_invalid",
-        expected=f"{name}: text like {pattern.pattern}",
-        found=repr(value)[:100] if show else "something else",
+        expected=f"{name}: text that matches {pattern.pattern}",
+        found=repr(value)[:100] if show else "another value",
         remedy="run the enrolment script as it was generated",
     )

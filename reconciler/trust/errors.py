@@ -1,4 +1,4 @@
-"""Errors of trust."""
+"""Errors of the trust package."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from reconciler.model.errors import Refusal
 
 
 class TrustError(Refusal):
-    """A certificate that is not given, or cannot be read."""
+    """A certificate or key cannot be made or read."""

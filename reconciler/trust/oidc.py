@@ -1,7 +1,11 @@
-"""Bearer tokens of the site's OpenID provider: who signed them, for whom, and what they allow.
+"""Verification of bearer tokens from the site's OpenID provider.
 
-Only asymmetric signatures by a key that the provider publishes count. A token that names another
-algorithm, or none, is refused before any key is looked at.
+Only asymmetric signatures by a published key of the provider are accepted. A token with another
+algorithm, or without a signature, is refused before a key is looked up.
+
+The keys are cached here and not by `jwt.PyJWKClient`: that client drops its keys when the provider
+is down, repeats a failed request for every token, holds a lock during the request, and reads an
+answer of any size.
 """
 
 from __future__ import annotations
@@ -28,21 +32,22 @@ log = logging.getLogger("gpuaas.oidc")
 ALGORITHMS = (
     "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA",
 )  # fmt: skip
-# ID tokens say JWT or nothing, access tokens at+jwt (RFC 9068). A logout token must open nothing.
+# The type of an ID token is JWT or absent, of an access token at+jwt (RFC 9068). A logout token is
+# signed by the same key and must not be accepted.
 _TYPES = frozenset({"", "jwt", "at+jwt", "application/at+jwt"})
-# Keys are read anew after this long, so that one that was withdrawn stops counting.
+# Keys are fetched again after this time, so that a withdrawn key is refused.
 FRESH_S = 600.0
-# As long as the provider does not answer, keys that were read go on counting, for so long.
+# While the provider does not answer, the last keys stay valid for this time.
 STALE_S = 86_400.0
-# Between two looks for a key that nobody knows: a stream of forged tokens must not become a stream
-# of requests to the provider.
+# Minimum time between two requests to the provider: forged tokens with unknown key ids must not
+# flood it.
 QUIET_S = 10.0
 _TIMEOUT_S = 5.0
 _LONGEST_TOKEN = 16_384
 _LONGEST_ANSWER = 1 << 20
 _LONGEST_NAME = 128
 
-# What a provider that is silent, a stranger or of another mind ends in.
+# Errors of a provider that does not answer, is not trusted, or sends an unexpected document.
 UNREADABLE = (httpx.HTTPError, OSError, ValueError, KeyError, TypeError, AttributeError)
 
 Claims = Mapping[str, Any]
@@ -51,9 +56,9 @@ Fetch = Callable[[str], Any]
 
 @dataclass(frozen=True)
 class Provider:
-    """What is believed of whom. skew_s: how far its clock and ours may be apart.
+    """A provider and how its claims are read. skew_s: allowed difference between the clocks.
 
-    ca_file: PEM of the CA that alone may vouch for it; None leaves that to the public ones.
+    ca_file: PEM of the only CA accepted for its TLS certificate; None accepts the public CAs.
     """
 
     issuer: str
@@ -68,7 +73,7 @@ class Provider:
 
 @dataclass(frozen=True)
 class Identity:
-    """The holder of a token, as this site knows it. id: the same for ever, for the same person."""
+    """The holder of a token. id: constant for the same person."""
 
     id: str
     name: str
@@ -77,7 +82,7 @@ class Identity:
 
 
 class Verifier:
-    """Judges tokens of one provider; its keys are kept and shared by all threads."""
+    """Verifies tokens of a provider; its cached keys are shared by all threads."""
 
     def __init__(
         self,
@@ -96,9 +101,9 @@ class Verifier:
         self._failure = ""
 
     def identity(self, token: str) -> Identity | None:
-        """Whom the token speaks for; None when it does not count.
+        """The holder of the token; None for an invalid token.
 
-        Problem identity_provider_unavailable when there is no key to judge it by.
+        Problem `identity_provider_unavailable` when there is no key to verify it with.
         """
         try:
             return self._identity(self._claims(token))
@@ -111,14 +116,14 @@ class Verifier:
         header = jwt.get_unverified_header(token)
         kind = str(header.get("typ") or "").lower()
         if header.get("alg") not in ALGORITHMS or kind not in _TYPES:
-            raise ValueError("not an ID or access token with a signature that counts")
+            raise ValueError("not an ID or access token with an accepted algorithm")
         key = self._key(str(header.get("kid") or ""))
         if key is None:
-            raise ValueError("signed by nobody we know")
+            raise ValueError("signed by an unknown key")
         provider = self._provider
         claims: Claims = jwt.decode(
             token,
-            # The key says by which algorithm it signs; the token does not choose.
+            # The key determines the algorithm, not the token.
             key=key,
             algorithms=ALGORITHMS,
             audience=provider.audience,
@@ -137,8 +142,8 @@ class Verifier:
             or not 0 < len(name) <= _LONGEST_NAME
         ):
             raise ValueError(f"no usable {provider.name_claim}")
-        given = claims.get(provider.groups_claim)
-        groups = frozenset(one for one in _listed(given) if isinstance(one, str))
+        listed = _listed(claims.get(provider.groups_claim))
+        groups = frozenset(group for group in listed if isinstance(group, str))
         prefix = provider.project_prefix
         subject = f"{provider.issuer}\n{claims['sub']}".encode()
         return Identity(
@@ -153,7 +158,7 @@ class Verifier:
         )
 
     def _key(self, kid: str) -> jwt.PyJWK | None:
-        # One thread asks the provider. The others go on with the keys there are, if there are any.
+        # A single thread asks the provider. The others use the cached keys, if there are any.
         if self._due(kid) and self._lock.acquire(blocking=self._read_at is None):
             try:
                 if self._due(kid):
@@ -187,18 +192,18 @@ class Verifier:
         return float("inf") if moment is None else self._now() - moment
 
     def read(self) -> dict[str, jwt.PyJWK]:
-        """The keys that the provider publishes now, by their id; one of UNREADABLE otherwise."""
+        """Fetch the provider's keys, by their id; raises one of UNREADABLE."""
         issuer = self._provider.issuer
-        found = self._fetch(f"{issuer.rstrip('/')}/.well-known/openid-configuration")
-        if found["issuer"] != issuer:
-            raise ValueError("the provider calls itself by another name")
+        configuration = self._fetch(f"{issuer.rstrip('/')}/.well-known/openid-configuration")
+        if configuration["issuer"] != issuer:
+            raise ValueError("the provider names another issuer in its configuration")
         keys = {}
-        location = str(found["jwks_uri"])
+        location = str(configuration["jwks_uri"])
         if not trusted(location):
-            raise ValueError("keys over a line that anybody can write on")
+            raise ValueError("the address of the keys is neither https nor local")
         for document in self._fetch(location)["keys"]:
-            # One key that this library does not know must not hide the others; a shared secret
-            # in a public place proves nothing.
+            # Skip unknown types of keys, which must not hide the others, and shared secrets: a
+            # published secret proves nothing.
             if document.get("kty") == "oct" or document.get("use", "sig") != "sig":
                 continue
             try:
@@ -209,7 +214,7 @@ class Verifier:
 
 
 def trusted(url: str) -> bool:
-    """Whether what comes from there is the provider's word: TLS, or this very machine."""
+    """Whether the provider's documents may be read from this URL: https, or this machine."""
     parts = urlsplit(url)
     return parts.scheme == "https" or (
         parts.scheme == "http" and parts.hostname in ("127.0.0.1", "::1", "localhost")
@@ -218,26 +223,26 @@ def trusted(url: str) -> bool:
 
 @lru_cache(maxsize=8)
 def verifier(provider: Provider) -> Verifier:
-    """The one verifier of a provider: its keys are kept for as long as the process lives."""
+    """The verifier of a provider, shared within the process so that its keys stay cached."""
     return Verifier(provider)
 
 
-def looks_like_one(token: str) -> bool:
-    """Whether this could be a token of a provider: three parts. Ours have one."""
+def looks_like_jwt(token: str) -> bool:
+    """Whether this could be a token of a provider: three parts, while our tokens have no dots."""
     return token.count(".") == 2
 
 
 def _listed(value: Any) -> list[Any]:
     if isinstance(value, list):
         return value
-    # One group, or several in one text, as scopes are written.
+    # A single group, or several separated by spaces, like scopes.
     return value.split() if isinstance(value, str) else []
 
 
 def _get(ca_file: Path | None, url: str) -> Any:
-    vouching = ssl.create_default_context(cafile=ca_file) if ca_file else True
+    verify = ssl.create_default_context(cafile=ca_file) if ca_file else True
     with (
-        httpx.Client(timeout=_TIMEOUT_S, follow_redirects=False, verify=vouching) as client,
+        httpx.Client(timeout=_TIMEOUT_S, follow_redirects=False, verify=verify) as client,
         client.stream("GET", url, headers={"Accept": "application/json"}) as answer,
     ):
         answer.raise_for_status()
@@ -245,5 +250,5 @@ def _get(ca_file: Path | None, url: str) -> Any:
         for part in answer.iter_bytes():
             body += part
             if len(body) > _LONGEST_ANSWER:
-                raise ValueError("an answer without end")
+                raise ValueError(f"an answer of more than {_LONGEST_ANSWER} bytes")
     return httpx.Response(200, content=body).json()

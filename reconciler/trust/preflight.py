@@ -1,10 +1,9 @@
-"""What a host runs once at its first boot: the firmware preflight, told what its profile asks.
+"""Firmware preflight of a host: the script that runs once at first boot, and its settings.
 
-Where the profile names RACADM's repository it is installed, since the settings are read through it.
-
-The script is the generated one of MAAS commissioning, so there is no second implementation. It goes
-out with the answer to an enrolment: only a machine whose token was good gets it, and the userdata
-stays small enough for every way in which MAAS takes it.
+It is the script of MAAS commissioning, so there is no second implementation. It is part of the
+answer to an enrolment: only a machine with a valid token gets it, and the userdata stays within the
+size limits of MAAS. Where the profile names a repository of RACADM, the script installs RACADM,
+because it reads the firmware settings through it.
 """
 
 from __future__ import annotations
@@ -12,32 +11,34 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from reconciler.shipped import PROJECT
+from reconciler.shipped import SCRIPTS
 
-SCRIPT = PROJECT / "scripts/maas/commissioning/50-gpuaas-slice-firmware-preflight.sh"
+SCRIPT = SCRIPTS / "maas/commissioning/50-gpuaas-slice-firmware-preflight.sh"
 
 
 def document(profile: Mapping[str, Any]) -> dict[str, Any]:
-    """script: its text. environment: the profile as the script's settings; the firmware is
-    only read."""
+    """script: its text. environment: the profile as settings of the script, which only reads the
+    firmware.
+    """
     return {"script": SCRIPT.read_text(encoding="utf-8"), "environment": environment(profile)}
 
 
 def environment(profile: Mapping[str, Any]) -> dict[str, str]:
-    """Settings of the script for a hardware profile, which is only to read.
+    """Settings of the script for a hardware profile, without permission to change the firmware.
 
-    All are there, if need be empty: the script has some by itself, of another profile perhaps.
+    Every setting is present, empty if the profile has none, because the script has defaults that
+    may belong to another profile.
     """
-    found = {"GPUAAS_SLICE_APPLY_BIOS": "0"}
+    variables = {"GPUAAS_SLICE_APPLY_BIOS": "0"}
     for part in parts(profile):
-        found |= part
-    return found
+        variables |= part
+    return variables
 
 
 def parts(profile: Mapping[str, Any]) -> list[dict[str, str]]:
-    """What the profile says as settings, empty where it says nothing.
+    """Settings from the profile, empty where the profile has no value.
 
-    Each part is to be taken as a whole or not at all: some settings mean nothing by themselves.
+    Use each part as a whole or not at all: its settings depend on each other.
     """
     gpu = profile["gpu"]
     return [
@@ -52,23 +53,22 @@ def parts(profile: Mapping[str, Any]) -> list[dict[str, str]]:
     ]
 
 
-def _fabric(told: Mapping[str, Any]) -> dict[str, str]:
-    """Ids of fabric cards go only with their link: the script refuses them alone, and would not
-    look at anything."""
-    link = told.get("link") or ""
+def _fabric(fabric: Mapping[str, Any]) -> dict[str, str]:
+    """Ids of fabric cards need a link: with ids alone the script ends without any check."""
+    link = fabric.get("link") or ""
     return {
-        "GPUAAS_SLICE_FABRIC_IDS": ",".join(told["pf_ids"]) if link else "",
+        "GPUAAS_SLICE_FABRIC_IDS": ",".join(fabric["pf_ids"]) if link else "",
         "GPUAAS_SLICE_FABRIC_LINK": link,
     }
 
 
-def _racadm(told: Mapping[str, Any]) -> dict[str, str]:
-    """Where the script has RACADM from."""
+def _racadm(racadm: Mapping[str, Any]) -> dict[str, str]:
+    """Package repository of RACADM."""
     return {
-        "GPUAAS_SLICE_RACADM_REPOSITORY": told.get("repository", ""),
-        "GPUAAS_SLICE_RACADM_SUITE": told.get("suite", ""),
-        "GPUAAS_SLICE_RACADM_COMPONENTS": ",".join(told.get("components") or []),
-        "GPUAAS_SLICE_RACADM_KEY_URL": told.get("key_url", ""),
-        "GPUAAS_SLICE_RACADM_FINGERPRINT": told.get("fingerprint", ""),
-        "GPUAAS_SLICE_RACADM_PACKAGES": ",".join(told.get("packages") or []),
+        "GPUAAS_SLICE_RACADM_REPOSITORY": racadm.get("repository", ""),
+        "GPUAAS_SLICE_RACADM_SUITE": racadm.get("suite", ""),
+        "GPUAAS_SLICE_RACADM_COMPONENTS": ",".join(racadm.get("components") or []),
+        "GPUAAS_SLICE_RACADM_KEY_URL": racadm.get("key_url", ""),
+        "GPUAAS_SLICE_RACADM_FINGERPRINT": racadm.get("fingerprint", ""),
+        "GPUAAS_SLICE_RACADM_PACKAGES": ",".join(racadm.get("packages") or []),
     }

@@ -18,12 +18,12 @@ from reconciler.db.engine import reading, transaction
 from reconciler.db.journal import Overdue
 from reconciler.db.leader import Deposed
 from reconciler.db.schema import Task
-from reconciler.lifecycle import recovery
+from reconciler.lifecycle import recovery, recovery_cases
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.records import claims, queue
 from reconciler.runs import collect
-from reconciler.runs.runner import runner_id
+from reconciler.runs.paths import runner_id
 from reconciler.settings import Settings
 from reconciler.work.cancel import cancel
 from reconciler.work.handler import Failure, failed_work
@@ -46,8 +46,9 @@ def end_overdue(engine: Engine, settings: Settings) -> None:
             if item.entity == "task" and item.event == "cancel":
                 _cancel_task(engine, settings, item)
                 continue
+            expire = recovery_cases.expire if item.entity == "recovery_case" else recovery.expire
             with transaction(engine) as conn:
-                recovery.expire(conn, item, act)
+                expire(conn, item, act)
         except Problem as problem:
             log.info("overdue %s %s moved on: %s", item.entity, item.id, problem.code)
         except Deposed:

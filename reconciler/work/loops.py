@@ -12,13 +12,20 @@ from sqlalchemy import Connection, Engine
 
 from reconciler.db.engine import reading, retrying
 from reconciler.db.leader import Deposed
-from reconciler.lifecycle import app_operations, drift, host, recovery, retention
+from reconciler.lifecycle import (
+    app_operations,
+    drift,
+    host,
+    recovery_cases,
+    recovery_policy,
+    retention,
+)
 from reconciler.lifecycle.app_operations import Look
 from reconciler.model.act import Act
 from reconciler.model.recovery import Move
 from reconciler.runs import collect
-from reconciler.runs.errors import RunError
 from reconciler.runs.paths import runs_directory
+from reconciler.runs.spec import RunError
 from reconciler.settings import Settings
 
 _DRIFT_LOG = logging.getLogger("gpuaas.drift")
@@ -97,22 +104,47 @@ _RECOVERY_LOG = logging.getLogger("gpuaas.recovery")
 
 
 def recover_blocked(engine: Engine, _settings: Settings) -> None:
-    """Do the next move about every allocation with blocked slots, if the site wants that."""
+    """The loop: open a recovery case where the policy of the site allows it."""
     with reading(engine) as conn:
-        found = recovery.cases(conn) if recovery.read_policy(conn).enabled else []
-    for case in found:
-        if case.move == Move.WAIT:
+        enabled = recovery_policy.read(conn).enabled
+        candidates = recovery_policy.blocked_allocations(conn) if enabled else []
+    for candidate in candidates:
+        if candidate.move == Move.WAIT:
             continue
+        key = candidate.allocation_id
         try:
-            done = retrying(engine, partial(recovery.play_case, allocation_id=case.allocation_id))
+            done = retrying(engine, partial(recovery_cases.open_by_policy, allocation_id=key))
+        except Deposed:
+            raise
         except Exception:
             # One that cannot be handled must not keep all others waiting.
-            _RECOVERY_LOG.exception(
-                "recovery of allocation %s is left as it is", case.allocation_id
-            )
+            _RECOVERY_LOG.exception("recovery of allocation %s is left as it is", key)
             continue
         if done is not None:
-            _RECOVERY_LOG.info("recovery of %s: %s, %s", done.allocation_id, done.move, done.why)
+            _RECOVERY_LOG.info("recovery policy, allocation %s: %s, %s", key, done.move, done.why)
+
+
+def play_recovery_cases(engine: Engine, _settings: Settings) -> None:
+    """The loop: do the next move of every recovery case that can go on."""
+    with reading(engine) as conn:
+        case_ids = recovery_cases.due(conn)
+    for case_id in case_ids:
+        try:
+            case = retrying(engine, partial(recovery_cases.play, case_id=case_id))
+        except Deposed:
+            raise
+        except Exception:
+            # One that cannot be handled must not keep all others waiting.
+            _RECOVERY_LOG.exception("recovery case %s is left as it is", case_id)
+            continue
+        if case is not None:
+            _RECOVERY_LOG.info(
+                "recovery case %s of allocation %s: %s, %s",
+                case_id,
+                case.allocation_id,
+                case.state,
+                case.state_reason,
+            )
 
 
 _RETENTION_LOG = logging.getLogger("gpuaas.retention")

@@ -17,9 +17,8 @@ from reconciler.model.errors import Problem
 from reconciler.model.states import TaskState
 from reconciler.records import certificates, claims, queue
 from reconciler.records.queue import DEADLINE_PASSED
-from reconciler.runs import storable as legible
-from reconciler.runs.collect import Outcome
-from reconciler.runs.ssh_failure import is_untouched
+from reconciler.runs import contract
+from reconciler.runs.collect import Outcome, is_untouched
 from reconciler.settings import Settings
 from reconciler.work import chaining as story
 from reconciler.work import retry as again
@@ -111,11 +110,11 @@ def _fail(work: Work, handler: Handler, outcome: Outcome, failure: Failure) -> N
 
 def _legible(outcome: Outcome) -> Outcome:
     """The outcome as it can be kept; a result that cannot is none, whoever wrote it down."""
-    told = replace(outcome, problem=legible.clean(outcome.problem))
-    where = legible.unstorable(outcome.result)
+    told = replace(outcome, problem=contract.storable_text(outcome.problem))
+    where = contract.unstorable(outcome.result)
     if where is None:
         return told
-    problem = f"{legible.UNREADABLE}: {where}: {legible.STORABLE}"
+    problem = f"{contract.UNREADABLE}: {where}: {contract.STORABLE}"
     return replace(told, status="failed", result=None, problem=problem)
 
 
@@ -144,8 +143,8 @@ def read_failure(outcome: Outcome) -> Failure:
         return Failure(result.get("step", ""), named, result.get("evidence", {}), known=True)
     code = "host_unreachable" if outcome.unreachable else f"run_{outcome.status}"
     found = outcome.problem or f"the run ended as {outcome.status}"
-    if found.partition(":")[0] == legible.UNREADABLE:
-        code = legible.UNREADABLE
+    if found.partition(":")[0] == contract.UNREADABLE:
+        code = contract.UNREADABLE
     ended = {
         "code": code,
         "expected": "a run that ends with a result",
@@ -180,7 +179,7 @@ def _untaken(cause: Exception) -> dict[str, str]:
     """What the records do not take: by a rule of the schema, or as nothing that they can hold."""
     refused = isinstance(cause, exc.IntegrityError)
     return {
-        "code": REFUSED if refused else legible.UNREADABLE,
+        "code": REFUSED if refused else contract.UNREADABLE,
         "expected": "an end that the rules of the schema allow"
         if refused
         else "a result that this version of the reconciler can record",
@@ -193,7 +192,7 @@ def _said(cause: Exception) -> str:
     """Of the database its own words: what it was given is the host's."""
     told = cause.orig if isinstance(cause, exc.DBAPIError) else cause
     own = getattr(getattr(told, "diag", None), "message_primary", None)
-    return legible.clean(str(own or told))[:300]
+    return contract.storable_text(str(own or told))[:300]
 
 
 def _finish(conn: Connection, task: Task, state: TaskState, act: Act, **columns: Any) -> None:

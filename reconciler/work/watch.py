@@ -18,7 +18,7 @@ from reconciler.db.engine import reading, retrying
 from reconciler.db.schema import Node
 from reconciler.lifecycle import host
 from reconciler.model.act import Act
-from reconciler.runs import probe
+from reconciler.runs import ssh
 from reconciler.runs.spec import NodeAccess
 from reconciler.runs.ssh import SshAccess
 
@@ -74,7 +74,7 @@ class Watch:
 
     def _ask(self, access: SshAccess, node: Node) -> bool:
         to = NodeAccess(node.id, node.address, node.port, node.ssh_user)
-        reason = probe.said(access, to)
+        reason = ssh.probe(access, to)
         if reason:
             pause = min(self._plan[node.id][1] * 2, LONGEST_S)
             self._plan[node.id] = (self._clock() + pause, pause)

@@ -26,15 +26,12 @@ from reconciler.model.errors import Problem
 from reconciler.model.proof import NOTHING_DONE
 from reconciler.model.states import TaskState
 from reconciler.records import certificates, leasing, queue, tokens
-from reconciler.runs import collect
-from reconciler.runs import storable as legible
-from reconciler.runs.awx.access import awx_access
+from reconciler.runs import collect, contract
+from reconciler.runs.awx.client import awx_access
 from reconciler.runs.collect import Phase
-from reconciler.runs.errors import LauncherAway, RunError
 from reconciler.runs.launch import Site, launch
-from reconciler.runs.paths import run_directory
-from reconciler.runs.runner import runner_id
-from reconciler.runs.spec import NodeAccess, RunSpec
+from reconciler.runs.paths import run_directory, runner_id
+from reconciler.runs.spec import LauncherAway, NodeAccess, RunError, RunSpec
 from reconciler.runs.ssh import SshAccess
 from reconciler.settings import Settings
 from reconciler.trust.ca import known_hosts, open_trust, operator_identity, revoke_host
@@ -329,8 +326,8 @@ def _end_unwanted(engine: Engine, task: Task, directory: Path) -> None:
 
 def _wait_for_launcher(engine: Engine, task: Task, away: LauncherAway) -> None:
     """Nothing was started: the same work is tried again later, with a run of its own."""
-    act = Act(f"task:{task.id}", legible.clean(str(away)), task.correlation_id or "")
-    error = {name: legible.clean(word) for name, word in away.told().items()}
+    act = Act(f"task:{task.id}", contract.storable_text(str(away)), task.correlation_id or "")
+    error = {name: contract.storable_text(word) for name, word in away.told().items()}
     with transaction(engine) as conn:
         lease = (task.id, task.lease_token)
         queue.wait_for_host(conn, *lease, act.reason, act=act, error=error)

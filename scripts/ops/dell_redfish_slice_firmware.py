@@ -17,5 +17,6 @@ if not (COLLECTIONS / "ansible_collections/gpuaas/slice/plugins").exists():
 sys.path.insert(0, str(COLLECTIONS))
 
 runpy.run_module(
-    "ansible_collections.gpuaas.slice.plugins.module_utils._redfish_command", run_name="__main__"
+    "ansible_collections.gpuaas.slice.plugins.module_utils.firmware._redfish_command",
+    run_name="__main__",
 )

@@ -24,7 +24,7 @@ from sqlalchemy import event
 from reconciler.db.engine import open_engine, retrying
 from reconciler.db.schema import Task
 from reconciler.records import leasing
-from reconciler.runs.runner import runner_id
+from reconciler.runs.paths import runner_id
 from reconciler.service.authorities import adopt
 from reconciler.settings import Settings
 from reconciler.work.worker import attend

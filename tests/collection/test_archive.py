@@ -86,13 +86,15 @@ def test_the_archive_holds_the_collection_and_nothing_else(installed: Installed)
 
 
 def test_everything_that_is_named_somewhere_is_in_the_archive(installed: Installed) -> None:
-    """Roles and task files are looked up when they are reached: a missing one would show late."""
+    """Roles and files are looked up when they are reached: a missing one would show late."""
     for playbook in (installed.path / "playbooks").glob("*.yml"):
         text = playbook.read_text()
         for role in re.findall(r"name: gpuaas\.slice\.(\w+)$", text, re.MULTILINE):
             assert (installed.path / "roles" / role / "tasks" / "main.yml").is_file(), role
         for file in re.findall(r"tasks/\w+\.yml", text):
             assert (installed.path / "playbooks" / file).is_file(), file
+        for file in re.findall(r"vars_files: \[(\w+\.yml)\]", text):
+            assert (installed.path / "playbooks" / "vars" / file).is_file(), file
         for module in re.findall(r"^ +(gpuaas\.slice\.\w+):", text, re.MULTILINE):
             assert module in MODULES, module
 

@@ -1,4 +1,4 @@
-"""Every role has a Molecule scenario that makes drift, repairs it with the role, and looks."""
+"""Every role has a Molecule scenario, and each scenario makes drift, repairs it, and looks."""
 
 from __future__ import annotations
 

@@ -17,6 +17,9 @@ from reconciler.work import kinds
 
 FOLDER = Path(__file__).resolve().parents[2] / "playbooks"
 RESULT = contract.schema("result")
+SPECS = yaml.safe_load((FOLDER / "vars" / "argument_specs.yml").read_text())["argument_specs"]
+# What a run by hand may leave out although the reconciler always sends it.
+BY_HAND = {"slice_run", "slice_profile", "slice_apply"}
 
 
 def tasks(node: Any) -> Iterator[dict[str, Any]]:
@@ -86,3 +89,25 @@ def test_a_playbook_uses_what_it_is_given(playbook: str) -> None:
     text = (FOLDER / f"{playbook}.yml").read_text()
     given = set(contract.schema(playbook)["required"]) - {"slice_run", "slice_profile"}
     assert {name for name in given if not re.search(rf"\b{name}\b", text)} == set()
+
+
+def test_playbooks_without_variables_of_their_own_have_an_argument_specification() -> None:
+    plays = {
+        name: yaml.safe_load((FOLDER / f"{name}.yml").read_text())[0] for name in contract.PLAYBOOKS
+    }
+    assert set(SPECS) == {name for name, play in plays.items() if "vars" not in play}
+    for name in SPECS:
+        check = plays[name]["tasks"][0]["ansible.builtin.validate_argument_spec"]
+        assert check == {"argument_spec": f"{{{{ argument_specs.{name}.options }}}}"}
+
+
+@pytest.mark.parametrize("playbook", SPECS)
+def test_an_argument_specification_names_the_variables_of_the_contract(playbook: str) -> None:
+    schema, options = contract.schema(playbook), SPECS[playbook]["options"]
+    required = {name for name, option in options.items() if option.get("required")}
+    assert set(options) == set(schema["properties"])
+    assert required <= set(schema["required"])
+    assert set(schema["required"]) - required <= BY_HAND
+    text = (FOLDER / f"{playbook}.yml").read_text()
+    optional = {name for name in set(options) - required if re.search(rf"\b{name}\b", text)}
+    assert {name for name in optional if f"{name} | default(" not in text} == set()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from ansible_collections.gpuaas.slice.plugins.module_utils import _parity_table
+from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _slice_parity
 
 pytestmark = pytest.mark.covers("HOST-10")
 
@@ -68,7 +68,7 @@ def test_a_repair_gives_a_role_what_its_playbook_gives_it(path: Path) -> None:
 
 
 def test_every_role_that_a_check_names_has_its_repair_and_the_reverse() -> None:
-    named = {check.remedy.role for check in _parity_table.CHECKS} - {""}
+    named = {check.remedy.role for check in _slice_parity.CHECKS} - {""}
     assert named == {path.stem for path in REPAIRS.glob("*.yml")}
     order = yaml.safe_load((REPAIRS.parent / "main.yml").read_text())[1]["vars"]
     assert set(order["slice_parity_order"]) == named

@@ -12,7 +12,7 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from reconciler.runs import contract
-from reconciler.runs.errors import ContractError
+from reconciler.runs.contract import ContractError
 
 ROOT = Path(__file__).resolve().parents[2]
 PROFILES = sorted((ROOT / "profiles").glob("*.yml"))

@@ -1,5 +1,122 @@
-"""Which tests show which row of the requirements.
+"""Requirement coverage report, as a pytest plugin: which test shows which row, and its last result.
 
-A test, or a whole file through `pytestmark`, names its rows: `@pytest.mark.covers("HOST-4")`.
-`python -m tests.coverage` collects the marks and writes docs/*-coverage.md; a test compares.
+`--coverage-pages FOLDER` writes a page for each group of rows.yml. Runs on the same folder add up:
+`make test` plays the unit tests and the lab tests one after the other.
 """
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+PAGES: dict[str, dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "rows.yml").read_text())
+KNOWN = frozenset(row for page in PAGES.values() for row in page["rows"])
+# A file in the folder of the pages; the pages are written from it.
+RESULTS = "results.json"
+NOT_RUN = "not run"
+# Of a function with parameters, or of a test with its fixtures, the worst result counts.
+_WORST_FIRST = ("failed", "error", NOT_RUN, "skipped", "passed")
+
+Results = dict[str, dict[str, Any]]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "write which test shows which requirement"
+    parser.addoption("--coverage-pages", type=Path, metavar="FOLDER", help=text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Recorder(config), "requirement-coverage")
+
+
+class Recorder:
+    """tests: every collected test with a mark, also those that this run leaves out."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.tests: Results = {}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        rows = {item.nodeid: rows_of(item) for item in items}
+        self.tests = {name: {"rows": of, "result": NOT_RUN} for name, of in rows.items() if of}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when != "call" and report.passed:
+            return
+        result = "error" if report.failed and report.when != "call" else report.outcome
+        test = self.tests.setdefault(report.nodeid, {"rows": [], "result": NOT_RUN})
+        known = [] if test["result"] == NOT_RUN else [test["result"]]
+        test["result"] = worst([*known, result])
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """pytest-xdist collects in its workers: each of them has collected everything."""
+        for name, rows in getattr(node, "workeroutput", {}).get("rows", {}).items():
+            self.tests.setdefault(name, {"result": NOT_RUN})["rows"] = rows
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self) -> None:
+        output = getattr(self.config, "workeroutput", {})
+        output["rows"] = {name: test["rows"] for name, test in self.tests.items()}
+
+    def pytest_unconfigure(self) -> None:
+        folder = self.config.getoption("--coverage-pages", None)
+        if folder is not None and not hasattr(self.config, "workeroutput"):
+            write(folder, {name: test for name, test in self.tests.items() if test["rows"]})
+
+
+def rows_of(item: pytest.Item) -> list[str]:
+    """The rows that a test names, itself or through its file."""
+    rows = {row for mark in item.iter_markers("covers") for row in mark.args}
+    if not rows <= KNOWN:
+        unknown = ", ".join(sorted(rows - KNOWN))
+        raise ValueError(
+            f"{item.nodeid}: expected rows of tests/coverage/rows.yml; found {unknown}"
+        )
+    return sorted(rows)
+
+
+def write(folder: Path, tests: Results) -> None:
+    """Add the tests to those of earlier runs, and write the pages anew."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / RESULTS
+    results: Results = json.loads(file.read_text()) if file.exists() else {}
+    for name, test in tests.items():
+        earlier = results.get(name, test)["result"]
+        results[name] = {**test, "result": earlier} if test["result"] == NOT_RUN else test
+    file.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    for name, page in PAGES.items():
+        (folder / f"{name}.md").write_text(markdown(page, results))
+
+
+def markdown(page: dict[str, Any], results: Results) -> str:
+    lines = [f"# {page['title']}", "", page["intro"], ""]
+    lines += ["| row | what | without a lab host | on the lab host |", "|---|---|---|---|"]
+    sections: list[str] = []
+    for row, title in page["rows"].items():
+        places: dict[bool, list[str]] = {False: [], True: []}
+        functions: dict[str, list[str]] = {}
+        for name, test in results.items():
+            if row in test["rows"]:
+                places[name.startswith("tests/lab/")].append(test["result"])
+                functions.setdefault(name.partition("[")[0], []).append(test["result"])
+        lines.append(f"| {row} | {title} | {summary(places[False])} | {summary(places[True])} |")
+        sections += ["", f"## {row}: {title}", ""]
+        sections += [f"- {worst(of)}: `{name}`" for name, of in sorted(functions.items())]
+    return "\n".join([*lines, *sections]) + "\n"
+
+
+def worst(results: Iterable[str]) -> str:
+    return min(results, key=_WORST_FIRST.index)
+
+
+def summary(results: list[str]) -> str:
+    """Such as "12 passed, 1 not run"."""
+    counts = [f"{results.count(one)} {one}" for one in reversed(_WORST_FIRST) if one in results]
+    return ", ".join(counts) or "none"

@@ -19,9 +19,9 @@ from lab.demo.stage import INVENTORY, Stage
 from lab.paths import REPOSITORY
 
 SCRIPTS = REPOSITORY / "scripts" / "ops"
-COMMISSIONING = (
-    REPOSITORY / "scripts" / "maas" / "commissioning" / "50-gpuaas-slice-firmware-preflight.sh"
-)
+# What goes to machines as one file.
+PROGRAMS = REPOSITORY / "build" / "scripts"
+COMMISSIONING = PROGRAMS / "maas" / "commissioning" / "50-gpuaas-slice-firmware-preflight.sh"
 # Emulated and busy; two looks at the host with a repair in between.
 _LIMIT_S = 1200
 # An emulated host is up after some minutes, its last services a little later.

@@ -1,4 +1,4 @@
-"""One lab host for the whole session: booting it is the dear part, so every test shares it."""
+"""Lab host and story that all lab tests of a session share."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.console import Console
 
 from lab.demo.stage import Stage
 from lab.paths import REPOSITORY
+from tests.lab import prepared
 
 # One story on one host: each file goes on where the one before it left the machine.
 STORY = (
@@ -41,19 +42,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = [item for item in items if item not in ours] + ours
 
 
-@pytest.fixture(scope="session")
-def stage() -> Iterator[Stage]:
-    """The stage that the story of test_main_path.py is played on."""
-    found = Stage(
-        REPOSITORY / "build" / "test",
-        firmware=os.environ.get("SLICE_FIRMWARE", "bios"),
-        console=Console(stderr=True),
-    )
-    found.folder.mkdir(parents=True, exist_ok=True)
-    yield found
-    found.close()
-
-
 class Chapter:
     """Remembers which parts of the story came true: a later one says at once what it lacks."""
 
@@ -68,3 +56,25 @@ class Chapter:
 @pytest.fixture(scope="session")
 def story() -> Chapter:
     return Chapter()
+
+
+@pytest.fixture(scope="session")
+def stage(request: pytest.FixtureRequest, story: Chapter) -> Iterator[Stage]:
+    """The stage that the story of test_main_path.py is played on.
+
+    A session without that file begins with the host that it would leave: a saved one where nothing
+    has changed that made it, else one that is prepared and saved now.
+    """
+    stage = Stage(
+        REPOSITORY / "build" / "test",
+        firmware=os.environ.get("SLICE_FIRMWARE", "bios"),
+        console=Console(stderr=True),
+    )
+    stage.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        if not any(item.path.stem == STORY[0] for item in request.session.items):
+            story.done |= prepared.open_on(stage)
+            story.done["prepared"] = True
+        yield stage
+    finally:
+        stage.close()

@@ -54,7 +54,7 @@ true
 @pytest.fixture(scope="module", autouse=True)
 def found(stage: Stage, story: Chapter) -> str:
     """The host before the first of these tests."""
-    story.needs("recover")
+    story.needs("prepared")
     return _look(stage)
 
 

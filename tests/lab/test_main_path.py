@@ -16,7 +16,7 @@ import pytest
 from lab.demo import host_steps, slice_steps
 from lab.demo.stage import Stage
 from reconciler.model.errors import Problem
-from tests.lab import captures, traces
+from tests.lab import byhand, captures, prepared, traces
 from tests.lab.conftest import Chapter
 
 # Of a machine that there is not.
@@ -509,6 +509,20 @@ def test_recovery_brings_the_slot_back(stage: Stage, story: Chapter) -> None:
     assert evidence["audit"]["events"]
     assert all(slot["status"] == "available" for slot in evidence["inventory_after"].values())
     story.done["recover"] = evidence
+    story.done["prepared"] = True
+
+
+def test_the_prepared_host_is_saved_for_later_sessions(stage: Stage, story: Chapter) -> None:
+    """It goes on afterwards: no boot, and the reconciler knows what it knew."""
+    story.needs("prepared")
+    before = byhand.boot(stage), _statuses(stage)
+    prepared.save(stage, story.done)
+    assert (byhand.boot(stage), _statuses(stage)) == before
+
+
+def _statuses(stage: Stage) -> dict[str, str]:
+    slots = stage.api().get(stage.path("/resource-slots"))["items"]
+    return {slot["id"]: slot["status"] for slot in slots}
 
 
 def _kill_the_reconciler(stage: Stage, task_id: str) -> None:

@@ -31,7 +31,7 @@ BACK_DEADLINE_S = 600
 
 @pytest.mark.covers("I6", "I12", "I13")
 def test_power_is_lost_while_the_image_is_written(stage: Stage, story: Chapter) -> None:
-    story.needs("recover")
+    story.needs("prepared")
     launched = slice_steps.launch(stage)
     # Its tenant does not see the claims.
     allocation = stage.api().get(f"/admin/allocations/{launched['id']}")
@@ -51,7 +51,7 @@ def test_power_is_lost_while_the_image_is_written(stage: Stage, story: Chapter) 
     "step", ["Shut the domain down and undefine it", "Wipe and read back"], ids=["release", "wipe"]
 )
 def test_power_is_lost_while_a_tenant_is_removed(stage: Stage, story: Chapter, step: str) -> None:
-    story.needs("recover")
+    story.needs("prepared")
     slice_steps.provision(stage)
     key = stage.known["allocation"]["id"]
     stage.api().post(f"/projects/{stage.known['project']}/allocations/{key}/release")

@@ -1,4 +1,4 @@
-"""Each role by itself on the slice host: idempotence, drift and repair, nothing left behind.
+"""Each Molecule scenario on the slice host: idempotence, drift, repair, nothing left behind.
 
 Plays on the host that test_main_path.py left: two slots, bound and available. No scenario touches
 what the slots have: where one needs a device or a disk, it takes a candidate that nobody approved.
@@ -88,7 +88,7 @@ def looks(stage: Stage) -> list[str]:
 def test_drift_of_what_a_role_owns_is_repaired(
     name: str, stage: Stage, story: Chapter, looks: list[str]
 ) -> None:
-    story.needs("recover")
+    story.needs("prepared")
     try:
         scenario.play(stage, name)
     finally:
@@ -98,7 +98,7 @@ def test_drift_of_what_a_role_owns_is_repaired(
 
 @pytest.mark.covers("HOST-10")
 def test_the_host_is_still_one_that_may_be_sold(stage: Stage, story: Chapter) -> None:
-    story.needs("recover")
+    story.needs("prepared")
     prove_again(stage)
 
 

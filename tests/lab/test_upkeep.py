@@ -23,14 +23,14 @@ def test_a_second_bootstrap_changes_nothing_and_drift_is_repaired(
     stage: Stage, story: Chapter
 ) -> None:
     """The Molecule scenario: converge, idempotence, drift with repair by the same run, verify."""
-    story.needs("recover")
+    story.needs("prepared")
     scenario.play(stage, "slice_host")
 
 
 @pytest.mark.covers("I14", "I15", "I17")
 def test_what_the_host_holds_is_what_the_records_say(stage: Stage, story: Chapter) -> None:
     """Nothing differs before, with and after a tenant; a machine that is off keeps its claim."""
-    story.needs("recover")
+    story.needs("prepared")
     assert _differences(stage) == set()
     slice_steps.provision(stage)
     assert _differences(stage) == set()
@@ -55,7 +55,7 @@ def _differences(stage: Stage) -> set[str]:
 def test_an_operator_who_is_not_root_proves_and_repairs_by_sudo(
     stage: Stage, story: Chapter
 ) -> None:
-    story.needs("recover")
+    story.needs("prepared")
     subnet = stage.profile()["network"]["subnet"]
     rule = ["POSTROUTING", "-s", subnet, "-j", "MASQUERADE"]
     try:
@@ -76,7 +76,7 @@ def test_a_reboot_closes_the_gate_until_the_host_is_proven_again(
     stage: Stage, story: Chapter
 ) -> None:
     """Boot services bring the slice host back; nothing is sold before parity (I16)."""
-    story.needs("recover")
+    story.needs("prepared")
     functions = _functions(stage)
     assert len(functions) == stage.profile()["fabric"]["vfs_per_pf"]
     gpus, approved = _gpus(stage), _recorded(stage)
@@ -105,7 +105,7 @@ def test_a_reboot_closes_the_gate_until_the_host_is_proven_again(
 def test_the_hosts_certificate_is_renewed_and_sshd_shows_the_new_one(
     stage: Stage, story: Chapter
 ) -> None:
-    story.needs("recover")
+    story.needs("prepared")
     old = stage.api().get(stage.path())
     told = stage.task(stage.path("/certificate"))["certificate"]
     new = stage.api().get(stage.path())

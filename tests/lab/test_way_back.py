@@ -14,7 +14,7 @@ pytestmark = pytest.mark.covers("HOST-15")
 
 def test_nothing_of_slice_mode_remains(stage: Stage, story: Chapter) -> None:
     """What the playbook compared, and the same questions asked past it."""
-    story.needs("recover")
+    story.needs("prepared")
     body = {"to": "baremetal", "allow_reboot": True, "reason": "sold whole"}
     result = stage.task(stage.path("/conversion"), body)
     assert result["rebooted"]
@@ -49,7 +49,7 @@ def test_the_machine_is_as_it_was_deployed(stage: Stage, story: Chapter) -> None
 
 def test_a_second_way_back_changes_nothing(stage: Stage, story: Chapter) -> None:
     """Asked again it is refused by name: the machine is that already."""
-    story.needs("recover")
+    story.needs("prepared")
     with pytest.raises(Problem) as refused:
         stage.api().post(stage.path("/conversion"), {"to": "baremetal"})
     assert refused.value.code == "transition_refused"

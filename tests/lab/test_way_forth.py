@@ -17,7 +17,7 @@ from tests.lab.proof import prove_again
 
 pytestmark = pytest.mark.covers("HOST-15")
 
-BOOTSTRAP = byhand.SCRIPTS / "gpuaas_slice_host_deploy_bootstrap.sh"
+BOOTSTRAP = byhand.PROGRAMS / "ops" / "gpuaas_slice_host_deploy_bootstrap.sh"
 _STEP = "GPUAAS_SLICE_BOOTSTRAP"
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from ansible_collections.gpuaas.slice.plugins.module_utils import _tuning_profiles
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _tuning_profiles
 
 from lab.demo.stage import Stage
 

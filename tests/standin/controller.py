@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reconciler.runs.awx.access import AwxAccess
+from reconciler.runs.awx.client import AwxAccess
 from tests.standin.bmc import authority
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,5 +1,6 @@
-"""What runs on the measured machine: standard library only, Python 3.8 or newer, no files written.
+"""Benchmark harness that runs on the measured machine and writes no files.
 
-`reconciler.benchmark.bundle` sends these modules as one text over standard input, so the same
-measurement runs on bare metal and in a VM, whatever is installed there.
+It uses the standard library only and runs on Python 3.8 or newer. `reconciler.benchmark.bundle`
+sends the modules as a single text over standard input, so bare metal and VMs run the same code
+with any software installed.
 """

@@ -1,4 +1,4 @@
-"""CPU: fixed integer and floating-point work whose results are known in advance."""
+"""CPU probe: integer and floating-point work with known results."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from reconciler.benchmark.harness.crowd import together
+from reconciler.benchmark.harness.parallel import on_all_cpus
 from reconciler.benchmark.harness.reasons import Failed
 from reconciler.benchmark.harness.request import Request
 from reconciler.benchmark.harness.series import metric
 
-# A linear congruential generator (Knuth's MMIX constants): each step needs the one before.
+# A linear congruential generator (Knuth's MMIX constants), whose steps depend on each other.
 _FACTOR, _TERM, _MASK = 6364136223846793005, 1442695040888963407, (1 << 64) - 1
 _RATIO = 1 - 1e-6
 
 
 def deadline_s(request: Request) -> float:
-    # A core that is ten times slower than the one the default size was made for.
+    # For a core ten times slower than the reference of the default size.
     return 30 + 3 * (request.repetitions + 1) * request.cpu_steps / 800_000
 
 
 def measure(request: Request) -> dict[str, Any]:
-    """Steps per second of one CPU (integer, float) and of all usable CPUs (integer)."""
+    """Steps per second of a single CPU (integer, float) and of all usable CPUs (integer)."""
     steps, rounds = request.cpu_steps, request.repetitions
     all_cpus = len(os.sched_getaffinity(0))
-    crowd = together(lambda: lambda: integer(steps), rounds)
+    shared = on_all_cpus(lambda: lambda: integer(steps), rounds)
     return {
         "tool": {"name": "cpython", "version": platform.python_version()},
         "subject": "",
@@ -39,7 +39,7 @@ def measure(request: Request) -> dict[str, Any]:
             metric(
                 "cpu.integer_all",
                 "Mstep/s",
-                [all_cpus * steps / seconds / 1e6 for seconds in crowd],
+                [all_cpus * steps / seconds / 1e6 for seconds in shared],
                 workers=all_cpus,
             ),
         ],
@@ -77,7 +77,7 @@ def jumped(steps: int) -> int:
 
 def _rates(work: Callable[[int], None], steps: int, rounds: int) -> list[float]:
     rates = []
-    work(steps)  # clocks rise, the interpreter specialises
+    work(steps)  # warm up: clock speed and the interpreter's specialisation
     for _ in range(rounds):
         began = time.perf_counter()
         work(steps)

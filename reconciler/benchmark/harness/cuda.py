@@ -1,4 +1,4 @@
-"""The CUDA driver API through ctypes: present wherever the driver is, no toolkit needed.
+"""CUDA driver API through ctypes. It needs the driver only, no toolkit.
 
 Not run on hardware yet; the kernel of `gpu.py` was assembled with NVIDIA's ptxas.
 """
@@ -18,7 +18,7 @@ _STREAM = c_void_p(0)
 
 
 class Gpu:
-    """The first visible device with its primary context; use as a context manager."""
+    """The first visible device with its primary context, as a context manager."""
 
     def __init__(self) -> None:
         try:
@@ -44,14 +44,14 @@ class Gpu:
         self._library.cuDevicePrimaryCtxRelease_v2(self._device)
 
     def call(self, name: str, *arguments: Any) -> None:
-        """One function of the driver; Failed `cuda_failed` for any other result than success."""
+        """Call a function of the driver; Failed `cuda_failed` for an error."""
         result = getattr(self._library, name)(*arguments)
         if result:
             raise Failed(
                 "cuda_failed",
                 expected=f"{name} to succeed",
                 found=self._text(result),
-                remedy="look for Xid messages in the kernel's log",
+                remedy="check the kernel log for Xid messages",
             )
 
     @property
@@ -74,7 +74,7 @@ class Gpu:
         return number.value
 
     def allocate(self, size: int) -> c_ulonglong:
-        """Device memory; it goes with the process."""
+        """Allocate device memory, which is freed with the process."""
         address = c_ulonglong()
         self.call("cuMemAlloc_v2", byref(address), c_size_t(size))
         return address
@@ -105,7 +105,7 @@ class Gpu:
         self.call("cuLaunchKernel", kernel, *shape, _STREAM, pointers, c_void_p(0))
 
     def seconds(self, queue: Any) -> float:
-        """What the device takes for all that `queue()` queues, by its own clock."""
+        """Duration of the operations that `queue()` queues, by the device's clock."""
         marks = [c_void_p(), c_void_p()]
         for mark in marks:
             self.call("cuEventCreate", byref(mark), c_uint(0))
@@ -113,11 +113,11 @@ class Gpu:
         queue()
         self.call("cuEventRecord", marks[1], _STREAM)
         self.call("cuEventSynchronize", marks[1])
-        took = c_float()
-        self.call("cuEventElapsedTime", byref(took), *marks)
+        elapsed = c_float()
+        self.call("cuEventElapsedTime", byref(elapsed), *marks)
         for mark in marks:
             self.call("cuEventDestroy_v2", mark)
-        return took.value / 1e3
+        return elapsed.value / 1e3
 
     def _init(self) -> None:
         result = self._library.cuInit(c_uint(0))

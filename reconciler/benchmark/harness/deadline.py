@@ -1,4 +1,4 @@
-"""A probe runs in a session of its own and is ended, tools included, when its time is up."""
+"""Deadline of a probe: it runs in a separate session, which is killed when its time is up."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 from reconciler.benchmark.harness.reasons import Failed, Reason
 
-# A process that waits for a dead device does not die at once, or ever; the capture goes on.
+# A process that waits for a dead device may never die. The capture continues without it.
 _GRACE_S = 5.0
 
 
 def within(seconds: float, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """`work()` as a document, or {"status", "reason"} when it gives none in time."""
+    """The document of `work()`, or {"status", "reason"} after a timeout or a failure."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -25,49 +25,49 @@ def within(seconds: float, work: Callable[[], dict[str, Any]]) -> dict[str, Any]
         _child(writer, work)
     os.close(writer)
     try:
-        said = _read(reader, time.monotonic() + seconds)
+        output = _read(reader, time.monotonic() + seconds)
     finally:
         os.close(reader)
-        gone = _end(pid)
-    if said is None:
-        late = "it was killed" if gone else "it does not die; a device may hang"
+        ended = _end(pid)
+    if output is None:
+        state = "it was killed" if ended else "it cannot be killed; a device may hang"
         return _without(
             Failed(
                 "probe_deadline",
                 expected=f"the probe to end within {seconds:g} s",
-                found=f"still running; {late}",
-                remedy="look at the device and at what else runs on the machine",
+                found=f"still running; {state}",
+                remedy="check the device and the other load of the machine",
             )
         )
     try:
-        document: dict[str, Any] = json.loads(said)
+        document: dict[str, Any] = json.loads(output)
     except ValueError:
         return _without(
             Failed(
                 "probe_died",
                 expected="the probe to report",
-                found="its process ended without a word",
-                remedy="look at the kernel's log of the machine",
+                found="its process ended without a report",
+                remedy="check the kernel log of the machine",
             )
         )
     return document
 
 
 def _child(writer: int, work: Callable[[], dict[str, Any]]) -> None:
-    """Never returns: whatever happens, this process must not run on as a second harness."""
+    """Run the work and exit in any case: this process must not continue as a second harness."""
     try:
         os.setsid()
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
-        # The capture is the only thing on standard output; libraries like to print.
+        # Standard output is for the capture only, and libraries may print.
         os.dup2(2, 1)
         with os.fdopen(writer, "w") as pipe:
-            json.dump(_tried(work), pipe)
+            json.dump(_outcome(work), pipe)
     finally:
         os._exit(0)
 
 
-def _tried(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _outcome(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return {"status": "ok", "reason": None, **work()}
     except Reason as reason:
@@ -76,7 +76,7 @@ def _tried(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return _without(
             Failed(
                 "probe_crashed",
-                expected="the probe to measure or to say why not",
+                expected="the probe to measure, or to report a reason",
                 found=f"{type(error).__name__}: {error}",
                 remedy="report it with this capture",
             )
@@ -88,7 +88,7 @@ def _without(reason: Reason) -> dict[str, Any]:
 
 
 def _read(reader: int, end: float) -> str | None:
-    """What the probe said; None when time ran out first."""
+    """Output of the probe; None after a timeout."""
     parts: list[bytes] = []
     while True:
         ready, _, _ = select.select([reader], [], [], max(0.0, end - time.monotonic()))
@@ -101,7 +101,7 @@ def _read(reader: int, end: float) -> str | None:
 
 
 def _end(pid: int) -> bool:
-    """Kill the probe's session; whether its process is gone."""
+    """Kill the probe's session and return whether its process has ended."""
     for kill in (os.killpg, os.kill):
         try:
             kill(pid, signal.SIGKILL)

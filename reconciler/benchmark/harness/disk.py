@@ -1,4 +1,4 @@
-"""Disk: fio, reading only. No option of fio comes from outside, so none can make it write."""
+"""Disk probe: fio with reads only. All options of fio are fixed, so none can make it write."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def measure(request: Request) -> dict[str, Any]:
         raise Skipped(
             "not_requested",
             expected="--fio-target with an approved benchmark target",
-            found="none",
-            remedy="name a device or a file; it is only read",
+            found="no target",
+            remedy="name a device or a file, which is only read",
         )
     fio = program.find("fio", "fio")
     subject = target(request.fio_target)
-    told = {
+    jobs = {
         pattern: [_run(fio, request, pattern) for _ in range(request.repetitions)]
         for pattern in READS
     }
-    sequential, random = told["read"], told["randread"]
+    sequential, random = jobs["read"], jobs["randread"]
     return {
         "tool": {"name": "fio", "version": program.version(fio, "--version")},
         "subject": subject,
@@ -58,7 +58,7 @@ def measure(request: Request) -> dict[str, Any]:
 
 
 def target(name: str) -> str:
-    """The real path of an existing disk or file; fio would create what does not exist."""
+    """The real path of an existing disk or file. fio would create a missing file."""
     expected = "the absolute path of an existing block device or regular file"
     remedy = "name the approved benchmark target, by its identity under /dev/disk/by-id"
     if not name.startswith("/") or not name.isprintable():
@@ -71,7 +71,7 @@ def target(name: str) -> str:
     except PermissionError as error:
         raise Unavailable(
             "target_unreadable",
-            expected=f"to be allowed to read {real}",
+            expected=f"permission to read {real}",
             found=str(error),
             remedy="capture as root, or with --sudo",
         ) from error
@@ -85,16 +85,16 @@ def target(name: str) -> str:
 
 
 def arguments(fio: str, path: str, pattern: str, seconds: int) -> list[str]:
-    """One read-only job. Failed `write_refused` for any pattern that is not a read."""
+    """Arguments of a read-only job. Failed `write_refused` for a pattern that is not a read."""
     if pattern not in READS:
         raise Failed(
             "write_refused",
-            expected=f"one of the read patterns {', '.join(READS)}",
+            expected=f"a read pattern: {', '.join(READS)}",
             found=pattern,
             remedy="a benchmark never writes; nothing was run",
         )
     size, depth = READS[pattern]
-    # fio separates names by colons, and names under /dev/disk/by-path are full of them.
+    # fio separates file names by colons, and names in /dev/disk/by-path contain colons.
     escaped = path.replace("\\", "\\\\").replace(":", "\\:")
     return [
         fio,
@@ -114,7 +114,7 @@ def arguments(fio: str, path: str, pattern: str, seconds: int) -> list[str]:
 
 
 def parse(text: str) -> dict[str, Any]:
-    """The `read` part of fio's JSON; Failed when anything was written, trimmed or went wrong."""
+    """The `read` part of fio's JSON; Failed after a write, a trim or an error."""
     # Warnings may precede the document.
     try:
         job = json.loads(text[text.index("{") :])["jobs"][0]
@@ -139,13 +139,13 @@ def parse(text: str) -> dict[str, Any]:
             "tool_failed",
             expected="fio to read without errors",
             found=f"error {error}",
-            remedy="look at the kernel's log of the machine",
+            remedy="check the kernel log of the machine",
         )
     result: dict[str, Any] = read
     return result
 
 
 def _run(fio: str, request: Request, pattern: str) -> dict[str, Any]:
-    # Resolved anew for each run: what the name means may have changed in between.
+    # Resolve the path for each run, because the name may point to another device by now.
     argv = arguments(fio, target(request.fio_target), pattern, request.seconds)
     return parse(program.run(argv, timeout=request.seconds + 30)[0])

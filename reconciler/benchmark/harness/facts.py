@@ -1,4 +1,4 @@
-"""What the machine is, as far as it decides a measurement. What cannot be read is empty."""
+"""Facts of the machine that influence a measurement. An unreadable fact is empty."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 ROOT = Path("/")
 
-# What the tuning profiles change, so that a label can be checked against the machine.
+# Settings that tuning profiles change, to check a label against the machine.
 SYSCTLS = (
     "net/core/rmem_max",
     "net/core/wmem_max",
@@ -21,7 +21,7 @@ SYSCTLS = (
     "vm/nr_hugepages",
 )
 QUEUES = ("recv_queue_size", "send_queue_size")
-# The others say nothing about speed, and a kernel command line may hold secrets.
+# Other arguments have no influence on speed, and a kernel command line may contain secrets.
 _ARGUMENTS = re.compile(
     r"(default_hugepagesz|hugepagesz|hugepages|transparent_hugepage|intel_iommu|amd_iommu|iommu"
     r"|isolcpus|nohz_full|rcu_nocbs|mitigations|intel_pstate|amd_pstate|idle|numa_balancing"
@@ -81,13 +81,13 @@ def _sorted(pattern: str) -> list[Path]:
 
 
 def _value(text: str, pattern: str) -> str:
-    found = re.search(pattern, text, re.MULTILINE)
-    return found.group(1).strip()[:500] if found else ""
+    match = re.search(pattern, text, re.MULTILINE)
+    return match.group(1).strip()[:500] if match else ""
 
 
 def _kib(text: str, name: str) -> int:
-    found = re.search(rf"\b{name}:\s+(\d+) kB", text)
-    return int(found.group(1)) * 1024 if found else 0
+    match = re.search(rf"\b{name}:\s+(\d+) kB", text)
+    return int(match.group(1)) * 1024 if match else 0
 
 
 def _number(path: Path) -> int:
@@ -100,7 +100,7 @@ def _arguments(line: str) -> str:
 
 
 def _threads() -> int:
-    """Hardware threads of the first core; 0 when the kernel does not say."""
+    """Hardware threads of the first core; 0 if the kernel does not report them."""
     text = _read("sys/devices/system/cpu/cpu0/topology/thread_siblings_list")
     count = 0
     for part in filter(None, text.split(",")):
@@ -118,7 +118,7 @@ def _node(path: Path) -> dict[str, Any]:
 
 
 def _pages(path: Path) -> dict[str, int]:
-    """One page size."""
+    """Huge pages of a size."""
     return {
         "size_kib": int(path.name.partition("-")[2].rstrip("kB")),
         "total": _number(path / "nr_hugepages"),

@@ -1,4 +1,4 @@
-"""GPU: double-precision rate and memory bandwidth of the first visible device.
+"""GPU probe: double-precision rate and memory bandwidth of the first visible device.
 
 Not run on hardware yet (no GPU was lent to the session that wrote it).
 """
@@ -20,8 +20,8 @@ _CHAINS, _STEPS = 8, 400_000
 # Eight blocks of 256 fill a multiprocessor's 2048 threads.
 _THREADS, _BLOCKS_EACH = 256, 8
 
-# Each thread runs independent chains x = x / 2 + 1, whose fixed point is exactly 2 from any start:
-# the sum of all chains proves that the work was done, without a second computation.
+# Each thread runs independent chains x = x / 2 + 1, which converge to 2 from any start. The sum of
+# all chains therefore proves the work without a second computation.
 _CHAIN = "".join(f"  fma.rn.f64 %x{i}, %x{i}, %half, %one;\n" for i in range(_CHAINS))
 _START = "".join(
     f"  add.f64 %x{i}, %start, 0d{struct.pack('>d', i).hex()};\n" for i in range(_CHAINS)
@@ -75,8 +75,8 @@ def measure(request: Request) -> dict[str, Any]:
         threads = gpu.multiprocessors * _BLOCKS_EACH * _THREADS
         work = 2 * _CHAINS * _STEPS * threads
         moved = 2 * _COPY_BYTES * _COPIES
-        fma = [work / took / 1e12 for took in _fp64(gpu, rounds)]
-        copied = [moved / took / 1e9 for took in _copies(gpu, rounds)]
+        fma = [work / seconds / 1e12 for seconds in _fp64(gpu, rounds)]
+        copied = [moved / seconds / 1e9 for seconds in _copies(gpu, rounds)]
         return {
             "tool": {"name": "cuda driver", "version": gpu.driver},
             "subject": gpu.name,
@@ -99,9 +99,10 @@ def _fp64(gpu: Gpu, rounds: int) -> list[float]:
     size = 8 * blocks * _THREADS
     out = gpu.allocate(size)
     kernel = gpu.kernel(KERNEL, "fma64")
-    took = _timed(gpu, lambda: gpu.launch(kernel, blocks, _THREADS, out, c_uint(_STEPS)), rounds)
+    steps = c_uint(_STEPS)
+    samples = _timed(gpu, lambda: gpu.launch(kernel, blocks, _THREADS, out, steps), rounds)
     _check(gpu.read(out, size - 8, 8) == bytes.fromhex("0000000000003040"), "16.0 from each thread")
-    return took
+    return samples
 
 
 def _copies(gpu: Gpu, rounds: int) -> list[float]:
@@ -113,13 +114,13 @@ def _copies(gpu: Gpu, rounds: int) -> list[float]:
         for _ in range(_COPIES):
             gpu.copy(target, source, _COPY_BYTES)
 
-    took = _timed(gpu, queue, rounds)
+    samples = _timed(gpu, queue, rounds)
     _check(gpu.read(target, _COPY_BYTES - 8, 8) == b"\xa5" * 8, "the copied bytes at the end")
-    return took
+    return samples
 
 
 def _timed(gpu: Gpu, queue: Callable[[], None], rounds: int) -> list[float]:
-    gpu.seconds(queue)  # clocks rise, code is compiled
+    gpu.seconds(queue)  # warm up: clock speed and compilation
     return [gpu.seconds(queue) for _ in range(rounds)]
 
 
@@ -128,6 +129,6 @@ def _check(right: bool, expected: str) -> None:
         raise Failed(
             "result_wrong",
             expected=expected,
-            found="something else",
+            found="another result",
             remedy="this GPU miscalculates: take it out of service",
         )

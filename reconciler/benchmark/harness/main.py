@@ -1,4 +1,4 @@
-"""One capture: the machine's facts, then each probe under its own deadline, one JSON document."""
+"""Capture of a machine: its facts and the results of all probes in a JSON document."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCHEMA = 1
 if TYPE_CHECKING:  # Python 3.8 cannot subscript it
     Measure = Callable[[Request], dict[str, Any]]
 
-# In the order of the run: the machine is coldest for the CPU, and vLLM loads the most.
+# In this order, because the CPU should be cool for its probe, and vLLM causes the highest load.
 PROBES: tuple[tuple[str, Callable[[Request], float], Measure], ...] = (
     ("cpu", cpu.deadline_s, cpu.measure),
     ("memory", memory.deadline_s, memory.measure),
@@ -32,16 +32,16 @@ PROBES: tuple[tuple[str, Callable[[Request], float], Measure], ...] = (
 
 
 def longest_s(request: Request) -> float:
-    """When every probe meets its deadline."""
+    """Duration of a capture in which every probe reaches its deadline."""
     return sum(deadline(request) for _, deadline, _ in PROBES)
 
 
-def main(asked: dict[str, Any]) -> int:
-    """Print the capture, or {"refusal"}; progress goes to standard error."""
-    # A probe must not outlive a capture that is called off; SystemExit unwinds through `within`.
+def main(arguments: dict[str, Any]) -> int:
+    """Print the capture, or {"refusal"}. Progress goes to standard error."""
+    # SystemExit unwinds through `within`, which kills the probe of a canceled capture.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))
-    request = Request(**asked)
+    request = Request(**arguments)
     refusal = refused(request)
     document = {"refusal": refusal.document()} if refusal else capture(request)
     sys.stdout.write(json.dumps(document) + "\n")
@@ -49,7 +49,7 @@ def main(asked: dict[str, Any]) -> int:
 
 
 def refused(request: Request) -> Failed | None:
-    """Why nothing is measured under this label; None when it fits the machine."""
+    """Refusal of a label that does not match the machine, or None."""
     usable = len(os.sched_getaffinity(0))
     if request.vcpus in (0, usable):
         return None
@@ -65,12 +65,12 @@ def capture(request: Request) -> dict[str, Any]:
     """The document of contracts/benchmark.schema.json."""
     began = _now()
     host = facts.collect()
-    seen = "vm" if host["hypervisor"] else "host"
+    detected = "vm" if host["hypervisor"] else "host"
     probes = [_probe(request, *probe) for probe in PROBES]
     return {
         "schema": SCHEMA,
         "label": request.label,
-        "kind": seen if request.kind == "auto" else request.kind,
+        "kind": detected if request.kind == "auto" else request.kind,
         "tuning": request.tuning,
         "vcpus": host["cpus_usable"],
         "harness": {"digest": request.harness, "python": sys.version.split()[0]},

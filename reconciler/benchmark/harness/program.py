@@ -1,4 +1,4 @@
-"""The one gate through which the harness runs tools: argument lists, no input, a time limit."""
+"""Execution of tools by the harness: argument lists, no input, a time limit."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from collections.abc import Mapping, Sequence
 
 from reconciler.benchmark.harness.reasons import Failed, Unavailable
 
-# Not on every login's PATH.
+# Not every login has these folders on its PATH.
 _SBIN = "/usr/local/sbin:/usr/sbin:/sbin"
 
 
 def find(name: str, package: str) -> str:
-    """The path of a tool; Unavailable `tool_missing` names the package that brings it."""
-    found = shutil.which(name, path=_path())
-    if found is None:
+    """The path of a tool; Unavailable `tool_missing` with the name of its package."""
+    path = shutil.which(name, path=_path())
+    if path is None:
         raise Unavailable(
             "tool_missing",
             expected=f"the program {name} on this machine",
             found="no such program",
-            remedy=f"install {package} on both machines that are compared",
+            remedy=f"install {package} on all machines of the comparison",
         )
-    return found
+    return path
 
 
 def run(
@@ -33,9 +33,9 @@ def run(
     extra: Mapping[str, str] | None = None,
     ok: Sequence[int] = (0,),
 ) -> tuple[str, str]:
-    """Standard output and error of a tool that succeeds.
+    """Run a tool and return its standard output and error.
 
-    timeout: seconds. extra: more environment. ok: exit codes of success. Raises Failed
+    timeout: seconds. extra: additional environment. ok: exit codes of success. Raises Failed
     `tool_timeout` or `tool_failed`.
     """
     try:
@@ -57,18 +57,18 @@ def run(
             remedy="run it by hand on the machine",
         ) from late
     if done.returncode not in ok:
-        said = (done.stderr.strip() or done.stdout.strip() or "no output")[-1500:]
+        output = (done.stderr.strip() or done.stdout.strip() or "no output")[-1500:]
         raise Failed(
             "tool_failed",
             expected=f"{argv[0]} to exit with {' or '.join(map(str, ok))}",
-            found=f"exit {done.returncode}: {said}",
-            remedy="see the text of the program",
+            found=f"exit {done.returncode}: {output}",
+            remedy="see the output of the program",
         )
     return done.stdout, done.stderr
 
 
 def version(path: str, *words: str, ok: Sequence[int] = (0,)) -> str:
-    """The first line that a tool says about itself."""
+    """The first line of a tool's version output."""
     out, err = run([path, *words], timeout=60, ok=ok)
     return ((out.strip() or err.strip()).splitlines() or ["unknown"])[0][:200]
 

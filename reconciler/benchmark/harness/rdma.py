@@ -1,4 +1,4 @@
-"""RDMA: ib_write_bw towards a peer on which somebody has started `ib_write_bw` as the server."""
+"""RDMA probe: ib_write_bw to a peer that runs ib_write_bw as the server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PEER = re.compile(r"[A-Za-z0-9][A-Za-z0-9.:%_-]{0,252}")
 _DEVICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 # #bytes, #iterations, peak, average, message rate
 _ROW = re.compile(r"^\s*\d+\s+\d+\s+[\d.]+\s+([\d.]+)\s+[\d.]+", re.MULTILINE)
-# perftest's server serves one run and ends: a peer that starts it in a loop needs a moment.
+# perftest's server ends after each run, and a peer that restarts it in a loop needs a moment.
 _SERVER_BACK_S = 15.0
 
 
@@ -32,7 +32,7 @@ def measure(request: Request) -> dict[str, Any]:
         raise Skipped(
             "not_requested",
             expected="--rdma-peer with a machine that runs ib_write_bw as the server",
-            found="none",
+            found="no peer",
             remedy="name a peer on the fabric",
         )
     _ensure_name("--rdma-peer", request.rdma_peer, _PEER)
@@ -45,7 +45,7 @@ def measure(request: Request) -> dict[str, Any]:
             "device_missing",
             expected=f"the RDMA device {request.rdma_device}".rstrip(),
             found=", ".join(present) or "no RDMA device",
-            remedy="give the VM its fabric function, or name one of those found",
+            remedy="pass the fabric function to the VM, or use a device of this list",
         )
     argv = [tool, "-F", "--report_gbits", "-D", str(request.seconds)]
     if request.rdma_device:
@@ -53,7 +53,7 @@ def measure(request: Request) -> dict[str, Any]:
     argv.append(request.rdma_peer)
     rates = [parse(_run(argv, request.seconds)) for _ in range(request.repetitions)]
     return {
-        # It says its version and exits with 1.
+        # It prints its version and exits with 1.
         "tool": {"name": "ib_write_bw", "version": program.version(tool, "--version", ok=(0, 1))},
         "subject": f"{request.rdma_device or present[0]} to {request.rdma_peer}",
         "workload": {"seconds": request.seconds, "repetitions": request.repetitions},
@@ -62,7 +62,7 @@ def measure(request: Request) -> dict[str, Any]:
 
 
 def _run(argv: list[str], seconds: int) -> str:
-    """One run's output. Only what ends before it could have measured is tried again: no server."""
+    """Output of a run. Repeat only a run that ended too early to measure: the server was away."""
     until = time.monotonic() + _SERVER_BACK_S
     while True:
         began = time.monotonic()
@@ -94,5 +94,5 @@ def _ensure_name(flag: str, name: str, pattern: re.Pattern[str]) -> None:
             "name_invalid",
             expected=f"a plain name for {flag}",
             found=repr(name),
-            remedy="use the address or name as the tools print it",
+            remedy="use the address or name in the form that the tools print",
         )

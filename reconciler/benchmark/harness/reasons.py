@@ -1,10 +1,10 @@
-"""Why a probe has no figures: what was expected, what was found, what to do."""
+"""Reasons for a probe without figures: failed, unavailable or skipped."""
 
 from __future__ import annotations
 
 
 class Reason(Exception):
-    """A probe that ends without figures; `status` is what the capture says of it.
+    """A probe that ends without figures. `status` is the status of the probe in the capture.
 
     code: snake_case, part of the contract. expected, found, remedy: plain text.
     """
@@ -19,7 +19,7 @@ class Reason(Exception):
         self.remedy = remedy
 
     def document(self) -> dict[str, str]:
-        """As it stands in the capture; the schema bounds each text."""
+        """The reason in the capture, with texts within the limits of the schema."""
         return {
             "code": self.code,
             "expected": self.expected[:2000],
@@ -29,16 +29,16 @@ class Reason(Exception):
 
 
 class Failed(Reason):
-    """The tool or the device is there, and the measurement did not succeed."""
+    """The tool and the device are present, and the measurement did not succeed."""
 
 
 class Unavailable(Reason):
-    """The tool or the device is not there."""
+    """The tool or the device is missing."""
 
     status = "unavailable"
 
 
 class Skipped(Reason):
-    """Nobody asked for it: it needs a target that only a person can name."""
+    """The probe was not requested. It needs a target that a person must name."""
 
     status = "skipped"

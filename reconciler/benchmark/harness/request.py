@@ -1,4 +1,4 @@
-"""What a capture is asked for."""
+"""Request of a capture."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Request:
-    """Labels, targets and sizes. Sizes are part of each workload: other sizes, another measurement.
+    """Labels, targets and sizes of a capture. Captures with different sizes are not comparable.
 
-    label, tuning (`off`, or the profiles that are on): what the capture is of.
-    kind: `host` or `vm`; `auto` asks the CPU whether it is a virtual one.
-    vcpus: CPUs that the harness must find usable; 0 takes what there is.
-    harness: digest of the modules that were sent.
-    fio_target, rdma_peer: empty means that the probe is skipped.
+    label: name of the capture. tuning: `off`, or the active profiles.
+    kind: `host` or `vm`; `auto` detects a VM by its CPU.
+    vcpus: required number of usable CPUs; 0 accepts any number.
+    harness: digest of the sent modules.
+    fio_target, rdma_peer: if empty, the probe is skipped.
     """
 
     label: str
@@ -26,9 +26,9 @@ class Request:
     rdma_device: str = ""
     vllm_model: str = "facebook/opt-125m"
     repetitions: int = 5
-    # About a second of one core at 3 GHz.
+    # About a second of a core at 3 GHz.
     cpu_steps: int = 8_000_000
-    # Two such buffers must exceed the last-level cache, 300 MiB a socket on a Xeon 8570.
+    # Two buffers of this size must exceed the last-level cache: 300 MiB per socket of a Xeon 8570.
     memory_bytes: int = 512 << 20
-    # One run of fio or ib_write_bw.
+    # Duration of a run of fio or ib_write_bw.
     seconds: int = 10

@@ -1,4 +1,4 @@
-"""Samples of one quantity, and what is said about them."""
+"""Samples of a quantity, with their median and spread."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from reconciler.benchmark.harness.reasons import Failed
 def metric(
     name: str, unit: str, samples: Sequence[float], *, better: str = "higher", workers: int = 1
 ) -> dict[str, Any]:
-    """One metric of a capture: the median, and the spread between extremes in percent of it.
+    """A metric of a capture: median, and spread between the extremes in percent of the median.
 
-    better: `higher` or `lower`. workers: how many CPUs took part. Raises Failed
-    `measurement_invalid` for a sample that cannot be a measurement.
+    better: `higher` or `lower`. workers: number of CPUs used. Raises Failed `measurement_invalid`
+    for a sample that is not a positive number.
     """
     if not samples or not all(math.isfinite(sample) and sample > 0 for sample in samples):
         raise Failed(
             "measurement_invalid",
             expected=f"positive figures for {name}",
             found=", ".join(map(str, samples)) or "none",
-            remedy="look at the tool's own output on the machine",
+            remedy="check the output of the tool on the machine",
         )
     middle = statistics.median(samples)
     return {
@@ -38,5 +38,5 @@ def metric(
 
 
 def _short(value: float) -> float:
-    """Six digits: more than any of these measurements means."""
+    """Six significant digits, more than the precision of any probe."""
     return float(f"{value:.6g}")

@@ -1,4 +1,4 @@
-"""vLLM: its own offline throughput benchmark, where it is installed, with a model already there."""
+"""vLLM probe: offline throughput benchmark of an installed vLLM, with a local model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def deadline_s(_request: Request) -> float:
 
 
 def measure(request: Request) -> dict[str, Any]:
-    """Output tokens per second of one run: starting the engine costs minutes."""
+    """Output tokens per second of a single run, because the engine takes minutes to start."""
     tool = program.find("vllm", "vLLM")
     if not _MODEL.fullmatch(request.vllm_model):
         raise Failed(
@@ -30,7 +30,7 @@ def measure(request: Request) -> dict[str, Any]:
             found=repr(request.vllm_model),
             remedy="for example facebook/opt-125m",
         )
-    # Offline: a download inside a measurement would be neither bounded nor wanted.
+    # Offline: a download would falsify the measurement and has no limit.
     offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     argv = [tool, "bench", "throughput", "--model", request.vllm_model]
     argv += ["--input-len", str(_TOKENS), "--output-len", str(_TOKENS)]
@@ -50,13 +50,13 @@ def measure(request: Request) -> dict[str, Any]:
 
 
 def parse(text: str) -> float:
-    """Output tokens per second, from the line that ends the benchmark."""
-    found = _LINE.findall(text)
-    if not found:
+    """Output tokens per second, from the last line of the benchmark."""
+    rates = _LINE.findall(text)
+    if not rates:
         raise Failed(
             "output_unreadable",
             expected="a line `Throughput: … output tokens/s`",
             found=repr(text[-300:]),
             remedy="use a vLLM that has `vllm bench throughput`",
         )
-    return float(found[-1])
+    return float(rates[-1])

@@ -49,6 +49,7 @@ from reconciler.db.schema.record import (
     history,
     outbox,
 )
+from reconciler.db.schema.recovery import RecoveryCase, recovery_cases
 from reconciler.db.schema.service import leaders, service_processes
 from reconciler.db.schema.work import Task, TaskEvent, task_events, tasks
 
@@ -71,6 +72,7 @@ __all__ = [
     "Parity",
     "Project",
     "Proof",
+    "RecoveryCase",
     "Row",
     "Slot",
     "StateChange",
@@ -99,6 +101,7 @@ __all__ = [
     "parities",
     "projects",
     "proofs",
+    "recovery_cases",
     "service_processes",
     "settings",
     "slots",

@@ -1,5 +1,5 @@
-"""Runs as jobs of AWX: the same run contract and the same run folder, started through its REST API.
+"""Runs as jobs of AWX: the same run contract and run folder, launched through AWX's REST API.
 
-What AWX does is its own; a process here asks for the job, follows it, and writes down what it says.
-That process may end at any time: the folder holds all that the next one needs to go on.
+A process here launches the job, follows it, and writes its progress and outcome. That process may
+end at any time: the folder holds everything that the next process needs to go on.
 """

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import httpx
 
-from reconciler.runs.awx.access import AwxAccess
-from reconciler.runs.awx.errors import NotSent, Silent
-from reconciler.runs.errors import RunError
 from reconciler.runs.scrub import scrub
+from reconciler.runs.spec import LauncherAway, RunError
+from reconciler.settings import Settings
 
 API = "/api/v2"
 # AWX's own limit for a page.
@@ -20,7 +22,7 @@ PAGE_SIZE = 200
 # Between two bytes, not for a whole answer. Too low, and a busy AWX counts as silent; too high, and
 # a launch holds its worker for longer than the lease of the task.
 _TIMEOUT_S = 8.0
-# A proxy's words for "later"; everything from 500 on is also no answer of AWX.
+# Statuses of a proxy that mean "later". Every status from 500 on is no answer of AWX either.
 _LATER = frozenset({408, 425, 429})
 _LONGEST_FOUND = 300
 _NAMES = {
@@ -28,10 +30,64 @@ _NAMES = {
     403: ("awx_forbidden", "the right to do this", "give the token's user execute on the template"),
     404: ("awx_not_found", "an object that the token's user may see", "look at it in AWX"),
 }
+_TOKEN = re.compile(r"[\x21-\x7e]{1,512}")
+
+
+class Silent(LauncherAway):
+    """No reliable answer: whether AWX carried out the request is unknown."""
+
+
+class NotSent(Silent):
+    """No connection was made: AWX certainly did not carry out the request."""
+
+
+@dataclass(frozen=True)
+class AwxAccess:
+    """Address and credentials of AWX.
+
+    url: of AWX itself, without /api. ca_file: the only CA that may vouch for AWX; None: the
+    system's CAs. templates: prefix of a job template's name, before the name of its playbook.
+    """
+
+    url: str
+    token_file: Path
+    ca_file: Path | None = None
+    templates: str = "gpuaas.slice."
+
+    def token(self) -> str:
+        """Read for each request, so that a token may be replaced while runs are alive."""
+        try:
+            text = self.token_file.read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError) as unreadable:
+            raise _no_token(self.token_file, type(unreadable).__name__) from unreadable
+        if not _TOKEN.fullmatch(text):
+            raise _no_token(self.token_file, "none, or more than one line")
+        return text
+
+    def document(self) -> dict[str, Any]:
+        """The entry in a run's manifest: paths, never the token."""
+        return {
+            "url": self.url,
+            "token_file": str(self.token_file.resolve()),
+            "ca_file": str(self.ca_file.resolve()) if self.ca_file else "",
+            "templates": self.templates,
+        }
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> AwxAccess:
+        ca_file = Path(document["ca_file"]) if document["ca_file"] else None
+        return cls(document["url"], Path(document["token_file"]), ca_file, document["templates"])
+
+
+def awx_access(settings: Settings) -> AwxAccess:
+    """The AWX of the site's settings."""
+    token_file = settings.awx_token_file or Path()
+    prefix = settings.awx_template_prefix
+    return AwxAccess(settings.awx_url, token_file, settings.awx_ca_file, prefix)
 
 
 class Client:
-    """One connection at a time; used from one thread."""
+    """Not thread-safe; a single connection at a time."""
 
     def __init__(self, access: AwxAccess) -> None:
         self._access = access
@@ -45,7 +101,8 @@ class Client:
                 found=str(unreadable),
                 remedy="correct GPUAAS_AWX_CA_FILE",
             ) from unreadable
-        # No proxy and no .netrc of whoever started us, and no redirect takes the token elsewhere.
+        # Ignore the user's proxy and .netrc settings. Redirects are not followed, so the token
+        # goes to no other host.
         self._http = httpx.Client(
             base_url=access.url, verify=context, trust_env=False, timeout=_TIMEOUT_S
         )
@@ -59,13 +116,13 @@ class Client:
         self._http.close()
 
     def get(self, path: str, **query: str | int) -> dict[str, Any]:
-        return self._ask("GET", path, params=query)
+        return self._request("GET", path, params=query)
 
     def post(self, path: str, document: dict[str, Any]) -> dict[str, Any]:
-        return self._ask("POST", path, json=document)
+        return self._request("POST", path, json=document)
 
     def every(self, path: str, **query: str | int) -> Iterator[dict[str, Any]]:
-        """All results of a list, page by page. `next` is not followed: it names a host."""
+        """All results of a list, page by page. `next` is not followed, because it names a host."""
         page, more = 0, True
         while more:
             page += 1
@@ -73,64 +130,64 @@ class Client:
             yield from results(answer)
             more = bool(answer.get("next"))
 
-    def _ask(self, method: str, path: str, **more: Any) -> dict[str, Any]:
+    def _request(self, method: str, path: str, **arguments: Any) -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {self._access.token()}"}
-        about = f"{method} {API}{path}"
+        request = f"{method} {API}{path}"
         try:
-            answer = self._http.request(method, f"{API}{path}", headers=headers, **more)
+            answer = self._http.request(method, f"{API}{path}", headers=headers, **arguments)
         except (httpx.ConnectError, httpx.ConnectTimeout) as lost:
             if _distrusted(lost):
                 raise _untrusted(self._access.url, lost) from lost
-            raise _away(NotSent, about, lost) from lost
+            raise _away(NotSent, request, lost) from lost
         except httpx.HTTPError as lost:
-            raise _away(Silent, about, lost) from lost
-        return _document(answer, about)
+            raise _away(Silent, request, lost) from lost
+        return _document(answer, request)
 
 
 def results(answer: dict[str, Any]) -> list[dict[str, Any]]:
-    """The objects of one page."""
-    found = answer.get("results")
-    if not isinstance(found, list):
+    """The objects of a page."""
+    objects = answer.get("results")
+    if not isinstance(objects, list):
         raise _away(Silent, "a list", "an answer without results")
-    return [item for item in found if isinstance(item, dict)]
+    return [item for item in objects if isinstance(item, dict)]
 
 
-def _document(answer: httpx.Response, about: str) -> dict[str, Any]:
+def _document(answer: httpx.Response, request: str) -> dict[str, Any]:
     status = answer.status_code
     if status >= 500 or status in _LATER:
-        raise _away(Silent, about, f"HTTP {status}")
+        raise _away(Silent, request, f"HTTP {status}")
     if not answer.is_success:
-        raise _refused(answer, about)
+        raise _refused(answer, request)
     if not answer.content:
         return {}
     try:
         document = answer.json()
     except ValueError as broken:
-        raise _away(Silent, about, "an answer that is not JSON") from broken
+        raise _away(Silent, request, "an answer that is not JSON") from broken
     if not isinstance(document, dict):
-        raise _away(Silent, about, "an answer that is no document")
+        raise _away(Silent, request, "an answer that is no document")
     return document
 
 
-def _refused(answer: httpx.Response, about: str) -> RunError:
-    other = ("awx_refused", "AWX to accept the request", "read what AWX says")
-    code, expected, remedy = _NAMES.get(answer.status_code, other)
-    said = scrub(" ".join(answer.text.split()))[:_LONGEST_FOUND]
+def _refused(answer: httpx.Response, request: str) -> RunError:
+    default = ("awx_refused", "AWX to accept the request", "read AWX's answer")
+    code, expected, remedy = _NAMES.get(answer.status_code, default)
+    text = scrub(" ".join(answer.text.split()))[:_LONGEST_FOUND]
     return RunError(
         code,
-        expected=f"{expected} for {about}",
-        found=f"HTTP {answer.status_code}: {said}",
+        expected=f"{expected} for {request}",
+        found=f"HTTP {answer.status_code}: {text}",
         remedy=remedy,
     )
 
 
-def _away(kind: type[Silent], about: str, found: object) -> Silent:
+def _away(kind: type[Silent], request: str, found: object) -> Silent:
     text = f"{type(found).__name__}: {found}" if isinstance(found, Exception) else str(found)
     return kind(
         "awx_silent",
-        expected=f"AWX to answer {about}",
+        expected=f"AWX to answer {request}",
         found=text[:_LONGEST_FOUND],
-        remedy="nothing to do if it comes back; else look at AWX and the way to it",
+        remedy="none if AWX comes back; else check AWX and the connection to it",
     )
 
 
@@ -148,4 +205,13 @@ def _untrusted(url: str, cause: Exception) -> RunError:
         expected=f"a certificate for {url} by a trusted CA",
         found=str(cause)[:_LONGEST_FOUND],
         remedy="set GPUAAS_AWX_CA_FILE to the CA that vouches for AWX",
+    )
+
+
+def _no_token(path: Path, found: str) -> RunError:
+    return RunError(
+        "awx_token_unreadable",
+        expected=f"one token in {path}",
+        found=found,
+        remedy="write the OAuth2 token of AWX's service user there, readable by the reconciler",
     )

@@ -1,57 +1,59 @@
-"""Follow a job of AWX to its end. No answer means unknown: AWX is asked again, for however long.
+"""Following a job of AWX to its end. No answer means unknown, so AWX is polled without limit.
 
-What a person does to the job in AWX is the end of the run as well; here it is only read.
+A person may cancel the job in AWX; that ends the run as well. Here the job is only read.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
-from reconciler.runs.awx.access import AwxAccess
-from reconciler.runs.awx.client import PAGE_SIZE, Client, results
-from reconciler.runs.awx.feed import Feed
-from reconciler.runs.awx.record import Record, load
-from reconciler.runs.awx.rhythm import Leaving, Pace, Rhythm
-from reconciler.runs.awx.start import NotStarted, Starter
-from reconciler.runs.errors import RunError
-from reconciler.runs.events import judge
+from reconciler.runs.awx.client import PAGE_SIZE, AwxAccess, Client, results
+from reconciler.runs.awx.request import JobRecord
+from reconciler.runs.awx.start import Leaving, NotStarted, Pace, Poll, Starter
+from reconciler.runs.events import Recorder, judge
 from reconciler.runs.paths import RunPaths
 from reconciler.runs.scrub import scrub
+from reconciler.runs.spec import RunError
 
 _OVER = frozenset({"successful", "failed", "error", "canceled"})
 _LONGEST_REASON = 500
 
 
 def play(
-    paths: RunPaths, manifest: Mapping[str, Any], told: Callable[[], bool], pace: Pace | None = None
+    paths: RunPaths,
+    manifest: Mapping[str, Any],
+    stop_requested: Callable[[], bool],
+    pace: Pace | None = None,
 ) -> dict[str, Any] | None:
-    """The verdict on the run; None when we were told to go and its job goes on."""
+    """The verdict on the run; None when this process was asked to stop and the job goes on."""
     pace = pace or Pace()
-    record = load(paths)
+    record = JobRecord.load(paths)
     if record is None:
         raise FileNotFoundError(paths.root / "awx.json")
     deadline = record.requested_at + manifest["deadline_s"]
-    rhythm = Rhythm(paths, told, pace)
+    poll = Poll(paths, stop_requested, pace)
     with Client(AwxAccess.of(manifest["awx"])) as client:
         try:
-            Starter(paths, client, rhythm, pace=pace, deadline=deadline).ensure(record)
+            Starter(paths, client, poll, pace=pace, deadline=deadline).ensure(record)
             return Follower(
                 paths,
                 client,
-                rhythm,
+                poll,
                 record,
                 pace=pace,
                 deadline=deadline,
                 limit=manifest["node_id"],
             ).follow()
-        except NotStarted as nothing:
+        except NotStarted as reason:
             return {
-                "status": nothing.status,
+                "status": reason.status,
                 "rc": None,
-                "problem": nothing.problem,
+                "problem": reason.problem,
                 "touched": False,
             }
         except Leaving:
@@ -59,14 +61,14 @@ def play(
 
 
 class Follower:
-    """One job that exists, from here to its end. limit: the one host that it is for."""
+    """Polls an existing job until its end. limit: the only host that the job may act on."""
 
     def __init__(
         self,
         paths: RunPaths,
         client: Client,
-        rhythm: Rhythm,
-        record: Record,
+        poll: Poll,
+        record: JobRecord,
         *,
         pace: Pace,
         deadline: float,
@@ -74,35 +76,35 @@ class Follower:
     ) -> None:
         self._paths = paths
         self._client = client
-        self._rhythm = rhythm
+        self._poll = poll
         self._record = record
         self._pace = pace
         self._deadline = deadline
         self._limit = limit
         self._path = f"/jobs/{record.job}/"
         self._feed = Feed(paths, pace.gap)
-        self._asked: float | None = None
+        self._cancel_sent: float | None = None
         self._ended: float | None = None
 
     def follow(self) -> dict[str, Any]:
         while True:
             try:
                 verdict = self._look()
-                self._rhythm.answered()
+                self._poll.answered()
             except RunError as error:
-                # Also a refusal: the token may have been withdrawn, the job goes on all the same.
+                # Includes refusals: the token may have been withdrawn while the job goes on.
                 if time.time() > self._deadline + self._pace.forsaken:
                     return _lost(f"awx_silent: {error.found}")
-                self._rhythm.silent(error)
+                self._poll.silent(error)
                 continue
             if verdict:
                 return verdict
-            self._rhythm.rest()
+            self._poll.rest()
 
     def _look(self) -> dict[str, Any] | None:
         job = self._client.get(self._path)
         if job.get("limit") != self._limit:
-            # Its template was changed while it was launched: it is not what was asked for.
+            # The template was changed during the launch, so the job differs from the request.
             self._paths.cancel.touch(mode=0o600)
         over = job.get("status") in _OVER
         last = over and self._all_saved(job)
@@ -110,7 +112,7 @@ class Follower:
         if last:
             return self._verdict(job)
         if not over:
-            self._end_if_wanted()
+            self._cancel_if_due()
         return None
 
     def _all_saved(self, job: dict[str, Any]) -> bool:
@@ -135,21 +137,21 @@ class Follower:
             self._feed.take(page, last=False)
         self._feed.take([], last=last)
 
-    def _end_if_wanted(self) -> None:
+    def _cancel_if_due(self) -> None:
         late = time.time() > self._deadline
-        if not (late or self._rhythm.canceled):
+        if not (late or self._poll.canceled):
             return
         now = time.monotonic()
-        if self._asked is not None and now - self._asked < self._pace.again:
+        if self._cancel_sent is not None and now - self._cancel_sent < self._pace.again:
             return
-        if late and not self._rhythm.canceled and not self._record.timed_out:
+        if late and not self._poll.canceled and not self._record.timed_out:
             self._record.timed_out = True
             self._record.save(self._paths)
-        self._asked = now
+        self._cancel_sent = now
         try:
             self._client.post(f"{self._path}cancel/", {})
         except RunError as refusal:
-            # 405: it has ended meanwhile, which the next look will show.
+            # 405: the job has ended meanwhile, which the next request will show.
             if not refusal.found.startswith("HTTP 405"):
                 raise
 
@@ -158,21 +160,87 @@ class Follower:
         artifacts = job.get("artifacts")
         if isinstance(artifacts, dict) and "slice_result" in artifacts:
             recorder.artifacts = artifacts
-        said = " ".join(scrub(str(job.get("job_explanation") or "")).split())[:_LONGEST_REASON]
+        reason = " ".join(scrub(str(job.get("job_explanation") or "")).split())[:_LONGEST_REASON]
         if job["status"] == "error":
-            # AWX lost the job, or could not begin it: what acts on the host it does not know.
-            return _lost(f"awx_error: {said}")
+            # AWX lost the job or could not begin it, so it does not know the effect on the host.
+            return _lost(f"awx_error: {reason}")
         status = str(job["status"])
         if status == "canceled" and self._record.timed_out:
             status = "timeout"
         elapsed = job.get("elapsed")
         verdict = judge(recorder, status, None, float(elapsed) if elapsed else 0.0)
-        # What was not seen may have been a module at work.
+        # A missing event may have been a module that ran on the host.
         if self._feed.missing or not recorder.over:
             verdict["touched"] = True
-        if said and not verdict["result"]:
-            verdict["problem"] = ": ".join(filter(None, (verdict.get("problem"), said)))
+        if reason and not verdict["result"]:
+            verdict["problem"] = ": ".join(filter(None, (verdict.get("problem"), reason)))
         return verdict | {"started_at": str(job.get("started") or datetime.now(UTC).isoformat())}
+
+
+class Feed:
+    """The events of a job, in order and once, as the run's progress and output.
+
+    AWX saves events with several processes: a later event may appear before an earlier event, and
+    an event may never appear. Each missing event is waited for, but not without limit. The feed
+    always begins with the job's first event and does not repeat progress that is already written.
+    """
+
+    def __init__(self, paths: RunPaths, gap_s: float) -> None:
+        self.recorder = Recorder(paths.progress, written=_complete_lines(paths.progress))
+        self.missing = 0
+        # Number of the last recorded event; the next request begins after it.
+        self.counter = 0
+        self._gap_s = gap_s
+        self._gap_since: float | None = None
+        self._early: dict[int, dict[str, Any]] = {}
+        paths.output.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        paths.output.write_text("")
+        self._output = paths.output
+
+    def take(self, events: Iterable[dict[str, Any]], *, last: bool) -> None:
+        """Record events in order. last: no more events will come, so gaps are not waited for."""
+        for event in events:
+            number = event.get("counter")
+            if isinstance(number, int) and number > self.counter:
+                self._early[number] = event
+        while self._early:
+            number = min(self._early)
+            if number > self.counter + 1 and not last and self._wait():
+                return
+            self.missing += number - self.counter - 1
+            self._gap_since = None
+            self._record(self._early.pop(number))
+            self.counter = number
+
+    def _wait(self) -> bool:
+        now = time.monotonic()
+        self._gap_since = now if self._gap_since is None else self._gap_since
+        return now - self._gap_since < self._gap_s
+
+    def _record(self, event: dict[str, Any]) -> None:
+        self.recorder(event)
+        if text := event.get("stdout"):
+            with self._output.open("a", encoding="utf-8", errors="replace") as handle:
+                handle.write(f"{text}\n")
+
+
+def _complete_lines(progress: Path) -> int:
+    """The number of complete lines; a fragment left by a crash gets a line end."""
+    try:
+        text = progress.read_bytes()
+    except FileNotFoundError:
+        return 0
+    if text and not text.endswith(b"\n"):
+        with progress.open("ab") as handle:
+            handle.write(b"\n")
+    return sum(1 for line in text.splitlines() if _is_document(line))
+
+
+def _is_document(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _lost(problem: str) -> dict[str, Any]:

@@ -1,31 +1,118 @@
-"""What AWX is asked to launch: the run's variables, one host, one deadline.
+"""The launch request of a run: check of its job template, request body, record of its job.
 
-Where the host answers comes from our records and not from AWX's inventory, which may be older: an
-extra variable goes before every other. The same for how far SSH is trusted.
+The host's address comes from our records and not from AWX's inventory, which may be older: an
+extra variable overrides every other. The same holds for the SSH options.
 """
 
 from __future__ import annotations
 
 import json
 import shlex
+import time
+from dataclasses import asdict, dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 import yaml
 
 from reconciler.runs import ssh
-from reconciler.runs.spec import NodeAccess, RunSpec
+from reconciler.runs.awx.client import AwxAccess, Client, results
+from reconciler.runs.paths import RunPaths, read_json, write_json
+from reconciler.runs.spec import NodeAccess, RunError, RunSpec
+
+# Required fields of a template. Without allow_simultaneous, nodes would wait for each other. Tags
+# and slices would carry out a part of the playbook, or several copies.
+REQUIRED: dict[str, Any] = {
+    "job_type": "run",
+    "ask_variables_on_launch": True,
+    "ask_limit_on_launch": True,
+    "ask_timeout_on_launch": True,
+    "allow_simultaneous": True,
+    "survey_enabled": False,
+    "job_tags": "",
+    "skip_tags": "",
+    "job_slice_count": 1,
+}
+# As a limit these do not name a single host.
+_GROUPS = frozenset({"all", "ungrouped"})
 
 
-def document(spec: RunSpec) -> dict[str, Any]:
-    """The body of the launch. AWX itself marks these variables as no templates."""
+@dataclass
+class JobRecord:
+    """The job of a run, stored in the run's folder so that it survives a crash.
+
+    after: the newest job in AWX before our request; our job has a higher id. posted: a request
+    was sent whose result may be unknown. job: its id, 0 while unknown. timed_out: the job was
+    cancelled because of its deadline.
+    """
+
+    template: int
+    name: str
+    after: int
+    requested_at: float
+    posted: bool = False
+    job: int = 0
+    timed_out: bool = False
+
+    def save(self, paths: RunPaths) -> None:
+        write_json(paths.root / "awx.json", asdict(self))
+
+    @classmethod
+    def load(cls, paths: RunPaths) -> JobRecord | None:
+        document = read_json(paths.root / "awx.json")
+        return cls(**document) if document else None
+
+
+def prepare(access: AwxAccess, spec: RunSpec, paths: RunPaths) -> dict[str, Any]:
+    """Check the template, write request and record; returns the entry of the run's manifest.
+
+    RunError: nothing was started. LauncherAway: nothing was started, and a later try may succeed.
+    """
+    with Client(access) as client:
+        template = find_template(client, access, spec.playbook)
+        _check_host(client, template["inventory"], spec.node.node_id)
+        newest = results(client.get("/jobs/", order_by="-id", page_size=1))
+    after = int(newest[0]["id"]) if newest else 0
+    paths.env.mkdir(mode=0o700, exist_ok=True)
+    write_json(paths.env / "request.json", body(spec))
+    JobRecord(template["id"], template["name"], after, time.time()).save(paths)
+    return access.document()
+
+
+def find_template(client: Client, access: AwxAccess, playbook: str) -> dict[str, Any]:
+    """The playbook's job template; RunError when it is missing or its fields are wrong.
+
+    AWX silently drops fields that a template does not ask for at launch. A dropped limit would
+    mean every host, so only a template with the required fields is launched.
+    """
+    name = f"{access.templates}{playbook}"
+    templates = list(client.every("/job_templates/", name=name))
+    if len(templates) != 1:
+        raise _refuse(
+            "awx_template_missing" if not templates else "awx_template_ambiguous",
+            f"one job template {name} that the token's user may see",
+            f"{len(templates)} of that name",
+        )
+    template = templates[0]
+    wrong = _wrong_fields(template, playbook)
+    if wrong:
+        raise _refuse("awx_template_wrong", f"{name} as in awx/job_templates.yml", wrong)
+    capabilities = template.get("summary_fields", {}).get("user_capabilities", {})
+    if capabilities.get("start") is False:
+        raise _refuse("awx_forbidden", f"the right to launch {name}", "none for the token's user")
+    return template
+
+
+def body(spec: RunSpec) -> dict[str, Any]:
+    """The body of the launch request. AWX itself marks these variables as no templates."""
     return {
         "limit": spec.node.node_id,
         "timeout": spec.deadline_s,
-        # The playbooks' own pattern, so that a limit that got lost does not mean every host.
+        # The playbooks' own host pattern, so that a dropped limit does not mean every host.
         "extra_vars": {
             **spec.variables,
             "slice_hosts": spec.node.node_id,
-            # As runs of this machine say it by their environment, which a job has no part in.
+            # Runs on this machine set it in their environment, which a job does not inherit.
             "ansible_target_log_info": spec.log_tag,
             **_connection(spec.node),
         },
@@ -33,15 +120,15 @@ def document(spec: RunSpec) -> dict[str, Any]:
 
 
 def run_id(job: dict[str, Any]) -> str:
-    """Which run a job of AWX belongs to; "" for none of ours."""
+    """The run that a job of AWX belongs to; "" for a job that is not ours."""
     text = job.get("extra_vars")
     try:
         variables = json.loads(text) if isinstance(text, str) else text
     except (ValueError, RecursionError):
         variables = _yaml(str(text))
     run = variables.get("slice_run") if isinstance(variables, dict) else None
-    found = run.get("id") if isinstance(run, dict) else None
-    return found if isinstance(found, str) else ""
+    identity = run.get("id") if isinstance(run, dict) else None
+    return identity if isinstance(identity, str) else ""
 
 
 def _yaml(text: str) -> Any:
@@ -52,9 +139,9 @@ def _yaml(text: str) -> Any:
 
 
 def _connection(node: NodeAccess) -> dict[str, Any]:
-    # The execution environment holds the CA of our hosts' keys; the credential of AWX, our key.
-    # Which keys of this host the CA vouches for in vain, it cannot know.
-    words = ssh.words(
+    # The execution environment holds the CA of host keys, the credential of AWX our client key.
+    # Revoked host keys are in neither, so the launch passes them.
+    words = ssh.arguments(
         {
             **ssh.trust(node.node_id),
             "UserKnownHostsFile": "/dev/null",
@@ -69,8 +156,36 @@ def _connection(node: NodeAccess) -> dict[str, Any]:
         "ansible_python_interpreter": node.python,
         "ansible_host_key_checking": True,
         "ansible_ssh_args": shlex.join([*words, *sharing]),
-        # See runs/ssh.py: a retry would send the module once more while the first is at work.
+        # See runs/ssh.py: a retry would send the module again while the first copy still works.
         "ansible_ssh_retries": 0,
         "ansible_ssh_timeout": 90,
         "ansible_pipelining": True,
     }
+
+
+def _wrong_fields(template: dict[str, Any], playbook: str) -> str:
+    wrong = [
+        f"{field} is {template.get(field)!r} and not {value!r}"
+        for field, value in REQUIRED.items()
+        if template.get(field) != value
+    ]
+    if PurePosixPath(str(template.get("playbook"))).name != f"{playbook}.yml":
+        wrong.append(f"playbook is {template.get('playbook')!r}")
+    if not isinstance(template.get("inventory"), int):
+        wrong.append("it has no inventory")
+    return "; ".join(wrong)
+
+
+def _check_host(client: Client, inventory: int, node_id: str) -> None:
+    hosts = list(client.every(f"/inventories/{inventory}/hosts/", name=node_id))
+    if [host.get("enabled") for host in hosts] != [True]:
+        state = "a disabled host" if hosts else "none"
+        raise _refuse("awx_host_missing", f"a host {node_id} in the template's inventory", state)
+    groups = list(client.every(f"/inventories/{inventory}/groups/", name=node_id))
+    if groups or node_id in _GROUPS:
+        raise _refuse("awx_host_ambiguous", f"{node_id} to mean one host", "a group of that name")
+
+
+def _refuse(code: str, expected: str, found: str) -> RunError:
+    remedy = "set AWX up as docs/awx.md says; nothing was started"
+    return RunError(code, expected=expected, found=found, remedy=remedy)

@@ -1,142 +1,117 @@
-"""The documents that say which test shows which row of the requirements."""
+"""Requirement coverage report: pages of real pytest runs, with one and two workers."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.coverage import __main__ as command
-from tests.coverage import marks, page, rows
+from tests import coverage
 
-ROWS = (rows.Row("X-1", "Doors", ""), rows.Row("X-2", "Windows", "glass"))
-DOCUMENT = rows.Document("docs/x.md", "A house", "Read this.", ROWS)
-BOTH = frozenset({"X-1", "X-2"})
+ROOT = Path(__file__).resolve().parents[3]
+SETTINGS = """[pytest]
+markers =
+  covers(*rows): rows
+  later: left out
+"""
+TESTS = """
+import pytest
 
+pytestmark = pytest.mark.covers("HOST-4")
 
-def test_the_documents_are_current() -> None:
-    """When this fails: python -m tests.coverage."""
-    words = [sys.executable, "-m", "tests.coverage", "--check"]
-    done = subprocess.run(words, cwd=marks.ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.covers("I7")
+@pytest.mark.parametrize("word", ["a", "b"])
+def test_parameters(word):
+    assert word == "a"
 
+@pytest.mark.later
+def test_left_out(): pass
+"""
+ON_LAB = """
+import pytest
 
-def test_a_row_lists_whole_files_single_tests_and_the_lab_last() -> None:
-    files = [
-        marks.File("a_lab.py", "The lab.", True, {"test_it_opens": BOTH, "test_it_boots": BOTH}),
-        marks.File("b.py", "", False, {"test_a_door_opens": BOTH, "test_paint": frozenset()}),
-    ]
-    lines = page.markdown(DOCUMENT, files).splitlines()
-    assert "| X-1 | Doors | yes | yes | needs none |" in lines
-    assert "| X-2 | Windows | yes | yes | glass |" in lines
-    start = lines.index("## X-1: Doors")
-    assert lines[start + 2 : start + 4] == [
-        "- `b.py`: a door opens",
-        "- on the lab host, `a_lab.py`, all of it. The lab.",
-    ]
+@pytest.mark.covers("HOST-4")
+def test_on_the_lab_host(): pass
 
+def test_without_a_row(): pass
 
-def test_what_only_the_long_run_shows_is_told_apart() -> None:
-    some = frozenset({"X-1"})
-    file = marks.File("a_lab.py", "", True, {"test_a": BOTH, "test_b": some}, frozenset({"test_a"}))
-    lines = page.markdown(DOCUMENT, [file]).splitlines()
-    assert "| X-1 | Doors | no | yes | needs none |" in lines
-    assert "| X-2 | Windows | no | long | glass |" in lines
-    assert "- on the lab host, by `make test-long`, `a_lab.py`: a" in lines
+@pytest.fixture
+def broken():
+    raise OSError
 
+@pytest.mark.covers("HOST-5")
+def test_of_a_broken_fixture(broken): pass
 
-@pytest.mark.parametrize(
-    ("marked", "long"), [((), set()), (("a",), set()), (("a", "b"), {"test_it"})]
-)
-def test_a_function_is_long_when_all_its_parameters_are(
-    request: pytest.FixtureRequest, marked: tuple[str, ...], long: set[str]
-) -> None:
-    items = []
-    for parameter in ("a", "b"):
-        item = pytest.Function.from_parent(
-            request.node.parent,
-            name=f"test_it[{parameter}]",
-            originalname="test_it",
-            callobj=lambda: None,
-        )
-        if parameter in marked:
-            item.add_marker(pytest.mark.long)
-        items.append(item)
-    assert marks.long_of(items, {"test_it"}) == long
+@pytest.mark.covers("HOST-6")
+def test_skipped(): pytest.skip("not here")
+"""
 
 
-def test_a_function_is_named_once_where_all_its_parameters_show_the_row() -> None:
-    some = frozenset({"X-1"})
-    file = marks.File("a.py", "", False, {"test_it[a]": some, "test_it[b]": BOTH, "test_x": BOTH})
-    assert file.showing("X-1") == ["test_it", "test_x"]
-    assert file.all_showing("X-1")
-    assert file.showing("X-2") == ["test_it[b]", "test_x"]
-    assert not file.all_showing("X-2")
-
-
-def test_a_row_that_nothing_shows_says_so() -> None:
-    lines = page.markdown(DOCUMENT, []).splitlines()
-    assert "| X-2 | Windows | nothing yet | nothing yet | glass |" in lines
-    assert lines[-1] == "No test shows it yet."
+def run(folder: Path, *words: str) -> int:
+    (folder / "tests" / "lab").mkdir(parents=True, exist_ok=True)
+    (folder / "pytest.ini").write_text(SETTINGS)
+    (folder / "tests" / "test_unit.py").write_text(TESTS)
+    (folder / "tests" / "lab" / "test_lab.py").write_text(ON_LAB)
+    argv = ["-q", "-p", "no:cacheprovider", "-p", "tests.coverage", "--coverage-pages", "pages"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *argv, *words],
+        cwd=folder,
+        env={"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "INTERNALERROR" not in done.stdout, done.stdout
+    return done.returncode
 
 
 @pytest.mark.parametrize(
-    ("shown", "missing"), [(BOTH, ""), (frozenset({"X-1"}), "X-2"), (frozenset(), "X-1, X-2")]
+    "workers", [(), ("-p", "xdist", "-n", "2")], ids=["one process", "two workers"]
 )
-def test_a_current_document_with_a_row_that_nothing_shows_fails(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    shown: frozenset[str],
-    missing: str,
-) -> None:
-    (tmp_path / "docs").mkdir()
-    monkeypatch.setattr(command, "ROOT", tmp_path)
-    monkeypatch.setattr(command, "DOCUMENTS", (DOCUMENT,))
-    monkeypatch.setattr(command, "marked", list)
-    file = marks.File("a.py", "", False, {"test_it": shown})
-    monkeypatch.setattr(command, "collect", lambda _paths: [file])
-    for argv in ([], ["--check"]):
-        assert command.main(argv) == (1 if missing else 0)
-        said = capsys.readouterr().err
-        assert said == (f"shown by no test: {missing}; mark one with covers\n" if missing else "")
-    assert (tmp_path / "docs/x.md").read_text() == page.markdown(DOCUMENT, [file])
+def test_a_page_has_the_last_result_of_every_test(tmp_path: Path, workers: tuple[str, ...]) -> None:
+    assert run(tmp_path, *workers, "-m", "not later") == 1
+    lines = (tmp_path / "pages" / "host.md").read_text().splitlines()
+    rows = {line.split(" | ")[0]: line.split(" | ")[2:] for line in lines if line[:3] == "| H"}
+    assert rows["| HOST-4"] == ["1 passed, 1 not run, 1 failed", "1 passed |"]
+    assert rows["| HOST-5"] == ["none", "1 error |"]
+    assert rows["| HOST-6"] == ["none", "1 skipped |"]
+    start = lines.index(next(line for line in lines if line.startswith("## HOST-4:")))
+    assert lines[start + 2 : start + 5] == [
+        "- passed: `tests/lab/test_lab.py::test_on_the_lab_host`",
+        "- not run: `tests/test_unit.py::test_left_out`",
+        "- failed: `tests/test_unit.py::test_parameters`",
+    ]
+    assert "| I7 |" in (tmp_path / "pages" / "control.md").read_text()
+
+
+def test_runs_add_up(tmp_path: Path) -> None:
+    """The second run plays what the first left out, and keeps what the first showed."""
+    assert run(tmp_path, "-m", "not later", "tests/lab", "-k", "on_the_lab_host") == 0
+    assert run(tmp_path, "-m", "later", "tests") == 0
+    (row,) = (
+        line
+        for line in (tmp_path / "pages" / "host.md").read_text().splitlines()
+        if line.startswith("| HOST-4 |")
+    )
+    assert row.endswith("| 1 passed, 2 not run | 1 passed |")
 
 
 def test_an_unknown_row_is_refused(request: pytest.FixtureRequest) -> None:
     request.node.add_marker(pytest.mark.covers("HOST-4"))
-    assert marks.rows_of(request.node) == {"HOST-4"}
+    assert coverage.rows_of(request.node) == ["HOST-4"]
     request.node.add_marker(pytest.mark.covers("HOST-99"))
     with pytest.raises(ValueError, match="found HOST-99"):
-        marks.rows_of(request.node)
+        coverage.rows_of(request.node)
 
 
-@pytest.mark.parametrize(
-    ("last", "found"),
-    [
-        ("HOST-4", {"test_it": frozenset({"HOST-4"})}),
-        (
-            "HOST-5",
-            {"test_it[a]": frozenset({"HOST-4"}), "test_it[b]": frozenset({"HOST-5"})},
-        ),
-    ],
-)
-def test_parameters_count_one_by_one_where_they_show_different_rows(
-    request: pytest.FixtureRequest, last: str, found: dict[str, frozenset[str]]
-) -> None:
-    items = []
-    for name, row in (("test_it[a]", "HOST-4"), ("test_it[b]", last)):
-        item = pytest.Function.from_parent(
-            request.node.parent, name=name, originalname="test_it", callobj=lambda: None
-        )
-        item.add_marker(pytest.mark.covers(row))
-        items.append(item)
-    assert marks.by_name(items) == found
-
-
-def test_a_file_with_marks_is_found() -> None:
-    found = marks.marked()
-    assert str(marks.ROOT / "tests/unit/plugins/module_utils/test_bridge.py") in found
-    assert str(marks.ROOT / "tests/unit/reconciler/model/test_diagram.py") not in found
+def test_every_row_is_shown_by_a_test() -> None:
+    """What no test shows is not promised."""
+    named: set[str] = set()
+    for file in (ROOT / "tests").rglob("test_*.py"):
+        text = file.read_text()
+        if "mark.covers(" in text and file != Path(__file__):
+            named |= set(re.findall(r'"((?:[A-Z]+-|I)\d+)"', text))
+    assert coverage.KNOWN - named == set()

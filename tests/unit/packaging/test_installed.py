@@ -18,6 +18,8 @@ import httpx
 import pytest
 import yaml
 
+from scripts import standalone
+
 ROOT = Path(__file__).resolve().parents[3]
 OURS = Path(sys.executable).parent
 pytestmark = pytest.mark.slow
@@ -170,6 +172,12 @@ def test_every_profile_is_in_the_wheel(installed: Installed) -> None:
         theirs = {f.name: f.read_bytes() for f in (carried / kind).iterdir() if f.is_file()}
         assert ours == theirs
     assert yaml.safe_load((carried / "contracts" / "openapi.yaml").read_text())["paths"]
+
+
+def test_every_program_for_hosts_is_in_the_wheel(installed: Installed) -> None:
+    (carried,) = (installed.folder / "opt").glob("lib/python*/site-packages/reconciler/_shipped")
+    for script in standalone.SCRIPTS:
+        assert (carried / script.path).read_text() == standalone.build(script)
 
 
 def _doctor(here: Installed) -> list[dict[str, Any]]:

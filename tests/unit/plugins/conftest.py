@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import _errors, _pci
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _errors, _pci
 
 
 class FakePci:

@@ -15,7 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import _device, _disk, _nvme, _usage
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import (
+    _device,
+    _disk,
+    _nvme_admin,
+    _usage,
+)
 
 MIB = 1 << 20
 
@@ -145,9 +150,9 @@ class Bench:
         elif request in (_device.BLKDISCARD, _device.BLKZEROOUT):
             if request == _device.BLKZEROOUT or "discard" not in namespace.leaves:
                 _erase(descriptor, *struct.unpack("=QQ", buffer))
-        elif request == _nvme.NVME_IOCTL_ID:
+        elif request == _nvme_admin.NVME_IOCTL_ID:
             return 1
-        elif request == _nvme.NVME_IOCTL_ADMIN_CMD:
+        elif request == _nvme_admin.NVME_IOCTL_ADMIN_CMD:
             return admin(namespace, buffer, lambda: _erase(descriptor, 0, 0))
         return 0
 
@@ -250,9 +255,9 @@ def loop(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     os.mknod(tree / "dev" / device.name, 0o600 | 0o060000, device.stat().st_rdev)
 
     def call(descriptor: int, request: int, buffer: bytearray) -> int:
-        if request == _nvme.NVME_IOCTL_ID:
+        if request == _nvme_admin.NVME_IOCTL_ID:
             return 1
-        if request == _nvme.NVME_IOCTL_ADMIN_CMD:
+        if request == _nvme_admin.NVME_IOCTL_ADMIN_CMD:
             return admin(namespace, buffer, lambda: None)
         return int(fcntl.ioctl(descriptor, request, buffer))
 

@@ -15,6 +15,7 @@ PARTS = (
     "ports",
     "guards",
     "files",
+    "limits",
     "devices",
 )
 Holdings = dict[str, Any]
@@ -62,8 +63,8 @@ def tenant(holdings: Holdings, key: str, slots: dict[str, Bundle]) -> None:
     address = {"mac": boot.management_mac, "ip": boot.private_ip}
     put(holdings, "reservations", allocation_id=key, **address)
     put(holdings, "addresses", **address)
-    put(holdings, "ports", port=f"gs{digits[:12]}")
-    put(holdings, "guards", cookie=f"0x{int(digits[:16], 16):x}")
+    put(holdings, "ports", port=f"gs{digits[:12]}", owner=digits[:12])
+    put(holdings, "guards", cookie=f"0x{int(digits[:16], 16):x}", owner=digits[:16])
     put(holdings, "files", allocation_id=key, path=f"/seeds/{key}")
 
 

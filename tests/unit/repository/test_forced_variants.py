@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts import standalone
 from tests.unit.repository import commands, sources
 
 pytestmark = pytest.mark.covers("I8")
@@ -141,7 +142,7 @@ def test_the_scanner_reads_what_must_be_read() -> None:
     """A gate that looks at nothing passes too."""
     names = {str(path.relative_to(sources.ROOT)) for path in sources.files()}
     assert {
-        "plugins/module_utils/_wipe.py",
+        "plugins/module_utils/disk/_nvme_wipe.py",
         "plugins/modules/tenant_disks.py",
         "scripts/maas/commissioning/50-gpuaas-slice-firmware-preflight.sh",
         "scripts/ops/gpuaas_slice_host_deploy_bootstrap.sh",
@@ -153,8 +154,7 @@ def test_the_scanner_reads_what_must_be_read() -> None:
         "lab/disks.py",
         "Makefile",
     } <= names
-    script = "scripts/maas/commissioning/50-gpuaas-slice-firmware-preflight.sh"
-    text = (sources.ROOT / script).read_text()
+    text = standalone.build(standalone.FIRMWARE)
     spoiled = text.replace('["env", "DEBIAN_FRONTEND=noninteractive"', '["wipefs", "-f"', 1)
     assert spoiled != text and list(sources.in_shell(spoiled))
 

@@ -1,8 +1,9 @@
-"""The single-file programs are what the code gives, and they run with nothing of ours around."""
+"""Single-file programs: built from the code, and run where nothing of the collection is."""
 
 from __future__ import annotations
 
 import ast
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -37,8 +38,7 @@ LATER: dict[str, set[str]] = {
 
 
 def sources(one: standalone.Script) -> dict[str, str]:
-    names = standalone.closure(one.entry.partition(":")[0])
-    return {name: standalone._source(name) for name in names}
+    return standalone.closure(one.entry.partition(":")[0])
 
 
 def later(text: str) -> Iterator[str]:
@@ -79,7 +79,9 @@ def utils(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def util(folder: Path, name: str, *rows: str) -> None:
-    (folder / f"{name}.py").write_text("\n".join(rows) + "\n")
+    file = folder / f"{name.replace('.', '/')}.py"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("\n".join(rows) + "\n")
 
 
 def script(**change: object) -> standalone.Script:
@@ -87,12 +89,49 @@ def script(**change: object) -> standalone.Script:
     return standalone.Script(**(given | change))  # type: ignore[arg-type]
 
 
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with every program, and nothing else of the checkout."""
+    folder = tmp_path_factory.mktemp("build")
+    assert standalone.write(folder) == [folder / one.path for one in standalone.SCRIPTS]
+    return folder
+
+
 @pytest.mark.parametrize("one", standalone.SCRIPTS, ids=lambda one: one.path)
-def test_a_script_is_current(one: standalone.Script) -> None:
-    """When this fails: python -m scripts.standalone."""
-    file = standalone.ROOT / one.path
+def test_a_script_is_built_from_the_code(one: standalone.Script, built: Path) -> None:
+    file = built / one.path
     assert file.read_text() == standalone.build(one)
     assert file.stat().st_mode & 0o111 == 0o111
+
+
+def test_what_is_newer_than_its_sources_is_left_alone(built: Path) -> None:
+    one, two = (built / script.path for script in standalone.SCRIPTS)
+    one.write_text("as it was")
+    two.write_text("older than its sources")
+    os.utime(two, (0, 0))
+    standalone.write(built)
+    assert one.read_text() == "as it was"
+    assert two.read_text() == standalone.build(standalone.SCRIPTS[1])
+    one.unlink()
+    standalone.write(built)
+    assert one.read_text() == standalone.build(standalone.SCRIPTS[0])
+
+
+@pytest.mark.parametrize("one", standalone.SCRIPTS, ids=lambda one: one.path)
+def test_the_wrapper_in_a_checkout_builds_and_runs_it(one: standalone.Script) -> None:
+    (standalone.BUILD / one.path).unlink(missing_ok=True)
+    done = subprocess.run(
+        [standalone.ROOT / one.path, "--help"], text=True, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "") and "GPUAAS_SLICE_" in done.stdout
+    assert (standalone.BUILD / one.path).read_text() == standalone.build(one)
+
+
+def test_the_network_alone_has_a_wrapper_of_its_own() -> None:
+    script = standalone.ROOT / "scripts/ops/gpuaas_slice_host_net_baseline.sh"
+    done = subprocess.run([script, "--help"], text=True, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Repair the network baseline" in done.stdout and "network [-h]" in done.stdout
 
 
 @pytest.mark.covers("HOST-1", "HOST-4")
@@ -112,36 +151,32 @@ def test_what_is_newer_is_found() -> None:
 # Without `covers`: where there is no such Python it is passed over, and then it shows nothing.
 @pytest.mark.parametrize("one", standalone.SCRIPTS, ids=lambda one: one.path)
 def test_a_script_runs_with_the_python_of_commissioning(
-    one: standalone.Script, oldest: Path
+    one: standalone.Script, oldest: Path, built: Path
 ) -> None:
     """Every source is loaded, which runs what a first use of it would, and the program answers."""
     body = standalone.build(one).partition(f"3<<'{standalone._END}'\n")[2]
-    program = body.partition(f"\n{standalone._END}\n")[0].rpartition("\nfrom ")[0]
-    load = "import importlib\nfor name in SOURCES: importlib.import_module(PACKAGE + '.' + name)\n"
+    program = body.partition(f"\n{standalone._END}\n")[0].rpartition("\nrun(")[0]
+    load = "import importlib\nfor name in SOURCES: importlib.import_module(PACKAGE + name)\n"
     loaded = subprocess.run(
         [str(oldest / "python3"), "-B", "-I", "-"], input=f"{program}\n{load}", text=True,
         capture_output=True, check=False,
     )  # fmt: skip
     assert (loaded.returncode, loaded.stderr) == (0, "")
     helped = subprocess.run(
-        ["/bin/sh", str(standalone.ROOT / one.path), "--help"], text=True, capture_output=True,
+        ["/bin/sh", str(built / one.path), "--help"], text=True, capture_output=True,
         check=False, env={"PATH": str(oldest)},
     )  # fmt: skip
     assert (helped.returncode, helped.stderr) == (0, "") and "GPUAAS_SLICE_" in helped.stdout
 
 
-def test_a_stale_script_is_named(tmp_path: Path) -> None:
-    assert standalone.stale(tmp_path) == [one.path for one in standalone.SCRIPTS]
-
-
 def test_it_runs_alone(utils: Path, tmp_path: Path) -> None:
     head = f"from {standalone.PACKAGE}"
-    util(utils, "_one", "import sys", f"{head} import _two", f"{head}._three import say",
+    util(utils, "_one", "import sys", f"{head}.core import _two", f"{head}.core._three import say",
          "def main(words, environment):", "    say(_two.WORD + environment['W'] + words[0])",
          "    print(__loader__.get_data('note').decode(), end='')",
          "    return len(sys.stdin.read())")  # fmt: skip
-    util(utils, "_two", r"WORD = 'a\\b'")
-    util(utils, "_three", "say = print")
+    util(utils, "core._two", r"WORD = 'a\\b'")
+    util(utils, "core._three", "say = print")
     util(utils, "_four", "raise SystemExit('not asked for')")
     (tmp_path / "note.txt").write_text("it's $HOME `x`\n")
     text = standalone.build(script(data={"note": str(tmp_path / "note.txt")}))
@@ -182,7 +217,7 @@ def test_the_script_that_changes_the_bios_is_run_by_its_own_tag_only(tmp_path: P
 @pytest.mark.covers("HOST-1")
 def test_maas_runs_its_script_on_machines_with_a_gpu_of_the_profile_only() -> None:
     """Where MAAS looks: YAML between the two marks, in comments."""
-    told = metadata((standalone.ROOT / standalone.FIRMWARE.path).read_text())
+    told = metadata(standalone.build(standalone.FIRMWARE))
     profile = yaml.safe_load((standalone.ROOT / "profiles/xe9680l-h200.yml").read_text())
     assert told["script_type"] == "commissioning" and told["tags"] == "gpuaas"
     assert [told["for_hardware"]] == [f"pci:{one}" for one in profile["gpu"]["ids"]]

@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _boot,
-    _grub,
-    _parity_facts,
-    _topology_host,
-)
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _kernel_arguments
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _boot_service
+from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _host_facts
+from ansible_collections.gpuaas.slice.plugins.module_utils.topology import _host_resources
 
 UNITS = (
     "systemctl",
@@ -144,13 +142,13 @@ class ParityHost:
         self.machine = machine
         self.script = script
 
-    def facts(self, *slots: dict[str, Any], **profile: Any) -> _parity_facts.Facts:
-        asked = _parity_facts.Asked(profile=PROFILE | profile, slots=slots)
-        return _parity_facts.Facts(asked)
+    def facts(self, *slots: dict[str, Any], **profile: Any) -> _host_facts.Facts:
+        asked = _host_facts.Request(profile=PROFILE | profile, slots=slots)
+        return _host_facts.Facts(asked)
 
-    def installed(self, unit: _boot.Unit, **settings: Any) -> None:
+    def installed(self, unit: _boot_service.Unit, **settings: Any) -> None:
         """A boot service as bootstrap or the binding installs it."""
-        _boot.install(dataclasses.replace(unit, settings=settings or unit.settings))
+        _boot_service.install(dataclasses.replace(unit, settings=settings or unit.settings))
 
     def identified(self, *functions: dict[str, str]) -> None:
         """The fabric card's functions as iproute2 shows them, by index."""
@@ -163,15 +161,17 @@ class ParityHost:
 
     def boots(self) -> None:
         """The boot as bootstrap configures it: files, a menu of them, an initramfs of them."""
-        params = _topology_host.boot_params(PROFILE)
-        wanted = _grub.wanted(params, _grub.observe(params))
+        params = _host_resources.boot_params(PROFILE)
+        wanted = _kernel_arguments.desired_files(params, _kernel_arguments.observe(params))
         for path, text in wanted.items():
             if text is not None:
                 self.machine.file(path, text)
         menu = "menuentry 'Linux' {\n\tlinux /boot/vmlinuz root=x intel_iommu=on iommu=pt\n}\n"
         self.machine.file("/boot/grub/grub.cfg", menu)
-        record = json.dumps({"inputs": _grub.inputs(wanted), "boot_id": "an earlier one"})
-        self.machine.file(_grub.INITRAMFS_RECORD, record)
+        record = json.dumps(
+            {"inputs": _kernel_arguments.inputs(wanted), "boot_id": "an earlier one"}
+        )
+        self.machine.file(_kernel_arguments.INITRAMFS_RECORD, record)
 
     def enrolled(self, *, before: int, key: bytes = b"k" * 32, **more: Any) -> None:
         public = base64.b64encode(self._string(b"ssh-ed25519") + self._string(b"k" * 32)).decode()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from ansible_collections.gpuaas.slice.plugins.module_utils import _command
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command
 
 Run = Callable[..., _command.Result]
 

@@ -7,42 +7,49 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _boot,
-    _boot_menu,
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot import (
+    _grub_menu,
+    _host_certificate,
+    _host_tuning,
+    _kernel_arguments,
+    _slice_mode,
+    _tuning_opt_in,
+    _vfio_bind,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _boot_service,
     _boot_units,
     _change,
-    _clone,
-    _dnsmasq,
-    _fstab,
-    _grub,
+    _file_edits,
     _host,
-    _host_certificate,
-    _ipoib,
-    _mounting,
-    _network_files,
-    _parity_checks_network,
-    _parity_checks_platform,
-    _parity_facts,
-    _placement,
-    _proof,
-    _remnants,
-    _slice_mode,
-    _tenant_account,
-    _tuning,
-    _tuning_opted,
-    _usage,
-    _vfio,
-    _whole_machine,
-    _written,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import (
+    _fstab_entries,
+    _image_clone,
+    _mounting,
+    _proof,
+    _usage,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _ipoib_address
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _baseline_files
+from ansible_collections.gpuaas.slice.plugins.module_utils.parity import (
+    _checks_network,
+    _checks_platform,
+    _host_facts,
+    _slice_remnants,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _dnsmasq, _pinning
+from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import (
+    _tenant_account,
+    _whole_machine,
+)
 from ansible_collections.gpuaas.slice.plugins.modules import baremetal_tenant, host_baseline
 
 ALLOCATION = "23bd713b-6073-4ef7-8a51-2897e902365d"
 RECORDED = {"allocation_id": ALLOCATION, "fence": 1, "state": "recorded"}
 KERNEL = {"arguments": ["iommu=pt"], "state": "present", "in_effect": False}
-ASKED = _parity_facts.Asked(profile={"network": {}}, slots=())
+ASKED = _host_facts.Request(profile={"network": {}}, slots=())
 TENANT = _tenant_account.Traces(accounts=("alice",))
 
 
@@ -62,27 +69,27 @@ def unmount() -> None:
 
 
 def boot_entry() -> object:
-    _host.write(_boot_menu.MENU, "menuentry 'Linux' {\n\tlinux /boot/vmlinuz\n}\n")
-    return _boot_menu.next_boot()
+    _host.write(_grub_menu.MENU, "menuentry 'Linux' {\n\tlinux /boot/vmlinuz\n}\n")
+    return _grub_menu.next_boot()
 
 
 def agent() -> object:
-    _host.write(_parity_checks_platform.ENROLMENT, "GPUAAS_API_URL=https://api\n")
-    return _parity_checks_platform.node_agent(_parity_facts.Facts(ASKED))
+    _host.write(_checks_platform.ENROLMENT, "GPUAAS_API_URL=https://api\n")
+    return _checks_platform.node_agent(_host_facts.Facts(ASKED))
 
 
 def ipoib() -> object:
-    asked = _parity_facts.Asked(profile={"network": {}, "fabric": {}})
-    return _parity_checks_network.ipoib_netplan(_parity_facts.Facts(asked))
+    asked = _host_facts.Request(profile={"network": {}, "fabric": {}})
+    return _checks_network.ipoib_netplan(_host_facts.Facts(asked))
 
 
 CASES: dict[str, tuple[str, Callable[[], object], str]] = {
     "a complete clone, which a second run would write over": (
-        f"{_clone.DIRECTORY}/slot-0.json", lambda: _clone.finished("slot-0"),
+        f"{_image_clone.DIRECTORY}/slot-0.json", lambda: _image_clone.finished("slot-0"),
         "clone_record_unreadable",
     ),
     "the CPUs and memory that an allocation has": (
-        f"{_placement.DIRECTORY}/{ALLOCATION}.json", lambda: _placement.recorded(ALLOCATION),
+        f"{_pinning.DIRECTORY}/{ALLOCATION}.json", lambda: _pinning.recorded(ALLOCATION),
         "host_plan_unreadable",
     ),
     "the proof of a disk": (
@@ -92,10 +99,10 @@ CASES: dict[str, tuple[str, Callable[[], object], str]] = {
         host_baseline._file(ALLOCATION), baseline, "baseline_unreadable",
     ),
     "the devices that a boot binds": (
-        _vfio.SETTINGS, _vfio.recorded, "binding_record_unreadable",
+        _vfio_bind.SETTINGS, _vfio_bind.recorded, "binding_record_unreadable",
     ),
     "the word that a host is for slices": (
-        _boot.SLICE_MODE, lambda: _slice_mode.observe({}), "file_unreadable",
+        _boot_service.SLICE_MODE, lambda: _slice_mode.observe({}), "file_unreadable",
     ),
     "accounts": ("/etc/passwd", _tenant_account.users, "file_unreadable"),
     "accounts that ended": (
@@ -106,34 +113,40 @@ CASES: dict[str, tuple[str, Callable[[], object], str]] = {
         f"{_dnsmasq.DIRECTORY}/gpuaas-slice-x", _dnsmasq.reservations, "file_unreadable",
     ),
     "the site's own address of the fabric": (
-        _ipoib.FILE, lambda: _ipoib.observe({"state": "absent"}), "file_unreadable",
+        _ipoib_address.FILE, lambda: _ipoib_address.observe({"state": "absent"}), "file_unreadable",
     ),
     "the site's own modules of the initramfs": (
-        _grub.INITRAMFS_MODULES, lambda: _grub.observe(KERNEL), "file_unreadable",
+        _kernel_arguments.INITRAMFS_MODULES,
+        lambda: _kernel_arguments.observe(KERNEL),
+        "file_unreadable",
     ),
     "what slice mode left of the fabric": (
-        _ipoib.FILE, lambda: list(_remnants._ipoib(_parity_facts.Facts(ASKED))), "file_unreadable",
+        _ipoib_address.FILE,
+        lambda: list(_slice_remnants._ipoib(_host_facts.Facts(ASKED))),
+        "file_unreadable",
     ),
-    "the site's own tuning": (_tuning.FILES[0], lambda: _tuning.observe({}), "file_unreadable"),
+    "the site's own tuning": (
+        _host_tuning.FILES[0], lambda: _host_tuning.observe({}), "file_unreadable",
+    ),
     "what was opted in to on this host": (
-        _tuning_opted.FILE, _tuning_opted.recorded, "tuning_record_unreadable",
+        _tuning_opt_in.FILE, _tuning_opt_in.recorded, "tuning_record_unreadable",
     ),
     "the certificate that sshd has": (_host_certificate.FILE, certificate, "file_unreadable"),
     "mounts": ("/proc/self/mountinfo", _usage.mounts, "file_unreadable"),
     "a mount that is to go": ("/proc/self/mountinfo", unmount, "file_unreadable"),
     "swap": ("/proc/swaps", _usage._swaps, "file_unreadable"),
-    "what the next boot mounts": (_fstab.FILE, _fstab.text, "file_unreadable"),
-    "the entry that the next boot takes": (_boot_menu.ENVIRONMENT, boot_entry, "file_unreadable"),
+    "what the next boot mounts": (_fstab_entries.FILE, _fstab_entries.text, "file_unreadable"),
+    "the entry that the next boot takes": (_grub_menu.ENVIRONMENT, boot_entry, "file_unreadable"),
     "what a boot service goes by": (
         _boot_units.BINDING.settings_path,
-        lambda: _parity_facts.kept(_boot_units.BINDING.settings_path), "settings_unreadable",
+        lambda: _host_facts.kept(_boot_units.BINDING.settings_path), "settings_unreadable",
     ),
     "the enrolment": (
-        _parity_checks_platform.ENROLMENT, lambda: _parity_facts.Facts(ASKED).enrolment,
+        _checks_platform.ENROLMENT, lambda: _host_facts.Facts(ASKED).enrolment,
         "file_unreadable",
     ),
-    "the host's certificate": (_parity_checks_platform.CERTIFICATE, agent, "file_unreadable"),
-    "the address of the fabric": (_ipoib.FILE, ipoib, "file_unreadable"),
+    "the host's certificate": (_checks_platform.CERTIFICATE, agent, "file_unreadable"),
+    "the address of the fabric": (_ipoib_address.FILE, ipoib, "file_unreadable"),
 }  # fmt: skip
 
 
@@ -166,31 +179,31 @@ def test_what_is_no_record_is_not_an_empty_one(tree: Path, name: str, text: str)
 
 @pytest.mark.covers("CTRL-15")
 def test_a_host_whose_mode_cannot_be_read_takes_no_tenant_of_the_whole(tree: Path) -> None:
-    (tree / _boot.SLICE_MODE.lstrip("/")).mkdir(parents=True)
+    (tree / _boot_service.SLICE_MODE.lstrip("/")).mkdir(parents=True)
     (found,) = _whole_machine.slice_mode()
     assert (found.code, found.found) == ("node_in_slice_mode", "mode unreadable")
 
 
 def test_one_broken_plan_does_not_hide_whose_it_is(tree: Path) -> None:
-    _host.write(f"{_placement.DIRECTORY}/{ALLOCATION}.json", "{")
+    _host.write(f"{_pinning.DIRECTORY}/{ALLOCATION}.json", "{")
     with pytest.raises(Refusal, match=ALLOCATION):
-        _placement.taken("")
+        _pinning.taken("")
 
 
 @pytest.mark.covers("HOST-10")
 def test_a_file_that_must_not_be_there_and_cannot_be_read_is_no_pass(tree: Path) -> None:
     file = "/etc/modprobe.d/x.conf"
-    assert _written.unlike(file, None) == []
+    assert _file_edits.unlike(file, None) == []
     _host.path(file).mkdir(parents=True)
-    assert _written.unlike(file, None) == [f"file_unreadable: {file}: Is a directory"]
+    assert _file_edits.unlike(file, None) == [f"file_unreadable: {file}: Is a directory"]
 
 
 def test_the_word_of_another_file_decides_for_dnsmasq_unless_that_is_a_folder(tree: Path) -> None:
     network = {"bridge": "br0", "address": "10.0.0.1/24", "subnet": "10.0.0.0/24"}
     _host.path("/etc/dnsmasq.d/folder").mkdir(parents=True)
-    assert "bind-dynamic" in _network_files.dnsmasq(network)
+    assert "bind-dynamic" in _baseline_files.dnsmasq(network)
     _host.path("/etc/dnsmasq.d/libvirt").symlink_to("libvirt")
-    assert refusal(lambda: _network_files.dnsmasq(network)) == "file_unreadable"
+    assert refusal(lambda: _baseline_files.dnsmasq(network)) == "file_unreadable"
 
 
 @pytest.mark.covers("HOST-9")
@@ -209,7 +222,7 @@ def test_a_guest_that_the_system_keeps_from_being_played_is_one_answer_for_all_c
     lock.mkdir(parents=True)
     network = {"bridge": "br0", "address": "10.0.0.1/24", "subnet": "10.0.0.0/24"}
     profile = {"network": {**network, "egress_probe": "192.0.2.1"}}
-    facts = _parity_facts.Facts(_parity_facts.Asked(profile=profile))
+    facts = _host_facts.Facts(_host_facts.Request(profile=profile))
     assert refusal(lambda: facts.guest) == "probe_failed"
     lock.rmdir()
     assert "Is a directory" in facts.guest_problem

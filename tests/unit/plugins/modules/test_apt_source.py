@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _apt_source,
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _apt_source, _openpgp
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _change,
     _command,
     _errors,
     _host,
-    _openpgp,
 )
 
 pytestmark = pytest.mark.covers("HOST-2")

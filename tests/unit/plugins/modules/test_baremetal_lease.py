@@ -6,14 +6,14 @@ import json
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _boot,
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _boot_service,
     _change,
     _host,
-    _lease,
-    _proof,
-    _whole_machine,
+    _ledger,
 )
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _proof
+from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import _whole_machine
 from ansible_collections.gpuaas.slice.plugins.modules import baremetal_lease as module
 from ansible_collections.gpuaas.slice.plugins.modules import nvme_wipe
 
@@ -71,7 +71,7 @@ def wipe(fence: int, *, raw: bool = False) -> _change.Outcome:
 
 
 def test_the_life_of_a_lease(host) -> None:
-    assert lease(check_mode=True).changed and _lease.load("machine").fence == 0
+    assert lease(check_mode=True).changed and _ledger.load("machine").fence == 0
     taken = lease()
     assert taken.failure is None and taken.facts["given"] is False
     assert taken.facts["slots"] == [{**DISK, "fence": 1}]
@@ -89,7 +89,14 @@ def test_the_life_of_a_lease(host) -> None:
     free = lease("released", fence=2)
     assert (free.failure, free.facts["given"], free.facts["dirty"]) == (None, False, [])
     assert lease("released", fence=2).changed is False
-    assert [entry.allocation_id for entry in _lease.entries()] == ["", ""]
+    assert [entry.allocation_id for entry in _ledger.entries()] == ["", ""]
+
+
+def test_the_ledger_has_one_spelling_of_a_disks_identity(host) -> None:
+    lease(disks=[{**DISK, "nvme_eui": EUI.upper()}])
+    assert _ledger.load(SLOT).disk_identity == IDENTITY
+    with pytest.raises(_change.Refusal, match="disk_misnamed"):
+        lease(disks=[{**DISK, "nvme_eui": EUI.upper(), "slot_id": f"disk-{EUI.upper()}"}])
 
 
 def test_a_repeated_provision_finds_the_machine_given_and_asks_nothing_of_its_disks(host) -> None:
@@ -103,7 +110,7 @@ def test_a_repeated_provision_finds_the_machine_given_and_asks_nothing_of_its_di
 def test_a_crash_before_everything_was_marked_does_not_look_given(host) -> None:
     """Half a wipe leaves the disk dirty; the machine's own mark is what says: a tenant is there."""
     lease()
-    _lease.mark_dirty(SLOT, fence=1, disk=IDENTITY)
+    _ledger.mark_dirty(SLOT, fence=1, disk_identity=IDENTITY)
     again = lease()
     assert again.failure is None and again.facts["given"] is False
     assert wipe(1).done == ["wipe_disk"]
@@ -114,22 +121,22 @@ def test_what_the_tenant_wrote_into_the_ledger_saves_no_disk_from_the_wipe(host)
     wipe(1)
     lease("given")
     forged = {"disk": IDENTITY, "verified": True, "finished_at": "2999-01-01"}
-    _lease.mark_clean(SLOT, fence=1, disk=IDENTITY, proof=forged)
-    _lease.release("machine", fence=1)
+    _ledger.mark_clean(SLOT, fence=1, disk_identity=IDENTITY, proof=forged)
+    _ledger.release("machine", fence=1)
     lease("ending", fence=2)
     assert wipe(2).done == ["wipe_disk"]
 
 
 @pytest.mark.parametrize("text", ['{"mode": "slice"}', "{}", "not json", "[]"])
 def test_never_on_a_slice_host(host, text: str) -> None:
-    _host.write(_boot.SLICE_MODE, text)
+    _host.write(_boot_service.SLICE_MODE, text)
     for state in ("held", "given", "ending", "released"):
         assert code(state) == "node_in_slice_mode"
-    assert not _lease.entries()
+    assert not _ledger.entries()
 
 
 def test_a_machine_that_was_a_slice_host_once_is_ordinary(host) -> None:
-    _host.write(_boot.SLICE_MODE, json.dumps({"mode": "baremetal"}))
+    _host.write(_boot_service.SLICE_MODE, json.dumps({"mode": "baremetal"}))
     assert lease().failure is None
 
 
@@ -142,13 +149,13 @@ def test_an_older_claim_is_refused_in_every_state(host) -> None:
 
 def test_what_speaks_against_taking_the_machine(host) -> None:
     assert code(boot_id="another") == "boot_changed"
-    _lease.hold("slot-0", fence=1, allocation_id=OTHER, disk="eui.1")
+    _ledger.hold("slot-0", fence=1, allocation_id=OTHER, disk_identity="eui.1")
     assert code() == "slot_leased"
-    _lease.release("slot-0", fence=1)
-    _lease.mark_dirty("slot-0", fence=1, disk=IDENTITY)
+    _ledger.release("slot-0", fence=1)
+    _ledger.mark_dirty("slot-0", fence=1, disk_identity=IDENTITY)
     assert code() == "disk_belongs_to_slot"
-    _lease.mark_clean("slot-0", fence=1, disk=IDENTITY, proof={})
-    _lease.mark_dirty(SLOT, fence=1, disk=IDENTITY)
+    _ledger.mark_clean("slot-0", fence=1, disk_identity=IDENTITY, proof={})
+    _ledger.mark_dirty(SLOT, fence=1, disk_identity=IDENTITY)
     assert code() == "disk_dirty"
     assert wipe(1).failure is None
     assert lease().failure is None
@@ -168,8 +175,8 @@ def test_a_disk_that_nobody_took_over_is_not_the_tenants(host) -> None:
 
 @pytest.mark.covers("CTRL-15", "I5")
 def test_a_proof_that_a_later_mark_outdates_does_not_count(host) -> None:
-    _lease.mark_dirty("slot-0", fence=1, disk=IDENTITY)
-    _lease.mark_clean("slot-0", fence=1, disk=IDENTITY, proof={})
+    _ledger.mark_dirty("slot-0", fence=1, disk_identity=IDENTITY)
+    _ledger.mark_clean("slot-0", fence=1, disk_identity=IDENTITY, proof={})
     assert code() == "not_clean"
 
 
@@ -223,7 +230,7 @@ def test_a_disk_that_somebody_uses_since_the_lease_is_not_given_away(host) -> No
 
 def test_what_is_on_the_disk_of_an_interrupted_wipe_is_wiped_and_not_asked(host) -> None:
     assert lease().failure is None
-    _lease.mark_dirty(SLOT, fence=1, disk=IDENTITY)
+    _ledger.mark_dirty(SLOT, fence=1, disk_identity=IDENTITY)
     host.write("nvme1n1", 512, b"EFI PART")
     assert lease().failure is None
     assert wipe(1).done == ["wipe_disk"]
@@ -239,11 +246,11 @@ def test_a_slot_leased_between_look_and_lease_is_refused_by_the_ledger(host) -> 
     outcome = _change.drive(racing, {**params, "state": "held"}, check_mode=False)
     assert outcome.failure is not None
     assert (outcome.failure.code, outcome.failed_step) == ("slot_leased", "hold")
-    assert _lease.load("machine").allocation_id == ""
+    assert _ledger.load("machine").allocation_id == ""
 
 
 def _lease_slot() -> None:
-    _lease.hold("slot-0", fence=1, allocation_id=OTHER, disk="eui.1")
+    _ledger.hold("slot-0", fence=1, allocation_id=OTHER, disk_identity="eui.1")
 
 
 @pytest.mark.parametrize(
@@ -280,9 +287,9 @@ def test_giving_back_leaves_another_tenant_alone(host) -> None:
     """A failed provision gives back what it had; by now the machine may be somebody else's."""
     assert lease(fence=1).failure is None
     assert lease("released", fence=2, allocation_id=OTHER).done == []
-    assert _lease.load(SLOT).allocation_id == ALLOCATION
+    assert _ledger.load(SLOT).allocation_id == ALLOCATION
     assert lease("released", fence=2).done
-    assert _lease.load(SLOT).allocation_id == ""
+    assert _ledger.load(SLOT).allocation_id == ""
 
 
 def test_a_machine_that_lost_its_holder_but_not_its_mark_is_given_back(host) -> None:
@@ -290,10 +297,10 @@ def test_a_machine_that_lost_its_holder_but_not_its_mark_is_given_back(host) -> 
     lease()
     wipe(1)
     lease("given")
-    _lease.release("machine", fence=1)
+    _ledger.release("machine", fence=1)
     assert lease("ending", fence=2).failure is None and wipe(2).failure is None
     assert lease("released", fence=2).failure is None
-    assert not _lease.load("machine").dirty and _lease.machine_taken(OTHER) == []
+    assert not _ledger.load("machine").dirty and _ledger.machine_taken(OTHER) == []
 
 
 @pytest.mark.covers("I10", "I12")
@@ -307,8 +314,8 @@ def test_a_dead_disk_is_given_up_and_stays_dirty(host) -> None:
         "nvme_device": f"/dev/disk/by-id/nvme-eui.{dead_eui}",
     }
     for name, disk in ((SLOT, IDENTITY), (dead["slot_id"], f"eui.{dead_eui}"), ("machine", "")):
-        _lease.hold(name, fence=1, allocation_id=ALLOCATION, disk=disk)
-        _lease.mark_dirty(name, fence=1, disk=disk)
+        _ledger.hold(name, fence=1, allocation_id=ALLOCATION, disk_identity=disk)
+        _ledger.mark_dirty(name, fence=1, disk_identity=disk)
     assert code("ending", fence=2, disks=[], written_off=[DISK, dead]) == "disk_present"
     told = lease("ending", fence=2, written_off=[dead]).facts
     assert [one["slot_id"] for one in told["slots"]] == [SLOT], "the dead one is not wiped"
@@ -319,6 +326,6 @@ def test_a_dead_disk_is_given_up_and_stays_dirty(host) -> None:
     assert sorted(free.done) == ["release"] * 3
     again = lease("released", fence=2, written_off=[dead])
     assert (again.failure, again.changed) == (None, False)
-    entry = _lease.load(dead["slot_id"])
+    entry = _ledger.load(dead["slot_id"])
     assert (entry.allocation_id, entry.dirty) == ("", True)
-    assert _lease.others_leased(OTHER) == []
+    assert _ledger.others_leased(OTHER) == []

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _boot,
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _boot_service,
     _change,
     _command,
     _host,
-    _lease,
-    _tenant_account,
+    _ledger,
 )
+from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import _tenant_account
 from ansible_collections.gpuaas.slice.plugins.modules import baremetal_tenant as module
 
 pytestmark = pytest.mark.covers("CTRL-15")
@@ -206,9 +206,9 @@ def test_a_mount_that_stays_keeps_the_home(accounts: Accounts) -> None:
 
 
 def test_never_on_a_slice_host_and_never_for_an_older_claim(accounts: Accounts) -> None:
-    _lease.raise_fence("machine", fence=3)
+    _ledger.raise_fence("machine", fence=3)
     assert code("absent", fence=2) == code("present", fence=2) == "stale_fence"
-    _host.write(_boot.SLICE_MODE, '{"mode": "slice"}')
+    _host.write(_boot_service.SLICE_MODE, '{"mode": "slice"}')
     assert code("present", fence=3) == "node_in_slice_mode"
     assert accounts.calls == []
 
@@ -231,7 +231,7 @@ REAL = """
 import json, os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from ansible_collections.gpuaas.slice.plugins.module_utils import _change
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change
 from ansible_collections.gpuaas.slice.plugins.modules import baremetal_tenant as module
 subject = _change.Subject(module.observe, module.plan, module.apply, module.facts)
 files = ("/etc/passwd", "/etc/group", "/etc/shadow", "/etc/subuid")

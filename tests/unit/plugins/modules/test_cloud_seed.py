@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _lease, _seed
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _cloud_seed
 from ansible_collections.gpuaas.slice.plugins.modules import cloud_seed as module
 
 PARAMS: dict[str, Any] = {
@@ -24,10 +25,10 @@ def seeds(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def make(path: str, content: dict[str, str]) -> None:
         file = tree / path.lstrip("/")
         file.parent.mkdir(parents=True, exist_ok=True)
-        mark = b"GPUAAS SEED " + _seed.digest(content).upper().encode()
+        mark = b"GPUAAS SEED " + _cloud_seed.digest(content).upper().encode()
         file.write_bytes(bytes(16 * 2048 + 574) + mark.ljust(128))
 
-    monkeypatch.setattr(_seed, "make", make)
+    monkeypatch.setattr(_cloud_seed, "make", make)
     return tree
 
 
@@ -59,7 +60,7 @@ def test_what_is_no_document_is_refused_without_being_quoted(seeds: Path, text: 
 
 def test_a_late_run_writes_none(seeds: Path) -> None:
     late = {**PARAMS, "slots": [{"slot_id": "s1", "fence": 3}]}
-    _lease.raise_fence("s1", fence=4)
+    _ledger.raise_fence("s1", fence=4)
     with pytest.raises(_change.Refusal) as refusal:
         drive(late)
     assert refusal.value.code == "stale_fence"

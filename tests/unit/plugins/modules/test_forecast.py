@@ -12,27 +12,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _baseline,
-    _baseline_removal,
-    _change,
-    _command,
-    _dnsmasq,
-    _fabric,
-    _fstab,
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot import (
     _gpu_services,
-    _grub,
-    _host,
-    _image,
-    _ipoib,
+    _host_packages,
+    _host_tuning,
+    _kernel_arguments,
     _libvirt_host,
-    _packages,
-    _resolution,
     _slice_mode,
-    _transition,
-    _tuning,
     _tuning_profiles,
 )
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _command, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import (
+    _fstab_entries,
+    _image_cache,
+    _takeover,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _ipoib_address, _sriov_vfs
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
+    _api_names,
+    _ovs_nat,
+    _ovs_nat_removal,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _dnsmasq
 from ansible_collections.gpuaas.slice.plugins.modules import (
     fstab_entries,
     image_cache,
@@ -41,14 +42,14 @@ from ansible_collections.gpuaas.slice.plugins.modules import (
     tenant_disks,
 )
 
-from tests.unit.plugins.module_utils.test_baseline_removal import PARAMS as NETWORK
-from tests.unit.plugins.module_utils.test_baseline_removal import Host
-from tests.unit.plugins.module_utils.test_gpu_services import Systemd
-from tests.unit.plugins.module_utils.test_grub import Machine as Boot
-from tests.unit.plugins.module_utils.test_ipoib import PARAMS as ADDRESS
-from tests.unit.plugins.module_utils.test_ipoib import Fabric
-from tests.unit.plugins.module_utils.test_sriov import PF, Card
-from tests.unit.plugins.module_utils.test_tuning import Kernel
+from tests.unit.plugins.module_utils.boot.test_gpu_services import Systemd
+from tests.unit.plugins.module_utils.boot.test_host_tuning import Kernel
+from tests.unit.plugins.module_utils.boot.test_kernel_arguments import Machine as Boot
+from tests.unit.plugins.module_utils.fabric.test_ipoib_address import PARAMS as ADDRESS
+from tests.unit.plugins.module_utils.fabric.test_ipoib_address import Fabric
+from tests.unit.plugins.module_utils.fabric.test_virtual_functions import PF, Card
+from tests.unit.plugins.module_utils.network.test_ovs_nat_removal import PARAMS as NETWORK
+from tests.unit.plugins.module_utils.network.test_ovs_nat_removal import Host
 
 pytestmark = pytest.mark.covers("HOST-4", "HOST-5", "HOST-6", "HOST-7", "HOST-15")
 
@@ -105,12 +106,12 @@ def of(module: Any) -> _change.Subject:
 
 def ovs_nat(site: Site) -> Case:
     Host(site.tree, site.patch)
-    return of(_baseline), NETWORK
+    return of(_ovs_nat), NETWORK
 
 
 def ovs_nat_absent(site: Site) -> Case:
     assert _change.drive(*ovs_nat(site), check_mode=False).failure is None
-    return _baseline_removal.SUBJECT, NETWORK
+    return _ovs_nat_removal.SUBJECT, NETWORK
 
 
 def sriov_vfs(site: Site) -> Case:
@@ -118,7 +119,7 @@ def sriov_vfs(site: Site) -> Case:
     pci.add(PF, "8086:10c9", class_code="020000", driver="igb", totalvfs=7, interface="ens30")
     card = Card(pci, site.patch)
     site.runs(lambda argv: units.run(argv) if argv[0] == "systemctl" else card.run(list(argv)).out)
-    return _fabric.SUBJECT, {
+    return _sriov_vfs.SUBJECT, {
         "pfs": [],
         "pf_ids": ["8086:10c9"],
         "link": "ethernet",
@@ -135,7 +136,7 @@ def sriov_vfs_none(site: Site) -> Case:
 
 def host_tuning(site: Site) -> Case:
     Kernel(site.tree, site.patch)
-    return _tuning.SUBJECT, {"profiles": [_tuning_profiles.NETWORK]}
+    return _host_tuning.SUBJECT, {"profiles": [_tuning_profiles.NETWORK]}
 
 
 def host_tuning_off(site: Site) -> Case:
@@ -158,7 +159,7 @@ def libvirt_host_absent(site: Site) -> Case:
 
 def ipoib_address(site: Site) -> Case:
     Fabric(site.patch)
-    return _ipoib.SUBJECT, {**ADDRESS, "state": "present"}
+    return _ipoib_address.SUBJECT, {**ADDRESS, "state": "present"}
 
 
 def slice_reservation_present(site: Site) -> Case:
@@ -215,7 +216,7 @@ def tenant_disks_used(site: Site) -> Case:
 
     site.runs(run)
     # The backup's name carries the time.
-    site.patch.setattr(_transition, "stamp", lambda: "20260417152532")
+    site.patch.setattr(_takeover, "stamp", lambda: "20260417152532")
     eui = "5e0000000000a000"
     disk = {
         "slot_id": f"disk-{eui}",
@@ -238,13 +239,13 @@ def host_packages(site: Site) -> Case:
         return ""
 
     site.runs(run)
-    return _packages.SUBJECT, {"packages": ["ovmf", "zstd", "dnsmasq"]}
+    return _host_packages.SUBJECT, {"packages": ["ovmf", "zstd", "dnsmasq"]}
 
 
 def fstab_back(site: Site) -> Case:
     line = "/dev/nvme1n1p1 /share ext4 defaults 0 2"
-    _host.write(_fstab.FILE, f"UUID=root / ext4 defaults 0 1\n{line}\n")
-    _fstab.disable([line], backup="/etc/fstab.before")
+    _host.write(_fstab_entries.FILE, f"UUID=root / ext4 defaults 0 1\n{line}\n")
+    _fstab_entries.disable([line], backup="/etc/fstab.before")
     (site.tree / "sys/class/block/nvme1n1p1").mkdir(parents=True)
     return of(fstab_entries), {}
 
@@ -266,7 +267,7 @@ def image_present(site: Site) -> Case:
 def image_absent(site: Site) -> Case:
     subject, params = image_present(site)
     assert _change.drive(subject, params, check_mode=False).failure is None
-    assert _image.verified(_image.path_of(params["digest"])) is not None
+    assert _image_cache.verified(_image_cache.path_of(params["digest"])) is not None
     return subject, {**params, "state": "absent"}
 
 
@@ -298,7 +299,7 @@ def kernel_arguments_booted(site: Site) -> Case:
 def kernel_arguments_edited(site: Site) -> Case:
     subject, params = kernel_arguments_booted(site)
     # The initramfs is of other inputs, the menu of other files, and a module was taken out.
-    _host.write(_grub.INITRAMFS_RECORD, "{}\n")
+    _host.write(_kernel_arguments.INITRAMFS_RECORD, "{}\n")
     _host.write("/boot/grub/grub.cfg", "\tlinux\t/boot/vmlinuz-6.1 root=UUID=x ro quiet\n")
     (site.tree / "sys/module/vfio").rmdir()
     return subject, params
@@ -336,15 +337,15 @@ def slice_mode_absent(site: Site) -> Case:
 
 
 def api_names(_site: Site) -> Case:
-    _host.write(_resolution.HOSTS, "# manage_etc_hosts\n127.0.0.1 localhost\n")
-    _host.write(_resolution.TEMPLATE, "## template:jinja\n127.0.0.1 localhost")
-    return _resolution.SUBJECT, {"names": {"api.gpuaas.invalid": "192.0.2.20"}}
+    _host.write(_api_names.HOSTS, "# manage_etc_hosts\n127.0.0.1 localhost\n")
+    _host.write(_api_names.TEMPLATE, "## template:jinja\n127.0.0.1 localhost")
+    return _api_names.SUBJECT, {"names": {"api.gpuaas.invalid": "192.0.2.20"}}
 
 
 def api_names_edited(site: Site) -> Case:
     subject, params = api_names(site)
     assert _change.drive(subject, params, check_mode=False).failure is None
-    hosts, template = _host.path(_resolution.HOSTS), _host.path(_resolution.TEMPLATE)
+    hosts, template = _host.path(_api_names.HOSTS), _host.path(_api_names.TEMPLATE)
     # Half a block, with a line of the site after it, and a second one.
     end = "# gpuaas.slice: end\n"
     hosts.write_text(hosts.read_text().replace(end, "192.0.2.7 site\n"))

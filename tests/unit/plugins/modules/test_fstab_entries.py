@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _fstab, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _fstab_entries
 from ansible_collections.gpuaas.slice.plugins.modules import fstab_entries
 
 pytestmark = pytest.mark.covers("HOST-15")
@@ -22,8 +23,8 @@ def drive() -> _change.Outcome:
 
 @pytest.fixture(autouse=True)
 def transitioned(tree: Path) -> None:
-    _host.write(_fstab.FILE, SITE + "".join(f"{line}\n" for line in LINES))
-    _fstab.disable(LINES, backup="/etc/fstab.before")
+    _host.write(_fstab_entries.FILE, SITE + "".join(f"{line}\n" for line in LINES))
+    _fstab_entries.disable(LINES, backup="/etc/fstab.before")
 
 
 def devices(tree: Path, *names: str) -> None:
@@ -46,7 +47,9 @@ def test_lines_come_back_as_they_were_with_a_backup(tree: Path) -> None:
     link.symlink_to("../../nvme0n1p1")
     outcome = drive()
     assert outcome.failure is None
-    assert _host.path(_fstab.FILE).read_text() == SITE + "".join(f"{line}\n" for line in LINES)
+    assert _host.path(_fstab_entries.FILE).read_text() == SITE + "".join(
+        f"{line}\n" for line in LINES
+    )
     backup = outcome.evidence["enable_entries"]["backup"]
-    assert _fstab.MARKER in (_host.read(backup) or "")
+    assert _fstab_entries.MARKER in (_host.read(backup) or "")
     assert not drive().changed

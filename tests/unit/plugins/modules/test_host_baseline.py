@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _host, _lease
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host, _ledger
 from ansible_collections.gpuaas.slice.plugins.modules import host_baseline as module
 
 pytestmark = pytest.mark.covers("CTRL-15")
@@ -174,7 +174,7 @@ def test_a_late_run_neither_leaves_a_record_nor_takes_one(
     host: Any, tree: Path, state: str
 ) -> None:
     folder = tree / "var/lib/gpuaas/baseline"
-    _lease.raise_fence(_lease.MACHINE, fence=2)
+    _ledger.raise_fence(_ledger.MACHINE, fence=2)
     assert refused(drive(state)) == "stale_fence"
     assert not folder.exists()
     drive(fence=2)
@@ -193,7 +193,7 @@ def test_a_run_that_became_late_while_it_looked_leaves_nothing(
 
     def slow() -> Any:
         found = look()
-        _lease.raise_fence(_lease.MACHINE, fence=2)
+        _ledger.raise_fence(_ledger.MACHINE, fence=2)
         return found
 
     monkeypatch.setattr(module._host_baseline, "take", slow)

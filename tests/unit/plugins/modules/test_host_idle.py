@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import _host, _lease
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.modules import host_idle as module
 
 pytestmark = pytest.mark.covers("HOST-1", "HOST-4")
@@ -40,12 +40,12 @@ def test_machines_are_found_without_libvirt(tree: Path) -> None:
 
 
 def test_a_tenant_of_the_whole_machine_has_no_qemu(tree: Path) -> None:
-    _lease.hold(_lease.MACHINE, fence=1, allocation_id=TENANT, disk="")
+    _ledger.hold(_ledger.MACHINE, fence=1, allocation_id=TENANT, disk_identity="")
     found = refusal(RESTART)
     assert (found.code, found.found) == ("host_in_use", f"the whole machine leased by {TENANT}")
     assert refusal(BOOTSTRAP).code == "machine_leased"
-    _lease.mark_dirty(_lease.MACHINE, fence=1, disk="")
-    _lease.release(_lease.MACHINE, fence=1)
+    _ledger.mark_dirty(_ledger.MACHINE, fence=1, disk_identity="")
+    _ledger.release(_ledger.MACHINE, fence=1)
     for params in (RESTART, BOOTSTRAP):
         assert "an unnamed allocation" in refusal(params).found
 
@@ -53,8 +53,8 @@ def test_a_tenant_of_the_whole_machine_has_no_qemu(tree: Path) -> None:
 @pytest.mark.covers("I15")
 def test_a_leased_slot_whose_guest_is_off_is_somebodys(tree: Path) -> None:
     for slot, holder in (("slot-0", TENANT), ("slot-1", OTHER), ("slot-2", TENANT)):
-        _lease.hold(slot, fence=1, allocation_id=holder, disk="")
-    _lease.release("slot-2", fence=1)
+        _ledger.hold(slot, fence=1, allocation_id=holder, disk_identity="")
+    _ledger.release("slot-2", fence=1)
     process(tree, 9, "/usr/bin/qemu-system-x86_64")
     found = f"qemu-system-x86_64 9, slot-0 leased by {TENANT}, slot-1 leased by {OTHER}"
     assert refusal(RESTART).found == found
@@ -63,7 +63,7 @@ def test_a_leased_slot_whose_guest_is_off_is_somebodys(tree: Path) -> None:
 
 @pytest.mark.covers("I13")
 def test_a_ledger_that_cannot_be_read_says_nothing_of_nobody(tree: Path) -> None:
-    _host.write(f"{_lease.DIRECTORY}/machine.json", "{")
+    _host.write(f"{_ledger.DIRECTORY}/machine.json", "{")
     for params in (RESTART, BOOTSTRAP):
         assert refusal(params).code == "ledger_unreadable"
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _command, _host, _image
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _command, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _image_cache
 from ansible_collections.gpuaas.slice.plugins.modules import image_cache
 
 MIB = 1 << 20
@@ -77,7 +78,7 @@ def test_an_image_is_fetched_once_and_kept_with_its_index(source: str) -> None:
     place = _host.path(path)
     assert place.read_bytes() == CONTENT
     assert place.stat().st_blocks * 512 < len(CONTENT) and place.stat().st_mode & 0o777 == 0o444
-    index = _image.verified(path)
+    index = _image_cache.verified(path)
     assert index is not None and index.digest == DIGEST
     assert [bool(chunk) for chunk in index.chunks] == [True, False, True]
     assert not cache().changed
@@ -106,7 +107,7 @@ def test_another_image_never_enters_the_cache(
 ) -> None:
     outcome = cache(source, **wrong)
     assert failure(outcome) == code
-    assert list(_host.path(_image.DIRECTORY).iterdir()) == []
+    assert list(_host.path(_image_cache.DIRECTORY).iterdir()) == []
 
 
 @pytest.mark.parametrize("digest", ["", "sha256:../../etc/shadow", "md5:" + "0" * 64])
@@ -149,7 +150,7 @@ def test_sources_that_give_nothing(server: str) -> None:
 
 
 def test_a_packed_image_is_unpacked(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = _host.path(_image.path_of(DIGEST))
+    place = _host.path(_image_cache.path_of(DIGEST))
     draft = place.with_name(place.name + ".part")
 
     def zstd(argv: list[str], **_how: Any) -> _command.Result:
@@ -173,14 +174,14 @@ def test_a_packed_image_unpacks_to_its_size_and_no_further(source: str, size: in
         assert _host.path(outcome.facts["path"]).read_bytes() == CONTENT
     else:
         assert failure(outcome) == "image_too_large"
-        assert list(_host.path(_image.DIRECTORY).iterdir()) == []
+        assert list(_host.path(_image_cache.DIRECTORY).iterdir()) == []
 
 
 def test_a_packed_source_without_an_end_is_left(source: str, tree: Path) -> None:
     (tree / "images/endless").symlink_to("/dev/zero")
     outcome = cache("file:///images/endless", compression="zstd", size_bytes=4096)
     assert failure(outcome) == "image_too_large"
-    assert list(_host.path(_image.DIRECTORY).iterdir()) == []
+    assert list(_host.path(_image_cache.DIRECTORY).iterdir()) == []
 
 
 def test_no_room(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,4 +193,4 @@ def test_an_image_is_forgotten(source: str) -> None:
     cache(source)
     assert cache(state="absent").changed
     assert not cache(state="absent").changed
-    assert list(_host.path(_image.DIRECTORY).iterdir()) == []
+    assert list(_host.path(_image_cache.DIRECTORY).iterdir()) == []

@@ -6,12 +6,10 @@ import os
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _change,
-    _clone,
-    _host,
-    _image,
-    _lease,
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host, _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import (
+    _image_cache,
+    _image_clone,
     _proof,
     _usage,
 )
@@ -37,7 +35,7 @@ SLOT = {
 
 def clone(*, fence: int = 1, check_mode: bool = False, **other: Any) -> _change.Outcome:
     params = {
-        "image_path": _image.path_of(DIGEST),
+        "image_path": _image_cache.path_of(DIGEST),
         "digest": DIGEST,
         "size_bytes": len(CONTENT),
         "slot": {**SLOT, "fence": fence},
@@ -59,11 +57,11 @@ def ready(bench):
     # What BLKZEROOUT must overwrite when the proof missed it.
     bench.write("nvme1n1", 7 * MIB, b"old bytes")
     _proof.record(DISK, {"disk": DISK, "verified": True, "finished_at": _host.now()})
-    _lease.hold("slot-0", fence=1, allocation_id="alloc", disk=DISK)
-    place = _host.path(_image.path_of(DIGEST))
+    _ledger.hold("slot-0", fence=1, allocation_id="alloc", disk_identity=DISK)
+    place = _host.path(_image_cache.path_of(DIGEST))
     place.parent.mkdir(parents=True)
     place.write_bytes(CONTENT)
-    _image.verify(_image.path_of(DIGEST), DIGEST, len(CONTENT))
+    _image_cache.verify(_image_cache.path_of(DIGEST), DIGEST, len(CONTENT))
     return bench
 
 
@@ -75,7 +73,7 @@ def test_the_image_is_on_the_disk_byte_for_byte(ready) -> None:
     assert outcome.facts["seconds"] > 0
     progress = json.loads(_host.read("/run/gpuaas/clone.json") or "")
     assert progress == {"done": len(CONTENT), "total": len(CONTENT)}
-    assert _lease.load("slot-0").dirty
+    assert _ledger.load("slot-0").dirty
 
 
 def test_a_second_run_leaves_the_tenants_bytes_alone(ready, monkeypatch) -> None:
@@ -91,7 +89,7 @@ def test_a_second_run_leaves_the_tenants_bytes_alone(ready, monkeypatch) -> None
 
 def test_check_mode_writes_nothing(ready) -> None:
     assert clone(check_mode=True).changed
-    assert not any(ready.read("nvme1n1", 0, MIB)) and not _lease.load("slot-0").dirty
+    assert not any(ready.read("nvme1n1", 0, MIB)) and not _ledger.load("slot-0").dirty
 
 
 @pytest.mark.covers("I7", "HOST-9")
@@ -116,7 +114,7 @@ def test_a_disk_is_not_written_to_by_its_place_alone(
 def test_bytes_of_no_known_kind_on_a_proven_disk_are_somebodys(ready) -> None:
     ready.write("nvme1n1", 24 * MIB, b"rows of a database")
     assert codes(clone()) == ["unexpected_filesystem"]
-    assert not _lease.load("slot-0").dirty
+    assert not _ledger.load("slot-0").dirty
 
 
 @pytest.mark.covers("HOST-9")
@@ -132,11 +130,11 @@ def test_an_image_whose_digest_differs_reaches_no_disk(ready) -> None:
     assert codes(clone(digest="sha256:" + "0" * 64)) == ["image_digest_mismatch"]
     assert codes(clone(size_bytes=1)) == ["image_digest_mismatch"]
     assert codes(clone(image_path="/none.raw")) == ["image_not_cached"]
-    assert not _lease.load("slot-0").dirty
+    assert not _ledger.load("slot-0").dirty
 
 
 def test_a_touched_image_is_read_whole_before_the_first_byte_is_written(ready) -> None:
-    place = _host.path(_image.path_of(DIGEST))
+    place = _host.path(_image_cache.path_of(DIGEST))
     os.utime(place)
     checked = clone(check_mode=True)
     assert [step.name for step in checked.plan.steps] == ["verify_image", "clone_image"]
@@ -144,24 +142,24 @@ def test_a_touched_image_is_read_whole_before_the_first_byte_is_written(ready) -
         handle.write(b"wrong")
     outcome = clone()
     assert outcome.failure is not None and outcome.failure.code == "image_digest_mismatch"
-    assert outcome.failed_step == "verify_image" and not _lease.load("slot-0").dirty
+    assert outcome.failed_step == "verify_image" and not _ledger.load("slot-0").dirty
     assert not any(ready.read("nvme1n1", 0, MIB))
 
 
 def test_bytes_that_rot_unseen_are_caught_before_they_are_written(ready, monkeypatch) -> None:
-    path = _image.path_of(DIGEST)
-    index = _image.verified(path)
+    path = _image_cache.path_of(DIGEST)
+    index = _image_cache.verified(path)
     with _host.path(path).open("r+b") as handle:
         handle.write(b"rotten")
-    monkeypatch.setattr(_image, "verified", lambda _path: index)
+    monkeypatch.setattr(_image_cache, "verified", lambda _path: index)
     outcome = clone()
     assert outcome.failure is not None and outcome.failure.code == "image_digest_mismatch"
     assert ready.read("nvme1n1", 0, 6) == bytes(6)
-    assert _lease.load("slot-0").dirty and _clone.finished("slot-0") is None
+    assert _ledger.load("slot-0").dirty and _image_clone.finished("slot-0") is None
 
 
 def test_an_interrupted_clone_is_done_again_by_the_same_claim_only(ready) -> None:
-    _lease.mark_dirty("slot-0", fence=1, disk=DISK)
+    _ledger.mark_dirty("slot-0", fence=1, disk_identity=DISK)
     assert clone(check_mode=True).failure is None
     assert "lease_not_held" in codes(clone(allocation_id="other"))
     assert codes(clone(fence=2)) == ["not_clean"]
@@ -170,7 +168,7 @@ def test_an_interrupted_clone_is_done_again_by_the_same_claim_only(ready) -> Non
 
 @pytest.mark.covers("I10")
 def test_a_stale_fence_is_refused(ready) -> None:
-    _lease.hold("slot-0", fence=7, allocation_id="alloc", disk=DISK)
+    _ledger.hold("slot-0", fence=7, allocation_id="alloc", disk_identity=DISK)
     with pytest.raises(image_clone.Refusal) as caught:
         clone(fence=6)
     assert caught.value.code == "stale_fence"
@@ -180,9 +178,9 @@ def test_a_wipe_after_the_clone_makes_it_due_again(ready) -> None:
     clone()
     ready.write("nvme1n1", 0, bytes(48 * MIB))
     proof = {"disk": DISK, "verified": True, "finished_at": _host.now()}
-    _lease.mark_clean("slot-0", fence=1, disk=DISK, proof=proof)
+    _ledger.mark_clean("slot-0", fence=1, disk_identity=DISK, proof=proof)
     assert clone(check_mode=True).changed
-    _lease.mark_dirty("slot-0", fence=1, disk=DISK)
+    _ledger.mark_dirty("slot-0", fence=1, disk_identity=DISK)
     assert clone(check_mode=True).changed
 
 
@@ -203,7 +201,7 @@ def test_a_filesystem_that_somebody_made_on_the_clean_disk_is_not_written_over(r
         return image_clone.apply(params, step)
 
     params = {
-        "image_path": _image.path_of(DIGEST),
+        "image_path": _image_cache.path_of(DIGEST),
         "digest": DIGEST,
         "size_bytes": len(CONTENT),
         "slot": SLOT,
@@ -215,15 +213,15 @@ def test_a_filesystem_that_somebody_made_on_the_clean_disk_is_not_written_over(r
     assert outcome.failure is not None
     assert (outcome.failure.code, outcome.failed_step) == ("changed_since_plan", "clone_image")
     assert codes(clone()) == ["unexpected_filesystem"]
-    assert ready.read("nvme1n1", 0, 4) == b"XFSB" and not _lease.load("slot-0").dirty
+    assert ready.read("nvme1n1", 0, 4) == b"XFSB" and not _ledger.load("slot-0").dirty
 
 
 def test_pieces_cover_the_image_and_join_zeros() -> None:
-    stamp = _image.Stamp(10 * 4, 0, 0, 0)
-    index = _image.Index(DIGEST, stamp, 8, ("a", "", "", "b", ""))
-    assert list(_clone.pieces(index)) == [
-        _clone.Piece(0, 8, "a"),
-        _clone.Piece(8, 16, ""),
-        _clone.Piece(24, 8, "b"),
-        _clone.Piece(32, 8, ""),
+    stamp = _image_cache.Stamp(10 * 4, 0, 0, 0)
+    index = _image_cache.Index(DIGEST, stamp, 8, ("a", "", "", "b", ""))
+    assert list(_image_clone.pieces(index)) == [
+        _image_clone.Piece(0, 8, "a"),
+        _image_clone.Piece(8, 16, ""),
+        _image_clone.Piece(24, 8, "b"),
+        _image_clone.Piece(32, 8, ""),
     ]

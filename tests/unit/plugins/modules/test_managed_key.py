@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _boot,
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _boot_service,
     _change,
-    _lease,
-    _managed_key,
+    _ledger,
 )
+from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import _managed_key
 from ansible_collections.gpuaas.slice.plugins.modules import managed_key as module
 
 pytestmark = pytest.mark.covers("APP-4")
@@ -44,7 +44,7 @@ class Home:
         (tree / "etc").mkdir()
         line = f"alice:x:{UID}:{UID}::/home/alice:/bin/bash\n"
         (tree / "etc/passwd").write_text(line)
-        _lease.hold(_lease.MACHINE, fence=3, allocation_id=ALLOCATION, disk="")
+        _ledger.hold(_ledger.MACHINE, fence=3, allocation_id=ALLOCATION, disk_identity="")
 
     def holds(self, content: bytes, *, mode: int = 0o600, gid: int = UID) -> None:
         self.keys.write_bytes(content)
@@ -250,13 +250,13 @@ def test_a_write_that_fails_leaves_what_was_there(
 def test_an_older_claim_and_another_tenants_machine_are_refused(home: Home) -> None:
     assert code(fence=2) == "stale_fence"
     assert code(allocation_id=OTHER) == "machine_not_leased"
-    _lease.raise_fence(_lease.MACHINE, fence=4)
+    _ledger.raise_fence(_ledger.MACHINE, fence=4)
     assert code() == code("absent") == "stale_fence"
     assert not home.keys.exists()
 
 
 def test_on_a_slice_host_nothing_is_done(home: Home) -> None:
-    mode = home.tree / _boot.SLICE_MODE.lstrip("/")
+    mode = home.tree / _boot_service.SLICE_MODE.lstrip("/")
     mode.parent.mkdir(parents=True, exist_ok=True)
     mode.write_text(json.dumps({"mode": "slice"}))
     assert code() == "node_in_slice_mode"

@@ -5,14 +5,13 @@ import re
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _change,
     _command,
-    _device,
     _host,
-    _lease,
-    _proof,
+    _ledger,
 )
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _device, _proof
 from ansible_collections.gpuaas.slice.plugins.modules import nvme_transition
 
 pytestmark = pytest.mark.covers("HOST-9")
@@ -202,7 +201,7 @@ def test_an_unusual_filesystem_can_be_named_in_the_approval_an_array_cannot(benc
 
 def test_the_disk_of_a_slot_is_refused(bench) -> None:
     bench.disk()
-    _lease.hold("slot-0", fence=1, allocation_id="a", disk=f"eui.{EUI}")
+    _ledger.hold("slot-0", fence=1, allocation_id="a", disk_identity=f"eui.{EUI}")
     assert codes(take()) == ["disk_belongs_to_slot"]
 
 

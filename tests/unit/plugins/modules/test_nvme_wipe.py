@@ -5,13 +5,9 @@ import os
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _change,
-    _device,
-    _lease,
-    _proof,
-)
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _device, _proof
 from ansible_collections.gpuaas.slice.plugins.modules import nvme_wipe
 
 MIB = 1 << 20
@@ -89,7 +85,7 @@ def bad(bench, monkeypatch: pytest.MonkeyPatch) -> set[int]:
 def test_a_dirty_disk_is_wiped_once(bench) -> None:
     bench.disk()
     bench.write("nvme1n1", 20 * MIB, b"tenant")
-    _lease.mark_dirty("slot-0", fence=3, disk=DISK)
+    _ledger.mark_dirty("slot-0", fence=3, disk_identity=DISK)
     assert wipe(check_mode=True).changed
     assert bench.read("nvme1n1", 20 * MIB, 6) == b"tenant"
 
@@ -98,7 +94,7 @@ def test_a_dirty_disk_is_wiped_once(bench) -> None:
     assert bench.read("nvme1n1", 20 * MIB, 6) == bytes(6)
     proof = done.facts["proofs"]["slot-0"]
     assert proof["slot_id"] == "slot-0" and proof["verified"] and proof["disk"] == DISK
-    entry = _lease.load("slot-0")
+    entry = _ledger.load("slot-0")
     assert not entry.dirty and entry.clean_at > entry.dirty_at
 
     again = wipe()
@@ -112,7 +108,7 @@ def test_a_tenants_bytes_are_of_no_known_kind_and_go_all_the_same(bench, dirty: 
     wipe()
     bench.write("nvme1n1", 24 * MIB, b"rows of a tenant's database")
     if dirty:
-        _lease.mark_dirty("slot-0", fence=3, disk=DISK)
+        _ledger.mark_dirty("slot-0", fence=3, disk_identity=DISK)
     outcome = wipe(renew=True)
     assert outcome.failure is None, outcome.failure
     assert outcome.plan.steps[0].before["written"] == ["raw_data on nvme1n1"]
@@ -122,7 +118,7 @@ def test_a_tenants_bytes_are_of_no_known_kind_and_go_all_the_same(bench, dirty: 
 @pytest.mark.covers("I7", "HOST-9")
 def test_a_boot_card_is_not_wiped_whatever_the_ledger_says(bench) -> None:
     bench.disk(model="DELLBOSS VD")
-    _lease.mark_dirty("slot-0", fence=3, disk=DISK)
+    _ledger.mark_dirty("slot-0", fence=3, disk_identity=DISK)
     assert code() == "excluded_model"
 
 
@@ -133,7 +129,7 @@ def test_a_model_that_was_excluded_after_the_disk_was_taken_can_be_released(
 ) -> None:
     bench.disk(model="Some Other Card")
     if dirty:
-        _lease.mark_dirty("slot-0", fence=3, disk=DISK)
+        _ledger.mark_dirty("slot-0", fence=3, disk_identity=DISK)
     params = {"slots": [{**slot(0), "fence": 3}], "methods": ["zero_fill"], "renew": False}
     outcome = _change.drive(SUBJECT, params | {"exclude_models": ["Other"]}, check_mode=False)
     assert (outcome.failure and outcome.failure.code) == (None if dirty else "excluded_model")
@@ -148,7 +144,7 @@ def test_what_a_tenant_wrote_does_not_decide_whether_it_goes(bench) -> None:
     for claimed in (set(), {"nvme1n1"}):
         bench.claimed = claimed
         bench.write("nvme1n1", 130 * 1024, b"\x0c\xb1\xba\x00\0\0\0\0")
-        _lease.mark_dirty("slot-0", fence=3, disk=DISK)
+        _ledger.mark_dirty("slot-0", fence=3, disk_identity=DISK)
         outcome = wipe()
         # Once clean again, the disk is looked at as anybody's.
         assert outcome.failure is None, outcome.failure
@@ -163,7 +159,7 @@ def test_a_bad_sector_keeps_no_dirty_disk_from_the_erase_that_cures_it(bench, ba
     refused = wipe()
     assert refused.failure is not None and refused.failure.code == "device_unreadable"
     assert bench.read("nvme1n1", 20 * MIB, 6) == b"tenant"
-    _lease.mark_dirty("slot-0", fence=3, disk=DISK)
+    _ledger.mark_dirty("slot-0", fence=3, disk_identity=DISK)
     outcome = _change.drive(
         SUBJECT,
         {"slots": [{**slot(0), "fence": 3}], "methods": ["discard", "user_data_erase"]}
@@ -202,9 +198,9 @@ def test_what_was_made_on_a_raw_disk_since_it_was_taken_is_not_wiped(bench) -> N
         assert (refused.failure.code, refused.changed) == ("unexpected_filesystem", False)
         assert refused.failure.found == "gpt on nvme1n1"
     assert bench.read("nvme1n1", 512, 8) == b"EFI PART"
-    assert not _lease.load("slot-0").dirty
+    assert not _ledger.load("slot-0").dirty
     # An interrupted wipe of its own: what is there came after the disk was taken.
-    _lease.mark_dirty("slot-0", fence=3, disk=DISK)
+    _ledger.mark_dirty("slot-0", fence=3, disk_identity=DISK)
     assert wipe(raw=True).failure is None
     assert bench.read("nvme1n1", 512, 8) == bytes(8)
 
@@ -262,9 +258,9 @@ def test_a_disk_in_use_is_refused_and_kept(bench) -> None:
 
 def test_a_disk_that_another_slot_has_leased_is_refused(bench) -> None:
     bench.disk()
-    _lease.hold("slot-9", fence=1, allocation_id="alloc", disk=DISK)
+    _ledger.hold("slot-9", fence=1, allocation_id="alloc", disk_identity=DISK)
     assert code() == "disk_belongs_to_slot"
-    _lease.release("slot-9", fence=1)
+    _ledger.release("slot-9", fence=1)
     assert wipe().changed
 
 
@@ -274,7 +270,7 @@ def test_a_wipe_that_fails_leaves_the_disk_dirty(bench) -> None:
     params = {"slots": [slot(0)], "renew": False}
     outcome = _change.drive(SUBJECT, params | {"methods": ["user_data_erase"]}, check_mode=False)
     assert outcome.failure is not None and outcome.failure.code == "wipe_not_verified"
-    assert _lease.load("slot-0").dirty and namespace.formats
+    assert _ledger.load("slot-0").dirty and namespace.formats
     assert outcome.facts["proofs"] == {}
 
 
@@ -302,7 +298,7 @@ def test_what_was_made_of_the_disk_between_plan_and_act_is_kept_unless_it_is_a_t
 ) -> None:
     bench.disk()
     if dirty:
-        _lease.mark_dirty("slot-0", fence=3, disk=DISK)
+        _ledger.mark_dirty("slot-0", fence=3, disk_identity=DISK)
 
     def overtaken(params: _change.Params, step: _change.Step) -> dict[str, Any]:
         bench.write("nvme1n1", 0, b"XFSB")
@@ -318,4 +314,4 @@ def test_what_was_made_of_the_disk_between_plan_and_act_is_kept_unless_it_is_a_t
     assert (outcome.failure.code, outcome.done) == ("changed_since_plan", [])
     assert outcome.failure.found == "xfs on nvme1n1"
     assert bench.read("nvme1n1", 0, 4) == b"XFSB"
-    assert _lease.entries() == [], "and nobody says that it is a tenant's"
+    assert _ledger.entries() == [], "and nobody says that it is a tenant's"

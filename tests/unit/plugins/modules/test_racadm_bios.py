@@ -8,20 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _bios,
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _change,
     _command,
     _errors,
     _host,
-    _lease,
-    _racadm,
+    _ledger,
 )
+from ansible_collections.gpuaas.slice.plugins.module_utils.firmware import _bios, _racadm_bios
 
 pytestmark = pytest.mark.covers("HOST-1")
 
 STANDIN = Path(__file__).resolve().parents[3] / "standin" / "racadm"
-SUBJECT = _change.Subject(_racadm.observe, _racadm.plan, _racadm.apply, _racadm.facts)
+SUBJECT = _change.Subject(
+    _racadm_bios.observe, _racadm_bios.plan, _racadm_bios.apply, _racadm_bios.facts
+)
 BLOCKING = {"id": "JID_700000000001", "name": "Firmware Update: NIC", "status": "Scheduled"}
 
 
@@ -135,10 +136,10 @@ def test_what_is_no_answer_is_not_taken_for_one(idrac: Idrac, asked: str, answer
 )
 def test_a_queue_that_contradicts_itself_is_refused(queue: str) -> None:
     with pytest.raises(_errors.Refusal, match="racadm_garbled"):
-        _racadm.parse_jobs(f"----JOB QUEUE----\n{queue}\n", "JOB QUEUE")
+        _racadm_bios.parse_jobs(f"----JOB QUEUE----\n{queue}\n", "JOB QUEUE")
     rows = "[Key=BIOS.Setup.1-1#G]\nA=Off\nA=On\n"
     with pytest.raises(_errors.Refusal, match="racadm_garbled"):
-        _racadm.parse_group("G", rows)
+        _racadm_bios.parse_group("G", rows)
 
 
 def test_the_queue_is_read_before_the_settings(idrac: Idrac) -> None:
@@ -159,12 +160,12 @@ def a_guest(tree: Path) -> str:
 
 
 def a_slot(_tree: Path) -> str:
-    _lease.hold("slot-0", fence=1, allocation_id=TENANT, disk="")
+    _ledger.hold("slot-0", fence=1, allocation_id=TENANT, disk_identity="")
     return f"slot-0 leased by {TENANT}"
 
 
 def a_machine(_tree: Path) -> str:
-    _lease.hold(_lease.MACHINE, fence=1, allocation_id=TENANT, disk="")
+    _ledger.hold(_ledger.MACHINE, fence=1, allocation_id=TENANT, disk_identity="")
     return f"the whole machine leased by {TENANT}"
 
 
@@ -185,14 +186,14 @@ def test_nobody_is_power_cycled(idrac: Idrac, tree: Path, comes: Callable[[Path]
 def test_who_comes_while_it_stages_is_not_power_cycled(
     idrac: Idrac, tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    staged = _racadm.Racadm.stage
+    staged = _racadm_bios.Racadm.stage
 
-    def stage(self: _racadm.Racadm, name: str, value: str) -> None:
+    def stage(self: _racadm_bios.Racadm, name: str, value: str) -> None:
         staged(self, name, value)
-        if not _lease.entries():
+        if not _ledger.entries():
             a_slot(tree)
 
-    monkeypatch.setattr(_racadm.Racadm, "stage", stage)
+    monkeypatch.setattr(_racadm_bios.Racadm, "stage", stage)
     outcome = idrac.drive()
     assert outcome.failure is not None and outcome.failure.code == "host_in_use"
     assert outcome.failed_step == "commit_job" and not idrac.called("jobqueue", "create")
@@ -207,7 +208,7 @@ def test_settings_that_are_right_disturb_nobody(idrac: Idrac, tree: Path) -> Non
 
 @pytest.mark.covers("I13")
 def test_a_ledger_that_cannot_be_read_allows_no_power_cycle(idrac: Idrac) -> None:
-    _host.write(f"{_lease.DIRECTORY}/slot-0.json", "{")
+    _host.write(f"{_ledger.DIRECTORY}/slot-0.json", "{")
     assert idrac.refused() == "ledger_unreadable"
     assert not idrac.called("set")
 

@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _errors
+from ansible_collections.gpuaas.slice.plugins.module_utils.firmware import (
     _bios,
-    _change,
-    _errors,
-    _redfish,
+    _redfish_attributes,
     _redfish_bios,
-    _redfish_firmware,
+    _redfish_session,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils._redfish_connection import Trust
+from ansible_collections.gpuaas.slice.plugins.module_utils.firmware._redfish_connection import Trust
 from ansible_collections.gpuaas.slice.plugins.modules import redfish_bios as module
 
 from tests.standin import bmc as standin
@@ -36,9 +35,11 @@ def drive(bmc: standin.Bmc, *, check: bool = False, **change: Any) -> _change.Ou
         "attributes": WANTED, "state": "present", "power_cycle": False, "wait": True,
         "deadline": 5, "interval": 0.05, "timeout": 5, "acknowledged_jobs": [], "system": "",
     }  # fmt: skip
-    account = _redfish.Account("root", standin.PASSWORD)
-    with _redfish.Client(bmc.address, account, Trust(ca_file=bmc.ca_file), timeout=5) as client:
-        subject = _redfish_firmware.subject(client)
+    account = _redfish_session.Account("root", standin.PASSWORD)
+    with _redfish_session.Client(
+        bmc.address, account, Trust(ca_file=bmc.ca_file), timeout=5
+    ) as client:
+        subject = _redfish_bios.subject(client)
         return _change.drive(subject, params | change, check_mode=check)
 
 
@@ -197,13 +198,13 @@ def test_whatever_host_a_page_names_this_bmc_is_asked(bmc: standin.Bmc) -> None:
 def test_a_job_that_comes_between_plan_and_change_is_named(
     bmc: standin.Bmc, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = _redfish_firmware.plan
+    real = _redfish_bios.plan
 
-    def late(params: _change.Params, found: _redfish_bios.Firmware) -> _change.Plan:
+    def late(params: _change.Params, found: _redfish_attributes.Firmware) -> _change.Plan:
         bmc.begin(jobs=[redfish.job_entry("JID_700000000002", "Scheduled")])
         return real(params, found)
 
-    monkeypatch.setattr(_redfish_firmware, "plan", late)
+    monkeypatch.setattr(_redfish_bios, "plan", late)
     outcome = drive(bmc)
     assert outcome.failure is not None
     assert (outcome.failure.code, outcome.failed_step) == ("job_in_queue", "commit_job")
@@ -253,11 +254,9 @@ def test_numbers_are_sent_as_numbers(bmc: standin.Bmc) -> None:
 
 
 def test_booleans_are_spelt_as_json_spells_them() -> None:
-    rule = _redfish_bios.Rule("Boolean")
-    assert [_redfish_bios.typed(value, rule) for value in ("true", "False")] == [True, False]
-    assert [r.code for r in _redfish_firmware.unfit({"A": "yes"}, {"A": rule})] == [
-        "value_not_allowed"
-    ]
+    rule = _redfish_attributes.Rule("Boolean")
+    assert [_redfish_attributes.typed(value, rule) for value in ("true", "False")] == [True, False]
+    assert [r.code for r in _redfish_bios.unfit({"A": "yes"}, {"A": rule})] == ["value_not_allowed"]
 
 
 @pytest.mark.parametrize("lack", ["Manager.Jobs", "SupportedApplyTimes"])

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import _absence, _lease
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _slice_absence
 from ansible_collections.gpuaas.slice.plugins.modules import slice_absence as module
 
 SLOT = {
@@ -31,7 +32,7 @@ def checks(**absent: bool) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def nothing_left(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_absence, "look", lambda *_: checks(domain=True, seed=True))
+    monkeypatch.setattr(_slice_absence, "look", lambda *_: checks(domain=True, seed=True))
 
 
 def test_absent_and_clean() -> None:
@@ -40,7 +41,7 @@ def test_absent_and_clean() -> None:
 
 
 def test_one_trace_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_absence, "look", lambda *_: checks(domain=True, seed=False))
+    monkeypatch.setattr(_slice_absence, "look", lambda *_: checks(domain=True, seed=False))
     assert not module.look(PARAMS)["absent"]
     with pytest.raises(Refusal, match=r"not_absent.*seed"):
         module.look({**PARAMS, "require_absent": True})
@@ -51,7 +52,7 @@ def test_without_slots_nothing_is_proven() -> None:
 
 
 def test_the_ledger_says_whether_bytes_were_written() -> None:
-    _lease.mark_dirty("slot-3", fence=1, disk="d")
+    _ledger.mark_dirty("slot-3", fence=1, disk_identity="d")
     assert module.look(PARAMS)["disk_dirty"]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import _holdings
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _slice_holdings
 from ansible_collections.gpuaas.slice.plugins.modules import slice_holdings as module
 
 SLOT = {
@@ -20,7 +20,7 @@ def test_what_was_found_and_under_which_boot(tree: Path, monkeypatch: pytest.Mon
     boot = tree / "proc/sys/kernel/random/boot_id"
     boot.parent.mkdir(parents=True)
     boot.write_text("b1\n")
-    monkeypatch.setattr(_holdings, "look", lambda slots, bridge: {"of": [*slots, bridge]})
+    monkeypatch.setattr(_slice_holdings, "look", lambda slots, bridge: {"of": [*slots, bridge]})
     found = module.look({"slots": [SLOT], "bridge": "br7"})
     assert found["holdings"] == {"of": [SLOT, "br7"]}
     assert found["identity"]["boot_id"] == "b1"

@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _block,
-    _boot,
-    _bridge,
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _boot_service,
     _change,
-    _domain,
     _host,
-    _lease,
+    _ledger,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block, _proof
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _bridge
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
+    _domain,
     _libvirt,
-    _placement,
-    _proof,
+    _pinning,
     _slots,
 )
 from ansible_collections.gpuaas.slice.plugins.modules import slice_lease as module
@@ -59,7 +60,7 @@ SECOND = {**PARAMS, "allocation_id": TWO, "slots": [{**SLOT, "slot_id": "slot-4"
 
 
 def proof_of(disk: _block.Disk) -> dict[str, Any]:
-    return {"disk": disk.identity, "verified": True, "finished_at": "2026-01-01"}
+    return {"disk": disk.disk_identity, "verified": True, "finished_at": "2026-01-01"}
 
 
 @pytest.fixture
@@ -68,16 +69,16 @@ def host(pci: Any, tree: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     boot = tree / "proc/sys/kernel/random/boot_id"
     boot.parent.mkdir(parents=True)
     boot.write_text(f"{BOOT}\n")
-    _host.write(_boot.SLICE_MODE, json.dumps({"mode": "slice", "profile": "lab"}))
-    _proof.record(DISK.identity, proof_of(DISK))
+    _host.write(_boot_service.SLICE_MODE, json.dumps({"mode": "slice", "profile": "lab"}))
+    _proof.record(DISK.disk_identity, proof_of(DISK))
     pci.add(GPU, "1234:11e8", driver="vfio-pci", group=12)
     monkeypatch.setattr(_slots, "passthrough", lambda *_, **__: [])
     monkeypatch.setattr(_block, "of_slot", lambda _slot: DISK)
     monkeypatch.setattr(_block, "usage", lambda _disk: _block.Usage())
     monkeypatch.setattr(_bridge, "bridges", lambda: ["ovsbr0"])
     monkeypatch.setattr(_libvirt, "states", dict)
-    monkeypatch.setattr(_placement, "cores", lambda _node: [(0,), (1,)])
-    monkeypatch.setattr(_placement, "memory_free_mib", lambda *_, **__: 1024)
+    monkeypatch.setattr(_pinning, "cores", lambda _node: [(0,), (1,)])
+    monkeypatch.setattr(_pinning, "memory_free_mib", lambda *_, **__: 1024)
     return tree
 
 
@@ -98,11 +99,15 @@ def test_take_and_take_again(host: Path) -> None:
     planned = drive(PARAMS, check_mode=True)
     assert planned.changed
     assert sorted(host.rglob("*")) == before, "check mode leaves nothing behind"
-    assert _lease.load("slot-3").allocation_id == ""
+    assert _ledger.load("slot-3").allocation_id == ""
     outcome = drive(PARAMS)
     assert (outcome.done, code(outcome)) == (["record_plan", "hold_slot"], "")
-    entry = _lease.load("slot-3")
-    assert (entry.allocation_id, entry.fence, entry.disk) == (ONE, 7, "eui.5e0000000000a003")
+    entry = _ledger.load("slot-3")
+    assert (entry.allocation_id, entry.fence, entry.disk_identity) == (
+        ONE,
+        7,
+        "eui.5e0000000000a003",
+    )
     bundle = outcome.facts["bundle"]
     assert (bundle["cpus"], bundle["gpus"], bundle["disks"]) == ([0], [GPU], [BY_ID])
     assert bundle["slots"][0]["kernel_device"] == "/dev/nvme2n1"
@@ -119,7 +124,7 @@ def test_under_another_boot_nothing_is_done(
     with pytest.raises(_change.Refusal) as refused:
         drive({**PARAMS, "boot_id": proven})
     assert (refused.value.code, refused.value.found) == ("boot_changed", f"boot {BOOT}")
-    assert _lease.entries() == []
+    assert _ledger.entries() == []
 
 
 def test_a_host_that_does_not_say_its_boot_is_refused(host: Path) -> None:
@@ -154,15 +159,15 @@ def test_a_newer_fence_of_the_same_allocation_is_written_down(host: Path) -> Non
 def test_what_the_host_lacks(host: Path, params: dict[str, Any], expected: str) -> None:
     outcome = drive(params)
     assert (code(outcome), outcome.changed) == (expected, False)
-    assert _lease.entries() == []
+    assert _ledger.entries() == []
 
 
 def test_cpus_of_others_are_not_given_twice(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _placement.record(TWO, {"cpus": [0]})
+    _pinning.record(TWO, {"cpus": [0]})
     assert drive(PARAMS).facts["bundle"]["cpus"] == [1]
     pinned = {"pins": ["0", "1-2"], "hostdevs": [], "disks": []}
     monkeypatch.setattr(_slots, "other_domains", lambda _own: {"other": pinned})
-    _placement.forget(ONE)
+    _pinning.forget(ONE)
     assert code(drive(PARAMS)) == "cpus_unavailable"
 
 
@@ -208,12 +213,12 @@ def test_two_leases_at_once_share_neither_cpu_nor_memory(
 
 
 def test_what_others_were_promised_is_not_free(host: Path) -> None:
-    _placement.record(TWO, {"cpus": [1], "memory_mib": 512, "hugepages": False, "numa_node": -1})
+    _pinning.record(TWO, {"cpus": [1], "memory_mib": 512, "hugepages": False, "numa_node": -1})
     outcome = drive(PARAMS)
     assert code(outcome) == "memory_unavailable"
     assert outcome.failure is not None
     assert outcome.failure.found == "1024 MiB, of which 512 MiB are promised to other slices"
-    _placement.forget(TWO)
+    _pinning.forget(TWO)
     assert code(drive(PARAMS)) == ""
 
 
@@ -225,27 +230,27 @@ def test_shared_cpus_are_not_pinned(host: Path) -> None:
 @pytest.mark.parametrize("given", [False, True])
 def test_a_machine_that_a_tenant_has_as_a_whole_leases_no_slot(host: Path, given: bool) -> None:
     """The bare-metal claim is older here: fences of node and slot are not comparable."""
-    _lease.hold("machine", fence=1, allocation_id=TWO, disk="")
+    _ledger.hold("machine", fence=1, allocation_id=TWO, disk_identity="")
     if given:
-        _lease.mark_dirty("machine", fence=1, disk="")
-    before = _lease.entries()
+        _ledger.mark_dirty("machine", fence=1, disk_identity="")
+    before = _ledger.entries()
     outcome = drive(PARAMS)
     assert (code(outcome), outcome.done) == ("machine_leased", [])
     assert outcome.failure is not None and TWO in outcome.failure.found
-    assert (_lease.entries(), _placement.recorded(ONE)) == (before, None)
+    assert (_ledger.entries(), _pinning.recorded(ONE)) == (before, None)
     # What a claim that ends needs is not in the way of anybody.
     fenced = {**RELEASED, "state": "fenced"}
     assert (code(drive(fenced)), code(drive(RELEASED))) == ("", "")
-    _lease.mark_clean("machine", fence=1, disk="", proof={})
-    _lease.release("machine", fence=1)
+    _ledger.mark_clean("machine", fence=1, disk_identity="", proof={})
+    _ledger.release("machine", fence=1)
     assert code(drive(PARAMS)) == ""
 
 
 @pytest.mark.covers("I2")
 def test_a_name_taken_out_of_the_ledger_frees_no_machine(host: Path) -> None:
-    _lease.hold("machine", fence=1, allocation_id=TWO, disk="")
-    _lease.mark_dirty("machine", fence=1, disk="")
-    _lease.release("machine", fence=1)
+    _ledger.hold("machine", fence=1, allocation_id=TWO, disk_identity="")
+    _ledger.mark_dirty("machine", fence=1, disk_identity="")
+    _ledger.release("machine", fence=1)
     assert code(drive(PARAMS)) == "machine_leased"
 
 
@@ -253,24 +258,24 @@ def test_a_name_taken_out_of_the_ledger_frees_no_machine(host: Path) -> None:
 def test_a_machine_taken_between_look_and_lease_is_refused_by_the_ledger(
     host: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record = _placement.record
+    record = _pinning.record
 
     def overtaken(allocation: str, given: dict[str, Any]) -> None:
         record(allocation, given)
-        _lease.hold("machine", fence=1, allocation_id=TWO, disk="")
+        _ledger.hold("machine", fence=1, allocation_id=TWO, disk_identity="")
 
-    monkeypatch.setattr(_placement, "record", overtaken)
+    monkeypatch.setattr(_pinning, "record", overtaken)
     outcome = drive(PARAMS)
     assert (code(outcome), outcome.failed_step) == ("machine_leased", "hold_slot")
-    assert _lease.load("slot-3").allocation_id == ""
+    assert _ledger.load("slot-3").allocation_id == ""
 
 
 def test_a_host_in_conversion_leases_no_slot(host: Path) -> None:
     """The way to bare metal takes the word away before anything else."""
-    _host.remove(_boot.SLICE_MODE)
+    _host.remove(_boot_service.SLICE_MODE)
     outcome = drive(PARAMS)
     assert (code(outcome), outcome.done) == ("not_slice_mode", [])
-    assert _lease.entries() == []
+    assert _ledger.entries() == []
 
 
 def test_a_used_or_swapped_disk_is_refused(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,22 +301,22 @@ def test_every_disk_of_the_slice_needs_a_proof_that_stands(
     params = {**PARAMS, "slots": TWO_SLOTS}
     outcome = drive(params)
     assert (code(outcome), outcome.done) == ("not_clean", [])
-    assert outcome.failure is not None and SPARE.identity in outcome.failure.expected
-    assert _lease.entries() == []
-    _proof.record(SPARE.identity, proof_of(SPARE))
+    assert outcome.failure is not None and SPARE.disk_identity in outcome.failure.expected
+    assert _ledger.entries() == []
+    _proof.record(SPARE.disk_identity, proof_of(SPARE))
     assert drive(params).done == ["record_plan", "hold_slot", "hold_slot"]
 
 
 @pytest.mark.covers("I5")
 def test_a_proof_from_before_the_last_mark_does_not_stand(host: Path) -> None:
-    _lease.mark_dirty("slot-9", fence=1, disk=DISK.identity)
+    _ledger.mark_dirty("slot-9", fence=1, disk_identity=DISK.disk_identity)
     assert code(drive(PARAMS)) == "not_clean"
 
 
 def test_what_the_allocation_itself_wrote_is_no_obstacle(host: Path) -> None:
     """A repeated provision finds its own image on the disk."""
     drive(PARAMS)
-    _lease.mark_dirty("slot-3", fence=7, disk=DISK.identity)
+    _ledger.mark_dirty("slot-3", fence=7, disk_identity=DISK.disk_identity)
     outcome = drive(PARAMS)
     assert (code(outcome), outcome.changed) == ("", False)
 
@@ -329,7 +334,7 @@ def test_the_own_running_vm_is_no_obstacle(host: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(_libvirt, "states", lambda: {name: _libvirt.State("running")})
     monkeypatch.setattr(_libvirt, "processes", lambda _marker: {9: "qemu-system-x86_64"})
     monkeypatch.setattr(_block, "usage", lambda _disk: _block.Usage(qemu_pids=[9]))
-    monkeypatch.setattr(_placement, "memory_free_mib", lambda *_, **__: 0)
+    monkeypatch.setattr(_pinning, "memory_free_mib", lambda *_, **__: 0)
     outcome = drive(PARAMS)
     assert (code(outcome), outcome.changed) == ("", False)
 
@@ -337,8 +342,8 @@ def test_the_own_running_vm_is_no_obstacle(host: Path, monkeypatch: pytest.Monke
 def test_give_back_and_give_back_again(host: Path) -> None:
     drive(PARAMS)
     assert drive(RELEASED).done == ["release_slot", "forget_plan"]
-    assert _lease.load("slot-3").allocation_id == ""
-    assert _placement.recorded(ONE) is None
+    assert _ledger.load("slot-3").allocation_id == ""
+    assert _pinning.recorded(ONE) is None
     assert not drive(RELEASED).changed
 
 
@@ -349,7 +354,7 @@ def test_nothing_is_given_back_while_a_domain_is_there(
     name = _domain.domain_name(ONE)
     monkeypatch.setattr(_libvirt, "states", lambda: {name: _libvirt.State("shut off")})
     assert code(drive(RELEASED)) == "domain_present"
-    assert _lease.load("slot-3").allocation_id == ONE
+    assert _ledger.load("slot-3").allocation_id == ONE
 
 
 @pytest.mark.covers("I10")
@@ -359,9 +364,9 @@ def test_a_late_release_is_refused(host: Path) -> None:
 
 
 def test_the_lease_of_another_is_left_alone(host: Path) -> None:
-    _lease.hold("slot-3", fence=7, allocation_id=TWO, disk="d")
+    _ledger.hold("slot-3", fence=7, allocation_id=TWO, disk_identity="d")
     assert not drive(RELEASED).changed
-    assert _lease.load("slot-3").allocation_id == TWO
+    assert _ledger.load("slot-3").allocation_id == TWO
 
 
 @pytest.mark.covers("I10")
@@ -370,5 +375,5 @@ def test_fencing_shuts_out_the_older_run_and_keeps_the_lease(host: Path) -> None
     fenced = {**RELEASED, "state": "fenced", "slots": [{"slot_id": "slot-3", "fence": 8}]}
     assert drive(fenced).done == ["raise_fence"]
     assert not drive(fenced).changed
-    assert _lease.load("slot-3").allocation_id == ONE
+    assert _ledger.load("slot-3").allocation_id == ONE
     assert code(drive(RELEASED)) == "stale_fence"

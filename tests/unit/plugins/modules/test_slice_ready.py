@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _dnsmasq, _slice_names
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _dnsmasq, _object_names
 from ansible_collections.gpuaas.slice.plugins.modules import slice_ready as module
 
 ONE = "23bd713b-6073-4ef7-8a51-2897e902365d"
@@ -30,13 +31,13 @@ class Guest:
 
     def __init__(self, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tree = tree
-        self.put(f"run/libvirt/qemu/{_slice_names.domain_name(ONE)}.pid", "77")
+        self.put(f"run/libvirt/qemu/{_object_names.domain_name(ONE)}.pid", "77")
         (tree / "proc/77").mkdir(parents=True)
         clock = itertools.count()
         monkeypatch.setattr(module.time, "monotonic", lambda: float(next(clock)))
         monkeypatch.setattr(module.time, "sleep", lambda _seconds: None)
         monkeypatch.setattr(module._libvirt, "domains", lambda: self.domains)
-        self.domains = {_slice_names.domain_name(ONE): "paused"}
+        self.domains = {_object_names.domain_name(ONE): "paused"}
         monkeypatch.setattr(module, "speaks_ssh", lambda _ip, _port: self.ssh)
         self.ssh = False
 
@@ -130,7 +131,7 @@ def test_a_silent_libvirt_takes_no_other_evidence_away(
         raise Refusal("command_failed", expected="an answer", found="none", remedy="look")
 
     monkeypatch.setattr(module._libvirt, "domains", silent)
-    guest.put(_slice_names.console_path(ONE), "Kernel panic\n")
+    guest.put(_object_names.console_path(ONE), "Kernel panic\n")
     told = Module(check_mode=False)
     _change.attend(told, module.watch)
     readiness = told.said["readiness"]
@@ -146,7 +147,7 @@ def test_a_bad_address_is_refused_before_any_look(guest: Guest) -> None:
 
 
 def test_the_consoles_end_is_shown_without_control_characters(guest: Guest) -> None:
-    guest.put(_slice_names.console_path(ONE), "boot\r\n\x1b[0mlogin:\n" + "x\n" * 50)
+    guest.put(_object_names.console_path(ONE), "boot\r\n\x1b[0mlogin:\n" + "x\n" * 50)
     tail = module.console_tail(ONE)
     assert len(tail) == 40
     assert "\x1b" not in "".join(tail)

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import _change, _dnsmasq, _lease
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _dnsmasq
 from ansible_collections.gpuaas.slice.plugins.modules import slice_reservation as module
 
 from tests.conftest import Script
@@ -128,7 +129,7 @@ def test_a_late_run_reserves_nothing(host: Path) -> None:
     slots = [{"slot_id": "s1", "fence": 3}]
     assert drive({**PARAMS, "slots": slots}).done == ["reserve_address"]
     drive(ABSENT)
-    _lease.raise_fence("s1", fence=4)
+    _ledger.raise_fence("s1", fence=4)
     with pytest.raises(Refusal) as refusal:
         drive({**PARAMS, "slots": slots})
     assert refusal.value.code == "stale_fence"

@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _change,
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _domain,
     _flows,
-    _lease,
     _libvirt,
     _qos,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils._libvirt import State as Life
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice._libvirt import State as Life
 from ansible_collections.gpuaas.slice.plugins.modules import slice_vm
 
 ONE = "23bd713b-6073-4ef7-8a51-2897e902365d"
@@ -245,7 +244,7 @@ class Host:
 @pytest.fixture
 def host(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     disk = "eui.5e0000000000a003"
-    _lease.hold("slot-3", fence=7, allocation_id=ONE, disk=disk)
+    _ledger.hold("slot-3", fence=7, allocation_id=ONE, disk_identity=disk)
     return Host(monkeypatch)
 
 
@@ -304,7 +303,7 @@ def test_remove_and_remove_again(host: Host, tree: Path, stubborn: bool, word: s
 
 def test_a_late_run_is_refused_before_each_act(host: Host) -> None:
     drive(PARAMS)
-    _lease.hold("slot-3", fence=8, allocation_id=ONE, disk="eui.5e0000000000a003")
+    _ledger.hold("slot-3", fence=8, allocation_id=ONE, disk_identity="eui.5e0000000000a003")
     stop = _change.Step("stop_domain", NAME, "running", "off")
     with pytest.raises(_change.Refusal, match="stale_fence"):
         slice_vm.apply(PARAMS, stop)
@@ -314,6 +313,8 @@ def test_a_late_run_is_refused_before_each_act(host: Host) -> None:
 def test_every_disk_is_marked_dirty_before_the_guest_starts(tree: Path) -> None:
     """Also the data disks of an allocation with several GPUs, which no clone marks."""
     for number in (0, 1):
-        _lease.hold(f"slot-{number}", fence=3, allocation_id="a", disk=f"eui.{number:016x}")
+        _ledger.hold(
+            f"slot-{number}", fence=3, allocation_id="a", disk_identity=f"eui.{number:016x}"
+        )
     slice_vm._mark_dirty([{"slot_id": f"slot-{number}", "fence": 3} for number in (0, 1)])
-    assert [entry.dirty for entry in _lease.entries()] == [True, True]
+    assert [entry.dirty for entry in _ledger.entries()] == [True, True]

@@ -6,13 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _change,
-    _host,
-    _lease,
-    _libvirt,
-    _placement,
-)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host, _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _libvirt, _pinning
 from ansible_collections.gpuaas.slice.plugins.modules import slice_writeoff as module
 
 pytestmark = pytest.mark.covers("HOST-15", "CTRL-7", "I10", "I12")
@@ -28,11 +23,11 @@ PARAMS: dict[str, Any] = {"slots": [DEAD]}
 def host(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Slot 3 was being wiped when its disk died; slot 4 is another tenant's."""
     monkeypatch.setattr(_libvirt, "processes", lambda _name: {})
-    _lease.hold("slot-3", fence=7, allocation_id=ONE, disk=DISK)
-    _lease.mark_dirty("slot-3", fence=8, disk=DISK)
-    _lease.hold("slot-4", fence=3, allocation_id=TWO, disk="eui.5e0000000000a004")
-    _placement.record(ONE, {"cpus": [2]})
-    _placement.record(TWO, {"cpus": [3]})
+    _ledger.hold("slot-3", fence=7, allocation_id=ONE, disk_identity=DISK)
+    _ledger.mark_dirty("slot-3", fence=8, disk_identity=DISK)
+    _ledger.hold("slot-4", fence=3, allocation_id=TWO, disk_identity="eui.5e0000000000a004")
+    _pinning.record(ONE, {"cpus": [2]})
+    _pinning.record(TWO, {"cpus": [3]})
     return tree
 
 
@@ -45,39 +40,44 @@ def code(outcome: _change.Outcome) -> str:
 
 
 def test_it_is_given_up_once_and_stays_unwiped(host: Path) -> None:
-    other = _lease.load("slot-4")
+    other = _ledger.load("slot-4")
     before = sorted(file.read_text() for file in host.rglob("*.json"))
     assert drive(PARAMS, check_mode=True).changed
     assert sorted(file.read_text() for file in host.rglob("*.json")) == before
     outcome = drive(PARAMS)
     assert (outcome.done, code(outcome)) == (["give_up_lease", "forget_plan"], "")
     assert outcome.facts == {"written_off": ["slot-3"]}
-    entry = _lease.load("slot-3")
-    assert (entry.allocation_id, entry.fence, entry.dirty, entry.disk) == ("", 9, True, DISK)
+    entry = _ledger.load("slot-3")
+    assert (entry.allocation_id, entry.fence, entry.dirty, entry.disk_identity) == (
+        "",
+        9,
+        True,
+        DISK,
+    )
     assert entry.written_off is not None
     assert {**entry.written_off, "at": ""} == {
         "at": "", "allocation_id": ONE, "reason": "no disk any more"
     }  # fmt: skip
     # A run that was under way when the slot was written off comes too late.
     with pytest.raises(_change.Refusal, match="stale_fence"):
-        _lease.release("slot-3", fence=8)
+        _ledger.release("slot-3", fence=8)
     again = drive(PARAMS)
     assert (again.changed, again.facts) == (False, {"written_off": ["slot-3"]})
-    assert _lease.load("slot-4") == other
-    assert (_placement.recorded(ONE), _placement.recorded(TWO)) == (None, {"cpus": [3]})
+    assert _ledger.load("slot-4") == other
+    assert (_pinning.recorded(ONE), _pinning.recorded(TWO)) == (None, {"cpus": [3]})
 
 
 def test_what_the_host_never_saw_is_left_alone(host: Path) -> None:
     unknown = {**DEAD, "slot_id": "slot-9", "allocation_id": "43bd713b-6073-4ef7-8a51-2897e902365d"}
     outcome = drive({"slots": [unknown]})
     assert (outcome.changed, outcome.facts) == (False, {"written_off": []})
-    assert [entry.slot_id for entry in _lease.entries()] == ["slot-3", "slot-4"]
+    assert [entry.slot_id for entry in _ledger.entries()] == ["slot-3", "slot-4"]
 
 
 def test_the_plan_stays_while_the_allocation_has_another_slot(host: Path) -> None:
-    _lease.hold("slot-5", fence=1, allocation_id=ONE, disk="eui.5e0000000000a005")
+    _ledger.hold("slot-5", fence=1, allocation_id=ONE, disk_identity="eui.5e0000000000a005")
     assert drive(PARAMS).done == ["give_up_lease"]
-    assert _placement.recorded(ONE) == {"cpus": [2]}
+    assert _pinning.recorded(ONE) == {"cpus": [2]}
     fifth = {**DEAD, "slot_id": "slot-5"}
     assert drive({"slots": [DEAD, fifth]}).done == ["give_up_lease", "forget_plan"]
 
@@ -95,9 +95,9 @@ def named(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_nothing_else_is_given_up(host: Path, given: dict[str, Any], refused: str) -> None:
-    before = _lease.entries()
+    before = _ledger.entries()
     assert code(drive(given)) == refused
-    assert _lease.entries() == before
+    assert _ledger.entries() == before
 
 
 @pytest.mark.parametrize("what", ["/etc/libvirt/qemu", "/run/libvirt/qemu", "process"])
@@ -110,12 +110,12 @@ def test_not_while_its_machine_is_there(
         monkeypatch.setattr(_libvirt, "processes", lambda marker: found.get(marker, {}))
     else:
         _host.write(f"{what}/{name}.xml", "<domain/>")
-    before = _lease.entries()
+    before = _ledger.entries()
     assert code(drive(PARAMS)) == "domain_present"
-    assert _lease.entries() == before
+    assert _ledger.entries() == before
 
 
 def test_the_ledger_itself_gives_up_for_nobody_else(host: Path) -> None:
     """Somebody may have taken the slot between the look and the act."""
     with pytest.raises(_change.Refusal, match="slot_leased"):
-        _lease.give_up("slot-3", fence=9, allocation_id=TWO, reason="x")
+        _ledger.give_up("slot-3", fence=9, allocation_id=TWO, reason="x")

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _change,
-    _command,
-    _fabric,
-    _host,
-    _sriov,
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _command, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import (
+    _sriov_vfs,
+    _virtual_functions,
 )
 
 pytestmark = pytest.mark.covers("HOST-7")
@@ -23,8 +21,8 @@ UNIT = "/etc/systemd/system/gpuaas-slice-fabric.service"
 @pytest.fixture(autouse=True)
 def live(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cards are test_sriov's concern; here they already are as asked."""
-    state = _sriov.State((), ())
-    monkeypatch.setattr(_sriov, "observe", lambda _params: state)
+    state = _virtual_functions.State((), ())
+    monkeypatch.setattr(_virtual_functions, "observe", lambda _params: state)
     done: set[str] = set()
 
     def run(argv: list[str], **_: Any) -> _command.Result:
@@ -38,13 +36,13 @@ def live(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def drive(count: int) -> _change.Outcome:
     params = {"pfs": [], "pf_ids": ["8086:10c9"], "link": "ethernet", "count": count, "macs": {}}
-    return _change.drive(_fabric.SUBJECT, params, check_mode=False)
+    return _change.drive(_sriov_vfs.SUBJECT, params, check_mode=False)
 
 
 def test_the_service_makes_them_before_they_are_bound() -> None:
     assert drive(4).done == ["install_service", "start_service"]
     assert "Before=gpuaas-slice-vfio.service" in (_host.read(UNIT) or "")
-    assert json.loads(_host.read(_sriov.SETTINGS) or "")["count"] == 4
+    assert json.loads(_host.read(_virtual_functions.SETTINGS) or "")["count"] == 4
     assert not drive(4).changed
 
 

@@ -8,13 +8,13 @@ import os
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _change,
     _command,
     _host,
-    _lease,
+    _ledger,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.modules import tenant_disks as module
 
 pytestmark = pytest.mark.covers("CTRL-15")
@@ -106,7 +106,7 @@ def test_a_volume_on_an_array_comes_apart_from_the_top(host) -> None:
 )
 def test_a_tenants_disk_stays_the_tenants_wherever_it_is_mounted(host, point: str) -> None:
     """The tenant's fstab mounts it there at every boot; the machine must come back all the same."""
-    _lease.mark_dirty(f"disk-{EUI}", fence=1, disk=f"eui.{EUI}")
+    _ledger.mark_dirty(f"disk-{EUI}", fence=1, disk_identity=f"eui.{EUI}")
     host.mount("259:2", point, "/dev/nvme1n1p1")
     before = "UUID=1 / ext4 defaults 0 1\n"
     _host.write("/etc/fstab", f"{before}/dev/nvme1n1p1 {point} ext4 defaults 0 2\n")
@@ -120,7 +120,7 @@ def test_a_tenants_disk_stays_the_tenants_wherever_it_is_mounted(host, point: st
 def test_a_mount_that_is_busy_is_out_of_fstab_so_that_a_restart_frees_it(
     host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _lease.mark_dirty(f"disk-{EUI}", fence=1, disk=f"eui.{EUI}")
+    _ledger.mark_dirty(f"disk-{EUI}", fence=1, disk_identity=f"eui.{EUI}")
     host.mount("259:2", "/usr", "/dev/nvme1n1p1")
     _host.write("/etc/fstab", "/dev/nvme1n1p1 /usr ext4 defaults 0 2\n")
 
@@ -138,7 +138,7 @@ def test_a_mount_that_is_busy_is_out_of_fstab_so_that_a_restart_frees_it(
 
 
 def test_a_disk_that_the_running_system_is_on_is_refused_given_or_not(host) -> None:
-    _lease.mark_dirty(f"disk-{EUI}", fence=1, disk=f"eui.{EUI}")
+    _ledger.mark_dirty(f"disk-{EUI}", fence=1, disk_identity=f"eui.{EUI}")
     host.mount("259:2", "/", "/dev/nvme1n1p1")
     outcome = free()
     assert outcome.failure is not None and outcome.failure.code == "os_disk"
@@ -173,7 +173,7 @@ def test_a_zfs_pool_is_named_with_what_to_do(host) -> None:
     (host.root / "proc/spl/kstat/zfs/other").mkdir()
     assert free().failure is None, "the tenant wrote the name of another's pool"
     host.claimed.add("nvme1n1")
-    _lease.mark_dirty(f"disk-{EUI}", fence=1, disk=f"eui.{EUI}")
+    _ledger.mark_dirty(f"disk-{EUI}", fence=1, disk_identity=f"eui.{EUI}")
     outcome = free()
     assert outcome.failure is not None and outcome.failure.code == "zfs_pool"
     assert outcome.failure.found == "ZFS pool tank"
@@ -193,7 +193,7 @@ def test_a_bad_sector_keeps_no_tenants_disk_from_its_wipe(
     refused = free()
     assert refused.failure is not None and refused.failure.code == "device_unreadable"
     assert host.calls == [], "nobody gave it to a tenant"
-    _lease.mark_dirty(f"disk-{EUI}", fence=1, disk=f"eui.{EUI}")
+    _ledger.mark_dirty(f"disk-{EUI}", fence=1, disk_identity=f"eui.{EUI}")
     done = free()
     assert done.failure is None, done.failure
     assert host.calls == ["umount -- /data"]
@@ -202,7 +202,7 @@ def test_a_bad_sector_keeps_no_tenants_disk_from_its_wipe(
 @pytest.mark.covers("CTRL-15", "I13")
 @pytest.mark.parametrize("there", [True, False])
 def test_a_mount_table_that_cannot_be_read_or_is_not_there_stops_all(host, there: bool) -> None:
-    _lease.mark_dirty(f"disk-{EUI}", fence=1, disk=f"eui.{EUI}")
+    _ledger.mark_dirty(f"disk-{EUI}", fence=1, disk_identity=f"eui.{EUI}")
     table = host.root / "proc/self/mountinfo"
     table.unlink()
     if there:

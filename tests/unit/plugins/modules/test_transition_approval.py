@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _command, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import (
     _block,
-    _change,
-    _command,
-    _host,
     _proof,
-    _transition,
+    _takeover,
     _usage,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.modules import nvme_transition as module
 
 pytestmark = pytest.mark.covers("HOST-9", "I7")
@@ -339,7 +337,7 @@ def test_a_disk_whose_bytes_are_gone_is_not_mounted_again(
     def unproven(*_what: Any, **_how: Any) -> Any:
         raise Refusal("wipe_not_verified", expected="", found="bytes left", remedy="")
 
-    monkeypatch.setattr(module._wipe, "erase", unproven)
+    monkeypatch.setattr(module._nvme_wipe, "erase", unproven)
     outcome = take(approved)
     assert outcome.failure is not None and outcome.failure.found == "bytes left"
     assert not [call for call in calls if call.startswith("mount ")]
@@ -393,9 +391,9 @@ def test_what_holds_a_partition_unseen_is_found_before_anything_is_unmounted(
     point.mkdir()
     loop.run("mount", f"{loop.device}p1", str(point))
     try:
-        assert _transition.observe(loop.name).obstacles == ()
+        assert _takeover.observe(loop.name).obstacles == ()
         claimed = os.open(f"{loop.device}p2", os.O_RDONLY | os.O_EXCL)
-        (refusal,) = _transition.observe(loop.name).obstacles
+        (refusal,) = _takeover.observe(loop.name).obstacles
         os.close(claimed)
         assert (refusal.code, refusal.found.split()[0]) == ("held", f"{loop.name}p2")
     finally:

@@ -6,14 +6,12 @@ import json
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _begun,
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _command, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import (
     _block,
-    _change,
-    _command,
     _device,
-    _fstab,
-    _host,
+    _erase_journal,
+    _fstab_entries,
     _mounting,
     _proof,
     _usage,
@@ -26,7 +24,7 @@ MIB = 1 << 20
 EUI = "5e0000000000a000"
 BY_ID = f"/dev/disk/by-id/nvme-eui.{EUI}"
 IDENTITY = {"serial": "LABNVME0", "eui": EUI}
-RECORD = f"{_begun.DIRECTORY}/eui.{EUI}.json"
+RECORD = f"{_erase_journal.DIRECTORY}/eui.{EUI}.json"
 
 
 class PowerLoss(BaseException):
@@ -227,5 +225,5 @@ def test_what_the_system_says_after_it_puts_nothing_back(
     monkeypatch.setattr(_device, "reread_partitions", fails)
     outcome = take(approved)
     assert code(outcome) == "system_error" and outcome.changed
-    assert _fstab.disabled() == ["/dev/nvme1n1p1 /share xfs defaults 0 2"]
+    assert _fstab_entries.disabled() == ["/dev/nvme1n1p1 /share xfs defaults 0 2"]
     assert [mount.point for mount in _usage.mounts()] == ["/"]

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import (
-    _boot,
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _vfio_bind
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _boot_files,
+    _boot_service,
     _boot_units,
     _change,
     _command,
     _host,
-    _vfio,
 )
 from ansible_collections.gpuaas.slice.plugins.modules import vfio_bind as module
 
@@ -30,7 +30,7 @@ def host(pci: Any, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two GPUs on a host in slice mode, whose systemd does what it is told."""
     pci.add(GPU, group=7, driver="nouveau").add(OTHER, group=9, driver="nouveau")
     (tree / "sys/bus/pci/drivers/vfio-pci").mkdir(parents=True)
-    _host.write(_boot.SLICE_MODE, json.dumps({"mode": "slice"}))
+    _host.write(_boot_service.SLICE_MODE, json.dumps({"mode": "slice"}))
     done: set[str] = set()
 
     def run(argv: list[str], **_: Any) -> _command.Result:
@@ -54,11 +54,11 @@ def drive(*addresses: str, check_mode: bool = False, **more: Any) -> _change.Out
 
 def test_binds_records_and_starts_the_service_once() -> None:
     assert drive(GPU, check_mode=True).changed
-    assert _vfio.recorded() == {}
+    assert _vfio_bind.recorded() == {}
     outcome = drive(GPU)
     assert outcome.failure is None
     assert outcome.done == ["bind_device", *["install_service", "start_service"] * 2]
-    assert _vfio.recorded() == {GPU: "10de:2335"}
+    assert _vfio_bind.recorded() == {GPU: "10de:2335"}
     assert "Before=libvirtd.service" in (_host.read(UNIT) or "")
     claim = _host.read(CLAIM) or ""
     assert "DefaultDependencies=no\nBefore=systemd-modules-load.service" in claim
@@ -69,14 +69,14 @@ def test_binds_records_and_starts_the_service_once() -> None:
 def test_another_topology_replaces_the_record(pci: Any) -> None:
     drive(GPU)
     assert drive(OTHER).failure is None
-    assert _vfio.recorded() == {OTHER: "10de:2335"}
+    assert _vfio_bind.recorded() == {OTHER: "10de:2335"}
     assert (pci.driver(GPU), pci.driver(OTHER)) == ("nouveau", "vfio-pci")
 
 
 def test_without_exclusive_devices_add_up() -> None:
     drive(GPU)
     assert drive(OTHER, exclusive=False).failure is None
-    assert _vfio.recorded() == {GPU: "10de:2335", OTHER: "10de:2335"}
+    assert _vfio_bind.recorded() == {GPU: "10de:2335", OTHER: "10de:2335"}
 
 
 @pytest.mark.covers("HOST-15")
@@ -92,7 +92,7 @@ def test_unbound_leaves_no_service(pci: Any) -> None:
 def test_one_device_goes_back_and_the_rest_stays() -> None:
     drive(GPU, OTHER)
     assert drive(GPU, state="unbound").failure is None
-    assert _vfio.recorded() == {OTHER: "10de:2335"}
+    assert _vfio_bind.recorded() == {OTHER: "10de:2335"}
 
 
 def test_a_refusal_leaves_the_record_alone(pci: Any) -> None:
@@ -100,7 +100,7 @@ def test_a_refusal_leaves_the_record_alone(pci: Any) -> None:
     pci.add("0000:45:00.0", "144d:a808", class_code="010802", group=11, driver="nvme")
     outcome = drive(GPU, "0000:45:00.0")
     assert outcome.failure is not None and outcome.failure.code == "wrong_class"
-    assert _vfio.recorded() == {GPU: "10de:2335"}
+    assert _vfio_bind.recorded() == {GPU: "10de:2335"}
 
 
 def test_a_host_that_was_bound_before_there_was_a_claim_gives_back_what_it_has() -> None:
@@ -111,4 +111,4 @@ def test_a_host_that_was_bound_before_there_was_a_claim_gives_back_what_it_has()
     outcome = drive(state="unbound")
     assert outcome.failure is None
     assert outcome.done == ["release_device", "remove_service"]
-    assert _host.read(_vfio.SETTINGS) is None
+    assert _host.read(_vfio_bind.SETTINGS) is None

@@ -69,7 +69,7 @@ class Conformity:
             f"{'/'.join(map(str, error.absolute_path))}: {error.message[:300]}"
             for error in validator.iter_errors(answer.json())
         ]
-        assert not wrong, f"{where}: {wrong}; see reconciler/api/schemas.py and codes.py"
+        assert not wrong, f"{where}: {wrong}; see the answer's model in reconciler/api"
 
     def _told(self, part: Document) -> Document:
         reference = part.get("$ref")

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
+from reconciler.settings import Settings, refused
 from reconciler.trust import ca, enrolment, keygen
 from reconciler.trust.errors import TrustError
 from reconciler.work import worker
@@ -112,7 +114,16 @@ def test_a_token_belongs_to_its_node(new: World) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("host_key", "ssh-ed25519 x; reboot"), ("hostname", "$(reboot)"), ("boot_id", "{{ x }}")],
+    [
+        ("host_key", "ssh-ed25519 x; reboot"),
+        ("hostname", "$(reboot)"),
+        ("boot_id", "{{ x }}"),
+        ("fabric_address", "10.20.0.256/16"),
+        ("fabric_address", "10.20.0.7"),
+        ("fabric_address", "10.20.0.7/255.255.0.0"),
+        ("fabric_address", "10.20.0.7/16\n"),
+        ("fabric_address", "fe80::1/64"),
+    ],
 )
 def test_hostile_hosts_get_nothing(new: World, field: str, value: str) -> None:
     sent = body(new)
@@ -120,6 +131,31 @@ def test_hostile_hosts_get_nothing(new: World, field: str, value: str) -> None:
     assert answer.status_code == 422
     assert sent["token"] not in answer.text
     assert new.client().post(PATH, json=sent).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("", ""),
+        ("192.0.2.7", "192.0.2.7"),
+        ("2001:DB8:0:0::7", "2001:db8::7"),
+        ("192.0.2.256", None),
+        ("192.0.2.7/24", None),
+        ("fe80::1%eth0", None),
+        ("gpuaas.example", None),
+    ],
+)
+def test_the_public_address_is_one_that_every_machine_can_use(
+    text: str, address: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUAAS_PUBLIC_ADDRESS", text)
+    if address is None:
+        with pytest.raises(ValidationError) as caught:
+            Settings()
+        assert [name for name, _rule in refused(caught.value)] == ["GPUAAS_PUBLIC_ADDRESS"]
+        return
+    names = Settings(public_url="https://gpuaas.example").api_names
+    assert names == ({"gpuaas.example": address} if address else {})
 
 
 def keys(folder: Path, *names: str) -> list[str]:

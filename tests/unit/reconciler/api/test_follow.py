@@ -110,7 +110,7 @@ def test_a_reader_that_was_cut_off_misses_nothing_and_hears_nothing_twice(
     assert list(reader.events(path, after=whole[-1].place)) == []
 
     monkeypatch.setattr(client.time, "sleep", lambda _s: None)
-    real, broken = client._parsed, iter([1, 0])
+    real, broken = client._parse_events, iter([1, 0])
 
     def cut(lines: Iterator[str]) -> Iterator[Event]:
         for event in real(lines):
@@ -118,7 +118,7 @@ def test_a_reader_that_was_cut_off_misses_nothing_and_hears_nothing_twice(
             if next(broken, None):
                 raise client.httpx.ReadError("the service was restarted")
 
-    monkeypatch.setattr(client, "_parsed", cut)
+    monkeypatch.setattr(client, "_parse_events", cut)
     assert list(reader.events(path)) == whole
     reader.close()
 

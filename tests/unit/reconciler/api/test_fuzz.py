@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from schemathesis import GenerationMode
 
 from reconciler.api import contract
-from reconciler.api.idempotency import HEADERS
+from reconciler.api.http import IDEMPOTENCY_HEADERS as HEADERS
 from reconciler.db.engine import open_engine
 from reconciler.db.migrations import migrate
 from reconciler.settings import Settings

@@ -6,12 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import _block, _topology
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block
+from ansible_collections.gpuaas.slice.plugins.module_utils.topology import _slice_discovery
 
 from reconciler.db.engine import transaction
 from reconciler.lifecycle import evidence, host
 from tests.unit.plugins.module_utils.conftest import Machine
-from tests.unit.plugins.module_utils.test_topology import LEFT, PROFILE, disk, fill, prepared
+from tests.unit.plugins.module_utils.topology.test_slice_discovery import (
+    LEFT,
+    PROFILE,
+    disk,
+    fill,
+    prepared,
+)
 from tests.unit.reconciler.api.refusals import refused
 from tests.unit.reconciler.api.world import ACT, NODE, World
 
@@ -36,7 +43,7 @@ def machine(tree: Path, script: Any, monkeypatch: pytest.MonkeyPatch) -> Machine
 
 def discovered(world: World) -> list[dict[str, Any]]:
     """Look at the host and record it as the node's; the bundles that it suggests."""
-    document = _topology.discover(PROFILE)
+    document = _slice_discovery.discover(PROFILE)
     identity = document["identity"] | {"host_key": "ssh-ed25519 AAAA"}
     with transaction(world.engine) as conn:
         host.enrolled(conn, NODE, ACT, **identity)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reconciler.api.idempotency import key
+from reconciler.api.http import idempotency_key as key
 from reconciler.model.errors import Problem
 from tests.unit.reconciler.api.world import IMAGE, NODE, World
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from reconciler.api.images import download_url
 from reconciler.settings import Settings
+from reconciler.trust.downloads import url as download_url
 from tests.unit.reconciler.api.world import IMAGE, World
 
 CONTENT = b"raw image" * 1000

@@ -230,3 +230,10 @@ def test_a_profile_that_is_broken_or_sells_nothing_is_in_nobodys_way(tmp_path: P
     assert "unsold" not in profile_skus(tmp_path)
     with pytest.raises(Problem, match="profile_unknown"):
         hardware_profile(tmp_path, "broken")
+
+
+def test_a_runtime_profile_is_refused_by_name(selling: World) -> None:
+    answer = refused(selling, lambda: launch(selling, runtime_profile="tuned"))
+    assert (answer["status"], answer["code"]) == (422, "field_without_effect")
+    assert "runtime_profile" in answer["found"]
+    assert launch(selling, runtime_profile="").status_code == 201

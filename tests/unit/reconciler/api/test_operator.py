@@ -11,7 +11,7 @@ import pytest
 from fastapi import APIRouter
 from sqlalchemy import Connection
 
-from reconciler.api.operator import create_operator_app
+from reconciler.api.health import create_operator_app
 from reconciler.api.security import Admin
 from reconciler.db import journal, leader
 from reconciler.db.engine import transaction
@@ -141,7 +141,7 @@ def test_which_addresses_are_taken() -> None:
     assert addresses.operators(Settings()) is None
     for text, found in (("127.0.0.1:8008", ("127.0.0.1", 8008)), ("[::1]:8008", ("::1", 8008))):
         assert addresses.operators(Settings(operator_listen=text)) == found
-        assert addresses.told(found) == text
+        assert addresses.host_port(found) == text
 
 
 def test_off_there_is_no_listener_and_a_taken_port_is_said(new: World) -> None:
@@ -149,7 +149,7 @@ def test_off_there_is_no_listener_and_a_taken_port_is_said(new: World) -> None:
     with listener.operators(new.settings, app) as address:
         assert address == ""
     with socket.create_server(("127.0.0.1", 0)) as other:
-        taken = addresses.told(other.getsockname())
+        taken = addresses.host_port(other.getsockname())
         settings = new.settings.model_copy(update={"operator_listen": taken})
         with (
             pytest.raises(Problem, match="operator_listen_unavailable"),

@@ -40,8 +40,9 @@ def test_every_list_is_paged() -> None:
         name = schema.get("$ref", "").rpartition("/")[2]
         if "items" in document["components"]["schemas"].get(name, {}).get("properties", {}):
             lists.append(path)
-            named = {parameter.get("name") for parameter in verbs["get"]["parameters"]}
-            assert {"limit", "cursor"} <= named, path
+            shared = {str(part.get("$ref")) for part in verbs["get"]["parameters"]}
+            named = {reference.rpartition("/")[2] for reference in shared}
+            assert {"QueryLimit", "QueryCursor"} <= named, path
             assert "next" in document["components"]["schemas"][name]["required"], path
     assert len(lists) >= 10
 

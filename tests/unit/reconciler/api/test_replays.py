@@ -196,6 +196,7 @@ ROWS = {
     "recovery_force_cleanup": _failed(runtime_verified_absent=False, reason="test"),
     "recovery_force_release": Row("selling", _lost),
     "recovery_policy_change": on(enabled=True),
+    "recovery_recover": _failed(reason="test"),
     "recovery_verify_absent": _failed(),
     "slots_approve": Row("prepared", _approval),
     "slots_remove_orphan": Row("selling", _orphan),

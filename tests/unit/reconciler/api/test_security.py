@@ -44,6 +44,8 @@ def names(selling: World) -> dict[str, str]:
     """An existing object for every name in a path, so that it is not missing that denies."""
     made = launch(selling).json()
     admin = selling.client("admin")
+    case = {"json": {"reason": "test"}, "headers": {"Idempotency-Key": "case"}}
+    assert admin.post(f"admin/allocations/{made['id']}/recover", **case).status_code == 202
     return {
         "node_id": NODE,
         "project_id": "demo",

@@ -21,7 +21,7 @@ import sqlalchemy as sa
 import reconciler.backup.restore as restoring
 from reconciler.backup import archive, database, unfinished
 from reconciler.backup.restore import restore
-from reconciler.cli.database import opened
+from reconciler.cli.service import open_migrated
 from reconciler.db import clock, migrations
 from reconciler.db import schema as tables
 from reconciler.db.engine import open_engine, reading, transaction
@@ -316,7 +316,7 @@ def test_a_restore_that_was_cut_off_is_opened_by_nobody_and_begun_again(
     cut_off(after, file, module, name, when)
 
     with pytest.raises(Problem, match="restore_unfinished"):
-        opened(after)
+        open_migrated(after)
     with pytest.raises(Problem, match="restore_unfinished"):
         archive.write(after, tmp_path / "half.tar.gz")
     if (name, when) != ("put_back", "before"):
@@ -324,7 +324,7 @@ def test_a_restore_that_was_cut_off_is_opened_by_nobody_and_begun_again(
             restore(after, other)
     done = restore(after, file)
     assert (done["lost_tasks"], len(done["closed_slots"])) == ([before.task], 1)
-    engine, _ = opened(after)
+    engine, _ = open_migrated(after)
     adopt(after, engine)
     with reading(engine) as conn:
         assert queue.get(conn, before.task).state == "lost"
@@ -348,8 +348,8 @@ def test_a_restore_that_goes_on_is_left_alone(tmp_path: Path) -> None:
     new.state_dir.mkdir(parents=True, exist_ok=True)
     file = tmp_path / "backup.tar"
     file.write_bytes(b"of no matter")
-    with unfinished.alone(new), unfinished.workplace(new) as folder:
-        with pytest.raises(Problem, match="one that goes on"):
+    with unfinished.locked(new), unfinished.work_folder(new) as folder:
+        with pytest.raises(Problem, match="another restore that is running"):
             restore(new, file)
         assert folder.exists()
 

@@ -19,7 +19,7 @@ __all__ = ["Gpuaas", "gpuaas", "new", "prepared", "selling", "stages"]
 
 
 class Gpuaas:
-    """Runs commands; `status`, `out` and `err` are those of the last one."""
+    """Runs commands; `status`, `out` and `err` belong to the last command."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str], patch: pytest.MonkeyPatch) -> None:
         self._capsys = capsys
@@ -54,11 +54,11 @@ class Gpuaas:
                 options["on_progress"](own.get(f"/admin/tasks/{task_id}"))
             task = world.lease()
             with transaction(world.engine) as conn:
-                found = act(conn, task)
-                error = found.pop("error", None)
+                result = act(conn, task)
+                error = result.pop("error", None)
                 state = TaskState.FAILED if error else TaskState.SUCCEEDED
                 held = (task["id"], task["lease_token"])
-                queue.finish(conn, *held, state, ACT, result=found, error=error)
+                queue.finish(conn, *held, state, ACT, result=result, error=error)
             return own.get(f"/admin/tasks/{task_id}")
 
         self._patch.setattr(client.Client, "wait", wait)

@@ -1,4 +1,4 @@
-"""What tenants type, and what operators type when it went wrong."""
+"""Commands of tenants, and commands of operators after a failure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from reconciler import recovery
 from reconciler.db.engine import transaction
 from reconciler.lifecycle import slices
 from reconciler.model.states import TaskState
@@ -44,8 +43,8 @@ def launched(selling: World, gpuaas: Gpuaas, tmp_path: Path) -> dict[str, Any]:
     ]
     assert offered.items() < made.items() and "url" not in offered
     words = ("launch", "--project", "demo", "--image", "base", "--key", str(key), "--no-wait")
-    found: dict[str, Any] = json.loads(gpuaas.at(selling, "member")(*words, "--output", "json"))
-    return found
+    document: dict[str, Any] = json.loads(gpuaas.at(selling, "member")(*words, "--output", "json"))
+    return document
 
 
 @pytest.mark.usefixtures("launched")
@@ -55,7 +54,7 @@ def test_an_image_is_cached_by_what_people_call_it(gpuaas: Gpuaas, selling: Worl
     for image in ("base", "base:2"):
         run("images", "cache", NODE, image, "--no-wait", "--output", "json")
         assert gpuaas.status == 0, gpuaas.err
-        queue.add(json.loads(gpuaas.out)["id"])
+        tasks.add(json.loads(gpuaas.out)["id"])
     assert len(tasks) == 1
     run("images", "cache", NODE, "base:3", "--no-wait")
     assert (gpuaas.status, "image_not_found" in gpuaas.err) == (1, True)
@@ -89,24 +88,6 @@ def test_launch_without_a_key(selling: World, gpuaas: Gpuaas, tmp_path: Path) ->
     words = ("launch", "--project", "demo", "--image", "x", "--key", str(tmp_path / "none"))
     gpuaas.at(selling, "member")(*words)
     assert (gpuaas.status, "file_invalid" in gpuaas.err) == (1, True)
-
-
-def test_recover(selling: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-
-    def recover(_client: object, allocation: str, reason: str, on_step: Any) -> dict[str, Any]:
-        seen.append((allocation, reason))
-        on_step("inventory", {})
-        after = {"slot_index": 3, "status": "available", "health_state": "healthy", "more": "all"}
-        return {"inventory_after": {"s-1": after}}
-
-    monkeypatch.setattr(recovery, "recover", recover)
-    gpuaas.at(selling)("recover", "a-1", "--reason", "stuck")
-    assert seen == [("a-1", "stuck")]
-    assert gpuaas.status == 0
-    assert gpuaas.out.splitlines()[1].split() == ["3", "s-1", "available", "healthy"]
-    gpuaas("recover", "a-1", "--reason", "stuck", "--output", "json")
-    assert json.loads(gpuaas.out)["inventory_after"]["s-1"]["more"] == "all"
 
 
 @pytest.mark.covers("CTRL-8")
@@ -183,8 +164,8 @@ def test_a_project_by_its_name(
 
 @pytest.mark.covers("CTRL-10")
 def test_a_members_projects(new: World, gpuaas: Gpuaas) -> None:
-    found = json.loads(gpuaas.at(new, "member")("projects", "list", "--output", "json"))
-    assert [row["name"] for row in found] == ["demo"]
+    document = json.loads(gpuaas.at(new, "member")("projects", "list", "--output", "json"))
+    assert [row["name"] for row in document] == ["demo"]
 
 
 def test_projects(new: World, gpuaas: Gpuaas) -> None:
@@ -238,18 +219,20 @@ def test_nobody_waits_for_a_release_that_has_failed(
 
     monkeypatch.setattr("time.sleep", fail)
     gpuaas.at(selling, "member")("release", key, "--project", "demo", "--output", "json")
-    found = json.loads(gpuaas.err.partition("\n")[2])
-    assert (gpuaas.status, found["code"]) == (1, "wipe_failed")
-    assert f"gpuaas recover {key}" in found["remedy"] and "0x2" not in gpuaas.err
+    document = json.loads(gpuaas.err.partition("\n")[2])
+    assert (gpuaas.status, document["code"]) == (1, "wipe_failed")
+    assert f"gpuaas recover {key}" in document["remedy"] and "0x2" not in gpuaas.err
 
 
 @pytest.mark.covers("CTRL-7")
 def test_an_admin_reads_an_allocation_as_tables(
     selling: World, gpuaas: Gpuaas, launched: dict[str, Any]
 ) -> None:
-    found = json.loads(gpuaas.at(selling)("allocation", "show", launched["id"], "--output", "json"))
-    assert found["claims"] and found["tasks"] and found["timeline"]
+    document = json.loads(
+        gpuaas.at(selling)("allocation", "show", launched["id"], "--output", "json")
+    )
+    assert document["claims"] and document["tasks"] and document["timeline"]
     told = gpuaas("allocation", "show", launched["id"])
-    assert all(task["id"] in told for task in found["tasks"])
-    assert all(claim["nvme_identity"] in told for claim in found["claims"])
+    assert all(task["id"] in told for task in document["tasks"])
+    assert all(claim["nvme_identity"] in told for claim in document["claims"])
     assert "launched by its project" in told and '{"' not in told

@@ -1,4 +1,4 @@
-"""What a discovery saw is approved as far as it is a plain share, and the rest by name."""
+"""Approvals from a discovery: plain shares by default, other filesystem types by name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from reconciler.cli import approvals
+from reconciler.cli import host, nodes
 
 pytestmark = pytest.mark.covers("HOST-9")
 
@@ -20,16 +20,16 @@ SEEN: dict[str, Any] = {
 
 
 def test_bytes_of_no_known_kind_are_approved_by_name_only() -> None:
-    approved = approvals.seen(SEEN, [])
+    approved = nodes.approval_of(SEEN, [])
     assert approved["filesystems"] == ["ext4", "gpt"]
     assert (approved["mounts"], approved["eui"]) == (["/share0"], "0f" * 16)
-    assert approvals.seen(SEEN, ["raw_data"])["filesystems"] == ["ext4", "gpt", "raw_data"]
+    assert nodes.approval_of(SEEN, ["raw_data"])["filesystems"] == ["ext4", "gpt", "raw_data"]
 
 
 def test_who_is_asked_reads_what_is_lost() -> None:
-    said = approvals.line("/dev/x", approvals.seen(SEEN, []))
+    said = nodes.approval_line("/dev/x", nodes.approval_of(SEEN, []))
     assert said.endswith("mounted on /share0  carries ext4, gpt")
-    assert approvals.line("/dev/x", {"serial": "A", "eui": "b"}).endswith(
+    assert nodes.approval_line("/dev/x", {"serial": "A", "eui": "b"}).endswith(
         "mounted on nowhere  carries nothing"
     )
 
@@ -44,4 +44,4 @@ def test_who_is_asked_reads_what_is_lost() -> None:
     ],
 )
 def test_a_file_holds_approvals_or_the_plan(found: Any, approved: dict[str, Any]) -> None:
-    assert approvals.by_path(found) == approved
+    assert host.approvals_by_path(found) == approved

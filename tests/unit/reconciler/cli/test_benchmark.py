@@ -59,12 +59,12 @@ def test_the_script_with_the_flags_of_the_seed(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found = document.load(output)
-    states = {each["probe"]: each["status"] for each in found["probes"]}
+    result = document.load(output)
+    states = {each["probe"]: each["status"] for each in result["probes"]}
     assert (states["cpu"], states["memory"]) == ("ok", "ok")
     assert states["disk"] == states["rdma"] == "unavailable"
-    virtual = found["host"]["hypervisor"]
-    assert (found["label"], found["kind"]) == (output.stem, "vm" if virtual else "host")
+    virtual = result["host"]["hypervisor"]
+    assert (result["label"], result["kind"]) == (output.stem, "vm" if virtual else "host")
     words = (tmp_path / "words").read_text().splitlines()
     assert 'IdentityFile="/var/lib/gpuaas/terminal/id_ed25519"' in words
     assert "StrictHostKeyChecking=yes" in words
@@ -171,14 +171,14 @@ def test_the_matrix_from_the_machine_to_the_verdict(
     words = [word for count in counts for word in ("--vcpus", str(count))]
     words += [word for probe in ("disk", "rdma", "gpu", "vllm") for word in ("--without", probe)]
     gpuaas("host", "benchmark", "gate", *files, *words, "--output", "json")
-    (found,) = json.loads(gpuaas.out)
-    assert [(cell["kind"], cell["vcpus"]) for cell in found["cells"]] == [
+    (answer,) = json.loads(gpuaas.out)
+    assert [(cell["kind"], cell["vcpus"]) for cell in answer["cells"]] == [
         ("host", count) for count in counts
     ]
-    for cell in found["cells"]:
+    for cell in answer["cells"]:
         assert cell["verdict"] in ("worse", "incomplete")
         assert any("no setting of the machine differs" in why for why in cell["open"])
-    assert (gpuaas.status, found["passes"]) == (1, False)
+    assert (gpuaas.status, answer["passes"]) == (1, False)
 
 
 def _ssh(folder: Path, body: str) -> Path:
@@ -217,7 +217,7 @@ def test_through_another_machine(
 def test_the_machine_of_an_allocation(
     selling: World, gpuaas: Gpuaas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Everything about the way is the reconciler's to know; the key is what the console showed."""
+    """The connection comes from the reconciler's records, the host key from the console."""
     monkeypatch.setattr(benchmark, "_QUICK", TINY)
     key = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAILw6MHUfBS0BkklFB8Qsked8rLaWhYoJ7HQ8JG+KpgdX"
     (tmp_path / "console").write_text(

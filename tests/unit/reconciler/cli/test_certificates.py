@@ -42,7 +42,7 @@ def enrolled(sound: World, tmp_path: Path) -> World:
 
 
 def enrol(world: World, folder: Path, token: str) -> httpx.Response:
-    """What the script of the userdata sends, from the host that has the key in this folder."""
+    """The request of the userdata script, from the host that has the key in this folder."""
     key = keygen.public_key((folder / "host.pub").read_text())
     body = discovery()["identity"] | {"host_key": key, "token": token, "node_id": NODE}
     return world.client().post(f"nodes/{NODE}/enrol", json=body | {"hostname": "lab"})
@@ -88,9 +88,9 @@ def test_the_end_of_a_certificate_is_seen_before_it_comes(
         'gpuaas_host_certificates{validity="valid"}': 1.0,
         'gpuaas_host_certificates{validity="expired"}': 0.0,
     }
-    found = metrics(enrolled)
-    assert found.items() >= valid.items()
-    assert 89 * DAY < found["gpuaas_host_certificate_seconds"] < 90 * DAY
+    result = metrics(enrolled)
+    assert result.items() >= valid.items()
+    assert 89 * DAY < result["gpuaas_host_certificate_seconds"] < 90 * DAY
 
     left(enrolled, 10)
     said = doctor()["host_certificates"]

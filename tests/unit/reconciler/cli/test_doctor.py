@@ -18,7 +18,7 @@ from reconciler.backup import unfinished
 from reconciler.db import leader
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
-from reconciler.doctor import configured, folders, records, tools
+from reconciler.doctor import configuration, folders, records, tools
 from reconciler.service.authorities import adopt
 from reconciler.settings import Settings
 from reconciler.trust.ca import Trust, open_trust
@@ -48,12 +48,12 @@ def sound(selling: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch) -> Wo
 
 @pytest.fixture
 def doctor(gpuaas: Gpuaas) -> Doctor:
-    """What is wrong, by check; the exit status agrees."""
+    """Findings by check; the exit status agrees with them."""
 
     def ask() -> dict[str, Any]:
-        found = json.loads(gpuaas("doctor", "--output", "json"))
-        assert gpuaas.status == (1 if found["failures"] else 0)
-        wrong = [finding for finding in found["findings"] if finding["status"] != "ok"]
+        document = json.loads(gpuaas("doctor", "--output", "json"))
+        assert gpuaas.status == (1 if document["failures"] else 0)
+        wrong = [finding for finding in document["findings"] if finding["status"] != "ok"]
         assert all(finding["expected"] and finding["remedy"] for finding in wrong)
         return {finding["check"]: finding for finding in wrong}
 
@@ -69,9 +69,9 @@ def test_slices_on_sale_that_nobody_can_reach(
     sound: World, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("GPUAAS_MEMBER_ADDRESS")
-    found = doctor()
-    assert {name: one["status"] for name, one in found.items()} == {"member_address": "warn"}
-    assert found["member_address"]["found"].startswith("2 slots on sale")
+    findings = doctor()
+    assert {name: one["status"] for name, one in findings.items()} == {"member_address": "warn"}
+    assert findings["member_address"]["found"].startswith("2 slots on sale")
     with transaction(sound.engine) as conn:
         off = {"status": "disabled", "available_proof_id": None}
         conn.execute(sa.update(tables.slots).values(off))
@@ -147,8 +147,8 @@ def test_a_fault_is_named(
     sound: World, doctor: Doctor, fault: Callable[[World], None], check: str, status: str
 ) -> None:
     fault(sound)
-    found = doctor()
-    assert {name: one["status"] for name, one in found.items()} == {check: status}
+    findings = doctor()
+    assert {name: one["status"] for name, one in findings.items()} == {check: status}
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_the_file_of_settings_is_looked_at(
     file.write_text("GPUAAS_WORKERS=7\nGPUAAS_WRKERS=3\n")
     monkeypatch.setenv("GPUAAS_CONFIG_FILE", str(file))
     file.chmod(0o644)
-    assert [one.found[-10:] for one in configured._file()] == ["(mode 644)"]
+    assert [one.found[-10:] for one in configuration._file()] == ["(mode 644)"]
     assert Settings().workers == 7
     monkeypatch.setenv("GPUAAS_WORKERS", "1")
     assert Settings().workers == 1, "the environment goes before the file"
@@ -232,10 +232,10 @@ def test_the_file_of_settings_is_looked_at(
 
 
 def test_a_restore_that_was_cut_off_is_named(sound: World, doctor: Doctor, gpuaas: Gpuaas) -> None:
-    """What such a site says of itself is a picture of the past."""
+    """The records of such a site describe the past."""
     unfinished.begin(sound.settings, "0" * 64)
-    found = doctor()["database"]
-    assert found["status"] == "fail" and "was cut off" in found["found"]
+    finding = doctor()["database"]
+    assert finding["status"] == "fail" and "was cut off" in finding["found"]
     gpuaas("check")
     assert (gpuaas.status, "restore_unfinished" in gpuaas.err) == (1, True)
 
@@ -248,9 +248,9 @@ def test_a_broken_profile_is_named(sound: World, tmp_path: Path) -> None:
     old = yaml.safe_load(good.read_text())
     del old["fabric"]["link"]
     (tmp_path / "old.yml").write_text(yaml.safe_dump(old))
-    found = list(tools.profiles(Settings(profiles_dir=tmp_path)))
-    assert [one.status for one in found] == ["fail", "ok", "fail", "fail"]
-    assert found[2].found == "old.yml: fabric: 'link' is a required property"
+    rows = list(tools.profiles(Settings(profiles_dir=tmp_path)))
+    assert [one.status for one in rows] == ["fail", "ok", "fail", "fail"]
+    assert rows[2].found == "old.yml: fabric: 'link' is a required property"
 
 
 def test_little_room_is_said(sound: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,9 +272,9 @@ def test_forgotten_holds_are_named(sound: World) -> None:
     run = folder / "runs" / "nobodys-run"
     run.mkdir(parents=True)
     with transaction(sound.engine) as conn:
-        assert not [one for one in records._held(sound.settings, conn) if one.status != "ok"]
+        assert not [one for one in records._run_locks(sound.settings, conn) if one.status != "ok"]
     with (run / "lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         with transaction(sound.engine) as conn:
-            (stale,) = records._held(sound.settings, conn)
+            (stale,) = records._run_locks(sound.settings, conn)
     assert (stale.status, "nobodys-run" in stale.found) == ("warn", True)

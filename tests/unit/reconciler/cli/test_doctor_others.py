@@ -19,14 +19,14 @@ TEMPLATES = "GET /job_templates/"
 
 @pytest.fixture(scope="module")
 def provider() -> Iterator[Provider]:
-    with running() as found:
-        yield found
+    with running() as provider:
+        yield provider
 
 
 @pytest.fixture(scope="module")
 def controller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Controller]:
-    with standing(tmp_path_factory.mktemp("awx")) as found:
-        yield found
+    with standing(tmp_path_factory.mktemp("awx")) as controller:
+        yield controller
 
 
 @pytest.fixture
@@ -34,9 +34,9 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUAAS_STATE_DIR", str(tmp_path))
 
 
-def said(gpuaas: Gpuaas, check: str) -> list[tuple[str, str]]:
-    found = json.loads(gpuaas("doctor", "--output", "json"))["findings"]
-    return [(one["status"], one["found"]) for one in found if one["check"] == check]
+def findings(gpuaas: Gpuaas, check: str) -> list[tuple[str, str]]:
+    rows = json.loads(gpuaas("doctor", "--output", "json"))["findings"]
+    return [(row["status"], row["found"]) for row in rows if row["check"] == check]
 
 
 @pytest.mark.covers("CTRL-10")
@@ -45,20 +45,20 @@ def test_the_provider_of_identities(
     gpuaas: Gpuaas, provider: Provider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check = "identity_provider"
-    assert said(gpuaas, check) == [], "a site without one"
+    assert findings(gpuaas, check) == [], "a site without one"
     monkeypatch.setenv("GPUAAS_OIDC_ISSUER", provider.url)
     monkeypatch.setenv("GPUAAS_OIDC_AUDIENCE", "gpuaas")
-    assert said(gpuaas, check) == [("ok", f"{provider.url}: 3 keys")]
+    assert findings(gpuaas, check) == [("ok", f"{provider.url}: 3 keys")]
     provider.set(issuer="https://elsewhere.example")
-    ((status, found),) = said(gpuaas, check)
-    assert (status, "calls itself by another name" in found) == ("warn", True)
+    ((status, text),) = findings(gpuaas, check)
+    assert (status, "names another issuer" in text) == ("warn", True)
     provider.set(issuer="", down=True)
-    ((status, found),) = said(gpuaas, check)
-    assert (status, provider.url in found) == ("warn", True)
+    ((status, text),) = findings(gpuaas, check)
+    assert (status, provider.url in text) == ("warn", True)
     monkeypatch.setenv("GPUAAS_OIDC_CA_FILE", "/none/ca.pem")
     provider.set(down=False)
-    ((status, found),) = said(gpuaas, check)
-    assert (status, "No such file" in found) == ("warn", True)
+    ((status, text),) = findings(gpuaas, check)
+    assert (status, "No such file" in text) == ("warn", True)
 
 
 @pytest.mark.covers("CTRL-10")
@@ -70,11 +70,11 @@ def test_a_ca_of_the_sites_own(
     controller.begin()
     monkeypatch.setenv("GPUAAS_OIDC_ISSUER", controller.url)
     monkeypatch.setenv("GPUAAS_OIDC_AUDIENCE", "gpuaas")
-    ((_, found),) = said(gpuaas, "identity_provider")
-    assert "CERTIFICATE_VERIFY_FAILED" in found
+    ((_, text),) = findings(gpuaas, "identity_provider")
+    assert "CERTIFICATE_VERIFY_FAILED" in text
     monkeypatch.setenv("GPUAAS_OIDC_CA_FILE", str(controller.ca_file))
-    ((_, found),) = said(gpuaas, "identity_provider")
-    assert "401" in found
+    ((_, text),) = findings(gpuaas, "identity_provider")
+    assert "401" in text
 
 
 @pytest.mark.covers("CTRL-9")
@@ -82,7 +82,7 @@ def test_a_ca_of_the_sites_own(
 @pytest.mark.parametrize(
     ("faults", "wanted"),
     [
-        ({}, [("ok", "17 job templates as they must be")]),
+        ({}, [("ok", "17 job templates as required")]),
         ({"without": ["gpuaas.slice.parity"]}, [("fail", "parity: 0 of that name")]),
         ({"status": {TEMPLATES: [401, 99]}}, [("fail", "awx_unauthorized")]),
     ],
@@ -99,9 +99,9 @@ def test_awx(
     monkeypatch.setenv("GPUAAS_AWX_URL", controller.url)
     monkeypatch.setenv("GPUAAS_AWX_TOKEN_FILE", str(controller.token_file))
     monkeypatch.setenv("GPUAAS_AWX_CA_FILE", str(controller.ca_file))
-    found = said(gpuaas, "awx")
-    assert [status for status, _ in found] == [status for status, _ in wanted]
-    assert all(part in told for (_, told), (_, part) in zip(found, wanted, strict=True)), found
+    result = findings(gpuaas, "awx")
+    assert [status for status, _ in result] == [status for status, _ in wanted]
+    assert all(part in told for (_, told), (_, part) in zip(result, wanted, strict=True)), result
 
 
 @pytest.mark.usefixtures("site")
@@ -113,5 +113,5 @@ def test_an_awx_that_nobody_vouches_for(
     monkeypatch.setenv("GPUAAS_AWX_URL", controller.url)
     monkeypatch.setenv("GPUAAS_AWX_TOKEN_FILE", str(controller.token_file))
     monkeypatch.setenv("GPUAAS_AWX_CA_FILE", str(certificate))
-    ((status, found),) = said(gpuaas, "awx")
-    assert (status, "awx_untrusted" in found) == ("fail", True)
+    ((status, text),) = findings(gpuaas, "awx")
+    assert (status, "awx_untrusted" in text) == ("fail", True)

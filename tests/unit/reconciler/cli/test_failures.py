@@ -1,4 +1,4 @@
-"""What an operator gets wrong is said in three lines, without what may be secret in it."""
+"""Operators' mistakes are reported in three lines, without possible secrets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SECRET = "s3cret-canary"
 
 @pytest.fixture(autouse=True)
 def _log_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set up once for a process; here it would write to what pytest has closed by then."""
+    """Logging is set up once for a process; here it would write to a stream that pytest closed."""
     monkeypatch.setattr(logs, "configure", lambda _settings: None)
 
 
@@ -67,10 +67,10 @@ def test_a_refused_setting_is_named_without_its_value(
 
 def test_a_backup_that_is_not_there(gpuaas: Gpuaas, tmp_path: Path) -> None:
     missing = tmp_path / "none.tar.gz"
-    for file, found in ((missing, "No such file or directory"), (tmp_path, "Is a directory")):
+    for file, reason in ((missing, "No such file or directory"), (tmp_path, "Is a directory")):
         gpuaas("restore", str(file), "--output", "json")
         told = json.loads(gpuaas.err)
-        assert (gpuaas.status, told["code"], told["found"]) == (1, "backup_unreadable", found)
+        assert (gpuaas.status, told["code"], told["found"]) == (1, "backup_unreadable", reason)
         assert str(file) in told["expected"]
 
 
@@ -116,9 +116,9 @@ def test_a_file_of_settings_that_is_named_and_not_there(
     ],
 )
 def test_postgresql_by_any_of_its_names(url: str) -> None:
-    found = Settings(database_url=url).database
-    assert found == "postgresql+psycopg://u:p%40@h:5432/x?sslmode=require"
-    assert sa.make_url(found).password == "p@"
+    result = Settings(database_url=url).database
+    assert result == "postgresql+psycopg://u:p%40@h:5432/x?sslmode=require"
+    assert sa.make_url(result).password == "p@"
     here = "postgresql:///gpuaas?host=/run/postgresql"
     assert Settings(database_url=here).database.startswith("postgresql+psycopg:///gpuaas?")
     assert Settings(database_url="sqlite:////tmp/x.db").database == "sqlite:////tmp/x.db"
@@ -161,24 +161,24 @@ def test_a_state_folder_that_cannot_be_written(
 
 
 def test_a_defect_stays_one() -> None:
-    assert failures.told(ValueError("a defect")) is None
-    assert failures.told(BrokenPipeError(32, "Broken pipe")) is None
-    assert failures.told(exc.ProgrammingError("SELECT 1", {}, Exception(SECRET))) is None
+    assert failures.as_problem(ValueError("a defect")) is None
+    assert failures.as_problem(BrokenPipeError(32, "Broken pipe")) is None
+    assert failures.as_problem(exc.ProgrammingError("SELECT 1", {}, Exception(SECRET))) is None
     refused = TrustError("key_invalid", expected="a", found="b", remedy="c")
-    assert failures.told(refused).document()["code"] == "key_invalid"  # type: ignore[union-attr]
-    unreadable = failures.told(PermissionError(13, "Permission denied", "/etc/x"))
+    assert failures.as_problem(refused).document()["code"] == "key_invalid"  # type: ignore[union-attr]
+    unreadable = failures.as_problem(PermissionError(13, "Permission denied", "/etc/x"))
     assert unreadable is not None and unreadable.found == "/etc/x: Permission denied"
 
 
-def asked(url: str, *statements: str) -> failures.Problem | None:
-    """How the refusal of one of these statements is told."""
+def refusal_of(url: str, *statements: str) -> failures.Problem | None:
+    """The refusal of such a statement, as a Problem."""
     engine = open_engine(url)
     try:
         with transaction(engine) as conn:
             for statement in statements:
                 conn.execute(sa.text(statement), {"value": SECRET} if ":value" in statement else {})
     except exc.DBAPIError as failure:
-        return failures.told(failure)
+        return failures.as_problem(failure)
     finally:
         engine.dispose()
     raise AssertionError("not refused")
@@ -187,11 +187,11 @@ def asked(url: str, *statements: str) -> failures.Problem | None:
 def test_of_a_database_only_what_keeps_it_away_is_no_defect(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'x.db'}"
     table = "CREATE TABLE t (a INT)"
-    assert asked(url, table, "INSERT INTO t (b) VALUES (:value)") is None, "no such column"
-    assert asked(url, table, "ALTER TABLE t ADD COLUMN a INT") is None, "duplicate column"
-    away = asked(f"sqlite:///{tmp_path / 'none' / 'x.db'}", "SELECT 1")
+    assert refusal_of(url, table, "INSERT INTO t (b) VALUES (:value)") is None, "no such column"
+    assert refusal_of(url, table, "ALTER TABLE t ADD COLUMN a INT") is None, "duplicate column"
+    away = refusal_of(f"sqlite:///{tmp_path / 'none' / 'x.db'}", "SELECT 1")
     assert away is not None and away.found == "unable to open database file"
-    reads = asked(url, table, "PRAGMA query_only = ON", "INSERT INTO t VALUES (1)")
+    reads = refusal_of(url, table, "PRAGMA query_only = ON", "INSERT INTO t VALUES (1)")
     assert reads is not None and reads.code == "database_unavailable"
     with closing(sqlite3.connect(tmp_path / "x.db")) as other:
         other.execute("BEGIN EXCLUSIVE")
@@ -199,45 +199,45 @@ def test_of_a_database_only_what_keeps_it_away_is_no_defect(tmp_path: Path) -> N
         with pytest.raises(exc.OperationalError) as caught, locked.connect() as conn:
             conn.exec_driver_sql("BEGIN IMMEDIATE")
         locked.dispose()
-    held = failures.told(caught.value)
+    held = failures.as_problem(caught.value)
     assert held is not None and held.found == "database is locked"
 
 
 @pytest.mark.postgres
 def test_of_a_server_too() -> None:
-    with running(fsync=False) as found:
-        _of_a_server(found.url)
+    with running(fsync=False) as result:
+        _of_a_server(result.url)
 
 
 def _of_a_server(server: str) -> None:
-    assert asked(server, "SELECT no_such_column") is None
-    assert asked(server, "SET LOCAL statement_timeout = 1", "SELECT pg_sleep(9)") is None
-    ended = asked(server, "SELECT pg_terminate_backend(pg_backend_pid())")
+    assert refusal_of(server, "SELECT no_such_column") is None
+    assert refusal_of(server, "SET LOCAL statement_timeout = 1", "SELECT pg_sleep(9)") is None
+    ended = refusal_of(server, "SELECT pg_terminate_backend(pg_backend_pid())")
     assert ended is not None and ended.code == "database_unavailable"
-    reads = asked(server, "SET TRANSACTION READ ONLY", "CREATE TABLE t (a INT)")
+    reads = refusal_of(server, "SET TRANSACTION READ ONLY", "CREATE TABLE t (a INT)")
     assert reads is not None and reads.code == "database_unavailable"
     unknown = sa.make_url(server).set(database="no_such_database")
-    none = asked(unknown.render_as_string(hide_password=False), "SELECT 1")
+    none = refusal_of(unknown.render_as_string(hide_password=False), "SELECT 1")
     assert none is not None and none.code == "database_unavailable"
 
 
 def test_of_files_only_those_that_let_nobody_in() -> None:
     for number in (errno.ENOENT, errno.EEXIST, errno.ENOSPC):
-        assert failures.told(OSError(number, os.strerror(number), "/etc/x")) is None
+        assert failures.as_problem(OSError(number, os.strerror(number), "/etc/x")) is None
     for number in (errno.EACCES, errno.EPERM, errno.EROFS):
-        told = failures.told(OSError(number, os.strerror(number), "/etc/x"))
+        told = failures.as_problem(OSError(number, os.strerror(number), "/etc/x"))
         assert told is not None and told.code == "file_unusable"
 
 
 def test_a_program_that_is_not_installed(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as program:
         subprocess.run(["no-such-program"], check=True)
-    told = failures.told(program.value)
+    told = failures.as_problem(program.value)
     assert told is not None
     assert (told.code, told.expected) == ("program_missing", "no-such-program on this machine")
     with pytest.raises(FileNotFoundError) as folder:
         subprocess.run(["true"], check=True, cwd=tmp_path / "none")
-    assert failures.told(folder.value) is None
+    assert failures.as_problem(folder.value) is None
 
 
 def test_the_log_keeps_where_it_came_from(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""Nodes out of use and back, what a task does while it does it, and whether all is sound."""
+"""Nodes out of use and back, progress of a running task, and `gpuaas check`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from reconciler.cli import waiting
+from reconciler.cli import tasks
 from reconciler.cli.session import Session
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.covers("CTRL-8", "CTRL-12")
 
 
 def ended(world: World, state: TaskState = TaskState.SUCCEEDED) -> dict[str, Any]:
-    """A task that has said one thing and is over."""
+    """An ended task with a single event."""
     world.client("admin").post(f"admin/nodes/{NODE}/parity")
     task = world.lease()
     with transaction(world.engine) as conn:
@@ -42,8 +42,8 @@ def test_out_of_use_and_back(selling: World, gpuaas: Gpuaas) -> None:
     assert (gpuaas.status, "--reason" in gpuaas.err) == (2, True)
     for verb, state in (("drain", "draining"), ("maintain", "maintenance"), ("resume", "ready")):
         run("nodes", verb, NODE, "--reason", "a new disk", "--output", "json")
-        found = json.loads(gpuaas.out)
-        assert (found["state"], found["state_reason"]) == (state, "a new disk")
+        document = json.loads(gpuaas.out)
+        assert (document["state"], document["state_reason"]) == (state, "a new disk")
         assert ("nothing is on it" in gpuaas.err) == (verb == "drain")
     told = run("nodes", "timeline", NODE, "--limit", "20")
     assert "draining -> maintenance (maintain by admin:admin): a new disk" in told
@@ -134,7 +134,7 @@ def test_who_waits_for_a_task_reads_what_it_waits_for(
     told: str,
 ) -> None:
     moments = iter((100.0, 100.0 + after_s, 100.0 + after_s))
-    monkeypatch.setattr("reconciler.cli.waiting.time.monotonic", lambda: next(moments))
+    monkeypatch.setattr("reconciler.cli.tasks.time.monotonic", lambda: next(moments))
     states = [
         {"id": "t-1", "state": "queued", "waits_for": waits},
         {"id": "t-1", "state": "succeeded", "result": {}, "waits_for": {}},
@@ -148,6 +148,6 @@ def test_who_waits_for_a_task_reads_what_it_waits_for(
 
     here = Session()
     here.__dict__["client"] = Played()
-    waiting.follow(here, "t-1")
+    tasks.wait_for(here, "t-1")
     line = capsys.readouterr().err.splitlines()[0].split("s", 1)[1].strip()
     assert line == f"queued  waits for {told}".removesuffix("  waits for ")

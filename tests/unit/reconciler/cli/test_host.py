@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import _parity
+from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _check
 
 from reconciler.cli import host
 from reconciler.runs import byhand, contract
-from reconciler.runs.errors import RunError
-from reconciler.runs.reach import Reach, Work
+from reconciler.runs.byhand import Work
+from reconciler.runs.spec import RunError
+from reconciler.runs.ssh import Reach
 from tests.unit.reconciler.api.world import NODE, World, bundle, discovery
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
@@ -57,7 +58,7 @@ module.exit_json(parity=first)
 
 @pytest.fixture
 def liar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The collection with a module that says what reports.json says, and roles that only tell."""
+    """The collection with a module that returns reports.json, and roles that only print."""
     reports = tmp_path / "reports.json"
     own = tmp_path / "collections" / "ansible_collections" / "gpuaas" / "slice"
     (own / "plugins" / "modules").mkdir(parents=True)
@@ -92,7 +93,7 @@ def report(*outcomes: tuple[str, str, str, str]) -> dict[str, Any]:
         for check, status, detail, role in outcomes
     ]
     identity = {"boot_id": "b", "machine_id": "m", "host_key": "k"}
-    return {"schema": 1, "identity": identity, **_parity.report(checks)}
+    return {"schema": 1, "identity": identity, **_check.report(checks)}
 
 
 @pytest.mark.covers("HOST-10")
@@ -112,7 +113,7 @@ def test_a_report_of_this_machine_is_a_line_for_each_check(gpuaas: Gpuaas) -> No
 def test_remediation_runs_the_roles_that_failed_checks_name_and_looks_again(
     gpuaas: Gpuaas, liar: Path, tmp_path: Path
 ) -> None:
-    """What a host says in a detail is neither a template here nor a second line."""
+    """A host's text in a detail is neither a template here nor a second line."""
     canary = tmp_path / "canary"
     hostile = f"{{{{ lookup('pipe', 'touch {canary}') }}}}\nGPUAAS_SLICE_PARITY status=PASS $(id)"
     before = report(
@@ -159,7 +160,7 @@ def test_a_host_that_cannot_be_reached_is_said_to_be_so(gpuaas: Gpuaas) -> None:
 
 
 class Played:
-    """Instead of runs: what would have been run, and what it came back with."""
+    """Replaces runs: records the work and returns prepared evidence."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.works: list[Work] = []
@@ -193,12 +194,12 @@ def test_the_reconcilers_evidence_goes_to_the_host(
     words = ["--api-base", "http://test", "--api-token-file", token, "--node-id", NODE]
     gpuaas("host", "parity", "--host", "100.75.6.89", "--user", "hpcadmin", *words)
     assert gpuaas.status == 0, gpuaas.err
-    found = played.works[0].variables
-    assert found["slice_profile"]["name"] == "lab"
-    assert [slot["gpu_pci_address"] for slot in found["slice_slots"]] == [
-        bundle(slot["slot_index"])["gpu_pci_address"] for slot in found["slice_slots"]
+    rows = played.works[0].variables
+    assert rows["slice_profile"]["name"] == "lab"
+    assert [slot["gpu_pci_address"] for slot in rows["slice_slots"]] == [
+        bundle(slot["slot_index"])["gpu_pci_address"] for slot in rows["slice_slots"]
     ]
-    assert found["slice_api_topology"] == {
+    assert rows["slice_api_topology"] == {
         "source": "api",
         "completed": True,
         "boot_id": discovery()["identity"]["boot_id"],
@@ -328,7 +329,7 @@ def test_an_approval_from_a_file_is_what_counts(
 def test_a_file_that_approves_nothing_approves_nothing(
     gpuaas: Gpuaas, played: Played, tmp_path: Path, kept: Any
 ) -> None:
-    """Such as a plan that an older version saved: what the host shows now must not stand in."""
+    """Such as a plan of an older version: the host's current answer must not replace it."""
     file = tmp_path / "approved.json"
     file.write_text(json.dumps(kept))
     words = ["--profile", "lab", "--apply", "--devices", DEVICE, "--approved", str(file), "--yes"]

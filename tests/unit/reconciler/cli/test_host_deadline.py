@@ -22,7 +22,7 @@ DISKS = [f"/dev/disk/by-id/nvme-eui.5e0000000000a0{index:02x}" for index in rang
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[RunSpec]:
-    """Instead of processes: what each would have been, over at once."""
+    """Replaces processes: the specification of each run, which ends at once."""
     specs: list[RunSpec] = []
 
     def launch(site: Site, spec: RunSpec) -> Path:
@@ -38,7 +38,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[RunSpec]:
 
 @pytest.fixture
 def approved(tmp_path: Path) -> Path:
-    """What somebody said yes to, so that nobody is asked."""
+    """An approval file, so that the command asks no question."""
     file = tmp_path / "approved.json"
     file.write_text(json.dumps({path: {"serial": "LABNVME0"} for path in DISKS}))
     return file
@@ -49,15 +49,15 @@ def test_a_transition_may_take_as_long_as_all_of_its_wipes(
     gpuaas: Gpuaas, launched: list[RunSpec], approved: Path
 ) -> None:
     acting = ["--apply", "--yes", "--approved", str(approved), "--profile", PROFILE]
-    found = []
+    rows = []
     for disks in (1, 2, 4, 8):
         gpuaas("host", "transition", "--devices", ",".join(DISKS[:disks]), *acting)
         plan, act = launched[-2:]
         assert (plan.variables["slice_apply"], plan.deadline_s) == (False, byhand.DEADLINE_S)
         wipe = act.variables["slice_profile"]["deadlines"]["wipe"]
         assert LONGEST_S > act.deadline_s > disks * wipe
-        found.append(act.deadline_s)
-    one, two, four, eight = found
+        rows.append(act.deadline_s)
+    one, two, four, eight = rows
     assert (one > wipe, two - one, four - two) == (True, wipe, 2 * wipe)
     # All that one machine has.
     assert eight - four == 4 * wipe

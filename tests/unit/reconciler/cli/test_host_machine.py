@@ -29,7 +29,7 @@ ls /etc/dnsmasq.d; cat /run/machine/nat; stat -c %a /var/lib/libvirt
 
 
 def test_drift_is_repaired_by_parity_and_by_prepare(tmp_path: Path) -> None:
-    """What a repair cannot do (a reboot, an enrolment) stays a failed check that says so."""
+    """A failure beyond repair (a reboot, an enrolment) stays a failed check with its reason."""
     profile = yaml.safe_load((ROOT / "profiles" / "lab.yml").read_text())
     profile["fabric"] |= {"pf_ids": [], "vfs_per_pf": 0}
     (tmp_path / "profiles").mkdir()

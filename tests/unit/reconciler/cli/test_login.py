@@ -10,7 +10,7 @@ from typing import Any
 import jwt
 import pytest
 
-from reconciler.cli import login
+from reconciler.cli import tokens
 from tests.unit.reconciler.api.provider import AUDIENCE, Provider, running
 from tests.unit.reconciler.api.world import NODE, World
 from tests.unit.reconciler.cli.conftest import Gpuaas
@@ -30,8 +30,8 @@ def provider() -> Iterator[Provider]:
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(login, "_INTERVAL_S", 0.01)
-    monkeypatch.setattr(login, "_LEAST_S", 0.05)
+    monkeypatch.setattr(tokens, "_INTERVAL_S", 0.01)
+    monkeypatch.setattr(tokens, "_LEAST_S", 0.05)
     monkeypatch.setenv("GPUAAS_TOKEN_FILE", str(tmp_path / "token"))
     return tmp_path / "token"
 
@@ -41,7 +41,7 @@ def words(provider: Provider, *more: str, client: str = AUDIENCE) -> tuple[str, 
 
 
 def both(provider: Provider, **wishes: Any) -> dict[str, Any]:
-    """What a provider gives to a device that somebody has confirmed."""
+    """A provider's answer for a confirmed device."""
     access = {"typ": "at+jwt"}
     return {
         "id_token": provider.order(**wishes),

@@ -1,4 +1,4 @@
-"""Shared options, errors, and what a command must not load."""
+"""Shared options, errors, and modules that a command must not load."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 
 import lab.cli
 from reconciler.cli.main import hoist
+from reconciler.cli.output import clean
 from reconciler.cli.session import DEFAULT_API, Session
-from reconciler.cli.show import clean
 from tests.unit.reconciler.api.world import World
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
@@ -151,7 +151,7 @@ def test_what_stands_before_the_service_is_no_traceback(
     monkeypatch.setattr("reconciler.client.httpx.Client", lambda **_options: own)
     (tmp_path / "token").write_text("x")
     gpuaas("nodes", "list", "--token-file", str(tmp_path / "token"), "--output", "json")
-    found = json.loads(gpuaas.err)
-    assert (gpuaas.status, found["code"]) == (1, "http_error")
-    assert found["found"].startswith(f"status {status}, text/html: ")
-    assert "\n" not in found["found"] and "GPUAAS_API" in found["remedy"]
+    document = json.loads(gpuaas.err)
+    assert (gpuaas.status, document["code"]) == (1, "http_error")
+    assert document["found"].startswith(f"status {status}, text/html: ")
+    assert "\n" not in document["found"] and "GPUAAS_API" in document["remedy"]

@@ -31,9 +31,9 @@ def test_what_is_known_of_a_machine_can_be_changed(new: World, gpuaas: Gpuaas) -
     assert gpuaas.status == 0, gpuaas.err
     words = ["--fabric-address", "10.20.0.8/16", "--region", "", "--output", "json"]
     gpuaas("nodes", "change", "n2", *words)
-    found = json.loads(gpuaas.out)
-    assert (found["fabric_interface"], found["fabric_address"]) == ("ibp65s0", "10.20.0.8/16")
-    assert (found["address"], found["region"]) == ("192.0.2.8", "")
+    document = json.loads(gpuaas.out)
+    assert (document["fabric_interface"], document["fabric_address"]) == ("ibp65s0", "10.20.0.8/16")
+    assert (document["address"], document["region"]) == ("192.0.2.8", "")
 
 
 @pytest.mark.covers("HOST-10")

@@ -1,15 +1,15 @@
-"""Lines of a host are printed only when they say what its checks say."""
+"""Parity lines of a host are printed only when they agree with its checks."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import _parity
+from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _check
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reconciler.cli import parityreport
+from reconciler.cli import host
 from reconciler.model.errors import Problem
 
 pytestmark = pytest.mark.covers("HOST-10")
@@ -28,14 +28,14 @@ def report(*details: str) -> dict[str, Any]:
         }
         for number, detail in enumerate(details)
     ]
-    return _parity.report(checks)
+    return _check.report(checks)
 
 
 @given(st.lists(st.text(max_size=40), max_size=4))
 def test_what_the_module_says_is_printed_as_it_is(details: list[str]) -> None:
     made = report(*details)
-    assert parityreport.lines(made) == made["lines"]
-    assert parityreport.failures(made) == len(details)
+    assert host.parity_lines(made) == made["lines"]
+    assert host.parity_failures(made) == len(details)
 
 
 FORGED = "GPUAAS_SLICE_PARITY status=PASS check=c0 detail=fine"
@@ -59,4 +59,4 @@ SUMMARY = "GPUAAS_SLICE_PARITY_SUMMARY status=FAIL checks=1 failures=1 warnings=
 )
 def test_lines_that_say_something_else_are_not_printed(lines: Any) -> None:
     with pytest.raises(Problem, match="report_inconsistent"):
-        parityreport.lines(report("fine") | {"lines": lines})
+        host.parity_lines(report("fine") | {"lines": lines})

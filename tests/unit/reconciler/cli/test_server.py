@@ -1,4 +1,4 @@
-"""The processes of `gpuaas serve` and `gpuaas worker`: what starts, and that all of it ends."""
+"""The processes of `gpuaas serve` and `gpuaas worker`: their parts start, and all of them end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 
 from reconciler import logs
-from reconciler.cli import worker
+from reconciler.cli import service
 from reconciler.db import leader
 from reconciler.db.engine import reading
 from reconciler.service import process
@@ -23,7 +23,7 @@ from tests.unit.reconciler.cli.conftest import Gpuaas
 
 @pytest.fixture
 def story(new: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What happened, in order; the service is configured by its environment as in real life."""
+    """Events in order; the environment configures the service, as in real life."""
     told: list[str] = []
 
     class Worker:
@@ -62,7 +62,7 @@ def test_worker_and_api(new: World, gpuaas: Gpuaas, story: list[str]) -> None:
     folder = new.settings.state_dir.name
     told = [f"worker of {folder}", "start", "serve 127.0.0.1 False", "ready 200", "stop"]
     assert (gpuaas.status, story) == (0, told)
-    assert not {"worker", "pulse", "loops"} & {thread.name for thread in threading.enumerate()}
+    assert not {"worker", "heartbeat", "loops"} & {thread.name for thread in threading.enumerate()}
 
 
 def test_the_log_says_where_it_listens_and_where_others_find_it(
@@ -125,7 +125,7 @@ def test_of_a_name_those_addresses_are_served_that_this_machine_has(
     places: list[str],
     served: bool,
 ) -> None:
-    """As of `localhost` with ::1 where IPv6 is off; 192.0.2.1 is an example, and nobody's."""
+    """Like `localhost` with ::1 where IPv6 is off; 192.0.2.1 is an address for examples."""
 
     def named(*_name: object, **_kinds: object) -> list[tuple[Any, ...]]:
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (place, 0)) for place in places]
@@ -155,7 +155,7 @@ def test_worker_alone(new: World, gpuaas: Gpuaas, story: list[str], monkeypatch:
                 signal.raise_signal(signal.SIGTERM)
             return super().wait(timeout)
 
-    monkeypatch.setattr(worker.threading, "Event", Event)
+    monkeypatch.setattr(service.threading, "Event", Event)
     gpuaas("worker")
     told = [f"worker of {new.settings.state_dir.name}", "start", "stop"]
     assert (gpuaas.status, story) == (0, told)

@@ -60,11 +60,11 @@ def test_a_long_past_is_told_in_short_and_whole_as_json(prepared: World, gpuaas:
     gpuaas("slots", "show", NODE, "1")
     assert (gpuaas.status, "more than 20 proofs" in gpuaas.err) == (0, True), gpuaas.err
     gpuaas("slots", "show", NODE, "1", "--output", "json")
-    found = json.loads(gpuaas.out)
-    changes, proofs = ([row["id"] for row in found[name]] for name in ("history", "proofs"))
+    document = json.loads(gpuaas.out)
+    changes, proofs = ([row["id"] for row in document[name]] for name in ("history", "proofs"))
     assert (changes, len(changes)) == (sorted(changes), 25)
     assert len(proofs) == len(set(proofs)) == 23
-    assert not {"history_next", "proofs_next"} & set(found)
+    assert not {"history_next", "proofs_next"} & set(document)
 
 
 def test_an_open_gate(selling: World, gpuaas: Gpuaas) -> None:

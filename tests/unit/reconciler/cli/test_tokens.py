@@ -46,8 +46,8 @@ def test_tokens_belong_to_somebody(
 def test_a_leaked_token_is_found_and_revoked(
     new: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = json.loads(gpuaas.at(new)("token", "list", "--output", "json"))
-    (leaked,) = [row["id"] for row in found if row["name"] == "member"]
+    document = json.loads(gpuaas.at(new)("token", "list", "--output", "json"))
+    (leaked,) = [row["id"] for row in document if row["name"] == "member"]
     gpuaas("token", "revoke", leaked)
     assert gpuaas.status == 0, gpuaas.err
     gpuaas.at(new, "member")("projects", "list")

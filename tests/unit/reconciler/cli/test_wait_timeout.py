@@ -15,7 +15,7 @@ from reconciler.records import queue
 from tests.unit.reconciler.api.test_launches import activate, launch
 from tests.unit.reconciler.api.world import ACT, NODE, World
 from tests.unit.reconciler.cli.conftest import Gpuaas
-from tests.unit.reconciler.cli.test_operating import Host, stuck
+from tests.unit.reconciler.cli.test_recovery import Host, stuck
 from tests.unit.reconciler.wipes import proofs
 
 pytestmark = pytest.mark.covers("CTRL-7", "CTRL-8")
@@ -24,7 +24,7 @@ HOUR = 3600.0
 
 
 class Passing:
-    """The seconds of one wait. then: what happens, by the second at which it has."""
+    """A clock for a wait. then: events, by the second in which they happen."""
 
     def __init__(self, patch: pytest.MonkeyPatch, step: float) -> None:
         self.seconds = 0.0
@@ -45,11 +45,10 @@ def hours(monkeypatch: pytest.MonkeyPatch) -> Passing:
 
 
 @pytest.fixture
-def host(selling: World, gpuaas: Gpuaas) -> Host:
+def host(selling: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch) -> Host:
     """It is looked at within no time."""
-    host = Host(selling, True)
-    gpuaas.at(selling).ending(selling, host.look)
-    return host
+    gpuaas.at(selling)
+    return Host(selling, True).attend(monkeypatch)
 
 
 def test_recover_waits_for_a_wipe_of_hours(

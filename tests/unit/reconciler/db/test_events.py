@@ -12,8 +12,7 @@ import sqlalchemy as sa
 import yaml
 from jsonschema import Draft202012Validator
 
-from reconciler.api import views
-from reconciler.db import journal
+from reconciler.db import clock, journal
 from reconciler.db.engine import reading, transaction
 from reconciler.lifecycle import host, launch, recovery, slices
 from reconciler.model import transitions
@@ -65,7 +64,8 @@ def told(engine: sa.Engine) -> list[Event]:
     with reading(engine) as conn:
         rows = journal.pending_events(conn, 10_000)
     return [
-        {name: value for name, value in views.record(row).items() if name != "published_at"}
+        {name: value for name, value in row.items() if name != "published_at"}
+        | {"at": clock.iso(row["at"])}
         for row in rows
     ]
 
@@ -81,8 +81,11 @@ def literal_topics() -> set[str]:
     """Topics that stand in calls which emit an event."""
     found = set()
     for file in (PROJECT / "reconciler").rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if not isinstance(node, ast.Call):
+        text = file.read_text()
+        if "emit" not in text:
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if not isinstance(node, ast.Call) or len(node.args) < 2:
                 continue
             if ast.unparse(node.func).rpartition(".")[2] in ("emit", "emit_report"):
                 topic = node.args[1]

@@ -1,6 +1,6 @@
 """A host as far as provision and release change it, and what the modules do to it.
 
-The ledger is the collection's own (`_lease.py`) over files in memory, so fences are judged by the
+The ledger is the collection's own (`_ledger.py`) over files in memory, so fences are judged by the
 code that judges them on a host. The rest follows the modules' documentation: what each refuses,
 what it changes, and that a second time it changes nothing.
 """
@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils import _lease
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _object_names
 
 Document = dict[str, Any]
 MACHINE = "machine"
@@ -99,19 +100,19 @@ class Host:
         del named["tree"], named["proofs"]
         return named | {"ledger": entries, "proven": set(self.proofs)}
 
-    def ledger(self) -> list[_lease.Entry]:
+    def ledger(self) -> list[_ledger.Entry]:
         with self.at():
-            return _lease.entries()
+            return _ledger.entries()
 
     @contextlib.contextmanager
     def at(self) -> Iterator[None]:
         """The collection's ledger code works on this host."""
-        before = _lease._host
-        _lease._host = self.tree  # type: ignore[assignment]
+        before = _ledger._host
+        _ledger._host = self.tree  # type: ignore[assignment]
         try:
             yield
         finally:
-            _lease._host = before
+            _ledger._host = before
 
     def act(self, module: str, params: Document, dry: bool) -> Document:
         """What a module answers; KeyError for one that nobody has told this model about."""
@@ -151,7 +152,7 @@ def slice_lease(host: Host, params: Document) -> Document:
         if params["boot_id"] != host.boot_id:
             raise refuse("boot_changed", f"boot {host.boot_id}")
         for slot in slots:
-            entry = _lease.check(slot["slot_id"], slot["fence"])
+            entry = _ledger.check(slot["slot_id"], slot["fence"])
             others = {disk for k, disks in host.running.items() if k != key for disk in disks}
             if disk_of(slot) in others:
                 raise refuse("device_in_use")
@@ -159,23 +160,23 @@ def slice_lease(host: Host, params: Document) -> Document:
                 raise refuse("disk_dirty")
         host.plans.add(key)
         for slot in slots:
-            args = {"fence": slot["fence"], "allocation_id": key, "disk": disk_of(slot)}
-            _lease.hold(slot["slot_id"], **args)
+            args = {"fence": slot["fence"], "allocation_id": key, "disk_identity": disk_of(slot)}
+            _ledger.hold(slot["slot_id"], **args)
         boot = slots[0]
         bundle = {"ip": boot["private_ip"], "mac": boot["management_mac"], "cpus": [], "gpus": []}
         more = {"numa_node": 0, "fabric_vfs": [], "disks": [slot["nvme_device"] for slot in slots]}
         return {"bundle": bundle | more}
     for slot in slots:
-        _lease.check(slot["slot_id"], slot["fence"])
+        _ledger.check(slot["slot_id"], slot["fence"])
     if state == "fenced":
         for slot in slots:
-            _lease.raise_fence(slot["slot_id"], fence=slot["fence"])
+            _ledger.raise_fence(slot["slot_id"], fence=slot["fence"])
         return {}
-    mine = [s for s in slots if _lease.load(s["slot_id"]).allocation_id == key]
+    mine = [s for s in slots if _ledger.load(s["slot_id"]).allocation_id == key]
     if (mine or key in host.plans) and key in host.running:
         raise refuse("domain_present")
     for slot in mine:
-        _lease.release(slot["slot_id"], fence=slot["fence"])
+        _ledger.release(slot["slot_id"], fence=slot["fence"])
     host.plans.discard(key)
     return {}
 
@@ -187,7 +188,7 @@ def image_cache(host: Host, params: Document) -> Document:
 
 def image_clone(host: Host, params: Document) -> Document:
     slot, key = params["slot"], params["allocation_id"]
-    entry = _lease.check(slot["slot_id"], slot["fence"])
+    entry = _ledger.check(slot["slot_id"], slot["fence"])
     disk, done = disk_of(slot), (params["digest"], slot["fence"])
     if not (entry.dirty and host.clones.get(slot["slot_id"]) == done):
         if params["digest"] not in host.images:
@@ -198,7 +199,7 @@ def image_clone(host: Host, params: Document) -> Document:
             raise refuse("lease_not_held")
         if disk not in host.proofs and not (entry.dirty and entry.fence == slot["fence"]):
             raise refuse("not_clean")
-        _lease.mark_dirty(slot["slot_id"], fence=slot["fence"], disk=disk)
+        _ledger.mark_dirty(slot["slot_id"], fence=slot["fence"], disk_identity=disk)
         host.proofs.pop(disk, None)
         host.disks[disk] = key
         host.clones[slot["slot_id"]] = done
@@ -208,7 +209,7 @@ def image_clone(host: Host, params: Document) -> Document:
 def slice_reservation(host: Host, params: Document) -> Document:
     key, ip = params["allocation_id"], params["ip"]
     if params["state"] == "present":
-        _lease.check_each(params.get("slots", ()))
+        _ledger.check_each(params.get("slots", ()))
     if params["state"] == "absent":
         host.reservations.pop(key, None)
     elif any(other == ip for holder, other in host.reservations.items() if holder != key):
@@ -221,7 +222,7 @@ def slice_reservation(host: Host, params: Document) -> Document:
 def cloud_seed(host: Host, params: Document) -> Document:
     key = params["allocation_id"]
     if params["state"] == "present":
-        _lease.check_each(params.get("slots", ()))
+        _ledger.check_each(params.get("slots", ()))
     if params["state"] == "absent":
         host.seeds.discard(key)
         return {}
@@ -232,19 +233,21 @@ def cloud_seed(host: Host, params: Document) -> Document:
 def slice_vm(host: Host, params: Document) -> Document:
     key, slots = params["allocation_id"], params["slots"]
     for slot in slots:
-        _lease.check(slot["slot_id"], slot["fence"])
+        _ledger.check(slot["slot_id"], slot["fence"])
     if params["state"] == "absent":
         gone = host.running.pop(key, None)
         told = {"stop_domain": {"shutdown": "graceful"}} if gone else {}
         return {"domain": {}, "evidence": told}
     disks = tuple(disk_of(slot) for slot in slots)
-    held = {e.disk for e in _lease.entries() if e.allocation_id == key}
+    held = {e.disk_identity for e in _ledger.entries() if e.allocation_id == key}
     if not held.issuperset(disks):
         raise refuse("lease_missing")
     if key not in host.running:
         for slot in slots:
-            if not _lease.load(slot["slot_id"]).dirty:
-                _lease.mark_dirty(slot["slot_id"], fence=slot["fence"], disk=disk_of(slot))
+            if not _ledger.load(slot["slot_id"]).dirty:
+                _ledger.mark_dirty(
+                    slot["slot_id"], fence=slot["fence"], disk_identity=disk_of(slot)
+                )
                 host.proofs.pop(disk_of(slot), None)
             host.disks[disk_of(slot)] = key
         host.running[key] = disks
@@ -264,13 +267,15 @@ def nvme_wipe(host: Host, params: Document) -> Document:
     proofs = {}
     for slot in params["slots"]:
         disk = disk_of(slot)
-        entry = _lease.check(slot["slot_id"], slot["fence"])
+        entry = _ledger.check(slot["slot_id"], slot["fence"])
         if entry.dirty or disk not in host.proofs:
             if any(disk in disks for disks in host.running.values()) or disk in host.mounts:
                 raise refuse("disk_in_use")
-            _lease.mark_dirty(slot["slot_id"], fence=slot["fence"], disk=disk)
+            _ledger.mark_dirty(slot["slot_id"], fence=slot["fence"], disk_identity=disk)
             proof = host.wiped(slot)
-            _lease.mark_clean(slot["slot_id"], fence=slot["fence"], disk=disk, proof=proof)
+            _ledger.mark_clean(
+                slot["slot_id"], fence=slot["fence"], disk_identity=disk, proof=proof
+            )
         proofs[slot["slot_id"]] = {**host.proofs[disk], "slot_id": slot["slot_id"]}
     return {"proofs": proofs}
 
@@ -287,7 +292,7 @@ def slice_absence(host: Host, params: Document) -> Document:
     checks = {name: {"absent": not found, "known": True} for name, found in left.items()}
     if params.get("require_absent") and any(left.values()):
         raise refuse("not_absent", ", ".join(name for name, found in left.items() if found))
-    dirty = any(_lease.load(slot["slot_id"]).dirty for slot in params["slots"])
+    dirty = any(_ledger.load(slot["slot_id"]).dirty for slot in params["slots"])
     return {"absent": not any(left.values()), "checks": checks, "disk_dirty": dirty}
 
 
@@ -317,19 +322,26 @@ def slice_holdings(host: Host, params: Document) -> Document:
                 "slot_id": entry.slot_id,
                 "allocation_id": entry.allocation_id,
                 "fence": entry.fence,
-                "disk": entry.disk,
+                "disk": entry.disk_identity,
                 "dirty": entry.dirty,
             }
-            for entry in _lease.entries()
+            for entry in _ledger.entries()
         ],
         "reservations": [
             {"allocation_id": key, "mac": by_ip[ip]["management_mac"], "ip": ip}
             for key, ip in host.reservations.items()
         ],
         "addresses": [],
-        "ports": [{"port": f"gs{key.replace('-', '')[:12]}"} for key in machines],
-        "guards": [{"cookie": f"0x{int(key.replace('-', '')[:16], 16):x}"} for key in machines],
+        "ports": [
+            {"port": _object_names.port_name(key), "owner": key.replace("-", "")[:12]}
+            for key in machines
+        ],
+        "guards": [
+            {"cookie": _object_names.cookie(key), "owner": key.replace("-", "")[:16]}
+            for key in machines
+        ],
         "files": [{"allocation_id": key, "path": f"/seeds/{key}"} for key in sorted(host.seeds)],
+        "limits": [],
         "devices": [],
     }
     parts = {name: {"known": True, "detail": "", "found": found} for name, found in held.items()}
@@ -341,11 +353,11 @@ def baremetal_lease(host: Host, params: Document) -> Document:
     key, fence = params["allocation_id"], params["fence"]
     disks = {disk["slot_id"]: disk_of(disk) for disk in params["disks"]}
     names = (*disks, MACHINE)
-    before = {name: _lease.load(name) for name in names}
+    before = {name: _ledger.load(name) for name in names}
     late: Document = {}
     try:
         for name in names:
-            _lease.check(name, fence)
+            _ledger.check(name, fence)
     except Refusal as stale:
         # As the driver does: a blocked plan is told together with what was seen.
         late = {"failed": True, "msg": str(stale), "error": stale.document()}
@@ -353,7 +365,7 @@ def baremetal_lease(host: Host, params: Document) -> Document:
         _MACHINE_STATES[params["state"]](host, params, disks, before)
     # An ending that is only looked at (check mode) says how things were.
     ending = params["state"] == "ending"
-    told = before if ending else {name: _lease.load(name) for name in names}
+    told = before if ending else {name: _ledger.load(name) for name in names}
     return late | {
         "given": told[MACHINE].allocation_id == key and told[MACHINE].dirty,
         "dirty": [name for name in disks if told[name].dirty],
@@ -361,7 +373,7 @@ def baremetal_lease(host: Host, params: Document) -> Document:
     }
 
 
-Entries = dict[str, _lease.Entry]
+Entries = dict[str, _ledger.Entry]
 
 
 def _held(host: Host, params: Document, disks: dict[str, str], entries: Entries) -> None:
@@ -369,14 +381,14 @@ def _held(host: Host, params: Document, disks: dict[str, str], entries: Entries)
     if not (entries[MACHINE].allocation_id == key and entries[MACHINE].dirty):
         if params["boot_id"] != host.boot_id:
             raise refuse("boot_changed", f"boot {host.boot_id}")
-        for entry in _lease.entries():
+        for entry in _ledger.entries():
             if entry.allocation_id not in ("", key):
                 raise refuse("slot_leased")
-            if entry.dirty and entry.allocation_id != key and entry.disk in disks.values():
+            if entry.dirty and entry.allocation_id != key and entry.disk_identity in disks.values():
                 raise refuse("disk_dirty")
     for name in entries:
         disk = disks.get(name, "")
-        _lease.hold(name, fence=params["fence"], allocation_id=key, disk=disk)
+        _ledger.hold(name, fence=params["fence"], allocation_id=key, disk_identity=disk)
 
 
 def _given(host: Host, params: Document, disks: dict[str, str], entries: Entries) -> None:
@@ -392,7 +404,7 @@ def _ending(host: Host, params: Document, disks: dict[str, str], entries: Entrie
         if name != MACHINE and not entry.dirty:
             _dirty(host, name, params["fence"], disks[name])
         else:
-            _lease.raise_fence(name, fence=params["fence"])
+            _ledger.raise_fence(name, fence=params["fence"])
 
 
 def _released(_host: Host, params: Document, disks: dict[str, str], entries: Entries) -> None:
@@ -402,32 +414,32 @@ def _released(_host: Host, params: Document, disks: dict[str, str], entries: Ent
     for name, entry in entries.items():
         if entry.allocation_id in own and (entry.allocation_id or entry.dirty):
             if name == MACHINE:
-                _lease.mark_clean(MACHINE, fence=params["fence"], disk="", proof={})
-            _lease.release(name, fence=params["fence"])
+                _ledger.mark_clean(MACHINE, fence=params["fence"], disk_identity="", proof={})
+            _ledger.release(name, fence=params["fence"])
 
 
 _MACHINE_STATES = {"held": _held, "given": _given, "ending": _ending, "released": _released}
 
 
 def _dirty(host: Host, name: str, fence: int, disk: str) -> None:
-    _lease.mark_dirty(name, fence=fence, disk=disk)
+    _ledger.mark_dirty(name, fence=fence, disk_identity=disk)
     host.proofs.pop(disk, None)
 
 
 def baremetal_tenant(host: Host, params: Document) -> Document:
     name = params["username"]
-    _lease.check(MACHINE, params["fence"])
+    _ledger.check(MACHINE, params["fence"])
     state = params.get("state", "present")
     if state == "present":
         if host.accounts - {name}:
             raise refuse("account_taken")
         host.accounts.add(name)
         # A tenant that is in uses what there is.
-        holder = _lease.load(MACHINE).allocation_id
-        for entry in _lease.entries():
-            if entry.disk and entry.dirty and entry.allocation_id == holder:
-                host.disks[entry.disk] = holder
-                host.mounts.add(entry.disk)
+        holder = _ledger.load(MACHINE).allocation_id
+        for entry in _ledger.entries():
+            if entry.disk_identity and entry.dirty and entry.allocation_id == holder:
+                host.disks[entry.disk_identity] = holder
+                host.mounts.add(entry.disk_identity)
         return {"account": {"username": name, "uid": 59000}}
     if state == "absent":
         host.accounts.discard(name)
@@ -436,14 +448,14 @@ def baremetal_tenant(host: Host, params: Document) -> Document:
 
 
 def tenant_disks(host: Host, params: Document) -> Document:
-    _lease.check(MACHINE, params["fence"])
+    _ledger.check(MACHINE, params["fence"])
     for disk in params["disks"]:
         host.mounts.discard(disk_of(disk))
     return {"used": {}}
 
 
 def host_baseline(host: Host, params: Document) -> Document:
-    _lease.check(MACHINE, params["fence"])
+    _ledger.check(MACHINE, params["fence"])
     if params.get("state", "recorded") == "recorded":
         host.baselines.add(params["allocation_id"])
         return {"baseline": {"accounts": {"root": "1"}}}

@@ -1,8 +1,7 @@
 """The repository's own playbooks, played step by step against a model of a host.
 
-The playbooks and roles are read, not copied: a step that is added to them is played, and has to
-survive every fault, without anybody remembering it here. A construct that this reader does not
-know is an error.
+The playbooks are read, not copied: a step that is added to them is played, and has to survive every
+fault, without a change here. A construct that this reader does not know is an error.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from typing import Any
 
 import jinja2
 import yaml
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
-from jinja2 import meta
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from jinja2.runtime import Context, Undefined
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -70,14 +68,14 @@ def play(playbook: str, given: Mapping[str, Any], act: Act) -> Playing:
 def steps_of(playbook: str) -> set[tuple[str, str]]:
     """Every task of ours that the playbook can reach, by name and module, whatever its `when`."""
     (the_play,) = read(ROOT / "playbooks" / f"{playbook}.yml")
-    return set(_reachable(the_play["tasks"], ROOT / "playbooks", {}))
+    return set(_reachable(the_play["tasks"], ROOT / "playbooks"))
 
 
 def rescue_of(playbook: str) -> set[tuple[str, str]]:
     """Those of them that only a failure leads to."""
     (the_play,) = read(ROOT / "playbooks" / f"{playbook}.yml")
     rescues = [step for task in the_play["tasks"] for step in task.get("rescue", ())]
-    return set(_reachable(rescues, ROOT / "playbooks", {}))
+    return set(_reachable(rescues, ROOT / "playbooks"))
 
 
 @lru_cache
@@ -215,15 +213,9 @@ class _Run:
             yield from self.tasks(
                 read(file), file.parent if file.parent.name == "tasks" else folder
             )
-        elif action == f"{CORE}include_role":
-            role = ROOT / "roles" / str(arguments["name"]).removeprefix(OURS)
-            own = self._scope.layers.pop()
-            self._scope.layers += [_defaults(role), own]
-            try:
-                yield from self.tasks(read(role / "tasks" / "main.yml"), role / "tasks")
-            finally:
-                del self._scope.layers[-2:]
-                self._scope.layers.append(own)
+        elif action == f"{CORE}validate_argument_spec":
+            # What is given here is what the contract allows, which a test of the contract compares.
+            return
         elif action == f"{CORE}set_stats":
             self.stats |= self._scope.value(arguments["data"])
         elif action == f"{CORE}fail":
@@ -272,40 +264,13 @@ def _action(task: Document) -> tuple[str, Any]:
     return action, task[action]
 
 
-def _defaults(role: Path) -> Document:
-    file = role / "defaults" / "main.yml"
-    return (read(file) or {}) if file.exists() else {}
-
-
-def _reachable(
-    tasks: Iterable[Document], folder: Path, names: Document
-) -> Iterable[tuple[str, str]]:
+def _reachable(tasks: Iterable[Document], folder: Path) -> Iterable[tuple[str, str]]:
     for task in tasks:
-        here = names | task.get("vars", {})
-        if not _possible(task, here):
-            continue
         if "block" in task:
-            yield from _reachable(task["block"] + task["rescue"], folder, here)
+            yield from _reachable(task["block"] + task["rescue"], folder)
             continue
         action, arguments = _action(task)
         if action.startswith(OURS):
             yield task["name"], action.removeprefix(OURS)
-        elif action == f"{CORE}include_role":
-            role = ROOT / "roles" / str(arguments["name"]).removeprefix(OURS)
-            inner = _defaults(role) | here
-            yield from _reachable(read(role / "tasks" / "main.yml"), role / "tasks", inner)
         elif action == f"{CORE}include_tasks":
-            name = arguments
-            for key, value in here.items():
-                if isinstance(value, str):
-                    name = name.replace(f"{{{{ {key} }}}}", value)
-            yield from _reachable(read(folder / name), folder, here)
-
-
-def _possible(task: Document, names: Document) -> bool:
-    """False only when constants alone say that the task never runs here."""
-    constants = {key: value for key, value in names.items() if "{{" not in str(value)}
-    conditions = task.get("when", True)
-    text = " and ".join(conditions) if isinstance(conditions, list) else str(conditions)
-    known = meta.find_undeclared_variables(_JINJA.parse(f"{{{{ {text} }}}}")) <= set(constants)
-    return Scope(constants).true(conditions) if known else True
+            yield from _reachable(read(folder / arguments), folder)

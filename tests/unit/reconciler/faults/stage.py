@@ -245,7 +245,9 @@ class Stage:
         assert not any(self.host.disks.values()), f"{where}: {self.host.disks}"
         # What stays: the cached image, and which slot had which clone, outdated by its wipe.
         assert self.host.images <= self._catalogue(), f"{where}: images {self.host.images}"
-        wiped = {entry.slot_id for entry in self.host.ledger() if entry.disk in self.host.proofs}
+        wiped = {
+            entry.slot_id for entry in self.host.ledger() if entry.disk_identity in self.host.proofs
+        }
         assert wiped.issuperset(self.host.clones), f"{where}: clones {self.host.clones}"
 
     def _catalogue(self) -> set[str]:

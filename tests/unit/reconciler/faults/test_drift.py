@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils import _lease
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _ledger
 
 from reconciler.db.engine import reading, transaction
 from reconciler.lifecycle import drift, recovery
@@ -139,11 +139,11 @@ def test_what_a_lost_run_goes_on_to_do_is_found_and_cleaned(at: Open) -> None:
     assert statuses(stage) == ["available", "available"]
     # As if somebody had started it again, through what writes the ledger before the disk.
     stage.host.running, stage.host.disks = seen.running, seen.disks
-    entries = {entry.disk: entry for entry in seen.ledger()}
+    entries = {entry.disk_identity: entry for entry in seen.ledger()}
     with stage.host.at():
         for disk in seen.running[key]:
-            slot_id, fence = entries[disk].slot_id, _lease.load(entries[disk].slot_id).fence
-            _lease.mark_dirty(slot_id, fence=fence, disk=disk)
+            slot_id, fence = entries[disk].slot_id, _ledger.load(entries[disk].slot_id).fence
+            _ledger.mark_dirty(slot_id, fence=fence, disk_identity=disk)
     look = Look(stage)
     look.take()
     result = look.tell()

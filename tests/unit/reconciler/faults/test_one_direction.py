@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
 from reconciler.db.engine import reading, transaction
 from reconciler.lifecycle import host
 from reconciler.model.states import TaskState
 from reconciler.records import nodes, queue
-from reconciler.runs import probe
+from reconciler.runs import ssh
 from reconciler.runs.spec import NodeAccess
 from reconciler.runs.ssh import SshAccess
 from tests.unit.reconciler.conftest import ADMIN
@@ -214,9 +214,9 @@ def test_a_real_ssh_takes_neither_for_an_answer(
     one_way: Callable[[bytes], int], words: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It comes to an end, and never as if the host had answered."""
-    monkeypatch.setattr(probe, "_CONNECT_S", 1)
+    monkeypatch.setattr(ssh, "_PROBE_CONNECT_S", 1)
     # By itself an SSH that is not heard ends only when its packets are not answered for minutes.
-    monkeypatch.setattr(probe, "_LIMIT_S", 3)
+    monkeypatch.setattr(ssh, "_PROBE_LIMIT_S", 3)
     access = SshAccess(tmp_path / "key", tmp_path / "cert", tmp_path / "hosts")
-    said = probe.said(access, NodeAccess("n1", "127.0.0.1", one_way(words)))
+    said = ssh.probe(access, NodeAccess("n1", "127.0.0.1", one_way(words)))
     assert "timed out" in said or "no end of the connection" in said, said

@@ -319,7 +319,7 @@ def test_what_the_last_tenant_left_goes_through_the_ordinary_clean_up(compare: C
 
 def test_what_concerns_no_slot_is_the_nodes_health(compare: Compared) -> None:
     holdings = nothing()
-    put(holdings, "ports", port="gs000000000000")
+    put(holdings, "ports", port="gs000000000000", owner="0" * 12)
     assert compare(holdings)["differences"][0]["slot_id"] == ""
     with reading(compare.engine) as conn:
         node = nodes.get(conn, "n1")
@@ -338,7 +338,7 @@ def test_another_ones_word_about_the_node_stays(compare: Compared) -> None:
     with transaction(compare.engine) as conn:
         nodes.change(conn, "n1", ADMIN, health_state="failed", health_detail={"code": "fan"})
     holdings = nothing()
-    put(holdings, "ports", port="gs000000000000")
+    put(holdings, "ports", port="gs000000000000", owner="0" * 12)
     compare(holdings)
     compare(nothing())
     with transaction(compare.engine) as conn:
@@ -349,7 +349,7 @@ def test_another_ones_word_about_the_node_stays(compare: Compared) -> None:
 
 def test_a_node_that_is_no_slice_host_any_more_is_not_judged(compare: Compared) -> None:
     holdings = nothing()
-    put(holdings, "ports", port="gs000000000000")
+    put(holdings, "ports", port="gs000000000000", owner="0" * 12)
     compare(holdings)
     with transaction(compare.engine) as conn:
         host.convert(conn, "n1", NodeMode.BAREMETAL, ADMIN)

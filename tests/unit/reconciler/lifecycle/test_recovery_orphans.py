@@ -148,7 +148,7 @@ def test_what_a_tenant_left_is_not_freed_by_the_removal_of_another_machine(sold:
 
 
 @pytest.mark.covers("CTRL-7", "I12")
-@pytest.mark.parametrize("named", [UNKNOWN, str(uuid.uuid4())])
+@pytest.mark.parametrize("named", [UNKNOWN, str(uuid.uuid4())], ids=["the same", "another"])
 def test_a_removal_that_failed_is_repeated_under_whatever_name(sold: Site, named: str) -> None:
     with transaction(sold.engine) as conn:
         slot_id = slots.of_node(conn, "n1")[0].id

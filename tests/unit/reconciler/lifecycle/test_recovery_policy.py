@@ -10,12 +10,12 @@ import sqlalchemy as sa
 
 from reconciler.db import journal
 from reconciler.db.engine import reading, transaction
-from reconciler.lifecycle import host, recovery, slices
+from reconciler.lifecycle import host, recovery, recovery_cases, recovery_policy, slices
 from reconciler.model.recovery import Move, Policy
 from reconciler.model.states import TaskKind, TaskState
 from reconciler.records import allocations, queue, reports
 from reconciler.settings import Settings
-from reconciler.work.loops import recover_blocked
+from reconciler.work.loops import play_recovery_cases, recover_blocked
 from tests.unit.reconciler.conftest import Site
 
 ERROR = {"code": "command_failed", "found": "I/O error"}
@@ -30,7 +30,7 @@ class Governed:
 
     def set(self, **values: Any) -> None:
         with transaction(self.site.engine) as conn:
-            recovery.write_policy(conn, Policy(**values), self.site.act)
+            recovery_policy.write(conn, Policy(**values), self.site.act)
 
     def fail(self, gpus: int = 1) -> str:
         with transaction(self.site.engine) as conn:
@@ -38,6 +38,7 @@ class Governed:
 
     def look(self) -> None:
         recover_blocked(self.site.engine, Settings())
+        play_recovery_cases(self.site.engine, Settings())
 
     def do(self, work: Callable[[sa.Connection], Any]) -> Any:
         with transaction(self.site.engine) as conn:
@@ -77,7 +78,7 @@ class Governed:
 
     def marks(self) -> list[str]:
         found = self.do(recovery.blocked)
-        return [slot["health_detail"].get(recovery.POLICY_STOPPED_KEY, "") for slot in found]
+        return [slot["health_detail"].get(recovery_policy.STOPPED_KEY, "") for slot in found]
 
 
 @pytest.fixture
@@ -107,14 +108,14 @@ def test_alone_from_blocked_to_available(governed: Governed) -> None:
 def test_off_by_default(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         sold.failed(conn)
-        assert not recovery.read_policy(conn).enabled
+        assert not recovery_policy.read(conn).enabled
     recover_blocked(sold.engine, Settings())
     with reading(sold.engine) as conn:
-        (case,) = recovery.cases(conn)
+        (case,) = recovery_policy.blocked_allocations(conn)
         assert case.move == Move.LOOK, "what it would do is shown"
         assert queue.every(conn, kind=TaskKind.SLICE_ABSENCE_VERIFY) == []
     with transaction(sold.engine) as conn:
-        assert recovery.play_case(conn, case.allocation_id) is None
+        assert recovery_cases.open_by_policy(conn, case.allocation_id) is None
 
 
 @pytest.mark.covers("CTRL-7")
@@ -133,9 +134,9 @@ def test_it_stops_when_the_slot_does_not_come_back(governed: Governed) -> None:
     governed.look()
     assert governed.marks() == ["it did not come back: I/O error"]
     governed.look()
-    assert (governed.tasks(), governed.do(recovery.cases)) == ([], [])
-    (stopped,) = governed.do(lambda conn: journal.audit_rows(conn, action=recovery.POLICY_STOPPED))
-    assert (stopped.actor, stopped.subject_id) == ("policy", allocation_id)
+    assert (governed.tasks(), governed.do(recovery_policy.blocked_allocations)) == ([], [])
+    (stopped,) = governed.do(lambda conn: journal.audit_rows(conn, action=recovery_policy.STOPPED))
+    assert (stopped["actor"], stopped["subject_id"]) == ("policy", allocation_id)
     slot = governed.do(recovery.blocked)[0]
     assert slot["health_detail"]["reason"] == "I/O error", "what happened stays readable"
     # A person goes on from here; what they do clears the mark.
@@ -192,7 +193,7 @@ def test_what_a_person_keeps_for_inspection_is_left_alone(governed: Governed) ->
     governed.look()
     governed.look()
     assert (governed.tasks(), governed.marks()) == ([], [""])
-    (case,) = governed.do(recovery.cases)
+    (case,) = governed.do(recovery_policy.blocked_allocations)
     assert (case.move, case.why) == (
         Move.WAIT,
         "kept for inspection: admin:alice: to be looked at",
@@ -206,12 +207,12 @@ def test_limits_per_node_and_per_hour(governed: Governed) -> None:
     first, second = governed.fail(), governed.fail()
     governed.look()
     assert governed.tasks() == ["slice.absence_verify"], "one per node"
-    cases = {case.allocation_id: case for case in governed.do(recovery.cases)}
+    cases = {case.allocation_id: case for case in governed.do(recovery_policy.blocked_allocations)}
     assert "on the node" in cases[second].why
     assert cases[first].move == Move.WAIT
     governed.set(enabled=True, per_node=2, per_hour=1)
     governed.look()
-    assert "on the site" in governed.do(recovery.cases)[1].why
+    assert "on the site" in governed.do(recovery_policy.blocked_allocations)[1].why
     governed.set(enabled=True, per_node=2, per_hour=2)
     governed.look()
     assert governed.tasks() == ["slice.absence_verify"] * 2
@@ -256,14 +257,14 @@ def test_one_that_breaks_leaves_the_others(
 ) -> None:
     governed.set(enabled=True, per_node=2)
     broken, sound = governed.fail(), governed.fail()
-    real = recovery.play_case
+    real = recovery_cases.open_by_policy
 
     def step(conn: sa.Connection, allocation_id: str) -> Any:
         if allocation_id == broken:
             raise RuntimeError("broken")
         return real(conn, allocation_id)
 
-    monkeypatch.setattr(recovery, "play_case", step)
+    monkeypatch.setattr(recovery_cases, "open_by_policy", step)
     governed.look()
-    (row,) = governed.do(lambda conn: journal.audit_rows(conn, action=recovery.POLICY_BEGUN))
-    assert row.subject_id == sound
+    (row,) = governed.do(lambda conn: journal.audit_rows(conn, action=recovery_policy.BEGUN))
+    assert row["subject_id"] == sound

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from reconciler.db.engine import reading
+from reconciler.lifecycle import invariants
 from tests.unit.reconciler.conftest import Site
 from tests.unit.reconciler.db import test_postgres
 from tests.unit.reconciler.lifecycle import test_host as test_nodes
 from tests.unit.reconciler.lifecycle import test_launch as test_allocations
+from tests.unit.reconciler.lifecycle import test_recovery_cases as test_cases
 from tests.unit.reconciler.lifecycle import test_recovery_orphans as test_orphans
 from tests.unit.reconciler.lifecycle import test_slots
 from tests.unit.reconciler.lifecycle import test_slots_write_off as test_writeoff
@@ -47,3 +50,23 @@ def sold(engine: sa.Engine, site: Site) -> Any:
 @pytest.mark.parametrize("story", STORIES)
 def test_the_same(sold: Site, story: str) -> None:
     STORIES[story](sold)
+
+
+CASES: dict[str, Callable[[Any], None]] = {
+    "two": test_cases.two_at_once,
+    "policy": test_cases.policy_and_person_at_once,
+    "schema": test_cases.refused_by_the_schema,
+    "killed": partial(
+        test_cases.test_a_leader_that_is_killed_in_any_move_does_nothing_twice, absent=False
+    ),
+    "silent": test_cases.test_a_silent_host_is_waited_for_until_a_deadline,
+    "kept": test_cases.test_a_word_that_keeps_the_slots_is_kept,
+}
+
+
+@pytest.mark.covers("CTRL-7", "I12", "I13")
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_of_recovery_cases(sold: Any, name: str) -> None:
+    CASES[name](test_cases.Story(sold))
+    with reading(sold.engine) as conn:
+        assert invariants.check(conn) == []

@@ -119,6 +119,18 @@ def test_every_trace_of_a_past_tenant_is_an_orphan_of_its_slot(holdings: Holding
     assert used == {"orphan_domain", "orphan_process", "orphan_lease"}
 
 
+def test_a_rate_limit_that_outlived_its_port_is_an_orphan(holdings: Holdings) -> None:
+    put(holdings, "limits", allocation_id=ONE, row="row-1")
+    assert compare(holdings, RECORDS).differences == ()
+    put(holdings, "limits", allocation_id=OLD, row="row-2")
+    assert codes(compare(holdings, RECORDS)) == {("b", "orphan_limit", OLD)}
+
+
+def test_a_few_digits_name_no_allocation(holdings: Holdings) -> None:
+    holdings["ports"]["found"][0]["owner"] = ONE[:8]
+    assert ("a", "port_missing", ONE) in codes(compare(holdings, RECORDS))
+
+
 def test_who_is_in_no_record_is_found_by_what_it_has(holdings: Holdings) -> None:
     """As after a restored backup: a machine that was made since is nobody's."""
     holdings["leases"]["found"].pop()

@@ -1,23 +1,18 @@
-"""The recovery policy's judgement: every move, and that nothing is tried twice."""
+"""Judgement of recovery: every move of a case, and that the policy tries nothing twice."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from reconciler.model.recovery import Move, Policy, Seen, next_move
+from reconciler.model.recovery import Blocked, Move, Policy, Progress, next_move, policy_move
+from reconciler.model.states import OPEN_CASES, RecoveryState
 
 pytestmark = pytest.mark.covers("CTRL-7")
 
 ON = Policy(enabled=True)
-LOOKED: dict[str, Any] = {
-    "blocked_since": 10.0,
-    "begun_at": 20.0,
-    "absent": True,
-    "observed_at": 30.0,
-}
+OPENED, VERIFYING, CLEANING, CONFIRMING = OPEN_CASES
 
 
 @pytest.mark.parametrize(
@@ -27,24 +22,41 @@ LOOKED: dict[str, Any] = {
         ({"busy": True}, Move.WAIT, "has not ended"),
         ({"node_begun": 1}, Move.WAIT, "on the node"),
         ({"site_begun": 4}, Move.WAIT, "on the site"),
-        ({"begun_at": 20.0, "busy": True}, Move.WAIT, "has not ended"),
-        ({"begun_at": 20.0}, Move.STOP, "did not say"),
-        # What the host said before is about another time.
-        (LOOKED | {"observed_at": 19.0}, Move.STOP, "did not say"),
-        (LOOKED | {"node_begun": 1}, Move.CLEAN, "nothing of it is left"),
-        (LOOKED | {"absent": False}, Move.STOP, "still holds"),
-        (LOOKED | {"blocked_since": 25.0}, Move.STOP, "come back: disk gone"),
+        ({"kept": "admin:alice: why"}, Move.WAIT, "kept for inspection: admin:alice: why"),
+        ({"case": "verifying", "tried": True}, Move.WAIT, "is verifying"),
+        ({"tried": True}, Move.STOP, "come back: disk gone"),
+        ({"tried": True, "kept": "alice: why"}, Move.WAIT, "kept for inspection"),
     ],
 )
-def test_moves(seen: dict[str, Any], move: Move, why: str) -> None:
-    given: dict[str, Any] = {"blocked_since": 10.0, "reason": "disk gone"} | seen
-    found, told = next_move(ON, Seen(**given))
-    assert (found, why in told) == (move, True), told
+def test_moves_of_the_policy(seen: dict[str, Any], move: Move, why: str) -> None:
+    found, reason = policy_move(ON, Blocked(**{"reason": "disk gone"} | seen))
+    assert (found, why in reason) == (move, True), reason
 
 
-def test_leftovers_only_where_the_site_says_so() -> None:
-    left = replace(Seen(**LOOKED, reason=""), absent=False)
-    assert next_move(Policy(enabled=True, remove_leftovers=True), left)[0] == Move.CLEAN
+@pytest.mark.parametrize(
+    ("state", "seen", "move", "why"),
+    [
+        (OPENED, {}, Move.LOOK, "asked"),
+        (VERIFYING, {"look_open": True}, Move.WAIT, "has not answered"),
+        # Also while an older report says something.
+        (VERIFYING, {"look_open": True, "absent": True}, Move.WAIT, "has not answered"),
+        (VERIFYING, {}, Move.STOP, "did not say"),
+        (VERIFYING, {"absent": True}, Move.CLEAN, "nothing of it is left"),
+        (VERIFYING, {"absent": False}, Move.STOP, "still holds"),
+        (VERIFYING, {"absent": False, "remove_leftovers": True}, Move.CLEAN, "is removed"),
+        (CLEANING, {"cleaning": True, "stuck": "disk gone"}, Move.WAIT, "wiped"),
+        (CLEANING, {"confirm": True}, Move.LOOK, "again"),
+        (CLEANING, {"stuck": "disk gone"}, Move.STOP, "come back: disk gone"),
+        (CLEANING, {}, Move.FINISH, "proven clean"),
+        (CONFIRMING, {"look_open": True}, Move.WAIT, "has not answered"),
+        (CONFIRMING, {}, Move.STOP, "did not say"),
+        (CONFIRMING, {"absent": True, "stuck": "disk gone"}, Move.STOP, "come back"),
+        (CONFIRMING, {"absent": True}, Move.FINISH, "proven clean"),
+    ],
+)
+def test_moves_of_a_case(state: RecoveryState, seen: dict[str, Any], move: Move, why: str) -> None:
+    found, reason = next_move(Progress(state=state, **seen))
+    assert (found, why in reason) == (move, True), reason
 
 
 def test_it_is_off_by_default() -> None:

@@ -18,6 +18,7 @@ STABLE = {
     "app_instance": {"running", "failed", "stopped"},
     "app_member": {"ready", "failed"},
     "app_operation": {"succeeded", "failed"},
+    "recovery_case": {"recovered", "failed"},
 }
 
 

@@ -10,11 +10,12 @@ import sqlalchemy as sa
 from reconciler.db import clock
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
+from reconciler.db.rows import Page
 from reconciler.db.schema import Task
 from reconciler.lifecycle import host
 from reconciler.model.errors import Problem
 from reconciler.model.states import TaskKind, TaskState
-from reconciler.records import leasing, nodes, queue
+from reconciler.records import leasing, nodes, queue, timeline
 from tests.unit.reconciler.conftest import Site
 
 
@@ -101,7 +102,7 @@ def test_only_the_holder_decides_and_only_once(sold: Site) -> None:
         assert (done.state, done.result, done.lease_owner) == ("succeeded", {"a": 1}, "")
         assert code(finish, conn, own, "", TaskState.SUCCEEDED, sold.act) == "stale_lease"
         assert [row.document["step"] for row in queue.events(conn, own)] == ["look"]
-        types = [row["type"] for row in queue.timeline(conn, node_id="n1", limit=10)]
+        types = [row["type"] for row in timeline.of(conn, node_id="n1", page=Page(10))]
         assert "progress" in types
         assert "state" in types
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from reconciler.runs import collect, orphans
+from reconciler.runs import collect, lock
 from reconciler.runs.launch import Site
 from reconciler.runs.spec import NodeAccess, RunSpec
 
@@ -29,7 +29,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
     for run_dir in (tmp_path / "runs").glob("*"):
         collect.cancel(run_dir)
         collect.wait(run_dir, 15)
-        assert orphans.end(run_dir) == []
+        assert lock.end_processes(run_dir) == []
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from reconciler.runs import contract
-from reconciler.runs.errors import ContractError
+from reconciler.runs.contract import ContractError
 
 
 def test_an_unknown_playbook_is_named() -> None:

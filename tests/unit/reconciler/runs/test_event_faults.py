@@ -51,7 +51,7 @@ def event(kind: str, number: int, **more: Any) -> Event:
 
 
 def history(chance: random.Random, *, ok: bool) -> list[Event]:
-    """What a run of a few steps says."""
+    """The events of a run with a few steps."""
     told: list[Event] = [{"event": "playbook_on_start", "event_data": {}}]
     steps = chance.randint(2, 6)
     for number in range(steps):
@@ -93,7 +93,7 @@ def cut(chance: random.Random, told: list[Event]) -> list[Event]:
 
 
 def late(chance: random.Random, told: list[Event]) -> list[Event]:
-    """Some events come after the end of the run was told."""
+    """Some events arrive after the event that ends the run."""
     place = chance.randrange(len(told) - 1)
     return told[:place] + told[place + 1 :] + [told[place]]
 
@@ -123,13 +123,13 @@ def test_only_the_end_that_was_told_is_believed(tmp_path: Path, fault: Fault, se
         _, wanted = hear(tmp_path, told, ok=ok)
         assert wanted["result"] == RESULTS[ok]
         heard = fault(chance, told)
-        _, found = hear(tmp_path, heard, ok=ok)
+        _, result = hear(tmp_path, heard, ok=ok)
         ends = [one["event_data"] for one in heard if one["event"] == "playbook_on_stats"]
         whole = any(isinstance(end, dict) and end.get("artifact_data") for end in ends)
-        assert found["result"] == (RESULTS[ok] if whole else None), seed
-        assert whole or (found["status"], bool(found["problem"])) == ("failed", True), seed
+        assert result["result"] == (RESULTS[ok] if whole else None), seed
+        assert whole or (result["status"], bool(result["problem"])) == ("failed", True), seed
         if fault in (twice, late):
-            assert found == wanted, seed
+            assert result == wanted, seed
 
 
 @SEEDS
@@ -176,7 +176,7 @@ def test_what_a_crash_left_in_the_progress_is_passed_over(tmp_path: Path) -> Non
 
 @pytest.mark.covers("CTRL-8")
 def test_a_line_that_no_database_takes_is_passed_over(tmp_path: Path) -> None:
-    """It would keep all that is told of the run from being kept, for as long as it lasts."""
+    """A bad line must not stop the progress of the run from being stored."""
     file = RunPaths(tmp_path).progress
     deep = b'{"task": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     bad = (rb'{"task": "a\u0000b"}', rb'{"task": "\ud800"}', b'{"seconds": NaN}', deep)

@@ -1,4 +1,4 @@
-"""What a host can say through Ansible's events is data, however it looks."""
+"""A host's text in Ansible's events is data, whatever its form."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import ansible.constants
 import ansible.plugins.action
 import pytest
 
-from reconciler.runs.events import AT_HOME, Recorder, judge
+from reconciler.runs.events import ON_CONTROLLER, Recorder, judge
 
 GOOD = {
     "schema": 1,
@@ -111,13 +111,13 @@ def test_success_without_a_good_result_is_a_failure(
 
 @pytest.mark.covers("CTRL-8", "I13")
 def test_what_ansible_does_by_itself_is_what_it_says_of_itself() -> None:
-    """One that is missing makes each silent host one on which something may have been begun."""
+    """A missing action would make every silent host count as touched."""
     package = ansible.plugins.action
     own = {
-        f"ansible.builtin.{found.name}"
-        for found in pkgutil.iter_modules(package.__path__)
+        f"ansible.builtin.{item.name}"
+        for item in pkgutil.iter_modules(package.__path__)
         if not importlib.import_module(
-            f"{package.__name__}.{found.name}"
+            f"{package.__name__}.{item.name}"
         ).ActionModule._requires_connection
     }
     no_action = {
@@ -130,7 +130,7 @@ def test_what_ansible_does_by_itself_is_what_it_says_of_itself() -> None:
         if name.startswith("ansible.builtin.")
     }
     assert own and no_action
-    assert own | no_action == AT_HOME
+    assert own | no_action == ON_CONTROLLER
 
 
 @pytest.mark.covers("I13")

@@ -15,13 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from reconciler.runs import collect, lock, orphans
-from reconciler.runs.collect import Phase
-from reconciler.runs.errors import RunError, SpecError
+from reconciler.runs import collect, lock
+from reconciler.runs.collect import Phase, is_untouched
 from reconciler.runs.launch import Site, launch
 from reconciler.runs.paths import RunPaths, read_json
-from reconciler.runs.spec import NodeAccess, RunSpec
-from reconciler.runs.ssh_failure import is_untouched
+from reconciler.runs.spec import NodeAccess, RunError, RunSpec, SpecError
 
 LIMIT_S = 45
 MakeSpec = Callable[..., RunSpec]
@@ -78,7 +76,7 @@ def test_a_refusal_comes_back_with_its_code(site: Site, spec: MakeSpec) -> None:
 
 
 def test_an_unreachable_node_is_said_to_be_one(site: Site, spec: MakeSpec) -> None:
-    """What is dialled is its address: the name that MAAS gave it may resolve nowhere."""
+    """SSH uses the address, because the name from MAAS may not resolve."""
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
         node = NodeAccess("j27u15", "127.0.0.1", nobody.getsockname()[1])
@@ -165,7 +163,7 @@ def test_a_killed_process_is_lost_and_ends_with_all_it_started(
     assert state.phase is Phase.LOST
     assert state.outcome is not None
     assert (state.outcome.status, state.outcome.result) == ("lost", None)
-    assert list(orphans.find(run_dir)) == []
+    assert list(lock.processes(run_dir)) == []
     launch(site, spec("run_slow", began=str(began)))
     assert collect.observe(run_dir).phase is Phase.LOST, "nobody knows what it did: never again"
     assert not RunPaths(run_dir).variables.exists()
@@ -212,7 +210,7 @@ def test_canceled_before_it_began_it_never_begins(
 def _nothing_runs(run_dir: Path) -> None:
     """The process itself takes a moment to go after its last word."""
     _until(lambda: not lock.held(RunPaths(run_dir).lock))
-    _until(lambda: not list(orphans.find(run_dir)))
+    _until(lambda: not list(lock.processes(run_dir)))
 
 
 def _pid(run_dir: Path) -> int:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from reconciler.runs.errors import RunError
-from reconciler.runs.runner import runner_id
+from reconciler.runs.paths import runner_id
+from reconciler.runs.spec import RunError
 
 
 def test_all_processes_on_a_folder_share_its_id_and_no_other_folder_has_it(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
-        found = set(pool.map(lambda _: runner_id(tmp_path / "a"), range(16)))
-    (first,) = found
+        result = set(pool.map(lambda _: runner_id(tmp_path / "a"), range(16)))
+    (first,) = result
     assert uuid.UUID(first)
     assert [path.name for path in (tmp_path / "a" / "runs").iterdir()] == ["runner"]
     assert runner_id(tmp_path / "a") == first

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from reconciler.runs.errors import SpecError
-from reconciler.runs.spec import NodeAccess, RunSpec
+from reconciler.runs.spec import NodeAccess, RunSpec, SpecError
 
 HOSTILE = ["", "-oProxyCommand=id", "{{ lookup('pipe','id') }}", "a b", "a\n", "a;id", "$(id)"]
 

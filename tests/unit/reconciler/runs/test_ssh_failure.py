@@ -1,4 +1,4 @@
-"""Which last words of SSH mean that nobody was there."""
+"""Messages of SSH that mean an unreachable host."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from reconciler.runs import probe
-from reconciler.runs.collect import Outcome
+from reconciler.runs import ssh
+from reconciler.runs.collect import Outcome, is_untouched
 from reconciler.runs.spec import NodeAccess
-from reconciler.runs.ssh import SshAccess
-from reconciler.runs.ssh_failure import is_silence, is_untouched
+from reconciler.runs.ssh import SshAccess, is_unreachable
 
 FRONT = "unreachable: Failed to connect to the host via ssh: "
 ENDED = Outcome("r", "failed", 4, None, "", "", "", unreachable=True, touched=False)
@@ -35,7 +34,7 @@ ENDED = Outcome("r", "failed", 4, None, "", "", "", unreachable=True, touched=Fa
     ],
 )
 def test_silence(said: str) -> None:
-    assert is_silence(FRONT + said)
+    assert is_unreachable(FRONT + said)
     assert is_untouched(replace(ENDED, problem=FRONT + said))
     for change in ({"touched": True}, {"unreachable": False}):
         assert not is_untouched(replace(ENDED, problem=FRONT + said, **change))
@@ -59,7 +58,7 @@ def test_silence(said: str) -> None:
     ],
 )
 def test_not_silence(said: str) -> None:
-    assert not is_silence(FRONT + said)
+    assert not is_unreachable(FRONT + said)
 
 
 @pytest.fixture
@@ -79,9 +78,9 @@ def test_a_real_ssh_says_it_so(tmp_path: Path, listening: socket.socket) -> None
 
     thread = threading.Thread(target=hang_up)
     thread.start()
-    closed = probe.said(access, node)
+    closed = ssh.probe(access, node)
     thread.join()
-    assert is_silence(closed), closed
+    assert is_unreachable(closed), closed
     listening.close()
-    refused = probe.said(access, node)
-    assert refused.endswith("Connection refused") and is_silence(refused)
+    refused = ssh.probe(access, node)
+    assert refused.endswith("Connection refused") and is_unreachable(refused)

@@ -50,7 +50,7 @@ def test_a_host_logs_whose_request_it_was(
     if launcher == "awx":
         # A job has none of our environment: what it says is in the variables it is launched with.
         name = "ansible_target_log_info"
-        said = request.document(wanted)["extra_vars"][name]
+        said = request.body(wanted)["extra_vars"][name]
         wanted = spec("run_logged", **{name: said})
         environment["ANSIBLE_TARGET_LOG_INFO"] = ""
     given = dataclasses.replace(site, environment=environment)

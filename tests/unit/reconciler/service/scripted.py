@@ -23,7 +23,7 @@ from sqlalchemy import create_engine
 
 from reconciler.api.app import create_app
 from reconciler.cli import server
-from reconciler.cli.worker import work
+from reconciler.cli.service import run_worker
 from reconciler.db import idempotency, migrations
 from reconciler.runs import launch
 from reconciler.runs.paths import RunPaths, run_directory
@@ -129,7 +129,7 @@ def main() -> None:
             if what in {"serve", "api"}:
                 server.serve(api_only=what == "api")
             else:
-                work()
+                run_worker()
             os._exit(0)
         sys.stdout.write(f"{child}\n")
         sys.stdout.flush()

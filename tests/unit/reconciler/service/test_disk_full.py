@@ -23,9 +23,8 @@ from reconciler.lifecycle import invariants
 from reconciler.model.states import TaskState
 from reconciler.records import allocations, queue
 from reconciler.runs import collect
-from reconciler.runs.errors import LauncherAway
 from reconciler.runs.launch import Site, launch
-from reconciler.runs.spec import NodeAccess, RunSpec
+from reconciler.runs.spec import LauncherAway, NodeAccess, RunSpec
 from reconciler.runs.ssh import SshAccess
 from reconciler.settings import PROJECT, Settings
 from reconciler.trust.ca import open_trust

@@ -22,8 +22,8 @@ from reconciler.db import schema as tables
 from reconciler.db.engine import open_engine, reading, transaction
 from reconciler.db.leader import LOOPS, Deposed, campaign, led_by, resign
 from reconciler.db.migrations import migrate
+from reconciler.service.heartbeat import Heartbeat
 from reconciler.service.loops import Loop, Loops
-from reconciler.service.pulse import Pulse
 from reconciler.settings import Settings
 from tests.unit.reconciler.service.postgres import Postgres
 from tests.unit.reconciler.service.writer import LEASE_S
@@ -87,20 +87,20 @@ def test_loops_run_where_the_lease_is(engine: sa.Engine, tmp_path: Path) -> None
 
     every = (Loop("broken", 0, broken), Loop("write", 0, write), Loop("rare", 3600, write))
     loops = Loops(Settings(state_dir=tmp_path), engine, lambda: held[0], every)
-    assert loops.look() == []
+    assert loops.run_due() == []
     with transaction(engine) as conn:
         held[0] = campaign(conn, LOOPS, "a", 30)
-    assert loops.look() == ["write", "rare"]
-    assert loops.look() == ["write"]
+    assert loops.run_due() == ["write", "rare"]
+    assert loops.run_due() == ["write"]
     with transaction(engine) as conn:
         _expire(conn)
     # The process still believes that it leads.
-    assert loops.look() == []
+    assert loops.run_due() == []
     assert told == ["written"] * 3
 
 
 def test_a_process_that_ends_in_order_leaves_at_once(engine: sa.Engine) -> None:
-    first, second = (Pulse(engine, lambda: ["loops"], candidate=True) for _ in range(2))
+    first, second = (Heartbeat(engine, lambda: ["loops"], candidate=True) for _ in range(2))
     first.start()
     second.start()
     assert first.lease() is not None and second.lease() is None

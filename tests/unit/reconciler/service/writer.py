@@ -14,17 +14,17 @@ from sqlalchemy import exc
 from reconciler.db import journal
 from reconciler.db.engine import open_engine, transaction
 from reconciler.db.leader import Deposed, led_by
-from reconciler.service.pulse import Pulse
+from reconciler.service.heartbeat import Heartbeat
 
 LEASE_S = 0.25
 
 
 def main(url: str, manner: str) -> None:
     engine = open_engine(url)
-    pulse = Pulse(engine, lambda: ["writer"], candidate=True, lease_s=LEASE_S)
-    pulse.start()
+    heartbeat = Heartbeat(engine, lambda: ["writer"], candidate=True, lease_s=LEASE_S)
+    heartbeat.start()
     while True:
-        lease = pulse.lease()
+        lease = heartbeat.lease()
         time.sleep(0.015)
         if lease is None:
             continue

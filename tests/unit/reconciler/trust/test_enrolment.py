@@ -5,12 +5,14 @@ from __future__ import annotations
 import socket
 import ssl
 import subprocess
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from reconciler.trust import ca, keygen
+from reconciler.trust.certificates import Signature, certify
 from reconciler.trust.enrolment import EnrolmentRequest, answer, read_pin, userdata
 from reconciler.trust.errors import TrustError
 from tests.unit.reconciler.trust.machine import TOKEN, Api, Host, Reply
@@ -131,9 +133,10 @@ def test_a_stale_token_and_an_expired_certificate_are_named(
 ) -> None:
     key = host.root / "etc/ssh/ssh_host_ed25519_key"
     keygen.new_key(key, "host")
-    past = keygen.Signature("node-1", ("node-1",), "20200101:20200201", 1, host=True)
+    start, end = datetime(2020, 1, 1, tzinfo=UTC), datetime(2020, 2, 1, tzinfo=UTC)
+    past = Signature("node-1", ("node-1",), start, end, 1, host=True)
     public = key.with_name(key.name + ".pub").read_text()
-    old = keygen.certify(trust.host_authority, public, past)
+    old = certify(trust.host_authority, public, past)
     key.with_name(key.name + "-cert.pub").write_text(old + "\n")
     api.reply = lambda _body: (401, {"code": "token_invalid"})
 

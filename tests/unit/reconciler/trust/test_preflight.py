@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from ansible_collections.gpuaas.slice.plugins.module_utils import _preflight_command
+from ansible_collections.gpuaas.slice.plugins.module_utils.firmware import _preflight_command
 
 from reconciler.settings import PROJECT
 from reconciler.trust import ca, preflight
@@ -102,7 +102,7 @@ def test_the_script_is_told_what_the_module_is_told(file: Path) -> None:
     environment = preflight.environment(profile)
     assert environment["GPUAAS_SLICE_APPLY_BIOS"] == "0"
     settings = _preflight_command._Settings(environment)
-    asked = settings.asked
+    asked = settings.request
     assert settings.applies is False
     assert list(asked.gpu_ids) == profile["gpu"]["ids"]
     assert asked.expected_gpus == profile["gpu"].get("expected", 0)
@@ -129,7 +129,7 @@ def test_a_profile_without_a_link_still_lets_the_script_look(link: dict[str, str
     profile["fabric"] |= link
     environment = preflight.environment(profile)
     assert environment["GPUAAS_SLICE_FABRIC_IDS"] == environment["GPUAAS_SLICE_FABRIC_LINK"] == ""
-    assert list(_preflight_command._Settings(environment).asked.gpu_ids) == profile["gpu"]["ids"]
+    assert list(_preflight_command._Settings(environment).request.gpu_ids) == profile["gpu"]["ids"]
 
 
 def settled(environment: dict[str, str]) -> dict[str, str]:
@@ -161,7 +161,7 @@ def test_what_a_profile_leaves_open_is_not_asked_of_its_machines() -> None:
     profile["gpu"] = {"ids": ["10de:2330"]}
     environment = preflight.environment(profile)
     assert settled(environment) == environment
-    asked = _preflight_command._Settings(environment).asked
+    asked = _preflight_command._Settings(environment).request
     assert (asked.expected_gpus, list(asked.exclude_models)) == (0, [])
 
 

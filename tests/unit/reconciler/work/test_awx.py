@@ -16,7 +16,7 @@ from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
 from reconciler.db.schema import Task
 from reconciler.records import allocations, leasing, nodes, queue, slots, tokens
-from reconciler.runs import collect, orphans
+from reconciler.runs import collect, lock
 from reconciler.settings import Settings
 from reconciler.work import worker
 from tests.standin.controller import TOKEN, Controller, standing
@@ -88,7 +88,7 @@ class Shop:
 def shop(sold: Site, process: Controller, tmp_path: Path) -> Iterator[Shop]:
     yield Shop(sold, process, tmp_path)
     for run_dir in (tmp_path / "runs").glob("*-1"):
-        assert orphans.end(run_dir) == []
+        assert lock.end_processes(run_dir) == []
 
 
 def test_a_slice_is_provisioned_by_a_job_of_awx(shop: Shop, process: Controller) -> None:

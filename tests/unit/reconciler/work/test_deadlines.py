@@ -18,10 +18,10 @@ from reconciler.lifecycle import launch, recovery
 from reconciler.model.errors import Problem
 from reconciler.model.states import TaskKind, TaskState
 from reconciler.records import leasing, nodes, queue
-from reconciler.runs import collect, orphans
+from reconciler.runs import collect, lock
 from reconciler.runs.collect import Phase, RunState
 from reconciler.runs.launch import Site as RunSite
-from reconciler.runs.runner import runner_id
+from reconciler.runs.paths import runner_id
 from reconciler.settings import Settings
 from reconciler.work import worker
 from reconciler.work.deadlines import end_overdue
@@ -254,7 +254,7 @@ def slow_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     for run in (tmp_path / "runs").glob("*-1"):
         collect.cancel(run)
         collect.wait(run, 15)
-        assert orphans.end(run) == []
+        assert lock.end_processes(run) == []
 
 
 @pytest.mark.covers("I12")

@@ -17,7 +17,7 @@ from reconciler.model.bundle import Bundle
 from reconciler.model.states import TaskState
 from reconciler.records import leasing, nodes, queue, slots
 from reconciler.runs import contract
-from reconciler.runs.errors import ContractError
+from reconciler.runs.contract import ContractError
 from reconciler.service.loops import LOOPS
 from reconciler.settings import Settings
 from reconciler.work import loops
@@ -140,8 +140,9 @@ def test_tenants_go_first(sold: Site, loop: Callable[..., list[Task]]) -> None:
 @pytest.mark.parametrize(
     ("part", "one"),
     [
-        ("guards", {"cookie": "0xzz"}),
-        ("ports", {"port": "gs1; reboot"}),
+        ("guards", {"cookie": "0xzz", "owner": "0" * 16}),
+        ("ports", {"port": "gs1; reboot", "owner": "0" * 12}),
+        ("ports", {"port": "gs000000000000", "owner": "1; reboot"}),
         ("leases", {"slot_id": "a"}),
         ("domains", {"name": "x", "allocation_id": "", "state": "", "active": "yes"}),
     ],

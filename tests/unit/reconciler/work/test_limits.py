@@ -26,12 +26,12 @@ from reconciler.work.kinds import HANDLERS
 from tests.unit.reconciler.conftest import ADMIN, Site
 
 ROOT = Path(__file__).resolve().parents[4]
-# A variable of the run that its playbook gives to a role as a limit.
-HANDED = re.compile(r'^\s+\w+_(?:timeout|deadline): "\{\{ ([\w.]+) \}\}"$', re.MULTILINE)
-# What has no limit on the host, by the role that does it: the profile says how long it may be.
+# A variable of the run that its playbook gives to a role or a module as a limit.
+HANDED = re.compile(r'^\s+(?:\w+_)?(?:timeout|deadline): "\{\{ ([\w.]+) \}\}"$', re.MULTILINE)
+# What has no limit on the host, by the module that does it: the profile says how long it may be.
 UNLIMITED = {
-    "gpuaas.slice.slice_image": "slice_profile.deadlines.clone",
-    "gpuaas.slice.slice_disk": "slice_profile.deadlines.wipe",
+    "gpuaas.slice.image_clone": "slice_profile.deadlines.clone",
+    "gpuaas.slice.nvme_wipe": "slice_profile.deadlines.wipe",
 }
 
 
@@ -45,7 +45,7 @@ def handed(kind: str) -> list[str]:
 
 
 def unlimited(kind: str) -> list[str]:
-    return [name for role, name in UNLIMITED.items() if f"name: {role}\n" in text(kind)]
+    return [name for module, name in UNLIMITED.items() if f" {module}:\n" in text(kind)]
 
 
 KINDS = [TaskKind(kind) for kind in HANDLERS if handed(kind)]

@@ -15,7 +15,7 @@ from reconciler.db.engine import transaction
 from reconciler.db.schema import Task
 from reconciler.lifecycle import host
 from reconciler.model.states import TaskKind
-from reconciler.records import allocations, leasing, nodes, queue
+from reconciler.records import allocations, leasing, nodes, queue, timeline
 from reconciler.runs.collect import Outcome
 from tests.unit.reconciler.conftest import ADMIN, Site
 from tests.unit.reconciler.work.test_attend import Runs, runs
@@ -58,9 +58,7 @@ def test_another_run_of_its_own_a_few_times_and_later_each_time(
     assert (ended.state, ended.attempt, ended.error["code"]) == ("lost", 3, "run_lost")
     assert [spec.run_id for spec in runs.launched] == [f"{ended.id}-{n}" for n in (1, 2, 3)]
     with transaction(sold.engine) as conn:
-        told = [
-            row["reason"] for row in queue.timeline(conn, node_id="n1") if row["type"] == "state"
-        ]
+        told = [row["reason"] for row in timeline.of(conn, node_id="n1") if row["type"] == "state"]
     assert [f"attempt {n} failed: run_lost" in told for n in (1, 2, 3)] == [True, True, False]
 
 

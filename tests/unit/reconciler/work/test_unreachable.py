@@ -20,7 +20,7 @@ from reconciler.lifecycle import host
 from reconciler.lifecycle import launch as launching
 from reconciler.model.states import TaskKind
 from reconciler.records import allocations, leasing, nodes, queue
-from reconciler.runs import probe
+from reconciler.runs import ssh
 from reconciler.runs.collect import Outcome
 from reconciler.runs.ssh import SshAccess
 from reconciler.settings import Settings
@@ -200,7 +200,7 @@ def test_a_task_that_nobody_wants_any_more_does_not_wait(
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The answers to come, and none after them; each question takes one."""
     script: list[str] = []
-    monkeypatch.setattr(probe, "said", lambda _access, _node: script.pop(0))
+    monkeypatch.setattr(ssh, "probe", lambda _access, _node: script.pop(0))
     return script
 
 

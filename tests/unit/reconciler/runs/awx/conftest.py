@@ -1,4 +1,4 @@
-"""Runs as jobs of a stand-in AWX, followed in this process or in one of their own."""
+"""Runs as jobs of a stand-in AWX, followed in this process or in a separate process."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from reconciler.runs import collect, launch, orphans
+from reconciler.runs import collect, launch, lock
 from reconciler.runs.awx import follow
-from reconciler.runs.awx.rhythm import Pace
+from reconciler.runs.awx.start import Pace
 from reconciler.runs.launch import Site
 from reconciler.runs.paths import RunPaths, read_json
 from reconciler.runs.spec import NodeAccess, RunSpec
@@ -40,7 +40,7 @@ def spec(run_id: str = "run-1", deadline_s: int = 60, word: str = "lab") -> RunS
 
 
 def events(*tasks: str, **more: Any) -> list[dict[str, Any]]:
-    """What ansible-runner says of tasks that end well."""
+    """Events of ansible-runner for successful tasks."""
     made: list[dict[str, Any]] = [{"event": "playbook_on_start", "event_data": {}}]
     for task in tasks:
         data = {"task": task, "task_action": "ansible.builtin.command", "task_uuid": task}
@@ -56,8 +56,8 @@ def events(*tasks: str, **more: Any) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="package")
 def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Controller]:
-    with standing(tmp_path_factory.mktemp("awx")) as found:
-        yield found
+    with standing(tmp_path_factory.mktemp("awx")) as controller:
+        yield controller
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def site(awx: Controller, tmp_path: Path) -> Iterator[Site]:
     """A site whose runs are followed no longer than the test, whatever became of them."""
     yield Site(tmp_path, ROOT / "build" / "collections", None, awx=awx.access)
     for run_dir in (tmp_path / "runs").glob("*"):
-        assert orphans.end(run_dir) == []
+        assert lock.end_processes(run_dir) == []
 
 
 Play = Callable[..., dict[str, Any] | None]
@@ -79,20 +79,22 @@ Play = Callable[..., dict[str, Any] | None]
 
 @pytest.fixture
 def prepared(site: Site, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
-    """A run that was launched; its process is this one, when it plays."""
+    """A launched run without a process of its own: the test plays it."""
     monkeypatch.setattr(launch, "_spawn", lambda *_: None)
     return RunPaths(launch.launch(site, spec()))
 
 
 @pytest.fixture
 def play(prepared: RunPaths) -> Play:
-    def one(told: Callable[[], bool] = lambda: False, **pace: float) -> dict[str, Any] | None:
+    def play_once(
+        stop_requested: Callable[[], bool] = lambda: False, **pace: float
+    ) -> dict[str, Any] | None:
         manifest = read_json(prepared.manifest)
         assert manifest is not None
         quick = Pace(**{**PACE.__dict__, **pace})
-        return follow.play(prepared, manifest, told, quick)
+        return follow.play(prepared, manifest, stop_requested, quick)
 
-    return one
+    return play_once
 
 
 def steps(paths: RunPaths) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""What is refused, and with which name, before AWX is asked for anything."""
+"""Refusals before AWX gets a launch request, and their codes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 from reconciler.runs import collect, launch
 from reconciler.runs.awx import request
 from reconciler.runs.collect import Phase
-from reconciler.runs.errors import ContractError, LauncherAway, RunError, SpecError
+from reconciler.runs.contract import ContractError
 from reconciler.runs.launch import Site
+from reconciler.runs.spec import LauncherAway, RunError, SpecError
 from tests.standin.controller import TOKEN, Controller
 from tests.unit.reconciler.runs.awx.conftest import LAUNCH, spec
 

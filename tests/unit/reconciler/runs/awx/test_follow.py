@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from reconciler.runs import collect
-from reconciler.runs.awx.feed import Feed
+from reconciler.runs.awx.follow import Feed
 from reconciler.runs.paths import RunPaths
 from tests.standin.controller import TOKEN, Controller
 from tests.unit.reconciler.runs.awx.conftest import RESULT, Play, events, steps
@@ -71,11 +71,11 @@ def test_an_event_that_never_comes_is_not_waited_for_for_ever(
     awx.change(never=[3], steps=60)
     seen: list[int] = []
 
-    def told() -> bool:
+    def stop_requested() -> bool:
         seen.append(len(steps(prepared)))
         return False
 
-    assert play(told) is not None
+    assert play(stop_requested) is not None
     assert 3 in seen, "while the job was running still"
     assert steps(prepared) == [ALL[0], *ALL[2:]]
 
@@ -93,8 +93,8 @@ UNREACHABLE = [
 def test_only_a_host_that_was_surely_left_alone_counts_as_such(
     awx: Controller, play: Play, counters: tuple[int, ...], touched: bool
 ) -> None:
-    told = [{**UNREACHABLE[at], "counter": number} for at, number in enumerate(counters)]
-    awx.begin(events=told, ends="failed")
+    host_events = [{**UNREACHABLE[at], "counter": number} for at, number in enumerate(counters)]
+    awx.begin(events=host_events, ends="failed")
     verdict = verdict_of(play)
     assert (verdict["unreachable"], verdict["touched"]) == (True, touched)
     assert verdict["problem"] == "unreachable: Connection refused"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from reconciler.runs import collect, launch, lock, orphans
+from reconciler.runs import collect, launch, lock
 from reconciler.runs.collect import Phase
 from reconciler.runs.launch import Site
 from reconciler.runs.paths import RunPaths, read_json
@@ -83,7 +83,7 @@ def kill(run_dir: Path, number: int) -> None:
     began = read_json(RunPaths(run_dir).process)
     assert began is not None
     os.kill(began["pid"], number)
-    until(lambda: not list(orphans.find(run_dir)))
+    until(lambda: not list(lock.processes(run_dir)))
 
 
 def until(true: Callable[[], bool]) -> None:

@@ -1,4 +1,4 @@
-"""What a job of AWX is told of SSH, said to a real sshd."""
+"""SSH options of an AWX job, tried with a real sshd."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def test_a_host_key_that_was_revoked_is_refused_by_a_job_too(tmp_path: Path) -> 
     image = tmp_path / "ssh_known_hosts"
     image.write_text(ca.known_hosts(trust).read_text())
 
-    def said(at: NodeAccess) -> tuple[int, str]:
+    def connect(at: NodeAccess) -> tuple[int, str]:
         job = replace(spec(), node=at)
-        words = shlex.split(request.document(job)["extra_vars"]["ansible_ssh_args"])
+        words = shlex.split(request.body(job)["extra_vars"]["ansible_ssh_args"])
         alone = ["-o", "ControlPath=none", "-o", f"GlobalKnownHostsFile={image}"]
         to = ["-i", f"{tmp_path}/login", "-p", str(at.port), "-l", at.user, at.address, "true"]
         argv = ["ssh", *words, *alone, *to]
@@ -43,7 +43,7 @@ def test_a_host_key_that_was_revoked_is_refused_by_a_job_too(tmp_path: Path) -> 
     with machine(tmp_path / "host", login=login, certify=certified) as host:
         at = NodeAccess("node-1", "127.0.0.1", port=host.port, user=USER)
         another = " ".join(new_key(tmp_path / "another").split()[:2])
-        assert said(at)[0] == 0
-        assert said(replace(at, revoked=(another,)))[0] == 0
-        code, why = said(replace(at, revoked=(another, " ".join(host.key.split()[:2]))))
+        assert connect(at)[0] == 0
+        assert connect(replace(at, revoked=(another,)))[0] == 0
+        code, why = connect(replace(at, revoked=(another, " ".join(host.key.split()[:2]))))
         assert (code, "revoked" in why) == (255, True), why

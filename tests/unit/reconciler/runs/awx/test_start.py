@@ -1,4 +1,4 @@
-"""One job for each run, wherever the connection, AWX or our process breaks."""
+"""Exactly one job per run, wherever the connection, AWX or our process breaks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from reconciler.runs import collect
 from reconciler.runs.awx import request
-from reconciler.runs.awx.record import load
+from reconciler.runs.awx.request import JobRecord
 from reconciler.runs.paths import RunPaths
 from tests.standin.controller import Controller
 from tests.unit.reconciler.runs.awx.conftest import LAUNCH, RESULT, Play, spec
@@ -46,7 +46,7 @@ def test_a_launch_whose_answer_was_lost_is_found_and_not_repeated(
     awx.change(cut={LAUNCH: 1}, page_size=2)
     ended(play())
     assert len(awx.jobs()) == others + 1
-    record = load(prepared)
+    record = JobRecord.load(prepared)
     assert record is not None
     assert (record.posted, record.job) == (True, others + 1)
 
@@ -74,7 +74,7 @@ def test_a_process_that_died_after_asking_finds_its_job(
 ) -> None:
     """Killed between the request and the record of its answer."""
     ended(play())
-    record = load(prepared)
+    record = JobRecord.load(prepared)
     assert record is not None
     record.job = 0
     record.save(prepared)
@@ -87,7 +87,7 @@ def test_a_process_told_to_go_before_its_launch_is_known_leaves_that_to_the_next
 ) -> None:
     awx.change(cut={LAUNCH: 1}, later_s=0.4)
     assert play(lambda: True) is None
-    record = load(prepared)
+    record = JobRecord.load(prepared)
     assert record is not None
     assert (record.posted, record.job) == (True, 0)
     ended(play())
@@ -109,12 +109,12 @@ def test_a_run_canceled_while_its_launch_is_unknown_is_found_and_ended(
 ) -> None:
     awx.change(cut={LAUNCH: 1}, later_s=0.3, steps=1000)
 
-    def told() -> bool:
+    def stop_requested() -> bool:
         if LAUNCH in awx.record()["requests"]:
             collect.cancel(prepared.root)
         return False
 
-    verdict = play(told)
+    verdict = play(stop_requested)
     assert verdict is not None
     assert (verdict["status"], verdict["result"]) == ("canceled", None)
     assert awx.record()["canceled"] == [1]

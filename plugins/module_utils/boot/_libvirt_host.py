@@ -1,0 +1,118 @@
+"""libvirt service of a slice host, now and after a reboot, with QEMU's access to its directory.
+
+The way back restores libvirt's recorded state; without a record libvirt is left alone.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _host_packages
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _boot_service,
+    _change,
+    _command,
+    _host,
+    _host_snapshot,
+)
+
+RECORD = "libvirt"
+
+# The daemon stops when idle, so its socket must always be active.
+_DAEMON, _SOCKET = "libvirtd.service", "libvirtd.socket"
+# Any of these sockets starts the daemon again.
+_SOCKETS = (_SOCKET, "libvirtd-ro.socket", "libvirtd-admin.socket")
+_OPEN = 0o755
+
+Params = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class State:
+    """mode: of the directory, None when it is missing. before: None without a record."""
+
+    mode: int | None
+    daemon: _boot_service.Service
+    socket: _boot_service.Service
+    before: Mapping[str, Any] | None
+
+
+def observe(params: Params) -> State:
+    folder = _host.path(params["directory"])
+    services = _boot_service.services([_DAEMON, _SOCKET])
+    return State(
+        mode=stat.S_IMODE(folder.stat().st_mode) if folder.is_dir() else None,
+        daemon=services[_DAEMON],
+        socket=services[_SOCKET],
+        before=_host_snapshot.recall(RECORD),
+    )
+
+
+def plan(params: Params, state: State) -> _change.Plan:
+    if params.get("state") == "absent":
+        return _change.Plan(tuple(_back(params, state)))
+    # Recorded even if nothing else changes, because a later repair would take drift for the
+    # original state.
+    record = (
+        [] if state.before is not None else _host_snapshot.remember_steps(RECORD, None, _was(state))
+    )
+    return _change.Plan((*record, *_steps(params, state)))
+
+
+def _steps(params: Params, state: State) -> list[_change.Step]:
+    steps = []
+    if state.mode != _OPEN:
+        before = None if state.mode is None else f"{state.mode:04o}"
+        steps.append(_change.Step("open_directory", params["directory"], before, f"{_OPEN:04o}"))
+    if not state.daemon.enabled:
+        steps.append(_change.Step("enable_libvirt", _DAEMON, "disabled", "enabled"))
+    if not (state.socket.active and state.socket.enabled):
+        steps.append(_change.Step("start_socket", _SOCKET, "inactive", "active at every boot"))
+    return steps
+
+
+def _back(params: Params, state: State) -> list[_change.Step]:
+    was, steps = state.before, []
+    if was is None:
+        return []
+    running = state.socket.active or state.socket.enabled or state.daemon.enabled
+    if not (was["socket"] or was["daemon"]) and running:
+        steps.append(_change.Step("stop_libvirt", _DAEMON, "active at every boot", "stopped"))
+    mode = None if state.mode is None else f"{state.mode:04o}"
+    if was["mode"] and mode and was["mode"] != mode:
+        steps.append(_change.Step("close_directory", params["directory"], mode, was["mode"]))
+    return [*steps, *_host_snapshot.forget_steps(RECORD, was)]
+
+
+def _was(state: State) -> dict[str, Any]:
+    """libvirt's original state; if it came with this collection's packages, it did not exist."""
+    ours = "libvirt-daemon-system" in (_host_snapshot.recall(_host_packages.RECORD) or {})
+    return {
+        "mode": None if state.mode is None or ours else f"{state.mode:04o}",
+        "daemon": state.daemon.enabled and not ours,
+        "socket": (state.socket.enabled or state.socket.active) and not ours,
+    }
+
+
+def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
+    if step.name in _host_snapshot.STEPS:
+        _host_snapshot.apply(step)
+    elif step.name == "stop_libvirt":
+        _command.run(["systemctl", "disable", "--now", *_SOCKETS, _DAEMON], timeout=120)
+    elif step.name == "close_directory":
+        _host.path(params["directory"]).chmod(int(step.after, 8))
+    elif step.name == "open_directory":
+        folder = _host.path(params["directory"])
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(_OPEN)
+    elif step.name == "enable_libvirt":
+        _command.run(["systemctl", "enable", _DAEMON])
+    else:
+        _command.run(["systemctl", "enable", "--now", _SOCKET])
+    return None
+
+
+SUBJECT = _change.Subject(observe, plan, apply)

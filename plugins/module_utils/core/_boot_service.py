@@ -1,0 +1,339 @@
+"""Boot service: a systemd oneshot unit that runs the collection's code at every boot.
+
+The host needs no Ansible for it. The required sources are copied below LIBRARY under their real
+names, and a short script calls `boot(<settings file>)` of one module. A boot and a playbook
+therefore run the same observe, plan, apply and verify.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _boot_files,
+    _change,
+    _command,
+    _file_edits,
+    _host,
+    _source_closure,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+
+LIBRARY, PACKAGE = _boot_files.LIBRARY, _boot_files.PACKAGE
+SLICE_MODE = "/etc/gpuaas/slice-mode.json"
+STEPS = ("install_service", "start_service", "remove_service")
+
+Unit = _boot_files.Unit
+
+
+@dataclass(frozen=True)
+class Service:
+    """systemd's state of a unit; started_at: seconds since the epoch, 0 when it does not run."""
+
+    active: bool
+    enabled: bool
+    started_at: int
+
+
+@dataclass(frozen=True)
+class Installed:
+    """State of a unit on the host. differing: files with wrong content, including additions beside
+    the unit. traces: leftovers of an interrupted removal.
+    """
+
+    differing: tuple[str, ...]
+    present: tuple[str, ...]
+    service: Service
+    traces: tuple[str, ...] = ()
+
+
+def observe(unit: Unit) -> Installed:
+    differing = [path for path, wanted in _files(unit).items() if not _is(path, wanted)]
+    if _boot_files.recorded().get(unit.name) != _digests(unit):
+        differing.append(_boot_files.RECORD)
+    return Installed(
+        differing=(*differing, *_boot_files.additions(unit)),
+        present=tuple(p for p in _unit_files(unit) if _host.path(p).exists()),
+        service=services([unit.service])[unit.service],
+        traces=tuple(_traces(unit)),
+    )
+
+
+def plan(unit: Unit, found: Installed) -> list[_change.Step]:
+    """Steps that install the service for every boot and mark it as done in the current boot."""
+    steps = []
+    if found.differing or not found.service.enabled:
+        before = {"differing": list(found.differing), "enabled": found.service.enabled}
+        after = {"differing": [], "enabled": True}
+        steps.append(_change.Step("install_service", f"{unit.service} files", before, after))
+    if not found.service.active:
+        steps.append(_change.Step("start_service", unit.service, "inactive", "active"))
+    return steps
+
+
+def plan_removal(unit: Unit, found: Installed) -> list[_change.Step]:
+    there = [*found.present, *found.traces]
+    return [_change.Step("remove_service", unit.service, there, [])] if there else []
+
+
+def apply(unit: Unit, step: _change.Step) -> None:
+    """Do one of STEPS."""
+    if step.name == "install_service":
+        install(unit)
+        _command.run(["systemctl", "daemon-reload"])
+        _command.run(["systemctl", "enable", unit.service])
+    elif step.name == "start_service":
+        # restart, not start: a failed or partial earlier start must not count as the current start.
+        _command.run(["systemctl", "restart", unit.service], timeout=200)
+    elif step.name == "remove_service":
+        _command.run(["systemctl", "disable", "--now", unit.service], ok=(0, 1, 5))
+        for absolute in _unit_files(unit):
+            _host.remove(absolute)
+        _remove_folders(unit)
+        _boot_files.forget(unit)
+        # The last unit takes the library with it.
+        if not _units_left():
+            shutil.rmtree(_host.path(LIBRARY), ignore_errors=True)
+        _command.run(["systemctl", "daemon-reload"])
+
+
+def install(unit: Unit) -> None:
+    """Write the unit's files and record their digests; remove all other additions to the unit."""
+    for absolute, (text, mode) in _files(unit).items():
+        _host.write(absolute, text, mode)
+    for absolute in _boot_files.additions(unit):
+        _host.remove(absolute)
+    _remove_folders(unit)
+    _boot_files.remember(unit, _digests(unit))
+
+
+def services(names: Iterable[str]) -> dict[str, Service]:
+    """Several units in one call; a unit that does not exist is inactive and not enabled."""
+    wanted = list(names)
+    properties = "--property=ActiveState,UnitFileState,ActiveEnterTimestamp"
+    shown = _command.run(["systemctl", "show", "--timestamp=unix", properties, "--", *wanted])
+    blocks = [dict(_pairs(block)) for block in shown.out.strip().split("\n\n")]
+    if len(blocks) != len(wanted):
+        raise Refusal(
+            "systemd_answer_unreadable",
+            expected=f"{len(wanted)} units from systemctl show",
+            found=f"{len(blocks)}",
+            remedy="run `systemctl show` for these units by hand",
+        )
+    return {name: _service(block) for name, block in zip(wanted, blocks, strict=True)}
+
+
+def slice_mode() -> bool:
+    """Whether this host was put into slice mode on purpose (bootstrap writes the file)."""
+    try:
+        return bool(json.loads(_host.read(SLICE_MODE) or "{}").get("mode") == "slice")
+    except (ValueError, AttributeError):
+        return False
+
+
+def not_slice_mode() -> Refusal:
+    """The refusal for a host without slice mode."""
+    return Refusal(
+        "not_slice_mode",
+        expected=f"a host put into slice mode ({SLICE_MODE})",
+        found="no such word on this host",
+        remedy="run the bootstrap playbook, which puts the host into slice mode",
+    )
+
+
+def boot(
+    subject: _change.Subject,
+    settings_path: str,
+    *,
+    wait_for: tuple[str, ...] = (),
+    patience: float = 90,
+    sleep: Callable[[float], None] = time.sleep,
+) -> int:
+    """Body of a boot script: drive `subject` by the settings file; 0 when done and verified.
+
+    wait_for: refusal codes that are expected early in a boot (a card whose driver is still
+    loading), retried for `patience` seconds. A time longer than the unit's TimeoutStartSec would
+    hide the refusal. Doubts with these codes are awaited too, but only after all required parts are
+    ready and systemd was notified. A remaining doubt is reported and is no failure.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        failure, doubts = _attempt(subject, settings_path)
+        if failure is None:
+            break
+        if failure.code not in wait_for or time.monotonic() > deadline:
+            _warn(doubts)
+            _log(str(failure))
+            return 1
+        sleep(2)
+    _notify_ready()
+    # The required parts are in place and the unit is running. Later drift is reported by parity;
+    # this service does not re-apply them, and a failure no longer ends the unit.
+    while any(doubt.code in wait_for for doubt in doubts) and time.monotonic() <= deadline:
+        sleep(2)
+        failure, doubts = _attempt(_optional(subject), settings_path, again=True)
+        if failure:
+            doubts = [*doubts, failure]
+    _warn(doubts)
+    return 0
+
+
+def _attempt(
+    subject: _change.Subject, settings_path: str, *, again: bool = False
+) -> tuple[Refusal | None, list[Refusal]]:
+    """Drive once; returns the failure or None, and the doubts.
+
+    again: all required parts are ready, so an empty run is not logged, and no failure ends the
+    unit.
+    """
+    try:
+        settings = json.loads(_host.read(settings_path) or "{}")
+        outcome = _change.drive(subject, settings, check_mode=False)
+    except Refusal as refusal:
+        return refusal, []
+    except (OSError, ValueError) as broken:
+        if not again:
+            raise
+        return _unforeseen(broken), []
+    if outcome.done or not (outcome.failure or again):
+        _log(f"done: {', '.join(outcome.done) or 'nothing to do'}")
+    return outcome.failure, outcome.doubts
+
+
+def _optional(subject: _change.Subject) -> _change.Subject:
+    """The same subject with its soft steps only; a blocker still prevents them."""
+
+    def plan(params: _change.Params, state: object) -> _change.Plan:
+        found = subject.plan(params, state)
+        return dataclasses.replace(found, steps=tuple(step for step in found.steps if step.soft))
+
+    return dataclasses.replace(subject, plan=plan)
+
+
+@functools.cache
+def sources(module: str) -> dict[str, str]:
+    """`module` and every file of module_utils that it imports, directly or not: source text by
+    name.
+    """
+    return _source_closure.closure(module, _source)
+
+
+def _source(name: str) -> str:
+    # The loader gives the source of files, of Ansible's module zip, and of a generated script.
+    spec = importlib.util.find_spec(f"{PACKAGE}.{name}")
+    source = getattr(spec.loader if spec else None, "get_source", None)
+    text = source(f"{PACKAGE}.{name}") if source else None
+    if text is None:
+        raise ImportError(f"no source text of {name}")
+    return str(text)
+
+
+def _unit_files(unit: Unit) -> tuple[str, ...]:
+    """The files of this unit alone; the library is shared with the other units."""
+    settings = () if unit.borrowed else (unit.settings_path,)
+    return (unit.path, unit.program, *settings, *_boot_files.additions(unit))
+
+
+def _traces(unit: Unit) -> Iterator[str]:
+    """The unit's part of shared files; the last unit removes the library."""
+    known = _boot_files.recorded()
+    # An empty record belongs to no unit, so any unit removes it.
+    if unit.name in known or (not known and _host.path(_boot_files.RECORD).exists()):
+        yield _boot_files.RECORD
+    if not _units_left() and _host.path(LIBRARY).exists():
+        yield LIBRARY
+
+
+def _units_left() -> bool:
+    return any(_host.path(_boot_files.UNITS).glob("gpuaas-*.service"))
+
+
+def _remove_folders(unit: Unit) -> None:
+    """Folders beside the unit. A folder that is not empty has files that systemd does not read; it
+    stays.
+    """
+    for absolute in _boot_files.folders(unit):
+        with contextlib.suppress(OSError):
+            _host.path(absolute).rmdir()
+
+
+def _files(unit: Unit) -> dict[str, tuple[str, int]]:
+    library = {path: (text, 0o644) for path, text in _library(unit).items()}
+    own = {**library, **_boot_files.frame(unit)}
+    if not unit.borrowed:
+        settings = json.dumps(unit.settings, indent=2, sort_keys=True) + "\n"
+        own[unit.settings_path] = (settings, 0o644)
+    return own
+
+
+def _library(unit: Unit) -> dict[str, str]:
+    names = {name: f"{PACKAGE}.{name}".replace(".", "/") for name in sources(unit.module)}
+    return {f"{LIBRARY}/{names[name]}.py": text for name, text in sources(unit.module).items()}
+
+
+def _digests(unit: Unit) -> dict[str, str]:
+    return {path: _file_edits.digest(text.encode()) for path, text in _library(unit).items()}
+
+
+def _is(absolute: str, wanted: tuple[str, int]) -> bool:
+    text, mode = wanted
+    return _file_edits.digest_of(absolute) == _file_edits.digest(text.encode()) and not (
+        stat.S_IMODE(_host.path(absolute).stat().st_mode) ^ mode
+    )
+
+
+def _pairs(block: str) -> list[tuple[str, str]]:
+    return [(key, value) for key, _eq, value in (line.partition("=") for line in block.split("\n"))]
+
+
+def _service(block: Mapping[str, str]) -> Service:
+    stamp = block.get("ActiveEnterTimestamp", "").removeprefix("@")
+    active = block.get("ActiveState") in ("active", "reloading")
+    return Service(
+        active=active,
+        enabled=block.get("UnitFileState") in ("enabled", "enabled-runtime", "static", "alias"),
+        started_at=int(stamp) if active and stamp.isdigit() else 0,
+    )
+
+
+def _notify_ready() -> None:
+    """Notify systemd, if it requested that, that the unit counts as started."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if address:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
+            # An @ stands for the leading zero byte of an abstract socket name.
+            told.sendto(b"READY=1", address.replace("@", "\0", 1))
+        # Programs started from here are not the unit's main process and must not notify.
+        del os.environ["NOTIFY_SOCKET"]
+
+
+def _unforeseen(broken: Exception) -> Refusal:
+    return Refusal(
+        "system_error",
+        expected="what is optional to be looked after",
+        found=f"{type(broken).__name__}: {broken}",
+        remedy="repair what the system names; all else of this service is there",
+    )
+
+
+def _warn(doubts: Iterable[Refusal]) -> None:
+    for doubt in doubts:
+        _log(f"WARN {doubt}")
+
+
+def _log(text: str) -> None:
+    # The journal takes one message per line; a newline in it would start a second, forged message.
+    sys.stdout.write(text.replace("\n", " ") + "\n")
+    sys.stdout.flush()

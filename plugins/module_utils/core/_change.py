@@ -1,0 +1,250 @@
+"""Driver of every module: observe, plan, apply, verify.
+
+`check_mode` is evaluated only here in the whole collection. *changed*, *diff* and the actions come
+from the same plan, so they cannot disagree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+
+State = TypeVar("State")
+Params = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One action of a plan.
+
+    name: stable verb_noun, for example `stop_domain`; a step must be safe to do twice. subject: the
+    object of the action; the key of its entry in the diff. before, after: JSON values for the diff.
+    destroys: identity of the data that is lost when the step runs, or None. soft: the purpose is
+    optional, so a failure is a doubt and ends nothing. Soft steps come last, so that no other step
+    waits for them.
+    """
+
+    name: str
+    subject: str
+    before: Any = None
+    after: Any = None
+    destroys: str | None = None
+    soft: bool = False
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "subject": self.subject,
+            "before": self.before,
+            "after": self.after,
+            "destroys": self.destroys,
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Planned steps. With a blocker no step runs: a blocker is never a warning.
+
+    doubts: optional parts that are missing and cannot be provided from here.
+    """
+
+    steps: tuple[Step, ...] = ()
+    blockers: tuple[Refusal, ...] = ()
+    doubts: tuple[Refusal, ...] = ()
+
+
+@dataclass
+class Outcome:
+    """Result of a drive; `failure` is None when every step is done and verified.
+
+    doubts: reasons for missing optional parts; they cause no failure.
+    """
+
+    plan: Plan
+    changed: bool = False
+    steps_done: list[Step] = field(default_factory=list)
+    evidence: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    failure: Refusal | None = None
+    failed_step: str | None = None
+    doubts: list[Refusal] = field(default_factory=list)
+
+    @property
+    def done(self) -> list[str]:
+        """Names of the completed steps, in order."""
+        return [step.name for step in self.steps_done]
+
+    def document(self) -> dict[str, Any]:
+        steps = self.plan.steps
+        return {
+            "changed": self.changed,
+            "plan": [step.document() for step in steps],
+            "done": self.done,
+            "evidence": self.evidence,
+            "diff": {
+                "before": {step.subject: step.before for step in steps},
+                "after": {step.subject: step.after for step in steps},
+            },
+            **self.facts,
+        }
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A module's functions; `plan` is pure over parameters and state.
+
+    apply returns evidence (a JSON object) for its step or None. facts turns the last observed state
+    into return values of the module. forecast is that state after the plan, for facts whose value
+    check mode must predict. exclusive is a lock on this host from the first read to the last, for
+    plans that two runs must not make from the same state. Check mode takes no lock: it leaves
+    nothing behind, and its plan is a forecast. recover restores the effects of the completed steps
+    when a later step is refused. It returns the refusal with the restored and the lost parts.
+    """
+
+    observe: Callable[[Params], Any]
+    plan: Callable[[Params, Any], Plan]
+    apply: Callable[[Params, Step], dict[str, Any] | None]
+    facts: Callable[[Params, Any], dict[str, Any]] = lambda _params, _state: {}
+    forecast: Callable[[Params, Any], Any] = lambda _params, state: state
+    exclusive: Callable[[Params], AbstractContextManager[object]] = lambda _params: (
+        contextlib.nullcontext()
+    )
+    recover: Callable[[Params, Sequence[Step], Step, Refusal], Refusal] = (
+        lambda _params, _done, _failed, refusal: refusal
+    )
+
+
+def drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
+    """Bring the host to the state in `params`, or return the reason why not."""
+    with contextlib.nullcontext() if check_mode else subject.exclusive(params):
+        return _drive(subject, params, check_mode=check_mode)
+
+
+def _drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
+    state = subject.observe(params)
+    outcome = Outcome(plan=subject.plan(params, state))
+    outcome.doubts = list(outcome.plan.doubts)
+    foretold = check_mode and not outcome.plan.blockers
+    shown = subject.forecast(params, state) if foretold else state
+    outcome.facts = subject.facts(params, shown)
+    if outcome.plan.blockers:
+        outcome.failure = outcome.plan.blockers[0]
+        return outcome
+    outcome.changed = bool(outcome.plan.steps)
+    if check_mode or not outcome.plan.steps:
+        return outcome
+
+    outcome.changed = False
+    told: list[Refusal] = []
+    for step in outcome.plan.steps:
+        try:
+            evidence = subject.apply(params, step)
+        except (Refusal, OSError, ValueError) as problem:
+            refusal = problem if isinstance(problem, Refusal) else _unforeseen(step, problem)
+            # The step may have acted before it failed, so the host counts as changed.
+            outcome.changed = True
+            if step.soft:
+                told.append(refusal)
+                continue
+            outcome.failure = subject.recover(params, outcome.steps_done, step, refusal)
+            outcome.failed_step = step.name
+            # The state read before the first action is no longer valid; it is kept only if a new
+            # read fails.
+            with contextlib.suppress(Refusal, OSError, ValueError):
+                outcome.facts = subject.facts(params, subject.observe(params))
+            return outcome
+        outcome.changed = True
+        outcome.steps_done.append(step)
+        if evidence is not None:
+            outcome.evidence[step.name] = evidence
+    _verify(subject, params, outcome, told)
+    return outcome
+
+
+def _unforeseen(step: Step, problem: Exception) -> Refusal:
+    """A system error of a step as a refusal, so that completed steps are restored after it too."""
+    frames = traceback.extract_tb(problem.__traceback__)
+    own = [frame for frame in frames if "/plugins/" in frame.filename] or frames
+    where = f"{own[-1].filename.rpartition('/')[2]}:{own[-1].lineno}"
+    return Refusal(
+        "system_error",
+        expected=f"{step.name} of {step.subject} to be done",
+        found=f"{type(problem).__name__}: {problem} ({where})",
+        remedy="repair what the system names, then run again",
+    )
+
+
+def _verify(subject: Subject, params: Params, outcome: Outcome, told: list[Refusal]) -> None:
+    """A change counts only when a second read leaves no open step."""
+    state = subject.observe(params)
+    outcome.facts = subject.facts(params, state)
+    rest = subject.plan(params, state)
+    if rest.blockers:
+        outcome.failure, outcome.failed_step = rest.blockers[0], "verify"
+    elif left := [step for step in rest.steps if not step.soft]:
+        outcome.failure, outcome.failed_step = _still_open(left), "verify"
+    # A soft step's own message is not repeated.
+    found = [*told, *(doubt for doubt in rest.doubts if doubt.code not in {d.code for d in told})]
+    soft = [step for step in rest.steps if step.soft]
+    outcome.doubts = found or ([_still_open(soft)] if soft else [])
+
+
+def _still_open(steps: Sequence[Step]) -> Refusal:
+    left = ", ".join(f"{step.name}({step.subject})" for step in steps)
+    return Refusal(
+        "verify_failed",
+        expected="nothing left to do after the change",
+        found=f"still open: {left}",
+        remedy="read the evidence of the steps; the host did not take the change",
+    )
+
+
+def run(module: Any, subject: Subject) -> None:
+    """Drive `subject` for an AnsibleModule and leave through exit_json or fail_json."""
+    try:
+        outcome = drive(subject, module.params, check_mode=module.check_mode)
+    except Refusal as refusal:
+        module.fail_json(msg=str(refusal), error=refusal.document(), changed=False)
+        return
+    document = outcome.document()
+    for doubt in outcome.doubts:
+        module.warn(str(doubt))
+    if outcome.failure is None:
+        module.exit_json(**document)
+        return
+    module.fail_json(
+        msg=str(outcome.failure),
+        error=outcome.failure.document(),
+        blockers=[blocker.document() for blocker in outcome.plan.blockers],
+        failed_step=outcome.failed_step,
+        **document,
+    )
+
+
+def inform(module: Any, look: Callable[[Params], dict[str, Any]]) -> None:
+    """Run a read-only module: `look` returns its values."""
+    attend(module, lambda params, _once: (look(params), None))
+
+
+def attend(
+    module: Any, watch: Callable[[Params, bool], tuple[dict[str, Any], Refusal | None]]
+) -> None:
+    """Run a read-only module that waits for a condition; in check mode `watch` reads once.
+
+    watch returns the module's values, and the refusal if the condition is not met, or None. A
+    failure returns the values too, because they are its evidence.
+    """
+    try:
+        found, refusal = watch(module.params, module.check_mode)
+    except Refusal as invalid:
+        found, refusal = {}, invalid
+    if refusal is None:
+        module.exit_json(changed=False, **found)
+        return
+    module.fail_json(msg=str(refusal), error=refusal.document(), changed=False, **found)

@@ -1,0 +1,178 @@
+"""File tree of the host: the common root of all paths, and the file writer."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+
+# Tests point this at a recorded tree; on a host it is the real root.
+ROOT = Path("/")
+
+STATE_DIRECTORY = "/var/lib/gpuaas"
+
+
+def path(absolute: str) -> Path:
+    """`absolute` (starts with /) under the current root."""
+    return ROOT / absolute.lstrip("/")
+
+
+def read(absolute: str) -> str | None:
+    """The stripped text of a small file, or None when it is absent or unreadable.
+
+    If a decision depends on the file's absence, use `kept` or `document`.
+    """
+    try:
+        return path(absolute).read_text(errors="replace").strip()
+    except OSError:
+        return None
+
+
+def kept(absolute: str) -> str | None:
+    """The stripped text of a file for a decision; None only when the file does not exist.
+
+    Unreadable is not absent: an I/O error or a folder in its place is a Refusal.
+    """
+    try:
+        return path(absolute).read_text(errors="replace").strip()
+    except FileNotFoundError:
+        return None
+    except OSError as broken:
+        raise unreadable(absolute, broken) from broken
+
+
+def content(absolute: str) -> bytes | None:
+    """The same with unmodified bytes, because a name in a table may have no known encoding."""
+    try:
+        return path(absolute).read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as broken:
+        raise unreadable(absolute, broken) from broken
+
+
+def listed(absolute: str) -> list[str]:
+    """Names in a folder, sorted; [] only when the folder does not exist."""
+    try:
+        return sorted(entry.name for entry in path(absolute).iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as broken:
+        raise unreadable(absolute, broken) from broken
+
+
+def document(absolute: str, *, code: str, remedy: str) -> dict[str, Any] | None:
+    """A JSON object in a file on the host; None only when the file does not exist.
+
+    Any other content is a Refusal with this code, and never an empty record.
+    """
+    try:
+        found = json.loads(path(absolute).read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found
+        broken: Exception = TypeError(f"a {type(found).__name__}")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as problem:
+        broken = problem
+    raise Refusal(
+        code,
+        expected=f"a JSON object in {absolute}",
+        found=f"{absolute}: {_why(broken)}",
+        remedy=remedy,
+    ) from broken
+
+
+def unreadable(absolute: str, broken: OSError) -> Refusal:
+    """The refusal of a decision that depends on an unreadable file or folder."""
+    return Refusal(
+        "file_unreadable",
+        expected=f"a readable {absolute}, or none",
+        found=f"{absolute}: {_why(broken)}",
+        remedy="repair what keeps it from being read, then run again; nothing was changed",
+    )
+
+
+def shown(text: str) -> str:
+    """A printable form of a name or line for plans and results."""
+    told = text.encode(errors="surrogateescape").decode(errors="backslashreplace")
+    return told.replace("\0", "\\x00")
+
+
+def _why(problem: Exception) -> str:
+    """The message without the path of an OSError, which includes the current root."""
+    said = problem.strerror if isinstance(problem, OSError) else None
+    return said or str(problem) or type(problem).__name__
+
+
+def write(absolute: str, text: str, mode: int = 0o644) -> None:
+    """Replace a file in one step: the mode is set before the content is visible, and both are
+    synced.
+    """
+    target = path(absolute)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        os.fchmod(descriptor, mode)
+        # Text that was read with surrogateescape is written back unchanged.
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="surrogateescape") as handle:
+            handle.write(text)
+            handle.flush()
+            os.fsync(handle.fileno())
+        Path(name).replace(target)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            Path(name).unlink()
+        raise
+    _sync_directory(target.parent)
+
+
+def remove(absolute: str) -> None:
+    """Remove a file if it exists."""
+    target = path(absolute)
+    target.unlink(missing_ok=True)
+    if target.parent.is_dir():
+        _sync_directory(target.parent)
+
+
+@contextlib.contextmanager
+def locked(directory: str, *, mode: int) -> Iterator[None]:
+    """Lock with one holder at a time on this host. A missing directory is created with `mode`."""
+    folder = path(directory)
+    folder.mkdir(parents=True, exist_ok=True, mode=mode)
+    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def now() -> str:
+    """The time in UTC, ISO 8601 with microseconds."""
+    return datetime.now(timezone.utc).isoformat()
+
+
+def identity() -> dict[str, str]:
+    """Identifiers of the current boot and of the installation."""
+    return {
+        "boot_id": read("/proc/sys/kernel/random/boot_id") or "",
+        "machine_id": read("/etc/machine-id") or "",
+        "host_key": read("/etc/ssh/ssh_host_ed25519_key.pub") or "",
+    }

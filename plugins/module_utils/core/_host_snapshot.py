@@ -1,0 +1,61 @@
+"""Snapshot of the host from before slice mode, which the way back restores.
+
+Each subject has a file, written at its first run, before its first change, and deleted after the
+restore. A first run without other changes writes it too, and that counts as its change. Otherwise
+drift that is repaired months later would be recorded as the original state. The first record
+counts, because a second bootstrap sees a host that is already changed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host
+
+FOLDER = f"{_host.STATE_DIRECTORY}/before"
+REMEMBER, FORGET = "remember_before", "forget_before"
+STEPS = (REMEMBER, FORGET)
+# The subject whose record lists the packages installed for slices.
+PACKAGES = "packages"
+
+
+def file_of(subject: str) -> str:
+    return f"{FOLDER}/{subject}.json"
+
+
+def recall(subject: str) -> dict[str, Any] | None:
+    """The subject's record; None without a record."""
+    return _host.document(
+        file_of(subject),
+        code="before_unreadable",
+        remedy="write down there by hand what the host was before, or remove the file: "
+        "the way back then takes the host for a freshly deployed one",
+    )
+
+
+def remember_steps(
+    subject: str, known: Mapping[str, Any] | None, new: Mapping[str, Any]
+) -> list[_change.Step]:
+    """A step that adds missing values to the record; [] when it is complete."""
+    added = {key: value for key, value in new.items() if key not in (known or {})}
+    if known is not None and not added:
+        return []
+    after = {**added, **(known or {})}
+    return [_change.Step(REMEMBER, file_of(subject), dict(known) if known else None, after)]
+
+
+def forget_steps(subject: str, known: Mapping[str, Any] | None) -> list[_change.Step]:
+    """The last step of a way back."""
+    if known is None:
+        return []
+    return [_change.Step(FORGET, file_of(subject), dict(known), None)]
+
+
+def apply(step: _change.Step) -> None:
+    """Do one of STEPS."""
+    if step.name == REMEMBER:
+        _host.write(step.subject, json.dumps(step.after, indent=2, sort_keys=True) + "\n")
+    else:
+        _host.remove(step.subject)

@@ -1,0 +1,273 @@
+"""Ledger of the host: the highest fence, the holder and the dirty mark of each slot.
+
+One JSON file per slot under /var/lib/gpuaas/ledger, replaced atomically and synced, so that it
+survives power loss. With it a host refuses a controller that lost its claim (I10). It also proves
+whether a failed run wrote to the disk, because a disk is marked dirty *before* the first byte.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+
+DIRECTORY = f"{_host.STATE_DIRECTORY}/ledger"
+
+# The entry of the whole machine. The slots and the disks of a whole-machine tenant have their own.
+MACHINE = "machine"
+_REPAIR = "keep the file as evidence, disable the slot and repair it from the last proof"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The host's entry for a slot.
+
+    fence: highest number seen; 0 before the first claim. allocation_id: holder or "".
+    disk_identity: of the slot's disk, `disk` in the file. dirty: a tenant's or unknown bytes may be
+    on it. dirty_at, clean_at: ISO times. proof: the last wipe proof, as nvme_wipe returned it.
+    clean_fence: the fence of that proof, -1 before the first. written_off: time, reason and holder
+    of the last hold that was given up.
+    """
+
+    slot_id: str
+    fence: int = 0
+    allocation_id: str = ""
+    disk_identity: str = ""
+    dirty: bool = False
+    dirty_at: str = ""
+    clean_at: str = ""
+    proof: dict[str, object] | None = None
+    clean_fence: int = -1
+    written_off: dict[str, object] | None = None
+
+    def document(self) -> dict[str, Any]:
+        """The entry in the form of its file and the run contract."""
+        document = asdict(self)
+        document["disk"] = document.pop("disk_identity")
+        return document
+
+
+_KINDS: dict[str, type] = {"fence": int, "allocation_id": str, "disk": str, "dirty": bool}
+
+
+def load(slot_id: str) -> Entry:
+    """The slot's entry; a new entry when the host has never seen the slot."""
+    file = _file(slot_id)
+    kept = _host.document(file, code="ledger_unreadable", remedy=_REPAIR)
+    if kept is None:
+        return Entry(slot_id)
+    try:
+        entry = Entry(disk_identity=kept.pop("disk", ""), **kept)
+    except TypeError as broken:
+        raise _unreadable(file, str(broken)) from broken
+    if entry.slot_id != slot_id:
+        raise _unreadable(file, f"the entry of {entry.slot_id!r}")
+    document = entry.document()
+    for key, kind in _KINDS.items():
+        value = document[key]
+        # In Python a bool is an int too.
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise _unreadable(file, f"{key} {value!r}")
+    return entry
+
+
+def entries() -> list[Entry]:
+    """Every slot that this host has seen, by slot id."""
+    try:
+        names = sorted(file.name for file in _host.path(DIRECTORY).iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as broken:
+        raise _unreadable(DIRECTORY, broken.strerror or str(broken)) from broken
+    stems = [name.removesuffix(".json") for name in names if name.endswith(".json")]
+    # Temporary files of a write have names that begin with a dot.
+    return [load(stem) for stem in stems if not stem.startswith(".")]
+
+
+def check(slot_id: str, fence: int) -> Entry:
+    """Refuse a fence lower than the highest seen. Call it before every destructive step."""
+    entry = load(slot_id)
+    if fence < entry.fence:
+        raise Refusal(
+            "stale_fence",
+            expected=f"a fence of at least {entry.fence} for slot {slot_id}",
+            found=f"fence {fence}",
+            remedy="this run belongs to an older claim: read the slot, do not retry",
+        )
+    return entry
+
+
+def check_each(slots: Iterable[Mapping[str, Any]]) -> None:
+    """The same check for every bundle of a run."""
+    for slot in slots:
+        check(str(slot["slot_id"]), int(slot["fence"]))
+
+
+def machine_taken(allocation_id: str) -> list[Refusal]:
+    """Reasons why an allocation can hold nothing of this machine: another allocation holds all of
+    it.
+
+    "" is not a holder's name, so every holder differs from it. The machine's fence is the node's
+    and cannot be compared with a slot's. A dirty mark without a holder counts too, because a tenant
+    with root access can delete the name from the ledger.
+    """
+    machine = load(MACHINE)
+    # A request without an allocation id never matches a hold, even if the ledger entry has no
+    # allocation id either.
+    own = allocation_id != "" and machine.allocation_id == allocation_id
+    if own or not (machine.allocation_id or machine.dirty):
+        return []
+    since = f", the tenant's since {machine.dirty_at}" if machine.dirty else ""
+    return [
+        Refusal(
+            "machine_leased",
+            expected="a machine that is leased to no allocation as a whole",
+            found=f"leased by {machine.allocation_id or 'an unnamed allocation'}{since}",
+            remedy="release that bare-metal allocation first; nothing was changed",
+        )
+    ]
+
+
+def others_leased(allocation_id: str) -> list[Refusal]:
+    """Reasons why an allocation cannot hold the whole machine: others hold parts of it."""
+    return [
+        Refusal(
+            "slot_leased",
+            expected="a machine on which nothing is leased",
+            found=f"{entry.slot_id} leased by {entry.allocation_id}",
+            remedy="release that allocation first, or repair what it left",
+        )
+        for entry in entries()
+        if entry.allocation_id not in ("", allocation_id)
+    ]
+
+
+def hold(slot_id: str, *, fence: int, allocation_id: str, disk_identity: str) -> Entry:
+    """Take the hold for an allocation and record its fence.
+
+    The check that slots and the whole machine exclude each other runs under the lock, so that of
+    two concurrent runs one is refused (I2).
+    """
+    with locked():
+        entry = check(slot_id, fence)
+        exclude = others_leased if slot_id == MACHINE else machine_taken
+        for refusal in exclude(allocation_id):
+            raise refusal
+        if entry.allocation_id not in ("", allocation_id) and fence == entry.fence:
+            raise Refusal(
+                "slot_leased",
+                expected=f"slot {slot_id} free or leased by {allocation_id}",
+                found=f"leased by {entry.allocation_id} under the same fence {fence}",
+                remedy="verify the absence of that allocation and release it first",
+            )
+        if entry.dirty and entry.allocation_id != allocation_id:
+            raise Refusal(
+                "disk_dirty",
+                expected=f"a clean disk in slot {slot_id}",
+                found=f"marked dirty at {entry.dirty_at} and not wiped since",
+                remedy="wipe the slot (`gpuaas recover`) before it is given to another tenant",
+            )
+        return _save(
+            replace(entry, fence=fence, allocation_id=allocation_id, disk_identity=disk_identity)
+        )
+
+
+def raise_fence(slot_id: str, *, fence: int) -> Entry:
+    """Refuse every later run with a lower fence."""
+    with locked():
+        return _save(replace(check(slot_id, fence), fence=fence))
+
+
+def release(slot_id: str, *, fence: int) -> Entry:
+    """Give the hold back; fence and disk state stay."""
+    with locked():
+        return _save(replace(check(slot_id, fence), fence=fence, allocation_id=""))
+
+
+def give_up(slot_id: str, *, fence: int, allocation_id: str, reason: str) -> Entry:
+    """Take the hold from an allocation that can never give it back, and record its holder.
+
+    A dirty mark stays: if the disk returns, it has not been wiped.
+    """
+    with locked():
+        entry = check(slot_id, fence)
+        if entry.allocation_id != allocation_id:
+            raise not_its_holder(entry, allocation_id)
+        told: dict[str, object] = {
+            "at": _host.now(),
+            "allocation_id": allocation_id,
+            "reason": reason,
+        }
+        return _save(replace(entry, fence=fence, allocation_id="", written_off=told))
+
+
+def not_its_holder(entry: Entry, allocation_id: str) -> Refusal:
+    """The refusal to give up a slot for an allocation that does not hold it."""
+    return Refusal(
+        "slot_leased",
+        expected=f"slot {entry.slot_id} free or leased by {allocation_id}",
+        found=f"leased by {entry.allocation_id or 'nobody'}",
+        remedy="verify the absence of that allocation and release it first",
+    )
+
+
+def mark_dirty(slot_id: str, *, fence: int, disk_identity: str) -> Entry:
+    """Record durably that bytes are about to be written. This must happen before the first byte is
+    written.
+    """
+    with locked():
+        entry = check(slot_id, fence)
+        return _save(
+            replace(
+                entry,
+                fence=fence,
+                disk_identity=disk_identity,
+                dirty=True,
+                dirty_at=_host.now(),
+                proof=None,
+            )
+        )
+
+
+def mark_clean(slot_id: str, *, fence: int, disk_identity: str, proof: dict[str, object]) -> Entry:
+    """Record a verified wipe."""
+    with locked():
+        entry = check(slot_id, fence)
+        entry = replace(
+            entry, fence=fence, disk_identity=disk_identity, dirty=False, clean_at=_host.now()
+        )
+        return _save(replace(entry, proof=proof, clean_fence=fence))
+
+
+def locked() -> AbstractContextManager[None]:
+    """One writer of the ledger at a time on this host."""
+    return _host.locked(DIRECTORY, mode=0o700)
+
+
+def _file(slot_id: str) -> str:
+    if not slot_id or not all(c.isalnum() or c in "-_" for c in slot_id):
+        raise Refusal(
+            "slot_id_invalid",
+            expected="a slot id of letters, digits, - and _",
+            found=repr(slot_id),
+            remedy="pass the id that the reconciler shows",
+        )
+    return f"{DIRECTORY}/{slot_id}.json"
+
+
+def _unreadable(file: str, found: str) -> Refusal:
+    return Refusal(
+        "ledger_unreadable", expected=f"a ledger entry in {file}", found=found, remedy=_REPAIR
+    )
+
+
+def _save(entry: Entry) -> Entry:
+    _host.write(
+        _file(entry.slot_id), json.dumps(entry.document(), sort_keys=True) + "\n", mode=0o600
+    )
+    return entry

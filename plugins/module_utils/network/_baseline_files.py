@@ -1,0 +1,88 @@
+"""Files of the network baseline, as bootstrap writes them and parity compares them.
+
+Both use the same rendering. It is separate from `_ovs_nat`, whose imports take seconds to load on a
+host.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _boot_units, _host
+
+DNSMASQ = "/etc/dnsmasq.d/gpuaas-slice.conf"
+RESERVATIONS = f"{_host.STATE_DIRECTORY}/dnsmasq/hosts.d"
+LEASES = "/var/lib/misc/dnsmasq.leases"
+SYSCTL = "/etc/sysctl.d/60-gpuaas-slice.conf"
+# Settings file of the boot service.
+SETTINGS = _boot_units.NETWORK.settings_path
+
+# Suffixes that Debian's service skips in the folder.
+_IGNORED = (".dpkg-dist", ".dpkg-old", ".dpkg-new")
+
+# MAC of parity's probe guest, which requests an address and never takes it. Locally administered,
+# outside every profile's MAC prefix.
+PROBE_MAC = "02:67:73:70:72:62"
+
+FORWARDING = "net.ipv4.ip_forward = 1\n"
+
+Network = Mapping[str, Any]
+
+
+def settings(network: Network) -> dict[str, Any]:
+    """The part of a profile's network that the boot service needs."""
+    named = {key: network[key] for key in ("bridge", "address", "subnet")}
+    return {**named, "tmfifo": bool(network.get("tmfifo"))}
+
+
+def probe_address(subnet: str) -> str:
+    """The subnet's last usable address, because slots are numbered from the start."""
+    return str(ipaddress.IPv4Network(subnet).broadcast_address - 1)
+
+
+def dnsmasq(network: Network) -> str:
+    """dnsmasq's configuration: the slice subnet and nothing else of the host."""
+    subnet = ipaddress.IPv4Network(network["subnet"])
+    own = ipaddress.IPv4Interface(network["address"]).ip
+    return "\n".join(
+        [
+            "# Written by the gpuaas.slice collection; changed by its playbooks only.",
+            f"interface={network['bridge']}",
+            "except-interface=lo",
+            # The host has resolvers of its own.
+            _binding(),
+            "domain-needed",
+            "bogus-priv",
+            # static: only reserved hosts get an address, so a flood of requests takes none.
+            f"dhcp-range={subnet.network_address},static,{subnet.netmask},12h",
+            "dhcp-ignore=tag:!known",
+            "dhcp-authoritative",
+            f"dhcp-host={PROBE_MAC},id:*,{probe_address(network['subnet'])}",
+            f"dhcp-option=option:router,{own}",
+            f"dhcp-option=option:dns-server,{own}",
+            f"dhcp-hostsdir={RESERVATIONS}",
+            f"dhcp-leasefile={LEASES}",
+            "",
+        ]
+    )
+
+
+def _binding() -> str:
+    """dnsmasq's bind option. `bind-dynamic` lets the bridge appear after dnsmasq's start, unless
+    another file has already chosen a mode.
+
+    Ubuntu's libvirt links a file with `bind-interfaces` into the folder, also at each upgrade. With
+    both options dnsmasq does not start, and `--test` does not notice.
+    """
+    folder = _host.path("/etc/dnsmasq.d")
+    names = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
+    others = [f"/etc/dnsmasq.d/{name}" for name in names if not name.endswith(_IGNORED)]
+    for path in ("/etc/dnsmasq.conf", *others):
+        # dnsmasq skips folders too.
+        told = "" if path == DNSMASQ or _host.path(path).is_dir() else _host.kept(path)
+        lines = (told or "").splitlines()
+        if "bind-interfaces" in (line.split("#")[0].strip() for line in lines):
+            return "bind-interfaces"
+    return "bind-dynamic"

@@ -1,0 +1,246 @@
+"""Live slice network: bridge, address, forwarding, NAT, and the link of the card.
+
+The same code runs in a playbook and in gpuaas-slice-network-baseline.service at boot. It does not
+touch dnsmasq: a start of dnsmasq from inside its own ordering dependency once hung a host. The
+card's link is optional and comes last, because the card's BMC or another host may own its rshim,
+and guests do not need it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _boot_service,
+    _change,
+    _command,
+    _host,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+
+TMFIFO = "tmfifo_net0"
+TMFIFO_ADDRESS = "192.168.100.1/30"
+TMFIFO_PEER = "192.168.100.2"
+
+_DATABASE = "/run/openvswitch/db.sock"
+_FORWARDING = "/proc/sys/net/ipv4/ip_forward"
+
+Params = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Interface:
+    """addresses: IPv4 with prefix length, of global scope."""
+
+    up: bool
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class State:
+    """interfaces: existing interfaces of the bridge and the card's link. uplink: "" without one."""
+
+    bridges: tuple[str, ...]
+    interfaces: Mapping[str, Interface]
+    forwarding: bool
+    nat: bool
+    uplink: str
+
+
+def ports(bridge: str) -> list[str]:
+    """Names of the ports of an OVS bridge."""
+    return _lines(["ovs-vsctl", "--timeout=20", "list-ports", bridge])
+
+
+def running() -> bool:
+    """Whether Open vSwitch answers."""
+    return _host.path(_DATABASE).exists()
+
+
+def bridges() -> list[str]:
+    """Names of the OVS bridges; none while Open vSwitch does not run."""
+    if not running():
+        return []
+    return _lines(["ovs-vsctl", "--timeout=20", "list-br"])
+
+
+def nat_rule(subnet: str) -> str:
+    """The rule as `iptables -S` writes it; parity looks for the same line."""
+    return f"-A POSTROUTING -s {subnet} -j MASQUERADE"
+
+
+def nat_present(subnet: str) -> bool:
+    try:
+        rules = _lines(["iptables", "--wait", "10", "-t", "nat", "-S", "POSTROUTING"])
+    except Refusal as refusal:
+        if refusal.code != "command_missing":
+            raise
+        # iptables creates the rule, so a host without iptables cannot have it.
+        return False
+    return nat_rule(subnet) in [rule.strip() for rule in rules]
+
+
+def without_nat(subnet: str) -> None:
+    """Delete the rule, even if it was added twice."""
+    rule = nat_rule(subnet).split()[1:]
+    while nat_present(subnet):
+        _command.run(["iptables", "--wait", "10", "-t", "nat", "-D", *rule])
+
+
+def forwarding() -> bool:
+    return _host.read(_FORWARDING) == "1"
+
+
+def uplink() -> str:
+    """The interface of the default route, or ""."""
+    for line in (_host.read("/proc/net/route") or "").splitlines()[1:]:
+        fields = line.split()
+        if len(fields) > 2 and fields[1] == "00000000":
+            return fields[0]
+    return ""
+
+
+def observe(params: Params) -> State:
+    return State(
+        bridges=tuple(bridges()),
+        interfaces=_interfaces(),
+        forwarding=forwarding(),
+        nat=nat_present(params["subnet"]),
+        uplink=uplink(),
+    )
+
+
+def plan(params: Params, state: State) -> _change.Plan:
+    bridge = params["bridge"]
+    blockers = [*_mismatch(params)]
+    if bridge in state.interfaces and bridge not in state.bridges:
+        blockers.append(_not_ours(bridge))
+    steps = []
+    if bridge not in state.bridges:
+        steps.append(_change.Step("add_bridge", bridge, None, "OVS bridge"))
+    steps.extend(_addressing(bridge, params["address"], state))
+    if not state.forwarding:
+        steps.append(_change.Step("forward_ipv4", "net.ipv4.ip_forward", 0, 1))
+    if not state.nat:
+        steps.append(_change.Step("add_nat", "nat rule", None, nat_rule(params["subnet"])))
+    doubts = []
+    if params.get("tmfifo"):
+        if TMFIFO in state.interfaces:
+            steps.extend(link_steps(state))
+        else:
+            doubts.append(_no_tmfifo())
+    return _change.Plan(tuple(steps), tuple(blockers), tuple(doubts))
+
+
+def link_steps(state: State) -> list[_change.Step]:
+    """Steps that give the card's link its address, for a link that exists or is about to appear."""
+    return [replace(step, soft=True) for step in _addressing(TMFIFO, TMFIFO_ADDRESS, state)]
+
+
+def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
+    if step.name == "add_bridge":
+        _command.run(["ovs-vsctl", "--timeout=60", "--may-exist", "add-br", step.subject])
+    elif step.name == "address_interface":
+        if step.subject == TMFIFO and not link_there():
+            raise _no_tmfifo()
+        _command.run(["ip", "address", "replace", step.after["address"], "dev", step.subject])
+        _command.run(["ip", "link", "set", "dev", step.subject, "up"])
+    elif step.name == "forward_ipv4":
+        _command.run(["sysctl", "-q", "-w", "net.ipv4.ip_forward=1"])
+    elif step.name == "add_nat":
+        rule = nat_rule(params["subnet"]).split()
+        _command.run(["iptables", "--wait", "10", "-t", "nat", *rule])
+    return None
+
+
+LIVE = _change.Subject(observe, plan, apply)
+
+
+def boot(settings_path: str) -> int:
+    """Set up the slice network at boot, before dnsmasq. The card's link may appear later."""
+    return _boot_service.boot(LIVE, settings_path, wait_for=("tmfifo_missing", "command_failed"))
+
+
+def link_there() -> bool:
+    return _host.path(f"/sys/class/net/{TMFIFO}").exists()
+
+
+def link_shown(state: State) -> str:
+    """Short description of the card's link."""
+    if TMFIFO not in state.interfaces:
+        return "missing"
+    return ", ".join(state.interfaces[TMFIFO].addresses) or "no address"
+
+
+def _addressing(name: str, address: str, state: State) -> list[_change.Step]:
+    found = state.interfaces.get(name, Interface(up=False, addresses=()))
+    if found.up and address in found.addresses:
+        return []
+    before = {"up": found.up, "addresses": list(found.addresses)}
+    return [_change.Step("address_interface", name, before, {"up": True, "address": address})]
+
+
+def _interfaces() -> dict[str, Interface]:
+    shown = json.loads(_command.run(["ip", "-j", "-4", "address", "show"]).out or "[]")
+    there = {entry["ifname"]: entry for entry in shown if entry.get("ifname")}
+    folder = _host.path("/sys/class/net")
+    # `ip -4` omits interfaces without an IPv4 address, so the list comes from sysfs.
+    names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
+    return {name: _interface(there.get(name, {}), name) for name in {*names, *there}}
+
+
+def _interface(entry: Mapping[str, Any], name: str) -> Interface:
+    flags = _host.read(f"/sys/class/net/{name}/flags") or "0"
+    return Interface(
+        up=bool(int(flags, 16) & 0x1),  # IFF_UP
+        addresses=tuple(
+            f"{info.get('local')}/{info.get('prefixlen')}"
+            for info in entry.get("addr_info", [])
+            if info.get("scope") == "global"
+        ),
+    )
+
+
+def _mismatch(params: Params) -> list[Refusal]:
+    try:
+        subnet = ipaddress.IPv4Network(params["subnet"])
+        if ipaddress.IPv4Interface(params["address"]).network == subnet:
+            return []
+        found = f"{params['address']} and {params['subnet']}"
+    except ValueError as error:
+        found = str(error)
+    return [
+        Refusal(
+            "network_invalid",
+            expected="a bridge address inside the slice subnet, both with the same prefix length",
+            found=found,
+            remedy="correct network.address and network.subnet of the hardware profile",
+        )
+    ]
+
+
+def _not_ours(bridge: str) -> Refusal:
+    return Refusal(
+        "bridge_name_taken",
+        expected=f"{bridge} to be an Open vSwitch bridge or not to exist",
+        found="an interface of another kind with this name",
+        remedy="rename or remove that interface, or choose another bridge in the profile",
+    )
+
+
+def _no_tmfifo() -> Refusal:
+    return Refusal(
+        "tmfifo_missing",
+        expected=f"the interface {TMFIFO} of the card's rshim driver",
+        found="no such interface",
+        remedy="guests do not need it; see `journalctl -u rshim` and whether the card's BMC or "
+        "another host owns rshim, or set network.tmfifo to false in the profile",
+    )
+
+
+def _lines(argv: list[str]) -> list[str]:
+    return [line for line in _command.run(argv).out.splitlines() if line.strip()]

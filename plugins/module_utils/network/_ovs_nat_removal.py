@@ -1,0 +1,154 @@
+"""Removal of the network baseline: restores the host's original network.
+
+Without a record, a host with a managed baseline is treated as freshly deployed, with neither Open
+vSwitch nor dnsmasq running. A host without a baseline is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _boot_service,
+    _change,
+    _command,
+    _host,
+    _host_snapshot,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _bridge, _ovs_nat
+
+_OFF = {"active": False, "enabled": False}
+_SERVICES = {
+    "dnsmasq": _ovs_nat.DHCP,
+    "openvswitch-switch": _ovs_nat.SWITCH,
+    "rshim": _ovs_nat.RSHIM,
+}
+
+Params = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class State:
+    """ports: of the bridge, without its own port. reserved: files of slices in the reservations."""
+
+    baseline: _ovs_nat.State
+    ports: tuple[str, ...]
+    reserved: tuple[str, ...]
+
+    @property
+    def concerned(self) -> bool:
+        """Whether this host has or had a managed baseline."""
+        return self.baseline.ours or self.baseline.before is not None
+
+
+def observe(params: Params) -> State:
+    found = _ovs_nat.observe(params)
+    bridge = params["bridge"]
+    there = _bridge.ports(bridge) if bridge in found.live.bridges else []
+    folder = _host.path(_ovs_nat.RESERVATIONS)
+    files = folder.iterdir() if folder.is_dir() else ()
+    return State(found, tuple(there), tuple(sorted(file.name for file in files)))
+
+
+def plan(params: Params, state: State) -> _change.Plan:
+    found, bridge = state.baseline, params["bridge"]
+    blockers = tuple(_in_use(params, state))
+    steps = _ovs_nat.outdated(found)
+    steps += _boot_service.plan_removal(_ovs_nat.unit(params), found.installed)
+    steps += [
+        _change.Step("remove_file", path, text, None)
+        for path, text in found.files.items()
+        if text is not None
+    ]
+    if found.reservations:
+        steps.append(_change.Step("remove_folder", _ovs_nat.RESERVATIONS, "folder", None))
+    if found.live.nat:
+        rule = _bridge.nat_rule(params["subnet"])
+        steps.append(_change.Step("remove_nat", "nat rule", rule, None))
+    card = found.live.interfaces.get(_bridge.TMFIFO)
+    if state.concerned and card and _bridge.TMFIFO_ADDRESS in card.addresses:
+        before = list(card.addresses)
+        steps.append(_change.Step("remove_address", _bridge.TMFIFO, before, []))
+    if bridge in found.live.bridges:
+        steps.append(_change.Step("remove_bridge", bridge, "OVS bridge", None))
+    # An unknown earlier state is left to the next boot, which has no managed setting.
+    if found.live.forwarding and (found.before or {}).get("forwarding") is False:
+        steps.append(_change.Step("stop_forwarding", "net.ipv4.ip_forward", 1, 0))
+    if state.concerned:
+        steps += _services(found, rewritten=any(step.name == "remove_file" for step in steps))
+    steps += _host_snapshot.forget_steps(_ovs_nat.RECORD, found.before)
+    return _change.Plan(tuple(steps), blockers)
+
+
+def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
+    if step.name == "remove_file":
+        _host.remove(step.subject)
+    elif step.name == "remove_folder":
+        # Not a recursive delete: a reservation added after the scan must stop this step.
+        _host.path(step.subject).rmdir()
+    elif step.name == "remove_nat":
+        _bridge.without_nat(params["subnet"])
+    elif step.name == "remove_address":
+        _command.run(["ip", "address", "del", _bridge.TMFIFO_ADDRESS, "dev", step.subject])
+    elif step.name == "remove_bridge":
+        _command.run(["ovs-vsctl", "--timeout=60", "--if-exists", "del-br", step.subject])
+    elif step.name == "stop_forwarding":
+        _command.run(["sysctl", "-q", "-w", "net.ipv4.ip_forward=0"])
+    elif step.name == "stop_service":
+        _command.run(_stopping(step), timeout=120)
+    elif step.name == "restart_service":
+        _command.run(["systemctl", "restart", step.subject])
+    else:
+        return _ovs_nat.apply(params, step)
+    return None
+
+
+def facts(params: Params, state: State) -> dict[str, Any]:
+    return _ovs_nat.facts(params, state.baseline)
+
+
+SUBJECT = _change.Subject(observe, plan, apply, facts)
+
+
+def _services(found: _ovs_nat.State, *, rewritten: bool) -> list[_change.Step]:
+    """Services return to their recorded state, now and at the next boot, without the managed
+    settings.
+    """
+    steps = []
+    now = {"dnsmasq": found.dnsmasq, "openvswitch-switch": found.switch, "rshim": found.rshim}
+    for package, service in now.items():
+        was = (found.before or {}).get(package, _OFF)
+        name = _SERVICES[package]
+        before = {"active": service.active, "enabled": service.enabled}
+        # A service that another program has stopped since stays stopped.
+        after = {key: now_so and was[key] for key, now_so in before.items()}
+        if before != after:
+            steps.append(_change.Step("stop_service", name, before, after))
+        if package == "dnsmasq" and after["active"] and rewritten:
+            steps.append(_change.Step("restart_service", name, "our settings", "without them"))
+    return steps
+
+
+def _stopping(step: _change.Step) -> list[str]:
+    if step.before["enabled"] == step.after["enabled"]:
+        return ["systemctl", "stop", step.subject]
+    now = ["--now"] if step.before["active"] and not step.after["active"] else []
+    return ["systemctl", "disable", *now, step.subject]
+
+
+def _in_use(params: Params, state: State) -> list[Refusal]:
+    left = [f"port {name}" for name in state.ports]
+    left += [f"reservation {name}" for name in state.reserved]
+    if not left:
+        return []
+    return [
+        Refusal(
+            "network_in_use",
+            expected=f"no slice on {params['bridge']}",
+            found=", ".join(left),
+            remedy="release or recover the slices of this host first",
+        )
+    ]

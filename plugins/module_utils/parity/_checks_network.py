@@ -1,0 +1,325 @@
+"""Parity checks of the slice network; most of them send traffic through it."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _boot_units,
+    _command,
+    _file_edits,
+    _host,
+    _pci,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import (
+    _ipoib_address,
+    _virtual_functions,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
+    _baseline_files,
+    _netplan,
+    _slice_network,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _guest_probe
+from ansible_collections.gpuaas.slice.plugins.module_utils.parity._check import (
+    Verdict,
+    failed,
+    passed,
+    verdict,
+    warned,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.parity._host_facts import (
+    OLD_BASELINE,
+    RSHIM,
+    Facts,
+)
+
+# Values that bootstrap writes. They are repeated here because the module that writes them takes
+# seconds to load on a host.
+TMFIFO, TMFIFO_ADDRESS, TMFIFO_PEER = "tmfifo_net0", "192.168.100.1/30", "192.168.100.2"
+IPOIB = _ipoib_address.FILE
+
+
+def fabric_vfs(facts: Facts) -> Verdict:
+    """Each fabric card has its virtual functions, with the identities that slice mode gives them.
+
+    The link state of each function follows its card's port, now and after the next boot. All
+    approved functions exist.
+    """
+    fabric = facts.profile["fabric"]
+    link = str(fabric.get("link") or "")
+    alike = [device for device in facts.devices.values() if device.id in fabric["pf_ids"]]
+    others = {one.address: why for one in alike if (why := _pci.unlike_link(one.address, link))}
+    physical = [device for device in alike if device.address not in others]
+    problems = []
+    if not physical:
+        sought = f"no {link} physical function of {', '.join(fabric['pf_ids'])}"
+        problems = ["; ".join([" ".join(sought.split()), *others.values()])]
+    problems += [
+        f"{device.address} has {device.sriov_numvfs} of {fabric['vfs_per_pf']} functions"
+        for device in physical
+        if device.sriov_numvfs < int(fabric["vfs_per_pf"])
+    ]
+    for slot in facts.slots:
+        address = slot["fabric_vf_pci_address"]
+        if address not in facts.devices:
+            problems.append(f"{address} is not there")
+        elif not (parent := facts.devices[address].physfn):
+            problems.append(f"{address} is no virtual function")
+        elif parent not in {device.address for device in physical}:
+            why = others.get(parent) or f"{parent} is no card of the profile's fabric"
+            problems.append(f"{address} is a slot's: {why}")
+    problems += facts.not_at_boot(_boot_units.FABRIC)
+    # The parameters that the bootstrap role passes: all cards with these device ids, with generated
+    # identities.
+    cards = {"pfs": [], "pf_ids": list(fabric["pf_ids"]), "macs": {}, "link": link}
+    for device in physical:
+        found = _virtual_functions.card_at(device.address)
+        problems += [*found.misnamed(cards), *found.unlinked()]
+    wanted = {**cards, "count": fabric["vfs_per_pf"]}
+    problems += _file_edits.unlike_settings(_boot_units.FABRIC.settings_path, wanted)
+    made = sum(device.sriov_numvfs for device in physical)
+    return verdict(problems, f"{made} functions on {len(physical)} cards")
+
+
+def ipoib_netplan(facts: Facts) -> Verdict:
+    """The next boot gives the host its site address, as netplan reads all of its files.
+
+    A netplan file of this collection must be as bootstrap writes it. Other content of the site's
+    own file is not judged.
+    """
+    fabric, text = facts.profile["fabric"], _host.kept(IPOIB)
+    wanted = str(fabric.get("site_address") or "")
+    if not text:
+        return failed(f"{IPOIB} is missing")
+    problems = []
+    # An operator can set a machine's interface outside the profile. The file is compared only if
+    # the profile names one.
+    if wanted and fabric.get("interface") and text.startswith(_ipoib_address.MARKER):
+        own = {key: str(fabric.get(key) or "") for key in ("interface", "route")}
+        problems += _file_edits.unlike(IPOIB, _ipoib_address.text({**own, "address": wanted}))
+    judged = _netplan.judge()
+    if judged.refused:
+        problems.append(f"netplan refuses the host's files: {' '.join(judged.refused.split())}")
+    elif wanted:
+        problems += _not_given(facts, judged.links, wanted)
+    return verdict(problems, f"{IPOIB} {wanted}".strip())
+
+
+def fabric_address(facts: Facts) -> Verdict:
+    wanted = str(facts.profile["fabric"].get("site_address") or "")
+    for name in _owners(facts, wanted):
+        return passed(f"{name} has {wanted}")
+    named = facts.profile["fabric"].get("interface") or "ibp*"
+    return failed(f"no interface {named} has {wanted or 'a site address (none is set)'}")
+
+
+def fabric_route(facts: Facts) -> Verdict:
+    """Every hop of the fabric route uses the interface that owns the site address. Any other
+    interface leads to no fabric or to a different one.
+    """
+    fabric = facts.profile["fabric"]
+    wanted, address = str(fabric.get("route") or ""), str(fabric.get("site_address") or "")
+    if not wanted:
+        return failed("the profile names no fabric route")
+    owners = _owners(facts, address) if address else _fabric_interfaces(facts)
+    if not owners:
+        return failed(f"no interface has {address or 'an address'} for a route to {wanted}")
+    found = _slice_network.ways(wanted)
+    for way in found:
+        if {*way} <= {*owners}:
+            return passed(f"{wanted} by {', '.join(way)}")
+    others = [f"; one leads by {', '.join(way)}" for way in found]
+    return failed(f"no route to {wanted} by {', '.join(owners)}{''.join(others)}")
+
+
+def ovs_bridge(facts: Facts) -> Verdict:
+    """The slice bridge is an Open vSwitch bridge, is up, and has the gateway address."""
+    name, address = facts.network["bridge"], facts.network["address"]
+    found = facts.interfaces.get(name)
+    if found is None:
+        return failed(f"{name} is missing")
+    problems = [] if found.up else [f"{name} is down"]
+    if address not in found.addresses:
+        problems.append(f"{name} has {', '.join(found.addresses) or 'no address'}, not {address}")
+    # A successful guest probe already proves this, because its port was added to the bridge.
+    if (
+        facts.guest_problem
+        and _command.run(["ovs-vsctl", "--timeout=10", "br-exists", name], ok=(0, 2)).rc
+    ):
+        problems.append(f"{name} is no bridge of Open vSwitch")
+    return verdict(problems, f"{name} {address}")
+
+
+def dnsmasq(facts: Facts) -> Verdict:
+    """A guest on the bridge gets a DNS answer and a DHCP offer."""
+    pid, bridge = _slice_network.dnsmasq_pid(), facts.network["bridge"]
+    if not pid:
+        return failed("dnsmasq does not run")
+    problems = []
+    if not facts.guest.named:
+        problems.append(f"process {pid} runs, but does not answer a guest on {bridge}")
+    wanted, offered = _baseline_files.probe_address(facts.network["subnet"]), facts.guest.offered
+    if offered != wanted:
+        problems.append(f"a guest on {bridge} is offered {offered or 'no address'}, not {wanted}")
+    return verdict(problems, f"process {pid} answers a guest on {bridge} and offers it an address")
+
+
+def dnsmasq_config(facts: Facts) -> Verdict:
+    """The dnsmasq configuration works at its next start.
+
+    It is the configuration that bootstrap writes, it parses, nothing in it is stale, and no address
+    is reserved twice.
+    """
+    problems = [f"stale {name}" for name in _slice_network.stale_reservations()]
+    problems += _file_edits.unlike(_baseline_files.DNSMASQ, _baseline_files.dnsmasq(facts.network))
+    problems += _duplicates(_baseline_files.probe_address(facts.network["subnet"]))
+    # Debian's service adds this folder on its command line, so the test must name it too.
+    folder = "--conf-dir=/etc/dnsmasq.d,.dpkg-dist,.dpkg-old,.dpkg-new"
+    tested = _command.run(["dnsmasq", "--test", folder], ok=range(256))
+    if tested.rc:
+        problems.append((tested.err or tested.out).strip())
+    return verdict(problems, "as bootstrap writes it, syntax check OK, nothing stale")
+
+
+def nat(facts: Facts) -> Verdict:
+    subnet = facts.network["subnet"]
+    for rule in facts.nat_rules:
+        if _slice_network.translates(rule, subnet):
+            return passed(rule)
+    return failed(f"no rule of POSTROUTING translates {subnet}")
+
+
+def ip_forwarding(_facts: Facts) -> Verdict:
+    """IP forwarding is on now and in the settings of the next boot."""
+    problems = [] if _slice_network.forwarding() else ["net.ipv4.ip_forward is not 1"]
+    problems += _file_edits.unlike(_baseline_files.SYSCTL, _baseline_files.FORWARDING)
+    return verdict(problems, "net.ipv4.ip_forward is 1")
+
+
+def guest_egress(facts: Facts) -> Verdict:
+    """A guest-like namespace on the bridge reaches the outside through NAT."""
+    target = facts.network.get("egress_probe") or _slice_network.gateway()
+    if not target:
+        return failed("the profile names no egress_probe and the host has no default gateway")
+    found, subnet = facts.guest, ipaddress.ip_network(facts.network["subnet"])
+    raw = [source for source in found.sources if ipaddress.ip_address(source) in subnet]
+    problems = []
+    if found.egress_ms is None:
+        problems.append(f"{target} does not answer a guest, whatever the services say")
+    if raw:
+        problems.append(f"a guest's packets leave untranslated, as {', '.join(raw)}")
+    elif not found.sources:
+        problems.append("no packet of a guest was seen leaving the host")
+    shown = f"{target} answered a guest in {found.egress_ms or 0:.1f} ms"
+    return verdict(problems, f"{shown}, seen as {', '.join(found.sources)}")
+
+
+def network_service(facts: Facts) -> Verdict:
+    """The network service succeeded, starts at the next boot, and its settings match
+    this profile.
+    """
+    name = _boot_units.NETWORK.service
+    unit = facts.unit(name)
+    problems = facts.not_at_boot(_boot_units.NETWORK)
+    if unit.load != "loaded":
+        return verdict(problems, "")
+    if (unit.active, unit.result) != ("active", "success"):
+        problems.append(f"{name} is {unit.active}/{unit.sub} ({unit.result})")
+    settings = _baseline_files.settings(facts.network)
+    problems += _file_edits.unlike_settings(_baseline_files.SETTINGS, settings)
+    return verdict(problems, f"{unit.active}/{unit.sub}")
+
+
+def historical_network_service(facts: Facts) -> Verdict:
+    unit = facts.unit(OLD_BASELINE)
+    if unit.load in ("not-found", ""):
+        return passed("absent")
+    return warned(f"{OLD_BASELINE} is still there ({unit.active})")
+
+
+def tmfifo(facts: Facts) -> Verdict:
+    """The tmfifo link has its address, and the next boot starts the service that
+    creates the link.
+    """
+    found = facts.interfaces.get(TMFIFO)
+    problems = []
+    if found is None:
+        problems.append(f"{TMFIFO} is missing")
+    elif TMFIFO_ADDRESS not in found.addresses:
+        problems.append(f"{TMFIFO}: {', '.join(found.addresses) or 'no address'}")
+    if facts.network.get("tmfifo"):
+        unit = facts.unit(RSHIM)
+        if not unit.file.startswith("enabled"):
+            why = unit.file or unit.load or "unknown"
+            problems.append(f"{RSHIM} is {why}: it would not start at boot")
+    return verdict(problems, ", ".join(found.addresses) if found else "")
+
+
+def rshim_peer(_facts: Facts) -> Verdict:
+    took = _guest_probe.echo(TMFIFO_PEER)
+    return failed(f"{TMFIFO_PEER} is silent") if took is None else passed(f"{took:.1f} ms")
+
+
+def _fabric_interfaces(facts: Facts) -> list[str]:
+    """Interfaces that may own the site address: the profile's, or each ibp* if the profile names
+    none.
+    """
+    named = str(facts.profile["fabric"].get("interface") or "")
+    return [named] if named else [name for name in facts.interfaces if name.startswith("ibp")]
+
+
+def _owners(facts: Facts, address: str) -> list[str]:
+    """Fabric interfaces that have the site address now."""
+    return [
+        name
+        for name in _fabric_interfaces(facts)
+        if name in facts.interfaces and _is_among(address, facts.interfaces[name].addresses)
+    ]
+
+
+def _is_among(wanted: str, addresses: Sequence[str]) -> bool:
+    """Whether the address is in the list; a profile may omit the prefix length."""
+    return any(wanted in (address, address.partition("/")[0]) for address in addresses)
+
+
+def _not_given(facts: Facts, links: Sequence[_netplan.Link], wanted: str) -> list[str]:
+    """Reasons why the next boot would not give the address to its interface."""
+    giving = [link for link in links if _is_among(wanted, link.addresses)]
+    if not giving:
+        return [f"{IPOIB} does not give {wanted}"]
+    owner = str(facts.profile["fabric"].get("interface") or "")
+    for link in giving:
+        known = (name for name in link.names if name.startswith("ibp"))
+        names = [owner] if owner else [*_fabric_interfaces(facts), *known]
+        if any(link.is_of(name) for name in names):
+            return []
+    given = ", ".join(name for link in giving for name in (*link.names, *link.macs)) or "others"
+    return [f"{IPOIB} gives {wanted} to {given}, not to {owner or 'an interface ibp*'}"]
+
+
+def _duplicates(own: str) -> list[str]:
+    """Addresses with two DHCP reservations, including the probe guest's address. dnsmasq does not
+    start with such a pair, or it ignores the second reservation.
+    """
+    folder = _host.path(_baseline_files.RESERVATIONS)
+    seen = {own: "bootstrap's own file"}
+    problems = []
+    for file in sorted(folder.iterdir()) if folder.is_dir() else []:
+        for word in file.read_text(errors="replace").replace("\n", ",").split(","):
+            key = word.strip().lower()
+            if not (_is_address(key) or key.count(":") == 5):
+                continue
+            if key in seen:
+                problems.append(f"{key} is reserved in {seen[key]} and {file.name}")
+            seen[key] = file.name
+    return problems
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.IPv4Address(text)
+    except ValueError:
+        return False
+    return True

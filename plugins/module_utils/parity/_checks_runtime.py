@@ -1,0 +1,156 @@
+"""Parity checks of the slice VM runtime: libvirt, firmware, tools, disks, images, memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Mapping
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _host_tuning, _hugepages
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _host, _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block
+from ansible_collections.gpuaas.slice.plugins.module_utils.parity._check import (
+    Verdict,
+    failed,
+    passed,
+    verdict,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.parity._host_facts import Facts
+
+IMAGES = f"{_host.STATE_DIRECTORY}/images"
+# Debian and Ubuntu use the same names. Domains are defined with the 4 MiB build.
+FIRMWARE = ("/usr/share/OVMF/OVMF_CODE_4M.fd", "/usr/share/OVMF/OVMF_VARS_4M.fd")
+_SEED_MAKERS = ("genisoimage", "xorriso", "cloud-localds")
+_RDMA_TOOLS = ("rdma", "ibv_devinfo", "ib_write_bw")
+_PROGRAMS = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
+# With less, an image cannot be unpacked, and the host's root file system is almost full.
+_LEAST_FREE_BYTES = 2 << 30
+
+
+def libvirt(_facts: Facts) -> Verdict:
+    """The libvirt daemon answers and offers a hypervisor."""
+    out = _command.run(["virsh", "-q", "-c", "qemu:///system", "version"], timeout=120).out
+    rows = dict(row.partition(":")[::2] for row in out.splitlines())
+    running = str(rows.get("Running hypervisor", "")).strip()
+    return passed(running) if running else failed("libvirt answers without a hypervisor")
+
+
+def libvirt_directory(_facts: Facts) -> Verdict:
+    """QEMU runs as a different user and must be able to traverse the directory."""
+    mode = stat.S_IMODE(_host.path("/var/lib/libvirt").stat().st_mode)
+    return verdict([] if mode & 0o001 else [f"/var/lib/libvirt is {mode:04o}"], f"{mode:04o}")
+
+
+def ovmf(_facts: Facts) -> Verdict:
+    problems = [
+        f"{name} is missing or empty"
+        for name in FIRMWARE
+        if not _host.path(name).is_file() or not _host.path(name).stat().st_size
+    ]
+    return verdict(problems, FIRMWARE[0])
+
+
+def cloud_init_tools(_facts: Facts) -> Verdict:
+    found = [name for name in _SEED_MAKERS if _installed(name)]
+    return passed(found[0]) if found else failed(f"none of {', '.join(_SEED_MAKERS)}")
+
+
+def rdma_tools(_facts: Facts) -> Verdict:
+    missing = [name for name in _RDMA_TOOLS if not _installed(name)]
+    return verdict([f"missing {', '.join(missing)}"] if missing else [], ", ".join(_RDMA_TOOLS))
+
+
+def nvme_ownership(facts: Facts) -> Verdict:
+    """Approved disks are present by identity, unused by the host, and raw unless a
+    tenant has them.
+    """
+    by_path = {disk.by_id: disk for disk in facts.disks}
+    problems: list[str] = []
+    for slot in facts.slots:
+        disk = by_path.get(slot["nvme_device"])
+        if disk is None:
+            problems.append(f"{slot['nvme_device']} is not there")
+            continue
+        try:
+            problems += _disk_problems(slot, disk, facts.usage(disk))
+        except Refusal as refusal:
+            problems.append(f"{disk.disk_identity}: {refusal.code}: {refusal.found}")
+    return verdict(problems, f"{len(facts.slots)} approved disks of {len(facts.disks)}")
+
+
+def image_cache(_facts: Facts) -> Verdict:
+    folder = _host.path(IMAGES)
+    cached = sorted(folder.glob("*.raw")) if folder.is_dir() else []
+    empty = [f"{file.name} is empty" for file in cached if not file.stat().st_size]
+    where = folder if folder.is_dir() else _host.path("/var/lib")
+    free = shutil.disk_usage(where).free
+    if not cached and free < _LEAST_FREE_BYTES:
+        empty.append(f"{free >> 20} MiB free for images")
+    return verdict(empty, f"{len(cached)} images, {free >> 20} MiB free")
+
+
+def hugepages(facts: Facts) -> Verdict:
+    """Pages of 1 GiB per node, in use or free: as many as tuned, and enough for all
+    approved slots.
+    """
+    pages = _hugepages.request(
+        _host_tuning.requested_profiles(facts.profile), facts.profile.get("hugepages_1g")
+    )
+    problems = _hugepages.problems(pages) if pages else []
+    virtual = facts.profile["vm"]
+    if not virtual.get("hugepages"):
+        tuned = f"{pages.pages} pages of 1 GiB" if pages else "not_requested"
+        return verdict(problems, tuned)
+    each = -(-int(virtual["memory_mib_per_gpu"]) // 1024)
+    for node in sorted({int(slot["numa_node"]) for slot in facts.slots}):
+        wanted = each * sum(int(slot["numa_node"]) == node for slot in facts.slots)
+        have = _hugepages.have(node)
+        if have < wanted:
+            problems.append(f"node {node} has {have} pages of 1 GiB, its slots need {wanted}")
+    return verdict(problems, f"{each} pages of 1 GiB per slot")
+
+
+def tuning(facts: Facts) -> Verdict:
+    """The tuned profiles are in force in the running kernel and at a login, and stay so at boot."""
+    found = _host_tuning.problems(facts.profile)
+    # Huge pages have a check of their own.
+    found.pop(_hugepages.PROFILE, None)
+    problems = [f"{name}: {problem}" for name, left in found.items() for problem in left]
+    problems += _host_tuning.edited(facts.profile)
+    return verdict(problems, ", ".join(found) or "not_requested")
+
+
+def _disk_problems(slot: Mapping[str, Any], disk: _block.Disk, usage: _block.Usage) -> list[str]:
+    problems = []
+    if disk.serial != slot["nvme_serial"] or disk.size_bytes != slot["nvme_size_bytes"]:
+        problems.append(
+            f"serial {disk.serial!r} and size {disk.size_bytes} are not the approved ones"
+        )
+    if usage.os_disk:
+        problems.append("is the OS disk")
+    for word, names in (
+        ("mounted", usage.mounts),
+        ("swap", usage.swap),
+        ("RAID", usage.md),
+        ("LVM", usage.lvm),
+        ("device mapper", usage.dm),
+    ):
+        if names:
+            problems.append(f"{word}: {', '.join(map(str, names))}")
+    entry = _ledger.load(str(slot["slot_id"]))
+    # A tenant's disk has partitions, and a disk that waits for its wipe may have them. Neither is
+    # drift.
+    if not entry.allocation_id and not entry.dirty:
+        left = [*usage.children, *usage.filesystems]
+        if left:
+            problems.append(f"not raw: {', '.join(left)}")
+        if usage.qemu_pids:
+            problems.append(f"held by QEMU {usage.qemu_pids} without a lease")
+    return [f"{disk.disk_identity}: {problem}" for problem in problems]
+
+
+def _installed(program: str) -> bool:
+    return any(os.access(_host.path(f"{folder}/{program}"), os.X_OK) for folder in _PROGRAMS)

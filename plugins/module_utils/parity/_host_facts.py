@@ -1,0 +1,195 @@
+"""Host facts for parity checks, each read at most once per run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _kernel_arguments
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _boot_files,
+    _boot_units,
+    _command,
+    _host,
+    _pci,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _slice_network
+from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _guest_probe
+from ansible_collections.gpuaas.slice.plugins.module_utils.topology import _host_resources
+
+OLD_BASELINE = "gpuaas-slice-host-net-baseline.service"
+RSHIM = "rshim.service"
+
+
+def kept(path: str) -> dict[str, Any]:
+    """The settings of a boot service; {} only when the file does not exist."""
+    again = "run the playbook that installs the service again"
+    return _host.document(path, code="settings_unreadable", remedy=again) or {}
+
+
+@dataclass(frozen=True)
+class Unit:
+    """systemd unit: load, active and sub state, start at boot, and result of the last run."""
+
+    load: str
+    active: str
+    sub: str
+    file: str
+    result: str
+
+
+_ABSENT = Unit("not-found", "inactive", "dead", "", "")
+
+
+@dataclass(frozen=True)
+class Request:
+    """The module's parameters. api_topology, maas_tags: None when the caller does not know them."""
+
+    profile: Mapping[str, Any]
+    slots: Sequence[Mapping[str, Any]] = ()
+    intent: str = "slice"
+    api_topology: Mapping[str, Any] | None = None
+    maas_tags: Sequence[str] | None = None
+
+
+class Facts:
+    """Facts of the host. All of them are lazy, so a check that does not apply costs nothing."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.profile = request.profile
+        self.network: Mapping[str, Any] = request.profile["network"]
+        self.slots = request.slots
+
+    @cached_property
+    def interfaces(self) -> dict[str, _slice_network.Interface]:
+        return _slice_network.interfaces()
+
+    @cached_property
+    def nat_rules(self) -> list[str]:
+        return _slice_network.nat_rules()
+
+    @cached_property
+    def boot_params(self) -> dict[str, Any]:
+        return _host_resources.boot_params(self.profile, self.request.intent)
+
+    @cached_property
+    def boot(self) -> _kernel_arguments.State:
+        """The boot configuration, and its part that is in force."""
+        return _kernel_arguments.observe(self.boot_params)
+
+    @cached_property
+    def kernel(self) -> _host_resources.Kernel:
+        return _host_resources.kernel(self.boot_params, self.boot)
+
+    @cached_property
+    def devices(self) -> dict[str, _pci.Device]:
+        return {device.address: device for device in _pci.devices()}
+
+    @cached_property
+    def disks(self) -> list[_block.Disk]:
+        return _block.disks()
+
+    def usage(self, disk: _block.Disk) -> _block.Usage:
+        """The use of one of `disks`. Raises a Refusal for this disk if it cannot be read."""
+        return self._usages.get(disk.kernel_name) or _block.usage(disk)
+
+    @cached_property
+    def _usages(self) -> dict[str, _block.Usage]:
+        """Use of all disks from one scan. {} when a disk cannot be read; each disk is then read by
+        itself.
+        """
+        try:
+            return _block.usages(self.disks)
+        except OSError:
+            return {}
+
+    @cached_property
+    def enrolment(self) -> dict[str, str]:
+        """The settings in /etc/gpuaas/enrolment.env; {} when the host is not enrolled."""
+        rows = (_host.kept("/etc/gpuaas/enrolment.env") or "").splitlines()
+        pairs = (row.partition("=") for row in rows if "=" in row and not row.startswith("#"))
+        return {key.strip(): value.strip().strip("'\"") for key, _sep, value in pairs}
+
+    @property
+    def guest(self) -> _guest_probe.Finding:
+        """The guest probe's result. Creating the namespace is expensive, so all checks share one
+        run.
+        """
+        found = self._guest
+        if isinstance(found, Refusal):
+            raise found
+        return found
+
+    @property
+    def guest_problem(self) -> str:
+        """The reason why no guest probe could be created, or ""."""
+        return str(self._guest) if isinstance(self._guest, Refusal) else ""
+
+    @cached_property
+    def _guest(self) -> _guest_probe.Finding | Refusal:
+        target = str(self.network.get("egress_probe") or "") or _slice_network.gateway()
+        probe = _guest_probe.Probe(
+            bridge=self.network["bridge"],
+            bridge_address=str(self.network["address"]).partition("/")[0],
+            subnet=self.network["subnet"],
+            target=target,
+        )
+        try:
+            return _guest_probe.look(probe)
+        except Refusal as refusal:
+            return refusal
+        except OSError as broken:
+            # The refusal is cached, so that the checks do not repeat a failed attempt.
+            return Refusal(
+                "probe_failed",
+                expected=f"a stand-in for a guest on {probe.bridge}",
+                found=str(broken),
+                remedy="repair what the system names, then run parity again",
+            )
+
+    @cached_property
+    def passthrough(self) -> list[str]:
+        """PCI addresses that the approved slots give to guests."""
+        keys = ("gpu_pci_address", "fabric_vf_pci_address")
+        return [str(slot[key]) for slot in self.slots for key in keys if slot.get(key)]
+
+    def unit(self, name: str) -> Unit:
+        return self._units.get(name, _ABSENT)
+
+    def not_at_boot(self, service: _boot_files.Unit) -> list[str]:
+        """Reasons why the next boot would not run this service as installed; [] if it would."""
+        name, unit = service.service, self.unit(service.service)
+        if unit.load != "loaded":
+            return [f"{name} is {unit.load or 'unknown'}"]
+        problems = _boot_files.edited(service)
+        if unit.file != "enabled":
+            why = f"{name} is {unit.file or 'not enabled'}: it would not start at boot"
+            problems.insert(0, why)
+        return problems
+
+    @cached_property
+    def _units(self) -> dict[str, Unit]:
+        ours = (_boot_units.FABRIC, _boot_units.BINDING, _boot_units.CLAIM)
+        names = [_boot_units.NETWORK.service, OLD_BASELINE, *(unit.service for unit in ours)]
+        names += [RSHIM] if self.network.get("tmfifo") else []
+        names += self.profile.get("gpu_services", [])
+        keys = "Id,LoadState,ActiveState,SubState,UnitFileState,Result"
+        out = _command.run(["systemctl", "show", f"--property={keys}", "--", *names]).out
+        units: dict[str, Unit] = {}
+        # One block per unit in the order of the query, because an alias would answer with another
+        # Id.
+        for name, block in zip(names, out.split("\n\n"), strict=False):
+            values = dict(row.partition("=")[::2] for row in block.splitlines())
+            units[name] = Unit(
+                load=values.get("LoadState", ""),
+                active=values.get("ActiveState", ""),
+                sub=values.get("SubState", ""),
+                file=values.get("UnitFileState", ""),
+                result=values.get("Result", ""),
+            )
+        return units

@@ -1,0 +1,171 @@
+"""libvirt domains through virsh, and QEMU processes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+
+# libvirt's virDomainState, by number.
+STATES = (
+    "no state",
+    "running",
+    "blocked",
+    "paused",
+    "in shutdown",
+    "shut off",
+    "crashed",
+    "suspended",
+)
+ACTIVE = frozenset({"running", "blocked", "paused", "in shutdown", "suspended"})
+
+# virDomainPausedReason: paused by a user (also `start --paused`), and while starting up. Only these
+# may be resumed; all other reasons (a disk error, a watchdog) report a fault.
+PAUSED_ON_PURPOSE = frozenset({1, 11})
+
+_RESEND_SECONDS = 15
+
+
+@dataclass(frozen=True)
+class State:
+    """A domain's state in words, with libvirt's number of the reason."""
+
+    name: str
+    reason: int = 0
+
+    @property
+    def active(self) -> bool:
+        """Whether QEMU runs for it."""
+        return self.name in ACTIVE
+
+
+def states() -> dict[str, State]:
+    """Every domain of this host, defined or running, by name."""
+    # --nowait: a QEMU that does not answer its monitor must not block the query of the others.
+    out = _virsh("domstats", "--state", "--nowait").out
+    found: dict[str, State] = {}
+    name, values = "", {"state": 0, "reason": 0}
+    for line in [*out.splitlines(), "Domain: ''"]:
+        text = line.strip()
+        if text.startswith("Domain: "):
+            if name:
+                found[name] = State(_word(values["state"]), values["reason"])
+            name, values = text[len("Domain: ") :].strip("'"), {"state": 0, "reason": 0}
+        key, _sep, value = text.partition("=")
+        if key.startswith("state.") and value.lstrip("-").isdigit():
+            values[key.removeprefix("state.")] = int(value)
+    return found
+
+
+def domains() -> dict[str, str]:
+    """Every domain and its state in words."""
+    return {name: state.name for name, state in states().items()}
+
+
+def definition(name: str) -> str:
+    """The persistent definition of a domain that exists."""
+    return _virsh("dumpxml", "--inactive", name).out
+
+
+def define(xml: str) -> None:
+    """Define a domain, checked against libvirt's schema; replaces a domain of the same name."""
+    _virsh("define", "--validate", "/dev/stdin", stdin=xml)
+
+
+def start_paused(name: str, *, timeout: float) -> None:
+    """Start with the virtual CPUs stopped, so that the port can be guarded before a guest runs."""
+    _virsh("start", name, "--paused", timeout=timeout)
+
+
+def resume(name: str) -> None:
+    _virsh("resume", name)
+
+
+def shut_down(name: str, *, deadline: float) -> bool:
+    """Ask the guest to power off and wait; False when it has not within `deadline` seconds."""
+    end = time.monotonic() + deadline
+    asked = 0.0
+    while time.monotonic() < end:
+        if not states().get(name, State("shut off")).active:
+            return True
+        # A guest that is still booting ignores the first request.
+        if asked == 0.0 or time.monotonic() - asked > _RESEND_SECONDS:
+            # The guest may end between query and request; virsh then exits with 1.
+            _virsh("shutdown", name, ok=(0, 1))
+            asked = time.monotonic()
+        time.sleep(1)
+    return not states().get(name, State("shut off")).active
+
+
+def destroy(name: str, *, deadline: float = 60) -> None:
+    """Power the domain off. The request is repeated, because unpinning a large guest's memory takes
+    time.
+    """
+    end = time.monotonic() + deadline
+    while True:
+        _virsh("destroy", name, ok=(0, 1))
+        if not states().get(name, State("shut off")).active:
+            return
+        if time.monotonic() > end:
+            raise Refusal(
+                "domain_not_stopped",
+                expected=f"{name} to be off {deadline:g} s after its power was taken",
+                found="libvirt still reports it active",
+                remedy="look at its QEMU process and the kernel log; do not wipe its disk",
+            )
+        time.sleep(2)
+
+
+def undefine(name: str, *, attempts: int = 3) -> None:
+    """Remove the definition, with the NVRAM file when it names one."""
+    uefi = "<nvram" in definition(name)
+    options = ("--nvram",) if uefi else ()
+    for attempt in range(attempts):
+        last = attempt == attempts - 1
+        done = _virsh("undefine", name, *options, ok=(0,) if last else (0, 1))
+        if done.rc == 0:
+            return
+        time.sleep(2)
+
+
+def qemu_pid(name: str) -> int | None:
+    """The process libvirt started for an active domain."""
+    text = _host.read(f"/run/libvirt/qemu/{name}.pid")
+    return int(text) if text and text.isdigit() and _alive(int(text)) else None
+
+
+def processes(marker: str) -> dict[int, str]:
+    """QEMU processes with `marker` in their arguments, including those that libvirt has lost:
+    program by pid.
+    """
+    found: dict[int, str] = {}
+    for folder in _host.path("/proc").glob("[0-9]*"):
+        try:
+            arguments = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue  # it ended during the scan
+        program = PurePosixPath(arguments[0]).name
+        if program.startswith("qemu") and any(marker in argument for argument in arguments):
+            found[int(folder.name)] = program
+    return found
+
+
+def _alive(pid: int) -> bool:
+    return _host.path(f"/proc/{pid}").is_dir()
+
+
+def _word(number: int) -> str:
+    return STATES[number] if 0 <= number < len(STATES) else f"state {number}"
+
+
+def _virsh(
+    *arguments: str, ok: tuple[int, ...] = (0,), stdin: str | None = None, timeout: float = 180
+) -> _command.Result:
+    """Run virsh with a long limit: libvirtd stops when idle, and after a start it first queries
+    QEMU's capabilities.
+    """
+    argv = ["virsh", "--connect", "qemu:///system", *arguments]
+    return _command.run(argv, ok=ok, stdin=stdin, timeout=timeout)

@@ -1,0 +1,137 @@
+"""CPU and memory pinning of a slice on its host, and its record.
+
+A physical core is never split between two slices, and no memory is promised twice. The record is a
+file per allocation, so that a second plan sees it before the first domain exists.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _libvirt, _object_names
+
+DIRECTORY = f"{_host.STATE_DIRECTORY}/plans"
+
+_NODES = "/sys/devices/system/node"
+_CPUS = "/sys/devices/system/cpu"
+_GIB_PAGES = "hugepages/hugepages-1048576kB/free_hugepages"
+
+
+def numbers(text: str) -> list[int]:
+    """The kernel's list format: `0-3,8` is 0, 1, 2, 3, 8."""
+    found: list[int] = []
+    for part in filter(None, text.strip().split(",")):
+        first, _sep, last = part.partition("-")
+        found.extend(range(int(first), int(last or first) + 1))
+    return found
+
+
+def cores(node: int | None) -> list[tuple[int, ...]]:
+    """The physical cores of a NUMA node, each as its hardware threads; of the whole host without a
+    node.
+    """
+    place = f"{_CPUS}/online" if node is None else f"{_NODES}/node{node}/cpulist"
+    found: dict[tuple[int, ...], None] = {}
+    for cpu in numbers(_host.read(place) or ""):
+        siblings = _host.read(f"{_CPUS}/cpu{cpu}/topology/thread_siblings_list")
+        found[tuple(numbers(siblings or str(cpu)))] = None
+    return list(found)
+
+
+def choose(available: list[tuple[int, ...]], taken: set[int], count: int) -> list[int]:
+    """`count` CPUs of cores without threads of other slices, threads of a core together; [] when
+    there are not enough.
+    """
+    free = [cpu for core in available if not taken.intersection(core) for cpu in core]
+    return free[:count] if len(free) >= count else []
+
+
+def memory_free_mib(node: int | None, *, hugepages: bool) -> int:
+    """Memory available to a new guest: free and reclaimable memory, or free 1 GiB pages."""
+    if hugepages:
+        places = [f"{_NODES}/node{node}/{_GIB_PAGES}"]
+        if node is None:
+            places = [f"/sys/kernel/mm/{_GIB_PAGES}"]
+        return 1024 * sum(int(_host.read(place) or 0) for place in places)
+    if node is None:
+        return _mebibytes(_host.read("/proc/meminfo") or "", "MemAvailable")
+    text = _host.read(f"{_NODES}/node{node}/meminfo") or ""
+    # The kernel reports no MemAvailable per node: page cache can be reclaimed, except shared
+    # memory.
+    cache = _mebibytes(text, "FilePages") - _mebibytes(text, "Shmem")
+    return _mebibytes(text, "MemFree") + max(cache, 0) + _mebibytes(text, "SReclaimable")
+
+
+def memory_promised_mib(node: int | None, *, hugepages: bool, except_for: str) -> int:
+    """Memory that is promised to other allocations and that their QEMU has not taken yet.
+
+    Read it before `memory_free_mib`. Memory that a starting guest takes in between is then counted
+    twice, which refuses; in the other order it would be missing from both. A plan without a node
+    may take its memory from any node, so it counts on every node.
+    """
+    found = 0
+    for allocation_id, plan in _plans(except_for):
+        place = plan.get("numa_node", -1)
+        if bool(plan.get("hugepages")) == hugepages and (node is None or place in (node, -1)):
+            pids = _libvirt.processes(_object_names.domain_name(allocation_id))
+            resident = sum(_resident_mib(pid, hugepages) for pid in pids)
+            found += max(int(plan.get("memory_mib", 0)) - resident, 0)
+    return found
+
+
+def recorded(allocation_id: str) -> dict[str, Any] | None:
+    """This allocation's earlier record."""
+    return _host.document(
+        _file(allocation_id),
+        code="host_plan_unreadable",
+        remedy="its CPUs and memory count as taken: remove the file once its machine is gone",
+    )
+
+
+def taken(except_for: str) -> set[int]:
+    """CPUs that are pinned for other allocations."""
+    return {cpu for _holder, plan in _plans(except_for) for cpu in plan.get("cpus", [])}
+
+
+def _plans(except_for: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every other allocation with its record."""
+    folder = _host.path(DIRECTORY)
+    for file in folder.glob("*.json") if folder.is_dir() else ():
+        plan = None if file.stem == except_for else recorded(file.stem)
+        if plan is not None:
+            yield file.stem, plan
+
+
+def record(allocation_id: str, plan: dict[str, Any]) -> None:
+    text = json.dumps(plan, sort_keys=True) + "\n"
+    _host.write(_file(allocation_id), text, mode=0o600)
+
+
+def forget(allocation_id: str) -> None:
+    _host.remove(_file(allocation_id))
+
+
+def locked() -> AbstractContextManager[None]:
+    """One planner at a time on this host, from reading the free resources to writing the record."""
+    return _host.locked(DIRECTORY, mode=0o755)
+
+
+def _file(allocation_id: str) -> str:
+    _object_names.hexadecimal(allocation_id)
+    return f"{DIRECTORY}/{allocation_id}.json"
+
+
+def _mebibytes(text: str, key: str) -> int:
+    found = re.search(rf"\b{key}:\s+(\d+) kB", text)
+    return int(found.group(1)) // 1024 if found else 0
+
+
+def _resident_mib(pid: int, hugepages: bool) -> int:
+    """Current memory of this kind in a process."""
+    text = _host.read(f"/proc/{pid}/status") or ""
+    return _mebibytes(text, "HugetlbPages" if hugepages else "VmRSS")

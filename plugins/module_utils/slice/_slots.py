@@ -1,0 +1,175 @@
+"""Slot bundle compared with this host: parts that are missing, in use or unfit.
+
+Every finding is a refusal, never a warning. A failed read is a finding too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _ledger, _pci
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block, _proof
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _domain, _libvirt
+
+Slot = Mapping[str, Any]
+
+_NEEDED = ("slot_id", "fence", "gpu_pci_address", "nvme_device", "nvme_serial")
+
+
+def checked(slots: Collection[Slot], *, needed: Collection[str] = _NEEDED) -> list[Slot]:
+    """The given slots, the boot slot first; refused when a bundle is incomplete."""
+    for slot in slots:
+        missing = [key for key in needed if slot.get(key) in (None, "")]
+        if missing:
+            raise Refusal(
+                "bundle_incomplete",
+                expected=f"slot bundles with {', '.join(needed)}",
+                found=f"slot {slot.get('slot_id', '?')} without {', '.join(missing)}",
+                remedy="approve the slot with a complete bundle",
+            )
+    # The order is the reconciler's: image, reservation and readiness use the first slot too.
+    return list(slots)
+
+
+def addresses(slot: Slot) -> list[str]:
+    """PCI addresses that a guest gets with the slot."""
+    found = (slot.get("gpu_pci_address"), slot.get("fabric_vf_pci_address"))
+    return [str(address) for address in found if address]
+
+
+def passthrough(functions: Collection[str], *, own_pids: Collection[int] = ()) -> list[Refusal]:
+    """Reasons why PCI functions cannot be given to a guest now; [] when they can.
+
+    own_pids: the QEMU of the allocation that already has them, whose use is no obstacle.
+    """
+    holders = _vfio_holders()
+    return [found for address in functions for found in _function(address, holders, own_pids)]
+
+
+def _function(
+    address: str, holders: Mapping[str, Collection[int]], own_pids: Collection[int]
+) -> list[Refusal]:
+    try:
+        device = _pci.read(address)
+        strangers = _pci.group_blockers(address)
+    except Refusal as refusal:
+        return [refusal]
+    power = _host.read(f"{_pci.DEVICES}/{address}/power_state") or ""
+    found = []
+    if device.driver != _pci.VFIO:
+        text = device.driver or "no driver"
+        found.append(_unfit("not_bound", address, "bound to vfio-pci", text))
+    if not _pci.answers(address) or power == "D3cold":
+        text = f"no answer, power state {power or 'unknown'}"
+        found.append(_unfit("device_not_answering", address, "a readable configuration", text))
+    if strangers:
+        text = "; ".join(strangers)
+        found.append(_unfit("group_not_viable", address, "an IOMMU group of its own", text))
+    users = set(holders.get(str(device.iommu_group), ())) - set(own_pids)
+    if users:
+        text = f"process {', '.join(map(str, sorted(users)))} has IOMMU group {device.iommu_group}"
+        found.append(_unfit("device_in_use", address, "free", text))
+    return found
+
+
+def _vfio_holders() -> dict[str, set[int]]:
+    """Processes with an open IOMMU group, by group, including those that libvirt does not know."""
+    found: dict[str, set[int]] = {}
+    for process in _host.path("/proc").glob("[0-9]*"):
+        # A process may end, or close a file, during the scan.
+        with contextlib.suppress(OSError):
+            for descriptor in (process / "fd").iterdir():
+                target = _target(descriptor)
+                if target.startswith("/dev/vfio/"):
+                    found.setdefault(target.rpartition("/")[2], set()).add(int(process.name))
+    return found
+
+
+def _target(link: Path) -> str:
+    try:
+        return str(link.readlink())
+    except OSError:
+        return ""
+
+
+def disk(slot: Slot, *, own_pids: Collection[int] = ()) -> tuple[_block.Disk | None, list[Refusal]]:
+    """The slot's disk as the device identifies itself, and reasons against its use.
+
+    own_pids: the QEMU of the allocation that already holds the slot, whose use is no obstacle.
+    """
+    try:
+        found = _block.of_slot(slot)
+        used = _block.usage(found)
+    except Refusal as refusal:
+        return None, [refusal]
+    if own_pids and set(used.qemu_pids) <= set(own_pids):
+        used.qemu_pids.clear()
+    return found, _block.refusals(found, used)
+
+
+def ledger(slot: Slot, allocation_id: str) -> list[Refusal]:
+    """The host ledger's reasons against this claim; the same as those of `_ledger.hold`."""
+    try:
+        entry = _ledger.check(str(slot["slot_id"]), int(slot["fence"]))
+    except Refusal as refusal:
+        return [refusal]
+    found = []
+    holder = entry.allocation_id
+    if holder not in ("", allocation_id) and int(slot["fence"]) == entry.fence:
+        text = f"leased by {holder} under the same fence {entry.fence}"
+        expected = f"slot {entry.slot_id} free or leased by {allocation_id}"
+        remedy = "verify the absence of that allocation and release it first"
+        found.append(Refusal("slot_leased", expected=expected, found=text, remedy=remedy))
+    if entry.dirty and holder != allocation_id:
+        text = f"marked dirty at {entry.dirty_at} and not wiped since"
+        remedy = "wipe the slot (`gpuaas recover`) before it is given to another tenant"
+        expected = f"a clean disk in slot {entry.slot_id}"
+        found.append(Refusal("disk_dirty", expected=expected, found=text, remedy=remedy))
+    return found
+
+
+def unproven(slot: Slot, found: _block.Disk) -> list[Refusal]:
+    """Reasons why the slot's disk does not count as wiped (I5)."""
+    entry = _ledger.load(str(slot["slot_id"]))
+    # The ledger check covers a dirty slot: it belongs to this claim, or is refused as `disk_dirty`.
+    if entry.dirty or _proof.standing(found.disk_identity) is not None:
+        return []
+    return [
+        Refusal(
+            "not_clean",
+            expected=f"a wipe proof of {found.disk_identity} in slot {entry.slot_id}"
+            " that still stands",
+            found="no proof, or the disk was marked dirty since",
+            remedy="wipe the slot's disk first (`gpuaas recover`, or nvme_wipe by hand)",
+        )
+    ]
+
+
+def other_domains(own: str) -> dict[str, _domain.Description]:
+    """Definition of every other domain of this host, running or not."""
+    names = (name for name in _libvirt.states() if name != own)
+    return {name: _domain.parse(_libvirt.definition(name)) for name in names}
+
+
+def claimed(slot: Slot, others: Mapping[str, _domain.Description]) -> list[Refusal]:
+    """Parts of the slot that another domain's definition names."""
+    parts = {*addresses(slot), str(slot["nvme_device"])}
+    return [
+        _unfit("device_in_use", ", ".join(sorted(shared)), "free", f"in the domain {name}")
+        for name, description in others.items()
+        if (shared := parts.intersection([*description["hostdevs"], *description["disks"]]))
+    ]
+
+
+def _unfit(code: str, subject: str, expected: str, found: str) -> Refusal:
+    remedies = {
+        "not_bound": "run the bind_topology playbook for this node",
+        "device_not_answering": "reset or reboot the host and run parity; the device may be dead",
+        "group_not_viable": "bind or remove the other functions of the group",
+        "device_in_use": "verify the absence of the allocation that has it first",
+    }
+    return Refusal(code, expected=f"{subject} {expected}", found=found, remedy=remedies[code])

@@ -1,0 +1,111 @@
+"""Traces of slices on a host: every object with an allocation id in its name, by kind.
+
+The table has three readers: slice_absence selects the traces of one allocation, slice_holdings
+lists all, and slice_remnants expects none. Objects are found by name and place, so a trace without
+a record is found too. A failed read raises, because it proves nothing.
+
+Not in the table: DHCP leases and connections, which belong to an address, and the entries of the
+ledger, which outlive every allocation. The readers have their own rules for these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
+    _dnsmasq,
+    _flows,
+    _libvirt,
+    _object_names,
+    _qos,
+)
+
+# A port's name has room for 12 digits of the id, a cookie for 16. Fewer identify nothing.
+_LEAST_DIGITS = 12
+
+
+@dataclass(frozen=True)
+class Trace:
+    """An object of a slice.
+
+    owner: the allocation id, or its first hexadecimal digits if the name has no room for more; ""
+    when the name does not contain it. text: the object in a message. row: its entry in
+    slice_holdings.
+    """
+
+    owner: str
+    text: str
+    row: Mapping[str, Any]
+
+    def belongs_to(self, allocation_id: str) -> bool:
+        digits = self.owner.replace("-", "")
+        return len(digits) >= _LEAST_DIGITS and allocation_id.replace("-", "").startswith(digits)
+
+
+Look = Callable[[], list[Trace]]
+
+
+def looks(bridge: str) -> dict[str, Look]:
+    """A reader for each kind of trace. bridge: the Open vSwitch bridge whose flows are read."""
+    return {
+        "domain": lambda: list(_domains()),
+        "qemu_process": lambda: list(_processes()),
+        "nvram": lambda: list(_files("nvram")),
+        "seed": lambda: list(_files("seed")),
+        "console": lambda: list(_files("console")),
+        "reservation": lambda: list(_reservations()),
+        "ovs_port": lambda: list(_ports()),
+        "flows": lambda: list(_guards(bridge)),
+        "qos": lambda: list(_limits()),
+    }
+
+
+def _domains() -> Iterator[Trace]:
+    """Every domain, including foreign domains, because they may have been given the devices of a
+    slot.
+    """
+    for name, state in sorted(_libvirt.states().items()):
+        owner = _object_names.owner(name)
+        row = {"name": name, "state": state.name, "active": state.active}
+        yield Trace(owner, f"{name} is {state.name}", {"allocation_id": owner, **row})
+
+
+def _processes() -> Iterator[Trace]:
+    """Every QEMU of a slice, including those that libvirt has lost."""
+    for pid, program in sorted(_libvirt.processes(_object_names.PREFIX).items()):
+        owner = _object_names.owner(_host.read(f"/proc/{pid}/cmdline") or "")
+        yield Trace(owner, f"{program} {pid}", {"allocation_id": owner, "pid": pid})
+
+
+def _files(kind: str) -> Iterator[Trace]:
+    for path in _object_names.files(kind):
+        owner = _object_names.owner(path)
+        yield Trace(owner, path, {"allocation_id": owner, "path": path})
+
+
+def _reservations() -> Iterator[Trace]:
+    for entry in _dnsmasq.reservations():
+        row = {"allocation_id": entry.name, "mac": entry.mac, "ip": entry.ip}
+        yield Trace(entry.name, f"{_dnsmasq.DIRECTORY}/{entry.name}", row)
+
+
+def _ports() -> Iterator[Trace]:
+    """Ports of any bridge, because a slice's port on another bridge is a trace as well."""
+    for name, number in sorted(_flows.ports().items()):
+        owner = _object_names.port_owner(name)
+        if owner:
+            yield Trace(owner, f"{name}, number {number}", {"port": name, "owner": owner})
+
+
+def _guards(bridge: str) -> Iterator[Trace]:
+    for cookie, count in sorted(_flows.guards(bridge).items()):
+        owner = _object_names.cookie_owner(cookie)
+        yield Trace(owner, f"{count} flows", {"cookie": cookie, "owner": owner})
+
+
+def _limits() -> Iterator[Trace]:
+    for row, owner in sorted(_qos.rows().items()):
+        yield Trace(owner, row, {"row": row, "allocation_id": owner})

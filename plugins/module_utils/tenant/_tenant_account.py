@@ -1,0 +1,288 @@
+"""Account of a bare-metal tenant on this host, and every trace of that account.
+
+Traces are searched by the uid, which the platform assigns. A tenant with root access may have
+renamed the account, but the kernel identifies processes and files by number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import stat
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _usage
+
+SUDOERS = "/etc/sudoers.d/90-gpuaas-tenant"
+# Folders in which every user may create files.
+SHARED = tuple(f"/{name}" for name in ("tmp", "var/tmp", "dev/shm", "run/lock", "var/mail"))
+_SCHEDULES = ("/var/spool/cron/crontabs", "/var/spool/cron/atjobs")
+# systemd removes the control group after its answer; after this time it will not.
+_SLICE_S = 15
+_NAME = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
+
+
+@dataclass(frozen=True)
+class User:
+    """A line of passwd."""
+
+    name: str
+    uid: int
+    gid: int
+    home: str
+    shell: str
+
+
+@dataclass(frozen=True)
+class Traces:
+    """Traces of a tenant; all empty without a trace."""
+
+    accounts: tuple[str, ...] = ()
+    sudoers: bool = False
+    slice_alive: bool = False
+    processes: tuple[int, ...] = ()
+    lingering: bool = False
+    schedules: tuple[str, ...] = ()
+    mounts: tuple[str, ...] = ()
+    home: bool = False
+    files: tuple[str, ...] = ()
+
+    def checks(self) -> dict[str, dict[str, object]]:
+        """An entry for each trace, in the form of slice_absence."""
+        found: dict[str, str] = {
+            "account": ", ".join(self.accounts),
+            "sudoers": SUDOERS if self.sudoers else "",
+            "sessions": "its slice is alive" if self.slice_alive else "",
+            "processes": ", ".join(map(str, self.processes)),
+            "linger": "set" if self.lingering else "",
+            "schedules": ", ".join(self.schedules),
+            "home": ", ".join(("present", *self.mounts)) if self.home else "",
+            "files": ", ".join(self.files[:20]),
+        }
+        return {
+            name: {"absent": not text, "known": True, "detail": text or "nothing found"}
+            for name, text in found.items()
+        }
+
+
+def users() -> list[User]:
+    """Every account of passwd, in order; malformed lines are skipped."""
+    found = []
+    for line in (_host.kept("/etc/passwd") or "").splitlines():
+        fields = line.split(":")
+        if len(fields) == 7 and fields[2].isdigit() and fields[3].isdigit():
+            uid, gid = int(fields[2]), int(fields[3])
+            found.append(User(fields[0], uid, gid, fields[5], fields[6]))
+    return found
+
+
+def home_of(name: str) -> str:
+    """The home of a tenant account; refused for names that could lead elsewhere."""
+    if not _NAME.fullmatch(name) or name == "root":
+        raise Refusal(
+            "username_invalid",
+            expected="up to 32 lower case letters, digits, _ and -, and not root",
+            found=repr(name),
+            remedy="launch with another user name",
+        )
+    return f"/home/{name}"
+
+
+def taken(name: str, uid: int) -> list[Refusal]:
+    """Reasons why the account cannot be the tenant's: another account has its name,
+    number or home.
+    """
+    found = [
+        f"{user.name} has uid {user.uid}"
+        for user in users()
+        if (user.name == name) is not (user.uid == uid)
+    ]
+    home = home_of(name)
+    if os.path.lexists(_host.path(home)) and not _owns(home, uid):
+        found.append(f"{home} belongs to somebody else")
+    return [
+        Refusal(
+            "account_taken",
+            expected=f"the user {name} with uid {uid} and its home, or none of them",
+            found=text,
+            remedy="launch with another user name, or remove the account from the host",
+        )
+        for text in found
+    ]
+
+
+def traces(name: str, uid: int) -> Traces:
+    """Search all traces of the tenant."""
+    home = home_of(name)
+    accounts = tuple(user.name for user in users() if user.uid == uid)
+    return Traces(
+        accounts=accounts,
+        sudoers=_host.path(SUDOERS).exists(),
+        slice_alive=slice_alive(uid),
+        processes=tuple(processes(uid)),
+        lingering=_host.path(f"/var/lib/systemd/linger/{name}").exists(),
+        schedules=tuple(path for folder in _SCHEDULES for path in _owned(folder, uid)),
+        mounts=tuple(m.point for m in _usage.mounts() if m.point.startswith(f"{home}/")),
+        # By its owner: a home that existed before belongs to another user, and stays.
+        home=_owns(home, uid),
+        files=tuple(path for folder in SHARED for path in _owned(folder, uid)),
+    )
+
+
+def slice_alive(uid: int) -> bool:
+    """Whether a session of the uid, or a process started from it, is alive (control groups v2)."""
+    return _host.path(f"/sys/fs/cgroup/user.slice/user-{uid}.slice").is_dir()
+
+
+def end_sessions(uid: int) -> None:
+    """Stop the slice with all its processes, including those that sudo started, and wait until it
+    is gone.
+    """
+    # 5: systemd does not know the slice any more.
+    _command.run(["systemctl", "stop", f"user-{uid}.slice"], ok=(0, 5), timeout=150)
+    end = time.monotonic() + _SLICE_S
+    while slice_alive(uid) and time.monotonic() < end:
+        time.sleep(0.2)
+
+
+def processes(uid: int) -> list[int]:
+    """Processes with this uid, and processes of users who had logged in with it.
+
+    Child processes inherit the login uid, also through sudo, and cannot change it.
+    """
+    found = []
+    for process in _host.path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if uid in _uids(process):
+                found.append(int(process.name))
+    return sorted(found)
+
+
+def end_processes(uid: int, *, grace: float) -> list[int]:
+    """Ask every process of the uid to end, then kill it; returns the processes that existed.
+
+    grace: seconds. Signals go through process descriptors, and only after the uid was read under
+    them. A process id that the kernel has reused meanwhile is therefore never signalled.
+    """
+    ended: set[int] = set()
+    end = time.monotonic() + grace
+    while left := processes(uid):
+        last = time.monotonic() > end
+        for pid in left:
+            if pid not in ended or last:
+                _signal(pid, uid, signal.SIGKILL if last else signal.SIGTERM)
+        ended.update(left)
+        if time.monotonic() > end + 10:
+            raise Refusal(
+                "processes_left",
+                expected=f"no process of uid {uid}",
+                found=f"{', '.join(map(str, left))} do not end",
+                remedy="they hang in the kernel: look at their stacks, reboot the host",
+            )
+        time.sleep(0.1)
+    return sorted(ended)
+
+
+def remove_home(name: str) -> None:
+    """Remove the rest of the home; refused while it contains a mount."""
+    home = home_of(name)
+    mounted = [
+        m.point for m in _usage.mounts() if m.point == home or m.point.startswith(f"{home}/")
+    ]
+    if mounted:
+        raise Refusal(
+            "home_has_mounts",
+            expected=f"nothing mounted below {home}",
+            found=", ".join(mounted),
+            remedy="unmount it first: what is mounted there may be somebody else's",
+        )
+    target = _host.path(home)
+    if target.is_symlink():
+        target.unlink()
+    elif target.exists():
+        shutil.rmtree(target)
+
+
+def remove_files(uid: int) -> int:
+    """Remove the uid's files in shared folders; folders only when they contain nothing else."""
+    removed = 0
+    for folder in SHARED:
+        root = _host.path(folder)
+        if not root.is_dir():
+            continue
+        # Relative to descriptors, bottom up, so that a link placed meanwhile leads nowhere.
+        for _top, folders, files, at in os.fwalk(root, topdown=False, follow_symlinks=False):
+            for name in (*files, *folders):
+                with contextlib.suppress(FileNotFoundError):
+                    status = os.stat(name, dir_fd=at, follow_symlinks=False)
+                    if status.st_uid == uid:
+                        _unlink(name, at, stat.S_ISDIR(status.st_mode))
+                        removed += 1
+    return removed
+
+
+def unmount_home(name: str) -> None:
+    """Unmount everything below the home, the last mount first."""
+    home = home_of(name)
+    for mount in reversed([m for m in _usage.mounts() if m.point.startswith(f"{home}/")]):
+        _command.run(["umount", "--", mount.place])
+
+
+def _unlink(name: str, at: int, folder: bool) -> None:
+    if not folder:
+        os.unlink(name, dir_fd=at)
+        return
+    # Not empty: it contains another user's file, which the check afterwards names.
+    with contextlib.suppress(OSError):
+        os.rmdir(name, dir_fd=at)
+
+
+def _signal(pid: int, uid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(pid)
+        try:
+            if uid in _uids(_host.path(f"/proc/{pid}")):
+                signal.pidfd_send_signal(descriptor, number)
+        except FileNotFoundError:
+            pass
+        finally:
+            os.close(descriptor)
+
+
+def _uids(process: Path) -> set[int]:
+    """Real, effective, saved, filesystem and login uid; empty for a dead process."""
+    found: set[int] = set()
+    for line in (process / "status").read_text(errors="replace").splitlines():
+        if line.startswith("State:") and "\tZ" in line:
+            return set()  # a zombie: only its parent has not collected it yet
+        if line.startswith("Uid:"):
+            found = {int(number) for number in line.split()[1:]}
+    # A kernel without audit has no such file.
+    login = process / "loginuid"
+    return found | ({int(login.read_text())} if login.exists() else set())
+
+
+def _owns(absolute: str, uid: int) -> bool:
+    try:
+        return _host.path(absolute).lstat().st_uid == uid
+    except OSError:
+        return False
+
+
+def _owned(folder: str, uid: int) -> Iterator[str]:
+    """Paths on this host, at `folder` and below, that the uid owns."""
+    root = _host.path(folder)
+    for top, folders, files in os.walk(root, followlinks=False):
+        for name in (*folders, *files):
+            path = Path(top) / name
+            with contextlib.suppress(OSError):
+                if path.lstat().st_uid == uid:
+                    yield f"{folder}/{path.relative_to(root)}"

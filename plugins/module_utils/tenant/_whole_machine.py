@@ -1,0 +1,188 @@
+"""Whole machine of one tenant: its entries in the host's ledger.
+
+The ledger has an entry for the machine and an entry for each of the tenant's disks, all under the
+fence of the node's claim. The machine's entry is marked dirty last, when everything is ready. From
+then on a tenant may use the machine, and no later run of the same provision may wipe a disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _boot_service, _host, _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block, _proof, _slot_use
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk._disk import disk_identity
+
+MACHINE = _ledger.MACHINE
+
+Disk = Mapping[str, Any]
+
+
+def slot_of(disk: Disk) -> str:
+    """The ledger's name for a tenant's disk; refused unless the name contains the
+    disk's identity.
+    """
+    slot_id = str(disk.get("slot_id") or "")
+    identifier = disk_identity(str(disk.get("nvme_eui") or "")).removeprefix("eui.")
+    if not identifier or slot_id != f"disk-{identifier}":
+        raise Refusal(
+            "disk_misnamed",
+            expected=f"slot_id disk-{identifier} for {disk.get('nvme_device')}",
+            found=repr(slot_id),
+            remedy="name a tenant's disk by its identity, so that no slot's ledger is touched",
+        )
+    return slot_id
+
+
+def entries(disks: Iterable[Disk]) -> dict[str, _ledger.Entry]:
+    """The machine's ledger entry and those of the disks, by slot id."""
+    return {name: _ledger.load(name) for name in (MACHINE, *map(slot_of, disks))}
+
+
+def slice_mode() -> list[Refusal]:
+    """Reasons why this host accepts no bare-metal tenant; [] when it is an ordinary machine.
+
+    An unreadable file counts as slice mode, because it shows that this was meant to be a slice
+    host.
+    """
+    try:
+        found = _host.document(
+            _boot_service.SLICE_MODE, code="mode_unreadable", remedy="convert the node"
+        )
+        if found is None:
+            return []
+        mode = str(found.get("mode", ""))
+    except Refusal:
+        mode = "unreadable"
+    if mode == "baremetal":
+        return []
+    return [
+        Refusal(
+            "node_in_slice_mode",
+            expected=f"a machine without {_boot_service.SLICE_MODE}",
+            found=f"mode {mode or 'not named'}",
+            remedy="convert the node to bare metal first; its slots go off sale",
+        )
+    ]
+
+
+def stale(fence: int, held: Mapping[str, _ledger.Entry]) -> list[Refusal]:
+    """The refusal of a fence lower than the highest seen for the machine or one of its disks."""
+    found = []
+    for name, entry in held.items():
+        if fence < entry.fence:
+            try:
+                _ledger.check(name, fence)
+            except Refusal as refusal:
+                found.append(refusal)
+    return found
+
+
+def alive(disks: Iterable[Disk]) -> list[Refusal]:
+    """Disks that were written off as dead but are present; they must be wiped like all others."""
+    found = []
+    for disk in disks:
+        try:
+            _block.of_slot(disk)
+        except Refusal as refusal:
+            # Another device that answers under that name may still be this disk.
+            if refusal.code == "device_not_found":
+                continue
+        found.append(
+            Refusal(
+                "disk_present",
+                expected=f"no {disk.get('nvme_device')}, which was written off as dead",
+                found="a device with this name",
+                remedy="clean the machine with this disk, or take it out",
+            )
+        )
+    return found
+
+
+def unfit(disks: Iterable[Disk], allocation_id: str) -> list[Refusal]:
+    """The host's reasons against giving it away: slots, another tenant, disks in use."""
+    found = _ledger.others_leased(allocation_id)
+    for disk in disks:
+        try:
+            there = _block.of_slot(disk)
+        except Refusal as refusal:
+            found.append(refusal)
+            continue
+        used = _block.usage(there)
+        left = _left(there, allocation_id, slot_of(disk))
+        found += [*_block.refusals(there, used), *left]
+        own = _ledger.load(slot_of(disk))
+        # An interrupted wipe of this allocation: the disk's content is newer than its hold.
+        if not left and not (own.dirty and own.allocation_id == allocation_id):
+            found += [*_written(there, used), *_unproven(there)]
+    return found
+
+
+def remade(disks: Iterable[Disk]) -> list[Refusal]:
+    """Changes to and uses of clean disks since they were checked and wiped."""
+    found = []
+    for disk in disks:
+        # Marked by an earlier run that was about to give the machine away.
+        if _ledger.load(slot_of(disk)).dirty:
+            continue
+        try:
+            there = _block.of_slot(disk)
+        except Refusal as refusal:
+            found.append(refusal)
+            continue
+        used = _block.usage(there)
+        found += [*_block.refusals(there, used), *_written(there, used)]
+    return found
+
+
+def _written(disk: _block.Disk, used: _block.Usage) -> list[Refusal]:
+    """Content created on the disk after its proof; its loss was not approved."""
+    there = [f"partition {name}" for name in used.children]
+    there += _block.written(used.filesystems)
+    if not there:
+        return []
+    return [
+        Refusal(
+            "unexpected_filesystem",
+            expected=f"nothing on {disk.label}",
+            found=", ".join(there),
+            remedy="find out whose data it is; discover the node again, which leaves the disk out, "
+            "or have the disk taken over under its identity (storage transition)",
+        )
+    ]
+
+
+def _unproven(disk: _block.Disk) -> list[Refusal]:
+    """A disk without a signature may still be full of data; only an approval by identity excludes
+    that.
+    """
+    if _proof.standing(disk.disk_identity) is not None:
+        return []
+    return [
+        Refusal(
+            "not_clean",
+            expected=f"a wipe proof of {disk.disk_identity} that still stands",
+            found="no proof on this host, or a disk marked dirty since",
+            remedy="have the disk taken over under its identity (storage transition) first",
+        )
+    ]
+
+
+def _left(disk: _block.Disk, allocation_id: str, own: str) -> list[Refusal]:
+    """Another tenant's bytes on the disk, under any slot."""
+    return [
+        Refusal(
+            "disk_dirty",
+            expected=f"{disk.disk_identity} wiped since its last tenant",
+            found=f"marked dirty at {entry.dirty_at}",
+            remedy="have the node cleaned (`gpuaas nodes clean-machine`), which wipes it",
+        )
+        if entry.slot_id == own
+        else _slot_use.belongs(disk, f"not wiped in {entry.slot_id} since {entry.dirty_at}")
+        for entry in _ledger.entries()
+        if entry.disk_identity == disk.disk_identity
+        and entry.dirty
+        and entry.allocation_id != allocation_id
+    ]

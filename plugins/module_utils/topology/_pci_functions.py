@@ -1,0 +1,153 @@
+"""GPUs and fabric functions in the discovery document."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _pci
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Blocker, blocker
+from ansible_collections.gpuaas.slice.plugins.module_utils.topology._candidates import WRONG_LINK
+
+_STEP = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}|[0-9a-f]{4,8}:[0-9a-f]{2}:[01][0-9a-f]\.[0-7]")
+
+
+def gpus(devices: Sequence[_pci.Device], ids: Sequence[str]) -> list[dict[str, Any]]:
+    """Every function whose `vendor:device` is a GPU in the profile."""
+    found = [device for device in devices if device.id in ids]
+    return [_gpu(device, devices, found) for device in found]
+
+
+def fabric(devices: Sequence[_pci.Device], ids: Sequence[str], link: str) -> list[dict[str, Any]]:
+    """Physical functions with the profile's device ids, each with its virtual functions.
+
+    A function whose link is not the fabric's gets the blocker `wrong_link`, as do its virtual
+    functions, because vendors use the same id for InfiniBand and Ethernet ports.
+    """
+    rdma = _rdma_names()
+    found = [_physical(device, devices, rdma) for device in devices if device.id in ids]
+    for card in found:
+        why = _pci.unlike_link(card["address"], link)
+        for one in [card, *card["vfs"]] if why else []:
+            one["blockers"].append(blocker(WRONG_LINK, why))
+    return found
+
+
+def is_of_fabric(card: Mapping[str, Any]) -> bool:
+    """Whether a card of `fabric` has the fabric's link."""
+    return all(found["code"] != WRONG_LINK for found in card["blockers"])
+
+
+def path(address: str) -> list[str]:
+    """The bridges above a function, from the root complex down; shows how close two devices are."""
+    real = _host.path(f"{_pci.DEVICES}/{address}").resolve()
+    return [part for part in real.parent.parts if _STEP.fullmatch(part)]
+
+
+def group_blockers(device: _pci.Device, devices: Sequence[_pci.Device]) -> list[Blocker]:
+    """Reasons why the function's IOMMU group cannot go to one guest.
+
+    The function's own driver is no blocker, because binding replaces it. An active neighbour blocks
+    it.
+    """
+    if device.iommu_group is None:
+        return [blocker("iommu_group_missing", f"{device.address} is in no IOMMU group")]
+    return [
+        blocker(
+            "group_not_viable",
+            f"{other.address} ({other.id}) shares IOMMU group {other.iommu_group}"
+            f" and is driven by {other.driver}",
+        )
+        for other in _members(device, devices)
+        if other.address != device.address
+        and not other.is_bridge
+        and other.driver not in ("", _pci.VFIO)
+    ]
+
+
+def _members(device: _pci.Device, devices: Sequence[_pci.Device]) -> list[_pci.Device]:
+    if device.iommu_group is None:
+        return []
+    return [other for other in devices if other.iommu_group == device.iommu_group]
+
+
+def _gpu(
+    device: _pci.Device, devices: Sequence[_pci.Device], gpus: Sequence[_pci.Device]
+) -> dict[str, Any]:
+    blockers = group_blockers(device, devices)
+    # A GPU without a driver looks free, and would still go to the same guest.
+    blockers += [
+        blocker("group_shared", f"GPU {other.address} shares IOMMU group {other.iommu_group}")
+        for other in _members(device, gpus)
+        if other.address != device.address
+    ]
+    # The host's console runs on it, and the firmware's framebuffer holds its memory.
+    if _host.read(f"{_pci.DEVICES}/{device.address}/boot_vga") == "1":
+        blockers.append(blocker("boot_vga", f"{device.address} is the host's own display"))
+    return {**_common(device), "class": device.class_code, **_place(device, devices, blockers)}
+
+
+def _physical(
+    device: _pci.Device, devices: Sequence[_pci.Device], rdma: Mapping[str, list[str]]
+) -> dict[str, Any]:
+    by_address = {other.address: other for other in devices}
+    functions = [
+        _virtual(by_address[address], index, devices)
+        for index, address in enumerate(_pci.functions(device.address))
+        if address in by_address
+    ]
+    blockers: list[Blocker] = []
+    if not device.sriov_totalvfs:
+        blockers.append(blocker("sriov_unsupported", f"{device.address} offers no functions"))
+    elif not functions:
+        blockers.append(blocker("vfs_missing", f"{device.address} has no virtual function yet"))
+    return {
+        **_common(device),
+        "link": _pci.link(device.address),
+        "netdev": next(iter(_pci.interfaces(device.address)), ""),
+        "rdma": rdma.get(device.address, []),
+        "iommu_group": _group(device),
+        "numa_node": device.numa_node,
+        "sriov_totalvfs": device.sriov_totalvfs,
+        "sriov_numvfs": device.sriov_numvfs,
+        "blockers": blockers,
+        "vfs": functions,
+    }
+
+
+def _virtual(device: _pci.Device, index: int, devices: Sequence[_pci.Device]) -> dict[str, Any]:
+    placed = _place(device, devices, group_blockers(device, devices))
+    return {**_common(device), "index": index, **placed}
+
+
+def _common(device: _pci.Device) -> dict[str, Any]:
+    return {"address": device.address, "id": device.id, "driver": device.driver}
+
+
+def _place(
+    device: _pci.Device, devices: Sequence[_pci.Device], blockers: Sequence[Blocker]
+) -> dict[str, Any]:
+    return {
+        "driver_override": device.driver_override,
+        "iommu_group": _group(device),
+        "group_members": [other.address for other in _members(device, devices)],
+        "numa_node": device.numa_node,
+        "pci_path": path(device.address),
+        "blockers": list(blockers),
+    }
+
+
+def _group(device: _pci.Device) -> str:
+    return "" if device.iommu_group is None else str(device.iommu_group)
+
+
+def _rdma_names() -> dict[str, list[str]]:
+    """PCI address to RDMA device names."""
+    folder = _host.path("/sys/class/infiniband")
+    names: dict[str, list[str]] = {}
+    for entry in sorted(folder.iterdir()) if folder.is_dir() else []:
+        device = entry / "device"
+        if device.exists():
+            names.setdefault(device.resolve().name, []).append(entry.name)
+    return names

@@ -1,0 +1,288 @@
+"""Requests and answers: paging, ETags, idempotency keys, and the context of a handler."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, TypeVar
+
+from fastapi import Depends, Header, Query, Request
+from fastapi.encoders import jsonable_encoder
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
+from sqlalchemy import Connection, Engine
+
+from reconciler.api import telemetry
+from reconciler.api.models import Answer, Record
+from reconciler.db import idempotency, locks
+from reconciler.db.engine import reading, retrying
+from reconciler.db.rows import Key, Order, Page
+from reconciler.db.schema import Row
+from reconciler.model.act import Act
+from reconciler.model.errors import Problem
+from reconciler.settings import Settings
+
+T = TypeVar("T")
+R = TypeVar("R", bound=Row | Record)
+
+# -- Paging -------------------------------------------------------------------------------------
+
+DEFAULT_LIMIT = 100
+# A page is read in one transaction and held in memory as a whole.
+LIMIT = 1000
+_LONGEST_CURSOR = 1024
+# Both databases store integers below this limit.
+_INTEGER_LIMIT = 1 << 63
+
+
+class PageOf(Answer, Generic[T]):
+    """One page of a list."""
+
+    items: list[T]
+    next: str | None = Field(description="The `cursor` of the next page; null on the last.")
+
+
+@dataclass(frozen=True)
+class PageRequest:
+    """The part of a list that the caller requested."""
+
+    limit: int
+    cursor: str
+
+    def page(self, order: Order) -> Page:
+        """The page to read. It has one row more than is shown, which tells whether another page
+        follows.
+        """
+        return Page(self.limit + 1, _decode_cursor(self.cursor, order) if self.cursor else ())
+
+    def answer(self, order: Order, rows: Sequence[R], item: Callable[[R], T]) -> PageOf[T]:
+        """The answer for the rows of `page`."""
+        shown = rows[: self.limit]
+        more = len(rows) > self.limit
+        return PageOf[T](
+            items=[item(row) for row in shown],
+            next=_encode_cursor(order, shown[-1]) if more else None,
+        )
+
+
+def _page_request(
+    limit: Annotated[
+        int, Query(ge=1, le=LIMIT, description="The largest number of items in the answer.")
+    ] = DEFAULT_LIMIT,
+    cursor: Annotated[
+        str, Query(max_length=_LONGEST_CURSOR, description="`next` of the previous page.")
+    ] = "",
+) -> PageRequest:
+    return PageRequest(limit, cursor)
+
+
+Paging = Annotated[PageRequest, Depends(_page_request)]
+
+
+def _encode_cursor(order: Order, row: Row | Record) -> str:
+    # A cursor needs no signature: it holds only what its reader has seen, and it only positions
+    # the caller's own query.
+    place = json.dumps([order.table.name, *order.keys(row)]).encode()
+    return base64.urlsafe_b64encode(place).decode().rstrip("=")
+
+
+def _decode_cursor(cursor: str, order: Order) -> tuple[Key, ...]:
+    try:
+        padded = cursor.encode("ascii") + b"=" * (-len(cursor) % 4)
+        place = json.loads(
+            base64.b64decode(padded, b"-_", validate=True), parse_constant=_refuse_constant
+        )
+    except (UnicodeError, binascii.Error, ValueError, RecursionError) as error:
+        raise _invalid_cursor() from error
+    if not isinstance(place, list) or place[:1] != [order.table.name]:
+        raise _invalid_cursor()
+    keys = tuple(place[1:])
+    if not order.fits(keys) or not all(_storable(key) for key in keys):
+        raise _invalid_cursor()
+    return keys
+
+
+def _storable(key: Key) -> bool:
+    if isinstance(key, str):
+        # JSON allows half a surrogate pair, databases do not.
+        return "\0" not in key and not any("\ud800" <= letter <= "\udfff" for letter in key)
+    return isinstance(key, float) or -_INTEGER_LIMIT <= key < _INTEGER_LIMIT
+
+
+def _refuse_constant(constant: str) -> None:
+    raise ValueError(f"{constant} is no place in a list")
+
+
+def _invalid_cursor() -> Problem:
+    return Problem(
+        "cursor_invalid",
+        400,
+        expected="`next` of a page of this list",
+        found="another text",
+        remedy="begin again without a cursor",
+    )
+
+
+# -- ETag and If-Match --------------------------------------------------------------------------
+
+# A weak tag never matches in If-Match (RFC 9110). Both databases store the number.
+_TAG = re.compile(r'(?<!W/)"(\d{1,18})"')
+
+
+@dataclass(frozen=True)
+class Guard:
+    """The generations on which the caller decided; None when any generation is accepted."""
+
+    generations: frozenset[int] | None
+
+    def check(self, conn: Connection, entity: str, key: str) -> None:
+        """Problem `precondition_failed` when the record has changed since the caller read it."""
+        if self.generations is not None:
+            locks.require_generation(conn, entity, key, self.generations)
+
+
+def _guard(
+    if_match: Annotated[
+        str | None,
+        Header(
+            max_length=200,
+            description="The ETag on which the caller decided; 412 when it is outdated.",
+        ),
+    ] = None,
+) -> Guard:
+    if if_match is None or if_match.strip() == "*":
+        return Guard(None)
+    # A malformed tag counts as a tag that the record does not have.
+    return Guard(frozenset(int(number) for number in _TAG.findall(if_match)))
+
+
+IfMatch = Annotated[Guard, Depends(_guard)]
+
+
+def etag(document: Mapping[str, Any]) -> dict[str, str]:
+    """The ETag header of a record: its generation, which every change raises. Empty for a document
+    without a generation.
+    """
+    generation = document.get("generation")
+    return {} if generation is None else {"ETag": f'"{generation}"'}
+
+
+def tagged(answer: Answer) -> JSONResponse:
+    """The answer with its ETag."""
+    document = encode(answer)
+    return JSONResponse(document, headers=etag(document))
+
+
+def encode(answer: BaseModel, exclude: frozenset[str] = frozenset()) -> Record:
+    """The answer as JSON values."""
+    return answer.model_dump(mode="json", by_alias=True, exclude=set(exclude))
+
+
+# -- Idempotency keys ---------------------------------------------------------------------------
+
+IDEMPOTENCY_HEADERS = ("Idempotency-Key", "X-Idempotency-Key")
+_IDEMPOTENCY_KEY = re.compile(r"[!-~]{1,255}")
+
+
+def idempotency_key(headers: Mapping[str, str]) -> str:
+    """The request's idempotency key, from either header; "" without one."""
+    keys = {headers[name] for name in IDEMPOTENCY_HEADERS if name in headers}
+    if not keys:
+        return ""
+    if len(keys) > 1:
+        raise _invalid_key("one key, in one of its two headers", "two different keys")
+    (key,) = keys
+    if not _IDEMPOTENCY_KEY.fullmatch(key):
+        raise _invalid_key("1 to 255 visible ASCII characters", f"{len(key)} characters of others")
+    return key
+
+
+def _invalid_key(expected: str, found: str) -> Problem:
+    return Problem(
+        "idempotency_key_invalid",
+        400,
+        expected=expected,
+        found=found,
+        remedy="make a new key (a UUID) for each act, and repeat it only to repeat that act",
+    )
+
+
+# -- Context ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Context:
+    """One authorised request.
+
+    holder: the id of the token, which scopes idempotency keys.
+    allowed: whether the token is still valid, for answers that stream.
+    """
+
+    request: Request
+    actor: str
+    role: str
+    holder: str
+    allowed: Callable[[], bool]
+
+    @property
+    def settings(self) -> Settings:
+        settings: Settings = self.request.app.state.settings
+        return settings
+
+    @property
+    def engine(self) -> Engine:
+        engine: Engine = self.request.app.state.engine
+        return engine
+
+    def act(self, reason: str = "") -> Act:
+        """The caller's act, for history and audit log."""
+        return Act(self.actor, reason, telemetry.correlation_id(self.request), role=self.role)
+
+    def read(self, work: Callable[[Connection], T]) -> T:
+        """Read in one transaction, so that the answer is consistent."""
+        with reading(self.engine) as conn:
+            return work(conn)
+
+    def write(
+        self,
+        work: Callable[[Connection], Any],
+        *,
+        body: BaseModel | None = None,
+        status: int = 200,
+        key_required: bool = False,
+    ) -> JSONResponse:
+        """Do the work in one transaction. With an idempotency key it is done at most once, and a
+        repetition gets the first answer.
+        """
+        answer = self.answer(work, body=body, status=status, key_required=key_required)
+        headers = etag(answer.body)
+        if answer.replayed:
+            headers["Idempotency-Replayed"] = "true"
+        return JSONResponse(answer.body, answer.status, headers=headers)
+
+    def answer(
+        self,
+        work: Callable[[Connection], Any],
+        *,
+        body: BaseModel | None = None,
+        status: int = 200,
+        key_required: bool = False,
+    ) -> idempotency.Answer:
+        """As `write`, for handlers that add something to the remembered answer."""
+
+        def done(conn: Connection) -> idempotency.Answer:
+            result = work(conn)
+            if isinstance(result, BaseModel):
+                return idempotency.Answer(status, encode(result))
+            return idempotency.Answer(status, jsonable_encoder(result))
+
+        key = idempotency_key(self.request.headers)
+        if not key and not key_required:
+            return retrying(self.engine, done)
+        scope = f"{self.request.method} {self.request.url.path} {self.holder}"
+        content: Mapping[str, Any] = {} if body is None else body.model_dump(mode="json")
+        return idempotency.once(self.engine, idempotency.Call(scope, key, dict(content)), done)

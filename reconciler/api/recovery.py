@@ -1,0 +1,182 @@
+"""Recovery: cases that bring back blocked slots of an allocation, and the recovery policy."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+from pydantic import Field
+from sqlalchemy import Connection
+
+from reconciler.api.http import IfMatch
+from reconciler.api.models import Answer, Document, Id, Moment, Reasoned, StrictFlag
+from reconciler.api.security import Admin
+from reconciler.db import schema
+from reconciler.lifecycle import recovery_cases, recovery_policy
+from reconciler.model.recovery import Move, Policy
+from reconciler.model.states import RecoveryState
+from reconciler.records import allocations
+from reconciler.records import recovery_cases as case_records
+
+router = APIRouter(prefix="/admin/allocations/{allocation_id}", tags=["recovery"])
+policy_router = APIRouter(prefix="/admin/settings/recovery-policy", tags=["recovery policy"])
+
+
+class RecoveryStep(Answer):
+    """One step of the runbook, with its evidence."""
+
+    step: str
+    at: Moment
+    evidence: Document
+
+
+class RecoveryWait(Answer):
+    """Why a case does not continue now. remedy: what a person can do about it, "" for nothing."""
+
+    code: str
+    detail: str
+    remedy: str
+
+
+class RecoveryFailure(Answer):
+    """Why a case has failed, and what a person does next."""
+
+    code: str
+    expected: str
+    found: str
+    remedy: str
+
+
+class RecoveryCase(Answer):
+    """One attempt to bring back the slots of an allocation; it continues without its caller."""
+
+    id: str
+    allocation_id: str
+    node_id: str
+    state: RecoveryState
+    state_reason: str
+    state_since: Moment
+    deadline_at: Moment | None
+    step: str
+    requested_by: str
+    reason: str
+    remove_leftovers: bool
+    slot_ids: list[str]
+    task_id: str | None
+    task_ids: list[str]
+    proof_ids: list[str]
+    waits_for: RecoveryWait | None
+    failure: RecoveryFailure | None
+    steps: list[RecoveryStep]
+    correlation_id: str
+    created_at: Moment
+    finished_at: Moment | None
+
+    @classmethod
+    def of_case(cls, conn: Connection, case: schema.RecoveryCase) -> Self:
+        """The answer for a case with its steps so far."""
+        steps = case_records.steps(conn, case.id)
+        return cls.of(
+            case,
+            step=steps[-1]["step"],
+            waits_for=recovery_cases.waits_for(conn, case),
+            failure=case.failure or None,
+            steps=steps,
+        )
+
+
+class PolicyBody(Reasoned):
+    """The limits count recoveries that began within an hour."""
+
+    enabled: StrictFlag
+    per_node: Annotated[int, Field(ge=1, le=64)] = Policy.per_node
+    per_hour: Annotated[int, Field(ge=1, le=1000)] = Policy.per_hour
+    remove_leftovers: StrictFlag = Policy.remove_leftovers
+
+
+class BlockedAllocation(Answer):
+    """Blocked slots of one allocation, and the next move of the policy."""
+
+    allocation_id: str
+    node_id: str
+    slot_ids: list[str]
+    move: Move
+    why: str
+
+
+class RecoveryPolicy(Answer):
+    """The policy, and its next move for every allocation with blocked slots."""
+
+    enabled: bool
+    per_node: int
+    per_hour: int
+    remove_leftovers: bool
+    cases: list[BlockedAllocation]
+
+
+@router.post("/recover", status_code=202, response_model=RecoveryCase)
+def recover(
+    allocation_id: Id, context: Admin, guard: IfMatch, body: Reasoned | None = None
+) -> JSONResponse:
+    """Open a recovery case, which the service follows to its end: verify on the host, clean, prove.
+
+    While a case is open, a repetition answers with that case.
+    """
+    body = body or Reasoned()
+    act = context.act(body.reason)
+
+    def work(conn: Connection) -> RecoveryCase:
+        guard.check(conn, "allocation", allocation_id)
+        return RecoveryCase.of_case(conn, recovery_cases.open_case(conn, allocation_id, act))
+
+    return context.write(work, body=body, status=202, key_required=True)
+
+
+@router.get("/recovery")
+def latest_case(allocation_id: Id, context: Admin) -> RecoveryCase:
+    """The newest recovery case of the allocation with its steps so far; 404 without one."""
+
+    def read(conn: Connection) -> RecoveryCase:
+        allocations.get(conn, allocation_id)
+        return RecoveryCase.of_case(conn, case_records.latest(conn, allocation_id))
+
+    return context.read(read)
+
+
+@policy_router.get("")
+def show(context: Admin) -> RecoveryPolicy:
+    """The policy, and what it does, or would do, about every allocation with blocked slots."""
+    return context.read(_policy)
+
+
+@policy_router.put("", response_model=RecoveryPolicy)
+def change(body: PolicyBody, context: Admin) -> JSONResponse:
+    """Set the whole policy. A field that is left out gets its default."""
+    act = context.act(body.reason)
+
+    def work(conn: Connection) -> RecoveryPolicy:
+        recovery_policy.write(conn, Policy(**body.model_dump(exclude={"reason"})), act)
+        return _policy(conn)
+
+    return context.write(work, body=body)
+
+
+def _policy(conn: Connection) -> RecoveryPolicy:
+    policy = recovery_policy.read(conn)
+    return RecoveryPolicy(
+        enabled=policy.enabled,
+        per_node=policy.per_node,
+        per_hour=policy.per_hour,
+        remove_leftovers=policy.remove_leftovers,
+        cases=[
+            BlockedAllocation(
+                allocation_id=case.allocation_id,
+                node_id=case.node_id,
+                slot_ids=[slot["id"] for slot in case.slots],
+                move=case.move,
+                why=case.why,
+            )
+            for case in recovery_policy.blocked_allocations(conn)
+        ],
+    )

@@ -1,0 +1,259 @@
+"""Correlation ids, request log and Prometheus metrics."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
+import sqlalchemy as sa
+from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST as METRICS_CONTENT_TYPE
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+from sqlalchemy import Connection, Engine
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from reconciler import logs
+from reconciler.db import clock, leader
+from reconciler.db.engine import reading
+from reconciler.db.schema import allocations, nodes, outbox, slots, tasks
+from reconciler.lifecycle import drift
+from reconciler.model.states import TaskState
+from reconciler.records import certificates
+from reconciler.records.leasing import DUE
+
+__all__ = ["METRICS_CONTENT_TYPE", "Correlation", "correlation_id", "exposition"]
+
+log = logging.getLogger("gpuaas.api.request")
+
+# -- Correlation ids and the request log --------------------------------------------------------
+
+CORRELATION_HEADER = "X-Correlation-Id"
+# No request of this API is larger. Without a limit an unauthenticated sender could fill the memory.
+BODY_LIMIT = 1 << 20
+# The id reaches run variables and syslog lines on hosts.
+_CORRELATION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def correlation_id(request: Request) -> str:
+    """The correlation id of the request: the caller's or a new one. Every record and log line that
+    the request leads to carries it.
+    """
+    return str(request.scope.get("correlation_id", ""))
+
+
+class Correlation:
+    """ASGI middleware: correlation id, one log line per request, limit of the body's size."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get(CORRELATION_HEADER, "")
+        scope["correlation_id"] = given if _CORRELATION_ID.fullmatch(given) else str(uuid.uuid4())
+        began, status = time.monotonic(), 500
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)[CORRELATION_HEADER] = scope["correlation_id"]
+            await send(message)
+
+        with logs.about(correlation=scope["correlation_id"]):
+            try:
+                if _too_long(headers):
+                    await _refuse(scope, answer)
+                else:
+                    await self._app(scope, receive, answer)
+            finally:
+                took_s = time.monotonic() - began
+                _count_request(scope, status, took_s)
+                # Only the path: a query may hold a download token.
+                log.info(
+                    "%s %s %d %.0f ms correlation_id=%s",
+                    scope["method"],
+                    scope["path"],
+                    status,
+                    took_s * 1000,
+                    scope["correlation_id"],
+                )
+
+
+def _too_long(headers: Headers) -> bool:
+    # A chunked body states no length, so it is refused; no supported client sends one.
+    length = headers.get("content-length", "")
+    return "transfer-encoding" in headers or (length.isdigit() and int(length) > BODY_LIMIT)
+
+
+async def _refuse(scope: Scope, send: Send) -> None:
+    document = {
+        "type": "urn:gpuaas:problem:body_too_large",
+        "title": "Body too large",
+        "status": 413,
+        "detail": f"Expected a body of stated length, at most {BODY_LIMIT} bytes.",
+        "code": "body_too_large",
+        "expected": f"a body of stated length, at most {BODY_LIMIT} bytes",
+        "found": "a longer one, or one without a length",
+        "remedy": "send less, with Content-Length",
+        "correlation_id": scope["correlation_id"],
+    }
+    body = json.dumps(document).encode()
+    headers = [(b"content-type", b"application/problem+json")]
+    await send({"type": "http.response.start", "status": 413, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+# -- Metrics ------------------------------------------------------------------------------------
+
+_PROCESS = CollectorRegistry(auto_describe=True)
+ProcessCollector(registry=_PROCESS)
+_REQUESTS = Histogram(
+    "gpuaas_http_request_seconds",
+    "Time until an answer was complete. route is the route's pattern, not the requested path.",
+    ("method", "route", "status"),
+    buckets=(0.005, 0.02, 0.1, 0.5, 2, 10),
+    registry=_PROCESS,
+)
+# Methods of HTTP. A client may send any other word, and each would create a time series.
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_ENDED = (TaskState.SUCCEEDED, TaskState.FAILED, TaskState.CANCELED, TaskState.LOST)
+
+
+def _count_request(scope: MutableMapping[str, Any], status: int, seconds: float) -> None:
+    """Count one request of the API."""
+    route = getattr(scope.get("route"), "path", "none")
+    method = scope["method"] if scope["method"] in _METHODS else "other"
+    _REQUESTS.labels(method, route, str(status)).observe(seconds)
+
+
+def exposition(engine: Engine) -> bytes:
+    """All metrics in Prometheus' text format."""
+    site = CollectorRegistry(auto_describe=False)
+    with reading(engine) as conn:
+        site.register(_Metrics(list(_site(conn))))
+    return generate_latest(_PROCESS) + generate_latest(site)
+
+
+class _Metrics(Collector):
+    """Metrics that have been read already."""
+
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._metrics
+
+
+def _site(conn: Connection) -> Iterator[Metric]:
+    for name, text, columns in (
+        ("gpuaas_tasks", "Tasks by kind and state.", (tasks.c.kind, tasks.c.state)),
+        ("gpuaas_nodes", "Nodes by state and mode.", (nodes.c.state, nodes.c.mode)),
+        ("gpuaas_allocations", "Allocations by state.", (allocations.c.state,)),
+    ):
+        yield _counted(conn, name, text, columns)
+    present = slots.c.retired_at.is_(None)
+    states = (slots.c.status, slots.c.health_state)
+    yield _counted(conn, "gpuaas_slots", "Approved slots by state and health.", states, present)
+    due = sa.and_(
+        tasks.c.state.in_(DUE),
+        sa.or_(tasks.c.not_before.is_(None), tasks.c.not_before <= clock.now()),
+    )
+    yield _gauge(
+        "gpuaas_task_wait_seconds",
+        "How long the oldest task that is due has waited.",
+        _number(conn, sa.select(clock.now() - sa.func.min(tasks.c.created_at)).where(due)),
+    )
+    live = tasks.c.state.not_in(_ENDED)
+    late = sa.and_(live, tasks.c.deadline_at < clock.now())
+    yield _gauge(
+        "gpuaas_tasks_overdue",
+        "Tasks past their deadline that have not ended yet.",
+        _number(conn, sa.select(sa.func.count()).select_from(tasks).where(late)),
+    )
+    yield _gauge(
+        "gpuaas_drift_seconds",
+        "Time since the last drift check of the slice host that has waited longest.",
+        drift.overdue_nodes(conn),
+    )
+    unsent = outbox.c.published_at.is_(None)
+    yield _gauge(
+        "gpuaas_outbox_pending",
+        "Events that have not been relayed yet.",
+        _number(conn, sa.select(sa.func.count()).select_from(outbox).where(unsent)),
+    )
+    yield from _certificates(conn)
+    yield from _service(conn)
+
+
+def _certificates(conn: Connection) -> Iterator[Metric]:
+    until = certificates.of_living(conn).values()
+    now = clock.read(conn)
+    family = GaugeMetricFamily(
+        "gpuaas_host_certificates",
+        "Hosts by the validity of their certificate.",
+        labels=["validity"],
+    )
+    expired = sum(end <= now for end in until)
+    family.add_metric(["valid"], len(until) - expired)
+    family.add_metric(["expired"], expired)
+    yield family
+    if until:
+        yield _gauge(
+            "gpuaas_host_certificate_seconds",
+            "Time until the first host certificate expires; negative after its expiry.",
+            min(until) - now,
+        )
+
+
+def _service(conn: Connection) -> Iterator[Metric]:
+    living = GaugeMetricFamily(
+        "gpuaas_service_processes", "Living processes of the service by role.", labels=["role"]
+    )
+    counts = leader.live_roles(conn)
+    for role in ("api", "worker", "loops"):
+        living.add_metric([role], counts.get(role, 0))
+    yield living
+    leads = leader.read(conn, leader.LOOPS)
+    yield _gauge(
+        "gpuaas_leader", "1 while a leader's term is valid.", int(bool(leads and leads["live"]))
+    )
+    yield _gauge(
+        "gpuaas_leader_epoch",
+        "Number of the leader's term.",
+        leads["epoch"] if leads else 0,
+    )
+
+
+def _counted(
+    conn: Connection,
+    name: str,
+    text: str,
+    columns: tuple[sa.Column[Any], ...],
+    where: sa.ColumnElement[bool] | None = None,
+) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=[column.name for column in columns])
+    query = sa.select(*columns, sa.func.count()).group_by(*columns).order_by(*columns)
+    for *labels, count in conn.execute(query if where is None else query.where(where)):
+        family.add_metric([str(label) for label in labels], count)
+    return family
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, text, value=value)
+
+
+def _number(conn: Connection, query: sa.Select[Any]) -> float:
+    return float(conn.execute(query).scalar() or 0)

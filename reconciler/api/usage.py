@@ -1,0 +1,231 @@
+"""Usage for billing: the share of every allocation in a period, as JSON pages or as one CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from fastapi import APIRouter, Query
+from fastapi.responses import Response, StreamingResponse
+from pydantic import AwareDatetime, Field
+from sqlalchemy import Connection
+
+from reconciler.api.http import Context, PageOf, PageRequest, Paging, encode
+from reconciler.api.models import Answer, Document, Filter, Id, Moment, Record
+from reconciler.api.security import Admin, Member
+from reconciler.db.rows import Page
+from reconciler.model.states import CapacityShape
+from reconciler.records import projects, usage
+from reconciler.records.usage import Period
+
+router = APIRouter(tags=["usage"])
+
+Format = Literal["json", "csv"]
+From = Annotated[
+    AwareDatetime | None,
+    Query(alias="from", description="RFC 3339; by default the first record."),
+]
+To = Annotated[
+    AwareDatetime | None,
+    Query(alias="to", description="RFC 3339; by default, and at the latest, now."),
+]
+_CSV: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/csv": {"schema": {"type": "string"}}}}
+}
+# Rows of a CSV that are read at once. A higher number costs memory for each slow reader; a lower
+# number costs time, because each page skips those before it.
+_AT_ONCE = 2000
+Amount = Annotated[float, Field(ge=0)]
+
+
+class ProjectUsageRecord(Answer):
+    """What one allocation used of the period. Its tenant does not see the host."""
+
+    allocation_id: str
+    project_id: str
+    capacity_shape: CapacityShape
+    sku: str
+    region: str
+    pool: str
+    gpu_count: int
+    started_at: Moment
+    ended_at: Moment | None
+    end_state: str
+    counted_seconds: Amount
+    gpu_seconds: Amount
+
+    @classmethod
+    def of_usage(cls, row: Record) -> Self:
+        """The answer for a row, with its share of the period in seconds."""
+        counted = row["counted_ms"]
+        return cls.of(
+            row,
+            counted_seconds=counted / 1000,
+            gpu_seconds=counted * row["gpu_count"] / 1000,
+        )
+
+
+class UsageRecord(ProjectUsageRecord):
+    """What one allocation used of the period, and where."""
+
+    node_id: str
+    claims: list[Document]
+
+
+class UsageTotal(Answer):
+    """The sum over the whole period, whatever page is shown."""
+
+    project_id: str
+    capacity_shape: CapacityShape
+    sku: str
+    allocations: int
+    counted_seconds: Amount
+    gpu_seconds: Amount
+
+    @classmethod
+    def of_sum(cls, row: Record) -> Self:
+        """The answer for a row of sums in milliseconds."""
+        return cls.of(
+            row, counted_seconds=row["counted_ms"] / 1000, gpu_seconds=row["gpu_ms"] / 1000
+        )
+
+
+class _UsagePage(Answer):
+    start: Moment = Field(serialization_alias="from")
+    end: Moment = Field(serialization_alias="to")
+    totals: list[UsageTotal]
+
+
+class Usage(_UsagePage, PageOf[UsageRecord]):
+    """The usage of the site in a period, page by page."""
+
+
+class ProjectUsage(_UsagePage, PageOf[ProjectUsageRecord]):
+    """The usage of one project in a period, page by page."""
+
+
+# The columns of a CSV, in this order.
+PROJECT_COLUMNS = (
+    "allocation_id",
+    "project_id",
+    "capacity_shape",
+    "sku",
+    "region",
+    "pool",
+    "gpu_count",
+    "started_at",
+    "ended_at",
+    "end_state",
+    "counted_seconds",
+    "gpu_seconds",
+)
+SITE_COLUMNS = (*PROJECT_COLUMNS[:2], "node_id", *PROJECT_COLUMNS[2:])
+Item = TypeVar("Item", UsageRecord, ProjectUsageRecord)
+
+
+@router.get("/admin/usage", responses=_CSV, response_model=Usage)
+def site(
+    context: Admin,
+    paging: Paging,
+    *,
+    start: From = None,
+    end: To = None,
+    project: Filter = None,
+    format: Format = "json",
+) -> Usage | Response:
+    """Every allocation that was active in the period, and the sums by project, shape and SKU."""
+    if project is not None:
+        context.read(lambda conn: projects.get(conn, project))
+    selection = _Selection(start, end, project)
+    if format == "csv":
+        return _table(context, selection, UsageRecord.of_usage, SITE_COLUMNS)
+    return Usage(**_page(context, paging, selection, UsageRecord.of_usage))
+
+
+@router.get("/projects/{project_id}/usage", responses=_CSV, response_model=ProjectUsage, name="own")
+def project_usage(
+    project_id: Id,
+    context: Member,
+    paging: Paging,
+    *,
+    start: From = None,
+    end: To = None,
+    format: Format = "json",
+) -> ProjectUsage | Response:
+    """The same for one project, without the hosts of its allocations."""
+    selection = _Selection(start, end, project_id)
+    if format == "csv":
+        return _table(context, selection, ProjectUsageRecord.of_usage, PROJECT_COLUMNS)
+    return ProjectUsage(**_page(context, paging, selection, ProjectUsageRecord.of_usage))
+
+
+@dataclass(frozen=True)
+class _Selection:
+    start: datetime | None
+    end: datetime | None
+    project_id: str | None
+
+    def period(self, conn: Connection) -> Period:
+        moments = [None if at is None else at.timestamp() for at in (self.start, self.end)]
+        return usage.period(conn, *moments)
+
+
+def _page(
+    context: Context, paging: PageRequest, selection: _Selection, item: Callable[[Record], Item]
+) -> dict[str, Any]:
+    page = paging.page(usage.ORDER)
+
+    def read(conn: Connection) -> dict[str, Any]:
+        period = selection.period(conn)
+        rows = usage.every(conn, period, project_id=selection.project_id, page=page)
+        sums = usage.totals(conn, period, project_id=selection.project_id)
+        return {
+            "start": period.start,
+            "end": period.end,
+            "totals": [UsageTotal.of_sum(row) for row in sums],
+            **dict(paging.answer(usage.ORDER, rows, item)),
+        }
+
+    return context.read(read)
+
+
+def _table(
+    context: Context,
+    selection: _Selection,
+    item: Callable[[Record], Item],
+    columns: tuple[str, ...],
+) -> Response:
+    period = context.read(selection.period)
+
+    def read(page: Page) -> list[Record]:
+        return context.read(
+            lambda conn: usage.every(conn, period, project_id=selection.project_id, page=page)
+        )
+
+    def lines() -> Iterator[str]:
+        yield _line(columns)
+        # One transaction for each page, and none while the page is sent: slow readers would occupy
+        # every connection, including the leader's. The order of records and their share of the
+        # period do not change in between.
+        rows = read(Page(_AT_ONCE))
+        while rows:
+            yield "".join(_line(_values(item(row), columns)) for row in rows)
+            rows = read(Page(_AT_ONCE, usage.ORDER.keys(rows[-1])))
+
+    headers = {"Content-Disposition": 'attachment; filename="usage.csv"'}
+    return StreamingResponse(lines(), media_type="text/csv; charset=utf-8", headers=headers)
+
+
+def _values(record: Answer, columns: tuple[str, ...]) -> list[Any]:
+    document = encode(record)
+    return [document[name] for name in columns]
+
+
+def _line(values: Iterable[Any]) -> str:
+    buffer = io.StringIO()
+    csv.writer(buffer).writerow("" if value is None else value for value in values)
+    return buffer.getvalue()

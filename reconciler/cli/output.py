@@ -1,0 +1,122 @@
+"""Terminal output: tables for people, JSON for programs, errors with their remedy."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from reconciler.cli.session import Session
+from reconciler.model.errors import Problem
+
+Record = Mapping[str, Any]
+
+
+def rows(session: Session, records: Sequence[Record], *columns: str) -> None:
+    """A list as a table. A column may be a path such as `connection.host`."""
+    if session.output == "json":
+        document(records)
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column.rpartition(".")[2], overflow="fold")
+    for row in records:
+        table.add_row(*(plain(_at(row, column)) for column in columns))
+    _out().print(table)
+
+
+def timeline(session: Session, newest_first: Sequence[Record]) -> None:
+    """Events in reading order, oldest first; JSON keeps the order of the service."""
+    if session.output == "json":
+        document(list(newest_first))
+        return
+    lines = [
+        {"at": row["at"], "what": row["type"], "happened": _description(row)}
+        for row in reversed(newest_first)
+    ]
+    rows(session, lines, "at", "what", "happened")
+
+
+def _description(row: Record) -> str:
+    if row["type"] == "progress":
+        step = row["document"]
+        code = f" {step['code']}" if step.get("code") else ""
+        return f"{row['kind']}: {step.get('event', '')}{code} {step.get('task', '')}"
+    reason = f": {row['reason']}" if row["reason"] else ""
+    if row["type"] == "audit":
+        return f"{row['actor']} {row['action']}{reason}"
+    change = f"{row['entity']} {row['entity_id']} {row['source']} -> {row['target']}"
+    return f"{change} ({row['event']} by {row['actor']}){reason}"
+
+
+def record(session: Session, item: Record) -> None:
+    """A single record, field by field, without empty fields."""
+    if session.output == "json":
+        document(item)
+        return
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in item.items():
+        if value not in (None, "", [], {}):
+            table.add_row(name, plain(value))
+    _out().print(table)
+
+
+def document(content: Any) -> None:
+    """JSON on standard output."""
+    sys.stdout.write(json.dumps(content, indent=1) + "\n")
+
+
+def line(text: str) -> None:
+    """A remark on standard error; standard output holds only the answer."""
+    sys.stderr.write(clean(text) + "\n")
+
+
+def failure(session: Session, problem: Problem) -> None:
+    """An error with expectation, finding and remedy."""
+    if session.output == "json":
+        sys.stderr.write(json.dumps(problem.document(), indent=1) + "\n")
+        return
+    console = Console(stderr=True, highlight=False)
+    console.print(Text(f"error: {problem.code}", style="bold red"))
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for name, text in (
+        ("expected", problem.expected),
+        ("found", problem.found),
+        ("what to do", problem.remedy),
+    ):
+        table.add_row(f"  {name}", plain(text))
+    console.print(table)
+
+
+def plain(value: Any) -> Text:
+    """Text without markup or control sequences, because hosts and tenants control some of it."""
+    if isinstance(value, dict | list):
+        value = json.dumps(value)
+    return Text(clean("" if value is None else str(value)))
+
+
+def clean(text: str) -> str:
+    """Printable characters and line ends only."""
+    return "".join(
+        char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}"
+        for char in text
+    )
+
+
+def _at(row: Record, path: str) -> Any:
+    value: Any = row
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _out() -> Console:
+    # In a pipe each row is a single line, whatever its length.
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 1000)

@@ -1,0 +1,157 @@
+"""Evidence of a recovery case: what its slots, their disks and their gates are like."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import sqlalchemy as sa
+
+from reconciler.db import clock, journal, rows
+from reconciler.db.rows import Record
+from reconciler.db.schema import AuditEntry, RecoveryCase, Slot, slots
+from reconciler.lifecycle import gate
+from reconciler.lifecycle.recovery import FORCE_CLEANUP
+from reconciler.model.states import SlotState
+from reconciler.records import proofs as proof_records
+from reconciler.records.claims import of_allocation
+
+# A slot leaves its clean-up for these only with the proof of a clean disk.
+_RECOVERED = (SlotState.AVAILABLE, SlotState.DISABLED)
+
+
+def slots_of(conn: sa.Connection, case: RecoveryCase) -> list[Slot]:
+    """The slots of a case, whoever has them now."""
+    query = sa.select(slots).where(slots.c.id.in_(case.slot_ids))
+    return rows.every(conn, query.order_by(slots.c.slot_index), Slot)
+
+
+def unsold_slots(conn: sa.Connection, case: RecoveryCase) -> list[Slot]:
+    """Those that no later claim has taken: one that was sold since had come back."""
+    claimed = of_allocation(conn, case.allocation_id)
+    generations = {claim.slot_id: claim.disk_generation for claim in claimed}
+    return [
+        slot for slot in slots_of(conn, case) if slot.disk_generation == generations.get(slot.id)
+    ]
+
+
+def stuck(slot_rows: Sequence[Slot]) -> str:
+    """Why a slot has not come back: of the one that was blocked last; "" when all have."""
+    left = _stuck_slots(slot_rows)
+    if not left:
+        return ""
+    last = max(left, key=lambda slot: float(slot.status_since))
+    if last.retired_at:
+        return "it was withdrawn without a proof"
+    return str(last.health_detail.get("reason") or last.status)
+
+
+def not_recovered(slot_rows: Sequence[Slot]) -> Record:
+    """The failure of a case whose slots did not all come back."""
+    return {
+        "code": "slots_not_recovered",
+        "expected": "every slot of the allocation proven clean",
+        "found": ", ".join(f"{slot.id} {slot.status}" for slot in _stuck_slots(slot_rows)),
+        "remedy": "read the slot's health_detail and the task that failed; when the host is mended,"
+        " recover again",
+    }
+
+
+def _stuck_slots(slot_rows: Sequence[Slot]) -> list[Slot]:
+    return [slot for slot in slot_rows if slot.status not in _RECOVERED or slot.retired_at]
+
+
+def cleaning(conn: sa.Connection, case: RecoveryCase) -> str:
+    """Which slots are being wiped, and until when they may be; "" when none is."""
+    return ", ".join(
+        f"slot {slot.slot_index} ({slot.id}) is wiped, until {clock.iso(slot.deadline_at)}"
+        for slot in unsold_slots(conn, case)
+        if slot.status == SlotState.CLEANUP
+    )
+
+
+def inventory(conn: sa.Connection, slot_rows: Sequence[Slot]) -> Record:
+    """How slots are, by id."""
+    return {
+        slot.id: {
+            "slot_index": slot.slot_index,
+            "status": slot.status,
+            "status_since": clock.iso(slot.status_since),
+            "deadline_at": clock.iso(slot.deadline_at),
+            "health_state": slot.health_state,
+            "health_detail": slot.health_detail,
+            "last_proof": _proof(conn, slot),
+        }
+        for slot in slot_rows
+    }
+
+
+def proofs(conn: sa.Connection, case: RecoveryCase) -> Record:
+    """The last proof of each slot's disk, by slot; None where there is none."""
+    return {slot.id: _proof(conn, slot) for slot in slots_of(conn, case)}
+
+
+def proof_ids(conn: sa.Connection, case: RecoveryCase) -> list[str]:
+    """The proofs by which the slots of a case came back."""
+    left = {slot.id for slot in _stuck_slots(unsold_slots(conn, case))}
+    return [
+        str(slot.last_proof_id)
+        for slot in slots_of(conn, case)
+        if slot.last_proof_id and slot.id not in left
+    ]
+
+
+def after_cleanup(conn: sa.Connection, case: RecoveryCase) -> list[tuple[str, Record]]:
+    """The last steps of the runbook, in order."""
+    slot_rows = slots_of(conn, case)
+    forced = journal.audit_rows(conn, action=FORCE_CLEANUP, subject_id=case.allocation_id)
+    steps: list[tuple[str, Record]] = [
+        ("inventory_after", inventory(conn, slot_rows)),
+        ("disk_evidence_after", {slot.id: _proof(conn, slot) for slot in slot_rows}),
+        ("audit", {"events": [_audit_event(row) for row in forced[:1]]}),
+    ]
+    closed = {slot.id: _gate(conn, slot) for slot in slot_rows if slot.status == SlotState.DISABLED}
+    return [*steps, ("not_on_sale", closed)] if closed else steps
+
+
+def _gate(conn: sa.Connection, slot: Slot) -> Record:
+    """Why a clean slot is not sold, and the command that comes next."""
+    blockers = [blocker.document() for blocker in gate.gate(conn, slot.id)]
+    codes = [row["code"] for row in blockers]
+    node = slot.node_id
+    if slot.wanted == SlotState.DISABLED or "launches_failed" in codes:
+        command = f"gpuaas slots enable {node} {slot.id} --reason WHY"
+    elif any(code.startswith("proof_") for code in codes):
+        command = f"gpuaas nodes transition {node} --device {slot.nvme_device}"
+    else:
+        command = f"gpuaas nodes discover {node} && gpuaas nodes parity {node}"
+    return {"gate": blockers, "wanted": slot.wanted, "next": command}
+
+
+def _proof(conn: sa.Connection, slot: Slot) -> Record | None:
+    if not slot.last_proof_id:
+        return None
+    proof = proof_records.get(conn, slot.last_proof_id)
+    return {
+        "id": proof.id,
+        "kind": proof.kind,
+        "method": proof.method,
+        "disk_identity": proof.disk_identity,
+        "disk_generation": proof.disk_generation,
+        "allocation_id": proof.allocation_id,
+        "task_id": proof.task_id,
+        "created_at": clock.iso(proof.created_at),
+    }
+
+
+def _audit_event(row: AuditEntry) -> Record:
+    return {
+        "id": row.id,
+        "at": clock.iso(row.at),
+        "actor": row.actor,
+        "role": row.role,
+        "action": row.action,
+        "subject_id": row.subject_id,
+        "reason": row.reason,
+        "detail": row.detail,
+        "correlation_id": row.correlation_id,
+    }

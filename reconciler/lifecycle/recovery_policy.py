@@ -1,0 +1,143 @@
+"""Recovery policy of a site: which blocked slots are recovered without a person, and when."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import sqlalchemy as sa
+
+from reconciler.db import clock, journal, rows, settings
+from reconciler.db.rows import Record
+from reconciler.db.schema import AuditEntry, audit_log
+from reconciler.db.schema import settings as setting_table
+from reconciler.lifecycle.recovery import CASE, FORCE_CLEANUP, blocked
+from reconciler.model.act import Act
+from reconciler.model.recovery import HOUR_S, Blocked, Move, Policy, policy_move
+from reconciler.model.states import HealthState
+from reconciler.records import queue, recovery_cases
+from reconciler.records import slots as slot_records
+
+ACTOR = "policy"
+BEGUN = "policy.recovery.begun"
+STOPPED = "policy.recovery.stopped"
+# In a slot's health_detail: why the policy leaves it alone.
+STOPPED_KEY = "policy_stopped"
+REASON = "recovery policy: "
+_SETTING = "recovery_policy"
+
+
+@dataclass(frozen=True)
+class BlockedAllocation:
+    """The blocked slots of one allocation that the policy has not given up, and its next move."""
+
+    allocation_id: str
+    node_id: str
+    slots: tuple[Record, ...]
+    move: Move
+    why: str
+
+
+def read(conn: sa.Connection) -> Policy:
+    """The site's policy; off until set."""
+    return Policy(**settings.read(conn, _SETTING, {}))
+
+
+def write(conn: sa.Connection, policy: Policy, act: Act) -> None:
+    """Set it, with the name of the person who did."""
+    settings.write(conn, _SETTING, asdict(policy), act)
+
+
+def hold(conn: sa.Connection) -> Policy:
+    """The policy, still until this transaction ends: its limits are counted by one at a time."""
+    query = sa.select(setting_table.c.name).where(setting_table.c.name == _SETTING)
+    rows.first(conn, query.with_for_update())
+    return read(conn)
+
+
+def blocked_allocations(conn: sa.Connection) -> list[BlockedAllocation]:
+    """Every allocation with blocked slots, the longest blocked first; also while it is off."""
+    policy = read(conn)
+    by_allocation: dict[str, list[Record]] = defaultdict(list)
+    for slot in blocked(conn):
+        if STOPPED_KEY not in slot["health_detail"] and slot["allocation_id"]:
+            by_allocation[slot["allocation_id"]].append(slot)
+    begun = _begun_since(conn, clock.read(conn) - HOUR_S) if by_allocation else []
+    judged = [_judge(conn, policy, key, held, begun) for key, held in by_allocation.items()]
+    return sorted(judged, key=lambda one: (_blocked_since(one.slots), one.allocation_id))
+
+
+def _judge(
+    conn: sa.Connection,
+    policy: Policy,
+    allocation_id: str,
+    held: Sequence[Record],
+    begun: Sequence[AuditEntry],
+) -> BlockedAllocation:
+    node_id = held[0]["node_id"]
+    last = max(held, key=lambda slot: float(slot["status_since"]))
+    case = recovery_cases.open_of(conn, allocation_id)
+    seen = Blocked(
+        reason=last["reason"],
+        kept=kept(conn, allocation_id),
+        case="" if case is None else case.state,
+        tried=bool(journal.audit_rows(conn, action=BEGUN, subject_id=allocation_id)),
+        busy=bool(queue.open_of_allocation(conn, allocation_id)),
+        node_begun=sum(row.detail.get("node_id") == node_id for row in begun),
+        site_begun=len(begun),
+    )
+    move, why = policy_move(policy, seen)
+    return BlockedAllocation(allocation_id, node_id, tuple(held), move, why)
+
+
+def kept(conn: sa.Connection, allocation_id: str, *, since: float = 0.0) -> str:
+    """Why a person who ended the allocation wants its slots to stay as they are; "" for nobody.
+
+    The newest word counts: with `runtime_verified_absent` true the slots are on their way back.
+    What a recovery case does in a person's name is no such word. since: older words do not count.
+    """
+    words = [
+        row
+        for row in journal.audit_rows(conn, action=FORCE_CLEANUP, subject_id=allocation_id)
+        if row.actor != ACTOR and CASE not in row.detail and row.at > since
+    ]
+    if not words or words[0].detail["runtime_verified_absent"]:
+        return ""
+    return f"{words[0].actor}: {words[0].reason}"
+
+
+def record_begun(conn: sa.Connection, judged: BlockedAllocation, act: Act) -> None:
+    """The audit row that counts for the limits."""
+    _audit(conn, BEGUN, judged.allocation_id, judged.node_id, judged.slots, act)
+
+
+def stop(conn: sa.Connection, allocation_id: str, node_id: str, why: str, act: Act) -> None:
+    """Leave the allocation to people: marked on every blocked slot, where they look first."""
+    held = [slot for slot in blocked(conn, node_id) if slot["allocation_id"] == allocation_id]
+    own = act.because(REASON + why)
+    for slot in held:
+        detail = {**slot["health_detail"], STOPPED_KEY: why}
+        slot_records.set_health(conn, slot["id"], HealthState.FAILED, detail, own)
+    _audit(conn, STOPPED, allocation_id, node_id, held, own)
+
+
+def _audit(
+    conn: sa.Connection,
+    action: str,
+    allocation_id: str,
+    node_id: str,
+    held: Sequence[Record],
+    act: Act,
+) -> None:
+    detail = {"node_id": node_id, "slots": [slot["id"] for slot in held]}
+    journal.audit(conn, act, action, "allocation", allocation_id, detail=detail)
+
+
+def _begun_since(conn: sa.Connection, since: float) -> list[AuditEntry]:
+    query = sa.select(audit_log).where(audit_log.c.action == BEGUN, audit_log.c.at > since)
+    return rows.every(conn, query, AuditEntry)
+
+
+def _blocked_since(held: Sequence[Record]) -> float:
+    return min(float(slot["status_since"]) for slot in held)

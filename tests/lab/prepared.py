@@ -1,0 +1,139 @@
+"""Prepared slice host for lab tests: saved by the main path, loaded where preparing is no subject.
+
+A saved one is loaded while everything that made it is unchanged: collection, profiles, lab, images.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lab import cache, guest_image, host_image, saved
+from lab.command import LabError
+from lab.demo import host_steps
+from lab.demo.stage import NODE, Stage
+from lab.distro import this_distro
+from lab.paths import REPOSITORY
+from reconciler.client import ENDED
+from tests.lab import traces
+from tests.lab.proof import prove_again
+
+# What a host is made of, as folders of the checkout; a change of any prepares a host anew.
+SOURCES = ("plugins", "roles", "playbooks", "profiles", "contracts", "lab")
+# A saved database opens under the schema that it was saved with.
+MIGRATIONS = "reconciler/**/versions"
+# Parts of the story that later files look at.
+STORY = ("deployed", "transition")
+STEPS: tuple[Callable[[Stage], Any], ...] = (
+    host_steps.enrol,
+    host_steps.bootstrap,
+    host_steps.discover,
+    host_steps.transition,
+    host_steps.approve,
+    host_steps.bind,
+    host_steps.parity,
+)
+_IDLE_LIMIT_S = 60.0
+
+Done = dict[str, Any]
+
+
+def key(firmware: str) -> str:
+    """Changes with everything that a prepared host depends on."""
+    distro = this_distro()
+    made = {
+        "firmware": firmware,
+        "host": host_image.name(distro),
+        "guest": guest_image.ensure(distro).sha256,
+    }
+    sources = [REPOSITORY / name for name in SOURCES]
+    return cache.content_key(made, [*sources, *sorted(REPOSITORY.glob(MIGRATIONS))])
+
+
+def open_on(stage: Stage) -> Done:
+    """Bring the stage to where the main path leaves it; what later files know of that."""
+    done = _loaded(stage)
+    if done is None:
+        done = _prepare(stage)
+        save(stage, done)
+    return done
+
+
+def save(stage: Stage, done: Done) -> None:
+    """Keep the host of the stage with its reconciler, once for each key; both go on."""
+    wanted = key(stage.firmware)
+    if os.environ.get("GPUAAS_LAB_SAVE") == "0" or _saved(stage.firmware, wanted) is not None:
+        return
+    if stage.service is None:
+        raise LabError("the reconciler is not started")
+    if not _idle(stage):
+        stage.console.print("the prepared host is not saved: the reconciler still works on it")
+        return
+    notes = {
+        "key": wanted,
+        "known": {name: stage.known[name] for name in ("project", "image_id")},
+        "done": {name: _plain(done[name]) for name in STORY},
+    }
+    stage.service.stop()
+    try:
+        extras = {"reconciler": stage.service.folder}
+        saved.save(_name(stage.firmware), replace=True, extras=extras, notes=notes)
+    finally:
+        stage.service.start()
+
+
+def _loaded(stage: Stage) -> Done | None:
+    """None where nothing that fits is saved."""
+    kept = _saved(stage.firmware, key(stage.firmware))
+    if kept is None:
+        return None
+    try:
+        stage.boot_saved(kept.name)
+    except LabError as refused:
+        stage.console.print(f"preparing a host anew: {refused}", highlight=False)
+        return None
+    stage.known["image"] = guest_image.ensure(this_distro())
+    saved.restore(kept, "reconciler", stage.folder / "reconciler")
+    stage.reopen(kept.notes["known"])
+    # The host has booted since: nothing on it is sold before it is proven again.
+    prove_again(stage)
+    done: Done = kept.notes["done"]
+    return {**done, "deployed": set(done["deployed"])}
+
+
+def _prepare(stage: Stage) -> Done:
+    """The steps of the main path, of which others show that they are right."""
+    host_steps.host(stage)
+    done: Done = {"deployed": traces.look(stage)}
+    for step in STEPS:
+        done[step.__name__] = step(stage)
+    return done
+
+
+def _saved(firmware: str, wanted: str) -> saved.Saved | None:
+    try:
+        kept = saved.entry(_name(firmware))
+    except LabError:
+        return None
+    return kept if kept.notes.get("key") == wanted else None
+
+
+def _name(firmware: str) -> str:
+    return f"tests-{firmware}"
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set) else value
+
+
+def _idle(stage: Stage) -> bool:
+    """No task is open: one that is would count as lost when the host is loaded."""
+    end = time.monotonic() + _IDLE_LIMIT_S
+    while time.monotonic() < end:
+        tasks = stage.api().get("/admin/tasks", node_id=NODE)["items"]
+        if all(task["state"] in ENDED for task in tasks):
+            return True
+        time.sleep(1)
+    return False

@@ -1,0 +1,122 @@
+"""libvirt answers, and QEMU can walk through its directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _libvirt_host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _change,
+    _host,
+    _host_snapshot,
+)
+
+pytestmark = pytest.mark.covers("HOST-4")
+
+FOLDER = "/var/lib/libvirt"
+SHOW = (
+    "systemctl", "show", "--timestamp=unix",
+    "--property=ActiveState,UnitFileState,ActiveEnterTimestamp", "--",
+    "libvirtd.service", "libvirtd.socket",
+)  # fmt: skip
+
+
+def shown(daemon: str, socket: str) -> str:
+    blocks = (one.split("/") for one in (daemon, socket))
+    return "\n\n".join(f"ActiveState={a}\nUnitFileState={f}" for a, f in blocks)
+
+
+def drive(*, check: bool = False, state: str = "present") -> _change.Outcome:
+    params = {"directory": FOLDER, "state": state}
+    return _change.drive(_libvirt_host.SUBJECT, params, check_mode=check)
+
+
+def test_a_closed_directory_and_a_stopped_socket_are_repaired(tree: Path, script: Any) -> None:
+    """Seen on a real host: with 0700, QEMU cannot read its own domain's key."""
+    folder = tree / "var/lib/libvirt"
+    folder.mkdir(parents=True, mode=0o700)
+    script.on(*SHOW, out=shown("inactive/disabled", "inactive/disabled"))
+    script.on(*SHOW, out=shown("inactive/enabled", "active/enabled"))
+    script.on("systemctl", "enable", "libvirtd.service")
+    script.on("systemctl", "enable", "--now", "libvirtd.socket")
+    assert drive().done == [
+        "remember_before", "open_directory", "enable_libvirt", "start_socket"
+    ]  # fmt: skip
+    assert folder.stat().st_mode & 0o777 == 0o755
+    assert not drive().changed
+
+
+def test_an_idle_daemon_is_no_difference_and_check_mode_only_says(tree: Path, script: Any) -> None:
+    script.on(*SHOW, out=shown("inactive/enabled", "active/enabled"))
+    outcome = drive(check=True)
+    assert [step.name for step in outcome.plan.steps] == ["remember_before", "open_directory"]
+    assert not (tree / "var/lib/libvirt").exists()
+
+
+STOP = (
+    "systemctl", "disable", "--now",
+    "libvirtd.socket", "libvirtd-ro.socket", "libvirtd-admin.socket", "libvirtd.service",
+)  # fmt: skip
+
+
+@pytest.mark.covers("HOST-15")
+@pytest.mark.parametrize(
+    ("before", "packages", "done"),
+    [
+        ("inactive/disabled inactive/disabled", "", ["stop_libvirt", "close_directory"]),
+        # Its package started it; the package was ours.
+        ("inactive/enabled active/enabled", "libvirt-daemon-system", ["stop_libvirt"]),
+        ("inactive/enabled active/enabled", "", ["close_directory"]),
+    ],
+)
+def test_libvirt_becomes_what_it_was(
+    tree: Path, script: Any, before: str, packages: str, done: list[str]
+) -> None:
+    (tree / "var/lib/libvirt").mkdir(parents=True, mode=0o700)
+    if packages:
+        _host.write(_host_snapshot.file_of("packages"), json.dumps({packages: "installed"}))
+    running = shown("inactive/enabled", "active/enabled")
+    script.on(*SHOW, out=shown(*before.split())).on(*SHOW, out=running)
+    script.on("systemctl", "enable", "libvirtd.service").on(*STOP)
+    script.on("systemctl", "enable", "--now", "libvirtd.socket")
+    drive()
+    if "stop_libvirt" in done:
+        stopped = shown("inactive/disabled", "inactive/disabled")
+        script.answers[SHOW] = []
+        script.on(*SHOW, out=running).on(*SHOW, out=stopped)
+    assert drive(state="absent").done == [*done, "forget_before"]
+    mode = (tree / "var/lib/libvirt").stat().st_mode & 0o777
+    assert mode == (0o700 if "close_directory" in done else 0o755)
+    assert not drive(state="absent").changed
+
+
+@pytest.mark.covers("HOST-15")
+def test_drift_is_not_taken_for_what_was_before(tree: Path, script: Any) -> None:
+    """The first run changed nothing; a repair months later must not close what was open."""
+    folder = tree / "var/lib/libvirt"
+    folder.mkdir(parents=True, mode=0o755)
+    running, stopped = (shown(f"inactive/{f}", f"{a}/{f}") for a, f in (
+        ("active", "enabled"), ("inactive", "disabled"))
+    )  # fmt: skip
+    script.on(*SHOW, out=running)
+    assert [step.name for step in drive(check=True).plan.steps] == ["remember_before"]
+    assert drive().done == ["remember_before"]
+    assert not drive().changed
+
+    folder.chmod(0o700)
+    script.answers[SHOW] = []
+    script.on(*SHOW, out=stopped).on(*SHOW, out=running)
+    script.on("systemctl", "enable", "libvirtd.service")
+    script.on("systemctl", "enable", "--now", "libvirtd.socket")
+    assert drive().done == ["open_directory", "enable_libvirt", "start_socket"]
+    assert drive(state="absent").done == ["forget_before"]
+    assert folder.stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.covers("HOST-15")
+def test_a_libvirt_of_which_nothing_is_remembered_is_left_alone(tree: Path, script: Any) -> None:
+    script.on(*SHOW, out=shown("inactive/enabled", "active/enabled"))
+    assert not drive(state="absent").changed

@@ -1,0 +1,81 @@
+"""What is optional in a plan: it comes last, is told, and fails nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+
+pytestmark = pytest.mark.covers("HOST-6", "HOST-10")
+
+
+class Host:
+    """A soft thing, then a hard one. broken: what the soft step is refused with. deaf: steps that
+    have no effect.
+    """
+
+    def __init__(self, broken: str = "") -> None:
+        self.there: set[str] = set()
+        self.broken = broken
+        self.deaf: set[str] = set()
+
+    def subject(self) -> _change.Subject:
+        return _change.Subject(lambda _params: set(self.there), self._plan, self._apply)
+
+    def _plan(self, _params: Any, state: set[str]) -> _change.Plan:
+        steps = (_change.Step("soft", "s", soft=True), _change.Step("hard", "h"))
+        return _change.Plan(tuple(step for step in steps if step.name not in state))
+
+    def _apply(self, _params: Any, step: _change.Step) -> None:
+        if step.soft and self.broken:
+            raise Refusal(self.broken, expected="", found="", remedy="")
+        if step.name not in self.deaf:
+            self.there.add(step.name)
+
+
+class Module:
+    """Ansible's side."""
+
+    check_mode = False
+
+    def __init__(self) -> None:
+        self.params: dict[str, Any] = {}
+        self.warned: list[str] = []
+        self.left: tuple[str, dict[str, Any]] = ("", {})
+
+    def warn(self, text: str) -> None:
+        self.warned.append(text)
+
+    def exit_json(self, **document: Any) -> None:
+        self.left = ("exit", document)
+
+    def fail_json(self, **document: Any) -> None:
+        self.left = ("fail", document)
+
+
+def test_a_soft_step_that_is_refused_ends_nothing_and_is_a_warning() -> None:
+    host, module = Host("no_card"), Module()
+    _change.run(module, host.subject())
+    how, document = module.left
+    assert (how, document["changed"], document["done"]) == ("exit", True, ["hard"])
+    assert [text.partition(":")[0] for text in module.warned] == ["no_card"]
+
+
+def test_one_that_had_no_effect_is_told_though_nothing_refused_it() -> None:
+    host = Host()
+    host.deaf = {"soft"}
+    outcome = _change.drive(host.subject(), {}, check_mode=False)
+    assert (outcome.failure, outcome.failed_step) == (None, None)
+    assert [(doubt.code, doubt.found) for doubt in outcome.doubts] == [
+        ("verify_failed", "still open: soft(s)")
+    ]
+
+
+def test_a_hard_step_without_effect_still_fails() -> None:
+    host = Host("no_card")
+    host.deaf = {"hard"}
+    outcome = _change.drive(host.subject(), {}, check_mode=False)
+    assert outcome.failure is not None and outcome.failure.found == "still open: hard(h)"
+    assert [doubt.code for doubt in outcome.doubts] == ["no_card"]

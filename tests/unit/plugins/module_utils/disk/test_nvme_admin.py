@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import os
+import runpy
+from pathlib import Path
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _nvme_admin
+
+pytestmark = pytest.mark.covers("HOST-9")
+
+bench = runpy.run_path(str(Path(__file__).parents[2] / "storage_bench.py"))["bench"]
+
+
+def opened(namespace) -> int:
+    return os.open(namespace.node, os.O_RDWR)
+
+
+def test_identity_and_capabilities_come_from_identify(bench) -> None:
+    descriptor = opened(bench.disk(oacs=0x12B, fna=0x4))
+    said = _nvme_admin.identify(descriptor)
+    os.close(descriptor)
+    assert (said.serial, said.model, said.eui) == ("LABNVME0", "QEMU NVMe Ctrl", "5e0000000000a000")
+    assert said.can_format and said.can_crypto_erase and not said.format_spreads
+
+
+@pytest.mark.parametrize(
+    ("controller", "method", "supported"),
+    [
+        ({"oacs": 0x2}, "user_data_erase", True),
+        ({"oacs": 0x2}, "crypto_erase", False),
+        ({"oacs": 0x2, "fna": 0x4}, "crypto_erase", True),
+        ({"oacs": 0x0, "fna": 0x4}, "user_data_erase", False),
+        ({"oacs": 0x2, "fna": 0x2}, "user_data_erase", True),
+        ({"oacs": 0x2, "fna": 0x2, "active": (1, 2)}, "user_data_erase", False),
+        ({"oacs": 0x2, "fna": 0x5, "active": (1, 2)}, "crypto_erase", False),
+        ({"oacs": 0x0, "active": (1, 2)}, "discard", True),
+        ({"oacs": 0x0, "active": (1, 2)}, "zero_fill", True),
+    ],
+)
+def test_an_erase_that_would_reach_other_namespaces_is_not_offered(
+    bench, controller: dict[str, object], method: str, supported: bool
+) -> None:
+    descriptor = opened(bench.disk(**controller))
+    said = _nvme_admin.identify(descriptor)
+    os.close(descriptor)
+    assert said.supports(method) is supported
+
+
+def test_a_format_erases_and_keeps_block_size_and_protection(bench) -> None:
+    namespace = bench.disk()
+    descriptor = opened(namespace)
+    said = _nvme_admin.identify(descriptor)
+    assert _nvme_admin.format_namespace(descriptor, said, "user_data_erase", timeout=5) == 0
+    assert _nvme_admin.format_namespace(descriptor, said, "crypto_erase", timeout=5) == 0
+    os.close(descriptor)
+    assert namespace.formats == [0x1 | 1 << 9, 0x1 | 2 << 9]
+
+
+def test_the_format_setting_repeats_every_field_of_the_present_format() -> None:
+    controller, described = bytearray(4096), bytearray(4096)
+    described[26] = 0b0111_0010  # LBAF 2, extended metadata, LBAF high bits 3
+    described[29] = 0b1011  # protection type 3, first bytes
+    said = _nvme_admin.parse(1, bytes(controller), bytes(described), bytes(4096))
+    assert said.format_setting == 2 | 1 << 4 | 3 << 5 | 1 << 8 | 3 << 12
+    assert (said.eui, said.nguid, said.can_format) == ("", "", False)

@@ -1,0 +1,293 @@
+"""Virtual functions of the fabric cards."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _change,
+    _command,
+    _host,
+    _pci,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _virtual_functions
+
+pytestmark = pytest.mark.covers("HOST-7")
+
+PF = "0000:25:00.0"
+MACS = ["02:a4:79:e9:da:2a", "02:af:19:91:4e:3d"]
+GUID = "02:a4:79:e9:da:2a:a8:ac"
+AUTO = {"link_state": "auto"}
+NOBODY = "00:00:00:00:00:00:00:00"
+NEW = {
+    "ethernet": {"address": "00:00:00:00:00:00", "link_state": "auto"},
+    "infiniband": {"node guid": NOBODY, "port guid": NOBODY, "link_state": "disable"},
+}
+WORDS = {
+    "mac": "address",
+    "node_guid": "node guid",
+    "port_guid": "port guid",
+    "state": "link_state",
+}
+
+
+class Card:
+    """iproute2 in front of one card: shows and sets what a card keeps per function."""
+
+    def __init__(self, pci: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pci, self.calls = pci, []
+        self.identities: dict[int, dict[str, str]] = {}
+        monkeypatch.setattr(_command, "run", self.run)
+        self._make = pci._functions
+        monkeypatch.setattr(pci, "_functions", self.make)
+
+    def make(self, address: str, count: int) -> None:
+        """What a function was told goes with it, unless mlx5 has told it on InfiniBand: what is
+        not zero there is told to functions that are made anew.
+        """
+        if _pci.link(PF) == "ethernet":
+            self.identities.clear()
+        for told in self.identities.values():
+            for key in [key for key in told if told[key] in (NOBODY, "disable")]:
+                del told[key]
+        self._make(address, count)
+
+    def run(self, argv: list[str], **_: Any) -> _command.Result:
+        self.calls.append(argv)
+        assert argv[0] == "ip", argv
+        if "show" in argv:
+            count = _pci.read(PF).sriov_numvfs
+            new = NEW[_pci.link(PF)]
+            functions = [{"vf": i, **new, **self.identities.get(i, {})} for i in range(count)]
+            return _command.Result(0, json.dumps([{"vfinfo_list": functions[::-1]}]), "")
+        if argv[-1] == "up":
+            self.pci.set_flags(argv[4], "0x1003")
+            return _command.Result(0, "", "")
+        self.identities.setdefault(int(argv[6]), {})[WORDS[argv[7]]] = argv[8]
+        return _command.Result(0, "", "")
+
+
+@pytest.fixture
+def card(pci: Any, monkeypatch: pytest.MonkeyPatch) -> Card:
+    pci.add(PF, "8086:10c9", class_code="020000", driver="igb", totalvfs=7, interface="ens30")
+    return Card(pci, monkeypatch)
+
+
+def drive(count: int, **more: Any) -> _change.Outcome:
+    params = {"pfs": [], "pf_ids": ["8086:10c9"], "count": count, "macs": {}, **more}
+    return _change.drive(_virtual_functions.LIVE, params, check_mode=False)
+
+
+def refused(outcome: _change.Outcome) -> str:
+    assert outcome.failure is not None and not outcome.done
+    return outcome.failure.code
+
+
+def test_makes_functions_with_derived_identities_once(card: Card) -> None:
+    outcome = drive(2)
+    assert outcome.failure is None
+    assert outcome.done == ["make_functions", "raise_card", "name_functions"]
+    assert outcome.facts["vfs"] == [
+        {"pf": PF, "index": index, "address": f"0000:25:10.{index}", "identity": mac} | AUTO
+        for index, mac in enumerate(MACS)
+    ]
+    assert drive(2).plan.steps == ()
+
+
+def test_no_driver_of_the_host_may_take_a_function(card: Card) -> None:
+    drive(1)
+    assert _host.read(f"{_pci.DEVICES}/{PF}/sriov_drivers_autoprobe") == "0"
+    drive(0)
+    assert _host.read(f"{_pci.DEVICES}/{PF}/sriov_drivers_autoprobe") == "1"
+
+
+def test_another_number_goes_through_zero(card: Card) -> None:
+    drive(1)
+    assert drive(3).failure is None
+    assert len(_pci.functions(PF)) == 3
+    assert drive(0).failure is None
+    assert _pci.functions(PF) == []
+
+
+def test_given_identities_win(card: Card) -> None:
+    given = {f"{PF}/0": "02:00:00:00:00:AA"}
+    assert drive(1, macs=given).facts["vfs"][0]["identity"] == "02:00:00:00:00:aa"
+
+
+def test_infiniband_functions_get_guids(card: Card, pci: Any) -> None:
+    pci.interface("ens30", kind="32")
+    outcome = drive(1)
+    assert outcome.failure is None
+    assert card.identities[0] == dict.fromkeys(["node guid", "port guid"], GUID) | AUTO
+
+
+def test_the_port_of_an_infiniband_function_follows_the_cards(card: Card, pci: Any) -> None:
+    """As it is made it is down, and the guest's adapter with it, whatever its names are."""
+    pci.interface("ens30", kind="32")
+    outcome = drive(2)
+    assert outcome.done == ["make_functions", "raise_card", "name_functions", "link_functions"]
+    assert [vf["link_state"] for vf in outcome.facts["vfs"]] == ["auto", "auto"]
+    assert drive(2).plan.steps == ()
+    assert drive(3).failure is None
+    assert _virtual_functions.card_at(PF).states == ("auto",) * 3
+
+
+@pytest.mark.parametrize(("kind", "state"), [("32", "disable"), ("32", "enable"), ("1", "disable")])
+def test_a_port_that_somebody_set_follows_again(
+    card: Card, pci: Any, kind: str, state: str
+) -> None:
+    """Also of a function that a guest has: it comes to life again, with the name it has."""
+    pci.interface("ens30", kind=kind)
+    drive(2)
+    pci._bind("0000:25:10.1", "vfio-pci")
+    card.identities[1]["link_state"] = state
+    assert _virtual_functions.card_at(PF).unlinked() == [
+        f"function 1 of {PF} has link state {state}, not auto"
+    ]
+    assert drive(2).done == ["link_functions"]
+    assert _virtual_functions.card_at(PF).unlinked() == []
+
+
+def test_a_state_that_is_not_shown_is_none_on_infiniband(
+    card: Card, pci: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drive(1)
+    monkeypatch.setattr(
+        "tests.unit.plugins.module_utils.fabric.test_virtual_functions.NEW", {"ethernet": {}}
+    )
+    assert drive(1).plan.steps == ()
+    pci.interface("ens30", kind="32")
+    monkeypatch.setattr(
+        "tests.unit.plugins.module_utils.fabric.test_virtual_functions.NEW", {"infiniband": {}}
+    )
+    assert _virtual_functions.card_at(PF).unlinked() == [
+        f"function 0 of {PF} has link state unknown, not auto"
+    ]
+
+
+# What one id stands for in a real server: port and class of it.
+PORTS = [("32", "020700", "infiniband"), ("1", "020000", "ethernet"), ("", "020700", "infiniband")]
+
+
+@pytest.mark.parametrize(("kind", "class_code", "speaks"), PORTS)
+@pytest.mark.parametrize("link", ["infiniband", "ethernet"])
+def test_only_cards_of_the_fabrics_link_get_functions(
+    card: Card, pci: Any, kind: str, class_code: str, speaks: str, link: str
+) -> None:
+    """The id is the same; before a driver has taken a card, its class tells."""
+    (pci.folder(PF) / "class").write_text(f"0x{class_code}\n")
+    pci.interface("ens30", kind=kind)
+    outcome = drive(1, link=link)
+    if speaks == link:
+        assert outcome.failure is None
+        return
+    assert refused(outcome) == "device_missing"
+    assert f"{PF} is {speaks}, the fabric is {link}" in str(outcome.failure)
+    assert _pci.functions(PF) == []
+
+
+def test_a_card_that_shows_no_link_is_of_no_fabric(card: Card, pci: Any) -> None:
+    (pci.folder(PF) / "class").write_text("0x028000\n")
+    pci.interface("ens30", kind="772")
+    outcome = drive(1, link="ethernet")
+    assert refused(outcome) == "device_missing"
+    assert f"{PF} shows no link" in str(outcome.failure)
+
+
+def test_a_card_that_is_named_must_have_the_link_too(card: Card) -> None:
+    named = {"pfs": [PF], "pf_ids": []}
+    assert refused(drive(1, link="infiniband", **named)) == "wrong_link"
+    assert _pci.functions(PF) == []
+    assert drive(1, link="ethernet", **named).failure is None
+    # What such a card was given once it can be rid of.
+    assert drive(0, link="infiniband", **named).done == ["make_functions"]
+
+
+@pytest.mark.parametrize("wrong", ["node guid", "port guid"])
+def test_one_guid_that_is_right_says_nothing_about_the_other(
+    card: Card, pci: Any, wrong: str
+) -> None:
+    pci.interface("ens30", kind="32")
+    drive(1)
+    card.identities[0][wrong] = "02:00:00:00:00:00:00:01"
+    assert _virtual_functions.card_at(PF).ours({}), "it must not stay on the way back"
+    assert drive(1).done == ["name_functions"]
+    assert card.identities[0] == dict.fromkeys(["node guid", "port guid"], GUID) | AUTO
+
+
+def test_what_ipoib_puts_before_the_cards_guid_names_nobody(card: Card, pci: Any) -> None:
+    """The queue pair and the subnet's prefix are others after the driver has started again."""
+    link, names = pci.interface("ens30", kind="32"), set()
+    for before in ("80:00:10:29:fe:80:00:00:00:00:00:00", "80:00:0a:28:fe:c0:00:00:00:00:00:01"):
+        (link / "address").write_text(f"{before}:0c:42:a1:03:00:7e:54:10\n")
+        names.update(_virtual_functions.card_at(PF).desired_identities({}, 1))
+    assert len(names) == 1
+
+
+@pytest.mark.parametrize("kind", ["1", "32"])
+def test_a_card_in_a_bond_names_its_functions_as_without(card: Card, pci: Any, kind: str) -> None:
+    """The bond gives each of its cards the address of one of them."""
+    link = pci.interface("ens30", kind=kind)
+    assert drive(2).failure is None
+    own = (link / "address").read_text()
+    (link / "bonding_slave").mkdir()
+    (link / "bonding_slave" / "perm_hwaddr").write_text(own)
+    (link / "address").write_text("52:54:00:00:fa:99\n")
+    assert _virtual_functions.card_at(PF).misnamed({}) == []
+    assert drive(2).plan.steps == ()
+
+
+def test_a_bond_that_cannot_be_read_gives_no_other_names(card: Card, pci: Any) -> None:
+    (pci.interface("ens30") / "bonding_slave" / "perm_hwaddr").mkdir(parents=True)
+    with pytest.raises(Refusal, match="file_unreadable"):
+        drive(2)
+
+
+def test_a_function_bound_for_a_slice_survives_every_wish(card: Card, pci: Any) -> None:
+    drive(2)
+    pci._bind("0000:25:10.1", "vfio-pci")
+    assert refused(drive(3)) == "vf_in_use"
+    assert refused(drive(2, macs={f"{PF}/1": "02:00:00:00:00:bb"})) == "vf_in_use"
+    assert drive(2).plan.steps == ()
+
+
+def test_an_interface_of_the_host_that_is_up_counts_as_use(card: Card, pci: Any) -> None:
+    drive(1)
+    pci.interface("eth9", "0000:25:10.0")
+    pci.set_flags("eth9", "0x1003")
+    assert refused(drive(0)) == "vf_in_use"
+
+
+def test_more_than_the_card_has_is_refused(card: Card) -> None:
+    assert refused(drive(8)) == "too_many_functions"
+
+
+def test_a_card_without_a_driver_is_refused(pci: Any) -> None:
+    pci.add(PF, "8086:10c9", totalvfs=7)
+    assert refused(drive(1)) == "interface_missing"
+
+
+@pytest.mark.parametrize(
+    "wish", [{"pf_ids": ["15b3:a2dc"]}, {"pfs": ["0000:99:00.0"], "pf_ids": []}]
+)
+def test_a_missing_card_is_refused(card: Card, wish: dict[str, list[str]]) -> None:
+    assert refused(drive(1, **wish)) == "device_missing"
+
+
+def test_boot_makes_them_again(card: Card, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {"pfs": [PF], "pf_ids": [], "count": 2, "macs": {}}
+    _host.write(_virtual_functions.SETTINGS, json.dumps(settings))
+    assert _virtual_functions.boot(_virtual_functions.SETTINGS) == 0
+    assert capsys.readouterr().out == "done: make_functions, raise_card, name_functions\n"
+
+
+@pytest.mark.covers("HOST-15")
+def test_a_card_that_is_gone_keeps_nothing_from_going_back(card: Card) -> None:
+    drive(1)
+    (card.pci.folder(PF) / "net" / "ens30").rmdir()
+    outcome = drive(0, pfs=[PF, "0000:99:00.0"])
+    assert (outcome.failure, outcome.done) == (None, ["make_functions"])
+    assert not drive(0, pfs=[PF, "0000:99:00.0"]).changed

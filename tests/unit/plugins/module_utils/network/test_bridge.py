@@ -1,0 +1,206 @@
+"""The live slice network."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _boot_service,
+    _change,
+    _command,
+    _host,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _bridge
+
+pytestmark = pytest.mark.covers("HOST-6")
+
+RULE = "-A POSTROUTING -s 10.100.0.0/24 -j MASQUERADE"
+PARAMS = {"bridge": "ovsbr0", "address": "10.100.0.1/24", "subnet": "10.100.0.0/24"}
+SETTINGS = "/etc/gpuaas/network-baseline.json"
+
+
+class Network:
+    """ovs-vsctl, ip, iptables and sysctl of a host that keeps what they are told."""
+
+    def __init__(self, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tree = tree
+        self.bridges: list[str] = []
+        self.addresses: dict[str, list[str]] = {}
+        self.rules = ["-P POSTROUTING ACCEPT"]
+        self.write("proc/sys/net/ipv4/ip_forward", "0")
+        self.write("run/openvswitch/db.sock", "")
+        monkeypatch.setattr(_command, "run", self.run)
+
+    def write(self, path: str, text: str) -> None:
+        file = self.tree / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{text}\n")
+
+    def interface(self, name: str, flags: str = "0x1002") -> None:
+        self.write(f"sys/class/net/{name}/flags", flags)
+
+    def run(self, argv: list[str], **_: Any) -> _command.Result:
+        match argv:
+            case ["ovs-vsctl", _, "list-br"]:
+                return _command.Result(0, "\n".join(self.bridges), "")
+            case ["ovs-vsctl", _, "--may-exist", "add-br", name]:
+                self.bridges.append(name)
+                self.interface(name)
+            case ["ip", "-j", "-4", "address", "show"]:
+                return _command.Result(0, json.dumps([self._shown(n) for n in self.addresses]), "")
+            case ["ip", "address", "replace", address, "dev", name]:
+                self.addresses.setdefault(name, []).append(address)
+            case ["ip", "link", "set", "dev", name, "up"]:
+                self.interface(name, "0x1003")
+            case ["iptables", "--wait", "10", "-t", "nat", "-S", "POSTROUTING"]:
+                return _command.Result(0, "\n".join(self.rules), "")
+            case ["iptables", "--wait", "10", "-t", "nat", *rule]:
+                self.rules.append(" ".join(rule))
+            case ["sysctl", "-q", "-w", "net.ipv4.ip_forward=1"]:
+                self.write("proc/sys/net/ipv4/ip_forward", "1")
+            case _:
+                raise AssertionError(f"unscripted command: {argv}")
+        return _command.Result(0, "", "")
+
+    def _shown(self, name: str) -> dict[str, Any]:
+        pairs = [address.split("/") for address in self.addresses[name]]
+        info = [{"local": a, "prefixlen": int(p), "scope": "global"} for a, p in pairs]
+        return {"ifname": name, "addr_info": info}
+
+
+@pytest.fixture
+def network(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Network:
+    return Network(tree, monkeypatch)
+
+
+def drive(**more: Any) -> _change.Outcome:
+    return _change.drive(_bridge.LIVE, {**PARAMS, "tmfifo": False, **more}, check_mode=False)
+
+
+def test_builds_the_network_once(network: Network) -> None:
+    outcome = drive()
+    assert outcome.failure is None
+    assert outcome.done == ["add_bridge", "address_interface", "forward_ipv4", "add_nat"]
+    assert network.rules[-1] == RULE
+    assert drive().plan.steps == ()
+
+
+@pytest.mark.parametrize(
+    ("damage", "repair"),
+    [
+        (lambda n: n.rules.remove(RULE), "add_nat"),
+        (lambda n: n.write("proc/sys/net/ipv4/ip_forward", "0"), "forward_ipv4"),
+        (lambda n: n.addresses.clear(), "address_interface"),
+        (lambda n: n.interface("ovsbr0", "0x1002"), "address_interface"),
+    ],
+)
+def test_repairs_one_thing_that_drifted(network: Network, damage: Any, repair: str) -> None:
+    drive()
+    damage(network)
+    assert drive().done == [repair]
+
+
+def test_a_rule_for_another_subnet_is_not_ours(network: Network) -> None:
+    network.rules.append("-A POSTROUTING -s 10.100.0.0/16 -j MASQUERADE")
+    assert "add_nat" in drive().done
+
+
+def test_an_interface_that_is_no_ovs_bridge_is_left_alone(network: Network) -> None:
+    network.interface("ovsbr0")
+    outcome = drive()
+    assert outcome.failure is not None and outcome.failure.code == "bridge_name_taken"
+    assert network.bridges == []
+
+
+@pytest.mark.parametrize(
+    ("address", "subnet"),
+    [
+        ("10.100.1.1/24", "10.100.0.0/24"),
+        ("10.100.0.1/16", "10.100.0.0/24"),
+        ("x", "10.100.0.0/24"),
+    ],
+)
+def test_an_address_outside_the_subnet_is_refused(
+    network: Network, address: str, subnet: str
+) -> None:
+    outcome = drive(address=address, subnet=subnet)
+    assert outcome.failure is not None and outcome.failure.code == "network_invalid"
+
+
+def test_the_cards_link_gets_its_address_when_asked(network: Network) -> None:
+    network.interface("tmfifo_net0")
+    outcome = drive(tmfifo=True)
+    assert (outcome.failure, outcome.doubts) == (None, [])
+    assert network.addresses["tmfifo_net0"] == ["192.168.100.1/30"]
+    assert [step.subject for step in outcome.plan.steps][-1] == "tmfifo_net0"
+
+
+def test_without_the_cards_link_guests_have_their_network(network: Network) -> None:
+    outcome = drive(tmfifo=True)
+    assert outcome.failure is None
+    assert outcome.done == ["add_bridge", "address_interface", "forward_ipv4", "add_nat"]
+    assert [doubt.code for doubt in outcome.doubts] == ["tmfifo_missing"]
+    # Nothing that could be done about it from here: a second run does nothing.
+    assert (drive(tmfifo=True).changed, drive().doubts) == (False, [])
+
+
+def test_a_link_that_takes_no_address_takes_nothing_else_down(
+    network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network.interface("tmfifo_net0")
+    act = _command.run
+
+    def run(argv: list[str], **more: Any) -> _command.Result:
+        if argv[:2] == ["ip", "address"] and argv[-1] == "tmfifo_net0":
+            raise Refusal("command_failed", expected="", found="RTNETLINK answers", remedy="")
+        return act(argv, **more)
+
+    monkeypatch.setattr(_command, "run", run)
+    outcome = drive(tmfifo=True)
+    assert (outcome.failure, network.rules[-1]) == (None, RULE)
+    assert [doubt.found for doubt in outcome.doubts] == ["RTNETLINK answers"]
+
+
+def test_boot_does_the_same(network: Network, capsys: pytest.CaptureFixture[str]) -> None:
+    _host.write(SETTINGS, json.dumps({**PARAMS, "tmfifo": False}))
+    assert _bridge.boot(SETTINGS) == 0
+    assert capsys.readouterr().out.startswith("done: add_bridge,")
+    assert _bridge.boot(SETTINGS) == 0
+
+
+def test_at_boot_the_cards_link_is_waited_for_when_guests_have_their_network(
+    network: Network, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _host.write(SETTINGS, json.dumps({**PARAMS, "tmfifo": True}))
+    there: list[bool] = []
+    monkeypatch.setattr(_boot_service, "_notify_ready", lambda: there.append(RULE in network.rules))
+    real = _boot_service.boot
+
+    def late(*words: Any, **more: Any) -> int:
+        return real(*words, **more, sleep=lambda _: network.interface("tmfifo_net0"))
+
+    monkeypatch.setattr(_boot_service, "boot", late)
+    assert (_bridge.boot(SETTINGS), there) == (0, [True])
+    assert network.addresses["tmfifo_net0"] == ["192.168.100.1/30"]
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "done: add_bridge, address_interface, forward_ipv4, add_nat"
+    assert second == "done: address_interface"
+
+
+def test_without_open_vswitch_there_are_no_bridges(tree: Path, script: Any) -> None:
+    assert _bridge.bridges() == []
+
+
+def test_ports_and_uplink(tree: Path, script: Any) -> None:
+    script.on("ovs-vsctl", "--timeout=20", "list-ports", "ovsbr0", out="gs1\ngs2\n")
+    assert _bridge.ports("ovsbr0") == ["gs1", "gs2"]
+    assert _bridge.uplink() == ""
+    (tree / "proc/net").mkdir(parents=True)
+    (tree / "proc/net/route").write_text(
+        "Iface\tDestination\tGateway\nmgmt0\t0002000A\t00000000\nmgmt0\t00000000\t0202000A\n"
+    )
+    assert _bridge.uplink() == "mgmt0"

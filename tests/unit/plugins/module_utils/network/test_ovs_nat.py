@@ -1,0 +1,296 @@
+"""What the network baseline keeps on disk."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _boot_service,
+    _change,
+    _command,
+    _host,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
+    _baseline_files,
+    _bridge,
+    _ovs_nat,
+)
+
+pytestmark = pytest.mark.covers("HOST-6")
+
+PARAMS = {
+    "bridge": "ovsbr0", "address": "10.100.0.1/24", "subnet": "10.100.0.0/24", "tmfifo": False,
+}  # fmt: skip
+OLD = "gpuaas-slice-host-net-baseline"
+PLAN = _bridge.plan
+
+
+class Systemd:
+    """systemctl and dnsmasq of a host; the live network is somebody else's test."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.active: dict[str, int] = {"openvswitch-switch.service": 1}
+        self.enabled = {"openvswitch-switch.service"}
+        self.calls: list[list[str]] = []
+        self.accepts = True
+        self.clock = 1_000
+        live = _bridge.State((), {}, forwarding=True, nat=True, uplink="eno1")
+        monkeypatch.setattr(_bridge, "observe", lambda _params: live)
+        monkeypatch.setattr(_bridge, "plan", lambda *_: _change.Plan())
+        monkeypatch.setattr(_command, "run", self.run)
+
+    def run(
+        self, argv: list[str], *, stdin: str | None = None, ok: Any = (0,), timeout: float = 60
+    ) -> _command.Result:
+        if argv[:2] == ["systemctl", "show"]:
+            names = argv[argv.index("--") + 1 :]
+            return _command.Result(0, "\n".join(self._shown(name) for name in names), "")
+        self.calls.append(argv)
+        if argv[:2] == ["systemctl", "disable"]:
+            self.enabled.discard(argv[-1])
+            self.active.pop(argv[-1], None)
+            return _command.Result(0, "", "")
+        if argv == ["dnsmasq", "--test", "--conf-file=-"] and not self.accepts:
+            raise _change.Refusal("command_failed", expected="", found=stdin or "", remedy="")
+        if argv[:2] == ["systemctl", "enable"]:
+            self.enabled.add(argv[-1])
+        if argv[:2] == ["systemctl", "restart"]:
+            self.clock += 10
+        if argv[:2] == ["systemctl", "restart"] or "--now" in argv:
+            self.active[argv[-1]] = self.clock
+        return _command.Result(0, "", "")
+
+    def _shown(self, name: str) -> str:
+        state = "active" if name in self.active else "inactive"
+        enabled = "enabled" if name in self.enabled else ""
+        since = f"@{self.active.get(name, '')}"
+        return f"ActiveState={state}\nUnitFileState={enabled}\nActiveEnterTimestamp={since}\n"
+
+
+@pytest.fixture
+def systemd(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Systemd:
+    (tree / "etc/dnsmasq.d").mkdir(parents=True)
+    return Systemd(monkeypatch)
+
+
+def drive(**more: Any) -> _change.Outcome:
+    subject = _change.Subject(_ovs_nat.observe, _ovs_nat.plan, _ovs_nat.apply, _ovs_nat.facts)
+    return _change.drive(subject, {**PARAMS, **more}, check_mode=False)
+
+
+@pytest.fixture(autouse=True)
+def folder_time(tree: Path, monkeypatch: pytest.MonkeyPatch, systemd: Systemd) -> None:
+    """Files change on the scripted clock, which is far behind the machine's."""
+    real = _ovs_nat.observe
+
+    def observe(params: Any) -> _ovs_nat.State:
+        folder = tree / "etc/dnsmasq.d"
+        if folder.stat().st_mtime > 1_000_000:
+            os.utime(folder, (systemd.clock, systemd.clock))
+        return real(params)
+
+    monkeypatch.setattr(_ovs_nat, "observe", observe)
+
+
+def test_installs_everything_once(systemd: Systemd) -> None:
+    outcome = drive()
+    assert outcome.failure is None
+    assert outcome.done == [
+        "remember_before", "make_folder", "write_file", "write_file", "install_service",
+        "start_service", "enable_dnsmasq", "restart_dnsmasq",
+    ]  # fmt: skip
+    assert _host.read(_ovs_nat.SYSCTL) == "net.ipv4.ip_forward = 1"
+    assert outcome.facts["network"]["dnsmasq"]
+    assert drive().plan.steps == ()
+
+
+def test_a_configuration_that_dnsmasq_refuses_is_not_installed(systemd: Systemd) -> None:
+    systemd.accepts = False
+    outcome = drive()
+    assert outcome.failed_step == "write_file"
+    assert _host.read(_ovs_nat.DNSMASQ) is None
+
+
+def test_dnsmasq_serves_reservations_on_the_bridge_only() -> None:
+    lines = _baseline_files.dnsmasq(PARAMS).splitlines()
+    assert "interface=ovsbr0" in lines and "except-interface=lo" in lines
+    assert "dhcp-range=10.100.0.0,static,255.255.255.0,12h" in lines
+    assert "dhcp-hostsdir=/var/lib/gpuaas/dnsmasq/hosts.d" in lines
+
+
+def test_ubuntus_libvirt_decides_how_dnsmasq_binds(systemd: Systemd) -> None:
+    """Its file comes back with every upgrade; dnsmasq does not start with both words."""
+    drive()
+    assert "bind-dynamic" in (_host.read(_ovs_nat.DNSMASQ) or "").splitlines()
+    _host.write("/etc/dnsmasq.d/libvirt-daemon", "bind-interfaces\nexcept-interface=virbr0\n")
+    assert drive().changed
+    lines = (_host.read(_ovs_nat.DNSMASQ) or "").splitlines()
+    assert "bind-interfaces" in lines and "bind-dynamic" not in lines
+    assert not drive().changed
+    _host.write("/etc/dnsmasq.d/libvirt-daemon", "# bind-interfaces\n")
+    _host.write("/etc/dnsmasq.d/site.conf.dpkg-old", "bind-interfaces\n")
+    drive()
+    assert "bind-dynamic" in (_host.read(_ovs_nat.DNSMASQ) or "").splitlines()
+
+
+def test_the_service_restarts_dnsmasq_after_itself_and_never_waits_for_it() -> None:
+    unit = _ovs_nat.unit(PARAMS)
+    assert unit.after == "/usr/bin/systemctl --no-block restart dnsmasq.service"
+    assert "Before=dnsmasq.service" in unit.order
+    texts = _boot_service.sources("network._bridge").values()
+    assert all("dnsmasq.service" not in text for text in texts)
+
+
+def test_nothing_that_guests_need_waits_for_rshim(systemd: Systemd) -> None:
+    """systemd is told when guests have their network; the card's link is waited for after that."""
+    drive(tmfifo=True)
+    text = _host.read(f"/etc/systemd/system/{_ovs_nat.unit(PARAMS).service}") or ""
+    assert "Type=notify\n" in text and "rshim" not in text
+
+
+def test_stale_reservations_go_and_dnsmasq_forgets_them(systemd: Systemd) -> None:
+    drive()
+    _host.write("/etc/dnsmasq.d/gpuaas-gpuaas-slice-1.conf", "dhcp-host=x\n")
+    _host.write("/etc/dnsmasq.d/site.conf", "\n")
+    assert drive().done == ["remove_stale_reservation", "restart_dnsmasq"]
+    assert _host.read("/etc/dnsmasq.d/site.conf") == ""
+
+
+def test_dnsmasq_older_than_its_files_is_restarted(systemd: Systemd) -> None:
+    drive()
+    systemd.clock += 100
+    _host.write("/etc/dnsmasq.d/site.conf", "\n")
+    assert drive().done == ["restart_dnsmasq"]
+
+
+def test_open_vswitch_runs_before_its_bridge_is_made(systemd: Systemd) -> None:
+    systemd.active.clear()
+    done = drive().done
+    assert done.index("start_switch") < done.index("install_service")
+
+
+def test_the_older_service_is_migrated_away(systemd: Systemd) -> None:
+    _host.write(f"/etc/systemd/system/{OLD}.service", "[Service]\n")
+    _host.write(f"/usr/local/sbin/{OLD}", "#!/bin/sh\n")
+    # `enable` of another day, into a target that nobody uses any more.
+    link = _host.path(f"/etc/systemd/system/network-online.target.wants/{OLD}.service")
+    link.parent.mkdir(parents=True)
+    link.symlink_to("/nowhere")
+    _host.write(f"/etc/systemd/system/{OLD}.service.d/10-site.conf", "[Unit]\n")
+    assert drive().done[1] == "remove_old_service"
+    assert not link.is_symlink() and not link.exists()
+    assert not _host.path(f"/etc/systemd/system/{OLD}.service.d").exists()
+    assert not drive().changed
+    assert ["systemctl", "disable", "--now", f"{OLD}.service"] in systemd.calls
+    assert _host.read(f"/etc/systemd/system/{OLD}.service") is None
+
+
+@pytest.mark.parametrize("name", ["ovsbr0\nconf-script=/bin/sh", "-x", "a" * 16, "../x"])
+def test_a_bridge_name_cannot_add_lines(systemd: Systemd, name: str) -> None:
+    outcome = drive(bridge=name)
+    assert outcome.failure is not None and outcome.failure.code == "network_invalid"
+    assert systemd.calls == []
+
+
+def test_rshim_is_started_for_its_interface(
+    tree: Path, systemd: Systemd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = tree / "sys/class/net/tmfifo_net0"
+    card(tree, monkeypatch)
+    monkeypatch.setattr(_ovs_nat.time, "sleep", lambda _: there.mkdir(parents=True))
+    outcome = drive(tmfifo=True)
+    assert (outcome.failure, outcome.doubts) == (None, [])
+    assert outcome.done[-3:] == ["restart_dnsmasq", "start_rshim", "address_interface"]
+    assert outcome.facts["network"]["tmfifo"] == "192.168.100.1/30"
+    assert not drive(tmfifo=True).changed
+
+
+def test_an_rshim_that_runs_without_being_enabled_is_enabled(
+    tree: Path, systemd: Systemd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NVIDIA's host page shows it; the next boot would have no link."""
+    card(tree, monkeypatch)
+    (tree / "sys/class/net/tmfifo_net0").mkdir(parents=True)
+    systemd.active["rshim.service"] = 1
+    assert "start_rshim" in drive(tmfifo=True).done
+    assert "rshim.service" in systemd.enabled
+    assert not drive(tmfifo=True).changed
+
+
+def test_an_rshim_that_does_not_start_keeps_no_guest_from_its_network(
+    tree: Path, systemd: Systemd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card(tree, monkeypatch)
+    act = _command.run
+
+    def run(argv: list[str], **more: Any) -> _command.Result:
+        if argv == ["systemctl", "enable", "--now", "rshim.service"]:
+            raise _change.Refusal("command_failed", expected="", found="masked", remedy="")
+        return act(argv, **more)
+
+    monkeypatch.setattr(_command, "run", run)
+    outcome = drive(tmfifo=True)
+    assert outcome.failure is None and outcome.done[-1] == "restart_dnsmasq"
+    assert [doubt.code for doubt in outcome.doubts] == ["command_failed", "tmfifo_missing"]
+    assert outcome.facts["network"]["tmfifo"] == "missing"
+
+
+def test_where_nothing_can_make_the_link_nothing_is_tried(
+    tree: Path, systemd: Systemd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rshim installed; or it runs, and the card's BMC owns what it would attach to."""
+    card(tree, monkeypatch)
+    (tree / "usr/lib/systemd/system/rshim.service").unlink()
+    outcome = drive(tmfifo=True)
+    assert (outcome.failure, outcome.done[-1]) == (None, "restart_dnsmasq")
+    for _ in range(2):
+        outcome = drive(tmfifo=True)
+        assert (outcome.changed, [doubt.code for doubt in outcome.doubts]) == (
+            False, ["tmfifo_missing"],
+        )  # fmt: skip
+        (tree / "usr/lib/systemd/system/rshim.service").touch()
+        systemd.active["rshim.service"] = 1
+        systemd.enabled.add("rshim.service")
+
+
+def card(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """rshim is installed; what its link is given is remembered, and all else of the network is."""
+    unit = tree / "usr/lib/systemd/system/rshim.service"
+    unit.parent.mkdir(parents=True)
+    unit.touch()
+    given: list[str] = []
+
+    def observe(_params: Any) -> _bridge.State:
+        links = {"ovsbr0": _bridge.Interface(up=True, addresses=("10.100.0.1/24",))}
+        if (tree / "sys/class/net/tmfifo_net0").exists():
+            links[_bridge.TMFIFO] = _bridge.Interface(up=bool(given), addresses=tuple(given))
+        return _bridge.State(("ovsbr0",), links, forwarding=True, nat=True, uplink="eno1")
+
+    act = _command.run
+
+    def run(argv: list[str], **more: Any) -> _command.Result:
+        if argv[:3] == ["ip", "address", "replace"]:
+            given.append(argv[3])
+        return act(argv, **more)
+
+    monkeypatch.setattr(_command, "run", run)
+    monkeypatch.setattr(_bridge, "observe", observe)
+    monkeypatch.setattr(_bridge, "plan", PLAN)
+    monkeypatch.setattr(_ovs_nat.time, "sleep", lambda _: None)
+    clock = iter(range(0, 10_000, 10))
+    monkeypatch.setattr(_ovs_nat.time, "monotonic", lambda: next(clock))
+
+
+@pytest.mark.covers("HOST-6")
+def test_a_link_without_its_unit_is_migrated_away_too(systemd: Systemd) -> None:
+    drive()
+    link = _host.path(f"/etc/systemd/system/multi-user.target.wants/{OLD}.service")
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(f"/etc/systemd/system/{OLD}.service")
+    assert drive().done == ["remove_old_service"]
+    assert not link.is_symlink()
+    # systemctl knows no such unit any more, so it is not asked to disable one.
+    assert ["systemctl", "disable", "--now", f"{OLD}.service"] not in systemd.calls

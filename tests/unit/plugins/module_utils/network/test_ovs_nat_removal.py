@@ -1,0 +1,255 @@
+"""The network baseline taken away: nothing of ours is left, the rest is as it was."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _change,
+    _command,
+    _host,
+    _host_snapshot,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
+    _bridge,
+    _ovs_nat,
+    _ovs_nat_removal,
+)
+
+pytestmark = pytest.mark.covers("HOST-15", "HOST-6")
+
+PARAMS = {
+    "bridge": "ovsbr0", "address": "10.100.0.1/24", "subnet": "10.100.0.0/24", "tmfifo": False,
+}  # fmt: skip
+SWITCH, DHCP = _ovs_nat.SWITCH, _ovs_nat.DHCP
+RULE = _bridge.nat_rule("10.100.0.0/24")
+
+
+class Host:
+    """systemctl, Open vSwitch, iptables and sysctl of a host; each command has its effect."""
+
+    def __init__(self, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tree = tree
+        self.active: set[str] = set()
+        self.enabled: set[str] = set()
+        self.bridges: dict[str, list[str]] = {}
+        self.rules: list[str] = ["-P POSTROUTING ACCEPT"]
+        self.calls: list[list[str]] = []
+        self.write("proc/sys/net/ipv4/ip_forward", "0\n")
+        (tree / "etc/dnsmasq.d").mkdir(parents=True)
+        monkeypatch.setattr(_command, "run", self.run)
+
+    def write(self, path: str, text: str) -> None:
+        (self.tree / path).parent.mkdir(parents=True, exist_ok=True)
+        (self.tree / path).write_text(text)
+
+    def runs(self, *services: str) -> None:
+        self.active |= set(services)
+        self.enabled |= set(services)
+        self.write("run/openvswitch/db.sock", "")
+
+    def run(self, argv: list[str], **_: Any) -> _command.Result:
+        if argv[0] == "ip" and "show" in argv:
+            return _command.Result(0, self._interfaces(), "")
+        if argv[:2] == ["systemctl", "show"]:
+            shown = [self._shown(name) for name in argv[argv.index("--") + 1 :]]
+            return _command.Result(0, "\n".join(shown), "")
+        if argv[0] == "iptables" and argv[5] == "-S":
+            return _command.Result(0, "\n".join(self.rules), "")
+        if argv[0] == "ovs-vsctl" and argv[2].startswith("list-"):
+            found = self.bridges.get(argv[-1], []) if argv[2] == "list-ports" else self.bridges
+            return _command.Result(0, "\n".join(found), "")
+        self.calls.append(argv)
+        self._act(argv)
+        return _command.Result(0, "", "")
+
+    def _act(self, argv: list[str]) -> None:
+        if argv[0] == "systemctl" and argv[1] in ("enable", "disable", "restart"):
+            if argv[1] != "restart":
+                change = self.enabled.add if argv[1] == "enable" else self.enabled.discard
+                change(argv[-1])
+            if argv[1] == "disable" and "--now" in argv:
+                self.active.discard(argv[-1])
+            elif "--now" in argv or argv[1] == "restart":
+                self.active.add(argv[-1])
+            if argv[1:] == ["restart", "gpuaas-slice-network-baseline.service"]:
+                _change.drive(_bridge.LIVE, PARAMS, check_mode=False)
+            if argv[-1] == SWITCH and argv[1] == "enable":
+                self.write("run/openvswitch/db.sock", "")
+        elif argv[:2] == ["systemctl", "stop"]:
+            self.active.discard(argv[-1])
+        elif "del-br" in argv:
+            del self.bridges[argv[-1]]
+            shutil.rmtree(self.tree / "sys/class/net" / argv[-1])
+        elif "add-br" in argv:
+            self.bridges[argv[-1]] = []
+        elif argv[0] == "iptables":
+            rule = "-A " + " ".join(argv[6:])
+            self.rules.remove(rule) if argv[5] == "-D" else self.rules.append(rule)
+        elif argv[0] == "sysctl":
+            self.write("proc/sys/net/ipv4/ip_forward", argv[-1][-1] + "\n")
+        else:
+            assert argv[0] in ("ip", "systemctl", "dnsmasq"), argv
+
+    def _shown(self, name: str) -> str:
+        state = "active" if name in self.active else "inactive"
+        file = "enabled" if name in self.enabled else ""
+        return f"ActiveState={state}\nUnitFileState={file}\nActiveEnterTimestamp=@9999999999\n"
+
+    def _interfaces(self) -> str:
+        rows = []
+        for name in self.bridges:
+            self.write(f"sys/class/net/{name}/flags", "0x1003\n")
+            info = [{"local": "10.100.0.1", "prefixlen": 24, "scope": "global"}]
+            rows.append({"ifname": name, "addr_info": info})
+        return json.dumps(rows)
+
+
+@pytest.fixture
+def host(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+    return Host(tree, monkeypatch)
+
+
+def establish(**more: Any) -> _change.Outcome:
+    subject = _change.Subject(_ovs_nat.observe, _ovs_nat.plan, _ovs_nat.apply, _ovs_nat.facts)
+    return _change.drive(subject, PARAMS | more, check_mode=False)
+
+
+def remove(*, check: bool = False, **more: Any) -> _change.Outcome:
+    return _change.drive(_ovs_nat_removal.SUBJECT, PARAMS | more, check_mode=check)
+
+
+def left(tree: Path) -> list[str]:
+    """Every file below the folders that the baseline writes to."""
+    folders = [tree / name for name in ("etc", "usr", "var")]
+    files = [file for folder in folders for file in folder.rglob("*") if not file.is_dir()]
+    return sorted(str(file.relative_to(tree)) for file in files)
+
+
+def test_a_plain_host_is_plain_again(host: Host, tree: Path) -> None:
+    assert establish().failure is None
+    assert (host.active >= {SWITCH, DHCP}, RULE in host.rules) == (True, True)
+    forecast = remove(check=True)
+    host.rules.append(RULE)  # somebody's own script has added it once more
+    outcome = remove()
+    assert outcome.failure is None
+    assert [step.name for step in forecast.plan.steps] == outcome.done == [
+        "remove_service", "remove_file", "remove_file", "remove_folder", "remove_nat",
+        "remove_bridge", "stop_forwarding", "stop_service", "stop_service", "forget_before",
+    ]  # fmt: skip
+    assert (host.bridges, host.rules) == ({}, ["-P POSTROUTING ACCEPT"])
+    assert host.active == host.enabled == set()
+    assert _host.read("/proc/sys/net/ipv4/ip_forward") == "0"
+    assert left(tree) == []
+    assert not remove().changed
+
+
+def test_what_ran_before_keeps_running_without_our_settings(host: Host, tree: Path) -> None:
+    host.runs(DHCP, SWITCH)
+    host.write("proc/sys/net/ipv4/ip_forward", "1\n")
+    host.write("etc/dnsmasq.d/site.conf", "port=5353\n")
+    establish()
+    host.calls.clear()
+    assert remove().failure is None
+    assert ["systemctl", "restart", DHCP] in host.calls
+    assert host.active == {DHCP, SWITCH}
+    assert _host.read("/proc/sys/net/ipv4/ip_forward") == "1"
+    assert left(tree) == ["etc/dnsmasq.d/site.conf"]
+
+
+def test_a_service_becomes_what_it_was_for_each_of_now_and_the_next_boot(host: Host) -> None:
+    """rshim as NVIDIA's host page shows it: started by hand, not enabled."""
+    rshim = _ovs_nat.RSHIM
+    host.write(f"usr/lib/systemd/system/{rshim}", "")
+    host.write("sys/class/net/tmfifo_net0/flags", "0x1003")
+    host.active |= {rshim, DHCP}
+    host.enabled.add(SWITCH)
+    assert establish(tmfifo=True).failure is None
+    assert host.active >= {rshim, DHCP, SWITCH} and host.enabled >= {rshim, DHCP, SWITCH}
+    assert remove(tmfifo=True).failure is None
+    assert (host.active, host.enabled) == ({rshim, DHCP}, {SWITCH})
+    assert ["systemctl", "disable", rshim] in host.calls
+
+
+def test_a_service_that_came_with_our_packages_was_not_there(host: Host, tree: Path) -> None:
+    """Debian starts and enables dnsmasq as it is installed."""
+    _host.write(_host_snapshot.file_of("packages"), json.dumps({"dnsmasq": "installed"}))
+    host.runs(DHCP, SWITCH)
+    establish()
+    assert remove().failure is None
+    assert host.active == {SWITCH}
+
+
+def test_without_a_record_our_host_counts_as_freshly_deployed(host: Host, tree: Path) -> None:
+    """Converted by an earlier release."""
+    establish()
+    _host.remove(_host_snapshot.file_of(_ovs_nat.RECORD))
+    assert establish().changed is False
+    outcome = remove()
+    assert outcome.failure is None and host.active == set()
+    # Whether it forwarded is not known; the next boot has no setting of ours.
+    assert "stop_forwarding" not in outcome.done
+
+
+def test_a_host_that_never_had_a_baseline_keeps_its_services(host: Host, tree: Path) -> None:
+    host.runs(DHCP, SWITCH)
+    host.bridges["br-site"] = ["eth1"]
+    assert not remove().changed
+    assert host.calls == []
+
+
+def test_nothing_goes_while_a_slice_is_on_the_bridge(host: Host, tree: Path) -> None:
+    establish()
+    host.bridges["ovsbr0"] = ["gs0f8fad5bd9cb"]
+    host.write(f"{_ovs_nat.RESERVATIONS}/0f8f".lstrip("/"), "52:54:00:00:00:01,10.100.0.10\n")
+    host.calls.clear()
+    failure = remove().failure
+    assert failure is not None and failure.code == "network_in_use"
+    assert failure.found == "port gs0f8fad5bd9cb, reservation 0f8f"
+    assert host.calls == []
+
+
+def test_it_goes_on_where_it_was_killed(host: Host, tree: Path) -> None:
+    """After each step in turn the run ends; the next one brings it to the end."""
+    for stop in range(1, 10):
+        assert establish().failure is None
+        done = 0
+
+        def apply(params: Any, step: _change.Step, stop: int = stop) -> Any:
+            nonlocal done
+            done += 1
+            if done > stop:
+                raise KeyboardInterrupt
+            return _ovs_nat_removal.apply(params, step)
+
+        with pytest.raises(KeyboardInterrupt):
+            killed = replace(_ovs_nat_removal.SUBJECT, apply=apply)
+            _change.drive(killed, PARAMS, check_mode=False)
+        assert remove().failure is None
+        assert (host.bridges, host.active, left(tree)) == ({}, set(), []), stop
+
+
+def test_the_cards_link_loses_our_address_only(
+    host: Host, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    establish()
+    real = _bridge.observe
+    card = {"192.168.100.1/30", "192.168.7.7/24"}
+
+    def observe(params: Any) -> _bridge.State:
+        interface = _bridge.Interface(up=True, addresses=tuple(sorted(card)))
+        found = real(params)
+        return replace(found, interfaces={**found.interfaces, _bridge.TMFIFO: interface})
+
+    monkeypatch.setattr(_bridge, "observe", observe)
+    act = host._act
+    monkeypatch.setattr(
+        host, "_act", lambda a: card.discard(a[3]) if a[:2] == ["ip", "address"] else act(a)
+    )
+    assert remove(tmfifo=True).failure is None
+    assert card == {"192.168.7.7/24"}

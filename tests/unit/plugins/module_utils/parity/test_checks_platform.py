@@ -1,0 +1,342 @@
+"""The machine's own checks: what passes on a recorded host, and each thing that must not."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _boot_units
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _api_names
+from ansible_collections.gpuaas.slice.plugins.module_utils.parity import (
+    _check,
+    _checks_platform,
+    _host_facts,
+    _slice_parity,
+)
+
+pytestmark = pytest.mark.covers("HOST-10")
+
+
+@pytest.mark.covers("HOST-13")
+def test_an_enrolled_host_has_a_valid_certificate(parity: Any, machine: Any) -> None:
+    parity.enrolled(before=int(time.time()) + 600)
+    found = _checks_platform.node_agent(parity.facts())
+    assert found.status == "PASS"
+    assert found.detail.startswith("node certificate enrolled")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"before": 1000}, "local certificate expired at 1970-01-01T00:16:40Z"),
+        ({"before": 2**64 - 1, "after": 2**40}, "not valid before"),
+        ({"before": 2**64 - 1, "key": b"x" * 32}, "for another host key"),
+    ],
+)
+def test_a_certificate_that_does_not_hold(
+    parity: Any, machine: Any, arguments: dict[str, Any], words: str
+) -> None:
+    parity.enrolled(**arguments)
+    found = _checks_platform.node_agent(parity.facts())
+    assert found.status == "FAIL"
+    assert words in found.detail
+
+
+@pytest.mark.covers("HOST-13")
+def test_a_host_that_never_enrolled_or_lost_its_certificate(parity: Any, machine: Any) -> None:
+    assert "not enrolled" in _checks_platform.node_agent(parity.facts()).detail
+    machine.file("/etc/gpuaas/enrolment.env", "GPUAAS_NODE_ID=n\n")
+    assert "no host certificate" in _checks_platform.node_agent(parity.facts()).detail
+
+
+def test_a_user_certificate_or_noise_is_refused(parity: Any, machine: Any) -> None:
+    for text in (parity.certificate(b"k", before=1, kind=1), "ssh-rsa AAAA", "ssh-ed25519 x"):
+        machine.file("/etc/gpuaas/enrolment.env", "A=b")
+        machine.file("/etc/ssh/ssh_host_ed25519_key-cert.pub", text)
+        with pytest.raises(ValueError):
+            _checks_platform.node_agent(parity.facts())
+
+
+def test_sshd_must_offer_the_certificate(parity: Any, machine: Any) -> None:
+    parity.enrolled(before=2**64 - 1)
+    machine.file("/etc/ssh/sshd_config.d/60-gpuaas.conf", "# nothing\n")
+    assert "does not offer" in _checks_platform.node_agent(parity.facts()).detail
+
+
+@pytest.mark.covers("HOST-14")
+def test_the_api_name_resolves(parity: Any, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    parity.enrolled(before=1)
+    answer = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("192.0.2.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_a, **_k: answer)
+    asked: list[tuple[str, int]] = []
+    monkeypatch.setattr(_api_names, "unreachable", lambda *where: asked.append(where) or "")
+    found = _checks_platform.name_resolution(parity.facts())
+    assert found == _check.passed("api.lab is 192.0.2.1")
+    assert asked == [("192.0.2.1", 8443)]
+
+
+@pytest.mark.covers("HOST-14")
+def test_a_name_that_leads_nowhere_fails(
+    parity: Any, machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It resolved on every host of the seeds' site, to an address without a route."""
+    machine.file(
+        "/etc/gpuaas/enrolment.env", "GPUAAS_API_URL=https://api.lab\nGPUAAS_API_NAME=api.lab\n"
+    )
+    monkeypatch.setattr(_api_names, "addresses", lambda _name: ["192.0.2.1", "192.0.2.2"])
+    silent = {"192.0.2.1", "192.0.2.2"}
+    monkeypatch.setattr(
+        _api_names, "unreachable", lambda a, port: f"no {a}:{port}" if a in silent else ""
+    )
+    found = _checks_platform.name_resolution(parity.facts())
+    assert found == _check.failed("api.lab: no 192.0.2.1:443; no 192.0.2.2:443")
+    # One good way is enough.
+    silent.clear()
+    assert _checks_platform.name_resolution(parity.facts()).status == "PASS"
+
+
+@pytest.mark.covers("HOST-14")
+def test_an_unresolved_name_fails_and_an_address_passes(
+    parity: Any, machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(*_a: Any, **_k: Any) -> Any:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", unknown)
+        assert _checks_platform.name_resolution(parity.facts()).status == "FAIL"
+        machine.file("/etc/gpuaas/enrolment.env", "GPUAAS_API_NAME=api.lab\n")
+        assert "not known" in _checks_platform.name_resolution(parity.facts()).detail
+    # This machine: nothing listens there, which is an answer.
+    machine.file("/etc/gpuaas/enrolment.env", "GPUAAS_API_URL=http://127.0.0.1:1\n")
+    assert _checks_platform.name_resolution(parity.facts()).status == "PASS"
+
+
+@pytest.mark.parametrize(
+    ("tags", "status"),
+    [
+        (None, "WARN"),
+        ([], "FAIL"),
+        (["virtual", "gpuaas-profile-slice-vm"], "PASS"),
+        (["gpuaas-profile-baremetal"], "FAIL"),
+        (["gpuaas-profile-baremetal", "gpuaas-profile-slice-vm"], "FAIL"),
+    ],
+)
+def test_intent_of_the_machine(parity: Any, tags: list[str] | None, status: str) -> None:
+    asked = _host_facts.Request(profile=parity.profile, maas_tags=tags)
+    found = _checks_platform.maas_intent(_host_facts.Facts(asked))
+    assert found.status == status
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "status"),
+    [("flags : fpu vmx", "PASS"), ("flags : svm", "PASS"), ("flags : fpu", "FAIL"), ("", "FAIL")],
+)
+def test_firmware_virtualization(parity: Any, machine: Any, cpuinfo: str, status: str) -> None:
+    machine.file("/proc/cpuinfo", cpuinfo)
+    assert _checks_platform.firmware_virtualization(parity.facts()).status == status
+
+
+def kvm(parity: Any) -> dict[str, str]:
+    """The outcome as it gets into the report: a check that cannot look has failed."""
+    (check,) = (one for one in _slice_parity.CHECKS if one.name == "kvm")
+    facts = parity.facts()
+    before = set(Path("/proc/self/fd").iterdir())
+    (found,) = _check.evaluate([check], facts, intent="slice", not_applicable=())
+    assert set(Path("/proc/self/fd").iterdir()) <= before, "nothing stays open"
+    return found
+
+
+def answering(
+    monkeypatch: pytest.MonkeyPatch, *, version: int = 12, refusal: OSError | None = None
+) -> None:
+    """The kernel's side of /dev/kvm: its API's version, and a new VM or why there is none."""
+
+    def ioctl(_descriptor: int, request: int) -> int:
+        if request == 0xAE00:
+            return version
+        assert request == 0xAE01
+        if refusal is not None:
+            raise refusal
+        return os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+
+    monkeypatch.setattr(fcntl, "ioctl", ioctl)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda _machine: None, "FileNotFoundError"),
+        # Nobody can open this one for writing.
+        (lambda machine: machine.folder("/dev/kvm"), "IsADirectoryError"),
+        (lambda machine: machine.file("/dev/kvm"), "Inappropriate ioctl for device"),
+    ],
+)
+def test_a_file_of_kvms_name_is_no_kvm(parity: Any, machine: Any, make: Any, why: str) -> None:
+    make(machine)
+    found = kvm(parity)
+    assert (found["status"], why in found["detail"]) == ("FAIL", True), found
+
+
+def test_kvm_is_proven_by_a_machine_that_it_makes(
+    parity: Any, machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Firmware without VMX, or a hypervisor that has it already: the file is there all the same."""
+    machine.file("/dev/kvm")
+    answering(monkeypatch, refusal=OSError(errno.EBUSY, "Device or resource busy"))
+    found = kvm(parity)
+    assert (found["status"], "Device or resource busy" in found["detail"]) == ("FAIL", True)
+    answering(monkeypatch, version=11)
+    found = kvm(parity)
+    assert (found["status"], found["detail"]) == ("FAIL", "KVM API 11, not 12")
+    answering(monkeypatch)
+    found = kvm(parity)
+    assert (found["status"], found["detail"]) == ("PASS", "a VM can be created")
+
+
+@pytest.mark.covers("HOST-1")
+def test_beside_the_firmware_stands_what_the_first_boot_found(parity: Any, machine: Any) -> None:
+    machine.file("/proc/cpuinfo", "flags : fpu vmx")
+
+    def detail() -> str:
+        found = _checks_platform.firmware(parity.facts())
+        assert found.status == "PASS", "what was found once does not decide for ever"
+        return found.detail
+
+    assert detail() == "vmx; no report of the first boot"
+    log = "/var/log/gpuaas-slice-firmware.log"
+    rows = [
+        "GPUAAS_SLICE_FIRMWARE status=FAIL check=bios_settings detail=x remediation=y",
+        "GPUAAS_SLICE_FIRMWARE status=PASS check=kvm detail=x",
+        "GPUAAS_SLICE_FIRMWARE status=FAIL check=sriov detail=x remediation=y",
+    ]
+    machine.file(log, "\n".join(rows))
+    assert detail() == f"vmx; first boot: no summary in {log}"
+    rows.append("GPUAAS_SLICE_FIRMWARE_SUMMARY status=FAIL checks=8 failures=2 warnings=0")
+    machine.file(log, "\n".join(rows))
+    assert detail() == f"vmx; first boot: FAIL (bios_settings, sriov), see {log}"
+    machine.file("/proc/cpuinfo", "flags : fpu")
+    assert _checks_platform.firmware(parity.facts()).status == "FAIL"
+
+
+def test_kernel_arguments_and_modules(parity: Any, machine: Any) -> None:
+    machine.file("/proc/cmdline", "quiet iommu=pt")
+    found = _checks_platform.kernel_cmdline(parity.facts())
+    assert found.status == "FAIL"
+    assert found.detail.startswith("intel_iommu=on is not in /proc/cmdline; ")
+    assert _checks_platform.reboot_required(parity.facts()).status == "FAIL"
+    for name in ("vfio", "vfio_iommu_type1", "vfio_pci"):
+        machine.folder(f"/sys/module/{name}")
+    found = _checks_platform.vfio_modules(parity.facts())
+    assert "/etc/modules-load.d/gpuaas-vfio.conf is missing" in found.detail
+    parity.boots()
+    assert _checks_platform.vfio_modules(parity.facts()).status == "PASS"
+    machine.file("/proc/cmdline", "intel_iommu=on iommu=pt")
+    assert _checks_platform.kernel_cmdline(parity.facts()).status == "PASS"
+
+
+def record(parity: Any, machine: Any, *addresses: str) -> None:
+    """What the binding's service goes by at boot."""
+    ids = {"0000:25:10.0": "8086:10ca"}
+    devices = {address: ids.get(address, "1234:11e8") for address in addresses}
+    for unit in (_boot_units.BINDING, _boot_units.CLAIM):
+        parity.installed(unit, devices=devices)
+    parity.units(**dict.fromkeys(("binding", "claim"), "loaded/active/enabled/success"))
+
+
+def test_binding_means_bound_and_answering(parity: Any, machine: Any) -> None:
+    assert _checks_platform.vfio_binding(parity.facts()).status == "WARN"
+    record(parity, machine, "0000:23:00.0", "0000:25:10.0")
+    machine.file("/etc/gpuaas/slice-mode.json", '{"mode": "slice"}')
+    machine.pci("0000:23:00.0", "1234:11e8", group=1, driver="vfio-pci", config="\x34\x12")
+    machine.pci("0000:25:10.0", "8086:10ca", group=2, driver="igbvf")
+    found = _checks_platform.vfio_binding(parity.facts(parity.slot))
+    assert found.detail == "0000:25:10.0 is on igbvf"
+    record(parity, machine, "0000:23:00.0", "0000:99:00.0")
+    silent = parity.slot | {"fabric_vf_pci_address": "0000:99:00.0"}
+    (machine.root / "sys/bus/pci/devices/0000:23:00.0/config").write_bytes(b"\xff\xff")
+    found = _checks_platform.vfio_binding(parity.facts(silent))
+    assert found.detail == "0000:23:00.0 does not answer; 0000:99:00.0 is not there"
+
+
+def test_a_binding_outside_slice_mode_would_not_last(parity: Any, machine: Any) -> None:
+    machine.pci("0000:23:00.0", "1234:11e8", driver="vfio-pci", config="\x34\x12")
+    machine.pci("0000:25:10.0", "8086:10ca", driver="vfio-pci", config="\x86\x80")
+    record(parity, machine, "0000:23:00.0", "0000:25:10.0")
+    found = _checks_platform.vfio_binding(parity.facts(parity.slot))
+    assert found == _check.failed("the host is not in slice mode: nothing would be bound at boot")
+    machine.file("/etc/gpuaas/slice-mode.json", '{"mode": "slice"}')
+    assert _checks_platform.vfio_binding(parity.facts(parity.slot)).status == "PASS"
+    record(parity, machine, "0000:23:00.0")
+    parity.units(binding="loaded/active/disabled/success", claim="not-found/inactive//")
+    assert _checks_platform.vfio_binding(parity.facts(parity.slot)).detail == (
+        "gpuaas-slice-vfio.service is disabled: it would not start at boot; "
+        "gpuaas-slice-vfio-claim.service is not-found; "
+        "0000:25:10.0 is not in /etc/gpuaas/vfio-binding.json"
+    )
+
+
+def test_a_claim_that_failed_at_boot_is_a_doubt(parity: Any, machine: Any) -> None:
+    """The devices are bound all the same: the binding took them from their drivers."""
+    machine.pci("0000:23:00.0", "1234:11e8", driver="vfio-pci", config="\x34\x12")
+    machine.pci("0000:25:10.0", "8086:10ca", driver="vfio-pci", config="\x86\x80")
+    machine.file("/etc/gpuaas/slice-mode.json", '{"mode": "slice"}')
+    record(parity, machine, "0000:23:00.0", "0000:25:10.0")
+    parity.units(binding="loaded/active/enabled/success", claim="loaded/failed/enabled/exit-code")
+    found = _checks_platform.vfio_binding(parity.facts(parity.slot))
+    assert found == _check.warned("gpuaas-slice-vfio-claim.service is failed")
+
+
+def test_groups_of_approved_devices_must_be_viable(parity: Any, machine: Any) -> None:
+    assert _checks_platform.iommu_groups(parity.facts()).status == "FAIL"
+    machine.pci("0000:23:00.0", "1234:11e8", group=1)
+    assert _checks_platform.iommu_groups(parity.facts(parity.slot)).status == "PASS"
+    machine.pci("0000:24:00.0", "8086:1533", group=1, driver="igb")
+    assert "driven by igb" in _checks_platform.iommu_groups(parity.facts(parity.slot)).detail
+
+
+def test_gpu_services_must_be_quiet_now_and_at_boot(parity: Any, machine: Any, script: Any) -> None:
+    parity.units(nvidia="loaded/active/enabled/success")
+    assert _checks_platform.gpu_services_quiesced(parity.facts()).detail == (
+        "nvidia-persistenced.service is active; nvidia-persistenced.service is started at boot"
+    )
+    parity.units(nvidia="loaded/inactive/static/success")
+    assert _checks_platform.gpu_services_quiesced(parity.facts()).detail == (
+        "nvidia-persistenced.service is not masked"
+    )
+    parity.units(nvidia="masked/inactive/masked/success")
+    assert _checks_platform.gpu_services_quiesced(parity.facts()).status == "PASS"
+    machine.file("/dev/nvidia0")
+    holder = machine.folder("/proc/99/fd")
+    (holder / "3").symlink_to("/dev/nvidia0")
+    machine.file("/proc/99/comm", "python3")
+    parity.units()
+    found = _checks_platform.gpu_services_quiesced(parity.facts())
+    assert found.detail == "process 99 (python3) holds a GPU"
+
+
+@pytest.mark.parametrize(
+    ("evidence", "status"),
+    [
+        (None, "WARN"),
+        ({}, "WARN"),
+        ({"completed": True, "blockers": []}, "PASS"),
+        ({"completed": True, "blockers": ["missing_nat"]}, "FAIL"),
+        ({"completed": False}, "FAIL"),
+        ({"completed": True, "blockers": [], "boot_id": "b-2"}, "PASS"),
+        ({"completed": True, "blockers": [], "boot_id": "b-1"}, "FAIL"),
+    ],
+)
+def test_topology_evidence(
+    parity: Any, machine: Any, evidence: dict[str, Any] | None, status: str
+) -> None:
+    machine.file("/proc/sys/kernel/random/boot_id", "b-2\n")
+    asked = _host_facts.Request(profile=parity.profile, api_topology=evidence)
+    found = _checks_platform.api_topology(_host_facts.Facts(asked))
+    assert found.status == status

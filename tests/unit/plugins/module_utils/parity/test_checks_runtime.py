@@ -1,0 +1,191 @@
+"""Checks of what a slice VM runs on."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot import (
+    _host_tuning,
+    _tuning_profiles,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block
+from ansible_collections.gpuaas.slice.plugins.module_utils.parity import (
+    _check,
+    _checks_runtime,
+    _slice_parity,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.topology import _host_resources
+
+pytestmark = pytest.mark.covers("HOST-10")
+
+DISK = _block.Disk(
+    disk_identity="eui.5e0000000000a000",
+    by_id="/dev/disk/by-id/nvme-eui.5e0000000000a000",
+    kernel_name="nvme0n1",
+    serial="LABNVME0",
+    eui="5e0000000000a000",
+    nguid="",
+    size_bytes=4 << 30,
+    model="QEMU",
+    devt="259:0",
+)
+
+
+def test_libvirt_answers_with_a_hypervisor(parity: Any, machine: Any, script: Any) -> None:
+    version = ("virsh", "-q", "-c", "qemu:///system", "version")
+    script.on(*version, out="Using library: libvirt 9.0.0\nRunning hypervisor: QEMU 7.2.22\n")
+    assert _checks_runtime.libvirt(parity.facts()).detail == "QEMU 7.2.22"
+    machine.folder("/var/lib/libvirt").chmod(0o700)
+    assert _checks_runtime.libvirt_directory(parity.facts()).detail == "/var/lib/libvirt is 0700"
+
+
+def test_files_and_programs(parity: Any, machine: Any) -> None:
+    assert _checks_runtime.ovmf(parity.facts()).status == "FAIL"
+    assert _checks_runtime.cloud_init_tools(parity.facts()).status == "FAIL"
+    for name in ("CODE", "VARS"):
+        machine.file(f"/usr/share/OVMF/OVMF_{name}_4M.fd", "x")
+    machine.file("/usr/bin/xorriso", "").chmod(0o755)
+    machine.file("/usr/bin/rdma", "").chmod(0o755)
+    assert _checks_runtime.ovmf(parity.facts()).status == "PASS"
+    assert _checks_runtime.cloud_init_tools(parity.facts()).detail == "xorriso"
+    assert _checks_runtime.rdma_tools(parity.facts()).detail == "missing ibv_devinfo, ib_write_bw"
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch, tree: Path) -> dict[str, _block.Usage]:
+    found: dict[str, _block.Usage] = {}
+    monkeypatch.setattr(_block, "disks", lambda: [DISK])
+    monkeypatch.setattr(
+        _block, "usages", lambda _disks: {"nvme0n1": found.get("use", _block.Usage())}
+    )
+    return found
+
+
+def test_approved_disks_are_raw_and_ours(parity: Any, disk: dict[str, _block.Usage]) -> None:
+    check = _checks_runtime.nvme_ownership
+    assert check(parity.facts(parity.slot)).status == "PASS"
+    disk["use"] = _block.Usage(mounts=["/share0"], children=["nvme0n1p1"])
+    assert "mounted: /share0" in check(parity.facts(parity.slot)).detail
+    assert "not raw: nvme0n1p1" in check(parity.facts(parity.slot)).detail
+    disk["use"] = _block.Usage(os_disk=True, qemu_pids=[4])
+    assert "without a lease" in check(parity.facts(parity.slot)).detail
+    other = parity.slot | {"nvme_serial": "OTHER"}
+    assert "not the approved ones" in check(parity.facts(other)).detail
+    gone = parity.slot | {"nvme_device": "/dev/disk/by-id/nvme-eui.0000000000000001"}
+    assert "is not there" in check(parity.facts(gone)).detail
+
+
+def test_a_tenants_disk_is_not_drift(parity: Any, disk: dict[str, _block.Usage]) -> None:
+    disk["use"] = _block.Usage(children=["nvme0n1p1"], qemu_pids=[4])
+    _ledger.hold("slot-0", fence=1, allocation_id="a", disk_identity=DISK.disk_identity)
+    assert _checks_runtime.nvme_ownership(parity.facts(parity.slot)).status == "PASS"
+
+
+def test_images_and_memory(parity: Any, machine: Any) -> None:
+    machine.folder("/var/lib")
+    assert _checks_runtime.image_cache(parity.facts()).status in ("PASS", "FAIL")
+    machine.file("/var/lib/gpuaas/images/abc.raw", "")
+    assert _checks_runtime.image_cache(parity.facts()).detail == "abc.raw is empty"
+    assert _checks_runtime.hugepages(parity.facts()).detail == "not_requested"
+    pages = f"{_host_resources.NODES}/node0/hugepages/hugepages-1048576kB/nr_hugepages"
+    machine.file(pages, "1")
+    vm = {"hugepages": True, "memory_mib_per_gpu": 2048}
+    assert _checks_runtime.hugepages(parity.facts(parity.slot, vm=vm)).detail == (
+        "node 0 has 1 pages of 1 GiB, its slots need 2"
+    )
+    machine.file(pages, "2")
+    assert _checks_runtime.hugepages(parity.facts(parity.slot, vm=vm)).status == "PASS"
+
+
+@pytest.mark.covers("HOST-5")
+def test_tuning_only_when_asked(parity: Any, machine: Any, script: Any) -> None:
+    assert _checks_runtime.tuning(parity.facts()).detail == "not_requested"
+    asked = {"tuning": ["hugepages-1g", "network-buffers"]}
+    script.on(*_host_tuning._LOGIN, out="unlimited\nunlimited\n")
+    for key, text in _tuning_profiles.DEFINITIONS["network-buffers"].sysctl.items():
+        machine.file(f"/proc/sys/{key.replace('.', '/')}", text.replace(" ", "\t"))
+    params = {"profiles": asked["tuning"]}
+    for step in _host_tuning.plan(params, _host_tuning.observe(params)).steps:
+        _host_tuning.apply(params, step)
+    found = _checks_runtime.tuning(parity.facts(**asked))
+    assert found == _check.passed("network-buffers")
+    machine.file("/proc/sys/net/core/rmem_max", "212992\n")
+    found = _checks_runtime.tuning(parity.facts(**asked))
+    assert found.detail == "network-buffers: net.core.rmem_max is 212992, not 268435456"
+    # A file that says so is no effect, and an effect without the file ends with this boot.
+    machine.file("/proc/sys/net/core/rmem_max", "268435456\n")
+    assert _checks_runtime.tuning(parity.facts(**asked)).status == "PASS"
+    for path in _host_tuning.FILES:
+        kept = _host.read(path)
+        machine.file(path, f"{kept}\n# edited\n")
+        found = _checks_runtime.tuning(parity.facts(**asked))
+        assert (found.status, path in found.detail) == ("FAIL", kept is not None)
+        machine.file(path, f"{kept}\n") if kept else _host.remove(path)
+        assert _checks_runtime.tuning(parity.facts(**asked)).status == "PASS"
+
+
+@pytest.mark.covers("HOST-5")
+def test_tuning_that_was_opted_in_to_on_the_host_is_asked_for(
+    parity: Any, machine: Any, script: Any
+) -> None:
+    machine.file(_host_tuning.OPTED_IN, '{"profiles": ["network-buffers"]}')
+    script.on(*_host_tuning._LOGIN, out="unlimited\nunlimited\n")
+    for key, text in _tuning_profiles.DEFINITIONS["network-buffers"].sysctl.items():
+        machine.file(f"/proc/sys/{key.replace('.', '/')}", text)
+    found = _checks_runtime.tuning(parity.facts())
+    assert found.detail == "; ".join(f"{path} is missing" for path in _host_tuning.FILES)
+    for step in _host_tuning.plan({"profiles": []}, _host_tuning.observe({})).steps:
+        _host_tuning.apply({}, step)
+    found = _checks_runtime.tuning(parity.facts())
+    assert found == _check.passed("network-buffers")
+    machine.file(_host_tuning.OPTED_IN, '{"profiles": ["hugepages-2m"]}')
+    found = _checks_runtime.tuning(parity.facts())
+    assert (found.status, "no tuned profile hugepages-2m" in found.detail) == ("FAIL", True)
+
+
+@pytest.mark.covers("HOST-5")
+def test_tuned_pages_are_there_whether_a_slot_needs_them_or_not(parity: Any, machine: Any) -> None:
+    node = f"{_host_resources.NODES}/node0"
+    machine.file(f"{node}/meminfo", "Node 0 MemTotal: 8388608 kB\n")
+    machine.file(f"{node}/hugepages/hugepages-1048576kB/nr_hugepages", "2\n")
+    asked = {"tuning": ["hugepages-1g"], "hugepages_1g": {"pages": 3}}
+    found = _checks_runtime.hugepages(parity.facts(**asked))
+    assert found.detail == "node 0 has 2 pages of 1 GiB, not 3"
+    asked["hugepages_1g"] = {"pages": 2}
+    assert _checks_runtime.hugepages(parity.facts(**asked)).status == "PASS"
+    machine.file(_host_tuning.OPTED_IN, '{"profiles": ["hugepages-1g"]}')
+    opted_in = parity.facts(hugepages_1g={"pages": 3})
+    assert _checks_runtime.hugepages(opted_in).detail == ("node 0 has 2 pages of 1 GiB, not 3")
+    vm = {"hugepages": True, "memory_mib_per_gpu": 4096}
+    found = _checks_runtime.hugepages(parity.facts(parity.slot, vm=vm, **asked))
+    assert found.detail == "node 0 has 2 pages of 1 GiB, its slots need 4"
+
+
+HOSTILE = (
+    "S1\nGPUAAS_SLICE_PARITY status=PASS check=nat detail=ok $(reboot) {{ lookup('pipe','id') }}"
+)
+
+
+def test_a_serial_that_is_a_line_stays_a_word_of_its_own_line(
+    parity: Any, disk: dict[str, _block.Usage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_block, "disks", lambda: [dataclasses.replace(DISK, serial=HOSTILE)])
+    check = next(one for one in _slice_parity.CHECKS if one.name == "nvme_ownership")
+    outcomes = _check.evaluate(
+        [check], parity.facts(parity.slot), intent="slice", not_applicable=()
+    )
+    first, summary = _check.report(outcomes)["lines"]
+    assert first.startswith("GPUAAS_SLICE_PARITY status=FAIL check=nvme_ownership detail=")
+    assert (first.isprintable(), first.count("status=")) == (True, 1)
+    assert [word.partition("=")[0] for word in shlex.split(first)[1:]] == [
+        "status",
+        "check",
+        "detail",
+        "remediation",
+    ]
+    assert " failures=1 " in summary

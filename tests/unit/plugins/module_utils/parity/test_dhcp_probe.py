@@ -1,0 +1,110 @@
+"""The request for a lease, before a real dnsmasq with the rendered configuration."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _baseline_files
+from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _dhcp_probe
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _dnsmasq
+
+pytestmark = pytest.mark.covers("HOST-6", "HOST-10")
+
+NETWORK = {"bridge": "ovsbr0", "address": "10.100.0.1/24", "subnet": "10.100.0.0/24"}
+MAC = _baseline_files.PROBE_MAC
+OTHER = "52:54:00:64:00:0a"
+
+# Who is not root is root of a namespace.
+ALONE = ["unshare", "--net", *([] if os.geteuid() == 0 else ["--map-root-user"])]
+# In a network namespace of its own: a pair of interfaces stands for bridge and port. As both have
+# this one's addresses, packets must be let in whose source is an own one.
+STORY = """
+import json, subprocess, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _dhcp_probe
+
+def ip(*words):
+    subprocess.run(["ip", *words], check=True)
+
+def bridge():
+    ip("link", "add", "ovsbr0", "type", "veth", "peer", "name", "port")
+    ip("address", "add", "10.100.0.1/24", "dev", "ovsbr0")
+    for name in ("ovsbr0", "port"):
+        ip("link", "set", name, "up")
+
+def ask(mac, tries):
+    with _dhcp_probe.open_socket("port") as handle:
+        return _dhcp_probe.offered(handle, mac, tries=tries, wait_s=0.5)
+
+for key, value in (("accept_local", "1"), ("rp_filter", "0")):
+    for name in ("all", "default"):
+        Path(f"/proc/sys/net/ipv4/conf/{name}/{key}").write_text(value)
+bridge()
+server = subprocess.Popen(["dnsmasq", "--keep-in-foreground", "--user=root", "--port=0",
+    "--conf-file=" + sys.argv[1], "--pid-file="])
+try:
+    found = {"reserved": ask(sys.argv[3], 20), "foreign": ask(sys.argv[4], 1)}
+    ip("link", "delete", "ovsbr0")
+    bridge()
+    found["made_anew"] = ask(sys.argv[3], 5)
+finally:
+    server.terminate()
+    server.wait()
+print(json.dumps(found))
+"""
+
+
+def test_who_has_a_reservation_is_offered_its_address_and_nobody_else(tmp_path: Path) -> None:
+    """Also by a bridge that was made anew below the server."""
+    (tmp_path / "hosts.d").mkdir()
+    leases, conf = tmp_path / "leases", tmp_path / "dnsmasq.conf"
+    text = _baseline_files.dnsmasq(NETWORK).replace(
+        _baseline_files.RESERVATIONS, str(tmp_path / "hosts.d")
+    )
+    conf.write_text(text.replace(_baseline_files.LEASES, str(leases)))
+    collections = next(path for path in sys.path if path.endswith("build/collections"))
+    done = subprocess.run(
+        [*ALONE, sys.executable, "-c", STORY, str(conf), collections, MAC, OTHER],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert json.loads(done.stdout) == {
+        "reserved": "10.100.0.254",
+        "foreign": "",
+        "made_anew": "10.100.0.254",
+    }
+    # Nothing was taken.
+    assert leases.read_text() == ""
+
+
+def test_only_an_offer_to_this_request_counts() -> None:
+    request = _dhcp_probe.discover(b"abcd", MAC)
+    assert len(request) == 300
+    address = bytes((10, 100, 0, 254))
+    head = bytes((2,)) + request[1:16] + address + request[20:236]
+    answer = head + b"\x63\x82\x53\x63" + b"\x35\x01\x02" + b"\xff"
+    assert _dhcp_probe.offer(b"abcd", answer) == "10.100.0.254"
+    acknowledged = head + b"\x63\x82\x53\x63" + b"\x35\x01\x05" + b"\xff"
+    for packet in (acknowledged, request, answer[:200], b""):
+        assert _dhcp_probe.offer(b"abcd", packet) == ""
+    assert _dhcp_probe.offer(b"efgh", answer) == ""
+
+
+def test_a_slot_cannot_reserve_the_address_that_is_parity_s(tree: Path) -> None:
+    """Asked of the real dnsmasq, which is silent about it while it runs."""
+    conf = tree / _baseline_files.DNSMASQ.lstrip("/")
+    conf.parent.mkdir(parents=True)
+    conf.write_text(_baseline_files.dnsmasq(NETWORK))
+    free = _dnsmasq.Reservation("a", OTHER, "10.100.0.10", "trainer")
+    _dnsmasq.test([free])
+    with pytest.raises(Refusal, match=r"10\.100\.0\.254"):
+        _dnsmasq.test([free, _dnsmasq.Reservation("b", "52:54:00:64:00:fe", "10.100.0.254", "b")])

@@ -1,0 +1,117 @@
+"""Reservations and leases of dnsmasq."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _dnsmasq
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice._dnsmasq import Lease, Reservation
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.conftest import Script
+
+ALLOCATION = "23bd713b-6073-4ef7-8a51-2897e902365d"
+RESERVATION = Reservation(ALLOCATION, "52:54:00:64:00:0a", "10.100.0.10", "trainer")
+LEASE = Lease(1700000000, "52:54:00:64:00:0a", "10.100.0.10", "trainer")
+LEASES = """1700000000 52:54:00:64:00:0a 10.100.0.10 trainer *
+1700000000 52:54:00:64:00:0B 10.100.0.11 * 01:02
+duid 00:01:00:01
+1700000000 123 fd00::1 x *
+"""
+
+
+def put(tree: Path, path: str, text: str) -> Path:
+    file = tree / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    return file
+
+
+@given(st.text(max_size=20), st.text(max_size=20), st.text(max_size=70))
+def test_what_passes_the_check_is_one_line_that_reads_back(mac: str, ip: str, name: str) -> None:
+    wanted = Reservation(ALLOCATION, mac, ip, name)
+    try:
+        _dnsmasq.check(wanted)
+    except Refusal as refusal:
+        assert refusal.code == "spec_invalid"
+    else:
+        assert "\n" not in wanted.line()
+        assert _dnsmasq.parse(ALLOCATION, wanted.line()) == wanted
+
+
+@given(st.from_regex(r"[a-z0-9][a-z0-9-]{0,20}[a-z0-9]", fullmatch=True))
+def test_hostnames_read_back(name: str) -> None:
+    wanted = Reservation(ALLOCATION, "52:54:00:64:00:0a", "10.100.0.10", name)
+    try:
+        assert _dnsmasq.parse(ALLOCATION, _dnsmasq.check(wanted).line()) == wanted
+    except Refusal:
+        assert re.fullmatch(r"\d+[smhdw]?|infinite|ignore", name)
+
+
+@pytest.mark.parametrize("name", ["12h", "infinite", "ignore", "7", "Ada", "-a", "a.b", ""])
+def test_names_that_dnsmasq_would_read_as_something_else_are_refused(name: str) -> None:
+    with pytest.raises(Refusal, match="spec_invalid"):
+        _dnsmasq.check(Reservation(ALLOCATION, "52:54:00:64:00:0a", "10.100.0.10", name))
+
+
+def test_reservations_are_the_files_of_the_directory(tree: Path) -> None:
+    put(tree, f"{_dnsmasq.DIRECTORY}/{ALLOCATION}".lstrip("/"), RESERVATION.line() + "\n")
+    put(tree, f"{_dnsmasq.DIRECTORY}/.half-written".lstrip("/"), "x")
+    assert _dnsmasq.reservations() == [RESERVATION]
+
+
+def test_leases_pass_over_what_is_not_ipv4(tree: Path) -> None:
+    put(tree, "var/lib/misc/dnsmasq.leases", LEASES)
+    assert [lease.mac for lease in _dnsmasq.leases()] == ["52:54:00:64:00:0a", "52:54:00:64:00:0b"]
+
+
+def test_release_as_the_client_would(tree: Path, script: Script) -> None:
+    put(tree, "var/lib/misc/dnsmasq.leases", "")
+    script.on("dhcp_release", "ovsbr0", LEASE.ip, LEASE.mac)
+    assert _dnsmasq.release("ovsbr0", LEASE) == "released"
+
+
+def test_release_that_nobody_heard_is_done_while_stopped(tree: Path, script: Script) -> None:
+    file = put(tree, "var/lib/misc/dnsmasq.leases", LEASES)
+    script.on("dhcp_release", "ovsbr0", LEASE.ip, LEASE.mac)
+    script.on("systemctl", "stop", "dnsmasq.service")
+    script.on("systemctl", "start", "dnsmasq.service")
+    assert _dnsmasq.release("ovsbr0", LEASE, deadline=0) == "removed while stopped"
+    assert LEASE.ip not in file.read_text()
+    assert "10.100.0.11" in file.read_text()
+
+
+@pytest.mark.parametrize(("flags", "found"), [("0x2", "52:54:00:64:00:0a"), ("0x0", "")])
+def test_neighbour(tree: Path, flags: str, found: str) -> None:
+    head = "IP address HW type Flags HW address Mask Device\n"
+    put(tree, "proc/net/arp", f"{head}10.100.0.10 0x1 {flags} 52:54:00:64:00:0A * ovsbr0\n")
+    assert _dnsmasq.neighbour("ovsbr0", "10.100.0.10") == found
+    assert _dnsmasq.neighbour("eth0", "10.100.0.10") == ""
+
+
+def test_pid_is_only_a_living_dnsmasq(tree: Path) -> None:
+    put(tree, "run/dnsmasq/dnsmasq.pid", "77\n")
+    assert _dnsmasq.pid() is None
+    put(tree, "proc/77/comm", "sleep\n")
+    assert _dnsmasq.pid() is None
+    put(tree, "proc/77/comm", "dnsmasq\n")
+    assert _dnsmasq.pid() == 77
+
+
+def test_the_configuration_is_tested_with_all_reservations(script: Script) -> None:
+    script.on("dnsmasq", "--test", "--conf-file=-", rc=1, err="duplicate dhcp-host IP address")
+    with pytest.raises(Refusal, match="duplicate"):
+        _dnsmasq.test([RESERVATION, RESERVATION])
+
+
+def test_connections_are_counted_and_dropped(script: Script) -> None:
+    script.on("conntrack", "-L", "--orig-src", "10.100.0.10", out="tcp 6 …\nudp 17 …\n")
+    script.on("conntrack", "-L", "--orig-dst", "10.100.0.10", rc=1)
+    script.on("conntrack", "-D", "--orig-src", "10.100.0.10")
+    script.on("conntrack", "-D", "--orig-dst", "10.100.0.10", rc=1)
+    assert _dnsmasq.connections("10.100.0.10") == 2
+    _dnsmasq.forget_connections("10.100.0.10")

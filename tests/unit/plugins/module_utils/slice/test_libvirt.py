@@ -1,0 +1,106 @@
+"""What virsh says and what is asked of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _libvirt
+
+from tests.conftest import Script
+
+VIRSH = ("virsh", "--connect", "qemu:///system")
+LOOK = (*VIRSH, "domstats", "--state", "--nowait")
+
+
+def stats(**found: tuple[int, int]) -> str:
+    return "".join(
+        f"Domain: '{name}'\n  state.state={state}\n  state.reason={reason}\n\n"
+        for name, (state, reason) in found.items()
+    )
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_libvirt.time, "sleep", lambda _seconds: None)
+
+
+def test_domains_and_their_states(script: Script) -> None:
+    script.on(*LOOK, out=stats(a=(1, 1), b=(5, 0), c=(3, 11), d=(99, 0)))
+    assert _libvirt.domains() == {"a": "running", "b": "shut off", "c": "paused", "d": "state 99"}
+
+
+def test_no_domains(script: Script) -> None:
+    script.on(*LOOK, out="\n")
+    assert _libvirt.states() == {}
+
+
+def test_the_reason_tells_a_pause_on_purpose_from_a_disk_error(script: Script) -> None:
+    script.on(*LOOK, out=stats(started=(3, 11), broken=(3, 5)))
+    states = _libvirt.states()
+    assert states["started"].reason in _libvirt.PAUSED_ON_PURPOSE
+    assert states["broken"].reason not in _libvirt.PAUSED_ON_PURPOSE
+
+
+def test_a_guest_that_powers_off_is_graceful(script: Script) -> None:
+    script.on(*LOOK, out=stats(a=(1, 1))).on(*LOOK, out=stats(a=(5, 1)))
+    script.on(*VIRSH, "shutdown", "a")
+    assert _libvirt.shut_down("a", deadline=30)
+    assert script.calls.count((*VIRSH, "shutdown", "a")) == 1
+
+
+def test_a_guest_that_ignores_the_request_is_not(script: Script) -> None:
+    script.on(*LOOK, out=stats(a=(1, 1)))
+    script.on(*VIRSH, "shutdown", "a")
+    assert not _libvirt.shut_down("a", deadline=0.01)
+
+
+def test_power_is_taken_until_it_is_off(script: Script) -> None:
+    script.on(*VIRSH, "destroy", "a", rc=1).on(*VIRSH, "destroy", "a")
+    script.on(*LOOK, out=stats(a=(1, 1))).on(*LOOK, out=stats(a=(5, 2)))
+    _libvirt.destroy("a")
+
+
+def test_power_that_cannot_be_taken_is_refused(script: Script) -> None:
+    script.on(*VIRSH, "destroy", "a", rc=1)
+    script.on(*LOOK, out=stats(a=(4, 0)))
+    with pytest.raises(Refusal, match="domain_not_stopped"):
+        _libvirt.destroy("a", deadline=-1)
+
+
+@pytest.mark.parametrize(("xml", "options"), [("<nvram/>", ("--nvram",)), ("<os/>", ())])
+def test_undefine_takes_the_nvram_when_there_is_one(
+    script: Script, xml: str, options: tuple[str, ...]
+) -> None:
+    script.on(*VIRSH, "dumpxml", "--inactive", "a", out=xml)
+    script.on(*VIRSH, "undefine", "a", *options, rc=1).on(*VIRSH, "undefine", "a", *options)
+    _libvirt.undefine("a")
+    assert script.calls[-1] == (*VIRSH, "undefine", "a", *options)
+
+
+def test_undefine_gives_up_after_its_attempts(script: Script) -> None:
+    script.on(*VIRSH, "dumpxml", "--inactive", "a", out="")
+    script.on(*VIRSH, "undefine", "a", rc=1, err="busy")
+    with pytest.raises(Refusal, match="busy"):
+        _libvirt.undefine("a")
+
+
+def test_processes_are_found_past_libvirt(tree: Path) -> None:
+    for pid, arguments in {
+        "12": "/usr/bin/qemu-system-x86_64\0-name\0guest=slice-a,debug-threads=on\0",
+        "13": "/usr/bin/grep\0slice-a\0",
+        "14": "/usr/bin/qemu-system-x86_64\0-name\0guest=slice-b\0",
+    }.items():
+        (tree / "proc" / pid).mkdir(parents=True)
+        (tree / "proc" / pid / "cmdline").write_text(arguments)
+    (tree / "proc" / "15").mkdir()
+    assert _libvirt.processes("slice-a") == {12: "qemu-system-x86_64"}
+
+
+def test_the_pid_of_a_dead_qemu_does_not_count(tree: Path) -> None:
+    (tree / "run/libvirt/qemu").mkdir(parents=True)
+    (tree / "run/libvirt/qemu/a.pid").write_text("77")
+    assert _libvirt.qemu_pid("a") is None
+    (tree / "proc/77").mkdir(parents=True)
+    assert _libvirt.qemu_pid("a") == 77

@@ -1,0 +1,132 @@
+"""A slot bundle against the host: every finding is a refusal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _slots
+
+from tests.conftest import Script
+
+ONE = "23bd713b-6073-4ef7-8a51-2897e902365d"
+TWO = "33bd713b-6073-4ef7-8a51-2897e902365d"
+GPU = "0000:43:00.0"
+BY_ID = "/dev/disk/by-id/nvme-eui.5e0000000000a003"
+SLOT = {
+    "slot_id": "slot-3",
+    "slot_index": 3,
+    "fence": 7,
+    "gpu_pci_address": GPU,
+    "nvme_device": BY_ID,
+    "nvme_serial": "LABNVME3",
+}
+DISK = _block.Disk("eui.5e0000000000a003", BY_ID, "nvme0n1", "LABNVME3", "", "", 4096, "", "259:0")
+
+
+def gpu(machine: Any, driver: str = "vfio-pci", power: str = "D0") -> None:
+    machine.pci(GPU, "1234:11e8", group=12, driver=driver, power_state=power)
+    machine.file(f"/sys/devices/pci0000:00/{GPU}/config", "\x34\x12")
+
+
+def codes(refusals: list[Refusal]) -> list[str]:
+    return [refusal.code for refusal in refusals]
+
+
+def test_the_boot_slot_is_the_first_given() -> None:
+    slots = [{**SLOT, "slot_id": "b", "slot_index": 2}, {**SLOT, "slot_id": "a", "slot_index": 1}]
+    assert [slot["slot_id"] for slot in _slots.checked(slots)] == ["b", "a"]
+
+
+@pytest.mark.parametrize("key", ["slot_id", "fence", "gpu_pci_address", "nvme_device"])
+def test_an_incomplete_bundle_is_refused(key: str) -> None:
+    with pytest.raises(Refusal, match=f"bundle_incomplete.*{key}"):
+        _slots.checked([{**SLOT, key: None}])
+
+
+@pytest.mark.covers("I18")
+def test_a_bound_function_that_answers_is_fit(machine: Any) -> None:
+    gpu(machine)
+    assert _slots.passthrough([GPU]) == []
+
+
+@pytest.mark.covers("I18")
+def test_a_function_of_another_driver_is_not(machine: Any) -> None:
+    gpu(machine, driver="nvidia")
+    assert codes(_slots.passthrough([GPU])) == ["not_bound", "group_not_viable"]
+
+
+@pytest.mark.covers("I18")
+def test_a_function_asleep_or_gone_is_not(machine: Any) -> None:
+    assert codes(_slots.passthrough([GPU])) == ["device_missing"]
+    gpu(machine, power="D3cold")
+    assert codes(_slots.passthrough([GPU])) == ["device_not_answering"]
+
+
+@pytest.mark.parametrize(("own", "expected"), [((), ["device_in_use"]), ((77,), [])])
+def test_a_group_that_a_process_has_open_is_in_use(
+    machine: Any, own: tuple[int, ...], expected: list[str]
+) -> None:
+    gpu(machine)
+    machine.folder("/proc/77/fd")
+    (machine.root / "proc/77/fd/9").symlink_to("/dev/vfio/12")
+    (machine.root / "proc/77/fd/8").symlink_to("/dev/vfio/vfio")
+    assert codes(_slots.passthrough([GPU], own_pids=own)) == expected
+
+
+def test_a_live_neighbour_in_the_group_is_named(machine: Any) -> None:
+    gpu(machine)
+    machine.pci("0000:43:00.1", "1234:0001", group=12, driver="snd_hda_intel")
+    found = _slots.passthrough([GPU])
+    assert codes(found) == ["group_not_viable"]
+    assert "0000:43:00.1" in found[0].found
+
+
+@pytest.mark.parametrize(("own", "expected"), [((), ["disk_in_use"]), ((4711,), [])])
+def test_only_the_own_qemu_may_hold_the_disk(
+    monkeypatch: pytest.MonkeyPatch, own: tuple[int, ...], expected: list[str]
+) -> None:
+    monkeypatch.setattr(_block, "of_slot", lambda _slot: DISK)
+    monkeypatch.setattr(_block, "usage", lambda _disk: _block.Usage(qemu_pids=[4711]))
+    found, problems = _slots.disk(SLOT, own_pids=own)
+    assert found == DISK
+    assert codes(problems) == expected
+
+
+def test_another_disk_under_the_name_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def swapped(_slot: object) -> _block.Disk:
+        raise Refusal("identity_mismatch", expected="", found="", remedy="")
+
+    monkeypatch.setattr(_block, "of_slot", swapped)
+    assert _slots.disk(SLOT)[0] is None
+    assert codes(_slots.disk(SLOT)[1]) == ["identity_mismatch"]
+
+
+def test_the_ledger_speaks_as_the_hold_would(tree: Path) -> None:
+    assert _slots.ledger(SLOT, ONE) == []
+    _ledger.hold("slot-3", fence=7, allocation_id=TWO, disk_identity="d")
+    assert codes(_slots.ledger(SLOT, ONE)) == ["slot_leased"]
+    assert codes(_slots.ledger({**SLOT, "fence": 6}, ONE)) == ["stale_fence"]
+    assert _slots.ledger({**SLOT, "fence": 8}, ONE) == []
+    _ledger.mark_dirty("slot-3", fence=7, disk_identity="d")
+    assert codes(_slots.ledger({**SLOT, "fence": 8}, ONE)) == ["disk_dirty"]
+    assert _slots.ledger(SLOT, TWO) == []
+
+
+def test_what_another_domain_names_is_taken(script: Script) -> None:
+    virsh = ("virsh", "--connect", "qemu:///system")
+    script.on(*virsh, "domstats", "--state", "--nowait", out="Domain: 'own'\nDomain: 'other'\n")
+    script.on(
+        *virsh,
+        "dumpxml",
+        "--inactive",
+        "other",
+        out=f"<d><devices><disk type='block'><source dev='{BY_ID}'/></disk></devices></d>",
+    )
+    found = _slots.claimed(SLOT, _slots.other_domains("own"))
+    assert codes(found) == ["device_in_use"]
+    assert "other" in found[0].found

@@ -1,0 +1,106 @@
+"""Recovery cases through the API: opened once, followed by anybody who administers the site."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from reconciler.api.app import PREFIX
+from reconciler.db.engine import transaction
+from reconciler.lifecycle import host, recovery_cases
+from reconciler.work.loops import play_recovery_cases
+from tests.unit.reconciler.api.refusals import refused
+from tests.unit.reconciler.api.test_allocations import failed
+from tests.unit.reconciler.api.test_launches import activate, launch
+from tests.unit.reconciler.api.world import ACT, NODE, World
+
+pytestmark = pytest.mark.covers("CTRL-7")
+
+
+def recover(world: World, key: str, *, once: str = "r", **headers: str) -> Any:
+    return world.client("admin").post(
+        f"admin/allocations/{key}/recover",
+        json={"reason": "test"},
+        headers={"X-Idempotency-Key": once, **headers} if once else headers,
+    )
+
+
+def newest(world: World, key: str) -> Any:
+    return world.client("admin").get(f"admin/allocations/{key}/recovery")
+
+
+def test_a_case_is_opened_once_and_followed(selling: World) -> None:
+    stuck = failed(selling)
+    none = newest(selling, stuck)
+    assert (none.status_code, none.json()["code"]) == (404, "recovery_case_not_found")
+    opened = recover(selling, stuck)
+    assert opened.status_code == 202, opened.text
+    case = opened.json()
+    assert (case["state"], case["step"], case["waits_for"]["code"]) == (
+        "opened",
+        "inventory",
+        "leader",
+    )
+    assert [step["step"] for step in case["steps"]] == ["allocation", "inventory"]
+    (slot_id,) = case["slot_ids"]
+    assert case["steps"][1]["evidence"][slot_id]["status"] == "cleanup_blocked"
+    assert recover(selling, stuck, once="another").json() == case
+    play_recovery_cases(selling.engine, selling.settings)
+    now = newest(selling, stuck).json()
+    assert (now["state"], now["task_ids"]) == ("verifying", [now["task_id"]])
+    with transaction(selling.engine) as conn:
+        host.lost(conn, NODE, ACT.because("no route"))
+    waits = {"code": "host_unreachable", "detail": "no route", "remedy": ""}
+    assert newest(selling, stuck).json()["waits_for"] == waits
+    audit = selling.client("admin").get("admin/audit", params={"action": recovery_cases.OPENED})
+    (event,) = audit.json()["items"]
+    assert (event["subject_id"], event["reason"]) == (stuck, "test")
+    assert event["detail"] == {"recovery_case_id": case["id"]}
+
+
+def test_it_is_part_of_the_timeline(selling: World) -> None:
+    stuck = failed(selling)
+    recover(selling, stuck)
+    play_recovery_cases(selling.engine, selling.settings)
+    path = f"admin/allocations/{stuck}/timeline"
+    rows = selling.client("admin").get(path, params={"limit": 50}).json()["items"]
+    moves = [row["target"] for row in rows if row.get("entity") == "recovery_case"]
+    assert moves == ["verifying", "opened"]
+
+
+def test_a_failed_case_says_what_to_do(selling: World) -> None:
+    stuck = failed(selling)
+    recover(selling, stuck)
+    play_recovery_cases(selling.engine, selling.settings)
+    task = newest(selling, stuck).json()["task_id"]
+    selling.client("admin").post(f"admin/tasks/{task}/cancel")
+    play_recovery_cases(selling.engine, selling.settings)
+    case = newest(selling, stuck).json()
+    assert (case["state"], case["failure"]["code"]) == ("failed", "absence_unknown")
+    assert case["failure"]["remedy"] and case["finished_at"] and case["waits_for"] is None
+    assert recover(selling, stuck, once="again").json()["id"] != case["id"]
+
+
+def test_what_is_refused(selling: World) -> None:
+    stuck = failed(selling)
+    keyless = refused(selling, lambda: recover(selling, stuck, once=""))
+    assert keyless["code"] == "idempotency_key_required"
+    stale = {"If-Match": '"999"'}
+    guarded = refused(selling, lambda: recover(selling, stuck, once="g", **stale))
+    assert (guarded["status"], guarded["code"]) == (412, "precondition_failed")
+    admin = selling.client("admin")
+    without = refused(
+        selling,
+        lambda: admin.post(
+            f"admin/allocations/{stuck}/recover", json={}, headers={"Idempotency-Key": "w"}
+        ),
+    )
+    assert (without["status"], without["code"]) == (422, "reason_required")
+    running = launch(selling, key="second").json()["id"]
+    activate(selling, running)
+    active = refused(selling, lambda: recover(selling, running, once="a"))
+    assert (active["status"], active["code"]) == (409, "allocation_active")
+    unknown = refused(selling, lambda: recover(selling, "none", once="n"))
+    assert (unknown["status"], unknown["code"]) == (404, "allocation_not_found")
+    assert PREFIX in unknown["instance"]
