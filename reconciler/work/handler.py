@@ -17,8 +17,6 @@ from reconciler.records import nodes
 from reconciler.runs.spec import LONGEST_S
 from reconciler.settings import Settings
 
-Record = dict[str, Any]
-
 
 @dataclass(frozen=True)
 class Work:
