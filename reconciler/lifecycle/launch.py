@@ -324,28 +324,28 @@ def _move(conn: sa.Connection, id: str, event: str, act: Act) -> None:
 
 
 def _withdraw(conn: sa.Connection, id: str, queued: Sequence[Task], act: Act) -> None:
-    locks.hold_allocation(conn, id)
-    for task in queued:
-        ended = queue.cancel(conn, task.id, act)
-        # A worker may have taken it since it was read: then nobody knows that nothing was begun.
-        if ended.state != TaskState.CANCELED or ended.started_at is not None:
-            raise Problem(
-                "generation_conflict",
-                409,
-                expected=f"task {task.id} not begun",
-                found=f"{ended.state}, begun meanwhile",
-                remedy="read the allocation again and decide anew",
-            )
-    evidence = {
-        "allocation_id": id,
-        "never_started": [task.id for task in queued],
-        "state": TaskState.CANCELED.value,
-        **NOTHING_DONE,
-    }
-    own = act.because("withdrawn before any run began", evidence)
-    # The claims first: the schema sells no slot that one still holds (I4).
-    move_claims(conn, id, "finish", own)
-    for slot in held_slots(conn, id):
-        proof = proofs.record(conn, slot, ProofKind.UNTOUCHED, evidence, allocation_id=id)
-        gate.give_back(conn, slot, proof, own)
-    advance(conn, "allocation", id, "withdraw", own, columns={"ended_at": clock.now()})
+    with locks.allocation(conn, id):
+        for task in queued:
+            ended = queue.cancel(conn, task.id, act)
+            # A worker may have taken it since it was read, and may have begun.
+            if ended.state != TaskState.CANCELED or ended.started_at is not None:
+                raise Problem(
+                    "generation_conflict",
+                    409,
+                    expected=f"task {task.id} not begun",
+                    found=f"{ended.state}, begun meanwhile",
+                    remedy="read the allocation again and decide anew",
+                )
+        evidence = {
+            "allocation_id": id,
+            "never_started": [task.id for task in queued],
+            "state": TaskState.CANCELED.value,
+            **NOTHING_DONE,
+        }
+        own = act.because("withdrawn before any run began", evidence)
+        # The claims first: the schema sells no slot that one still holds (I4).
+        move_claims(conn, id, "finish", own)
+        for slot in held_slots(conn, id):
+            proof = proofs.record(conn, slot, ProofKind.UNTOUCHED, evidence, allocation_id=id)
+            gate.give_back(conn, slot, proof, own)
+        advance(conn, "allocation", id, "withdraw", own, columns={"ended_at": clock.now()})

@@ -104,12 +104,12 @@ def disable(conn: sa.Connection, slot_id: str, act: Act) -> Slot:
 
 def enable(conn: sa.Connection, slot_id: str, act: Act) -> Slot:
     """Want a slot on sale; it is, as soon as its gate lets it."""
-    slot = locks.hold_slot(conn, slot_id)
-    slot_records.update(conn, slot_id, wanted=SlotState.AVAILABLE.value)
-    journal.audit(conn, act, "admin.slot.enabled", "slot", slot_id)
-    if slot.status == SlotState.DISABLED and not gate(conn, slot_id):
-        return make_available(conn, slot_id, act)
-    return slot_records.get(conn, slot_id)
+    with locks.slot(conn, slot_id) as slot:
+        slot_records.update(conn, slot_id, wanted=SlotState.AVAILABLE.value)
+        journal.audit(conn, act, "admin.slot.enabled", "slot", slot_id)
+        if slot.status == SlotState.DISABLED and not gate(conn, slot_id):
+            return make_available(conn, slot_id, act)
+        return slot_records.get(conn, slot_id)
 
 
 def withdraw(conn: sa.Connection, slot_id: str, act: Act) -> Slot:
