@@ -1,82 +1,146 @@
-"""The order in which rows are locked, so that of two who need the same ones none waits for ever:
+"""Row locks as scopes, in the one order in which every transaction takes them:
 
     allocation, node, slots by their id, task.
 
-A launch is on nobody's way: it locks free slots and, behind them, the node's key only (KEY SHARE),
-which those who change a node leave free. Whoever is found in another order all the same is ended by
-the database and repeated (store.engine.retrying; a worker attends its task anew).
+Two transactions that need the same rows then never wait for each other in a circle. A scope shows
+which rows are locked while its body runs; the database releases them when the transaction ends. A
+scope inside another one may lock what is locked already, or what comes later in the order.
+Anything else raises `LockOrderError`, on both engines.
 
-The node is locked before it is asked whether one of its slots may be sold: its boot, installation,
-mode and state then stand until the answer is committed (I16). Locked to be changed rather than to
-be shared: of two who share it, none could change it.
+A launch blocks nobody: it locks free slots and, after them, only the key of their node (KEY
+SHARE), which does not conflict with a change of the node. A transaction that the database ends
+because of a deadlock all the same is repeated (`db.engine.retrying`; a worker attends its task
+anew).
+
+The node is locked before it is decided whether one of its slots may be sold: its boot,
+installation, mode and state then stay as they are until the decision is committed (I16). The lock
+is exclusive, because of two transactions that share a row neither could change it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import IntEnum
 
 import sqlalchemy as sa
 
 from reconciler.db import rows
 from reconciler.db.journal import ENTITIES
-from reconciler.db.schema import Allocation, Node, Slot, Task, slots
+from reconciler.db.schema import Allocation, Node, Slot, Task
+from reconciler.db.schema import slots as slot_table
 from reconciler.model.errors import Problem
 
-
-def hold_node(conn: sa.Connection, node_id: str) -> Node:
-    """The node, still until this transaction ends."""
-    return rows.get(conn, Node, node_id, lock=True)
+_OPEN = "gpuaas_lock_scopes"
 
 
-def hold_slot(conn: sa.Connection, slot_id: str) -> Slot:
-    """The slot, and before it its node."""
-    hold_node(conn, rows.get(conn, Slot, slot_id).node_id)
-    return rows.get(conn, Slot, slot_id, lock=True)
+class LockOrderError(RuntimeError):
+    """A scope was entered against the order: a mistake in the code, not a matter of data."""
 
 
-def hold_slots(conn: sa.Connection, node_id: str) -> list[Slot]:
-    """All slots of a node, and before them the node: no launch is under way on it then."""
-    hold_node(conn, node_id)
-    query = sa.select(slots).where(slots.c.node_id == node_id)
-    return rows.every(conn, query.order_by(slots.c.id).with_for_update(), Slot)
+class _Rank(IntEnum):
+    ALLOCATION = 0
+    NODE = 1
+    SLOT = 2
+    TASK = 3
 
 
-def hold_allocation(conn: sa.Connection, allocation_id: str) -> Allocation:
-    """The allocation, and behind it its node."""
-    allocation = rows.get(conn, Allocation, allocation_id, lock=True)
-    hold_node(conn, allocation.node_id)
-    return allocation
+@contextmanager
+def node(conn: sa.Connection, node_id: str) -> Iterator[Node]:
+    """Lock a node."""
+    with _scope(conn, _Rank.NODE, node_id):
+        yield rows.get(conn, Node, node_id, lock=True)
 
 
-def hold_task(conn: sa.Connection, task_id: str) -> Task:
-    """The task, and before it the allocation or the node that it is about. Not its slots: whoever
-    locks one and goes on to its task has come past the same allocation or node.
+@contextmanager
+def slot(conn: sa.Connection, slot_id: str) -> Iterator[Slot]:
+    """Lock a slot, and its node before it."""
+    node_id = rows.get(conn, Slot, slot_id).node_id
+    with node(conn, node_id), _scope(conn, _Rank.SLOT, slot_id):
+        yield rows.get(conn, Slot, slot_id, lock=True)
+
+
+@contextmanager
+def slots(conn: sa.Connection, node_id: str) -> Iterator[list[Slot]]:
+    """Lock a node and then all of its slots: no launch is under way on it then."""
+    query = sa.select(slot_table).where(slot_table.c.node_id == node_id)
+    with node(conn, node_id):
+        locked = rows.every(conn, query.order_by(slot_table.c.id).with_for_update(), Slot)
+        with _scope(conn, _Rank.SLOT, *(row.id for row in locked)):
+            yield locked
+
+
+@contextmanager
+def allocation(conn: sa.Connection, allocation_id: str) -> Iterator[Allocation]:
+    """Lock an allocation, and its node after it."""
+    with _scope(conn, _Rank.ALLOCATION, allocation_id):
+        row = rows.get(conn, Allocation, allocation_id, lock=True)
+        with node(conn, row.node_id):
+            yield row
+
+
+@contextmanager
+def task(conn: sa.Connection, task_id: str) -> Iterator[Task]:
+    """Lock a task, and before it the allocation or the node that it is about.
+
+    Not its slots: every transaction that locks one of them and then the task has locked the same
+    allocation or node first.
     """
-    task = rows.get(conn, Task, task_id)
-    if task.allocation_id:
-        hold_allocation(conn, task.allocation_id)
-    else:
-        hold_node(conn, task.node_id)
-    return rows.get(conn, Task, task_id, lock=True)
+    row = rows.get(conn, Task, task_id)
+    subject: AbstractContextManager[object] = (
+        allocation(conn, row.allocation_id) if row.allocation_id else node(conn, row.node_id)
+    )
+    with subject, _scope(conn, _Rank.TASK, task_id):
+        yield rows.get(conn, Task, task_id, lock=True)
+
+
+# Of an entity that a caller changes by a condition, the scope that its change needs. A slot may
+# have to be judged, and the end of a task changes its subject.
+_SCOPES: dict[str, Callable[[sa.Connection, str], AbstractContextManager[object]]] = {
+    "slot": slot,
+    "task": task,
+}
 
 
 def require_generation(
     conn: sa.Connection, entity: str, key: str, generations: Collection[int]
 ) -> None:
-    """Hold the record until the transaction ends; refuse unless it is at one of these."""
-    if entity == "slot":
-        # What is asked for may have to judge it.
-        hold_slot(conn, key)
-    elif entity == "task":
-        # Its end changes what it is about, and that is locked first.
-        hold_task(conn, key)
-    found = rows.get(conn, ENTITIES[entity].kind, key, lock=True).generation
-    if found not in generations:
+    """Lock the record until the transaction ends; refuse unless it is at one of these."""
+    scope = _SCOPES[entity](conn, key) if entity in _SCOPES else nullcontext()
+    with scope:
+        generation = rows.get(conn, ENTITIES[entity].kind, key, lock=True).generation
+    if generation not in generations:
         raise Problem(
             "precondition_failed",
             412,
             expected=f"{entity} {key} at the generation that If-Match names",
-            found=f"generation {found}",
+            found=f"generation {generation}",
             remedy=f"read the {entity} again, decide anew, and send its ETag",
-            detail={"generation": found},
+            detail={"generation": generation},
         )
+
+
+@contextmanager
+def _scope(conn: sa.Connection, rank: _Rank, *ids: str) -> Iterator[None]:
+    """Note what is locked while the body runs, unless it is out of order."""
+    # The list is kept here: a connection that is lost meanwhile has another `info`, or none.
+    open_keys: list[tuple[_Rank, str]] = conn.info.setdefault(_OPEN, [])
+    fresh = [key for key in ((rank, id) for id in ids) if key not in open_keys]
+    for key in fresh:
+        _require_order(open_keys, key)
+    open_keys.extend(fresh)
+    try:
+        yield
+    finally:
+        del open_keys[len(open_keys) - len(fresh) :]
+
+
+def _require_order(open_keys: Collection[tuple[_Rank, str]], key: tuple[_Rank, str]) -> None:
+    rank, id = key
+    for held_rank, held_id in open_keys:
+        late_slot = rank == held_rank == _Rank.SLOT and id < held_id
+        if rank < held_rank or late_slot:
+            raise LockOrderError(
+                f"{rank.name.lower()} {id} is locked inside the scope of"
+                f" {held_rank.name.lower()} {held_id}, which comes after it in the order"
+            )

@@ -65,6 +65,7 @@ def part(query: sa.Select[Any], order: Order, page: Page | None) -> sa.Select[An
     return query.limit(page.limit)
 
 
+# A row of a query that names its columns itself, so that no class has them.
 Record = dict[str, Any]
 R = TypeVar("R", bound=Row)
 Made = tuple[tuple[str, sa.ColumnElement[Any]], ...]
@@ -90,8 +91,8 @@ class BatchRow:
     """A row of a batch. record: receives the columns that the INSERT returns."""
 
     shape: Shape
-    plain: Record
-    record: Record
+    plain: dict[str, Any]
+    record: dict[str, Any]
 
 
 @contextmanager
@@ -155,7 +156,7 @@ def _single(conn: sa.Connection, row: BatchRow) -> None:
 
 @lru_cache(maxsize=256)
 def _single_statement(shape: Shape) -> sa.Insert:
-    values: Record = {name: sa.bindparam(name) for name in shape.plain}
+    values: dict[str, Any] = {name: sa.bindparam(name) for name in shape.plain}
     insert = sa.insert(shape.table).values(values | dict(shape.made))
     if not shape.asked:
         return insert.inline()
@@ -283,7 +284,7 @@ def insert(conn: sa.Connection, table: sa.Table, values: Mapping[str, Any]) -> N
     _insert(conn, BatchRow(shape, plain, {}))
 
 
-def _split(table: sa.Table, values: Mapping[str, Any]) -> tuple[Record, dict[str, Any]]:
+def _split(table: sa.Table, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Values that are parameters of the statement, and SQL expressions that are part of it."""
     made = {name: value for name, value in values.items() if isinstance(value, sa.ClauseElement)}
     plain = {name: value() if callable(value) else value for name, value in _defaults(table)}

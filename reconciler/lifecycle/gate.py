@@ -89,53 +89,53 @@ def approved(conn: sa.Connection, node_id: str) -> dict[str, Bundle]:
 
 def make_available(conn: sa.Connection, slot_id: str, act: Act) -> Slot:
     """Sell a disabled slot; refused with every blocker that there is."""
-    slot = locks.hold_slot(conn, slot_id)
-    proof = proofs.current(conn, slot)
-    found = judge(conn, slot, proof)
-    if found or proof is None:
-        raise Problem(
-            "gate_closed",
-            409,
-            expected="a slot without blockers",
-            found="; ".join(f"{row.code}: {row.detail}" for row in found),
-            remedy="remove the causes on the host, then run discovery and parity again",
-            detail={"blockers": [row.document() for row in found]},
+    with locks.slot(conn, slot_id) as slot:
+        proof = proofs.current(conn, slot)
+        found = judge(conn, slot, proof)
+        if found or proof is None:
+            raise Problem(
+                "gate_closed",
+                409,
+                expected="a slot without blockers",
+                found="; ".join(f"{row.code}: {row.detail}" for row in found),
+                remedy="remove the causes on the host, then run discovery and parity again",
+                detail={"blockers": [row.document() for row in found]},
+            )
+        return advance(
+            conn,
+            "slot",
+            slot_id,
+            "enable",
+            act.because(act.reason or "gate passed", {**act.evidence, "proof_id": proof.id}),
+            columns={
+                "available_proof_id": proof.id,
+                "last_proof_id": proof.id,
+                "health_state": HealthState.HEALTHY.value,
+                "health_detail": {},
+            },
         )
-    return advance(
-        conn,
-        "slot",
-        slot_id,
-        "enable",
-        act.because(act.reason or "gate passed", {**act.evidence, "proof_id": proof.id}),
-        columns={
-            "available_proof_id": proof.id,
-            "last_proof_id": proof.id,
-            "health_state": HealthState.HEALTHY.value,
-            "health_detail": {},
-        },
-    )
 
 
 def open_gate(conn: sa.Connection, node_id: str, act: Act) -> dict[str, Any]:
     """Sell every slot of the node that is wanted and passes; say why the others do not."""
-    locks.hold_node(conn, node_id)
-    query = sa.select(slots).where(
-        slots.c.node_id == node_id,
-        slots.c.retired_at.is_(None),
-        slots.c.status == SlotState.DISABLED,
-        slots.c.wanted == SlotState.AVAILABLE,
-    )
-    opened: list[str] = []
-    closed: dict[str, list[dict[str, str]]] = {}
-    seen = host(conn, node_id)
-    for slot in rows.every(conn, query.order_by(slots.c.slot_index), Slot):
-        found = judge(conn, slot, proofs.current(conn, slot), seen)
-        if found:
-            closed[slot.id] = [row.document() for row in found]
-        else:
-            make_available(conn, slot.id, act)
-            opened.append(slot.id)
-    return {"opened": opened, "closed": closed}
+    with locks.node(conn, node_id):
+        query = sa.select(slots).where(
+            slots.c.node_id == node_id,
+            slots.c.retired_at.is_(None),
+            slots.c.status == SlotState.DISABLED,
+            slots.c.wanted == SlotState.AVAILABLE,
+        )
+        opened: list[str] = []
+        closed: dict[str, list[dict[str, str]]] = {}
+        seen = host(conn, node_id)
+        for slot in rows.every(conn, query.order_by(slots.c.slot_index), Slot):
+            found = judge(conn, slot, proofs.current(conn, slot), seen)
+            if found:
+                closed[slot.id] = [row.document() for row in found]
+            else:
+                make_available(conn, slot.id, act)
+                opened.append(slot.id)
+        return {"opened": opened, "closed": closed}
 
 
 def review(conn: sa.Connection, node_id: str, act: Act) -> list[str]:

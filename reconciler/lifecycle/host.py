@@ -106,12 +106,12 @@ def resume(conn: sa.Connection, id: str, act: Act) -> Node:
 
 def maintain(conn: sa.Connection, id: str, act: Act) -> Node:
     """Out of use until resumed; refused while a tenant is on it."""
-    locks.hold_node(conn, id)
-    # First, so that a launch which has a slot by then is seen by the question after it, and none
-    # that has only chosen one gets it.
-    close(conn, id, act.because("the node is in maintenance"))
-    node_records.refuse_in_use(conn, id)
-    return node_records.by_admin(conn, id, "maintain", act)
+    with locks.node(conn, id):
+        # First, so that a launch which has a slot by then is seen by the question after it. One
+        # that has only chosen a slot does not get it.
+        close(conn, id, act.because("the node is in maintenance"))
+        node_records.refuse_in_use(conn, id)
+        return node_records.by_admin(conn, id, "maintain", act)
 
 
 def retire(conn: sa.Connection, id: str, act: Act) -> Node:

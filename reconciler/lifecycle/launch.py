@@ -91,9 +91,7 @@ def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
     # (I16).
     image, node = _named(conn, launch, node_id)
     with batch_insert(conn):
-        allocation = _record(
-            conn, launch, act, node, gpu_count=launch.gpu_count, image_id=image["id"]
-        )
+        allocation = _record(conn, launch, act, node, gpu_count=launch.gpu_count, image_id=image.id)
         own = act.because(act.reason or "allocated", {"allocation_id": allocation.id})
         held = [
             claim_slot(conn, allocation.id, slot, position, own)
@@ -253,7 +251,7 @@ def _require_image(conn: sa.Connection, launch: Launch) -> None:
         )
 
 
-def _named(conn: sa.Connection, launch: Launch, node_id: str) -> tuple[Record, Record]:
+def _named(conn: sa.Connection, launch: Launch, node_id: str) -> tuple[Image, Record]:
     """The request's image, and of the node what is asked of it; Problem when there is no such
     project or image.
     """
@@ -264,8 +262,9 @@ def _named(conn: sa.Connection, launch: Launch, node_id: str) -> tuple[Record, R
     if found is None:
         _require_image(conn, launch)
         raise not_found("node", node_id)
-    image = dict(found)
-    return image, {name: image.pop(f"node_{name}") for name in _OF_NODE}
+    row = dict(found)
+    node = {name: row.pop(f"node_{name}") for name in _OF_NODE}
+    return Image(**row), node
 
 
 @cache
@@ -282,14 +281,14 @@ def _naming(how: str) -> sa.Select[Any]:
     return query.where(image_table.c.version == version) if how == "version" else query
 
 
-def _parameters(launch: Launch, image: Record) -> dict[str, Any]:
+def _parameters(launch: Launch, image: Image) -> dict[str, Any]:
     return {
         "allocation": {
             "username": launch.username,
             "ssh_keys": list(launch.ssh_keys),
             "hostname": launch.hostname,
         },
-        "image": {name: value for name, value in image.items() if name != "created_at"},
+        "image": {name: value for name, value in vars(image).items() if name != "created_at"},
         "runtime_profile": launch.runtime_profile,
         "parameters": dict(launch.parameters),
     }
@@ -325,28 +324,28 @@ def _move(conn: sa.Connection, id: str, event: str, act: Act) -> None:
 
 
 def _withdraw(conn: sa.Connection, id: str, queued: Sequence[Task], act: Act) -> None:
-    locks.hold_allocation(conn, id)
-    for task in queued:
-        ended = queue.cancel(conn, task.id, act)
-        # A worker may have taken it since it was read: then nobody knows that nothing was begun.
-        if ended.state != TaskState.CANCELED or ended.started_at is not None:
-            raise Problem(
-                "generation_conflict",
-                409,
-                expected=f"task {task.id} not begun",
-                found=f"{ended.state}, begun meanwhile",
-                remedy="read the allocation again and decide anew",
-            )
-    evidence = {
-        "allocation_id": id,
-        "never_started": [task.id for task in queued],
-        "state": TaskState.CANCELED.value,
-        **NOTHING_DONE,
-    }
-    own = act.because("withdrawn before any run began", evidence)
-    # The claims first: the schema sells no slot that one still holds (I4).
-    move_claims(conn, id, "finish", own)
-    for slot in held_slots(conn, id):
-        proof = proofs.record(conn, slot, ProofKind.UNTOUCHED, evidence, allocation_id=id)
-        gate.give_back(conn, slot, proof, own)
-    advance(conn, "allocation", id, "withdraw", own, columns={"ended_at": clock.now()})
+    with locks.allocation(conn, id):
+        for task in queued:
+            ended = queue.cancel(conn, task.id, act)
+            # A worker may have taken it since it was read, and may have begun.
+            if ended.state != TaskState.CANCELED or ended.started_at is not None:
+                raise Problem(
+                    "generation_conflict",
+                    409,
+                    expected=f"task {task.id} not begun",
+                    found=f"{ended.state}, begun meanwhile",
+                    remedy="read the allocation again and decide anew",
+                )
+        evidence = {
+            "allocation_id": id,
+            "never_started": [task.id for task in queued],
+            "state": TaskState.CANCELED.value,
+            **NOTHING_DONE,
+        }
+        own = act.because("withdrawn before any run began", evidence)
+        # The claims first: the schema sells no slot that one still holds (I4).
+        move_claims(conn, id, "finish", own)
+        for slot in held_slots(conn, id):
+            proof = proofs.record(conn, slot, ProofKind.UNTOUCHED, evidence, allocation_id=id)
+            gate.give_back(conn, slot, proof, own)
+        advance(conn, "allocation", id, "withdraw", own, columns={"ended_at": clock.now()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import sqlalchemy as sa
@@ -54,51 +55,53 @@ def force_cleanup(
     They come back through verification and wipe, at once only where the proof is already there.
     """
     require_reason(act, "say why this is forced")
-    allocation = locks.hold_allocation(conn, allocation_id)
-    held = held_slots(conn, allocation_id)
-    _refuse(conn, allocation, held)
-    canceled = _cancel(conn, allocation_id, act)
-    own = act.because(act.reason, {**act.evidence, "allocation_id": allocation_id})
-    if allocation.state != AllocationState.FAILED:
-        slices.fail(conn, allocation_id, own, error={"code": "force_cleanup"})
-    changed = [_recover(conn, slot, allocation_id, own, runtime_verified_absent) for slot in held]
-    before = {slot.id: slot.status for slot in held}
-    cleaning = [
-        slot
-        for slot in changed
-        if slot.status == SlotState.CLEANUP and before[slot.id] != SlotState.CLEANUP
-    ]
-    task = queue_wipe(conn, allocation_id, cleaning, own) if cleaning else None
-    journal.audit(
-        conn,
-        act,
-        FORCE_CLEANUP,
-        "allocation",
-        allocation_id,
-        detail={
-            "runtime_verified_absent": runtime_verified_absent,
-            "slots": {slot.id: slot.status for slot in changed},
-            "canceled_tasks": canceled,
-            **{name: act.evidence[name] for name in (CASE,) if name in act.evidence},
-        },
-        project_id=allocation.project_id,
-    )
-    queued = {slot.id for slot in cleaning}
-    return {
-        "allocation_id": allocation_id,
-        "state": AllocationState.FAILED.value,
-        "runtime_verified_absent": runtime_verified_absent,
-        "slots": [
-            {
-                "slot_id": slot.id,
-                "slot_index": slot.slot_index,
-                "status": slot.status,
-                "task_id": task.id if task and slot.id in queued else None,
-            }
+    with locks.allocation(conn, allocation_id) as allocation:
+        held = held_slots(conn, allocation_id)
+        _refuse(conn, allocation, held)
+        canceled = _cancel(conn, allocation_id, act)
+        own = act.because(act.reason, {**act.evidence, "allocation_id": allocation_id})
+        if allocation.state != AllocationState.FAILED:
+            slices.fail(conn, allocation_id, own, error={"code": "force_cleanup"})
+        changed = [
+            _recover(conn, slot, allocation_id, own, runtime_verified_absent) for slot in held
+        ]
+        before = {slot.id: slot.status for slot in held}
+        cleaning = [
+            slot
             for slot in changed
-        ],
-        "canceled_tasks": canceled,
-    }
+            if slot.status == SlotState.CLEANUP and before[slot.id] != SlotState.CLEANUP
+        ]
+        task = queue_wipe(conn, allocation_id, cleaning, own) if cleaning else None
+        journal.audit(
+            conn,
+            act,
+            FORCE_CLEANUP,
+            "allocation",
+            allocation_id,
+            detail={
+                "runtime_verified_absent": runtime_verified_absent,
+                "slots": {slot.id: slot.status for slot in changed},
+                "canceled_tasks": canceled,
+                **{name: act.evidence[name] for name in (CASE,) if name in act.evidence},
+            },
+            project_id=allocation.project_id,
+        )
+        queued = {slot.id for slot in cleaning}
+        return {
+            "allocation_id": allocation_id,
+            "state": AllocationState.FAILED.value,
+            "runtime_verified_absent": runtime_verified_absent,
+            "slots": [
+                {
+                    "slot_id": slot.id,
+                    "slot_index": slot.slot_index,
+                    "status": slot.status,
+                    "task_id": task.id if task and slot.id in queued else None,
+                }
+                for slot in changed
+            ],
+            "canceled_tasks": canceled,
+        }
 
 
 def force_release(conn: sa.Connection, allocation_id: str, act: Act) -> Allocation:
@@ -182,10 +185,13 @@ def blocked(conn: sa.Connection, node_id: str | None = None) -> list[Record]:
 
 def expire(conn: sa.Connection, overdue: Overdue, act: Act) -> bool:
     """Do what passing a deadline means; False when it is only a warning, or not so any more."""
-    where = ENTITIES[overdue.entity]
     holder = last_holder(conn, overdue.id) if overdue.entity == "slot" else ""
-    if holder:
-        locks.hold_allocation(conn, holder)
+    with locks.allocation(conn, holder) if holder else nullcontext():
+        return _expire(conn, overdue, act, holder)
+
+
+def _expire(conn: sa.Connection, overdue: Overdue, act: Act, holder: str) -> bool:
+    where = ENTITIES[overdue.entity]
     record = rows.get(conn, where.kind, overdue.id, lock=True)
     if not overdue.event or getattr(record, where.state) != overdue.state:
         return False
@@ -228,11 +234,11 @@ def deadline_error(overdue: Overdue) -> dict[str, str]:
 def _expire_allocation(
     conn: sa.Connection, allocation_id: str, act: Act, error: dict[str, str]
 ) -> bool:
-    locks.hold_allocation(conn, allocation_id)
-    _cancel(conn, allocation_id, act)
-    if _expire_building(conn, allocation_id, act, error):
-        return True
-    return slices.release_failed(conn, allocation_id, act, step="deadline", error=error)
+    with locks.allocation(conn, allocation_id):
+        _cancel(conn, allocation_id, act)
+        if _expire_building(conn, allocation_id, act, error):
+            return True
+        return slices.release_failed(conn, allocation_id, act, step="deadline", error=error)
 
 
 def _expire_building(
@@ -417,12 +423,19 @@ def remove_orphan(conn: sa.Connection, slot_id: str, allocation_id: str, act: Ac
     allocation, `allocation_active` when the machine is that of one which has not ended.
     """
     require_reason(act, gate.WHY_GIVEN_UP)
-    known = rows.first(
-        conn, sa.select(allocations).where(allocations.c.id == allocation_id), Allocation
+    recorded = rows.first(
+        conn, sa.select(allocations.c.id).where(allocations.c.id == allocation_id)
     )
-    if known is not None:
-        known = locks.hold_allocation(conn, allocation_id)
-    slot = locks.hold_slot(conn, slot_id)
+    with (
+        locks.allocation(conn, allocation_id) if recorded else nullcontext() as allocation,
+        locks.slot(conn, slot_id) as slot,
+    ):
+        return _remove_orphan(conn, slot, allocation_id, allocation, act)
+
+
+def _remove_orphan(
+    conn: sa.Connection, slot: Slot, allocation_id: str, allocation: Allocation | None, act: Act
+) -> Task:
     if slot.status not in (SlotState.DISABLED, SlotState.CLEANUP_BLOCKED) or slot.retired_at:
         raise Problem(
             "slot_in_use",
@@ -431,15 +444,15 @@ def remove_orphan(conn: sa.Connection, slot_id: str, allocation_id: str, act: Ac
             found=str(slot.status),
             remedy="disable it first; what a known tenant has is released",
         )
-    if known is not None and known.state not in _ENDED:
+    if allocation is not None and allocation.state not in _ENDED:
         raise Problem(
             "allocation_active",
             409,
             expected="an allocation that is not in the records, or has ended",
-            found=f"one that is {known.state}",
+            found=f"one that is {allocation.state}",
             remedy="release it, or recover it",
         )
-    holder = last_holder(conn, slot_id)
+    holder = last_holder(conn, slot.id)
     if slot.status == SlotState.CLEANUP_BLOCKED and allocation_id != holder:
         _require_orphan_block(conn, slot)
     own = act.because(act.reason, {**act.evidence, "orphan": allocation_id})
@@ -447,7 +460,7 @@ def remove_orphan(conn: sa.Connection, slot_id: str, allocation_id: str, act: Ac
         error = {"code": "orphan", "found": f"the host holds a machine of {allocation_id}"}
         slot = slices.block(conn, slot, holder, own, step=ORPHAN_STEP, error=error)
     detail = {"allocation_id": allocation_id}
-    journal.audit(conn, act, "admin.slot.orphan.removed", "slot", slot_id, detail=detail)
+    journal.audit(conn, act, "admin.slot.orphan.removed", "slot", slot.id, detail=detail)
     return queue_wipe(conn, allocation_id, [begin_cleanup(conn, slot, own)], own)
 
 

@@ -70,39 +70,39 @@ def open_case(
 
     Refused where only a person can decide: an active or bare-metal allocation, a release under way.
     """
-    allocation = locks.hold_allocation(conn, allocation_id)
-    case = case_records.open_of(conn, allocation_id)
-    if case is not None:
-        return _adopt(conn, case, act)
-    held = held_slots(conn, allocation_id)
-    refuse(allocation, held)
-    require_reason(act, "say why the allocation is recovered")
-    case = rows.add(
-        conn,
-        RecoveryCase,
-        {
-            "id": rows.ordered_id(),
-            "allocation_id": allocation_id,
-            "node_id": allocation.node_id,
-            "state": RecoveryState.OPENED.value,
-            "state_reason": act.why,
-            "deadline_at": journal.limit("recovery_case", RecoveryState.OPENED),
-            "requested_by": act.actor,
-            "role": act.role,
-            "reason": act.reason,
-            "remove_leftovers": remove_leftovers,
-            "slot_ids": [slot.id for slot in held],
-            "correlation_id": act.correlation_id,
-        },
-    )
-    steps = [
-        _step("allocation", {"state": allocation.state, "error": allocation.error}),
-        _step("inventory", recovery_evidence.inventory(conn, held)),
-    ]
-    journal.begin(conn, "recovery_case", case, _with_steps(act, steps))
-    if act.actor != ACTOR:
-        _audit(conn, OPENED, case, allocation, act)
-    return case
+    with locks.allocation(conn, allocation_id) as allocation:
+        case = case_records.open_of(conn, allocation_id)
+        if case is not None:
+            return _adopt(conn, case, act)
+        held = held_slots(conn, allocation_id)
+        refuse(allocation, held)
+        require_reason(act, "say why the allocation is recovered")
+        case = rows.add(
+            conn,
+            RecoveryCase,
+            {
+                "id": rows.ordered_id(),
+                "allocation_id": allocation_id,
+                "node_id": allocation.node_id,
+                "state": RecoveryState.OPENED.value,
+                "state_reason": act.why,
+                "deadline_at": journal.limit("recovery_case", RecoveryState.OPENED),
+                "requested_by": act.actor,
+                "role": act.role,
+                "reason": act.reason,
+                "remove_leftovers": remove_leftovers,
+                "slot_ids": [slot.id for slot in held],
+                "correlation_id": act.correlation_id,
+            },
+        )
+        steps = [
+            _step("allocation", {"state": allocation.state, "error": allocation.error}),
+            _step("inventory", recovery_evidence.inventory(conn, held)),
+        ]
+        journal.begin(conn, "recovery_case", case, _with_steps(act, steps))
+        if act.actor != ACTOR:
+            _audit(conn, OPENED, case, allocation, act)
+        return case
 
 
 def _adopt(conn: sa.Connection, case: RecoveryCase, act: Act) -> RecoveryCase:
@@ -203,39 +203,39 @@ def due(conn: sa.Connection) -> list[str]:
 
 def play(conn: sa.Connection, case_id: str) -> RecoveryCase | None:
     """Do the next move of a case; None when there is none now."""
-    locks.hold_allocation(conn, case_records.get(conn, case_id).allocation_id)
-    case = case_records.hold(conn, case_id)
-    if case.state not in OPEN_CASES:
-        return None
-    judged = _judge(conn, case)
-    act = _act_of(case)
-    if judged.hold or (judged.move == Move.WAIT and case.waits_for):
-        return _wait(conn, case, judged.hold, act)
-    if judged.move == Move.WAIT:
-        return None
-    try:
-        with conn.begin_nested():
-            return _MOVES[judged.move](conn, case, judged, act)
-    except Problem as refusal:
-        if refusal.code == "generation_conflict":
-            raise
-        if refusal.code in _PASSING:
-            return _wait(conn, case, refusal.told(), act)
-        why = f"{refusal.code}: {refusal.found}"
-        return _fail(conn, case, refusal.told(), act.because(why))
+    with locks.allocation(conn, case_records.get(conn, case_id).allocation_id):
+        case = case_records.hold(conn, case_id)
+        if case.state not in OPEN_CASES:
+            return None
+        judged = _judge(conn, case)
+        act = _act_of(case)
+        if judged.hold or (judged.move == Move.WAIT and case.waits_for):
+            return _wait(conn, case, judged.hold, act)
+        if judged.move == Move.WAIT:
+            return None
+        try:
+            with conn.begin_nested():
+                return _MOVES[judged.move](conn, case, judged, act)
+        except Problem as refusal:
+            if refusal.code == "generation_conflict":
+                raise
+            if refusal.code in _PASSING:
+                return _wait(conn, case, refusal.told(), act)
+            why = f"{refusal.code}: {refusal.found}"
+            return _fail(conn, case, refusal.told(), act.because(why))
 
 
 def expire(conn: sa.Connection, overdue: Overdue, act: Act) -> bool:
     """End a case that is past its deadline; False when it has moved on."""
-    locks.hold_allocation(conn, case_records.get(conn, overdue.id).allocation_id)
-    case = case_records.hold(conn, overdue.id)
-    if (case.state, case.deadline_at) != (overdue.state, overdue.deadline_at):
-        return False
-    error = recovery.deadline_error(overdue)
-    remedy = case.waits_for.get("remedy") or "bring the host back first"
-    error["remedy"] = f"{remedy}; then recover again"
-    _fail(conn, case, error, act.because(f"deadline passed in {overdue.state}"))
-    return True
+    with locks.allocation(conn, case_records.get(conn, overdue.id).allocation_id):
+        case = case_records.hold(conn, overdue.id)
+        if (case.state, case.deadline_at) != (overdue.state, overdue.deadline_at):
+            return False
+        error = recovery.deadline_error(overdue)
+        remedy = case.waits_for.get("remedy") or "bring the host back first"
+        error["remedy"] = f"{remedy}; then recover again"
+        _fail(conn, case, error, act.because(f"deadline passed in {overdue.state}"))
+        return True
 
 
 def end_restored(conn: sa.Connection, act: Act) -> list[str]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import sqlalchemy as sa
 
 from reconciler.db import clock, journal, rows
-from reconciler.db.rows import Record
 from reconciler.db.schema import AuditEntry, RecoveryCase, Slot, slots
 from reconciler.lifecycle import gate
 from reconciler.lifecycle.recovery import FORCE_CLEANUP
@@ -15,6 +15,7 @@ from reconciler.model.states import SlotState
 from reconciler.records import proofs as proof_records
 from reconciler.records.claims import of_allocation
 
+Document = dict[str, Any]
 # A slot leaves its clean-up for these only with the proof of a clean disk.
 _RECOVERED = (SlotState.AVAILABLE, SlotState.DISABLED)
 
@@ -45,7 +46,7 @@ def stuck(slot_rows: Sequence[Slot]) -> str:
     return str(last.health_detail.get("reason") or last.status)
 
 
-def not_recovered(slot_rows: Sequence[Slot]) -> Record:
+def not_recovered(slot_rows: Sequence[Slot]) -> Document:
     """The failure of a case whose slots did not all come back."""
     return {
         "code": "slots_not_recovered",
@@ -69,7 +70,7 @@ def cleaning(conn: sa.Connection, case: RecoveryCase) -> str:
     )
 
 
-def inventory(conn: sa.Connection, slot_rows: Sequence[Slot]) -> Record:
+def inventory(conn: sa.Connection, slot_rows: Sequence[Slot]) -> Document:
     """How slots are, by id."""
     return {
         slot.id: {
@@ -85,7 +86,7 @@ def inventory(conn: sa.Connection, slot_rows: Sequence[Slot]) -> Record:
     }
 
 
-def proofs(conn: sa.Connection, case: RecoveryCase) -> Record:
+def proofs(conn: sa.Connection, case: RecoveryCase) -> Document:
     """The last proof of each slot's disk, by slot; None where there is none."""
     return {slot.id: _proof(conn, slot) for slot in slots_of(conn, case)}
 
@@ -100,11 +101,11 @@ def proof_ids(conn: sa.Connection, case: RecoveryCase) -> list[str]:
     ]
 
 
-def after_cleanup(conn: sa.Connection, case: RecoveryCase) -> list[tuple[str, Record]]:
+def after_cleanup(conn: sa.Connection, case: RecoveryCase) -> list[tuple[str, Document]]:
     """The last steps of the runbook, in order."""
     slot_rows = slots_of(conn, case)
     forced = journal.audit_rows(conn, action=FORCE_CLEANUP, subject_id=case.allocation_id)
-    steps: list[tuple[str, Record]] = [
+    steps: list[tuple[str, Document]] = [
         ("inventory_after", inventory(conn, slot_rows)),
         ("disk_evidence_after", {slot.id: _proof(conn, slot) for slot in slot_rows}),
         ("audit", {"events": [_audit_event(row) for row in forced[:1]]}),
@@ -113,7 +114,7 @@ def after_cleanup(conn: sa.Connection, case: RecoveryCase) -> list[tuple[str, Re
     return [*steps, ("not_on_sale", closed)] if closed else steps
 
 
-def _gate(conn: sa.Connection, slot: Slot) -> Record:
+def _gate(conn: sa.Connection, slot: Slot) -> Document:
     """Why a clean slot is not sold, and the command that comes next."""
     blockers = [blocker.document() for blocker in gate.gate(conn, slot.id)]
     codes = [row["code"] for row in blockers]
@@ -127,7 +128,7 @@ def _gate(conn: sa.Connection, slot: Slot) -> Record:
     return {"gate": blockers, "wanted": slot.wanted, "next": command}
 
 
-def _proof(conn: sa.Connection, slot: Slot) -> Record | None:
+def _proof(conn: sa.Connection, slot: Slot) -> Document | None:
     if not slot.last_proof_id:
         return None
     proof = proof_records.get(conn, slot.last_proof_id)
@@ -143,7 +144,7 @@ def _proof(conn: sa.Connection, slot: Slot) -> Record | None:
     }
 
 
-def _audit_event(row: AuditEntry) -> Record:
+def _audit_event(row: AuditEntry) -> Document:
     return {
         "id": row.id,
         "at": clock.iso(row.at),

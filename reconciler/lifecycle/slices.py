@@ -7,6 +7,7 @@ nothing, when the allocation has moved on meanwhile: a late result decides nothi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import sqlalchemy as sa
@@ -64,26 +65,28 @@ def provision_failed(
     """
     if not _in_state(conn, allocation_id, *BUILDING):
         return False
-    locks.hold_allocation(conn, allocation_id)
-    own = _slot_act(act, allocation_id, f"provisioning failed at {step}", {"error": dict(error)})
-    fail(conn, allocation_id, own, error=error)
-    failed = False
-    for slot in held_slots(conn, allocation_id):
-        if slot.status not in CLAIMED:
-            continue
-        evidence = (untouched or {}).get(slot.id, {})
-        if nothing_written(evidence):
-            told = proof_records.with_failure(evidence, str(error.get("code") or step))
-            proof = proof_records.record(
-                conn, slot, ProofKind.UNTOUCHED, told, allocation_id=allocation_id
-            )
-            gate.give_back(conn, slot, proof, own)
-            failed = failed or proof_records.launch_failures(conn, slot).count > 0
-        else:
-            block(conn, slot, allocation_id, own, step=step, error=error)
-    if failed:
-        host.reverify_allocation(conn, allocation_id, own)
-    return True
+    with locks.allocation(conn, allocation_id):
+        own = _slot_act(
+            act, allocation_id, f"provisioning failed at {step}", {"error": dict(error)}
+        )
+        fail(conn, allocation_id, own, error=error)
+        failed = False
+        for slot in held_slots(conn, allocation_id):
+            if slot.status not in CLAIMED:
+                continue
+            evidence = (untouched or {}).get(slot.id, {})
+            if nothing_written(evidence):
+                told = proof_records.with_failure(evidence, str(error.get("code") or step))
+                proof = proof_records.record(
+                    conn, slot, ProofKind.UNTOUCHED, told, allocation_id=allocation_id
+                )
+                gate.give_back(conn, slot, proof, own)
+                failed = failed or proof_records.launch_failures(conn, slot).count > 0
+            else:
+                block(conn, slot, allocation_id, own, step=step, error=error)
+        if failed:
+            host.reverify_allocation(conn, allocation_id, own)
+        return True
 
 
 def release_succeeded(
@@ -97,13 +100,13 @@ def release_succeeded(
     """Nothing is left and every disk is proven clean; raises when a proof does not say so."""
     if not _in_state(conn, allocation_id, AllocationState.RELEASING):
         return False
-    locks.hold_allocation(conn, allocation_id)
-    own = _slot_act(act, allocation_id, "released")
-    # The claims first: the schema sells no slot that one still holds (I4).
-    move_claims(conn, allocation_id, "finish", own)
-    _clean(conn, held_slots(conn, allocation_id), proofs, absence, own)
-    advance(conn, "allocation", allocation_id, "finish", own, columns={"ended_at": clock.now()})
-    return True
+    with locks.allocation(conn, allocation_id):
+        own = _slot_act(act, allocation_id, "released")
+        # The claims first: the schema sells no slot that one still holds (I4).
+        move_claims(conn, allocation_id, "finish", own)
+        _clean(conn, held_slots(conn, allocation_id), proofs, absence, own)
+        advance(conn, "allocation", allocation_id, "finish", own, columns={"ended_at": clock.now()})
+        return True
 
 
 def release_failed(
@@ -112,15 +115,15 @@ def release_failed(
     """Something may be left: the slots wait for evidence, the allocation stays releasing."""
     if not _in_state(conn, allocation_id, AllocationState.RELEASING):
         return False
-    locks.hold_allocation(conn, allocation_id)
-    own = _slot_act(act, allocation_id, f"release failed at {step}", {"error": dict(error)})
-    for slot in held_slots(conn, allocation_id):
-        if slot.status == SlotState.RELEASING:
-            block(conn, slot, allocation_id, own, step=step, error=error)
-    # A new attempt may come; the time that a release may take has begun with the first.
-    columns = {"error": dict(error), "deadline_at": allocations.c.deadline_at}
-    advance(conn, "allocation", allocation_id, "strand", own, columns=columns)
-    return True
+    with locks.allocation(conn, allocation_id):
+        own = _slot_act(act, allocation_id, f"release failed at {step}", {"error": dict(error)})
+        for slot in held_slots(conn, allocation_id):
+            if slot.status == SlotState.RELEASING:
+                block(conn, slot, allocation_id, own, step=step, error=error)
+        # A new attempt may come; the time that a release may take has begun with the first.
+        columns = {"error": dict(error), "deadline_at": allocations.c.deadline_at}
+        advance(conn, "allocation", allocation_id, "strand", own, columns=columns)
+        return True
 
 
 def wiped(
@@ -132,11 +135,11 @@ def wiped(
     absence: Mapping[str, Any],
 ) -> bool:
     """The clean-up after an allocation is proven; True when at least one slot came back."""
-    locks.hold_allocation(conn, allocation_id)
-    found = [slot for slot in held_slots(conn, allocation_id) if slot.id in proofs]
-    cleaning = [slot for slot in found if slot.status in CLEANING]
-    _clean(conn, cleaning, proofs, absence, _slot_act(act, allocation_id, "cleaned up"))
-    return bool(cleaning)
+    with locks.allocation(conn, allocation_id):
+        found = [slot for slot in held_slots(conn, allocation_id) if slot.id in proofs]
+        cleaning = [slot for slot in found if slot.status in CLEANING]
+        _clean(conn, cleaning, proofs, absence, _slot_act(act, allocation_id, "cleaned up"))
+        return bool(cleaning)
 
 
 def wipe_failed(
@@ -160,13 +163,14 @@ def wiped_slots(
     measured: the allocation of whose traces the absence tells, "" for one that no record knows; if
     not given, the slots' last holder.
     """
-    found = [locks.hold_slot(conn, slot_id) for slot_id in sorted(proofs)]
-    cleaning = [slot for slot in found if slot.status in CLEANING]
-    for slot in cleaning:
-        holder = last_holder(conn, slot.id)
-        own = _slot_act(act, holder, "cleaned up")
-        _clean(conn, [slot], proofs, absence, own, holder if measured is None else measured)
-    return bool(cleaning)
+    with ExitStack() as held:
+        found = [held.enter_context(locks.slot(conn, slot_id)) for slot_id in sorted(proofs)]
+        cleaning = [slot for slot in found if slot.status in CLEANING]
+        for slot in cleaning:
+            holder = last_holder(conn, slot.id)
+            own = _slot_act(act, holder, "cleaned up")
+            _clean(conn, [slot], proofs, absence, own, holder if measured is None else measured)
+        return bool(cleaning)
 
 
 def wipe_slots_failed(

@@ -10,7 +10,6 @@ import sqlalchemy as sa
 
 from reconciler.db import clock, journal, locks, rows
 from reconciler.db.journal import advance
-from reconciler.db.rows import Record
 from reconciler.db.schema import Discovery, Node, Slot, history, slots
 from reconciler.lifecycle import gate as slot_gate
 from reconciler.lifecycle.gate import approved, gate, make_available
@@ -105,12 +104,12 @@ def disable(conn: sa.Connection, slot_id: str, act: Act) -> Slot:
 
 def enable(conn: sa.Connection, slot_id: str, act: Act) -> Slot:
     """Want a slot on sale; it is, as soon as its gate lets it."""
-    slot = locks.hold_slot(conn, slot_id)
-    slot_records.update(conn, slot_id, wanted=SlotState.AVAILABLE.value)
-    journal.audit(conn, act, "admin.slot.enabled", "slot", slot_id)
-    if slot.status == SlotState.DISABLED and not gate(conn, slot_id):
-        return make_available(conn, slot_id, act)
-    return slot_records.get(conn, slot_id)
+    with locks.slot(conn, slot_id) as slot:
+        slot_records.update(conn, slot_id, wanted=SlotState.AVAILABLE.value)
+        journal.audit(conn, act, "admin.slot.enabled", "slot", slot_id)
+        if slot.status == SlotState.DISABLED and not gate(conn, slot_id):
+            return make_available(conn, slot_id, act)
+        return slot_records.get(conn, slot_id)
 
 
 def withdraw(conn: sa.Connection, slot_id: str, act: Act) -> Slot:
@@ -251,7 +250,7 @@ def written_off_slots(conn: sa.Connection, node_id: str, act: Act) -> list[str]:
     return given_up
 
 
-def dead_disks(conn: sa.Connection, node_id: str, disks: list[Record], since: float) -> list[str]:
+def dead_disks(conn: sa.Connection, node_id: str, disks: list[Any], since: float) -> list[str]:
     """Those of a whole machine's disks that its latest discovery, after `since`, does not have."""
     latest = _after(conn, node_id, since)
     if latest is None:

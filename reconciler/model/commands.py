@@ -12,8 +12,6 @@ from typing import Any
 from reconciler.model import transitions
 from reconciler.model.states import NodeMode, NodeState, TaskState
 
-Record = Mapping[str, Any]
-
 COMMANDS = {
     ("node", "drain"): "gpuaas nodes drain {id} --reason WHY",
     ("node", "maintain"): "gpuaas nodes maintain {id} --reason WHY",
@@ -52,13 +50,13 @@ _OTHERWISE: dict[tuple[str, str], str] = {
 }
 
 
-def commands(entity: str, record: Record, source: str) -> list[str]:
+def commands(entity: str, record: Mapping[str, Any], source: str) -> list[str]:
     """Commands that are possible for an entity in this state."""
     found = (COMMANDS.get((entity, event)) for event in transitions.events(entity, source))
     return [_told(command, record) for command in found if command]
 
 
-def named(entity: str, record: Record, event: str) -> str:
+def named(entity: str, record: Mapping[str, Any], event: str) -> str:
     """The command for an event; the event's name when only the service causes it."""
     command = COMMANDS.get((entity, event))
     return f"`{_told(command, record)}`" if command else repr(event)
@@ -70,7 +68,7 @@ def sources(entity: str, event: str) -> list[str]:
     return [str(row.source) for row in rows if (row.entity, row.event) == (entity, event)]
 
 
-def remedy(entity: str, record: Record, source: str, event: str) -> str:
+def remedy(entity: str, record: Mapping[str, Any], source: str, event: str) -> str:
     """Remedy for a request whose event is not possible in this state."""
     if (entity, event) in COMMANDS and source in _targets(entity, event):
         return f"nothing: it is {source} already"
@@ -100,5 +98,5 @@ def _targets(entity: str, event: str) -> set[str]:
     return {str(row.target) for row in rows if (row.entity, row.event) == (entity, event)}
 
 
-def _told(text: str, record: Record) -> str:
+def _told(text: str, record: Mapping[str, Any]) -> str:
     return text.format_map({name: record.get(name) for name in ("id", "node_id", "project_id")})

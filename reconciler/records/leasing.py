@@ -9,7 +9,6 @@ import sqlalchemy as sa
 
 from reconciler.db import clock, rows
 from reconciler.db.journal import advance
-from reconciler.db.rows import Record
 from reconciler.db.schema import Node, Task, nodes, tasks
 from reconciler.model.act import Act
 from reconciler.model.states import NodeState, TaskKind, TaskState
@@ -130,7 +129,7 @@ def _take(conn: sa.Connection, task: Task, owner: str, runner: str, seconds: flo
 CONTROLLER_CODES = ("awx_silent", "run_folder_unwritable", "controller_unready")
 
 
-def wait_reasons(conn: sa.Connection, found: Sequence[Task]) -> dict[str, Record]:
+def wait_reasons(conn: sa.Connection, found: Sequence[Task]) -> dict[str, dict[str, Any]]:
     """Reasons by task id, for tasks that have not begun: `code`, `detail`, and fields of the code.
 
     host_unreachable and host_certificate_expired (unreachable_since, attempts, not_before),
@@ -160,7 +159,7 @@ def wait_reasons(conn: sa.Connection, found: Sequence[Task]) -> dict[str, Record
     return why
 
 
-def _reason(task: Task, node: Node, beside: Sequence[Task], now: float) -> Record:
+def _reason(task: Task, node: Node, beside: Sequence[Task], now: float) -> dict[str, Any]:
     lost = node.state == NodeState.UNREACHABLE
     later = task.not_before is not None and task.not_before > now
     if not lost and later and (ours := task.error.get("code")) in CONTROLLER_CODES:

@@ -162,23 +162,23 @@ def refuse_in_use(conn: sa.Connection, id: str, busy: Sequence[SlotState] = BUSY
     For use before a host is restarted, converted, or given up. It waits for the end of a launch
     that is under way, because it locks the slots.
     """
-    locks.hold_slots(conn, id)
-    held = sa.select(slots.c.id, slots.c.status).where(
-        slots.c.node_id == id, slots.c.status.in_(busy)
-    )
-    live = sa.select(claims.c.id, claims.c.state).where(
-        claims.c.node_id == id, claims.c.state.in_(LIVE_CLAIMS)
-    )
-    found = [f"{key} {state}" for query in (held, live) for key, state in conn.execute(query)]
-    if found:
-        raise Problem(
-            "node_in_use",
-            409,
-            expected="a node without claims and without slots in use or in clean-up",
-            found=", ".join(found),
-            remedy="drain the node, release or recover what is on it, then ask again; of a node "
-            "that does not answer, force the release of every allocation",
+    with locks.slots(conn, id):
+        held = sa.select(slots.c.id, slots.c.status).where(
+            slots.c.node_id == id, slots.c.status.in_(busy)
         )
+        live = sa.select(claims.c.id, claims.c.state).where(
+            claims.c.node_id == id, claims.c.state.in_(LIVE_CLAIMS)
+        )
+        found = [f"{key} {state}" for query in (held, live) for key, state in conn.execute(query)]
+        if found:
+            raise Problem(
+                "node_in_use",
+                409,
+                expected="a node without claims and without slots in use or in clean-up",
+                found=", ".join(found),
+                remedy="drain the node, release or recover what is on it, then ask again; of a node"
+                " that does not answer, force the release of every allocation",
+            )
 
 
 def by_admin(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import sqlalchemy as sa
 
 from reconciler.db import journal, rows
-from reconciler.db.rows import Record
 from reconciler.db.schema import RecoveryCase, recovery_cases
 from reconciler.model.errors import not_found
 from reconciler.model.states import OPEN_CASES
@@ -49,7 +50,7 @@ def every_open(conn: sa.Connection) -> list[RecoveryCase]:
     )
 
 
-def steps(conn: sa.Connection, id: str) -> list[Record]:
+def steps(conn: sa.Connection, id: str) -> list[dict[str, Any]]:
     """Every step so far, in order, with `step`, `at` and `evidence`."""
     return [
         {"step": step["step"], "at": row.at, "evidence": step["evidence"]}

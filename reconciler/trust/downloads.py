@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -13,10 +14,8 @@ from reconciler.model.errors import Problem, not_found
 from reconciler.settings import Settings
 from reconciler.trust.ca import Trust, derived_key, open_trust
 
-Record = dict[str, Any]
 
-
-def url(settings: Settings, image: Record) -> str:
+def url(settings: Settings, image: Mapping[str, Any]) -> str:
     """Where a host fetches the image: here for files of ours, otherwise where it was registered.
 
     The same for the same image every time and on every machine of the site, since a run's variables

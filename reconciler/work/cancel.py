@@ -45,7 +45,8 @@ def cancel(
     failure = _failure(task, told, believed=believed)
     handler = HANDLERS.get(task.kind)
     if handler is not None:
-        handler.fail(failed_work(conn, settings, task), failure)
+        with failed_work(conn, settings, task) as work:
+            handler.fail(work, failure)
     if not failure.known:
         claims.fence_off(conn, task.fences)
     return queue.drop(conn, task, act, told)

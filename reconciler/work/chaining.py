@@ -13,7 +13,7 @@ from typing import Any
 
 from reconciler.model.states import TaskKind
 from reconciler.records import queue, slots
-from reconciler.work.handler import Record, Work
+from reconciler.work.handler import Work
 
 # After the bootstrap of a node whose slots were approved in an earlier life as a slice host.
 TO_SLICE = (TaskKind.NODE_BIND_TOPOLOGY, TaskKind.SLICE_TOPOLOGY_DISCOVER, TaskKind.NODE_PARITY)
@@ -24,7 +24,7 @@ def then(kinds: Sequence[TaskKind]) -> dict[str, Any]:
     return {"then": [kind.value for kind in kinds]}
 
 
-def go_on(work: Work, result: Record) -> Record:
+def go_on(work: Work, result: dict[str, Any]) -> dict[str, Any]:
     """Queue the next step, if there is one; the task's result, which names it."""
     rest = [TaskKind(kind) for kind in work.parameters.get("then", ())]
     if not rest:

@@ -87,9 +87,9 @@ def _cancel_task(engine: Engine, settings: Settings, item: Overdue) -> None:
 
 def lose(conn: Connection, settings: Settings, task: Task, act: Act) -> None:
     """What its run did is unknown, for the reason in its error: block, fence off, free nothing."""
-    work = failed_work(conn, settings, task)
     handler = HANDLERS.get(task.kind)
-    if handler is not None:
-        handler.fail(work, Failure("deadline", task.error, {}, known=False))
-    fenced = claims.fence_off(conn, task.fences)
-    queue.lose(conn, task, act.because(act.reason, {"fenced_slots": fenced}), task.error)
+    with failed_work(conn, settings, task) as work:
+        if handler is not None:
+            handler.fail(work, Failure("deadline", task.error, {}, known=False))
+        fenced = claims.fence_off(conn, task.fences)
+        queue.lose(conn, task, act.because(act.reason, {"fenced_slots": fenced}), task.error)

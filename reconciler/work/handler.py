@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,6 @@ from reconciler.profiles import hardware_profile
 from reconciler.records import nodes
 from reconciler.runs.spec import LONGEST_S
 from reconciler.settings import Settings
-
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -114,11 +113,16 @@ def open_work(conn: Connection, settings: Settings, task: Task) -> Work:
     return Work(conn, task, node, profile, settings)
 
 
-def failed_work(conn: Connection, settings: Settings, task: Task) -> Work:
-    """What a failure means for its subject needs no profile, and the profile may be gone by now.
+def locked_subject(conn: Connection, task: Task) -> AbstractContextManager[object]:
+    """Lock the allocation that a task is about; work on a node locks nothing here."""
+    return locks.allocation(conn, task.allocation_id) if task.allocation_id else nullcontext()
 
-    What it may change is held, in the order of everybody else.
+
+@contextmanager
+def failed_work(conn: Connection, settings: Settings, task: Task) -> Iterator[Work]:
+    """A task that failed, with its subject locked.
+
+    The profile is left out: no failure needs it, and it may be gone by now.
     """
-    if task.allocation_id:
-        locks.hold_allocation(conn, task.allocation_id)
-    return Work(conn, task, nodes.get(conn, task.node_id), {}, settings)
+    with locked_subject(conn, task):
+        yield Work(conn, task, nodes.get(conn, task.node_id), {}, settings)

@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Engine, exc
 
-from reconciler.db import clock, locks
+from reconciler.db import clock
 from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.schema import Task
 from reconciler.lifecycle import host
@@ -22,7 +22,7 @@ from reconciler.runs.collect import Outcome, is_untouched
 from reconciler.settings import Settings
 from reconciler.work import chaining as story
 from reconciler.work import retry as again
-from reconciler.work.handler import Failure, Handler, Work, failed_work, open_work
+from reconciler.work.handler import Failure, Handler, Work, failed_work, locked_subject, open_work
 
 # The code of an end that the schema alone refuses, whoever is right: nothing is freed by it.
 REFUSED = "outcome_refused"
@@ -50,9 +50,9 @@ def settle(
         failure = _with_cause(engine, task, outcome, read_failure(outcome))
 
     def fail(conn: Connection, failure: Failure) -> None:
-        work = failed_work(conn, settings, task)
-        if not again.again(work, outcome, failure):
-            _fail(work, handler, outcome, failure)
+        with failed_work(conn, settings, task) as work:
+            if not again.again(work, outcome, failure):
+                _fail(work, handler, outcome, failure)
 
     try:
         retrying(engine, partial(fail, failure=failure))
@@ -71,13 +71,12 @@ def _succeed(
     evidence: dict[str, Any] = {}
 
     def record(conn: Connection) -> None:
-        if task.allocation_id:
-            locks.hold_allocation(conn, task.allocation_id)
-        work = open_work(conn, settings, task)
-        host.record_answer(conn, task.node_id, work.act.because("its run ended well"))
-        evidence.update((outcome.result or {})["evidence"])
-        result = story.go_on(work, handler.succeed(work, evidence))
-        _finish(work.conn, task, TaskState.SUCCEEDED, work.act, result=result)
+        with locked_subject(conn, task):
+            work = open_work(conn, settings, task)
+            host.record_answer(conn, task.node_id, work.act.because("its run ended well"))
+            evidence.update((outcome.result or {})["evidence"])
+            result = story.go_on(work, handler.succeed(work, evidence))
+            _finish(work.conn, task, TaskState.SUCCEEDED, work.act, result=result)
 
     try:
         # A rule may refuse what somebody else was quicker with: that has a name at the next look.

@@ -351,8 +351,7 @@ def _refuse(
 ) -> None:
     """The run could not start: nothing on the host was touched, the task says why."""
     error = refusal.told()
-    with transaction(engine) as conn:
-        work = failed_work(conn, settings, task)
+    with transaction(engine) as conn, failed_work(conn, settings, task) as work:
         # An earlier attempt may have acted, so only a first one proves that nothing was touched.
         failure = Failure("start the run", error, dict(NOTHING_DONE), known=task.attempt <= 1)
         handler.fail(work, failure)

@@ -332,6 +332,7 @@ class Allocation(Row):
 
     id: str
     project_id: str
+    # Never null, although the column allows it: an allocation is written once it has a place.
     node_id: str
     capacity_shape: str
     sku: str

@@ -191,38 +191,39 @@ def wipe_variables(work: Work) -> dict[str, Any]:
 
 def wipe_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     act = work.act.because("wiped and verified")
-    proofs = {slot_id: evidence["proofs"].get(slot_id) for slot_id in _unfenced_slots(work)}
-    missing = sorted(slot_id for slot_id, proof in proofs.items() if proof is None)
-    if missing:
-        raise Problem(
-            "proof_missing",
-            expected="a wipe proof of every slot of the task",
-            found=f"none of {', '.join(missing)}",
-            remedy="read the task's output; repair the slots again",
-        )
-    measured = work.allocation_id or ""
-    slices.wiped_slots(work.conn, proofs, evidence["absence"], act, measured=measured)
+    with locks.node(work.conn, work.task.node_id):
+        proofs = {slot_id: evidence["proofs"].get(slot_id) for slot_id in _unfenced_slots(work)}
+        missing = sorted(slot_id for slot_id, proof in proofs.items() if proof is None)
+        if missing:
+            raise Problem(
+                "proof_missing",
+                expected="a wipe proof of every slot of the task",
+                found=f"none of {', '.join(missing)}",
+                remedy="read the task's output; repair the slots again",
+            )
+        measured = work.allocation_id or ""
+        slices.wiped_slots(work.conn, proofs, evidence["absence"], act, measured=measured)
     return evidence
 
 
 def _unfenced_slots(work: Work) -> list[str]:
-    """The slots that this task was given and that nobody fenced off since.
+    """The slots that this task was given and that nobody fenced off since. Their node is locked.
 
     What the host answers is never the list: it could name slots of others.
     """
-    locks.hold_node(work.conn, work.task.node_id)
     given = {slot["slot_id"]: slot["fence"] for slot in work.parameters["slots"]}
     return claims.unfenced(work.conn, given)
 
 
 def wipe_failed(work: Work, failure: Failure) -> None:
-    slices.wipe_slots_failed(
-        work.conn,
-        _unfenced_slots(work),
-        work.act.because(failure.error["code"], failure.evidence),
-        step=failure.step,
-        error=failure.error,
-    )
+    with locks.node(work.conn, work.task.node_id):
+        slices.wipe_slots_failed(
+            work.conn,
+            _unfenced_slots(work),
+            work.act.because(failure.error["code"], failure.evidence),
+            step=failure.step,
+            error=failure.error,
+        )
 
 
 WIPE = Handler(

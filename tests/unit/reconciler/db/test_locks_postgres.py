@@ -252,8 +252,7 @@ def test_who_removes_a_known_machine_waits_for_its_allocation_and_holds_no_slot(
     with transaction(sold.engine) as conn:
         key = sold.failed(conn)
         (slot,) = recovery.blocked(conn)
-    with transaction(sold.engine) as conn:
-        locks.hold_allocation(conn, key)
+    with transaction(sold.engine) as conn, locks.allocation(conn, key):
         removed = beside(
             lambda: retrying(
                 sold.engine, lambda other: recovery.remove_orphan(other, slot["id"], key, sold.act)

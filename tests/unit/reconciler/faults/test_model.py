@@ -252,12 +252,12 @@ class Story(RuleBasedStateMachine):
             found = [task for task in queue.every(conn) if task.state in OPEN]
         if not found:
             return
-        task = _one(sorted(found, key=lambda one: one["id"]), pick)
+        task = _one(sorted(found, key=lambda one: one.id), pick)
         ours = self._ours(task)
         with transaction(self.engine) as conn:
-            cancel.cancel(conn, self.settings, task["id"], ADMIN)
-        if task["state"] != TaskState.RUNNING:
-            self._dropped(task, ours, "before" if task["attempt"] <= 1 else "lost")
+            cancel.cancel(conn, self.settings, task.id, ADMIN)
+        if task.state != TaskState.RUNNING:
+            self._dropped(task, ours, "before" if task.attempt <= 1 else "lost")
 
     # What workers and hosts do.
 
