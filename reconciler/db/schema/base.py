@@ -38,20 +38,6 @@ class Row:
         id: Any
         generation: int
 
-    if not TYPE_CHECKING:
-
-        def __getitem__(self, name: str) -> Any:
-            return getattr(self, name)
-
-        def get(self, name: str, default: Any = None) -> Any:
-            return getattr(self, name, default)
-
-        def keys(self) -> list[str]:
-            return list(vars(self))
-
-        def items(self) -> Any:
-            return vars(self).items()
-
 
 R = TypeVar("R", bound=type[Row])
 

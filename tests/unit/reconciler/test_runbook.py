@@ -159,4 +159,4 @@ def _clean(world: World, allocation_id: str) -> None:
         given = {claim.slot_id: proof}
         absence = {"absent": True}
         assert slices.wiped(conn, allocation_id, ACT, proofs=given, absence=absence)
-        queue.finish(conn, task["id"], task["lease_token"], TaskState.SUCCEEDED, ACT)
+        queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ACT)

@@ -22,7 +22,7 @@ def failed(world: World) -> str:
     with transaction(world.engine) as conn:
         slices.provision_started(conn, allocation_id, ACT)
         slices.provision_failed(conn, allocation_id, ACT, step="ready", error=ERROR, untouched=None)
-    world.client("admin").post(f"admin/tasks/{task['id']}/cancel")
+    world.client("admin").post(f"admin/tasks/{task.id}/cancel")
     return allocation_id
 
 

@@ -51,11 +51,11 @@ def put_there(world: World) -> None:
     """A worker ends what is queued of keys."""
     with transaction(world.engine) as conn:
         for task in leasing.lease(conn, "w", kinds=[KIND], limit=9):
-            given = task["parameters"]
+            given = task.parameters
             app_operations.began(conn, given["operation_id"], ACT)
             ends = float(given["managed_key"]["expires_at"])
             app_operations.succeeded(conn, given["operation_id"], ACT, expires_at=ends)
-            queue.finish(conn, task["id"], task["lease_token"], TaskState.SUCCEEDED, ACT)
+            queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ACT)
 
 
 @pytest.mark.covers("CTRL-1")
@@ -137,8 +137,8 @@ def test_a_failure_shows_its_code_and_no_address(metal: World, allocation: str) 
     found = {"code": "host_unreachable", "found": "ssh: connect to host 192.0.2.9 port 22"}
     with transaction(metal.engine) as conn:
         (task,) = leasing.lease(conn, "w", kinds=[KIND])
-        app_operations.failed(conn, task["parameters"]["operation_id"], ACT, found)
-        queue.finish(conn, task["id"], task["lease_token"], TaskState.FAILED, ACT, error=found)
+        app_operations.failed(conn, task.parameters["operation_id"], ACT, found)
+        queue.finish(conn, task.id, task.lease_token, TaskState.FAILED, ACT, error=found)
     member = metal.client("member")
     shown = [member.get(f"{at}{part}") for part in ("", "/members", "/member-operations")]
     assert shown[0].json()["waits_for"] == {

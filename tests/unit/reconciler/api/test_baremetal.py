@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from reconciler.db.engine import transaction
+from reconciler.db.schema import Task
 from reconciler.lifecycle import baremetal, host, slices
 from reconciler.lifecycle import evidence as host_evidence
 from reconciler.model.states import NodeMode, TaskState
@@ -32,7 +33,7 @@ def metal(new: World) -> World:
     """A machine that is enrolled and discovered as what it is."""
     assert new.client("admin").post("admin/nodes", json=NODE).status_code == 201
     with transaction(new.engine) as conn:
-        assert nodes.get(conn, "metal")["mode"] == NodeMode.BAREMETAL
+        assert nodes.get(conn, "metal").mode == NodeMode.BAREMETAL
         host.enrolled(conn, "metal", ACT, **discovery()["identity"])
         host.bootstrapped(conn, "metal", ACT, identity=discovery()["identity"])
         host_evidence.record_discovery(conn, "metal", discovery(), ACT)
@@ -50,7 +51,7 @@ def let_in(world: World, allocation_id: str) -> None:
         slices.provision_started(conn, allocation_id, ACT)
         before = {"accounts": {"root": "1"}}
         baremetal.provision_succeeded(conn, allocation_id, ACT, baseline=before, task_id="t")
-        queue.finish(conn, task["id"], task["lease_token"], TaskState.SUCCEEDED, ACT)
+        queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ACT)
 
 
 @pytest.mark.covers("CTRL-15", "CTRL-10")
@@ -135,9 +136,9 @@ def test_a_release_that_failed_is_news_to_who_would_force_it(metal: World) -> No
     before = admin.get(at).headers["ETag"]
     error = {"code": "disk_in_use"}
     with transaction(metal.engine) as conn:
-        fence = nodes.get(conn, "metal")["fence"]
+        fence = nodes.get(conn, "metal").fence
         assert baremetal.release_failed(conn, mine, ACT, fence=fence, step="wipe", error=error)
-        queue.finish(conn, task["id"], task["lease_token"], TaskState.FAILED, ACT)
+        queue.finish(conn, task.id, task.lease_token, TaskState.FAILED, ACT)
     shown = admin.get(at).json()
     assert (shown["state"], shown["error"]) == ("releasing", error)
     stale = admin.post(
@@ -172,18 +173,18 @@ def _leaves(world: World, what: str) -> None:
     let_in(world, mine)
     assert member.post(f"{PATH}/{mine}/release").status_code == 200
     task = world.lease()
-    while task["kind"] != "baremetal.release":
+    while task.kind != "baremetal.release":
         _finished(world, task)
         task = world.lease()
     absence = {"absent": True, "checks": {}}
     drift = [{"access": True, "what": what}]
     evidence = {"absence": absence, "proofs": {}, "drift": drift, "compared": True}
     with transaction(world.engine) as conn:
-        fence = nodes.get(conn, "metal")["fence"]
+        fence = nodes.get(conn, "metal").fence
         assert baremetal.release_succeeded(conn, mine, ACT, fence=fence, evidence=evidence)
     _finished(world, task)
 
 
-def _finished(world: World, task: dict[str, Any]) -> None:
+def _finished(world: World, task: Task) -> None:
     with transaction(world.engine) as conn:
-        queue.finish(conn, task["id"], task["lease_token"], TaskState.SUCCEEDED, ACT)
+        queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ACT)

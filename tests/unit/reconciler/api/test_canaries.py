@@ -81,7 +81,7 @@ def fail(world: World, allocation_id: str) -> None:
     with transaction(world.engine) as conn:
         slices.provision_started(conn, allocation_id, ACT)
         slices.provision_failed(conn, allocation_id, ACT, step="slice_ready", error=ERROR)
-        queue.finish(conn, task["id"], task["lease_token"], TaskState.FAILED, ACT, error=ERROR)
+        queue.finish(conn, task.id, task.lease_token, TaskState.FAILED, ACT, error=ERROR)
 
 
 @pytest.mark.covers("CTRL-10")

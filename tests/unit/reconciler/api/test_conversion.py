@@ -39,7 +39,7 @@ def finish(world: World) -> dict[str, Any]:
     task = world.lease()
     with transaction(world.engine) as conn:
         work = open_work(conn, world.settings, task)
-        return HANDLERS[task["kind"]].succeed(work, {"identity": discovery()["identity"]})
+        return HANDLERS[task.kind].succeed(work, {"identity": discovery()["identity"]})
 
 
 def test_a_slice_host_becomes_bare_metal_and_a_slice_host_again(selling: World) -> None:
@@ -61,7 +61,7 @@ def test_a_slice_host_becomes_bare_metal_and_a_slice_host_again(selling: World) 
     assert (answer.json()["kind"], mode(selling)) == ("node.bootstrap", "converting_to_slice")
     with transaction(selling.engine) as conn:
         node = nodes.get(conn, NODE)
-        assert (node["mode"], node["slice_scheduling"]) == ("converting_to_slice", False)
+        assert (node.mode, node.slice_scheduling) == ("converting_to_slice", False)
 
 
 def test_asking_again_goes_on_with_the_conversion(selling: World) -> None:
@@ -84,12 +84,12 @@ def test_a_dead_slot_goes_to_the_host_with_the_conversion(selling: World) -> Non
         slices.provision_failed(conn, key, ACT, step="slice_ready", error=error)
         (slot,) = claims.held_slots(conn, key)
         document = discovery()
-        alive = [one for one in document["nvme"] if one["identity"] != slot["nvme_identity"]]
+        alive = [one for one in document["nvme"] if one["identity"] != slot.nvme_identity]
         host_evidence.record_discovery(conn, NODE, {**document, "nvme": alive}, ACT)
-        dead = slot_life.withdraw(conn, slot["id"], why)
+        dead = slot_life.withdraw(conn, slot.id, why)
         (kept,) = slot_records.of_node(conn, NODE)
         # One that was free is withdrawn as well: the host holds nothing of it.
-        slot_life.withdraw(conn, slot_life.disable(conn, kept["id"], ACT)["id"], ACT)
+        slot_life.withdraw(conn, slot_life.disable(conn, kept.id, ACT).id, ACT)
     selling.client("admin").post(PATH, json={"to": "baremetal"})
     with transaction(selling.engine) as conn:
         (task,) = queue.every(conn, kind=TaskKind.NODE_CONVERT)
@@ -100,8 +100,8 @@ def test_a_dead_slot_goes_to_the_host_with_the_conversion(selling: World) -> Non
     contract.check_vars("restore_baremetal", whole)
     assert given["slice_written_off"] == [
         {
-            "slot_id": dead["id"],
-            "fence": dead["fence"],
+            "slot_id": dead.id,
+            "fence": dead.fence,
             "allocation_id": key,
             "reason": "no disk any more",
         }
@@ -134,7 +134,7 @@ def on_the_way(world: World, state: SlotState) -> None:
         if state in (SlotState.CLEANUP, SlotState.CLEANUP_BLOCKED):
             slices.provision_failed(conn, key, ACT, step="slice_ready", error=error)
         if state == SlotState.CLEANUP:
-            recovery.repair(conn, claims.held_slots(conn, key)[0]["id"], ACT)
+            recovery.repair(conn, claims.held_slots(conn, key)[0].id, ACT)
 
 
 @pytest.mark.parametrize("state", nodes.BUSY)
@@ -165,8 +165,8 @@ def ended(world: World, evidence: dict[str, Any], **failed: Any) -> dict[str, An
     status = "failed" if failed else "successful"
     document = {"schema": 1, "ok": not failed, "step": "", "error": {}, "evidence": evidence}
     outcome = Outcome("run", status, 0, document | failed, "", "", "", unreachable=False)
-    settle(world.engine, world.settings, HANDLERS[task["kind"]], task, outcome)
-    found: dict[str, Any] = world.client("admin").get(f"admin/tasks/{task['id']}").json()
+    settle(world.engine, world.settings, HANDLERS[task.kind], task, outcome)
+    found: dict[str, Any] = world.client("admin").get(f"admin/tasks/{task.id}").json()
     return found
 
 

@@ -66,18 +66,18 @@ def test_tasks(prepared: World) -> None:
     admin.post(f"admin/nodes/{NODE}/parity")
     task = prepared.lease()
     with transaction(prepared.engine) as conn:
-        held = (task["id"], task["lease_token"])
+        held = (task.id, task.lease_token)
         queue.progress(conn, *held, DOCUMENT)
         queue.finish(conn, *held, TaskState.FAILED, ACT, result=DOCUMENT, error=DOCUMENT)
         conn.execute(sa.update(tables.tasks).values(parameters=DOCUMENT, fences=DOCUMENT))
     (listed,) = admin.get("admin/tasks").json()["items"]
-    shown = admin.get(f"admin/tasks/{task['id']}").json()
+    shown = admin.get(f"admin/tasks/{task.id}").json()
     for row in (listed, shown):
         for name in ("parameters", "fences", "progress", "result", "error"):
             assert same(row[name]), name
     assert "lease_token" not in shown
     assert [same(event["document"]) for event in shown["events"]] == [True]
-    events = {name: document for name, _, document in sent(prepared, task["id"])}
+    events = {name: document for name, _, document in sent(prepared, task.id)}
     assert same(events["progress"])
     assert same(events["end"]["error"])
 

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -20,6 +19,7 @@ from reconciler.api.app import create_app
 from reconciler.client import Client, Event
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
+from reconciler.db.schema import Task
 from reconciler.model.states import Role, TaskState
 from reconciler.records import queue, tokens
 from reconciler.runs.paths import RunPaths
@@ -28,14 +28,12 @@ from tests.unit.reconciler.api.world import ACT, NODE, World
 pytestmark = pytest.mark.covers("CTRL-8")
 
 
-def running(world: World) -> dict[str, Any]:
+def running(world: World) -> Task:
     """A task with a run that has said one thing."""
     world.client("admin").post(f"admin/nodes/{NODE}/parity")
     task = world.lease()
     with transaction(world.engine) as conn:
-        queue.started(
-            conn, task["id"], task["lease_token"], run_id="r", run_directory=str(folder(world))
-        )
+        queue.started(conn, task.id, task.lease_token, run_id="r", run_directory=str(folder(world)))
     say(world, task, "look")
     return task
 
@@ -44,16 +42,16 @@ def folder(world: World) -> Path:
     return world.settings.state_dir / "runs" / "r"
 
 
-def say(world: World, task: dict[str, Any], *names: str) -> None:
+def say(world: World, task: Task, *names: str) -> None:
     with transaction(world.engine) as conn:
         lines = [{"at": "2026-01-01T00:00:00", "event": "ok", "task": name} for name in names]
-        queue.progress(conn, task["id"], task["lease_token"], *lines)
+        queue.progress(conn, task.id, task.lease_token, *lines)
 
 
-def end(world: World, task: dict[str, Any], state: TaskState = TaskState.SUCCEEDED) -> None:
+def end(world: World, task: Task, state: TaskState = TaskState.SUCCEEDED) -> None:
     with transaction(world.engine) as conn:
         error = {"code": "no_kvm"} if state is TaskState.FAILED else None
-        queue.finish(conn, task["id"], task["lease_token"], state, ACT, error=error)
+        queue.finish(conn, task.id, task.lease_token, state, ACT, error=error)
 
 
 @pytest.fixture
@@ -84,7 +82,7 @@ def told(event: Event) -> str:
 def test_events_come_while_the_task_runs_and_end_with_it(prepared: World, service: str) -> None:
     task = running(prepared)
     reader = Client(service, prepared.secrets["admin"])
-    stream = reader.events(f"/admin/tasks/{task['id']}/events")
+    stream = reader.events(f"/admin/tasks/{task.id}/events")
     begun = [next(stream) for _ in range(3)]
     assert [told(event) for event in begun] == ["queued", "running", "look"]
     say(prepared, task, "measure", "report")
@@ -100,7 +98,7 @@ def test_a_reader_that_was_cut_off_misses_nothing_and_hears_nothing_twice(
     prepared: World, service: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = running(prepared)
-    path = f"/admin/tasks/{task['id']}/events"
+    path = f"/admin/tasks/{task.id}/events"
     end(prepared, task)
     reader = Client(service, prepared.secrets["admin"])
     whole = list(reader.events(path))
@@ -130,7 +128,7 @@ def test_a_stream_ends_with_its_token(
 ) -> None:
     monkeypatch.setattr(eventstream, "_ASK_S", 0.05)
     task = running(prepared)
-    path = f"{service}/api/v1/admin/tasks/{task['id']}/events"
+    path = f"{service}/api/v1/admin/tasks/{task.id}/events"
     with transaction(prepared.engine) as conn:
         issued, secret = tokens.issue(conn, ACT, role=Role.PLATFORM_ADMIN, name="leaver", ttl_s=60)
     with httpx.stream("GET", path, headers=bearer(secret), timeout=10, trust_env=False) as stream:
@@ -144,7 +142,7 @@ def test_a_stream_ends_with_its_token(
             pass
         with transaction(prepared.engine) as conn:
             if how == "revoked":
-                tokens.revoke(conn, issued["id"], ACT)
+                tokens.revoke(conn, issued.id, ACT)
             else:
                 conn.execute(sa.update(tables.api_tokens).values(expires_at=1.0))
         time.sleep(0.5)
@@ -163,9 +161,9 @@ def test_what_is_asked_wrongly(prepared: World) -> None:
     assert admin.get("admin/tasks/none/events").json()["code"] == "task_not_found"
     task = running(prepared)
     wrong = {"Last-Event-ID": "yesterday"}
-    answer = admin.get(f"admin/tasks/{task['id']}/events", headers=wrong)
+    answer = admin.get(f"admin/tasks/{task.id}/events", headers=wrong)
     assert answer.json()["code"] == "request_invalid"
-    member = prepared.client("member").get(f"admin/tasks/{task['id']}/events")
+    member = prepared.client("member").get(f"admin/tasks/{task.id}/events")
     assert member.status_code == 403
 
 
@@ -173,7 +171,7 @@ def test_each_event_is_one_line_of_data(prepared: World) -> None:
     task = running(prepared)
     say(prepared, task, "two\nlines\r\nid: 9.9")
     end(prepared, task, TaskState.FAILED)
-    answer = prepared.client("admin").get(f"admin/tasks/{task['id']}/events")
+    answer = prepared.client("admin").get(f"admin/tasks/{task.id}/events")
     assert answer.headers["Content-Type"].startswith("text/event-stream")
     blocks = [block.splitlines() for block in answer.text.split("\n\n") if block]
     assert all([line.split(":")[0] for line in b] == ["event", "id", "data"] for b in blocks)
@@ -183,8 +181,8 @@ def test_each_event_is_one_line_of_data(prepared: World) -> None:
 def test_output_without_secrets(prepared: World) -> None:
     admin = prepared.client("admin")
     task = running(prepared)
-    path = f"admin/tasks/{task['id']}/output"
-    nothing = {"task_id": task["id"], "here": False, "output": ""}
+    path = f"admin/tasks/{task.id}/output"
+    nothing = {"task_id": task.id, "here": False, "output": ""}
     assert admin.get(path).json() == nothing
     said = RunPaths(folder(prepared)).output
     said.parent.mkdir(parents=True)
@@ -192,5 +190,5 @@ def test_output_without_secrets(prepared: World) -> None:
     found = admin.get(path).json()
     assert (found["here"], "ok: [n1]" in found["output"]) == (True, True)
     assert "planted" not in found["output"]
-    assert "planted" not in admin.get(f"admin/tasks/{task['id']}").text
+    assert "planted" not in admin.get(f"admin/tasks/{task.id}").text
     assert admin.get(path, params={"limit": 8}).json()["output"] != found["output"]

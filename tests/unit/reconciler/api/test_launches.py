@@ -42,7 +42,7 @@ def activate(world: World, allocation_id: str) -> None:
     with transaction(world.engine) as conn:
         slices.provision_started(conn, allocation_id, ACT)
         slices.provision_succeeded(conn, allocation_id, ACT, connection=connection)
-        queue.finish(conn, task["id"], task["lease_token"], TaskState.SUCCEEDED, ACT)
+        queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ACT)
 
 
 @pytest.mark.covers("CTRL-4")

@@ -67,7 +67,7 @@ def app_instance(world: World) -> str:
         wish = apps.NewApp(
             project_id="demo", slug="slurm-reference", name="s", managed_key="k", controller_id=mine
         )
-        return str(apps.create(conn, wish, ACT)["id"])
+        return str(apps.create(conn, wish, ACT).id)
 
 
 @pytest.fixture
@@ -78,9 +78,9 @@ def nobodies(selling: World) -> dict[str, str]:
         for name in ("expired", "revoked"):
             record, made[name] = tokens.issue(conn, ACT, role=Role.PLATFORM_ADMIN, name=name)
             if name == "revoked":
-                tokens.revoke(conn, record["id"], ACT)
+                tokens.revoke(conn, record.id, ACT)
             else:
-                past = sa.update(api_tokens).where(api_tokens.c.id == record["id"])
+                past = sa.update(api_tokens).where(api_tokens.c.id == record.id)
                 conn.execute(past.values(expires_at=1.0))
     admin = selling.secrets["admin"]
     return {

@@ -175,11 +175,11 @@ def test_who_gives_no_reason_is_named(selling: World) -> None:
     with transaction(selling.engine) as conn:
         changes = journal.history_of(conn, "slot", slot)
         payloads = [
-            event["payload"]
+            event.payload
             for event in journal.pending_events(conn, 10_000)
-            if event["topic"] == "slot.disabled" and event["subject_id"] == slot
+            if event.topic == "slot.disabled" and event.subject_id == slot
         ]
-    assert [row["reason"] for row in changes][-3:] == [nobody, "gate passed", nobody]
+    assert [row.reason for row in changes][-3:] == [nobody, "gate passed", nobody]
     assert [payload["reason"] for payload in payloads][-2:] == [nobody, nobody]
 
 

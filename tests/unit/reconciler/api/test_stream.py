@@ -93,15 +93,15 @@ def told(world: World, state: TaskState, folder: Path) -> str:
         recorder({"event": kind, "event_data": data})
     lines, offset = collect.progress(folder)
     with transaction(world.engine) as conn:
-        held = (task["id"], task["lease_token"])
+        held = (task.id, task.lease_token)
         queue.progress(conn, *held, *lines, offset=offset)
         queue.wait(conn, *held, "host_unreachable", seconds=0, act=ACT)
     task = world.lease()
     with transaction(world.engine) as conn:
         error = {"code": "no_kvm"} if state is TaskState.FAILED else None
-        queue.cancel(conn, task["id"], ACT)
-        queue.finish(conn, task["id"], task["lease_token"], state, ACT, error=error)
-    return str(task["id"])
+        queue.cancel(conn, task.id, ACT)
+        queue.finish(conn, task.id, task.lease_token, state, ACT, error=error)
+    return str(task.id)
 
 
 @pytest.mark.parametrize("state", [TaskState.SUCCEEDED, TaskState.FAILED, TaskState.CANCELED])

@@ -20,17 +20,17 @@ def test_read(prepared: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert admin.get(f"admin/tasks/{queued['id']}").json()["output"] == ""
     task = prepared.lease()
     with transaction(prepared.engine) as conn:
-        held = (task["id"], task["lease_token"])
+        held = (task.id, task.lease_token)
         queue.started(conn, *held, run_id="r", run_directory=str(tmp_path))
         queue.progress(conn, *held, {"at": 1.0, "event": "ok", "task": "look"})
     monkeypatch.setattr(collect, "output", lambda folder, limit: f"{folder} {limit}")
 
-    found = admin.get(f"admin/tasks/{task['id']}").json()
+    found = admin.get(f"admin/tasks/{task.id}").json()
     assert found["output"] == f"{tmp_path} 20000"
     assert (found["state"], found["progress"]["task"]) == ("running", "look")
     assert [event["document"]["event"] for event in found["events"]] == ["ok"]
     assert "lease_token" not in found
-    assert task["lease_token"] not in str(found)
+    assert task.lease_token not in str(found)
 
 
 @pytest.mark.covers("CTRL-8")

@@ -21,16 +21,16 @@ def launched(world: World) -> str:
     with transaction(world.engine) as conn:
         wanted = launch.Launch(
             project_id="demo", gpu_count=1, username="u", ssh_keys=[KEY], hostname="h",
-            image_id=images.every(conn)[0]["id"],
+            image_id=images.every(conn)[0].id,
         )  # fmt: skip
         allocation = launch.allocate(conn, wanted, ACT)
     task = world.lease()
     with transaction(world.engine) as conn:
-        held = (task["id"], task["lease_token"])
+        held = (task.id, task.lease_token)
         queue.started(conn, *held, run_id="r", run_directory="r")
         lines = ({"event": "started", "task": "one"}, {"event": "ok", "task": "one"})
         queue.progress(conn, *held, *lines, offset=7)
-    return str(allocation["id"])
+    return str(allocation.id)
 
 
 def read(world: World, path: str, limit: int) -> list[dict[str, Any]]:
@@ -80,7 +80,7 @@ def test_of_a_request(selling: World) -> None:
     launched_id = answer.json()["id"]
     task = selling.lease()
     with transaction(selling.engine) as conn:
-        held = (task["id"], task["lease_token"])
+        held = (task.id, task.lease_token)
         queue.started(conn, *held, run_id="r", run_directory="r")
         queue.progress(conn, *held, {"event": "started", "task": "one"}, offset=7)
         told = journal.pending_events(conn, 10_000)
@@ -92,8 +92,8 @@ def test_of_a_request(selling: World) -> None:
     entities = ("allocation", "claim", "slot", "task")
     assert kinds == {*(("state", entity) for entity in entities), ("progress", ""), ("audit", "")}
     assert {row["allocation_id"] for row in whole if row["type"] == "progress"} == {launched_id}
-    mine = [row for row in told if row["correlation_id"] == "asked-once"]
-    assert {row["subject_kind"] for row in mine} >= {"allocation", "slot", "task"}
+    mine = [row for row in told if row.correlation_id == "asked-once"]
+    assert {row.subject_kind for row in mine} >= {"allocation", "slot", "task"}
     audited = admin.get("admin/audit", params={"correlation_id": "asked-once"}).json()["items"]
     assert [row["subject_id"] for row in audited] == [launched_id]
     assert read(selling, "admin/correlations/nothing/timeline", 5) == []

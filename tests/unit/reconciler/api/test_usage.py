@@ -69,7 +69,7 @@ def test_a_period_of_the_past_stays_as_it_is(used: tuple[World, list[str]]) -> N
     world, made = used
     admin = world.client("admin")
     with transaction(world.engine) as conn:
-        since = allocations.get(conn, made[1])["activated_at"]
+        since = allocations.get(conn, made[1]).activated_at
     end = datetime.fromtimestamp(since, UTC) + timedelta(milliseconds=1)
     query = {"from": "2020-01-01T00:00:00Z", "to": end.isoformat()}
     answers = [admin.get(SITE, params=query).json() for _ in range(2)]

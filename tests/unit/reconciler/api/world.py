@@ -17,6 +17,7 @@ from sqlalchemy import Engine
 from reconciler.api.app import PREFIX, create_app
 from reconciler.db.engine import open_engine, transaction
 from reconciler.db.migrations import migrate
+from reconciler.db.schema import Task
 from reconciler.lifecycle import evidence, gate, host
 from reconciler.model.act import Act
 from reconciler.model.states import Role
@@ -135,7 +136,7 @@ class World:
         assert admin.put(f"admin/nodes/{NODE}/scheduling", json=on).status_code == 200
         assert admin.put("admin/settings/slice-scheduling", json=on).status_code == 200
 
-    def lease(self) -> dict[str, Any]:
+    def lease(self) -> Task:
         """Take the next task as a worker would."""
         with transaction(self.engine) as conn:
             (task,) = leasing.lease(conn, "test")

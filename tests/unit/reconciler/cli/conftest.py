@@ -57,7 +57,7 @@ class Gpuaas:
                 result = act(conn, task)
                 error = result.pop("error", None)
                 state = TaskState.FAILED if error else TaskState.SUCCEEDED
-                held = (task["id"], task["lease_token"])
+                held = (task.id, task.lease_token)
                 queue.finish(conn, *held, state, ACT, result=result, error=error)
             return own.get(f"/admin/tasks/{task_id}")
 

@@ -214,7 +214,7 @@ def test_nobody_waits_for_a_release_that_has_failed(
     def fail(_seconds: float) -> None:
         task = selling.lease()
         with transaction(selling.engine) as conn:
-            queue.finish(conn, task["id"], task["lease_token"], TaskState.FAILED, ACT, error=error)
+            queue.finish(conn, task.id, task.lease_token, TaskState.FAILED, ACT, error=error)
             slices.release_failed(conn, key, ACT, step="wipe", error=error)
 
     monkeypatch.setattr("time.sleep", fail)

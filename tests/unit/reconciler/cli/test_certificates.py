@@ -15,6 +15,7 @@ import sqlalchemy as sa
 from reconciler.db import clock
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
+from reconciler.db.schema import Task
 from reconciler.settings import Settings
 from reconciler.trust import ca, keygen
 from reconciler.work import worker
@@ -59,11 +60,11 @@ def discovered(world: World, runs: Runs) -> dict[str, Any]:
     asked = world.client("admin").post(f"admin/nodes/{NODE}/slice-topology/discovery")
     assert asked.status_code == 202, asked.text
     task = world.lease()
-    assert task["id"] == asked.json()["id"]
+    assert task.id == asked.json()["id"]
     runs.ends(evidence={"discovery": discovery()})
     settings = world.settings.model_copy(update={"poll_s": 0.01})
     worker.attend(world.engine, settings, task, threading.Event())
-    ended: dict[str, Any] = world.client("admin").get(f"admin/tasks/{task['id']}").json()
+    ended: dict[str, Any] = world.client("admin").get(f"admin/tasks/{task.id}").json()
     return ended
 
 
@@ -112,10 +113,10 @@ def test_the_end_of_a_certificate_is_seen_before_it_comes(
 def test_a_certificate_is_renewed_on_request(enrolled: World, gpuaas: Gpuaas) -> None:
     left(enrolled, 10)
 
-    def act(conn: Any, task: dict[str, Any]) -> dict[str, Any]:
+    def act(conn: Any, task: Task) -> dict[str, Any]:
         evidence = {"certificate": {"serial": "1", "principals": [NODE], "valid_until": "x"}}
         settings = Settings(state_dir=enrolled.settings.state_dir)
-        return HANDLERS[task["kind"]].succeed(open_work(conn, settings, task), evidence)
+        return HANDLERS[task.kind].succeed(open_work(conn, settings, task), evidence)
 
     run = gpuaas.at(enrolled).ending(enrolled, act)
     run("nodes", "renew-certificate", NODE)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from reconciler.db.schema import Task
 from reconciler.model.states import TaskKind
 from reconciler.work import chaining as story
 from reconciler.work.handler import open_work
@@ -31,9 +32,9 @@ def test_one_command_is_followed_to_its_end(
         TaskKind.NODE_PARITY: {"parity": report},
     }
 
-    def act(conn: Any, task: dict[str, Any]) -> dict[str, Any]:
+    def act(conn: Any, task: Task) -> dict[str, Any]:
         work = open_work(conn, selling.settings, task)
-        kind = task["kind"]
+        kind = task.kind
         return story.go_on(work, HANDLERS[kind].succeed(work, evidence[kind]))
 
     run = gpuaas.at(selling).ending(selling, act)

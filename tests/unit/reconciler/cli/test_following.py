@@ -13,6 +13,7 @@ from reconciler.cli import tasks
 from reconciler.cli.session import Session
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
+from reconciler.db.schema import Task
 from reconciler.model.states import TaskState
 from reconciler.records import queue
 from tests.unit.reconciler.api.test_launches import launch
@@ -22,12 +23,12 @@ from tests.unit.reconciler.cli.conftest import Gpuaas
 pytestmark = pytest.mark.covers("CTRL-8", "CTRL-12")
 
 
-def ended(world: World, state: TaskState = TaskState.SUCCEEDED) -> dict[str, Any]:
+def ended(world: World, state: TaskState = TaskState.SUCCEEDED) -> Task:
     """An ended task with a single event."""
     world.client("admin").post(f"admin/nodes/{NODE}/parity")
     task = world.lease()
     with transaction(world.engine) as conn:
-        held = (task["id"], task["lease_token"])
+        held = (task.id, task.lease_token)
         queue.progress(
             conn, *held, {"at": "now", "event": "failed", "task": "look", "code": "no_nat"}
         )
@@ -78,24 +79,24 @@ def test_trace_tells_what_followed_from_a_request(prepared: World, gpuaas: Gpuaa
 
 def test_follow_tells_everything_and_fails_with_the_task(prepared: World, gpuaas: Gpuaas) -> None:
     task = ended(prepared)
-    gpuaas.at(prepared)("tasks", "follow", task["id"])
+    gpuaas.at(prepared)("tasks", "follow", task.id)
     assert gpuaas.status == 0, gpuaas.err
     told = [line.split()[1:] for line in gpuaas.err.splitlines()]
     assert [words[0].rstrip(":") for words in told] == ["queued", "running", "failed", "succeeded"]
     assert "look  no_nat" in gpuaas.err
-    gpuaas("tasks", "follow", task["id"], "--output", "json")
+    gpuaas("tasks", "follow", task.id, "--output", "json")
     events = [json.loads(line)["event"] for line in gpuaas.out.splitlines()]
     assert events[-1] == "end" and len(events) == 5
 
     bad = ended(prepared, TaskState.FAILED)
-    gpuaas("tasks", "follow", bad["id"])
+    gpuaas("tasks", "follow", bad.id)
     assert (gpuaas.status, "no_nat" in gpuaas.err) == (1, True)
 
 
 def test_output_and_why_a_task_waits(prepared: World, gpuaas: Gpuaas, tmp_path: Path) -> None:
-    gpuaas.at(prepared)("tasks", "output", ended(prepared)["id"])
+    gpuaas.at(prepared)("tasks", "output", ended(prepared).id)
     assert (gpuaas.status, gpuaas.out, "no run has begun" in gpuaas.err) == (0, "", True)
-    gpuaas("tasks", "cancel", ended(prepared)["id"])
+    gpuaas("tasks", "cancel", ended(prepared).id)
     assert (gpuaas.status, "it had succeeded" in gpuaas.err) == (0, True)
     prepared.client("admin").post(f"admin/nodes/{NODE}/bootstrap")
     assert "worker" in gpuaas("tasks", "list", "--state", "queued")

@@ -12,6 +12,7 @@ from reconciler.cli import recovery as command
 from reconciler.client import Client
 from reconciler.db import journal
 from reconciler.db.engine import reading, transaction
+from reconciler.db.schema import Task
 from reconciler.lifecycle import host as host_life
 from reconciler.lifecycle import recovery, slices
 from reconciler.model.states import TaskKind, TaskState
@@ -105,24 +106,24 @@ class Host:
                 for task in leasing.lease(conn, "test", kinds=[TaskKind.SLICE_ABSENCE_VERIFY]):
                     self.look(conn, task)
 
-    def look(self, conn: Any, task: dict[str, Any]) -> None:
-        held = (task["id"], task["lease_token"])
+    def look(self, conn: Any, task: Task) -> None:
+        held = (task.id, task.lease_token)
         if self.error:
             queue.finish(conn, *held, TaskState.FAILED, ACT, error=self.error)
             return
         report = {"absent": self.absent.pop(0), "checks": {}}
-        times = {"task_id": task["id"], "observed_at": task["started_at"]}
-        reports.record_absence(conn, task["allocation_id"], report, ACT, **times)
+        times = {"task_id": task.id, "observed_at": task.started_at}
+        reports.record_absence(conn, task.allocation_id, report, ACT, **times)
         queue.finish(conn, *held, TaskState.SUCCEEDED, ACT, result={"absence": report})
 
     def wipe(self, _seconds: float = 0) -> None:
         task = self.world.lease()
-        assert task["kind"] == TaskKind.SLICE_WIPE
+        assert task.kind == TaskKind.SLICE_WIPE
         with transaction(self.world.engine) as conn:
-            allocation_id = task["allocation_id"]
+            allocation_id = task.allocation_id
             given = proofs(conn, allocation_id)
             slices.wiped(conn, allocation_id, ACT, proofs=given, absence={"absent": True})
-            queue.finish(conn, task["id"], task["lease_token"], TaskState.SUCCEEDED, ACT)
+            queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ACT)
 
 
 @pytest.fixture
@@ -191,9 +192,9 @@ def test_recover_does_the_whole_runbook(
     assert event["detail"]["runtime_verified_absent"] is looks[0]
     with reading(selling.engine) as conn:
         asked = queue.every(conn, allocation_id=allocation_id, kind=TaskKind.SLICE_ABSENCE_VERIFY)
-        begun = [journal.history_of(conn, "task", task["id"])[0] for task in asked]
+        begun = [journal.history_of(conn, "task", task.id)[0] for task in asked]
         acts = [*begun, *journal.audit_rows(conn, action="admin.slot.repair")]
-    assert {row["reason"] for row in acts} == {"demo"}
+    assert {row.reason for row in acts} == {"demo"}
     # Each step said what it found as it found it, not at the end.
     told = said(gpuaas.err)
     assert [step for step, lines in told.items() if not lines] == []
@@ -220,10 +221,10 @@ def test_recover_first_ends_a_run_that_is_alive(selling: World, gpuaas: Gpuaas, 
 
     def run_ends() -> None:
         with transaction(selling.engine) as conn:
-            run = queue.get(conn, task["id"])
-            assert run["cancel_requested"], "it was told to end before anything waits for it"
-            if run["state"] == TaskState.RUNNING:
-                queue.finish(conn, run["id"], task["lease_token"], TaskState.CANCELED, ACT)
+            run = queue.get(conn, task.id)
+            assert run.cancel_requested, "it was told to end before anything waits for it"
+            if run.state == TaskState.RUNNING:
+                queue.finish(conn, run.id, task.lease_token, TaskState.CANCELED, ACT)
 
     host.before_look = run_ends
     host.absent = [True]
@@ -236,7 +237,7 @@ def test_recover_first_ends_a_run_that_is_alive(selling: World, gpuaas: Gpuaas, 
     with reading(selling.engine) as conn:
         (claim,) = of_allocation(conn, allocation_id)
         # Once when it was ended, once for the clean-up.
-        assert slot_records.get(conn, claim["slot_id"])["fence"] == claim["fence"] + 2
+        assert slot_records.get(conn, claim.slot_id).fence == claim.fence + 2
 
 
 @pytest.mark.covers("CTRL-7")
@@ -343,7 +344,7 @@ def stuck_beside(world: World) -> str:
     with transaction(world.engine) as conn:
         slices.provision_started(conn, allocation_id, ACT)
         slices.provision_failed(conn, allocation_id, ACT, step="ready", error=error, untouched=None)
-        assert task["allocation_id"] == allocation_id
+        assert task.allocation_id == allocation_id
         conn.exec_driver_sql("UPDATE tasks SET state = 'canceled'")
     return allocation_id
 

@@ -19,8 +19,8 @@ def test_the_first_token(new: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyP
     with reading(new.engine) as conn:
         record = tokens.authenticate(conn, gpuaas.out.strip())
     assert record is not None
-    assert (record["role"], record["name"], record["project_id"]) == ("platform-admin", "me", None)
-    assert record["expires_at"] - record["created_at"] == pytest.approx(86_400, abs=60)
+    assert (record.role, record.name, record.project_id) == ("platform-admin", "me", None)
+    assert record.expires_at - record.created_at == pytest.approx(86_400, abs=60)
 
     gpuaas(
         "token", "create", "--role", "project-member", "--name", "m", "--project", "demo", "--save"
@@ -29,7 +29,7 @@ def test_the_first_token(new: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyP
     assert (gpuaas.out, stat.S_IMODE(file.stat().st_mode)) == ("", 0o600)
     with reading(new.engine) as conn:
         member = tokens.authenticate(conn, file.read_text().strip())
-    assert member is not None and member["project_id"] == "demo"
+    assert member is not None and member.project_id == "demo"
 
 
 def test_tokens_belong_to_somebody(
@@ -65,7 +65,7 @@ def test_a_members_token_by_the_projects_name(
     gpuaas(*words, "team-a")
     with reading(new.engine) as conn:
         member = tokens.authenticate(conn, gpuaas.out.strip())
-    assert member is not None and member["project_id"] == key
+    assert member is not None and member.project_id == key
     gpuaas(*words, "nobody")
     assert (gpuaas.status, "project_not_found" in gpuaas.err) == (1, True)
 

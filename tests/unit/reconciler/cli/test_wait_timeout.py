@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from reconciler.db.engine import transaction
+from reconciler.db.schema import Task
 from reconciler.lifecycle import slices
 from reconciler.model.states import TaskState
 from reconciler.records import queue
@@ -79,15 +80,15 @@ def test_release_waits_as_long_as_its_run_may_take(
     activate(selling, key)
 
     def run_begins() -> None:
-        task.update(begun(selling, deadline_s=8 * 14_400))
+        tasks.append(begun(selling, deadline_s=8 * 14_400))
 
     def run_ends() -> None:
         with transaction(selling.engine) as conn:
             gone = {"absent": True}
             slices.release_succeeded(conn, key, ACT, proofs=proofs(conn, key), absence=gone)
-            queue.finish(conn, task["id"], task["lease_token"], TaskState.SUCCEEDED, ACT)
+            queue.finish(conn, tasks[0].id, tasks[0].lease_token, TaskState.SUCCEEDED, ACT)
 
-    task: dict[str, Any] = {}
+    tasks: list[Task] = []
     hours.then = {HOUR: run_begins, 30 * HOUR: run_ends}
     gpuaas.at(selling, "member")("release", key, "--project", "demo", "--output", "json")
     assert gpuaas.status == 0, gpuaas.err
@@ -107,14 +108,14 @@ def test_release_gives_up_when_its_time_is_over(
 def test_a_task_that_runs_has_its_own_deadline(
     selling: World, gpuaas: Gpuaas, hours: Passing
 ) -> None:
-    task: dict[str, Any] = {}
+    tasks: list[Task] = []
 
     def begins() -> None:
-        task.update(begun(selling, deadline_s=14_400))
+        tasks.append(begun(selling, deadline_s=14_400))
 
     def fails() -> None:
         with transaction(selling.engine) as conn:
-            held = (task["id"], task["lease_token"])
+            held = (tasks[0].id, tasks[0].lease_token)
             queue.finish(conn, *held, TaskState.FAILED, ACT, error={"code": "no_kvm"})
 
     hours.then = {HOUR: begins, 5 * HOUR: fails}
@@ -135,15 +136,15 @@ def test_a_task_waits_its_turn_behind_one_of_hours(
 ) -> None:
     bootstrap = selling.client("admin").post(f"admin/nodes/{NODE}/bootstrap").json()
     before = begun(selling, deadline_s=14_400)
-    assert before["id"] == bootstrap["id"]
+    assert before.id == bootstrap["id"]
 
     def turns() -> None:
         with transaction(selling.engine) as conn:
-            held = (before["id"], before["lease_token"])
+            held = (before.id, before.lease_token)
             queue.finish(conn, *held, TaskState.FAILED, ACT, error={"code": "no_kvm"})
         mine = selling.lease()
         with transaction(selling.engine) as conn:
-            held = (mine["id"], mine["lease_token"])
+            held = (mine.id, mine.lease_token)
             queue.finish(conn, *held, TaskState.FAILED, ACT, error={"code": "its_turn"})
 
     hours.then[4 * HOUR] = turns
@@ -151,11 +152,11 @@ def test_a_task_waits_its_turn_behind_one_of_hours(
     assert (gpuaas.status, "its_turn" in gpuaas.err) == (1, True), gpuaas.err
 
 
-def begun(world: World, *, deadline_s: int) -> dict[str, Any]:
+def begun(world: World, *, deadline_s: int) -> Task:
     """The next task, with a run that may take so long."""
     task = world.lease()
     with transaction(world.engine) as conn:
-        held = (task["id"], task["lease_token"])
+        held = (task.id, task.lease_token)
         begun = queue.started(conn, *held, run_id="r", run_directory="", deadline_s=deadline_s)
         queue.extend_deadlines(conn, begun)
     return begun

@@ -65,7 +65,7 @@ def told(engine: sa.Engine) -> list[Event]:
         rows = journal.pending_events(conn, 10_000)
     return [
         {name: value for name, value in row.items() if name != "published_at"}
-        | {"at": clock.iso(row["at"])}
+        | {"at": clock.iso(row.at)}
         for row in rows
     ]
 

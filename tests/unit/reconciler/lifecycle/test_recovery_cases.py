@@ -13,6 +13,7 @@ import sqlalchemy as sa
 from reconciler.db import clock, journal, leader
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading, retrying, transaction
+from reconciler.db.schema import RecoveryCase
 from reconciler.lifecycle import (
     host,
     invariants,
@@ -62,12 +63,12 @@ class Story:
     def policy(self, **values: Any) -> None:
         self.do(lambda conn: recovery_policy.write(conn, Policy(**values), ADMIN))
 
-    def play(self) -> dict[str, Any]:
+    def play(self) -> RecoveryCase:
         """One look of the leader; the case as it is then."""
         play_recovery_cases(self.site.engine, Settings())
         return self.case()
 
-    def case(self) -> dict[str, Any]:
+    def case(self) -> RecoveryCase:
         with reading(self.site.engine) as conn:
             return case_records.latest(conn, self.key)
 
@@ -81,9 +82,9 @@ class Story:
 
         def work(conn: sa.Connection) -> None:
             task = self.site.finish(conn, LOOK)
-            times = {"task_id": task["id"], "observed_at": task["started_at"]}
+            times = {"task_id": task.id, "observed_at": task.started_at}
             report = {"absent": absent, "checks": {}}
-            reports.record_absence(conn, task["allocation_id"], report, ADMIN, **times)
+            reports.record_absence(conn, task.allocation_id, report, ADMIN, **times)
 
         self.do(work)
 
@@ -102,7 +103,7 @@ class Story:
     def steps(self) -> list[str]:
         with reading(self.site.engine) as conn:
             case = case_records.latest(conn, self.key)
-            return [step["step"] for step in case_records.steps(conn, case["id"])]
+            return [step["step"] for step in case_records.steps(conn, case.id)]
 
     def tasks(self, kind: TaskKind) -> int:
         return len(self.do(lambda conn: queue.every(conn, kind=kind)))
@@ -133,17 +134,17 @@ def story(sold: Site) -> Iterator[Story]:
 def whole_way(story: Story, before_move: Callable[[], None], *, absent: bool) -> None:
     """From the opened case to its end."""
     before_move()
-    assert story.play()["state"] == "verifying"
+    assert story.play().state == "verifying"
     story.answer(absent=absent)
     before_move()
-    assert story.play()["state"] == "cleaning"
+    assert story.play().state == "cleaning"
     story.wipe()
     before_move()
     if not absent:
-        assert story.play()["state"] == "confirming"
+        assert story.play().state == "confirming"
         story.answer()
         before_move()
-    assert story.play()["state"] == "recovered"
+    assert story.play().state == "recovered"
 
 
 @pytest.mark.parametrize("absent", [True, False])
@@ -157,7 +158,7 @@ def test_a_leader_that_is_killed_in_any_move_does_nothing_twice(story: Story, ab
             assert recovery_cases.play(conn, case_id) is not None
             raise Killed
         assert story.case() == before
-        killed.append(before["state"])
+        killed.append(before.state)
 
     whole_way(story, dies, absent=absent)
     looks = 1 if absent else 2
@@ -172,7 +173,7 @@ def test_a_leader_that_is_killed_in_any_move_does_nothing_twice(story: Story, ab
     )
     assert story.statuses() == ["available", "available"]
     case = story.case()
-    assert (len(case["proof_ids"]), len(case["slot_ids"])) == (1, 1)
+    assert (len(case.proof_ids), len(case.slot_ids)) == (1, 1)
     after = [] if absent else ["runtime_absence_after"]
     middle = ["force_cleanup"] if absent else ["force_cleanup", "repair"]
     assert story.steps() == [
@@ -200,16 +201,16 @@ def test_an_old_leader_moves_nothing(story: Story) -> None:
         assert leader.campaign(conn, leader.LOOPS, "new", 30) is not None
     with pytest.raises(leader.Deposed):
         play_recovery_cases(leader.led_by(story.site.engine, lease), Settings())
-    assert (story.case()["state"], story.tasks(LOOK)) == ("opened", 0)
+    assert (story.case().state, story.tasks(LOOK)) == ("opened", 0)
 
 
 def two_at_once(story: Story) -> None:
     """Commands that open, and leaders that move, come together; there is one of each."""
     with ThreadPoolExecutor(4) as pool:
         found = set(pool.map(story.open, (ADMIN, BOB, ADMIN, BOB)))
-    assert found == {story.case()["id"]}
+    assert found == {story.case().id}
     assert len(story.audited(recovery_cases.OPENED)) == 1
-    play = partial(recovery_cases.play, case_id=story.case()["id"])
+    play = partial(recovery_cases.play, case_id=story.case().id)
     for state, kind in (("verifying", LOOK), ("cleaning", WIPE)):
         with ThreadPoolExecutor(4) as pool:
             done = list(pool.map(lambda _: story.do(play), range(4)))
@@ -218,7 +219,7 @@ def two_at_once(story: Story) -> None:
         if kind == LOOK:
             story.answer()
     story.wipe()
-    assert story.play()["state"] == "recovered"
+    assert story.play().state == "recovered"
 
 
 def policy_and_person_at_once(story: Story) -> None:
@@ -233,7 +234,7 @@ def policy_and_person_at_once(story: Story) -> None:
             done.result()
     with reading(story.site.engine) as conn:
         (case,) = case_records.every_open(conn)
-    assert (case["requested_by"], case["remove_leftovers"]) == ("admin:bob", True)
+    assert (case.requested_by, case.remove_leftovers) == ("admin:bob", True)
     whole_way(story, lambda: None, absent=False)
 
 
@@ -267,7 +268,7 @@ def test_a_silent_host_is_waited_for_until_a_deadline(story: Story) -> None:
     story.open()
     assert story.waits_for()["code"] == "leader"
     for _ in range(3):
-        assert story.play()["state"] == "verifying"
+        assert story.play().state == "verifying"
     assert story.waits_for() == {"code": "host_unreachable", "detail": "no route", "remedy": ""}
     assert story.statuses()[0] == "cleanup_blocked"
 
@@ -277,12 +278,12 @@ def test_a_silent_host_is_waited_for_until_a_deadline(story: Story) -> None:
     story.do(late)
     end_overdue(story.site.engine, Settings())
     case = story.case()
-    assert (case["state"], case["failure"]["code"]) == ("failed", queue.DEADLINE_PASSED)
-    assert "recover again" in case["failure"]["remedy"]
+    assert (case.state, case.failure["code"]) == ("failed", queue.DEADLINE_PASSED)
+    assert "recover again" in case.failure["remedy"]
     assert story.statuses()[0] == "cleanup_blocked", "unknown frees nothing"
     # The host is back: another case goes the whole way, with the look that still waits.
     story.do(lambda conn: host.regained(conn, "n1", ADMIN))
-    assert story.open() != case["id"]
+    assert story.open() != case.id
     whole_way(story, lambda: None, absent=True)
 
 
@@ -298,7 +299,7 @@ def test_a_look_that_fails_frees_nothing(story: Story) -> None:
     story.play()
     story.do(lambda conn: story.site.finish(conn, LOOK, TaskState.FAILED))
     case = story.play()
-    assert (case["state"], case["failure"]["code"]) == ("failed", "absence_unknown")
+    assert (case.state, case.failure["code"]) == ("failed", "absence_unknown")
     assert (story.statuses()[0], story.tasks(WIPE)) == ("cleanup_blocked", 0)
 
 
@@ -311,9 +312,9 @@ def test_only_what_the_host_says_to_the_case_counts(story: Story) -> None:
     story.do(report)
     story.play()
     story.do(report)
-    assert story.play()["state"] == "verifying"
+    assert story.play().state == "verifying"
     story.do(lambda conn: story.site.finish(conn, LOOK))
-    assert story.play()["failure"]["code"] == "absence_unknown"
+    assert story.play().failure["code"] == "absence_unknown"
 
 
 def test_a_wipe_that_fails_is_for_a_person_and_can_be_tried_again(story: Story) -> None:
@@ -323,13 +324,13 @@ def test_a_wipe_that_fails_is_for_a_person_and_can_be_tried_again(story: Story) 
     story.play()
     story.wipe(fails=True)
     case = story.play()
-    assert (case["state"], case["state_reason"]) == ("failed", "it did not come back: I/O error")
-    failure = case["failure"]
+    assert (case.state, case.state_reason) == ("failed", "it did not come back: I/O error")
+    failure = case.failure
     assert failure["code"] == "slots_not_recovered"
-    assert f"{case['slot_ids'][0]} cleanup_blocked" in failure["found"]
+    assert f"{case.slot_ids[0]} cleanup_blocked" in failure["found"]
     assert "recover again" in failure["remedy"]
     assert story.steps()[-3:] == ["inventory_after", "disk_evidence_after", "audit"]
-    assert case["proof_ids"] == []
+    assert case.proof_ids == []
     assert story.open() != first
     whole_way(story, lambda: None, absent=True)
 
@@ -342,7 +343,7 @@ def test_a_slot_that_was_sold_since_had_come_back(story: Story) -> None:
     story.wipe()
     sold = story.do(lambda conn: story.site.allocate(conn, 2))
     assert story.statuses() == ["reserved", "reserved"]
-    assert story.play()["state"] == "recovered"
+    assert story.play().state == "recovered"
     assert story.do(lambda conn: allocations.get(conn, sold))["state"] == "requested"
 
 
@@ -352,13 +353,11 @@ def test_a_run_that_may_live_is_ended_first(sold: Site) -> None:
         (run,) = leasing.lease(conn, "worker")
         slices.provision_started(conn, key, ADMIN)
         case = recovery_cases.open_case(conn, key, ADMIN)
-        assert not queue.get(conn, run["id"])["cancel_requested"], "opening does nothing yet"
-        recovery_cases.play(conn, case["id"])
-        assert queue.get(conn, run["id"])["cancel_requested"]
+        assert not queue.get(conn, run.id).cancel_requested, "opening does nothing yet"
+        recovery_cases.play(conn, case.id)
+        assert queue.get(conn, run.id).cancel_requested
         assert leasing.lease(conn, "worker") == [], "nothing is asked of the host before its end"
-        (ended,) = (
-            one for one in case_records.steps(conn, case["id"]) if "slots" in one["evidence"]
-        )
+        (ended,) = (one for one in case_records.steps(conn, case.id) if "slots" in one["evidence"])
         assert (ended["step"], ended["evidence"]["slots"][0]["status"]) == (
             "run_canceled",
             "cleanup_blocked",
@@ -394,10 +393,10 @@ def test_an_allocation_that_became_active_is_left_alone(sold: Site) -> None:
         slices.provision_started(conn, key, ADMIN)
         sold.finish(conn, TaskKind.SLICE_VM_PROVISION)
         slices.provision_succeeded(conn, key, ADMIN, connection={"host": "gw"})
-        recovery_cases.play(conn, case["id"])
-        ended = case_records.get(conn, case["id"])
-        assert (ended["state"], ended["failure"]["code"]) == ("failed", "allocation_active")
-        assert allocations.get(conn, key)["state"] == "active"
+        recovery_cases.play(conn, case.id)
+        ended = case_records.get(conn, case.id)
+        assert (ended.state, ended.failure["code"]) == ("failed", "allocation_active")
+        assert allocations.get(conn, key).state == "active"
 
 
 def test_a_node_that_is_not_well_is_waited_for(story: Story) -> None:
@@ -405,17 +404,17 @@ def test_a_node_that_is_not_well_is_waited_for(story: Story) -> None:
     story.play()
     story.answer()
     story.do(lambda conn: host.lost(conn, "n1", ADMIN))
-    before = story.case()["deadline_at"]
-    assert story.play()["state"] == "verifying"
+    before = story.case().deadline_at
+    assert story.play().state == "verifying"
     assert story.waits_for()["code"] == "node_unreachable"
-    assert story.case()["deadline_at"] == before, "waiting gives it no more time"
-    written = partial(journal.history_of, entity="recovery_case", key=story.case()["id"])
+    assert story.case().deadline_at == before, "waiting gives it no more time"
+    written = partial(journal.history_of, entity="recovery_case", key=story.case().id)
     before = story.do(written)
     story.play()
     assert story.do(written) == before, "said once"
     story.do(lambda conn: host.regained(conn, "n1", ADMIN))
-    assert story.play()["state"] == "cleaning"
-    assert story.case()["waits_for"] == {}
+    assert story.play().state == "cleaning"
+    assert story.case().waits_for == {}
 
 
 def test_a_word_that_keeps_the_slots_is_kept(story: Story) -> None:
@@ -425,15 +424,15 @@ def test_a_word_that_keeps_the_slots_is_kept(story: Story) -> None:
     story.answer()
     story.keep()
     for _ in range(2):
-        assert story.play()["state"] == "verifying"
+        assert story.play().state == "verifying"
     assert story.waits_for()["code"] == "kept_for_inspection"
     assert "admin:bob: second look" in story.waits_for()["detail"]
     assert story.open(BOB) == case_id
     case = story.case()
-    asked = (case["requested_by"], case["reason"], case["waits_for"])
+    asked = (case.requested_by, case.reason, case.waits_for)
     assert asked == ("admin:bob", "second look", {})
     assert [row["actor"] for row in story.audited(recovery_cases.ADOPTED)] == ["admin:bob"]
-    assert story.play()["state"] == "cleaning"
+    assert story.play().state == "cleaning"
 
 
 def test_the_keepers_own_word_lets_it_go_on(story: Story) -> None:
@@ -443,10 +442,10 @@ def test_the_keepers_own_word_lets_it_go_on(story: Story) -> None:
     story.keep()
     story.play()
     story.keep(absent=True)
-    assert story.play()["state"] == "cleaning"
+    assert story.play().state == "cleaning"
     story.wipe()
     story.keep()
-    assert story.play()["state"] == "recovered", "it comes too late for a slot that is wiped"
+    assert story.play().state == "recovered", "it comes too late for a slot that is wiped"
 
 
 def test_a_person_takes_over_from_the_policy(story: Story) -> None:
@@ -454,18 +453,18 @@ def test_a_person_takes_over_from_the_policy(story: Story) -> None:
     recover_blocked(story.site.engine, Settings())
     story.play()
     case = story.case()
-    assert (case["requested_by"], case["remove_leftovers"]) == ("policy", False)
-    assert story.open(ADMIN.because("")) == case["id"], "without a reason it is only read"
+    assert (case.requested_by, case.remove_leftovers) == ("policy", False)
+    assert story.open(ADMIN.because("")) == case.id, "without a reason it is only read"
     assert story.case() == case
-    assert story.open(BOB) == case["id"]
+    assert story.open(BOB) == case.id
     story.answer(absent=False)
-    assert story.play()["state"] == "cleaning", "what is left may be removed now"
+    assert story.play().state == "cleaning", "what is left may be removed now"
     (forced,) = story.audited(recovery.FORCE_CLEANUP)
     assert forced["actor"] == "admin:bob"
     story.wipe(fails=True)
     story.play()
     story.answer()
-    assert story.play()["state"] == "failed"
+    assert story.play().state == "failed"
     assert story.audited(recovery_policy.STOPPED) == [], "the person knows"
     # It was begun once: the policy does not try it again.
     recover_blocked(story.site.engine, Settings())
@@ -481,17 +480,17 @@ def test_a_policy_that_is_switched_off_stops_between_two_moves(story: Story) -> 
     story.play()
     story.answer()
     story.policy(enabled=False)
-    assert story.play()["state"] == "verifying"
+    assert story.play().state == "verifying"
     assert story.waits_for()["code"] == "recovery_policy_off"
     story.policy(enabled=True)
-    assert story.play()["state"] == "cleaning"
+    assert story.play().state == "cleaning"
 
 
 def test_a_policy_opens_nothing_where_a_person_has(story: Story) -> None:
     story.policy(enabled=True)
     case_id = story.open()
     recover_blocked(story.site.engine, Settings())
-    assert (story.case()["id"], story.case()["requested_by"]) == (case_id, "admin:alice")
+    assert (story.case().id, story.case().requested_by) == (case_id, "admin:alice")
     assert story.audited(recovery_policy.BEGUN) == []
     (found,) = story.do(recovery_policy.blocked_allocations)
     assert (found.move, found.why) == (Move.WAIT, "its recovery case is opened")
@@ -505,7 +504,7 @@ def test_a_restore_ends_every_open_case(sold: Site) -> None:
     story.answer()
     story.do(lambda conn: restore.doubt(conn, ADMIN))
     case = story.play()
-    assert (case["state"], case["failure"]["code"]) == ("failed", "restored")
+    assert (case.state, case.failure["code"]) == ("failed", "restored")
     assert story.statuses()[0] == "cleanup_blocked"
 
 

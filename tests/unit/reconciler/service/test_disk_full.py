@@ -118,12 +118,12 @@ def test_its_task_waits_and_says_why(
     stopping.set()
     worker.attend(selling.engine, settings, task, stopping)
     with transaction(selling.engine) as conn:
-        waits = queue.get(conn, task["id"])
+        waits = queue.get(conn, task.id)
         assert (waits.state, waits.unreached) == (TaskState.WAITING, 1)
         assert "run_folder_unwritable" in waits.state_reason
         assert allocations.get(conn, made["id"]).state == "provisioning"
         assert invariants.check(conn) == []
-    shown = selling.client("admin").get(f"admin/tasks/{task['id']}").json()["waits_for"]
+    shown = selling.client("admin").get(f"admin/tasks/{task.id}").json()["waits_for"]
     assert shown["code"] == "run_folder_unwritable"
     assert "File too large" in shown["detail"]
 
@@ -150,18 +150,18 @@ def test_so_does_one_for_which_no_identity_can_be_made(
     task = selling.lease()
     worker.attend(selling.engine, settings, task, stopping)
     with transaction(selling.engine) as conn:
-        waits = queue.get(conn, task["id"])
+        waits = queue.get(conn, task.id)
         assert (waits.state, waits.run_id) == (TaskState.WAITING, "")
         assert allocations.get(conn, made["id"]).state == "provisioning"
-    shown = selling.client("admin").get(f"admin/tasks/{task['id']}").json()["waits_for"]
+    shown = selling.client("admin").get(f"admin/tasks/{task.id}").json()["waits_for"]
     assert shown["code"] == "controller_unready"
     assert ("File too large" if known else "keygen_failed") in shown["detail"]
     with transaction(selling.engine) as conn:
         conn.execute(sa.update(tables.tasks).values(not_before=None))
     monkeypatch.setattr(worker, "_access", access)
     again = selling.lease()
-    assert again["error"] == {}
+    assert again.error == {}
     begun: list[RunSpec] = []
     monkeypatch.setattr(worker, "launch", lambda _site, wanted: begun.append(wanted))
     worker.attend(selling.engine, settings, again, stopping)
-    assert [spec.run_id for spec in begun] == [f"{task['id']}-1-1"]
+    assert [spec.run_id for spec in begun] == [f"{task.id}-1-1"]
