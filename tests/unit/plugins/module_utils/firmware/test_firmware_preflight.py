@@ -168,8 +168,7 @@ def test_told_to_apply_it_changes_the_bios_and_follows_the_job(
 def as_maas(
     program: Path, racadm: Path, root: Path, **settings: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script as MAAS does: without any variable of the project but the stand-in's place,
-    which no program waits for."""
+    """Run a script as MAAS does: without settings, but the stand-in's path and no pause."""
     own = {"GPUAAS_SLICE_RACADM": str(racadm), "GPUAAS_SLICE_BIOS_INTERVAL": "0"}
     return subprocess.run(
         [str(program), "--root", str(root)],
