@@ -1,9 +1,9 @@
-# What people type. Everything these need is installed by scripts/setup, which does nothing the second time.
+# Commands of the project. scripts/setup installs their requirements; a second run of it does nothing.
 .DEFAULT_GOAL := help
 PYTHON := .venv/bin/python
 GPUAAS := .venv/bin/gpuaas
 export ANSIBLE_COLLECTIONS_PATH := $(CURDIR)/build/collections
-# The whole of bootstrap; `ls molecule` names the others.
+# The default scenario plays the whole bootstrap; `ls molecule` lists the others.
 SCENARIO ?= slice_host
 
 help: ## Show this list
@@ -13,35 +13,35 @@ help: ## Show this list
 setup: ## Install what the project needs: packages, Python environment, collection path
 	@scripts/setup
 
-demo: setup ## The main job from nothing: a machine becomes a slice host, a tenant gets a GPU VM, the slot comes back clean
+demo: setup ## Play the main job: prepare a slice host, launch a GPU VM for a tenant, release it and wipe its slot
 	@$(PYTHON) -m lab.demo
 
-run: setup ## Reconciler on 127.0.0.1 with SQLite
+run: setup ## Start the reconciler on 127.0.0.1 with SQLite
 	@$(GPUAAS) serve
 
 ##@ Tests
-test: ## Everything that CI runs; results by requirement in build/coverage
+test: ## Run all tests of CI; results by requirement in build/coverage
 	@scripts/setup --tests
 	@scripts/test all
 
-test-fast: ## What needs neither a lab host nor minutes
+test-fast: ## Run the tests that need neither a lab host nor minutes
 	@scripts/setup --tests
 	@scripts/test fast
 
-test-long: ## The lab's whole story and what else takes minutes: by hand, or nightly
+test-long: ## Run all lab tests and the other tests that take minutes: by hand, or nightly
 	@scripts/setup --tests
 	@scripts/test long
 
-lint: setup ## ruff, mypy --strict, yamllint, ansible-lint
+lint: setup ## Run ruff, mypy --strict, yamllint, ansible-lint
 	@scripts/lint
 
-sanity: setup ## ansible-test sanity over the built archive of the collection
+sanity: setup ## Run ansible-test sanity on the built archive of the collection
 	@scripts/sanity
 
-molecule: setup ## One role's drift and repair on the lab host: make molecule SCENARIO=slice_network
+molecule: setup ## Test a role's drift and repair on the lab host: make molecule SCENARIO=slice_network
 	@PATH="$(CURDIR)/.venv/bin:$$PATH" $(PYTHON) -m molecule test -s $(SCENARIO)
 
-bench: ## Measure against the named peers; adds to build/bench.json (without OpenStack's: CLAIMS=--no-peer)
+bench: ## Measure against the named peers; adds to build/bench.json (CLAIMS=--no-peer skips OpenStack)
 	@scripts/setup --tests
 	@$(PYTHON) -m tests.bench
 	@$(PYTHON) -m tests.bench.claims $(CLAIMS)
@@ -55,27 +55,27 @@ scripts: setup ## Build the single-file programs into build/scripts
 lab-up: setup ## Boot the lab host and leave it running
 	@$(GPUAAS) lab up
 
-lab-ssh: setup ## A shell on the lab host
+lab-ssh: setup ## Open a shell on the lab host
 	@$(GPUAAS) lab ssh
 
 lab-down: setup ## Stop the lab host
 	@$(GPUAAS) lab down
 
-lab-save: setup ## Keep a copy of the lab host's disks: make lab-save NAME=ready
+lab-save: setup ## Save a copy of the lab host's disks: make lab-save NAME=ready
 	@$(GPUAAS) lab save $(NAME)
 
-lab-load: setup ## Boot the lab host from such a copy: make lab-load NAME=ready
+lab-load: setup ## Boot the lab host from a saved copy: make lab-load NAME=ready
 	@$(GPUAAS) lab load $(NAME)
 	@$(GPUAAS) lab up
 
-lab-saved: setup ## The saved lab hosts
+lab-saved: setup ## List the saved lab hosts
 	@$(GPUAAS) lab saved
 
 lab-delete: setup ## Delete a saved lab host: make lab-delete NAME=ready
 	@$(GPUAAS) lab delete $(NAME)
 
 ##@ Maintenance
-lock: ## Resolve the dependencies anew into requirements.lock
+lock: ## Resolve the dependencies again into requirements.lock
 	@scripts/lock
 
 .PHONY: help setup demo run test test-fast test-long lint sanity molecule bench scripts lab-up lab-ssh lab-down \

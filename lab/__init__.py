@@ -1,1 +1,1 @@
-"""Virtual slice hosts: QEMU machines that look to Linux like the GPU servers we sell slices of."""
+"""Virtual slice hosts: QEMU machines that Linux sees as GPU servers."""

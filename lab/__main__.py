@@ -1,4 +1,4 @@
-"""`python -m lab`: the same commands as `gpuaas lab`."""
+"""Entry point of `python -m lab`, with the same commands as `gpuaas lab`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""KVM or emulation: chosen by what is loaded, never by the presence of /dev/kvm."""
+"""Choice between KVM and emulation for the lab host.
+
+The choice follows the loaded kernel modules, never the presence of /dev/kvm."""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ CHOICES = ("kvm", "tcg")
 
 
 def choose(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> str:
-    """`kvm` when its vendor module is loaded with nesting and usable, else `tcg`.
+    """Return `kvm` if its vendor module is loaded, usable and allows nesting, else `tcg`.
 
-    /dev/kvm alone says nothing: on some machines it exists and runs no stock kernel.
+    The file /dev/kvm proves nothing: some machines have it and cannot run a stock kernel.
     """
     wanted = environment.get(VARIABLE, "")
     if wanted:
@@ -24,7 +26,7 @@ def choose(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) 
         return wanted
     for vendor in ("kvm_intel", "kvm_amd"):
         nested = root / "sys/module" / vendor / "parameters/nested"
-        # Slice VMs are guests of a guest: without nesting, emulation is the only way.
+        # Slice VMs are nested guests. Without nesting only emulation can run them.
         if nested.is_file() and nested.read_text().strip() in ("Y", "1"):
             device = root / "dev/kvm"
             return "kvm" if os.access(device, os.R_OK | os.W_OK) else "tcg"

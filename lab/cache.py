@@ -1,4 +1,4 @@
-"""Built things by the hash of everything that made them: the second build is a lookup."""
+"""Build cache, keyed by the hash of all inputs, so that a second build is a lookup."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lab.paths import cache_folder
 
 
 def content_key(inputs: Mapping[str, Any], sources: Iterable[Path] = ()) -> str:
-    """A short hash of the inputs and of the content of source files and folders."""
+    """Return a short hash of the inputs and of the content of source files and folders."""
     digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode())
     for source in sources:
         files = sorted(p for p in source.rglob("*") if p.is_file()) if source.is_dir() else [source]
@@ -27,14 +27,16 @@ def content_key(inputs: Mapping[str, Any], sources: Iterable[Path] = ()) -> str:
 
 
 def ensure(noun: str, key: str, build: Callable[[Path], None]) -> Path:
-    """The folder `<cache>/<noun>-<key>`, built into a temporary one and renamed when complete."""
+    """Return the folder `<cache>/<noun>-<key>`; build it first if it is missing.
+
+    The build runs in a temporary folder, which is renamed when it is complete."""
     root = cache_folder()
     target = root / f"{noun}-{key}"
     if target.is_dir():
         return target
     root.mkdir(parents=True, exist_ok=True)
     with (root / f".{noun}.lock").open("w") as lock:
-        # Two labs started at once would otherwise both build for minutes.
+        # The lock keeps two labs that start together from both building for minutes.
         fcntl.flock(lock, fcntl.LOCK_EX)
         if target.is_dir():
             return target

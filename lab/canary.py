@@ -1,4 +1,4 @@
-"""What a tenant leaves on a disk, and the search for it in every byte afterwards."""
+"""Canary data that a tenant leaves on a disk, and the byte-by-byte search for it afterwards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ COPIES = 64
 
 
 def writer(mark: str) -> str:
-    """A script for the guest that writes `mark` into files all over its filesystem, and syncs."""
+    """Return a guest script that writes `mark` into files all over its filesystem, then syncs."""
     return f"""
 import os
 folder = "/var/tmp/canary"
@@ -25,7 +25,7 @@ print("written")
 
 
 def count(disk: Path, mark: str) -> int:
-    """How often `mark` stands on the disk image, every byte searched."""
+    """Count the occurrences of `mark` on the disk image; every byte is searched."""
     needle, found, position = mark.encode(), 0, 0
     with disk.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         while (position := data.find(needle, position)) >= 0:

@@ -1,4 +1,4 @@
-"""`gpuaas lab`: build, start, enter and stop a virtual slice host."""
+"""Commands of `gpuaas lab`: build, start, enter and stop a virtual slice host."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _told() -> Iterator[None]:
 
 @app.command()
 def build() -> None:
-    """Build (or find in the cache) QEMU and the images."""
+    """Build QEMU and the images, or take them from the cache."""
     with _told():
         packages.ensure()
         distro = this_distro()
@@ -76,7 +76,7 @@ def status() -> None:
 
 @app.command(context_settings={"ignore_unknown_options": True})
 def ssh(command: Annotated[list[str] | None, typer.Argument()] = None) -> None:
-    """A shell on the lab host as root, or one command (after --)."""
+    """Open a shell on the lab host as root, or run a command (after --)."""
     with _told():
         lab = state.running()
         tty = command is None and sys.stdin.isatty()
@@ -86,7 +86,7 @@ def ssh(command: Annotated[list[str] | None, typer.Argument()] = None) -> None:
 
 @app.command("userdata")
 def deliver(script: Path, timeout: float = 600) -> None:
-    """Run a script on the host over the trusted channel; exit as it did."""
+    """Run a script on the host over the trusted channel and exit with its exit code."""
     with _told():
         answer = userdata.deliver(
             Path(state.running().userdata), script.read_text(), timeout=timeout
@@ -106,7 +106,7 @@ def power_cut(
 
 @app.command("reset-disks")
 def reset_disks() -> None:
-    """Make the data disks as on the first day (the lab must be down)."""
+    """Recreate the data disks as new (the lab must be down)."""
     with _told():
         machine.reset_disks()
 
@@ -116,7 +116,7 @@ def save(
     name: str,
     replace: Annotated[bool, typer.Option(help="Replace a saved host of this name.")] = False,
 ) -> None:
-    """Keep a copy of the lab host's disks. A host that is up is paused for some seconds."""
+    """Save a copy of the lab host's disks. A running host is paused for some seconds."""
     with _told():
         kept = saved.save(name, replace=replace)
         say.print(f"saved {name}: {saved.size_bytes(kept) / 2**20:.0f} MiB in {kept.folder}")

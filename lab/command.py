@@ -1,4 +1,4 @@
-"""The lab's one gate for commands: argument lists, output kept, failure with its reason."""
+"""Command runner of the lab: argument lists, captured output, failures with their reason."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class LabError(Exception):
-    """The lab cannot go on; the text says what was expected, what was found, what to do."""
+    """Failure of the lab. The text gives the expectation, the finding and the remedy."""
 
 
 def run(
@@ -20,13 +20,14 @@ def run(
     log: Path | None = None,
     timeout: float | None = None,
 ) -> bytes:
-    """Run to completion and return stdout; anything but exit code 0 is a LabError.
+    """Run a command to completion and return its stdout.
 
-    With `log`, stdout and stderr go to that file, and the error quotes its last lines.
+    Any exit code other than 0 raises LabError. With `log`, stdout and stderr go to that file and
+    the error quotes its last lines.
     """
     words = [str(word) for word in argv]
     environment = {**os.environ, "LC_ALL": "C.UTF-8", **(env or {})}
-    # mke2fs, sfdisk and friends live in sbin, which an ordinary user's PATH lacks on Debian.
+    # On Debian, mke2fs and sfdisk live in sbin, which is not in an ordinary user's PATH.
     environment["PATH"] += ":/usr/local/sbin:/usr/sbin:/sbin"
     try:
         if log is None:

@@ -1,4 +1,4 @@
-"""The disks of one lab: created once, kept across `down` and `up`, made anew on request."""
+"""Disks of a lab: created once, kept across `down` and `up`, recreated on request."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ SHARED_START_MIB = 1
 
 
 def ensure(machine: topology.Machine, qemu: Qemu, *, image: Path, variables: Path) -> None:
-    """Create what is missing; existing disks stay as they are."""
+    """Create the missing disks; existing disks stay as they are."""
     machine.folder.mkdir(parents=True, exist_ok=True)
     if not machine.os_disk.exists():
         create = ["create", "-q", "-f", "qcow2", "-F", "raw", "-b", str(image)]
         run([*qemu.img, *create, machine.os_disk], env=qemu.environment)
-    # Anew at each start: OVMF trusts boot entries that it wrote for other PCI addresses, and ends
-    # in its shell when a device has moved since.
+    # The variables are copied anew at each start. OVMF trusts boot entries that it wrote for other
+    # PCI addresses, and ends in its shell if a device has moved since.
     shutil.copyfile(variables, machine.firmware_variables)
     for disk in topology.DATA_DISKS:
         if not machine.data_disk(disk).exists():
@@ -28,7 +28,7 @@ def ensure(machine: topology.Machine, qemu: Qemu, *, image: Path, variables: Pat
 
 
 def backing_image(machine: topology.Machine, qemu: Qemu) -> Path | None:
-    """The cached image under this lab's OS disk; None when there is no disk yet."""
+    """Return the cached image under this lab's OS disk, or None if there is no disk yet."""
     if not machine.os_disk.exists():
         return None
     text = run([*qemu.img, "info", "-U", machine.os_disk], env=qemu.environment).decode()
@@ -39,7 +39,7 @@ def backing_image(machine: topology.Machine, qemu: Qemu) -> Path | None:
 
 
 def remove(machine: topology.Machine, *, system: bool) -> None:
-    """Forget the data disks, and with `system` the OS disk and the UEFI variables."""
+    """Delete the data disks and, with `system`, the OS disk and the UEFI variables."""
     files = [machine.data_disk(disk) for disk in topology.DATA_DISKS]
     if system:
         files += [machine.os_disk, machine.firmware_variables]
@@ -60,7 +60,7 @@ def _create_data_disk(file: Path, disk: topology.DataDisk) -> None:
             content.chmod(0o755)
             (content / "README").write_text(f"somebody's files on {disk.serial}\n")
             options = f"offset={SHARED_START_MIB * 1024 * 1024},root_owner=0:0"
-            # The host's fstab knows these file systems by this identifier.
+            # The host's fstab names these file systems by this identifier.
             run(["mke2fs", "-q", "-t", "ext4", "-L", f"share{disk.index}", "-U", _uuid(disk),
                  "-d", content, "-E", options, half, f"{size_mib}M"])  # fmt: skip
     half.rename(file)

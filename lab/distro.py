@@ -1,4 +1,4 @@
-"""What this machine runs and which mirror it uses: the images are made from the same."""
+"""Linux distribution and package mirror of this machine, from which the images are made."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KEYRINGS = Path("/usr/share/keyrings")
 
 @dataclass(frozen=True)
 class Distro:
-    """A supported distribution as mmdebstrap needs it."""
+    """A supported distribution, in the terms of mmdebstrap."""
 
     id: str
     suite: str
@@ -23,7 +23,7 @@ class Distro:
 
     @property
     def sources(self) -> list[str]:
-        """One-line apt sources: the release and its updates."""
+        """Return one-line apt sources: the release and its updates."""
         option = f"[signed-by={self.keyring}]"
         return [
             f"deb {option} {self.mirror} {self.suite} {self.components}",
@@ -38,13 +38,13 @@ SUPPORTED = {
 
 
 def parse_os_release(text: str) -> dict[str, str]:
-    """os-release(5) as a dictionary."""
+    """Parse os-release(5) into a dictionary."""
     pairs = (line.split("=", 1) for line in text.splitlines() if "=" in line)
     return {key: value.strip().strip('"') for key, value in pairs}
 
 
 def parse_sources(text: str) -> list[tuple[str, list[str]]]:
-    """(URI, suites) of each binary source, from one-line and deb822 text alike."""
+    """Return (URI, suites) of each binary source, from one-line and deb822 text alike."""
     found: list[tuple[str, list[str]]] = []
     for stanza in text.split("\n\n"):
         fields: dict[str, str] = {}
@@ -64,7 +64,7 @@ def parse_sources(text: str) -> list[tuple[str, list[str]]]:
 
 
 def this_distro(root: Path = Path("/")) -> Distro:
-    """The distribution of this machine, or a LabError that names the supported ones."""
+    """Return this machine's distribution, or raise a LabError that names the supported ones."""
     release = parse_os_release((root / "etc/os-release").read_text())
     name, suite = release.get("ID", "?"), release.get("VERSION_CODENAME", "?")
     if (name, suite) not in SUPPORTED:
@@ -80,7 +80,7 @@ def this_distro(root: Path = Path("/")) -> Distro:
     sources = [
         entry for file in files if file.is_file() for entry in parse_sources(file.read_text())
     ]
-    # Other repositories have suites of their own; only the distribution's carries its codename.
+    # Third-party repositories have other suites; only the distribution's carries its codename.
     mirror = next((uri for uri, suites in sources if suite in suites), None)
     if mirror is None:
         raise LabError(f"no apt source of this machine offers {suite}: add one to {apt}")

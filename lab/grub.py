@@ -1,4 +1,4 @@
-"""GRUB for BIOS on a disk image, written without a loop device: what grub-bios-setup does.
+"""GRUB for BIOS on a disk image, installed without a loop device as grub-bios-setup does.
 
 Offsets are those of GRUB's include/grub/i386/pc/boot.h and grub-core/boot/i386/pc/diskboot.S.
 """
@@ -8,18 +8,18 @@ from __future__ import annotations
 import struct
 
 SECTOR = 512
-# boot.img: where the first sector of core.img lies, and a jump that trusts odd BIOS drive numbers.
+# boot.img: position of the first sector of core.img, and a jump that trusts odd BIOS drive numbers.
 BOOT_KERNEL_SECTOR = 0x5C
 BOOT_DRIVE = 0x64
 BOOT_DRIVE_CHECK = 0x66
-# Up to here code; behind it the disk signature and the (protective) partition table.
+# Code ends here; the disk signature and the (protective) partition table follow.
 BOOT_CODE_END = 440
-# core.img: its first sector ends with the list of blocks of the rest: start, count, segment.
+# core.img: its first sector ends with the block list of the rest: start, count, segment.
 BLOCK_LIST = SECTOR - 12
 
 
 def boot_sector(boot_image: bytes, current: bytes, core_sector: int) -> bytes:
-    """The disk's first sector: boot.img's code pointing to core.img, `current`'s table kept."""
+    """Return the disk's first sector: boot.img's code for core.img, with `current`'s table."""
     if len(boot_image) != SECTOR or len(current) != SECTOR:
         raise ValueError("boot.img and the first sector of the disk are 512 bytes each")
     sector = bytearray(boot_image)
@@ -32,7 +32,7 @@ def boot_sector(boot_image: bytes, current: bytes, core_sector: int) -> bytes:
 
 
 def core_image(core: bytes, core_sector: int) -> bytes:
-    """core.img, padded to sectors, told where the rest of it lies."""
+    """Return core.img, padded to sectors, with the block list of its rest."""
     padded = bytearray(core + bytes(-len(core) % SECTOR))
     _, count, segment = struct.unpack_from("<QHH", padded, BLOCK_LIST)
     expected = len(padded) // SECTOR - 1

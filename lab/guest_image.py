@@ -1,4 +1,4 @@
-"""The slice VM's image: boots by BIOS and by UEFI, set up by cloud-init from a NoCloud seed."""
+"""Image of the slice VM: boots by BIOS and UEFI, configured by cloud-init from a NoCloud seed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parent / "guest"
 SIZE_MIB = 1152
 ESP_ID = "5E00-61E5"
 
-# The cloud kernel: the small one, and it has every driver that a slice VM meets in the lab.
+# The cloud kernel is small and has every driver that a slice VM needs in the lab.
 KERNEL = {"debian": ["linux-image-cloud-amd64"], "ubuntu": ["linux-image-generic"]}
 PACKAGES = [
     "systemd-sysv", "systemd-resolved", "udev", "dbus", "kmod", "initramfs-tools", "lz4", "zstd",
@@ -30,7 +30,7 @@ INITRAMFS = ["virtio_pci", "virtio_blk", "virtio_net", "nvme", "ext4"]
 
 @dataclass(frozen=True)
 class GuestImage:
-    """What the image catalogue says of this image."""
+    """Entry of the image catalogue for this image."""
 
     raw: str
     zst: str
@@ -39,7 +39,7 @@ class GuestImage:
 
 
 def ensure(distro: Distro) -> GuestImage:
-    """The cached image with its digest, built when its packages, files or builder changed."""
+    """Return the cached image and digest; build it if its packages, files or builder changed."""
     recipe = rootfs.Recipe("guest", KERNEL[distro.id] + PACKAGES, INITRAMFS)
     base = rootfs.ensure(recipe, distro)
     # The proof script lies in the same folder but is not part of the image.
@@ -73,5 +73,5 @@ def ensure(distro: Distro) -> GuestImage:
 
 
 def described(found: GuestImage) -> dict[str, str | int]:
-    """As `gpuaas lab build` prints it."""
+    """Return the image in the form that `gpuaas lab build` prints."""
     return asdict(found)

@@ -1,4 +1,4 @@
-"""The host's OS disk: a freshly deployed server that boots by UEFI, not yet a slice host."""
+"""Image of the host's OS disk: a freshly deployed UEFI server, not yet a slice host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOUN = "host-image"
 
 
 def name(distro: Distro) -> str:
-    """The image's folder in the cache, whether it is built or not."""
+    """Return the name of the image's folder in the cache, whether or not it is built."""
     return f"{NOUN}-{_key(distro)}"
 
 
@@ -28,7 +28,7 @@ def _key(distro: Distro) -> str:
 
 
 def ensure(distro: Distro) -> Path:
-    """The cached image, built when its packages, files or builder changed."""
+    """Return the cached image; build it if its packages, files or builder changed."""
     base = rootfs.ensure(host_packages.recipe(distro.id), distro)
     key = _key(distro)
     layout = image.Layout(SIZE_MIB, str(uuid.uuid5(uuid.NAMESPACE_OID, key)), ESP_ID)

@@ -1,4 +1,4 @@
-"""What a freshly deployed slice host has installed, per distribution."""
+"""Packages of a freshly deployed slice host, per distribution."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ VIRTUALIZATION = [
 ]  # fmt: skip
 FABRIC = ["rdma-core", "ibverbs-utils", "rdmacm-utils", "perftest"]
 
-# Both disk drivers: the OS disk is NVMe, but a lab may fall back to virtio.
+# The OS disk is NVMe, but a lab may fall back to virtio, so both disk drivers are needed.
 INITRAMFS = ["nvme", "virtio_pci", "virtio_blk", "virtio_net", "ext4", "vfat"]
 
 
 def recipe(distribution: str) -> Recipe:
-    """The root filesystem of the host."""
+    """Return the recipe of the host's root filesystem."""
     packages = KERNEL[distribution] + BASE + STORAGE + VIRTUALIZATION + FABRIC
     return Recipe("host", packages, INITRAMFS)

@@ -1,4 +1,4 @@
-"""From a root filesystem to a disk image without root, loop devices or mounts."""
+"""Disk image from a root filesystem, built without root, loop devices or mounts."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from lab.command import LabError, run
 
 SECTOR = 512
 MIB = 1024 * 1024
-# A gap after the partition table for GRUB's BIOS part, then the ESP, then the root partition.
+# After the partition table: a gap for GRUB's BIOS part, then the ESP, then the root partition.
 BIOS_START, BIOS_SIZE = 1 * MIB, 1 * MIB
 ESP_START, ESP_SIZE = 2 * MIB, 34 * MIB
 ROOT_START = 36 * MIB
 TABLE_BACKUP = 1 * MIB
 
 FINISH = "lab-finish.sh"
-# What `finish` leaves in the new root, in its own GRUB's version.
+# Boot loaders that `finish` leaves in the new root, made by the GRUB installed there.
 LOADERS = ("lab-boot.efi",)
 BIOS_LOADERS = ("lab-boot.img", "lab-core.img")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One disk image: GPT, an ESP, an ext4 root; with `bios`, a BIOS boot partition too."""
+    """Layout of a disk image: GPT, an ESP, an ext4 root and, with `bios`, a BIOS boot partition."""
 
     size_mib: int
     root_uuid: str
@@ -37,14 +37,14 @@ class Layout:
 
     @property
     def root_kib(self) -> int:
-        """Size of the root partition."""
+        """Return the size of the root partition in KiB."""
         return (self.size_mib * MIB - ROOT_START - TABLE_BACKUP) // 1024
 
     def table(self) -> str:
-        """The partition table as sfdisk reads it."""
+        """Return the partition table in sfdisk's format."""
         lines = ["label: gpt"]
         if self.bios:
-            # The type of a BIOS boot partition (UEFI specification has no name for it).
+            # Type of a BIOS boot partition, for which the UEFI specification has no name.
             lines.append(_partition(BIOS_START, BIOS_SIZE, "21686148-6449-6E6F-744E-656564454649"))
         lines.append(_partition(ESP_START, ESP_SIZE, "uefi"))
         lines.append(_partition(ROOT_START, self.root_kib * 1024, "linux"))
@@ -56,7 +56,7 @@ def _partition(start: int, size: int, kind: str) -> str:
 
 
 def overlay_tar(overlay: Path, private: frozenset[str]) -> bytes:
-    """The files of `overlay` as a tar file owned by root; `private` ones are for root's eyes."""
+    """Pack `overlay` into a tar file owned by root; only root can read the `private` files."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for file in sorted(p for p in overlay.rglob("*") if p.is_file()):
@@ -80,14 +80,14 @@ def write(
     private: frozenset[str] = frozenset(),
     log: Path,
 ) -> None:
-    """Unpack `rootfs`, add `overlay`, run `finish` inside, and write it all as a disk image.
+    """Unpack `rootfs`, add `overlay`, run `finish` inside, and write the result as a disk image.
 
-    `finish` gets the root UUID and the ESP's id and leaves the boot loaders in /.
+    `finish` gets the root UUID and the ESP's id, and leaves the boot loaders in /.
     """
     exports = LOADERS + (BIOS_LOADERS if layout.bios else ())
     with tempfile.TemporaryDirectory(prefix="gpuaas-image.") as name:
         stage = Path(name)
-        # Without root the hooks run as a mapped user: it may enter here and write one file.
+        # Without root the hooks run as a mapped user, who may enter this folder and write one file.
         stage.chmod(0o755)
         disk = stage / "disk.raw"
         run(["truncate", "-s", f"{layout.size_mib}M", disk])
@@ -98,7 +98,7 @@ def write(
         _write_esp(disk, stage / "esp.img", stage / "lab-boot.efi", layout.esp_id)
         if layout.bios:
             _write_bios_boot(disk, stage / "lab-boot.img", stage / "lab-core.img")
-        # Copied, not moved: another file system may be between, and holes must stay holes.
+        # A rename fails across file systems; the copy keeps holes as holes.
         run(["cp", "--sparse=always", disk, image])
         image.chmod(0o644)
 
@@ -122,7 +122,7 @@ def _finish_command(
         "mmdebstrap",
         "--variant=custom",
         "--format=null",
-        # Nothing mounted inside: mke2fs would copy /proc and /sys.
+        # No mounts inside the root, because mke2fs would copy /proc and /sys.
         "--skip=update,chroot/mount",
         f"--setup-hook=tar-in {shlex.quote(str(rootfs))} /",
         *(f"--customize-hook={hook}" for hook in hooks),

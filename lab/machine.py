@@ -1,4 +1,4 @@
-"""Brings a lab host up and down; knows it by pid and start time, never by a process name."""
+"""Start and stop of a lab host, identified by pid and start time, never by a process name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHUTDOWN_TIMEOUT = 120.0
 
 
 def up(*, fresh: bool = False) -> state.Lab:
-    """The lab of this folder, booted and answering on SSH; nothing to do when it already is."""
+    """Boot the lab of this folder and wait for SSH. A running lab is returned as it is."""
     folder = lab_folder()
     known = state.load(folder)
     if known is not None and known.alive():
@@ -44,7 +44,7 @@ def up(*, fresh: bool = False) -> state.Lab:
     )
     if fresh:
         disks.remove(machine, system=True)
-    # A lab that exists keeps the image that it was made from, also when a newer one could be built.
+    # An existing lab keeps the image that it was made from, even if a newer image can be built.
     image = disks.backing_image(machine, qemu) or host_image.ensure(distro)
     if not image.exists():
         raise LabError(f"the image under this lab's disk is gone ({image}): use `up --fresh`")
@@ -74,7 +74,7 @@ def _start(machine: topology.Machine, qemu: Qemu, image: Path) -> state.Lab:
         leftover.unlink(missing_ok=True)
     log = machine.folder / "qemu.log"
     with log.open("wb") as sink:
-        # The shell leaves QEMU in the background and ends: it is nobody's child, as it outlives us.
+        # QEMU must outlive this process, so the shell leaves it in the background and ends.
         subprocess.run(
             ["sh", "-c", '"$@" &', "sh", *qemu.system, *topology.arguments(machine)],
             env={**os.environ, **qemu.environment},
@@ -120,7 +120,7 @@ def _start(machine: topology.Machine, qemu: Qemu, image: Path) -> state.Lab:
 
 
 def _admit(lab: state.Lab) -> None:
-    """Give the operator's key to the host and learn the host's key, both over the channel."""
+    """Give the host the operator's key and read its host key, both over the trusted channel."""
     key = Path(lab.key)
     if not key.exists():
         run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "gpuaas-lab", "-f", key])
@@ -152,7 +152,7 @@ def _wait_for_ssh(lab: state.Lab) -> None:
 
 
 def down(*, timeout: float = SHUTDOWN_TIMEOUT) -> bool:
-    """Shut the host down in order, cutting power when that takes too long; False: was not up."""
+    """Shut the host down in order; cut its power after a time limit. False if it was not up."""
     lab = state.load()
     if lab is None or not lab.alive():
         return False
@@ -164,7 +164,7 @@ def down(*, timeout: float = SHUTDOWN_TIMEOUT) -> bool:
 
 
 def power_cut(*, restart: bool = False) -> None:
-    """As if the cable were pulled: the host gets no chance to write anything more.
+    """Cut the power as if the cable were pulled: the host cannot write anything more.
 
     With `restart` the power comes back at once, on the same ports.
     """
@@ -175,7 +175,7 @@ def power_cut(*, restart: bool = False) -> None:
 
 
 def reset_disks() -> None:
-    """Make the data disks as on the first day; the lab must be down."""
+    """Recreate the data disks as new; the lab must be down."""
     lab = state.load()
     if lab is None:
         raise LabError("there is no lab here: start one with `gpuaas lab up`")

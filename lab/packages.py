@@ -1,4 +1,4 @@
-"""The tools that building and booting a lab needs on this machine."""
+"""Packages that this machine needs to build and boot a lab, and their installation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NEEDED = [
     "mmdebstrap", "mtools", "dosfstools", "zstd", "e2fsprogs", "fdisk", "ovmf",
     "debian-archive-keyring", "openssh-client",
 ]  # fmt: skip
-# Without root, mmdebstrap works in a user namespace whose maps these programs write.
+# Without root, mmdebstrap uses a user namespace, whose id maps these programs write.
 WITHOUT_ROOT = ["uidmap"]
 # A machine that has just booted upgrades itself and holds the package manager's locks for minutes.
 LOCK_LIMIT_S = 600.0
@@ -27,16 +27,16 @@ UBUNTU = ["ubuntu-keyring", "qemu-system-x86", "qemu-utils"]
 
 
 def missing(wanted: list[str]) -> list[str]:
-    """Those packages that dpkg does not call installed."""
+    """Return the packages that dpkg does not report as installed."""
     query = ["dpkg-query", "-W", "-f", "${Package} ${db:Status-Status}\n", *wanted]
-    # Exit code 1 only says that some are unknown.
+    # Exit code 1 only means that dpkg does not know some of the packages.
     said = subprocess.run(query, capture_output=True, text=True, check=False).stdout
     installed = {line.split()[0] for line in said.splitlines() if line.endswith(" installed")}
     return [package for package in wanted if package not in installed]
 
 
 def ensure() -> None:
-    """Install what is missing; without root and sudo, say what to install."""
+    """Install the missing packages; without root and sudo, name them in an error."""
     if not shutil.which("dpkg-query"):
         raise LabError("the lab is built on Debian 12 or Ubuntu 24.04: this machine has no dpkg")
     root = os.geteuid() == 0
@@ -47,7 +47,7 @@ def ensure() -> None:
         return
     if not root and not shutil.which("sudo"):
         raise LabError(f"install these packages first (as root): {' '.join(lacking)}")
-    # `env` stands behind sudo, which hands on no variables of ours.
+    # `env` comes after sudo, because sudo does not pass environment variables on.
     settings = ["LC_ALL=C.UTF-8", "DEBIAN_FRONTEND=noninteractive"]
     apt = [*([] if root else ["sudo"]), "env", *settings, "apt-get"]
     with step("packages of this machine"):
@@ -56,11 +56,11 @@ def ensure() -> None:
 
 
 def _when_unlocked(argv: list[str]) -> None:
-    """Run apt-get, again and again while another package manager holds one of its locks."""
+    """Run apt-get, and retry while another package manager holds one of its locks."""
     log = cache_folder() / "packages.log"
     deadline = time.monotonic() + LOCK_LIMIT_S
     while True:
-        # The error quotes the end of the log, which must be of this attempt.
+        # The error quotes the end of the log, so the log must hold only this attempt.
         log.unlink(missing_ok=True)
         try:
             run(argv, log=log)

@@ -1,4 +1,4 @@
-"""Where the lab keeps things: what can be rebuilt in the cache, what one lab is in its folder."""
+"""Folders of the lab: the cache for whatever can be rebuilt, and a folder per lab."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def cache_folder() -> Path:
-    """${GPUAAS_CACHE:-${XDG_CACHE_HOME:-~/.cache}}/gpuaas."""
+    """Return ${GPUAAS_CACHE:-${XDG_CACHE_HOME:-~/.cache}}/gpuaas."""
     base = os.environ.get("GPUAAS_CACHE") or os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "gpuaas"
 
 
 def lab_folder() -> Path:
-    """The folder of one lab (disks, keys, sockets, logs); several labs by GPUAAS_LAB_DIR."""
+    """Return the folder of a lab (disks, keys, sockets, logs); GPUAAS_LAB_DIR selects it."""
     override = os.environ.get("GPUAAS_LAB_DIR")
     return Path(override).resolve() if override else REPOSITORY / "build" / "lab"
 
 
 def saved_folder() -> Path:
-    """Where saved lab hosts lie, each in a folder of its name; GPUAAS_LAB_SAVED moves it."""
+    """Return the folder of saved lab hosts, a subfolder each; GPUAAS_LAB_SAVED moves it."""
     override = os.environ.get("GPUAAS_LAB_SAVED")
     return Path(override).resolve() if override else REPOSITORY / "build" / "saved"

@@ -1,4 +1,4 @@
-"""Says what long work is going on, for how long, and how long it took last time."""
+"""Progress display for long work: subject, elapsed time and the duration of the last time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lab.paths import cache_folder
 
-# A line per ten seconds keeps a log readable; a terminal is rewritten in place each second.
+# A line every ten seconds keeps a log readable. On a terminal, the line is rewritten each second.
 LOG_INTERVAL = 10.0
 TERMINAL_INTERVAL = 1.0
 
@@ -22,7 +22,7 @@ def _history() -> Path:
 
 
 def last_duration(what: str) -> float | None:
-    """Seconds that this work took when it last succeeded on this machine."""
+    """Return the seconds that this work took when it last succeeded on this machine."""
     try:
         return float(json.loads(_history().read_text())[what])
     except (OSError, ValueError, KeyError):
@@ -42,7 +42,7 @@ def _remember(what: str, seconds: float) -> None:
 
 @contextmanager
 def step(what: str) -> Iterator[None]:
-    """Show progress of the enclosed work on stderr; remember how long it took."""
+    """Show progress of the enclosed work on stderr and record its duration."""
     before = last_duration(what)
     hint = f" (last time {before:.0f} s)" if before is not None else ""
     terminal = sys.stderr.isatty()

@@ -1,4 +1,4 @@
-"""Which QEMU runs the lab: the machine's own when new enough, else a private unpacked one."""
+"""Choice of QEMU for the lab: the machine's own if new enough, else a private unpacked copy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TREE_PACKAGES = [
 
 @dataclass(frozen=True)
 class Qemu:
-    """How to start this QEMU's programs."""
+    """Start commands of a QEMU installation."""
 
     version: str
     system: list[str]
@@ -41,7 +41,7 @@ class Qemu:
 
 
 def parse_version(text: str) -> tuple[int, int]:
-    """(major, minor) out of `qemu-system-x86_64 --version`."""
+    """Parse (major, minor) out of `qemu-system-x86_64 --version`."""
     found = re.search(r"version (\d+)\.(\d+)", text)
     if not found:
         raise LabError(f"QEMU did not say its version; it said: {text[:80]!r}")
@@ -49,7 +49,7 @@ def parse_version(text: str) -> tuple[int, int]:
 
 
 def ensure(distro: Distro) -> Qemu:
-    """The machine's own QEMU, or the private tree (built on first use)."""
+    """Return the machine's own QEMU, or the private tree, which is built on first use."""
     own = shutil.which("qemu-system-x86_64")
     if own:
         text = run([own, "--version"]).decode()
@@ -84,7 +84,8 @@ def _private(distro: Distro) -> Qemu:
                 log=folder / "mmdebstrap.log",
             )
             (folder / "tree").mkdir()
-            # Through a tar file: without root, mmdebstrap's own folders would belong to subuids.
+            # A tar file in between, because without root mmdebstrap's folders would belong to
+            # subuids.
             run(["tar", "-C", folder / "tree", "--exclude=./dev/*", "--no-same-owner", "-xf", tar])
             tar.unlink()
 
@@ -99,7 +100,7 @@ def _in_tree(tree: Path) -> Qemu:
     if loader is None:
         raise LabError(f"{tree} holds no dynamic loader: remove this folder and build again")
     libraries = tree / "usr/lib/x86_64-linux-gnu"
-    # Started through its own loader: nothing of the tree touches the machine's libraries.
+    # The tree's own loader starts QEMU, so that the tree does not touch the machine's libraries.
     start = [str(loader / "ld-linux-x86-64.so.2"), "--library-path", str(libraries)]
     data = ["share/qemu", "share/seabios", "lib/ipxe/qemu"]
     system = [*start, str(tree / "usr/bin/qemu-system-x86_64")]

@@ -1,4 +1,4 @@
-"""QEMU's control socket: the few commands that the lab uses."""
+"""Client of QEMU's control socket (QMP), for the few commands that the lab uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lab.command import LabError
 
 
 def execute(path: Path, command: str, *, timeout: float = 10) -> dict[str, Any]:
-    """Send one command and return its answer; `quit` may end without one."""
+    """Send a command and return its answer; `quit` may end without an answer."""
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(timeout)
@@ -30,7 +30,7 @@ def execute(path: Path, command: str, *, timeout: float = 10) -> dict[str, Any]:
 
 
 def _answer(stream: Any) -> dict[str, Any]:
-    # Events come in between; an answer has `return` or `error`.
+    # Events may come first; an answer has `return` or `error`.
     for line in stream:
         message: dict[str, Any] = json.loads(line)
         if "return" in message or "error" in message:

@@ -1,4 +1,6 @@
-"""Root filesystems as tar files: packages only, the slow part, kept apart from our own files."""
+"""Root filesystems as tar files of packages only.
+
+Installing packages is slow, so the result is kept apart from the lab's own files."""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from lab.command import run
 from lab.distro import Distro
 from lab.progress import step
 
-# Documentation is a third of the files and nobody reads it in a lab.
+# Documentation is a third of the files, and a lab does not need it.
 SLIM = [
     "--dpkgopt=path-exclude=/usr/share/doc/*",
     "--dpkgopt=path-exclude=/usr/share/man/*",
@@ -23,7 +25,7 @@ SLIM = [
 
 @dataclass(frozen=True)
 class Recipe:
-    """Packages, and the modules that its initial RAM disk holds."""
+    """Packages of a root filesystem, and the modules of its initial RAM disk."""
 
     noun: str
     packages: Sequence[str]
@@ -31,7 +33,7 @@ class Recipe:
 
 
 def _initramfs_hook(modules: Sequence[str]) -> str:
-    # lz4: an emulated CPU unpacks (and, at update-initramfs, packs) it several times faster.
+    # An emulated CPU unpacks lz4 several times faster, and packs it faster at update-initramfs.
     lines = "\\n".join(modules)
     return (
         'sed -i "s/^MODULES=.*/MODULES=list/; s/^COMPRESS=.*/COMPRESS=lz4/"'
@@ -42,14 +44,14 @@ def _initramfs_hook(modules: Sequence[str]) -> str:
 
 
 def key(recipe: Recipe, distro: Distro) -> str:
-    """The hash of all that makes this root filesystem."""
+    """Return the hash of all inputs of this root filesystem."""
     hook = _initramfs_hook(recipe.initramfs_modules)
     inputs = {"packages": sorted(recipe.packages), "sources": distro.sources, "hook": hook}
     return cache.content_key(inputs, [Path(__file__)])
 
 
 def ensure(recipe: Recipe, distro: Distro) -> Path:
-    """The tar file of this recipe, from the cache or made now."""
+    """Return the tar file of this recipe, from the cache or newly made."""
     hook = _initramfs_hook(recipe.initramfs_modules)
 
     def build(folder: Path) -> None:

@@ -1,8 +1,8 @@
 """Saved lab hosts: copies of a prepared host's disks, to be loaded and booted again.
 
-A copy holds what belongs to the host outside QEMU's memory: its disks, the UEFI variables, the
-operator's key and the known host key. It is no snapshot of a running machine, because QEMU's NVMe
-device has none: a loaded host boots, so it has another boot id and counts as rebooted.
+A copy holds the host's state outside QEMU's memory: its disks, the UEFI variables, the operator's
+key and the known host key. It is no snapshot of a running machine, because QEMU's NVMe device does
+not support snapshots. A loaded host boots, so it has another boot id and counts as rebooted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lab.progress import step
 
 FACTS = "saved.json"
 KEY_FILES = ("key", "key.pub", "known_hosts")
-# Memory that the host has not written yet, and what QEMU has not: minutes on a slow disk.
+# Neither the host nor QEMU may have flushed its memory yet, which takes minutes on a slow disk.
 FLUSH_LIMIT_S = 300.0
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
@@ -44,9 +44,9 @@ class Image:
 
 @dataclass(frozen=True)
 class Saved:
-    """One saved lab host.
+    """A saved lab host.
 
-    running: it was saved while it ran. notes: what its maker wants to know when it is loaded.
+    `running`: the host was up when it was saved. `notes`: data that the maker needs when loading.
     """
 
     name: str
@@ -69,9 +69,9 @@ def save(
     extras: Mapping[str, Path] | None = None,
     notes: Mapping[str, Any] | None = None,
 ) -> Saved:
-    """Copy the lab host of this folder. One that runs is paused meanwhile, and goes on afterwards.
+    """Copy the lab host of this folder. A running host is paused meanwhile and then continues.
 
-    Its disks are then as after a loss of power right after `sync`. `extras` are folders that are
+    The saved disks are as after a loss of power right after `sync`. `extras` are folders that are
     copied along, by name.
     """
     target = _folder(name)
@@ -105,9 +105,9 @@ def save(
 
 
 def load(name: str) -> Saved:
-    """Make the saved host the lab of this folder, in place of the one that is there; `up` boots it.
+    """Make the saved host the lab of this folder, replacing the present lab; `up` boots it.
 
-    Refused while a lab host runs there.
+    A folder whose lab host runs is refused.
     """
     saved = entry(name)
     folder = lab_folder()
@@ -117,7 +117,7 @@ def load(name: str) -> Saved:
     _require_same_machine(saved)
     with step("loading a lab host"):
         folder.mkdir(parents=True, exist_ok=True)
-        # No half of a host is taken for one: lab.json goes first and comes last.
+        # lab.json is removed first and written last, so that a partial copy never counts as a lab.
         (folder / state.FILE).unlink(missing_ok=True)
         for file in _files(saved.folder):
             _copy(file, folder / f"{file.name}.partial")
@@ -128,18 +128,18 @@ def load(name: str) -> Saved:
 
 
 def restore(saved: Saved, extra: str, folder: Path) -> None:
-    """Put back a folder that was copied along; what is there is replaced."""
+    """Put back a folder that was copied along, replacing the present folder."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(saved.folder / extra, folder, symlinks=True)
 
 
 def entries() -> list[Saved]:
-    """All saved hosts, by name."""
+    """Return all saved hosts, by name."""
     return [entry(file.parent.name) for file in sorted(saved_folder().glob(f"[!.]*/{FACTS}"))]
 
 
 def entry(name: str) -> Saved:
-    """The saved host of this name."""
+    """Return the saved host of this name."""
     file = _folder(name) / FACTS
     try:
         facts = json.loads(file.read_text())
@@ -153,7 +153,7 @@ def entry(name: str) -> Saved:
 
 
 def delete(name: str) -> None:
-    """Forget a saved host, also one that this version cannot read."""
+    """Delete a saved host, even if this version cannot read it."""
     folder = _folder(name)
     if not folder.exists():
         entry(name)
@@ -161,7 +161,7 @@ def delete(name: str) -> None:
 
 
 def size_bytes(saved: Saved) -> int:
-    """What it occupies; its disks are sparse."""
+    """Return the allocated size in bytes; the disks are sparse."""
     return sum(file.stat().st_blocks * 512 for file in saved.folder.rglob("*") if file.is_file())
 
 
@@ -199,13 +199,13 @@ def _image(path: Path) -> Image:
 
 
 def _topology() -> str:
-    """A digest of the virtual devices, without what differs between two starts."""
+    """Return a digest of the virtual devices, without the parts that differ between starts."""
     machine = topology.Machine(Path("/lab"), Path("/firmware"), accel="tcg", ssh_port=0)
     return hashlib.sha256("\0".join(topology.arguments(machine)).encode()).hexdigest()[:16]
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of a lab that a copy holds."""
+    """Return the files of a lab that a copy holds."""
     machine = topology.Machine(folder, Path(), accel="tcg", ssh_port=0)
     disks = [machine.os_disk, *(machine.data_disk(disk) for disk in topology.DATA_DISKS)]
     kept = [machine.firmware_variables, *(folder / name for name in KEY_FILES)]
@@ -218,7 +218,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _moved(lab: state.Lab, folder: Path) -> state.Lab:
-    """The lab as it is in another folder, where no QEMU runs."""
+    """Return the lab as it is in another folder, where no QEMU runs."""
     paths = {"folder": folder}
     for name in ("key", "known_hosts", "qmp", "userdata"):
         paths[name] = folder / Path(getattr(lab, name)).name
@@ -228,18 +228,18 @@ def _moved(lab: state.Lab, folder: Path) -> state.Lab:
 
 @contextmanager
 def _still(lab: state.Lab) -> Iterator[None]:
-    """No disk of the lab changes; of one that runs, all that was written is on its disks."""
+    """Keep the lab's disks still; a running host first writes all pending data to them."""
     if not lab.alive():
         yield
         return
     run(state.ssh_command(lab, ["sync"]), timeout=FLUSH_LIMIT_S)
-    # Stopping the processors also has QEMU flush its disks, the tables of the overlay included.
+    # A stop of the processors also makes QEMU flush its disks, including the overlay's tables.
     qmp.execute(Path(lab.qmp), "stop", timeout=FLUSH_LIMIT_S)
     try:
         yield
     finally:
         qmp.execute(Path(lab.qmp), "cont")
-    # Its clock stood still too; certificates that are issued from now on must be valid for it.
+    # The host's clock stood still too, and certificates issued from now on must be valid for it.
     run(state.ssh_command(lab, ["date", "--utc", "--set", f"@{time.time():.0f}"]), timeout=60)
 
 

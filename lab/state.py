@@ -1,4 +1,4 @@
-"""What is known about one lab between commands: `lab.json` in its folder."""
+"""Record of a lab between commands: `lab.json` in the lab's folder."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 from lab.command import LabError
 from lab.paths import lab_folder
 
-# How other commands pass on which lab they mean.
+# The path of this file identifies the lab to other commands.
 FILE = "lab.json"
 
 
 @dataclass(frozen=True)
 class Lab:
-    """One lab host as other commands need it."""
+    """A lab host as other commands need it."""
 
     folder: str
     pid: int
@@ -35,11 +35,11 @@ class Lab:
     devices: dict[str, Any] = field(default_factory=dict)
 
     def alive(self) -> bool:
-        """Whether this very process still runs; a reused pid does not count."""
+        """Return whether this very process still runs; a reused pid does not count."""
         return process_start(self.pid) == self.pid_started
 
     def save(self) -> None:
-        """Write lab.json in one step."""
+        """Write lab.json in one atomic step."""
         path = Path(self.folder) / FILE
         half = path.with_suffix(".partial")
         half.write_text(json.dumps(asdict(self), indent=1) + "\n")
@@ -47,7 +47,7 @@ class Lab:
 
 
 def process_start(pid: int) -> int | None:
-    """When this process started, in clock ticks since boot; None when it is gone or a zombie."""
+    """Return the process's start in clock ticks since boot, or None if it is gone or a zombie."""
     try:
         # The name (field 2) may hold spaces and brackets: count from the last bracket.
         fields = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()
@@ -57,7 +57,7 @@ def process_start(pid: int) -> int | None:
 
 
 def load(folder: Path | None = None) -> Lab | None:
-    """The lab of this folder, running or not; None when there never was one."""
+    """Return the lab of this folder, running or not, or None if there never was a lab."""
     path = (folder or lab_folder()) / FILE
     try:
         return Lab(**json.loads(path.read_text()))
@@ -68,7 +68,7 @@ def load(folder: Path | None = None) -> Lab | None:
 
 
 def running(folder: Path | None = None) -> Lab:
-    """The lab of this folder, which must be up."""
+    """Return the lab of this folder, which must be up."""
     lab = load(folder)
     if lab is None or not lab.alive():
         raise LabError(f"no lab runs in {folder or lab_folder()}: start one with `gpuaas lab up`")
@@ -76,7 +76,7 @@ def running(folder: Path | None = None) -> Lab:
 
 
 def ssh_command(lab: Lab, remote: list[str] | None = None, *, tty: bool = False) -> list[str]:
-    """ssh as the lab's operator; the host key was learnt through the trusted channel."""
+    """Return the ssh command of the lab's operator; the host key came by the trusted channel."""
     options = {
         "IdentitiesOnly": "yes",
         "UserKnownHostsFile": lab.known_hosts,

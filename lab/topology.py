@@ -1,4 +1,4 @@
-"""What the virtual slice host is made of, as QEMU's argument list. Pure: no input or output."""
+"""Hardware of the virtual slice host as QEMU's argument list. Pure: no input or output."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 USERDATA_PORT = "gpuaas.userdata"
 MANAGEMENT_MAC = "52:54:00:00:00:01"
 FABRIC_MAC = "52:54:00:00:fa:01"
-# The user network's own addresses, as the host sees them.
+# Addresses of QEMU's user network, as the host sees them.
 GATEWAY = "10.0.2.2"
 
-# The stand-in for a GPU reaches all memory, as a GPU does; its default is 28 bits.
+# The GPU stand-in reaches all memory, as a GPU does; the device's default is 28 bits.
 EDU_DMA_MASK = (1 << 48) - 1
 
 OS_EUI = 0x5E000000000000FF
@@ -20,7 +20,7 @@ DATA_EUI = 0x5E0000000000A000
 
 @dataclass(frozen=True)
 class DataDisk:
-    """One NVMe data disk; `shared` ones carry a file system that the fresh host has mounted."""
+    """An NVMe data disk. `shared` disks carry a file system that the fresh host has mounted."""
 
     index: int
     node: int
@@ -29,12 +29,12 @@ class DataDisk:
 
     @property
     def serial(self) -> str:
-        """As `nvme id-ctrl` shows it."""
+        """Serial number as `nvme id-ctrl` shows it."""
         return f"LABNVME{self.index}"
 
     @property
     def eui64(self) -> int:
-        """As `nvme id-ns` shows it."""
+        """EUI-64 as `nvme id-ns` shows it."""
         return DATA_EUI + self.index
 
 
@@ -50,7 +50,7 @@ DATA_DISK_MIB = 4096
 
 @dataclass(frozen=True)
 class Machine:
-    """One lab host: its files, ports and size."""
+    """A lab host: its files, ports and size."""
 
     folder: Path
     firmware_code: Path
@@ -72,26 +72,26 @@ class Machine:
 
     @property
     def pid_file(self) -> Path:
-        """Written by QEMU, removed by it when it ends in order."""
+        """Pid file; QEMU writes it, and removes it at an orderly end."""
         return self.folder / "qemu.pid"
 
     @property
     def os_disk(self) -> Path:
-        """Overlay over the cached image."""
+        """OS disk, an overlay over the cached image."""
         return self.folder / "os.qcow2"
 
     @property
     def firmware_variables(self) -> Path:
-        """This lab's own copy of the UEFI variables."""
+        """This lab's copy of the UEFI variables."""
         return self.folder / "vars.fd"
 
     def data_disk(self, disk: DataDisk) -> Path:
-        """The file behind a data disk."""
+        """Return the file behind a data disk."""
         return self.folder / f"nvme{disk.index}.raw"
 
 
 def arguments(machine: Machine) -> list[str]:
-    """All of QEMU's arguments for this machine."""
+    """Return all of QEMU's arguments for this machine."""
     return [
         # No screen, DVD drive or floppy: each costs time at boot.
         "-nodefaults",
@@ -112,7 +112,7 @@ def arguments(machine: Machine) -> list[str]:
 
 def _processor(machine: Machine) -> list[str]:
     count = machine.cpus_per_node
-    # Either way the host gets an IOMMU and /dev/kvm with nesting of its own.
+    # With either CPU the host gets an IOMMU and a /dev/kvm that can nest.
     cpu = ["host"] if machine.accel == "kvm" else ["EPYC,+svm"]
     accel = "kvm" if machine.accel == "kvm" else "tcg,thread=multi"
     words = ["-machine", "q35,kernel-irqchip=split", "-accel", accel, "-cpu", *cpu]
@@ -135,10 +135,10 @@ def _firmware(machine: Machine) -> list[str]:
 
 
 def _bridges() -> list[str]:
-    """A PCIe host bridge per NUMA node; the OS disk sits apart from both, like a boot card.
+    """Add a PCIe host bridge per NUMA node. The OS disk sits apart from both, like a boot card.
 
-    Pin interrupts from below these bridges do not arrive in Linux (QEMU's ACPI tables name other
-    lines than its q35 drives): what is passed through must use MSI, as real GPUs do.
+    Pin interrupts from below these bridges do not arrive in Linux, because QEMU's ACPI tables name
+    other lines than its q35 drives. Passed-through devices must therefore use MSI, as real GPUs do.
     """
     words = ["-device", "pcie-root-port,id=port.os,chassis=1,slot=1,bus=pcie.0"]
     for node, bus in ((0, 0x20), (1, 0x40)):
@@ -147,7 +147,7 @@ def _bridges() -> list[str]:
 
 
 def _port(name: str, node: int, chassis: int) -> list[str]:
-    # One root port per device: each gets an IOMMU group of its own.
+    # A root port per device gives each device its own IOMMU group.
     return [
         "-device",
         f"pcie-root-port,id=port.{name},chassis={chassis},slot={chassis},bus=node{node}",
@@ -155,7 +155,7 @@ def _port(name: str, node: int, chassis: int) -> list[str]:
 
 
 def _drive(name: str, file: Path, image_format: str) -> list[str]:
-    # writeback: what the guest flushed survives a power cut, what it did not is lost.
+    # writeback: flushed data survives a power cut, unflushed data is lost.
     return ["-drive", f"if=none,id={name},file={file},format={image_format},cache=writeback"]
 
 
@@ -173,7 +173,8 @@ def _data_disks(machine: Machine) -> list[str]:
         name = f"data{disk.index}"
         subsystem = ""
         if disk.multipath:
-            # Makes Linux show the member nvme<subsystem>c<controller>n1, which nobody may use.
+            # With this, Linux shows the member nvme<subsystem>c<controller>n1, which must never be
+            # used.
             words += ["-device", f"nvme-subsys,id=subsys.{name}"]
             subsystem = f",subsys=subsys.{name}"
         words += _port(name, disk.node, 10 + disk.index)
@@ -200,7 +201,7 @@ def _fabric() -> list[str]:
 
 
 def _management(machine: Machine) -> list[str]:
-    # bus=pcie.0 is not optional: without it the device lands on a NUMA bridge and QEMU refuses.
+    # Without bus=pcie.0 the device lands on a NUMA bridge and QEMU refuses it.
     forward = f"hostfwd=tcp:127.0.0.1:{machine.ssh_port}-:22"
     return [
         "-netdev", f"user,id=management,{forward}",

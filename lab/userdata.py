@@ -1,4 +1,4 @@
-"""The trusted channel into a lab host: scripts run there as root, by themselves or as userdata."""
+"""Trusted channel into a lab host: runs scripts as root, directly or as cloud-init userdata."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 from lab.command import LabError
 
-# cloud-init's own stages, in the order of a boot. What they say of themselves is kept where a
-# machine that MAAS deployed has it; what the userdata says is in the answer, as is how it ended.
+# cloud-init's stages in the order of a boot. Their output is kept in the file that a machine
+# deployed by MAAS uses. The userdata's output and exit code are in the answer.
 BY_CLOUD_INIT = """#!/bin/sh
 set -eu
 umask 077
@@ -33,7 +33,7 @@ cloud-init modules --mode=final
 
 @dataclass(frozen=True)
 class Answer:
-    """What the script said and how it ended."""
+    """Output and exit code of a script."""
 
     exit_code: int
     output: str
@@ -42,7 +42,8 @@ class Answer:
 def deliver(path: Path, script: str, *, timeout: float = 600) -> Answer:
     """Deliver a script and wait until the host has run it.
 
-    Delivered once, also when the connection is lost meanwhile: the host knows deliveries by id.
+    The script runs once, even if the connection is lost meanwhile, because the host records
+    deliveries by id.
     """
     if not script.startswith("#!"):
         raise LabError("a userdata script begins with #! (for example #!/bin/sh)")
@@ -64,7 +65,7 @@ def deliver(path: Path, script: str, *, timeout: float = 600) -> Answer:
 
 
 def by_cloud_init(data: str) -> str:
-    """A script for the channel: the host's cloud-init takes `data` as a new deployment's."""
+    """Return a channel script that gives `data` to the host's cloud-init as a new deployment."""
     encoded = base64.encodebytes(data.encode()).decode().strip()
     return BY_CLOUD_INIT.format(instance=uuid.uuid4(), data=encoded)
 
@@ -74,7 +75,7 @@ def _exchange(path: Path, line: bytes, delivery: str, timeout: float) -> Answer 
         connection.settimeout(timeout)
         connection.connect(str(path))
         try:
-            # QEMU holds the bytes back until the host has opened its end: no need to poll.
+            # QEMU holds the bytes back until the host has opened its end, so polling is not needed.
             connection.sendall(line)
             for text in connection.makefile("rb"):
                 answer = _parse(text)
@@ -86,7 +87,7 @@ def _exchange(path: Path, line: bytes, delivery: str, timeout: float) -> Answer 
 
 
 def _parse(text: bytes) -> dict[str, object] | None:
-    # The first line after a connection can be the rest of an answer to somebody who left.
+    # The first line after a connection can be the rest of an answer to an earlier client.
     try:
         answer = json.loads(text)
     except ValueError:

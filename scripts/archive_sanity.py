@@ -1,7 +1,7 @@
-"""`scripts/sanity`: ansible-test sanity over the built archive, unpacked in build/sanity.
+"""Runner of `scripts/sanity`: ansible-test sanity on the built archive, unpacked in build/sanity.
 
-The checkout itself is no collection to ansible-test: it holds the reconciler and the lab too. The
-first run installs the tools that ansible-test pins, each into an environment of its own.
+ansible-test does not accept the checkout as a collection, because it also holds the reconciler and
+the lab. The first run installs the tools that ansible-test pins, each into a separate environment.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ HOME = WORK / "home"
 COLLECTION = WORK / "ansible_collections" / "gpuaas" / "slice"
 BIN = Path(sys.executable).parent
 
-# ansible-test would fetch get-pip.py from a server of its own. Python brings a pip that can install
-# the wanted one from the index that this machine uses.
+# ansible-test would download get-pip.py from its own server. Python brings a pip that can install
+# the required version from the index that this machine uses.
 GET_PIP = """\
 import subprocess, sys
 wanted = [name for name in sys.argv[1:] if not name.startswith("--no-")]
@@ -40,7 +40,7 @@ modules:
 
 
 def unpack() -> None:
-    """The collection as its archive holds it, with the settings of its sanity tests."""
+    """Unpack the collection's archive and add the settings of its sanity tests."""
     shutil.rmtree(COLLECTION, ignore_errors=True)
     galaxy("build", str(ROOT), "--output-path", str(WORK), "--force")
     (archive,) = WORK.glob("gpuaas-slice-*.tar.gz")
@@ -52,7 +52,7 @@ def unpack() -> None:
 
 
 def ignored() -> str:
-    """What is let pass: ansible-test wants GPLv3 of every module; the collection is Apache-2.0."""
+    """Return the ignored findings: ansible-test requires GPLv3 of modules; ours are Apache-2.0."""
     modules = sorted((COLLECTION / "plugins" / "modules").glob("*.py"))
     rule = "validate-modules:missing-gplv3-license"
     return "".join(f"plugins/modules/{path.name} {rule}\n" for path in modules)
@@ -68,10 +68,10 @@ def galaxy(*argv: str) -> None:
 
 
 def prepare_home() -> None:
-    """A home folder for ansible-test, which is the user's own as far as pip is concerned.
+    """Make a home folder for ansible-test that has the user's settings for pip.
 
-    ansible-test keeps its environments in the home folder and hands none of pip's variables on, so
-    these become a file.
+    ansible-test keeps its environments in the home folder and does not pass on pip's variables, so
+    the variables are written to a file.
     """
     for name in (".config", ".cache"):
         link = HOME / name
@@ -86,7 +86,7 @@ def prepare_home() -> None:
 
 
 def pip_configuration(environment: Mapping[str, str]) -> str:
-    """pip's variables as pip's file; the authorities that Python trusts are pip's too."""
+    """Return pip's variables as a pip file; pip also gets the authorities that Python trusts."""
     options = {
         name.removeprefix("PIP_").lower().replace("_", "-"): " ".join(value.split())
         for name, value in environment.items()
@@ -99,7 +99,7 @@ def pip_configuration(environment: Mapping[str, str]) -> str:
 
 
 def wanted_pip() -> str:
-    """The version of pip that this ansible-test puts into its environments."""
+    """Return the version of pip that this ansible-test installs into its environments."""
     source = (
         Path(import_module("ansible_test").__path__[0]) / "_internal" / "python_requirements.py"
     )
@@ -116,7 +116,7 @@ def main() -> int:
     done = subprocess.run(
         [str(BIN / "ansible-test"), "sanity", "--local", "--python", python, *sys.argv[1:]],
         cwd=COLLECTION,
-        # Named, so that it does not take the checkout's git, which ignores build, for its own.
+        # Without this variable ansible-test would use the checkout's git, which ignores build.
         env={**os.environ, "HOME": str(HOME), "ANSIBLE_TEST_CONTENT_ROOT": str(COLLECTION)},
         check=False,
     )

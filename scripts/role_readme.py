@@ -1,7 +1,7 @@
-"""README.md of every role, from what the role itself says.
+"""Generator of every role's README.md from the role's files.
 
 `python -m scripts.role_readme` writes roles/*/README.md; a test compares. The sources are
-meta/argument_specs.yml (what ansible-doc shows too), defaults/main.yml where the specification
+meta/argument_specs.yml (which ansible-doc also shows), defaults/main.yml where the specification
 names no default, and the playbooks that use the role.
 """
 
@@ -18,13 +18,13 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 COMMAND = "python -m scripts.role_readme"
 
-# Longer ones tear a table apart; defaults/main.yml shows them with their comments.
+# Longer defaults break a table's layout; defaults/main.yml shows them with their comments.
 _LONGEST_DEFAULT = 60
 _MARKUP = re.compile(r"\b(?:C|V|O|RV|E|P|M|I|B|U|L)\((?:[^()\\]|\\.)*\)")
 
 
 def markdown(text: str) -> str:
-    """Ansible's documentation markup as Markdown."""
+    """Convert Ansible's documentation markup to Markdown."""
     return _MARKUP.sub(lambda found: _inline(found.group()), " ".join(text.split()))
 
 
@@ -46,12 +46,12 @@ def _inline(marked: str) -> str:
 
 
 def roles(root: Path = ROOT) -> list[Path]:
-    """The folder of every role, by name."""
+    """Return the folder of every role, by name."""
     return sorted(path.parent.parent for path in root.glob("roles/*/meta/argument_specs.yml"))
 
 
 def readme(role: Path) -> str:
-    """The whole README.md of a role."""
+    """Return the whole README.md of a role."""
     defaults = _load(role / "defaults" / "main.yml")
     specs = _load(role / "meta" / "argument_specs.yml")["argument_specs"]
     lines = [f"<!-- Generated from meta/argument_specs.yml by `{COMMAND}`; edit that file. -->"]
@@ -73,7 +73,7 @@ def readme(role: Path) -> str:
 def _rows(
     options: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[str]:
-    """One row for each option, and after it one for each key of a dictionary."""
+    """Return a row for each option, followed by a row for each key of a dictionary."""
     for name, option in options.items():
         cells = (
             f"`{prefix}{name}`",
@@ -112,7 +112,7 @@ def _paragraphs(text: str | list[str]) -> list[str]:
 
 
 def _playbooks(role: Path) -> list[Path]:
-    """The playbooks that call the role by its full name."""
+    """Return the playbooks that call the role by its full name."""
     name = re.compile(rf"\bgpuaas\.slice\.{re.escape(role.name)}\b")
     folder = role.parent.parent / "playbooks"
     return [path for path in sorted(folder.glob("*.yml")) if name.search(path.read_text())]

@@ -1,13 +1,13 @@
-"""Single-file programs, built from the collection's code for machines that have none of it.
+"""Builder of single-file programs from the collection's code, for machines without the collection.
 
-`python -m scripts.standalone` (`make scripts`) builds into `build/scripts/` what is missing there
-or older than its sources; a release's wheel gets the same files from `hatch_build.py`. With
-`--apply-bios PATH` it builds one more, there: MAAS's script as it changes the BIOS.
+`python -m scripts.standalone` (`make scripts`) builds into `build/scripts/` every program that is
+missing or older than its sources; a release's wheel gets the same files from `hatch_build.py`. With
+`--apply-bios PATH` it also builds, at that path, the MAAS script that changes the BIOS.
 
 A program is a shell head, the importer of `reconciler/carrier.py`, and the sources of the
 module_utils that its entry imports, directly or not. So there is no second implementation. It is
-plain text, because somebody reviews what runs as root. It needs the standard library of Python
-3.10, which Ubuntu 22.04 has: MAAS commissions with it.
+plain text, because people review a program that runs as root. It needs the standard library of
+Python 3.10, which Ubuntu 22.04 has: MAAS commissions with it.
 
 To add a program, add a Script to SCRIPTS.
 """
@@ -35,7 +35,7 @@ from reconciler.trust import preflight
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 UTILS = ROOT / "plugins" / "module_utils"
-# Read from its file: the collection need not be importable where this runs.
+# Loaded from its file, because the collection need not be importable where this runs.
 _CLOSURE = runpy.run_path(str(UTILS / "core" / "_source_closure.py"))
 PACKAGE: str = _CLOSURE["PACKAGE"]
 COMMAND = "python -m scripts.standalone"
@@ -46,20 +46,20 @@ _END = "GPUAAS_STANDALONE_END"
 
 
 class NotStandalone(Exception):
-    """A source that cannot go into a single file, and why."""
+    """A source that cannot go into a single file, with the reason."""
 
 
 @dataclass(frozen=True)
 class Script:
-    """One single-file program.
+    """A single-file program.
 
     path: below `build/`. entry: `package._util:function`, called with the arguments and the
-    environment; it returns the exit code. about: what the head says, one sentence or more.
-    marker: the line that is printed where no fitting Python is found, with `status=FAIL`.
-    metadata: comment block that a runner such as MAAS reads, or "". data: files of the repository
-    that the entry reads through `__loader__.get_data(name)`, by name; YAML becomes JSON, since a
-    host need not have a parser for it. settings: defaults for the environment, in parts; a part
-    counts only where none of its settings is set.
+    environment; it returns the exit code. about: description in the head, a sentence or more.
+    marker: the line that is printed where no suitable Python exists, with `status=FAIL`. metadata:
+    comment block that a runner such as MAAS reads, or "". data: files of the repository that the
+    entry reads through `__loader__.get_data(name)`, by name; YAML becomes JSON, because a host may
+    lack a YAML parser. settings: defaults for the environment, in parts; a part applies only where
+    none of its settings is set.
     """
 
     path: str
@@ -72,19 +72,19 @@ class Script:
 
 
 def hardware(profile: Mapping[str, Any]) -> str:
-    """The machines that a MAAS script is for, by their GPUs: MAAS runs it on no other."""
+    """Return the machines that a MAAS script is for, by their GPUs. MAAS skips all others."""
     ids = [f"pci:{id_}" for id_ in profile["gpu"]["ids"]]
     return ids[0] if len(ids) == 1 else f"[{', '.join(ids)}]"
 
 
 _PROFILES = sorted(f"profiles/{file.name}" for file in ROOT.glob("profiles/*.yml"))
-# The profile of the machines that MAAS commissions. MAAS passes a script none of our settings, so
-# what the profile says is in the script: without it seven GPUs of eight are as good as eight.
+# The profile of the machines that MAAS commissions. MAAS passes none of our settings to a script,
+# so the script contains the profile's values: without them, seven GPUs of eight would pass.
 _COMMISSIONED = yaml.safe_load((ROOT / "profiles/xe9680l-h200.yml").read_text(encoding="utf-8"))
 
 
 def _commissioning(**fields: str) -> str:
-    """Metadata of a script that MAAS runs while it commissions one of those machines."""
+    """Return the metadata of a script that MAAS runs while it commissions such a machine."""
     rows = {
         **fields,
         "script_type": "commissioning",
@@ -118,8 +118,8 @@ FIRMWARE = Script(
     settings=preflight.parts(_COMMISSIONED),
 )
 
-# Not among SCRIPTS: it power-cycles, so there is none before somebody asks for one. MAAS runs it by
-# a tag of its own only, and `noauto` keeps MAAS from choosing it by itself.
+# Not among SCRIPTS: this script power-cycles, so it is built only on request. MAAS runs it only by
+# its separate tag, and `noauto` keeps MAAS from choosing it by itself.
 APPLYING = replace(
     FIRMWARE,
     path="55-gpuaas-slice-firmware-apply.sh",
@@ -177,7 +177,7 @@ run(PACKAGE + "{entry}", sys.argv[1:], os.environ)
 
 
 def build(script: Script) -> str:
-    """The text of the file. Raises NotStandalone."""
+    """Return the text of the program. Raises NotStandalone."""
     util, _, function = script.entry.partition(":")
     sources = closure(util)
     for name, text in sources.items():
@@ -208,13 +208,13 @@ def build(script: Script) -> str:
 
 
 def closure(util: str) -> dict[str, str]:
-    """The module utils that `util` needs, itself included: source text by name."""
+    """Return the module utils that `util` needs, including itself: source text by name."""
     texts: dict[str, str] = _CLOSURE["closure"](util, _source)
     return dict(sorted(texts.items()))
 
 
 def write(folder: Path = BUILD) -> list[Path]:
-    """Build what is missing below `folder` or older than its sources; every program's path."""
+    """Build every program below `folder` that is missing or out of date; return all paths."""
     newest = max(file.stat().st_mtime for file in _inputs())
     targets = [folder / script.path for script in SCRIPTS]
     for script, target in zip(SCRIPTS, targets, strict=True):
@@ -224,7 +224,7 @@ def write(folder: Path = BUILD) -> list[Path]:
 
 
 def _inputs() -> Iterator[Path]:
-    """Every file that a program may come from."""
+    """Return every file that a program may contain."""
     yield from UTILS.rglob("*.py")
     yield from ROOT.glob("profiles/*.yml")
     yield ROOT / BOOTSTRAP
@@ -234,7 +234,8 @@ def _inputs() -> Iterator[Path]:
 
 def _put(script: Script, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Never half a program: another process may build or run it at the same time.
+    # A partial program must never be visible, because another process may build or run it
+    # meanwhile.
     part = target.with_name(f".{target.name}.{os.getpid()}")
     part.write_text(build(script), encoding="utf-8")
     part.chmod(0o755)
@@ -242,7 +243,7 @@ def _put(script: Script, target: Path) -> None:
 
 
 def _refuse_foreign(name: str, text: str) -> None:
-    """Everything but module utils must be standard library."""
+    """Refuse any import that is neither a module util nor standard library."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
@@ -258,7 +259,7 @@ def _refuse_foreign(name: str, text: str) -> None:
 
 
 def _settings(settings: Mapping[str, str]) -> str:
-    """Shell that sets one part, all or none: half of two repositories is no repository."""
+    """Return shell code that sets all of a part or none: half of a repository is unusable."""
     values = {name: value for name, value in settings.items() if value}
     if not values:
         return ""
@@ -279,7 +280,7 @@ def _carried(path: Path) -> str:
 
 
 def _table(name: str, texts: Mapping[str, str]) -> Iterator[str]:
-    """A dictionary of texts, as they are: reviewed here as well as where they come from."""
+    """Write a dictionary of texts unchanged, so that reviewers can compare them."""
     yield f"{name} = {{}}\n"
     for key, text in sorted(texts.items()):
         digest = hashlib.sha256(text.encode()).hexdigest()

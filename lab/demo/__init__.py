@@ -1,1 +1,1 @@
-"""The main job of the product on a lab host, step by step, through the product's own API."""
+"""Demonstration of the product's main job on a lab host, step by step through the public API."""

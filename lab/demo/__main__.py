@@ -1,4 +1,4 @@
-"""`make demo`: the main job end to end, with a table and build/demo.json at the end."""
+"""Entry point of `make demo`: all steps of the main job, a table, and build/demo.json."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lab.demo.report import Evidence, Report, Step
 from lab.demo.stage import Stage
 from lab.paths import REPOSITORY
 
-# Name, title and work of a step.
+# Name, title and function of a step.
 PlannedStep = tuple[str, str, Callable[[Stage], Evidence]]
 STEPS: tuple[PlannedStep, ...] = (
     ("host", "build and boot a lab host", host_steps.host),
@@ -33,7 +33,7 @@ STEPS: tuple[PlannedStep, ...] = (
     ("blocked", "a second VM fails its readiness gate", slice_steps.blocked),
     ("recover", "one command brings the slot back", slice_steps.recover),
 )
-# What the table says of each step; build/demo.json has all of it.
+# Evidence that the table shows for each step; build/demo.json holds all evidence.
 SAID: dict[str, Callable[[Evidence], object]] = {
     "host": lambda e: f"{e['accelerator']}, kernel {e['kernel']}, {len(e['devices']['gpus'])} GPUs",
     "enrol": lambda e: " ".join(e["host_said"]),
@@ -76,7 +76,7 @@ def main() -> int:
 
 
 def play(stage: Stage, report: Report, steps: Iterable[PlannedStep] = STEPS) -> bool:
-    """Play the steps in order, then end what they started; False when a signal came between."""
+    """Play the steps in order, then clean up. Return False if a signal interrupted them."""
     try:
         with interruption.raised():
             stage.folder.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ def play(stage: Stage, report: Report, steps: Iterable[PlannedStep] = STEPS) -> 
                 report.run(name, title, partial(work, stage))
             stage.close()
     except interruption.Interrupted:
-        # In order as far as that goes; the processes of whatever fails here end below.
+        # First try an orderly stop. Processes that survive it are ended below.
         with contextlib.suppress(Exception):
             stage.close()
         interruption.end_descendants()

@@ -1,4 +1,4 @@
-"""Steps 1 to 8: from a deployed machine to slots that may be sold."""
+"""Demonstration steps 1 to 8: from a deployed machine to slots that can be sold."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lab.demo.report import Evidence
 from lab.demo.stage import NODE, Stage
 from lab.distro import this_distro
 
-# Two slots: the first tenant's, and the one whose provisioning is made to fail.
+# Two slots: the first for the tenant, the second for the provisioning that is made to fail.
 SLOTS = (0, 1)
 IMAGE_NAME = "lab-slice"
 
 
 def host(stage: Stage) -> Evidence:
-    """Build what is not in the cache, then boot a freshly deployed machine."""
+    """Build the parts that the cache lacks, then boot a freshly deployed machine."""
     packages.ensure()
     image = guest_image.ensure(this_distro())
     stage.known["image"] = image
@@ -33,7 +33,7 @@ def host(stage: Stage) -> Evidence:
 
 
 def enrol(stage: Stage) -> Evidence:
-    """Register the node, give its userdata to cloud-init; from then on its SSH key is certified."""
+    """Register the node and give its userdata to cloud-init, which certifies its SSH host key."""
     stage.open()
     lab = stage.host()
     api = stage.api()
@@ -54,7 +54,7 @@ def enrol(stage: Stage) -> Evidence:
 
 
 def bootstrap(stage: Stage) -> Evidence:
-    """Kernel arguments, a real reboot, VFIO modules, libvirt, bridge, NAT, dnsmasq."""
+    """Set up kernel arguments, VFIO, libvirt, bridge, NAT and dnsmasq, with a real reboot."""
     before = stage.api().get(stage.path())["boot_id"]
     result = stage.task(stage.path("/bootstrap"), {"allow_reboot": True})
     return {
@@ -66,13 +66,13 @@ def bootstrap(stage: Stage) -> Evidence:
 
 
 def discover(stage: Stage) -> Evidence:
-    """What the host has, as candidates that nobody may schedule."""
+    """Discover the host's hardware as candidates, which the scheduler cannot use."""
     result = stage.task(stage.path("/slice-topology/discovery"))
     return {"candidate_summary": result["candidate_summary"], "candidates": _bundles(stage)}
 
 
 def transition(stage: Stage) -> Evidence:
-    """Two disks leave host storage: the plan first, then the act under their approved identity."""
+    """Take over two disks of host storage: plan first, then erase under the approved identity."""
     disks = _disks(stage)
     devices = sorted(disks)
     path = stage.path("/storage-transition")
@@ -92,7 +92,7 @@ def transition(stage: Stage) -> Evidence:
 
 
 def approve(stage: Stage) -> Evidence:
-    """The operator approves two bundles from a fresh discovery; they stay disabled."""
+    """Approve two bundles from a fresh discovery, as the operator; they stay disabled."""
     stage.task(stage.path("/slice-topology/discovery"))
     bundles = [_bundles(stage)[index] for index in SLOTS]
     body = {"slots": bundles, "reason": "demo: approved from discovery"}
@@ -103,12 +103,12 @@ def approve(stage: Stage) -> Evidence:
 
 
 def bind(stage: Stage) -> Evidence:
-    """GPUs and virtual functions of the approved topology go to vfio-pci."""
+    """Bind the GPUs and virtual functions of the approved topology to vfio-pci."""
     return stage.task(stage.path("/bind-topology"))
 
 
 def parity(stage: Stage) -> Evidence:
-    """Rediscover, prove the host in one pass; only then are the slots available."""
+    """Rediscover the host and run parity in one pass. Only a pass makes the slots available."""
     stage.task(stage.path("/slice-topology/discovery"))
     result = stage.task(stage.path("/parity"))
     report = stage.api().get(stage.path("/parity"))["document"]
@@ -129,7 +129,7 @@ def parity(stage: Stage) -> Evidence:
 
 
 def _sell(stage: Stage) -> None:
-    """Put the image on the host ahead of need and switch slice scheduling on."""
+    """Cache the image on the host in advance and enable slice scheduling."""
     api, image = stage.api(), stage.known["image"]
     entry = api.post(
         "/admin/images",

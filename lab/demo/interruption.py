@@ -1,4 +1,4 @@
-"""Clean end of an interrupted demonstration: no process that it started is left behind."""
+"""Clean end of an interrupted demonstration: every process that it started is ended."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-# By convention what a shell reports for a program that Ctrl-C ended.
+# Conventional exit code of a program that Ctrl-C ended.
 EXIT_CODE = 130
 _PR_SET_CHILD_SUBREAPER = 36
 _GRACE_S = 5.0
 
 
 class Interrupted(BaseException):
-    """Somebody pressed Ctrl-C, or the process was asked to end."""
+    """Ctrl-C, or a request to end the process."""
 
 
 @contextlib.contextmanager
 def raised() -> Iterator[None]:
-    """SIGINT and SIGTERM raise Interrupted, once; a second one does not disturb the clean-up.
+    """Raise Interrupted on the first SIGINT or SIGTERM; a second signal does not disturb clean-up.
 
-    From here on this process is the parent of every orphan among its descendants, so that
-    `end_descendants` reaches them too: QEMU and the runs leave their parents on purpose.
+    From here on, this process is the parent of every orphan among its descendants, so that
+    `end_descendants` also reaches QEMU and the runs. Both leave their parents on purpose.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signals = (signal.SIGINT, signal.SIGTERM)
@@ -47,13 +47,13 @@ def raised() -> Iterator[None]:
 
 
 def end_descendants() -> None:
-    """Ask all children to end, then kill them and the orphans that come from them."""
+    """End all children, then kill the remaining children and the orphans that come from them."""
     for pid in _children():
         _send(pid, signal.SIGTERM)
     deadline = time.monotonic() + _GRACE_S
     while _reap() and time.monotonic() < deadline:
         time.sleep(0.05)
-    # The children of a killed process become ours: one round for each generation.
+    # The children of a killed process become children of this process: a round per generation.
     while _reap():
         for pid in _children():
             _send(pid, signal.SIGKILL)
@@ -71,7 +71,7 @@ def _send(pid: int, number: signal.Signals) -> None:
 
 
 def _reap() -> bool:
-    """Collect the children that have ended; whether any other is left."""
+    """Collect the children that have ended. Return whether any other child is left."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

@@ -19,7 +19,7 @@ Evidence = dict[str, Any]
 
 @dataclass(frozen=True)
 class Step:
-    """One step as it stands in build/demo.json; seconds of wall time."""
+    """A step as it stands in build/demo.json; seconds are wall time."""
 
     name: str
     ok: bool
@@ -28,7 +28,7 @@ class Step:
 
 
 class Report:
-    """The steps so far. After a failed step no other one runs."""
+    """Steps played so far. After a failed step no further step runs."""
 
     def __init__(self, path: Path, console: Console) -> None:
         self._path = path
@@ -40,7 +40,7 @@ class Report:
         return bool(self.steps) and all(step.ok for step in self.steps)
 
     def run(self, name: str, title: str, work: Callable[[], Evidence]) -> bool:
-        """Run `work` as step `name`; False when it, or one before it, failed."""
+        """Run `work` as step `name`. Return False if this step or an earlier step failed."""
         if self.steps and not self.ok:
             return False
         self._console.print(f"[bold cyan]==>[/] [bold]{name}[/] {title}")
@@ -64,7 +64,7 @@ class Report:
         return ok
 
     def say(self, line: str) -> None:
-        """One line below the steps."""
+        """Print a line below the steps."""
         self._console.print(line, style="red", highlight=False, soft_wrap=True)
 
     def save(self) -> None:

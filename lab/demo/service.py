@@ -1,4 +1,4 @@
-"""A reconciler of its own for a demonstration or a test: a real process on a free port."""
+"""Private reconciler of a demonstration or a test: a real process on a free port."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ START_DEADLINE_S = 60
 
 
 class Service:
-    """`gpuaas serve` on SQLite in `folder`; hosts reach it under the lab's gateway address."""
+    """`gpuaas serve` with SQLite in `folder`. Hosts reach it at the lab's gateway address."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Service:
         return [sys.executable, "-m", "reconciler.cli.main"]
 
     def cli(self, *words: str) -> str:
-        """Run one command of the product against this service's database."""
+        """Run a command of the product against this service's database."""
         done = subprocess.run(
             [*self.command, *words],
             env=self.environment,
@@ -82,7 +82,7 @@ class Service:
         return done.stdout.strip()
 
     def kill(self) -> None:
-        """End the process as a crash would: nothing gets a chance to tidy up."""
+        """Kill the process as a crash would, without any clean-up."""
         if self._process is not None:
             self._process.send_signal(signal.SIGKILL)
             self._process.wait()

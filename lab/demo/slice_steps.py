@@ -1,4 +1,4 @@
-"""Steps 9 to 14: a tenant's VM from launch to a slot proven clean, and a failure recovered."""
+"""Demonstration steps 9 to 14: a tenant's VM from launch to wipe proof, and a recovery."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from reconciler.runs.ssh import SshAccess, options
 from reconciler.trust.ca import known_hosts, open_trust, operator_identity
 
 USER = "tenant"
-# Less than any VM needs to boot here: the readiness gate must fail.
+# Shorter than any VM's boot in the lab, so that the readiness gate must fail.
 HOPELESS_DEADLINE_S = 20
 HOST_SIDE = (
     "ps -o pid,etime,time,stat,comm -C qemu-system-x86_64,dnsmasq; journalctl -u dnsmasq -n 20"
@@ -28,7 +28,7 @@ PROOF = REPOSITORY / "lab" / "guest" / "gpu_proof.py"
 
 
 def provision(stage: Stage) -> Evidence:
-    """One transaction claims the slot; a task brings the VM up to the readiness gate."""
+    """Launch a slice: a transaction claims the slot, a task brings the VM to the readiness gate."""
     allocation = wait_for(stage, launch(stage)["id"], {"active", "failed"})
     if allocation["state"] != "active":
         raise LabError(f"provisioning failed: {why(stage, allocation)}")
@@ -46,7 +46,7 @@ def provision(stage: Stage) -> Evidence:
 
 
 def login(stage: Stage) -> Evidence:
-    """As the tenant, with the tenant's key: the GPU stand-in computes, does DMA and interrupts."""
+    """Log in as tenant and prove that the GPU stand-in computes, does DMA and interrupts."""
     proof = json.loads(in_guest(stage, "sudo python3 -", PROOF.read_text()))
     mark = secrets.token_hex(32)
     stage.known["canary"] = mark
@@ -58,9 +58,9 @@ def login(stage: Stage) -> Evidence:
 
 
 def release(stage: Stage, meanwhile: Callable[[str], object] = lambda _task_id: None) -> Evidence:
-    """Graceful shutdown, removal of every trace, wipe, proof; the slot is available again.
+    """Release the slice: graceful shutdown, removal of all traces, wipe, proof, available slot.
 
-    meanwhile: what is done as soon as the task is there.
+    `meanwhile` runs as soon as the task exists.
     """
     allocation = stage.known["allocation"]
     stage.api().post(f"/projects/{stage.known['project']}/allocations/{allocation['id']}/release")
@@ -77,7 +77,7 @@ def release(stage: Stage, meanwhile: Callable[[str], object] = lambda _task_id: 
 
 
 def wipe_proof(stage: Stage) -> Evidence:
-    """The stored proof, and a search of every byte of the disk for what the tenant wrote."""
+    """Check the stored proof, and search every byte of the disk for the tenant's data."""
     slot = slot_of(stage, stage.known["allocation"])
     found = canary.count(_disk_file(stage), stage.known["canary"])
     if found or slot["status"] != "available":
@@ -86,7 +86,7 @@ def wipe_proof(stage: Stage) -> Evidence:
 
 
 def blocked(stage: Stage) -> Evidence:
-    """A VM that boots but is not reachable in time fails, and its slot is blocked."""
+    """Launch a VM that boots but is not reachable in time: it fails and its slot is blocked."""
     allocation = launch(stage, ready_deadline_s=HOPELESS_DEADLINE_S)
     ended = wait_for(stage, allocation["id"], {"active", "failed"})
     slot = slot_of(stage, ended)
@@ -103,7 +103,7 @@ def blocked(stage: Stage) -> Evidence:
 
 
 def recover(stage: Stage) -> Evidence:
-    """The seed's runbook as one command: `gpuaas recover`."""
+    """Play the recovery runbook by its command, `gpuaas recover`."""
     if stage.service is None:
         raise LabError("the reconciler is not started")
     words = ("recover", stage.known["blocked"]["id"], "--reason", "demo: readiness gate failed")
@@ -120,7 +120,7 @@ def recover(stage: Stage) -> Evidence:
 
 
 def launch(stage: Stage, *, ready_deadline_s: int = 0, **changes: Any) -> dict[str, Any]:
-    """Launch a VM with one GPU as the tenant, with a key of the tenant's own."""
+    """Launch a VM with one GPU as the tenant, with the tenant's own key."""
     key = stage.folder / "tenant_key"
     if not key.exists():
         words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "tenant", "-f", str(key)]
@@ -144,7 +144,7 @@ def launch(stage: Stage, *, ready_deadline_s: int = 0, **changes: Any) -> dict[s
 
 
 def wait_for(stage: Stage, allocation_id: str, states: set[str]) -> dict[str, Any]:
-    """The allocation once it is in one of `states`, showing the progress of its task."""
+    """Wait until the allocation is in one of `states`, and show the progress of its task."""
     end = time.monotonic() + TASK_DEADLINE_S
     while time.monotonic() < end:
         allocation: dict[str, Any] = stage.api().get(f"/admin/allocations/{allocation_id}")
@@ -156,9 +156,10 @@ def wait_for(stage: Stage, allocation_id: str, states: set[str]) -> dict[str, An
 
 
 def why(stage: Stage, allocation: dict[str, Any]) -> str:
-    """What an allocation that failed says of itself, with what was last seen of its guest.
+    """Explain a failed allocation: its error, and the last known state of its guest.
 
-    And what the host says of the two that a guest waits for: its QEMU and the DHCP server.
+    The explanation includes the host's view of the guest's QEMU process and of the DHCP server,
+    because a guest waits for both.
     """
     task = stage.api().get(f"/admin/tasks/{allocation['task_ids'][-1]}")
     readiness = dict((task["error"] or {}).get("evidence", {}).get("readiness", {}))
@@ -175,16 +176,18 @@ def slot_of(stage: Stage, allocation: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_guest(stage: Stage, command: str, stdin: str = "") -> str:
-    """Run a command in the VM: a hop through the host as operator, the tenant's key at the end.
+    """Run a command in the VM, through the host as operator, with the tenant's key.
 
-    Only this demonstration asks a machine for its key (ssh-keyscan), as the guest is not certified:
-    from the host, over the bridge whose port rules let only this VM answer from its address. From
-    then on that key and no other is accepted. Hosts are certified at enrolment and never asked.
+    The guest has no certificate, so its key is read by ssh-keyscan. The scan runs on the host, over
+    the bridge, whose port rules let only this VM answer from its address. After that, no other key
+    is accepted. Only this demonstration does so: hosts are certified at enrolment and never
+    scanned.
     """
     address = stage.known["allocation"]["claims"][0]["private_ip"]
     file = stage.folder / "guest_known_hosts"
     if stage.known.get("guest_key_of") != stage.known["allocation"]["id"]:
-        # Its own limit is five seconds: a guest in two layers of emulation takes longer.
+        # ssh-keyscan's default limit is five seconds; a guest in two layers of emulation needs
+        # longer.
         scan = ("ssh-keyscan", "-T", "120", "-t", "ed25519", address)
         file.write_text(stage.on_host(*scan))
         stage.known["guest_key_of"] = stage.known["allocation"]["id"]
@@ -212,7 +215,7 @@ def _hop(stage: Stage, address: str) -> str:
 
 
 def _disk_file(stage: Stage) -> Path:
-    """The file behind the boot disk of the tenant's slot, as the lab's QEMU keeps it."""
+    """Return the file that backs the boot disk of the tenant's slot in the lab's QEMU."""
     claim = stage.known["allocation"]["claims"][0]
     eui = claim["nvme_identity"].removeprefix("eui.")
     for index, disk in enumerate(stage.host().devices["data"]):

@@ -1,4 +1,4 @@
-"""What the steps share: the lab host, the reconciler, two identities and what became known."""
+"""State that the demonstration's steps share: lab host, reconciler, identities and results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from reconciler.client import Client
 from reconciler.model.bundle import run_bundle
 
 NODE = "lab-host"
-# The lab host for Ansible by hand, past the reconciler; it follows GPUAAS_LAB_DIR.
+# Inventory of the lab host for Ansible by hand, past the reconciler. It follows GPUAAS_LAB_DIR.
 INVENTORY = REPOSITORY / "inventory" / "lab"
 PROJECT = "demo"
 TASK_DEADLINE_S = 1800
@@ -34,14 +34,14 @@ TASK_DEADLINE_S = 1800
 
 @dataclass
 class Stage:
-    """One demonstration: everything it makes lies in `folder`."""
+    """State of a demonstration. All its files lie in `folder`."""
 
     folder: Path
     firmware: str = "bios"
     console: Console = field(default_factory=lambda: Console(stderr=True))
-    # Environment variables of the service, over those that the stage sets.
+    # Environment variables of the service; they override those that the stage sets.
     settings: Mapping[str, str] = field(default_factory=dict)
-    # Set by `open`, and by the steps as they go.
+    # Set by `open` and by the steps.
     lab: Lab | None = None
     service: Service | None = None
     admin: Client | None = None
@@ -50,27 +50,27 @@ class Stage:
     _shown: str = ""
 
     def boot(self) -> Lab:
-        """A freshly deployed lab host of its own; the host of `make lab-up` is not touched."""
+        """Boot a fresh lab host for this stage. The host of `make lab-up` is not touched."""
         self._clear()
         self.lab = machine.up(fresh=True)
         return self.lab
 
     def boot_saved(self, name: str) -> Saved:
-        """Boot the saved lab host of this name instead of a fresh one."""
+        """Boot the saved lab host of this name instead of a fresh host."""
         self._clear()
         kept = saved.load(name)
         self.lab = machine.up()
         return kept
 
     def _clear(self) -> None:
-        """No host runs in this stage's folder."""
+        """Select this stage's lab folder and stop any host that runs there."""
         os.environ["GPUAAS_LAB_DIR"] = str(self.folder / "lab")
         known = state.load()
         if known is not None and known.alive():
             machine.power_cut()
 
     def open(self) -> None:
-        """Start a reconciler with an empty database and get a token for admin and tenant."""
+        """Start a reconciler with an empty database and get tokens for admin and tenant."""
         shutil.rmtree(self.folder / "reconciler", ignore_errors=True)
         service = self._serve()
         words = ("token", "create", "--role", "platform-admin", "--name", "demo")
@@ -83,9 +83,9 @@ class Stage:
         self._admit_tenant(service, "tenant")
 
     def reopen(self, known: Mapping[str, Any]) -> None:
-        """Start the reconciler whose folder is there; `known` is what its stage knew.
+        """Start the reconciler of an existing folder; `known` is the saved state of its stage.
 
-        The node is where the host answers now.
+        The node gets the host's present address.
         """
         self.known.update(known)
         service = self._serve()
@@ -114,7 +114,7 @@ class Stage:
         self.member = Client(service.url, self.api().post("/admin/tokens", body)["token"])
 
     def close(self) -> None:
-        """Stop what this stage started; each of it, also when another cannot be stopped."""
+        """Stop every process of this stage, even if stopping another process fails."""
         with contextlib.ExitStack() as stack:
             if self.lab is not None and self.lab.alive():
                 stack.callback(machine.power_cut)
@@ -138,14 +138,14 @@ class Stage:
         return f"/admin/nodes/{NODE}{rest}"
 
     def task(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """POST, wait for the task that it queued and all that follow it; the last result."""
+        """POST, then wait for the queued task and all that follow it. Return the last result."""
         result = self.follow(self.api().post(path, body))
         while following := result.get("next_task_id"):
             result = self.follow({"id": following})
         return result
 
     def follow(self, task: dict[str, Any]) -> dict[str, Any]:
-        """Wait for one task; its result."""
+        """Wait for a task and return its result."""
         ended = self.api().wait(
             task["id"], deadline_s=TASK_DEADLINE_S, on_progress=self.show_progress
         )
@@ -160,7 +160,7 @@ class Stage:
         return result
 
     def show_progress(self, task: dict[str, Any]) -> None:
-        """Print what the task's run works on, once per change."""
+        """Print the present subject of the task's run, once per change."""
         line = (task.get("progress") or {}).get("task", "")
         if line and line != self._shown and not line.startswith("Validating arguments"):
             self._shown = line
@@ -191,7 +191,7 @@ class Stage:
         }
 
     def module(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Run one module of the collection on the lab host, past the reconciler."""
+        """Run a module of the collection on the lab host, past the reconciler."""
         words = [sys.executable, "-m", "ansible", "adhoc", "all", "-i", str(INVENTORY)]
         words += ["-m", f"gpuaas.slice.{name}", "-a", json.dumps(arguments)]
         done = subprocess.run(
@@ -202,7 +202,7 @@ class Stage:
             timeout=900,
             check=False,
         )
-        # Warnings and errors may come first and hold braces of their own.
+        # Warnings and errors may come first and contain braces.
         _, arrow, document = done.stdout.partition(" => ")
         if not arrow:
             raise LabError(f"module {name}: {done.stderr[-500:]}{done.stdout[-500:]}")
@@ -210,17 +210,17 @@ class Stage:
         return {"failed": done.returncode != 0, **result}
 
     def profile(self) -> dict[str, Any]:
-        """The hardware profile that this stage's reconciler uses."""
+        """Return the hardware profile that this stage's reconciler uses."""
         found: dict[str, Any] = yaml.safe_load((self.folder / "profiles" / "lab.yml").read_text())
         return found
 
     def bundles(self) -> list[dict[str, Any]]:
-        """The approved slots as the run contract wants them."""
+        """Return the approved slots in the form of the run contract."""
         slots = self.api().get(self.path("/resource-slots"))["items"]
         return [run_bundle(slot, fence=False) for slot in slots]
 
     def _profiles(self) -> Path:
-        """The shipped profiles, the lab's one with the firmware that was asked for."""
+        """Copy the shipped profiles; the lab's profile gets the requested firmware."""
         folder = self.folder / "profiles"
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(REPOSITORY / "profiles", folder)

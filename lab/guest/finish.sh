@@ -1,12 +1,12 @@
 #!/bin/sh
-# Inside the new root: what packages and files alone do not settle. $1 root UUID, $2 ESP volume id.
+# Configuration inside the new root, beyond packages and files. $1 root UUID, $2 ESP volume id.
 set -e
 echo "UUID=$1 / ext4 defaults,noatime 0 1" > /etc/fstab
 rm -f /etc/ssh/ssh_host_*
 : > /etc/machine-id
 passwd -q -l root
 systemctl -q enable systemd-networkd.service ssh.service
-# Nobody waits for these in a slice VM, and each costs a second of its boot.
+# A slice VM does not need these units, and each costs a second of its boot.
 systemctl -q mask apt-daily.timer apt-daily-upgrade.timer e2scrub_all.timer e2scrub_reap.service \
   systemd-networkd-wait-online.service cloud-init-hotplugd.socket
 version=$(ls /boot/vmlinuz-* | sort -V | tail -n 1)

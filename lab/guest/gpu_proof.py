@@ -1,7 +1,7 @@
-"""Shows from inside a slice VM that the passed-through GPU stand-in (QEMU's edu) works.
+"""Proof, run inside a slice VM, that the passed-through GPU stand-in (QEMU's edu) works.
 
-Run as root; prints one JSON document and exits 0 only when every part holds: its registers answer
-(BAR), it reads and writes memory (DMA), it interrupts (the kernel received its message).
+Run it as root. It prints a JSON document and exits 0 only if every part holds: the registers answer
+(BAR), the device reads and writes memory (DMA), and the kernel receives its interrupt message.
 """
 
 from __future__ import annotations
@@ -27,46 +27,46 @@ INTERRUPT_STATUS, INTERRUPT_RAISE, INTERRUPT_ACK = 0x24, 0x60, 0x64
 DMA_SOURCE, DMA_TARGET, DMA_COUNT, DMA_COMMAND = 0x80, 0x88, 0x90, 0x98
 DMA_RUN, DMA_TO_MEMORY = 0x1, 0x2
 BUFFER = 0x40000
-# Half a page up and the other half down again: both ends of a copy lie in one page.
+# Copies go half a page up, then half a page down, so that both ends of a copy lie in one page.
 LENGTH = 2048
 PAGE = 4096
 
 COMPUTING = 0x1
-# PCI configuration space: the command register, a bit of it, and the MSI capability.
+# PCI configuration space: the command register, its bus-master bit, and the MSI capability.
 COMMAND, BUS_MASTER = 0x04, 0x4
 MSI, MSI_ENABLE = 0x05, 0x1
-# A message to the first CPU; a vector above those that Linux gives to devices first.
+# A message to the first CPU, with a vector above those that Linux gives to devices first.
 LOCAL_APIC, VECTOR = 0xFEE00000, 0xDB
-# Emulated twice over, the device answers within a second; this is a fault.
+# Even emulated twice over, the device answers within a second; 20 seconds mean a fault.
 TIMEOUT = 20.0
 
 
 class Edu:
-    """The device's registers, through its first BAR; each access is one of its full width."""
+    """The device's registers, through its first BAR. Each access has the register's full width."""
 
     def __init__(self, device: Path) -> None:
         descriptor = os.open(device / "resource0", os.O_RDWR | os.O_SYNC)
         self._map = mmap.mmap(descriptor, PAGE)
         os.close(descriptor)
-        # Not struct: it moves single bytes, which the device ignores.
+        # struct would move single bytes, which the device ignores.
         self._words = memoryview(self._map).cast("I")
         self._longs = memoryview(self._map).cast("Q")
 
     def read(self, offset: int) -> int:
-        """A 32-bit register."""
+        """Read a 32-bit register."""
         return int(self._words[offset // 4])
 
     def write(self, offset: int, value: int) -> None:
-        """A 32-bit register."""
+        """Write a 32-bit register."""
         self._words[offset // 4] = value
 
     def write_long(self, offset: int, value: int) -> None:
-        """A 64-bit register."""
+        """Write a 64-bit register."""
         self._longs[offset // 8] = value
 
 
 def wait(condition: Callable[[], bool], what: str) -> None:
-    """Until the condition holds; a RuntimeError after the time limit."""
+    """Wait for the condition; raise RuntimeError after the time limit."""
     deadline = time.monotonic() + TIMEOUT
     while not condition():
         if time.monotonic() > deadline:
@@ -75,7 +75,7 @@ def wait(condition: Callable[[], bool], what: str) -> None:
 
 
 def bar(edu: Edu) -> dict[str, Any]:
-    """It says who it is, inverts what it is given and computes 10!."""
+    """Check that the device identifies itself, inverts a value and computes 10!."""
     identification = edu.read(IDENTIFICATION)
     edu.write(LIVENESS, 0x12345678)
     liveness = edu.read(LIVENESS)
@@ -91,7 +91,7 @@ def bar(edu: Edu) -> dict[str, Any]:
 
 
 def physical_address(virtual: int) -> int:
-    """Where this page of ours lies in memory (no IOMMU in the VM: that is the bus address)."""
+    """Return the page's physical address, which is the bus address because the VM has no IOMMU."""
     with Path("/proc/self/pagemap").open("rb", buffering=0) as pagemap:
         pagemap.seek(virtual // PAGE * 8)
         entry = int(struct.unpack("<Q", pagemap.read(8))[0])
@@ -103,7 +103,7 @@ def physical_address(virtual: int) -> int:
 
 @contextlib.contextmanager
 def locked_page() -> Iterator[tuple[mmap.mmap, int]]:
-    """One page that stays in memory, and its virtual address."""
+    """Return a page that stays in memory, and its virtual address."""
     page = mmap.mmap(-1, PAGE)
     anchor = ctypes.c_char.from_buffer(page)
     address = ctypes.addressof(anchor)
@@ -115,7 +115,7 @@ def locked_page() -> Iterator[tuple[mmap.mmap, int]]:
 
 
 def copy(edu: Edu, source: int, target: int, command: int) -> None:
-    """One DMA transfer."""
+    """Run a DMA transfer."""
     edu.write_long(DMA_SOURCE, source)
     edu.write_long(DMA_TARGET, target)
     edu.write_long(DMA_COUNT, LENGTH)
@@ -124,7 +124,7 @@ def copy(edu: Edu, source: int, target: int, command: int) -> None:
 
 
 def dma(edu: Edu) -> dict[str, Any]:
-    """Random bytes go into the device's buffer and come back elsewhere, unchanged."""
+    """Send random bytes to the device's buffer and check that they come back unchanged."""
     pattern = os.urandom(LENGTH)
     with locked_page() as (page, address):
         page[:LENGTH] = pattern
@@ -138,13 +138,13 @@ def dma(edu: Edu) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def configuration(device: Path) -> Iterator[BinaryIO]:
-    """The device's configuration space."""
+    """Open the device's configuration space."""
     with (device / "config").open("r+b", buffering=0) as config:
         yield config
 
 
 def word(config: BinaryIO, offset: int) -> int:
-    """A 16-bit word of configuration space."""
+    """Read a 16-bit word of configuration space."""
     config.seek(offset)
     return int(struct.unpack("<H", config.read(2))[0])
 
@@ -155,7 +155,7 @@ def store(config: BinaryIO, offset: int, layout: str, value: int) -> None:
 
 
 def capability(config: BinaryIO, wanted: int) -> int:
-    """Where a PCI capability lies."""
+    """Return the offset of a PCI capability."""
     offset = word(config, 0x34) & 0xFC
     while offset:
         found = word(config, offset)
@@ -166,7 +166,7 @@ def capability(config: BinaryIO, wanted: int) -> int:
 
 
 def kernel_said(messages: int, text: str) -> bool:
-    """Whether the kernel's log got a line with `text` since `messages` was opened."""
+    """Return whether the kernel logged a line with `text` since `messages` was opened."""
     while True:
         try:
             if text in os.read(messages, 8192).decode(errors="replace"):
@@ -176,10 +176,11 @@ def kernel_said(messages: int, text: str) -> bool:
 
 
 def interrupt(edu: Edu, device: Path) -> dict[str, Any]:
-    """The device sends a message-signalled interrupt, and the kernel of this VM receives it.
+    """Let the device send a message-signalled interrupt, and check that the VM's kernel receives
+    it.
 
-    No driver knows this device, so the message names a vector that nobody has: the kernel says in
-    its log that just this one arrived. Pin interrupts are not used, as no real GPU uses them.
+    The device has no driver, so the message carries an unused vector, and the kernel logs the
+    arrival of exactly that vector. Pin interrupts are not used, because no real GPU uses them.
     """
     messages = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
     os.lseek(messages, 0, os.SEEK_END)
@@ -211,7 +212,7 @@ def interrupt(edu: Edu, device: Path) -> dict[str, Any]:
 
 
 def prove(device: Path) -> dict[str, Any]:
-    """All three parts for one device."""
+    """Prove all three parts for a device."""
     (device / "enable").write_text("1")
     with configuration(device) as config:
         store(config, COMMAND, "<H", word(config, COMMAND) | BUS_MASTER)
@@ -226,7 +227,7 @@ def prove(device: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Prove every stand-in that this machine has; none is a failure."""
+    """Prove every stand-in of this machine; it is a failure if there is none."""
     found = [
         device
         for device in sorted(DEVICES.iterdir())

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Inside the new root: what packages and files alone do not settle. $1 root UUID, $2 ESP volume id.
+# Configuration inside the new root, beyond packages and files. $1 root UUID, $2 ESP volume id.
 set -e
 cat > /etc/fstab <<TABLE
 UUID=$1 / ext4 defaults,noatime 0 1
@@ -12,7 +12,7 @@ rm -f /etc/ssh/ssh_host_*
 : > /etc/machine-id
 passwd -q -l root
 systemctl -q enable systemd-networkd.service ssh.service lab-hostkeys.service lab-userdata.service
-# dnsmasq on all addresses is not what a fresh server runs; the others only cost boot time here.
+# A fresh server does not run dnsmasq on all addresses. The masked units only cost boot time here.
 systemctl -q disable dnsmasq.service
 systemctl -q mask netplan-ovs-cleanup.service apt-daily.timer apt-daily-upgrade.timer \
   e2scrub_all.timer e2scrub_reap.service man-db.timer mdmonitor-oneshot.timer mdcheck_start.timer \
@@ -21,7 +21,7 @@ systemctl -q mask netplan-ovs-cleanup.service apt-daily.timer apt-daily-upgrade.
 version=$(ls /boot/vmlinuz-* | sort -V | tail -n 1)
 version=${version#/boot/vmlinuz-}
 . /etc/default/grub
-# Until the first update-grub: it writes no entry while the root is not yet a disk.
+# Boot entry until the first update-grub, which writes no entry while the root is not yet a disk.
 cat > /boot/grub/grub.cfg <<CONFIG
 set timeout=0
 search --no-floppy --fs-uuid --set=root $1

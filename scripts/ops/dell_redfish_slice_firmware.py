@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """BIOS settings of a slice host through its iDRAC; a dry run unless --apply is given. See --help.
 
-Needs this checkout and Python 3.11, nothing installed.
+Needs this checkout and Python 3.11, and no installed package.
 """
 
 import runpy

@@ -1,13 +1,14 @@
-"""Benchmark of the product against named peers on one lab host: `python -m tests.bench`.
+"""Benchmark of the product against named peers on a lab host: `python -m tests.bench`.
 
 provision: seconds from the API call to an active allocation, against tests/bench/script.sh, which
 does the same steps by hand. clone: image_clone against dd of the same bytes to the same disk, both
-measured inside these runs. parity: the playbook in wall time, against the same questions asked as
-single Ansible tasks, those that the profile calls not applicable left out on both sides.
+measured inside these runs. parity: the playbook in wall time, against the same questions as single
+Ansible tasks. Both sides leave out the questions that the profile calls not applicable.
 
-What the ratios hide: the script takes no lease, writes no ledger, guards no port and pins no CPU,
-so it is the leaner side of `provision`. image_clone checks every chunk's digest while it copies and
-tells the device where zeros are; dd copies all bytes and is checked before, outside its timing.
+The ratios hide differences. The script takes no lease, writes no ledger, guards no port and pins no
+CPU, so it is the leaner side of `provision`. image_clone checks every chunk's digest while it
+copies and tells the device where zeros are; dd copies all bytes, and its digest is checked before,
+outside its timing.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from tests.bench import document
 RUNS = int(os.environ.get("BENCH_RUNS", "3"))
 HERE = Path(__file__).parent
 SCRIPT_NAME = "bench-peer"
-# The size of image_clone's pieces.
+# Chunk size of image_clone.
 CHUNK = 4 * 2**20
 DEVICES = ("gpu_pci_address", "fabric_vf_pci_address")
 
 
 def main(output: Path = document.PATH) -> int:
     console = Console(stderr=True)
-    # A comparison of the host with the records would find the script's machine on the slot's
-    # devices, and block the slot.
+    # Drift detection would find the script's VM on the slot's devices and block the slot, so it is
+    # off.
     settings = {"GPUAAS_DRIFT_INTERVAL_S": "0"}
     stage = Stage(REPOSITORY / "build" / "bench", console=console, settings=settings)
     stage.folder.mkdir(parents=True, exist_ok=True)
@@ -56,7 +57,7 @@ def main(output: Path = document.PATH) -> int:
         ):
             console.print(f"[bold cyan]==>[/] prepare: {step.__name__}")
             step(stage)
-        # Each part is kept as soon as it is done: a later one may fail.
+        # Each part is saved as soon as it is done, because a later part may fail.
         document.add({"parity": parity(stage)}, output)
         document.add(provision(stage), output)
     finally:
@@ -65,7 +66,7 @@ def main(output: Path = document.PATH) -> int:
 
 
 def provision(stage: Stage) -> dict[str, Any]:
-    """Ours and the script's runs in turns on the same slot, so that both meet the same machine."""
+    """Run product and script in turns on the same slot, so that both meet the same machine."""
     ours, script, clone, dd = [], [], [], []
     size = stage.known["image"].size / 2**20
     plan: dict[str, Any] = {}
@@ -84,7 +85,7 @@ def provision(stage: Stage) -> dict[str, Any]:
         dd.append(size / wrote)
 
     for number in range(RUNS):
-        # The script needs the first plan; after that each goes first in turn.
+        # The script needs the first plan; after that the two alternate in going first.
         for work in (product, peer) if number % 2 == 0 else (peer, product):
             name = f"provision {number + 1} of {RUNS}: {work.__name__}"
             stage.console.print(f"[bold cyan]==>[/] {name}")
@@ -105,7 +106,7 @@ def provision(stage: Stage) -> dict[str, Any]:
 
 
 def by_hand(stage: Stage, plan: dict[str, Any]) -> tuple[float, float]:
-    """One run of the script: seconds until the VM answers, and seconds of its dd."""
+    """Run the script once; return seconds until the VM answers, and seconds of its dd."""
     image = stage.known["image"]
     key = (stage.folder / "tenant_key.pub").read_text().strip()
     path = f"/var/lib/gpuaas/images/{image.sha256}.raw"
@@ -122,13 +123,13 @@ def by_hand(stage: Stage, plan: dict[str, Any]) -> tuple[float, float]:
 
 
 def undo(stage: Stage, plan: dict[str, Any]) -> None:
-    """Remove all that the script left; the product meets the slot as its own release leaves it."""
+    """Remove all that the script left, so that the slot is as after the product's own release."""
     words = [SCRIPT_NAME, plan["disks"][0], plan["mac"], plan["ip"]]
     stage.on_host("sh", "-s", *words, stdin=(HERE / "undo.sh").read_text(), limit_s=600)
 
 
 def zero_share(image: Path) -> float:
-    """How much of the unpacked image are chunks of zeros, which image_clone does not copy."""
+    """Return the share of zero chunks in the unpacked image; image_clone does not copy them."""
     zeros = chunks = 0
     with subprocess.Popen(["zstd", "-dcq", str(image)], stdout=subprocess.PIPE) as unpack:
         if unpack.stdout is None:
@@ -140,7 +141,7 @@ def zero_share(image: Path) -> float:
 
 
 def parity(stage: Stage) -> dict[str, Any]:
-    """Wall time and SSH round trips of one full parity run, and of its peer."""
+    """Return wall time and SSH round trips of a full parity run, and of its peer."""
     ours, tasks, trips, peer_trips = [], [], set(), set()
     profile, slots = stage.profile(), stage.bundles()
     variables = {"slice_profile": profile, "slice_slots": slots, "slice_intent": "slice"}
@@ -169,7 +170,7 @@ def parity(stage: Stage) -> dict[str, Any]:
 
 
 def _playbook(stage: Stage, playbook: Path, variables: dict[str, Any]) -> tuple[float, int]:
-    """Seconds of one ansible-playbook, and how often it called ssh."""
+    """Return the seconds of an ansible-playbook run, and the number of its ssh calls."""
     count = stage.folder / "ssh-calls"
     count.write_text("")
     wrapper = stage.folder / "counting-ssh"

@@ -1,18 +1,18 @@
-"""Claims per second: `python -m tests.bench.claims`; adds its keys to build/bench.json.
+"""Benchmark of claims per second: `python -m tests.bench.claims`; adds to build/bench.json.
 
 claims_store: the whole transaction of a launch (place, lock, claim, allocation, task, history,
 outbox, audit: five statements, the last of which inserts twelve rows) without HTTP, against pgbench
 inserting single rows of three columns with as many clients on the same server. claims_http_512 and
 claims_http_12800: the same through `gpuaas serve`, with the growth of the median from the small
-fleet to the large one; the peer is OpenStack Placement, installed where it is missing
+fleet to the large fleet; the peer is OpenStack Placement, installed where it is missing
 (tests.bench.fleet.openstack).
 
-where_ms: the mean parts of a launch over HTTP that is alone on the machine, which together are
-alone_ms: the server's (tests.bench.fleet.timed), and wire, which is the rest of what a client sees.
+where_ms: the mean parts of a launch over HTTP that is alone on the machine. Together they are
+alone_ms: the server's parts (tests.bench.fleet.timed), and wire, the rest of the client's time.
 
-Clients are processes of their own, as pgbench's are threads in C: what is measured is not this
-program's interpreter lock. Every figure is of the same number of claims, so that both fleets are
-equally used afterwards. The server writes through to the disk, as in production.
+Clients are separate processes, as pgbench's are threads in C, so that this program's interpreter
+lock is not measured. Every figure is of the same number of claims, so that both fleets are equally
+used afterwards. The server writes through to the disk, as in production.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """How large, how many, and with or without the peer."""
+    """Options: fleet sizes, counts, and whether to measure the peer."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.claims")
     parser.add_argument("--small", type=int, default=64, help="nodes of the small fleet")
     parser.add_argument("--large", type=int, default=1600, help="nodes of the large fleet")
@@ -77,7 +77,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measure(server: Server, given: argparse.Namespace) -> Figures:
-    """All figures; each fleet is made anew for each of them."""
+    """Measure all figures; each figure gets a new fleet."""
     sizes = {"small": given.small, "large": given.large}
     store = {name: _store(server, nodes, given.claims) for name, nodes in sizes.items()}
     rows = pgbench(server, seconds=given.pgbench_s)
@@ -106,7 +106,7 @@ def measure(server: Server, given: argparse.Namespace) -> Figures:
 
 
 def pgbench(server: Server, *, seconds: int) -> float:
-    """Single rows per second, by as many clients."""
+    """Return single rows per second, by as many clients."""
     create = "CREATE TABLE bench_rows (id bigserial PRIMARY KEY, name text, at float8)"
     where = ("-h", str(server.folder), "-U", "gpuaas")
     server.run("psql", *where, "-d", "postgres", "-qc", create)
@@ -122,7 +122,7 @@ def pgbench(server: Server, *, seconds: int) -> float:
 
 
 def clients(work: Callable[[int, int], list[float]], claims: int) -> Figures:
-    """`work(client, claims)` in CLIENTS processes: claims per second and their latencies."""
+    """Run `work(client, claims)` in CLIENTS processes; return claims per second and latencies."""
     context = multiprocessing.get_context("spawn")
     share = claims // CLIENTS
     with context.Pool(CLIENTS) as pool:
@@ -148,7 +148,7 @@ def _store(server: Server, nodes: int, claims: int) -> Figures:
 
 
 def allocate(url: str, client: int, claims: int) -> list[float]:
-    """One client: seconds of each claim."""
+    """Claim as a single client; return the seconds of each claim."""
     engine = _engine(url)
     with reading(engine) as conn:
         image = images.find(conn, records.IMAGE, "")
@@ -172,7 +172,7 @@ def allocate(url: str, client: int, claims: int) -> list[float]:
 
 @lru_cache
 def _engine(url: str) -> sa.Engine:
-    """One for each process, as a service has it."""
+    """Return an engine per process, as in a service."""
     return open_engine(url)
 
 
@@ -185,7 +185,7 @@ def _http(server: Server, nodes: int, claims: int) -> Figures:
 
 
 def profile(server: Server, nodes: int, launches: int) -> Figures:
-    """Where the time of a launch goes: one client, nothing beside it."""
+    """Return the time of a launch by its parts, with a single client and no other load."""
     url = server.database("profile")
     records.make(url, nodes, SLOTS)
     secret = records.member(url)

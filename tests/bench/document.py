@@ -1,4 +1,4 @@
-"""build/bench.json: every bench adds its own keys and leaves those of the others."""
+"""Result file build/bench.json: every bench adds its keys and leaves those of the others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PATH = Path(__file__).resolve().parents[2] / "build" / "bench.json"
 
 
 def add(found: dict[str, Any], path: Path = PATH) -> None:
-    """Keep what was measured, and show it."""
+    """Save and print the measured figures."""
     known = json.loads(path.read_text()) if path.exists() else {}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(known | found, indent=1) + "\n")

@@ -1,10 +1,10 @@
-"""Memory of `gpuaas serve`: `python -m tests.bench.memory`; the key `memory_mib`.
+"""Benchmark of the memory of `gpuaas serve`: `python -m tests.bench.memory`; key `memory_mib`.
 
-The real process, with workers and single loops. rest: on an empty site, SQLite, as `make run`
-starts it. slots_N: on PostgreSQL with that many slots, after the loops have had their turns, and
-after clients that read every list and have slices placed, all at once; the loops had another turn
-since. Each is what is resident (RSS); _pss counts shared pages in part, _peak is the most there
-ever was. Runs are processes of their own and not counted; here they find no playbook and end.
+It measures the real process, with workers and single loops. rest: on an empty site, SQLite, as
+`make run` starts it. slots_N: on PostgreSQL with that many slots, first after the loops have run,
+then after clients that read every list and place slices, all at once, and a further turn of the
+loops. Each figure is resident memory (RSS); _pss counts shared pages in part, _peak is the largest
+so far. Runs are separate processes and not counted; here they find no playbook and end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.postgresql import Server, running
 SLOTS = 8
 CLIENTS = 4
 API = "/api/v1"
-# As much at once as the API gives anybody.
+# Largest page that the API gives.
 PAGE = 1000
 _END_S = 300
 Figures = dict[str, float]
@@ -37,7 +37,7 @@ Figures = dict[str, float]
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.memory")
     parser.add_argument("--nodes", type=int, default=1600, help=f"each with {SLOTS} slots")
-    # Two turns of the loops, which have one every ten seconds.
+    # Two turns of the loops, which run every ten seconds.
     parser.add_argument("--settle", type=float, default=25, help="seconds before each look")
     parser.add_argument("--output", type=Path, default=document.PATH)
     given = parser.parse_args()
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def fleet(server: Server, nodes: int, settle_s: float) -> dict[str, Figures]:
-    """A site of so many nodes: with its loops alone, and after requests."""
+    """Measure a site of that many nodes: with its loops alone, and after requests."""
     url = server.database("memory")
     secret = records.make(url, nodes, SLOTS)
     name = f"slots_{nodes * SLOTS}"
@@ -67,9 +67,9 @@ def fleet(server: Server, nodes: int, settle_s: float) -> dict[str, Figures]:
 
 
 def ask(address: str, secret: str, together: Barrier, client: int) -> None:
-    """One client: every list from its beginning to its end, and a slice of its own.
+    """Read every list to its end as a single client, and launch a slice.
 
-    All clients ask at once for what is judged over the whole fleet: that takes the most memory.
+    All clients ask at once for the explanation over the whole fleet, which takes the most memory.
     """
     with _http(address, secret) as http:
         hosts = _list(http, "/admin/nodes")
@@ -85,7 +85,7 @@ def ask(address: str, secret: str, together: Barrier, client: int) -> None:
 
 
 def idle(address: str, secret: str) -> None:
-    """Until no task is left that runs or could."""
+    """Wait until no task runs or can run."""
     end = time.monotonic() + _END_S
     with _http(address, secret) as http:
         while any(
@@ -108,7 +108,7 @@ def _http(address: str, secret: str) -> httpx.Client:
 
 
 def _list(http: httpx.Client, path: str) -> list[dict[str, Any]]:
-    """All pages."""
+    """Read all pages."""
     found: list[dict[str, Any]] = []
     cursor = ""
     while True:
@@ -126,7 +126,7 @@ def _get(http: httpx.Client, path: str, **query: str | int) -> httpx.Response:
 
 
 def _flat(found: dict[str, Figures]) -> Figures:
-    """What is resident under the plain name, the rest behind it."""
+    """Use the plain name for resident memory, and suffixes for the rest."""
     flat: Figures = {}
     for name, sizes in found.items():
         flat |= {name if key == "rss" else f"{name}_{key}": size for key, size in sizes.items()}

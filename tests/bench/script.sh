@@ -1,5 +1,5 @@
 #!/bin/sh
-# The peer of provision_slice: what an engineer would write by hand for the same steps on the same host.
+# Peer of provision_slice: the script that an engineer would write for the same steps on the same host.
 # Usage: script.sh NAME IMAGE SHA256 DISK MAC IP GPU VF KEY. Prints the seconds and the bytes of dd.
 set -eu
 name=$1 image=$2 sha=$3 disk=$4 mac=$5 ip=$6 gpu=$7 vf=$8 key=$9
@@ -8,7 +8,7 @@ pci() { # 0000:23:00.0 -> attributes of a libvirt address
   echo "$1" | sed -E 's/^(....):(..):(..)\.(.)$/domain="0x\1" bus="0x\2" slot="0x\3" function="0x\4"/'
 }
 
-# Plan: the devices are there, bound, unused.
+# Plan: the devices are present, bound and unused.
 test -b "$disk"; ! findmnt -rn -S "$disk" >/dev/null
 for device in "$gpu" "$vf"; do readlink "/sys/bus/pci/devices/$device/driver" | grep -q vfio-pci; done
 ovs-vsctl br-exists ovsbr0
@@ -43,7 +43,7 @@ XML
 virsh -q define "$work/domain.xml"
 virsh -q start "$name"
 
-# Readiness: the lease, then SSH.
+# Readiness: the DHCP lease, then SSH.
 until grep -q "$ip" /var/lib/misc/dnsmasq.leases; do sleep 1; done
 until bash -c "exec 3<>/dev/tcp/$ip/22 && read -r -t 5 line <&3 && [ \"\${line#SSH-}\" != \"\$line\" ]" 2>/dev/null; do sleep 1; done
 echo ready

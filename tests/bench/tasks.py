@@ -1,10 +1,10 @@
-"""Tasks per second through the queue: `python -m tests.bench.tasks`; the key `tasks`.
+"""Benchmark of tasks per second through the queue: `python -m tests.bench.tasks`; key `tasks`.
 
-noop: workers as they are, on PostgreSQL that writes through to the disk, with a launcher that does
-all but start a process. runner: the same with ansible-runner and a playbook that does nothing;
-runner_where_s are the parts of such a task. where_ms are the parts of a task without a process: one
-after the other in one process with nothing beside it, and a profiler that makes it slower.
-inside_ms is what the parts spend it on.
+noop: real workers, on PostgreSQL that writes through to the disk, with a launcher that does all but
+start a process. runner: the same with ansible-runner and a playbook that does nothing;
+runner_where_s are the parts of such a task. where_ms are the parts of a task without a process:
+tasks run one after the other in a single process without other load, and with a profiler, which
+slows them. inside_ms divides the same time by function.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.postgresql import Server, running
 Figures = dict[str, Any]
 # Tasks before those of the profile.
 WARM = 2
-# By file and function: what a task passes through in `attend`, in this order.
+# Stages of a task in `attend`, in this order, by file and function.
 PARTS = {
     "take": ("records/leasing.py", "lease"),
     "prepare": ("work/worker.py", "prepare"),
@@ -46,7 +46,7 @@ PARTS = {
     "progress": ("work/worker.py", "_report"),
     "settle": ("work/settle.py", "settle"),
 }
-# What the parts spend it on; these cut across them.
+# Functions inside the stages; they cut across them.
 INSIDE = {
     "statements": ("engine/default.py", "do_execute"),
     "commits": ("engine/default.py", "do_commit"),
@@ -76,7 +76,7 @@ def main() -> int:
 
 
 def measure(server: Server, given: argparse.Namespace) -> Figures:
-    """All figures; each has a database and a folder of its own."""
+    """Measure all figures; each figure gets a new database and folder."""
     found: Figures = {"processes": given.processes, "at_once": given.at_once}
     for launcher, count in (("noop", given.noop), ("runner", given.runner)):
         if not count:
@@ -95,7 +95,7 @@ def measure(server: Server, given: argparse.Namespace) -> Figures:
 def throughput(
     url: str, folder: Path, launcher: str, count: int, given: argparse.Namespace
 ) -> Figures:
-    """`count` tasks that are all due at once, with workers that have done some before."""
+    """Measure `count` tasks that are all due at once, with workers that have warmed up."""
     engine = open_engine(url)
     places = given.processes * given.at_once
     try:
@@ -122,7 +122,7 @@ def throughput(
 
 
 def profile(url: str, folder: Path, count: int) -> Figures:
-    """Where the time of a task goes, without a process of its run."""
+    """Return the time of a task by its parts, without a process of its run."""
     settings = Settings(state_dir=folder, database_url=url)
     engine = open_engine(url)
     said: list[str] = []
@@ -151,7 +151,7 @@ def profile(url: str, folder: Path, count: int) -> Figures:
 
 
 def _one_by_one(engine: sa.Engine, settings: Settings, count: int) -> None:
-    """What a worker does, without its threads: those a profile does not see."""
+    """Do a worker's work without its threads, which a profiler does not see."""
     never = threading.Event()
     for _ in range(count):
         (task,) = retrying(engine, partial(_take, settings))
@@ -163,7 +163,7 @@ def _take(settings: Settings, conn: sa.Connection) -> list[Task]:
 
 
 class _Stats:
-    """Calls and seconds of functions, what they call included."""
+    """Calls and seconds of functions, including the functions that they call."""
 
     def __init__(self, profiler: cProfile.Profile) -> None:
         profiler.create_stats()
@@ -177,7 +177,7 @@ class _Stats:
         return sum(row[3] for row in self._of(*where))
 
     def _of(self, end: str, function: str) -> list[tuple[int, int, float, float, Any]]:
-        """Of all functions of this name in files that end like this."""
+        """Sum all functions of this name in files with this ending."""
         return [
             row
             for (file, _, name), row in self._rows.items()

@@ -1,4 +1,4 @@
-"""The job templates of awx/ against the run contract, and the import against the templates."""
+"""Job templates of awx/ against the run contract, and the import against the templates."""
 
 from __future__ import annotations
 

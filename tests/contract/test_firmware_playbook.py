@@ -1,4 +1,4 @@
-"""The firmware playbook as a person runs it, against a RACADM that behaves as the real one."""
+"""Firmware playbook run by hand, against a stand-in that behaves like the real RACADM."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def play(folder: Path, *, beside: str = "", **variables: Any) -> tuple[int, dict[str, Any]]:
-    """Exit code and slice_result of one run on this machine, on which only `beside` runs."""
+    """Return exit code and slice_result of a run on this machine, with only `beside` running."""
     profile = yaml.safe_load((ROOT / "profiles" / "xe9680l-h200.yml").read_text())
     given = folder / "variables.json"
     defaults = {
@@ -64,18 +64,19 @@ def test_settings_are_applied_and_the_job_is_followed(tmp_path: Path) -> None:
 @pytest.mark.covers("HOST-2")
 @NEEDS_ROOT
 def test_racadm_comes_from_where_the_profile_says(tmp_path: Path) -> None:
-    """Nobody named a repository or a program. The key is nowhere, so nothing is trusted."""
+    """The variables name no repository and no program. The key does not exist, so nothing is
+    trusted."""
     profile = yaml.safe_load((ROOT / "profiles" / "xe9680l-h200.yml").read_text())
     profile["racadm"]["key_url"] = f"file://{tmp_path}/no-key.asc"
     profile["racadm"]["packages"] = ["gpuaas-no-such-package"]
     mine = {"slice_profile": profile, "slice_racadm_program": None}
     code, result = play(tmp_path, **mine, slice_apply=False)
-    # It is the settings that could not be read; the rest of the machine was looked at.
+    # The settings could not be read; the rest of the machine was checked.
     assert (code, result["ok"], result["evidence"]["bios"]) == (0, True, {})
     checks = {one["check"]: one for one in result["evidence"]["preflight"]["checks"]}
     assert checks["bios_settings"]["status"] == "FAIL" and len(checks) > 1
     assert f"{tmp_path}/no-key.asc" in checks["bios_settings"]["detail"]
-    # Told to change them, the run has failed, and for that reason.
+    # When the run has to change the settings, it fails, with that reason.
     code, result = play(tmp_path, **mine, slice_apply=True, slice_allow_reboot=True)
     assert (code, result["ok"]) == (2, False)
     assert f"file://{tmp_path}/no-key.asc" in result["error"]["expected"]
@@ -85,7 +86,7 @@ def test_racadm_comes_from_where_the_profile_says(tmp_path: Path) -> None:
 @pytest.mark.covers("HOST-2")
 @NEEDS_ROOT
 def test_a_racadm_that_answers_is_enough_whatever_brought_it(tmp_path: Path) -> None:
-    """An air-gapped host: the repository of the profile is not reached, nor is it needed."""
+    """On an air-gapped host, a working RACADM makes the profile's repository unnecessary."""
     profile = yaml.safe_load((ROOT / "profiles" / "xe9680l-h200.yml").read_text())
     profile["racadm"]["key_url"] = f"file://{tmp_path}/no-key.asc"
     profile["racadm"]["packages"] = ["gpuaas-no-such-package"]

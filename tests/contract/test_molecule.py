@@ -1,4 +1,4 @@
-"""Every role has a Molecule scenario, and each scenario makes drift, repairs it, and looks."""
+"""Molecule scenarios: every role has a scenario that makes drift, repairs it and verifies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BASE = yaml.safe_load((ROOT / ".config" / "molecule" / "config.yml").read_text()
 
 
 def roles_of(node: Any) -> Iterator[str]:
-    """Every role that plays or tasks name, however deep; not those behind an imported playbook."""
+    """Return every role that plays or tasks name, at any depth, but not imported playbooks'."""
     if isinstance(node, list):
         for item in node:
             yield from roles_of(item)
@@ -35,7 +35,7 @@ def read(path: Path) -> Any:
 
 
 def sequence(folder: Path) -> list[str]:
-    """The steps of `molecule test`, as molecule merges them."""
+    """Return the steps of `molecule test`, as molecule merges them."""
     own = read(folder / "molecule.yml").get("scenario", {})
     found: list[str] = own.get("test_sequence", BASE["scenario"]["test_sequence"])
     return found

@@ -1,4 +1,4 @@
-"""`contracts/openapi.yaml` against the service, and the codes of problems against those raised."""
+"""`contracts/openapi.yaml` against the service, and its problem codes against the raised codes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from reconciler.settings import PROJECT
 
 Document = dict[str, Any]
 
-# As the seeds write them.
+# Paths as the requirements write them.
 SEEDS = {
     "/api/v1/admin/nodes/{node_id}/resource-slots": {"get", "post"},
     "/api/v1/admin/allocations/{allocation_id}/force-cleanup": {"post"},
@@ -31,7 +31,7 @@ SEEDS = {
         "post"
     },
 }
-# What a caller of the API can run into; the others are programs of their own.
+# Packages whose problems reach a caller of the API; other packages are separate programs.
 RAISING = ("api", "model", "db", "records", "lifecycle", "trust", "profiles.py", "settings.py")
 
 
@@ -143,7 +143,7 @@ def sources() -> Iterator[Path]:
 
 
 def raises(tree: ast.Module) -> Iterator[str]:
-    """The codes that stand in calls which make a refusal, by themselves or by a constant's name."""
+    """Return the codes in calls that make a refusal, given directly or by a constant's name."""
     constants = {
         target.id: node.value.value
         for node in tree.body

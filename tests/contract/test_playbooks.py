@@ -1,4 +1,4 @@
-"""The other side of the contract: what the playbooks take and what they say at their end."""
+"""Playbooks against the run contract: their variables and their results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from reconciler.work import kinds
 FOLDER = Path(__file__).resolve().parents[2] / "playbooks"
 RESULT = contract.schema("result")
 SPECS = yaml.safe_load((FOLDER / "vars" / "argument_specs.yml").read_text())["argument_specs"]
-# What a run by hand may leave out although the reconciler always sends it.
+# Variables that the reconciler always sends and that a run by hand may leave out.
 BY_HAND = {"slice_run", "slice_profile", "slice_apply"}
 
 
@@ -33,7 +33,7 @@ def tasks(node: Any) -> Iterator[dict[str, Any]]:
 
 
 def results(playbook: str) -> list[dict[str, Any]]:
-    """The variables of each result that the playbook gives."""
+    """Return the variables of each result that the playbook gives."""
     plays = yaml.safe_load((FOLDER / f"{playbook}.yml").read_text())
     return [
         task["vars"]
@@ -43,7 +43,7 @@ def results(playbook: str) -> list[dict[str, Any]]:
 
 
 def promised(playbook: str) -> set[str]:
-    """The evidence that the reconciler reads when this playbook succeeds."""
+    """Return the evidence that the reconciler reads when this playbook succeeds."""
     for rule in RESULT["allOf"]:
         if rule["if"]["properties"].get("playbook") == {"const": playbook}:
             return set(rule["then"]["properties"]["evidence"]["required"])
@@ -51,7 +51,7 @@ def promised(playbook: str) -> set[str]:
 
 
 def imported(path: Path) -> list[str]:
-    """The playbooks that one consists of; [] for one with plays of its own, which is a run."""
+    """Return the imported playbooks; [] for a playbook with its own plays, which is a run."""
     plays = yaml.safe_load(path.read_text())
     names = [str(play.get("ansible.builtin.import_playbook", "")) for play in plays]
     return [name.removesuffix(".yml") for name in names] if all(names) else []

@@ -1,4 +1,4 @@
-"""What a play with a BMC's password tells: on the terminal, in Ansible's log, in the host's log."""
+"""Output of a play with a BMC's password: on the terminal, in Ansible's log, in the host's log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from tests.standin import bmc as standin
 
 ROOT = Path(__file__).resolve().parents[2]
-# Modules log through systemd's library where there is one: here it is this, which writes a file.
+# Modules log through systemd's library where it exists. This stand-in writes to a file instead.
 SYSTEMD = {
     "__init__.py": "",
     "daemon.py": "def booted(): return True",
@@ -30,7 +30,7 @@ def send(**fields):
 
 
 def play(folder: Path, *tasks: dict[str, Any]) -> str:
-    """All that a play of the tasks says, as loud as shows how the modules were invoked."""
+    """Return all output of a play of the tasks, at the verbosity that shows module invocations."""
     library = folder / "library" / "systemd"
     library.mkdir(parents=True)
     for name, text in SYSTEMD.items():
@@ -54,7 +54,7 @@ def play(folder: Path, *tasks: dict[str, Any]) -> str:
 
 @pytest.mark.covers("HOST-3")
 def test_the_password_of_a_bmc_is_in_no_log(bmc: standin.Bmc, tmp_path: Path) -> None:
-    # Refusals of this BMC repeat what it was asked.
+    # Refusals of this BMC repeat the request.
     bmc.begin(echo=True)
     asked = {
         "host": bmc.address, "ca_file": bmc.ca_file, "state": "present",
@@ -66,7 +66,7 @@ def test_the_password_of_a_bmc_is_in_no_log(bmc: standin.Bmc, tmp_path: Path) ->
         {"gpuaas.slice.redfish_bios": {**asked, "user": "stranger"}, "ignore_errors": True},
     )
     assert len(bmc.record()["patches"]) == 1 and "bmc_login_refused" in said
-    # Both invocations are told, on the terminal and in the host's log, and without it.
+    # Terminal and host log show both invocations, without the password.
     assert said.count('"password": "VALUE_SPECIFIED_IN_NO_LOG_PARAMETER"') == 2
     logged = (tmp_path / "journal").read_text()
     assert logged.count("PASSWORD=NOT_LOGGING_PARAMETER") == 2 and "USER=stranger" in logged

@@ -1,4 +1,4 @@
-"""A repair by parity must give a role what bootstrap gives it, or the two would undo each other."""
+"""Repairs by parity against bootstrap: different values for a role would undo each other."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ pytestmark = pytest.mark.covers("HOST-10")
 ROOT = Path(__file__).resolve().parents[2]
 REPAIRS = ROOT / "roles" / "slice_parity" / "tasks" / "repair"
 SOURCES = ("bootstrap", "bind_topology")
-# A repair binds what is missing; only bind_topology gives devices back to the host.
+# A repair binds the missing devices; only bind_topology gives devices back to the host.
 OWN = {
     "vfio_binding": {"vfio_binding_exclusive", "vfio_binding_state", "vfio_binding_addresses"},
 }
 
 
 def includes(node: Any) -> Iterator[dict[str, Any]]:
-    """Every task that includes a role, however deep."""
+    """Return every task that includes a role, at any depth."""
     if isinstance(node, list):
         for item in node:
             yield from includes(item)
@@ -34,7 +34,7 @@ def includes(node: Any) -> Iterator[dict[str, Any]]:
 
 
 def given(path: Path) -> dict[str, dict[str, str]]:
-    """What each role is given in a file of tasks or plays, by the role's own name."""
+    """Return the variables of each role in a file of tasks or plays, by the role's name."""
     found: dict[str, dict[str, str]] = {}
     for task in includes(yaml.safe_load(path.read_text())):
         name = str(task["ansible.builtin.include_role"]["name"]).removeprefix("gpuaas.slice.")

@@ -1,4 +1,4 @@
-"""What goes into a playbook: the schemas themselves, good variables, and bad ones refused."""
+"""Playbook variables against their schemas: valid schemas, good and refused variables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROFILES = sorted((ROOT / "profiles").glob("*.yml"))
 ALLOCATION = "0f8fad5b-d9cb-469f-a165-70867728950e"
 DIGEST = "sha256:" + "a" * 64
 EUI = "5e0000000000a000"
-# What takes fabric cards by the profile's ids, or judges them.
+# Playbooks that select fabric cards by the profile's ids, or check them.
 CHOOSING = ("bind_topology", "bootstrap", "discover", "firmware", "parity")
 DEVICE = f"/dev/disk/by-id/nvme-eui.{EUI}"
 
@@ -158,7 +158,7 @@ def variables(playbook: str) -> dict[str, Any]:
 
 
 def objects(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every object schema that lists properties, with its place."""
+    """Return every object schema that lists properties, with its path."""
     if isinstance(schema, dict):
         if schema.get("type") == "object" and "properties" in schema:
             yield path, schema
@@ -219,7 +219,7 @@ HOSTILE: list[tuple[str, str, Any]] = [
     ("slice_profile.network.bridge", "discover", "ovsbr0; reboot"),
     ("slice_profile.fabric.interface", "bootstrap", "ibp65s0: {}"),
     ("slice_profile.fabric.link", "bootstrap", "roce"),
-    ("slice_profile.fabric.ipoib", "bootstrap", True),  # over Ethernet there is none
+    ("slice_profile.fabric.ipoib", "bootstrap", True),  # no IPoIB over Ethernet
     ("slice_profile.vm.mgmt_qos", "provision_slice", {"rate_kbps": 1000}),
     ("slice_vm.mgmt_qos", "provision_slice", {"burst_kb": 100}),
     ("slice_profile.kernel_arguments.0", "bootstrap", "iommu=pt\ninit=/bin/sh"),
@@ -265,7 +265,7 @@ def test_bad_values_are_refused_by_name(field: str, playbook: str, value: Any) -
 
 @pytest.mark.covers("HOST-7")
 def test_a_host_can_be_given_its_place_on_the_fabric() -> None:
-    """Everything that bootstrap needs for IPoIB passes the contract."""
+    """All values that bootstrap needs for IPoIB pass the contract."""
     given = variables("bootstrap")
     fabric = {"interface": "ibp65s0", "site_address": "10.20.0.7/16", "route": "10.20.0.0/16"}
     given["slice_profile"]["fabric"] |= fabric | {"link": "infiniband", "ipoib": True}
@@ -275,7 +275,7 @@ def test_a_host_can_be_given_its_place_on_the_fabric() -> None:
 @pytest.mark.covers("HOST-7")
 @pytest.mark.parametrize("playbook", CHOOSING)
 def test_a_profile_with_fabric_cards_says_what_they_speak(playbook: str) -> None:
-    """By its ids alone it would take ports of the other kind as well."""
+    """By its ids alone, the profile would also take ports of the other link type."""
     given = variables(playbook)
     del given["slice_profile"]["fabric"]["link"]
     with pytest.raises(ContractError, match="'link' is a required property") as caught:

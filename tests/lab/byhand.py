@@ -1,4 +1,4 @@
-"""Scripts and playbooks on the lab host of a stage, as an operator runs them: over SSH."""
+"""Scripts and playbooks run on a stage's lab host as an operator runs them: over SSH."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lab.demo.stage import INVENTORY, Stage
 from lab.paths import REPOSITORY
 
 SCRIPTS = REPOSITORY / "scripts" / "ops"
-# What goes to machines as one file.
+# Single-file programs for other machines.
 PROGRAMS = REPOSITORY / "build" / "scripts"
 COMMISSIONING = PROGRAMS / "maas" / "commissioning" / "50-gpuaas-slice-firmware-preflight.sh"
-# Emulated and busy; two looks at the host with a repair in between.
+# The host is emulated and busy, and a parity check with repair inspects it twice.
 _LIMIT_S = 1200
-# An emulated host is up after some minutes, its last services a little later.
+# An emulated host is up after some minutes, and its last services a little later.
 _BOOT_S = 1000
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _HEAD, _SUMMARY = "GPUAAS_SLICE_PARITY", "GPUAAS_SLICE_PARITY_SUMMARY"
@@ -38,9 +38,9 @@ Fields = dict[str, str]
 
 @dataclass(frozen=True)
 class Report:
-    """What the parity check printed. checks: the fields of each line by check, in its order.
+    """Output of the parity check. `checks`: the fields of each line by check, in order.
 
-    summary: the fields of the last line. told: standard error.
+    `summary`: the fields of the last line. `told`: standard error.
     """
 
     status: int
@@ -53,7 +53,7 @@ class Report:
 
 
 def way(stage: Stage, user: str = "root") -> list[str]:
-    """How the programs get to the host: the lab's key, and the host key learnt over its channel."""
+    """Return the SSH options to the host: the lab's key, and the host key read over its channel."""
     lab = stage.host()
     config = stage.folder / "operator_ssh_config"
     config.write_text(
@@ -68,7 +68,7 @@ def way(stage: Stage, user: str = "root") -> list[str]:
 
 
 def script(stage: Stage, name: str, *words: str) -> Done:
-    """Run one of scripts/ops to its end."""
+    """Run a script of scripts/ops to its end."""
     assert stage.service is not None
     return subprocess.run(
         [str(SCRIPTS / name), *words],
@@ -81,7 +81,7 @@ def script(stage: Stage, name: str, *words: str) -> Done:
 
 
 def parity(stage: Stage, *words: str, user: str = "root") -> Report:
-    """The parity check over SSH; every line must be one that a program can read."""
+    """Run the parity check over SSH; every line must be readable by a program."""
     done = script(stage, "gpuaas_slice_host_parity_check.sh", *way(stage, user), *words)
     lines = done.stdout.splitlines()
     assert lines, done.stderr
@@ -93,9 +93,10 @@ def parity(stage: Stage, *words: str, user: str = "root") -> Report:
 
 
 def playbooks(stage: Stage, *names: str, limit_s: float = _LIMIT_S, **variables: Any) -> str:
-    """Play playbooks of the collection in one call, past the reconciler; what Ansible said.
+    """Play playbooks of the collection in a single call, past the reconciler; return Ansible's
+    output.
 
-    They are told the profile and the approved slots, as the reconciler would tell them.
+    They get the profile and the approved slots, as from the reconciler.
     """
     known = {"slice_profile": stage.profile(), "slice_slots": stage.bundles(), **variables}
     file = stage.folder / "operator_variables.json"
@@ -106,25 +107,25 @@ def playbooks(stage: Stage, *names: str, limit_s: float = _LIMIT_S, **variables:
 
 
 def changed(said: str) -> set[str]:
-    """How many tasks changed something, as the recap has it for each host."""
+    """Return the number of changed tasks for each host, from the recap."""
     found = set(re.findall(r"\bchanged=(\d+)", said))
     assert found, said[-6000:]
     return found
 
 
 def reboot(stage: Stage) -> None:
-    """The host ends in order and answers again."""
+    """Reboot the host in order and wait until it answers again."""
     words = ["adhoc", "all", "-i", str(INVENTORY), "-m", "ansible.builtin.reboot"]
     _ansible(stage, [*words, "-a", f"reboot_timeout={_BOOT_S - 100}"], _BOOT_S)
 
 
 def boot(stage: Stage) -> str:
-    """Which boot of the host this is."""
+    """Return the host's boot id."""
     return stage.on_host("cat", _BOOT_ID).strip()
 
 
 def booted(stage: Stage, *, after: str = "") -> None:
-    """Wait for a boot other than `after`, to the end of its last service."""
+    """Wait for a boot other than `after`, until its last service has started."""
     end = time.monotonic() + _BOOT_S
     while not _is_up(stage, after):
         assert time.monotonic() < end, f"the host is not up after {_BOOT_S} s"
@@ -136,12 +137,12 @@ def _is_up(stage: Stage, after: str) -> bool:
     try:
         now, told = stage.on_host("sh", "-c", asked, limit_s=60).split()
     except (LabError, subprocess.TimeoutExpired, ValueError):
-        return False  # It goes down, or comes up.
+        return False  # The host is going down or coming up.
     return now != after and told in _UP
 
 
 def standalone(stage: Stage, script: Path, **settings: str) -> Done:
-    """Bring a script that stands alone onto the host and run it there, as cloud-init would."""
+    """Copy a single-file program to the host and run it there as cloud-init would."""
     place = f"/run/{script.name}"
     stage.on_host("sh", "-c", f"'cat > {place}'", stdin=script.read_text())
     words = ["env", *(f"{name}={value}" for name, value in settings.items()), "sh", place]
@@ -156,7 +157,7 @@ def standalone(stage: Stage, script: Path, **settings: str) -> Done:
 
 
 def commissioning(stage: Stage) -> dict[str, list[Fields]]:
-    """The commissioning script on a machine without Dell's BIOS; its lines by their kind."""
+    """Run the commissioning script on a machine without Dell's BIOS; return its lines by kind."""
     done = standalone(
         stage,
         COMMISSIONING,
@@ -188,7 +189,7 @@ def _ansible(stage: Stage, words: Sequence[str], limit_s: float) -> str:
 
 
 def token(stage: Stage) -> list[str]:
-    """Who asks the reconciler, and about which node."""
+    """Return the arguments for the reconciler's address, its token and the node."""
     assert stage.service is not None
     file: Path = stage.service.folder / "token"
     words = ["--api-base", stage.service.url, "--api-token-file", str(file)]
@@ -196,7 +197,7 @@ def token(stage: Stage) -> list[str]:
 
 
 def fields(head: str, line: str) -> Fields:
-    """The fields as a shell would split the line: a value holds whatever it holds, as one word."""
+    """Split the line into fields as a shell would; any value is a single word."""
     first, *words = shlex.split(line)
     assert first == head, line
     pairs = [word.partition("=") for word in words]

@@ -16,13 +16,13 @@ SCRIPT = "gpuaas_benchmark_capture.sh"
 
 
 def of_host(stage: Stage, file: Path, *words: str) -> Capture:
-    """With the lab's key; a virtual host has to be called one."""
+    """Capture the host with the lab's key; a virtual host needs an explicit declaration."""
     key = ["--ssh-key", stage.host().key]
     return _made(stage, file, *byhand.way(stage), *key, "--kind", "host", *words)
 
 
 def of_guest(stage: Stage, file: Path, *words: str) -> Capture:
-    """With the tenant's key; all else about the way is the reconciler's to know."""
+    """Capture the guest with the tenant's key; the reconciler supplies address, user and route."""
     allocation = stage.known["allocation"]["id"]
     key = str(stage.folder / "tenant_key")
     return _made(stage, file, "--allocation", allocation, "--ssh-key", key, *words)
@@ -33,7 +33,7 @@ def probes(capture: Capture) -> dict[str, Capture]:
 
 
 def compared(stage: Stage, files: list[Path], picture: Path) -> dict[str, Capture]:
-    """What the second capture differs in, by metric; the picture names each of them."""
+    """Return the differences of the second capture by metric; the chart must name each metric."""
     assert stage.service is not None
     words = ["--output", "json", "host", "benchmark", "compare", *map(str, files)]
     told = json.loads(stage.service.cli(*words, "--svg", str(picture)))
@@ -46,7 +46,7 @@ def compared(stage: Stage, files: list[Path], picture: Path) -> dict[str, Captur
 
 
 def writes(stage: Stage, device: str) -> list[str]:
-    """Requests and sectors written to and discarded on a disk, as its kernel counts them."""
+    """Return the kernel's counts of a disk's written and discarded requests and sectors."""
     fields = stage.on_host("cat", f"/sys/class/block/{Path(device).name}/stat").split()
     return [*fields[4:7], *fields[11:14]]
 
@@ -55,7 +55,7 @@ def _made(stage: Stage, file: Path, *words: str) -> Capture:
     words = (*words, "--label", file.stem, "--output", str(file), "--quick")
     done = byhand.script(stage, SCRIPT, *words)
     assert done.returncode == 0, done.stderr
-    # Whatever the contract does not allow is refused here.
+    # The loader refuses any document that violates the contract.
     capture = document.load(file)
     assert capture["label"] == file.stem
     return capture

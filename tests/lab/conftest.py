@@ -14,7 +14,8 @@ from lab.demo.stage import Stage
 from lab.paths import REPOSITORY
 from tests.lab import prepared
 
-# One story on one host: each file goes on where the one before it left the machine.
+# The files play a single story on a single host: each continues from the state that the previous
+# file left.
 STORY = (
     "test_main_path",
     "test_roles",
@@ -27,7 +28,7 @@ STORY = (
 )
 
 
-# Shown by make test-long, where the story is played with these too.
+# Tests of make test-long, which also plays the rest of the story.
 LONG = frozenset({"test_roles", "test_power_cut", "test_entry_points", "test_way_forth"})
 
 
@@ -38,12 +39,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.stem in LONG:
             item.add_marker(pytest.mark.long)
     ours.sort(key=lambda item: STORY.index(item.path.stem))
-    # After all others: booting a host before a unit test fails would be a waste.
+    # Lab tests run last, because a failing unit test makes the boot of a host pointless.
     items[:] = [item for item in items if item not in ours] + ours
 
 
 class Chapter:
-    """Remembers which parts of the story came true: a later one says at once what it lacks."""
+    """Progress of the story. A later test fails at once with the name of the missing part."""
 
     def __init__(self) -> None:
         self.done: dict[str, Any] = {}
@@ -60,10 +61,10 @@ def story() -> Chapter:
 
 @pytest.fixture(scope="session")
 def stage(request: pytest.FixtureRequest, story: Chapter) -> Iterator[Stage]:
-    """The stage that the story of test_main_path.py is played on.
+    """Stage for the story of test_main_path.py.
 
-    A session without that file begins with the host that it would leave: a saved one where nothing
-    has changed that made it, else one that is prepared and saved now.
+    A session without that file starts from a host in the state after it: a saved host if none of
+    its sources has changed, else a host that is prepared and saved now.
     """
     stage = Stage(
         REPOSITORY / "build" / "test",

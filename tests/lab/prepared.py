@@ -1,6 +1,6 @@
-"""Prepared slice host for lab tests: saved by the main path, loaded where preparing is no subject.
+"""Prepared slice host for lab tests: saved by the main path, loaded by tests of other subjects.
 
-A saved one is loaded while everything that made it is unchanged: collection, profiles, lab, images.
+A saved host is loaded while all its sources are unchanged: collection, profiles, lab, images.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from reconciler.client import ENDED
 from tests.lab import traces
 from tests.lab.proof import prove_again
 
-# What a host is made of, as folders of the checkout; a change of any prepares a host anew.
+# Source folders of a prepared host. A change in any of them makes a new preparation necessary.
 SOURCES = ("plugins", "roles", "playbooks", "profiles", "contracts", "lab")
-# A saved database opens under the schema that it was saved with.
+# A saved database opens only under the schema with which it was saved.
 MIGRATIONS = "reconciler/**/versions"
-# Parts of the story that later files look at.
+# Parts of the story that later files use.
 STORY = ("deployed", "transition")
 STEPS: tuple[Callable[[Stage], Any], ...] = (
     host_steps.enrol,
@@ -41,7 +41,7 @@ Done = dict[str, Any]
 
 
 def key(firmware: str) -> str:
-    """Changes with everything that a prepared host depends on."""
+    """Return a key that changes with every source of a prepared host."""
     distro = this_distro()
     made = {
         "firmware": firmware,
@@ -53,7 +53,7 @@ def key(firmware: str) -> str:
 
 
 def open_on(stage: Stage) -> Done:
-    """Bring the stage to where the main path leaves it; what later files know of that."""
+    """Bring the stage to the state after the main path; return the facts that later files need."""
     done = _loaded(stage)
     if done is None:
         done = _prepare(stage)
@@ -62,7 +62,7 @@ def open_on(stage: Stage) -> Done:
 
 
 def save(stage: Stage, done: Done) -> None:
-    """Keep the host of the stage with its reconciler, once for each key; both go on."""
+    """Save the stage's host with its reconciler, once per key; both continue afterwards."""
     wanted = key(stage.firmware)
     if os.environ.get("GPUAAS_LAB_SAVE") == "0" or _saved(stage.firmware, wanted) is not None:
         return
@@ -85,7 +85,7 @@ def save(stage: Stage, done: Done) -> None:
 
 
 def _loaded(stage: Stage) -> Done | None:
-    """None where nothing that fits is saved."""
+    """Load a saved host; return None if no saved host fits."""
     kept = _saved(stage.firmware, key(stage.firmware))
     if kept is None:
         return None
@@ -97,14 +97,14 @@ def _loaded(stage: Stage) -> Done | None:
     stage.known["image"] = guest_image.ensure(this_distro())
     saved.restore(kept, "reconciler", stage.folder / "reconciler")
     stage.reopen(kept.notes["known"])
-    # The host has booted since: nothing on it is sold before it is proven again.
+    # The host has rebooted, so nothing on it is sold until parity passes again.
     prove_again(stage)
     done: Done = kept.notes["done"]
     return {**done, "deployed": set(done["deployed"])}
 
 
 def _prepare(stage: Stage) -> Done:
-    """The steps of the main path, of which others show that they are right."""
+    """Play the steps of the main path; other tests verify them."""
     host_steps.host(stage)
     done: Done = {"deployed": traces.look(stage)}
     for step in STEPS:
@@ -129,7 +129,7 @@ def _plain(value: Any) -> Any:
 
 
 def _idle(stage: Stage) -> bool:
-    """No task is open: one that is would count as lost when the host is loaded."""
+    """Wait until no task is open, because an open task would count as lost after loading."""
     end = time.monotonic() + _IDLE_LIMIT_S
     while time.monotonic() < end:
         tasks = stage.api().get("/admin/tasks", node_id=NODE)["items"]

@@ -1,4 +1,4 @@
-"""A host proven anew: the gate of its slots opens, or the checks that failed are shown."""
+"""New parity proof of a host: the gate of its slots opens, or the failed checks are shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Molecule scenarios on the lab host of a stage, as `molecule test -s NAME` plays them by hand."""
+"""Molecule scenarios on the lab host of a stage, played as by `molecule test -s NAME`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from lab.demo.stage import Stage
 from lab.paths import REPOSITORY
 
 FOLDER = REPOSITORY / "molecule"
-# Longer than the slowest one takes under emulation beside nothing else: a bootstrap, three times.
+# Longer than the slowest scenario takes under emulation on an idle machine: a bootstrap, three
+# times.
 _LIMIT_S = 1500
 
 
 def names() -> list[str]:
-    """Every scenario of the checkout."""
+    """Return every scenario of the checkout."""
     return sorted(file.parent.name for file in FOLDER.glob("*/molecule.yml"))
 
 
 def play(stage: Stage, name: str) -> None:
-    """Converge, idempotence, drift, repair, verify, restore; fails with what was said last."""
+    """Play converge, idempotence, drift, repair, verify, restore; show a failure's output."""
     done = subprocess.run(
         [sys.executable, "-m", "molecule", "test", "-s", name],
         cwd=REPOSITORY,
@@ -33,6 +34,6 @@ def play(stage: Stage, name: str) -> None:
         timeout=_LIMIT_S,
         check=False,
     )
-    # The task that failed stands far above the end, which tells of the cleaning up.
+    # The failed task stands far above the end of the output, which reports the clean-up.
     told = [line[:3000] for line in done.stdout.splitlines() if "fatal: " in line]
     assert done.returncode == 0, "\n".join([*told, done.stdout[-3000:], done.stderr[-3000:]])

@@ -1,6 +1,6 @@
-"""Disks whose names are attacks, on a host that runs: a target of its own, reached over loopback.
+"""NVMe disks with hostile names on a running host: a local NVMe target, reached over loopback.
 
-To the kernel they are NVMe disks like any other; what serial and model say, we say.
+The kernel treats them like any other NVMe disk, and the test chooses serial and model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ _HOST = "5e000000-0000-4000-8000-00000000f00d"
 
 @dataclass(frozen=True)
 class Stranger:
-    """serial: at most 20 characters; model: at most 40; printable ASCII, as NVMe has it."""
+    """A disk with hostile names, in printable ASCII as NVMe requires.
+
+    serial: at most 20 characters; model: at most 40."""
 
     number: int
     serial: str
@@ -41,7 +43,7 @@ class Stranger:
 
 @contextlib.contextmanager
 def present(stage: Stage, strangers: tuple[Stranger, ...]) -> Iterator[None]:
-    """The host has these disks, 16 MiB each; afterwards it has none of them, nor what made them."""
+    """Attach these disks, 16 MiB each, to the host; afterwards remove them and their target."""
     coming = [_COMING, *(_one(stranger) for stranger in strangers)]
     going = [*(_gone(stranger) for stranger in strangers), _GOING]
     try:
@@ -71,7 +73,8 @@ true"""
 
 def _one(stranger: Stranger) -> str:
     name, file = stranger.subsystem, f"{_FOLDER}/{stranger.number}"
-    # Without a UUID the kernel, and so udev, knows the disk by its NGUID, as it knows a real one.
+    # Without a UUID the kernel, and so udev, identifies the disk by its NGUID, as it does a real
+    # disk.
     return f"""truncate -s 16M {file}
 mkdir {_TARGET}/subsystems/{name}
 cd {_TARGET}/subsystems/{name}

@@ -1,7 +1,7 @@
-"""The programs that seed 004 names, as an operator runs them: by hand, over SSH, and believed.
+"""Command-line programs of the product, run by hand over SSH as an operator runs them.
 
-Plays on the host that test_upkeep.py left: two slots, bound and available, and no VM. Whatever a
-test does to the host, the last one looks whether it is as it was.
+Plays on the host that test_upkeep.py left: two slots, bound and available, and no VM. The last test
+checks that the host is as it was, whatever the other tests did to it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ true
 
 @pytest.fixture(scope="module", autouse=True)
 def found(stage: Stage, story: Chapter) -> str:
-    """The host before the first of these tests."""
+    """State of the host before the first of these tests."""
     story.needs("prepared")
     return _look(stage)
 
@@ -65,14 +65,14 @@ def test_parity_over_ssh_with_the_reconcilers_evidence(stage: Stage) -> None:
     assert (report.summary["failures"], report.summary["checks"]) == ("0", str(len(report.checks)))
     assert report.checks["api_topology"]["status"] == "PASS"
     assert report.checks["vfio_binding"]["detail"].startswith("4 devices on vfio-pci")
-    # The same checks as those that open the gate.
+    # The checks are those that open the gate.
     gate = stage.api().get(stage.path("/parity"))["document"]["checks"]
     assert list(report.checks) == [check["check"] for check in gate]
 
 
 @pytest.mark.covers("HOST-6", "HOST-10")
 def test_a_missing_nat_rule_is_named_with_its_remedy_and_repaired_on_request(stage: Stage) -> None:
-    """Without a token what the reconciler knows is a warning; with one the slots are proven too."""
+    """Without a token the API checks only warn; with a token the slots are proven too."""
     subnet = stage.profile()["network"]["subnet"]
     rule = ["POSTROUTING", "-s", subnet, "-j", "MASQUERADE"]
     stage.on_host("iptables", "-t", "nat", "-D", *rule)
@@ -89,7 +89,7 @@ def test_a_missing_nat_rule_is_named_with_its_remedy_and_repaired_on_request(sta
 
         repaired = byhand.parity(stage, *byhand.token(stage), "--remediate")
         assert (repaired.status, repaired.having("FAIL")) == (0, {})
-        # What did not fail was not touched.
+        # Checks that passed were not touched.
         told = [line for line in repaired.told.splitlines() if "repaired: " in line]
         assert told == ["repaired: slice_network"]
         stage.on_host("iptables", "-t", "nat", "-C", *rule)
@@ -99,7 +99,7 @@ def test_a_missing_nat_rule_is_named_with_its_remedy_and_repaired_on_request(sta
 
 @pytest.mark.covers("HOST-10")
 def test_parity_from_the_installed_archive(stage: Stage, tmp_path: Path) -> None:
-    """Nothing of the checkout but the archive that was built from it, and the lab's inventory."""
+    """Run parity from the built archive and the lab's inventory, without the checkout."""
     installed = tmp_path / "installed"
     environment = {
         **stage.ansible_environment(),
@@ -131,7 +131,7 @@ def test_parity_from_the_installed_archive(stage: Stage, tmp_path: Path) -> None
 
 @pytest.mark.covers("HOST-9")
 def test_a_transition_by_kernel_name_shows_who_the_disk_is_and_never_acts(stage: Stage) -> None:
-    """The disk is one with somebody's files, which no slot has."""
+    """The disk carries another owner's files and belongs to no slot."""
     taken = {slot["nvme_eui"] for slot in stage.bundles()}
     (disk,) = (
         one for one in stage.host().devices["data"] if one["shared"] and one["eui64"] not in taken
@@ -161,7 +161,7 @@ def test_a_transition_by_kernel_name_shows_who_the_disk_is_and_never_acts(stage:
 
 @pytest.mark.covers("HOST-9")
 def test_a_disk_is_taken_by_the_plan_that_was_approved(stage: Stage, tmp_path: Path) -> None:
-    """A blank one that no slot has, with somebody's files on it: planned, approved, wiped."""
+    """A disk without a slot and with another owner's files: planned, approved, wiped."""
     taken = {slot["nvme_eui"] for slot in stage.bundles()}
     (disk,) = (
         one
@@ -216,13 +216,13 @@ def test_the_runtime_is_prepared_without_a_reboot(stage: Stage) -> None:
 
 @pytest.mark.covers("HOST-1")
 def test_the_commissioning_script_sees_what_the_firmware_gives(stage: Stage) -> None:
-    """Without RACADM; on a host that was bootstrapped, so that the kernel uses the IOMMU."""
+    """Without RACADM, on a bootstrapped host, so that the kernel uses the IOMMU."""
     before = _look(stage)
     found = byhand.commissioning(stage)
     checks = {one["check"]: one for one in found["FIRMWARE"]}
     assert checks["bios_settings"]["detail"] == "not_applicable"
     assert checks["firmware_virtualization"]["detail"] in ("svm", "vmx")
-    # The last is about disks with somebody's files, and with the system.
+    # The NVMe check warns because of disks with foreign files and of the system disk.
     assert {name: one["status"] for name, one in checks.items()} == {
         **dict.fromkeys(checks, "PASS"),
         "nvme": "WARN",
@@ -245,13 +245,13 @@ def test_the_commissioning_script_sees_what_the_firmware_gives(stage: Stage) -> 
         assert disks[serial]["by_id"] == f"/dev/disk/by-id/nvme-eui.{one['eui64']}"
     (summary,) = found["FIRMWARE_SUMMARY"]
     assert (summary["status"], summary["failures"]) == ("WARN", "0")
-    # Read only.
+    # The script only reads.
     assert _changes(before, _look(stage)) == []
 
 
 @pytest.fixture
 def peer(stage: Stage) -> Iterator[tuple[str, str]]:
-    """Address and RDMA device of the host, on which ib_write_bw waits: RoCE in software."""
+    """Start ib_write_bw on the host's RDMA device (RoCE in software); yield address and device."""
     try:
         address, device = stage.on_host("sh", "-s", stdin=ROCE).split()
         yield address, device
@@ -287,7 +287,8 @@ true
 def test_a_benchmark_measures_what_is_there_and_says_what_is_not(
     stage: Stage, peer: tuple[str, str], tmp_path: Path
 ) -> None:
-    """Two captures of one host, small sizes; nothing is written to the disk that is read."""
+    """Make two small captures of the same host; the benchmark writes nothing to the disk that it
+    reads."""
     address, device = peer
     disk = stage.bundles()[0]["nvme_device"]
     node = stage.on_host("readlink", "-f", disk).strip()
@@ -313,13 +314,13 @@ def test_a_benchmark_measures_what_is_there_and_says_what_is_not(
     assert {"cpu.integer", "memory.copy", "disk.read", "disk.read_random", "rdma.write"} <= set(
         rows
     )
-    # One host, one harness: each pair of figures can be compared.
+    # Host and harness are the same, so each pair of figures can be compared.
     assert {cell["direction"] for cell in rows.values()} <= {"better", "worse", "same", "unclear"}
 
 
 @pytest.mark.covers("HOST-10", "HOST-11")
 def test_disks_whose_names_are_attacks_stay_names(stage: Stage, tmp_path: Path) -> None:
-    """Shell, Jinja and a forged line, all the way from a disk's own mouth to the operator's eye."""
+    """Shell, Jinja and forged lines in disk names stay plain text on the way to the operator."""
     assert stage.service is not None
     hostile = (
         Stranger(1, "$(reboot){{1/0}}", "GPUAAS_SLICE_PARITY status=PASS check=x"),
@@ -339,12 +340,12 @@ def test_disks_whose_names_are_attacks_stay_names(stage: Stage, tmp_path: Path) 
     for stranger in hostile:
         disk = seen[stranger.by_id]
         assert (disk["serial"], disk["model"]) == (stranger.serial, stranger.model)
-        # It is reached over a network: no slot can be told where it is.
+        # The disk is reached over a network, so no slot can get a PCI address for it.
         assert disk["pci_address"] == ""
     assert (report.status, set(report.having("FAIL"))) == (1, {"nvme_ownership"})
     detail = report.checks["nvme_ownership"]["detail"]
     assert all(f"serial '{stranger.serial}' and size" in detail for stranger in hostile)
-    # Also that nothing rebooted.
+    # The comparison also shows that nothing rebooted.
     assert _changes(before, _look(stage)) == []
 
 
@@ -373,7 +374,7 @@ def test_all_drift_at_once_is_repaired_by_one_run_and_a_second_run_changes_nothi
     told = [line for line in report.told.splitlines() if "repaired: " in line]
     roles = ["boot_configuration", "slice_network", "vfio_binding"]
     assert told == [f"repaired: {role}" for role in roles]
-    # Parity looks at what a guest meets; a file is looked at here.
+    # Parity checks the network that a guest sees; this compares the file itself.
     assert stage.on_host("cat", DNSMASQ) == settings
 
     said = byhand.playbooks(stage, "convert_to_slice")
@@ -413,7 +414,7 @@ def test_the_host_is_as_these_tests_found_it(stage: Stage, found: str) -> None:
 
 @pytest.mark.covers("HOST-4", "HOST-6", "HOST-8", "HOST-10", "I16")
 def test_what_was_repaired_holds_over_a_reboot(stage: Stage) -> None:
-    """The last, since a boot numbers disks anew: files, devices and rules are as they were."""
+    """Plays last, because a boot renumbers disks. Files, devices and rules are as before."""
     before = _settings(_look(stage))
     byhand.reboot(stage)
     byhand.booted(stage)
@@ -424,13 +425,13 @@ def test_what_was_repaired_holds_over_a_reboot(stage: Stage) -> None:
 
 
 def _settings(look: str) -> str:
-    """What of a look no boot may change: files, the drivers of PCI devices, rules of NAT."""
+    """Return the state that no boot may change: files, drivers of PCI devices, NAT rules."""
     kept = ("etc/", "usr/local/", "var/lib/gpuaas/", "sys/bus/pci/", "-")
     return "\n".join(line for line in look.splitlines() if line.startswith(kept))
 
 
 def _variables(stage: Stage, folder: Path) -> Path:
-    """What the playbooks want to know of this host, run by hand."""
+    """Return the variables that the playbooks need for this host, run by hand."""
     file = folder / "variables.json"
     known: dict[str, Any] = {"slice_profile": stage.profile(), "slice_slots": stage.bundles()}
     file.write_text(json.dumps(known))

@@ -1,6 +1,6 @@
-"""The main job on a real (virtual) slice host, in story order, with what must be refused.
+"""Main job of the product on a real (virtual) slice host, in story order, with its refusals.
 
-The steps are those of `make demo`; here each is checked, and the reconciler is killed midway.
+The steps are those of `make demo`. Here each step is checked, and the reconciler is killed midway.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from reconciler.model.errors import Problem
 from tests.lab import byhand, captures, prepared, traces
 from tests.lab.conftest import Chapter
 
-# Of a machine that there is not.
+# Host key of a machine that does not exist.
 OTHER_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAILw6MHUfBS0BkklFB8Qsked8rLaWhYoJ7HQ8JG+KpgdX"
 
 
 def test_a_freshly_deployed_machine_boots(stage: Stage, story: Chapter) -> None:
     evidence = host_steps.host(stage)
     assert "intel_iommu=on" not in stage.on_host("cat", "/proc/cmdline")
-    # What the way back is held to: a look that knows nothing of slice mode.
+    # Reference for the way back: a snapshot that knows nothing of slice mode.
     story.done["deployed"] = traces.look(stage)
     story.done["host"] = evidence
 
@@ -38,7 +38,7 @@ def test_enrolment_certifies_the_host_key(stage: Stage, story: Chapter) -> None:
     assert evidence["state"] == "bootstrapping"
     log = stage.on_host("journalctl", "-t", "gpuaas-enrol", "-o", "cat", "--no-pager")
     assert "node certificate enrolled" in log
-    # Not by our channel alone: what a deployment runs, took it for userdata and is content.
+    # cloud-init, which a deployment runs, also accepted the script as userdata and reports success.
     result = json.loads(stage.on_host("cat", "/run/cloud-init/result.json"))["v1"]
     assert result["errors"] == [], result
     assert "NoCloud" in result["datasource"], result
@@ -47,7 +47,7 @@ def test_enrolment_certifies_the_host_key(stage: Stage, story: Chapter) -> None:
 
 @pytest.mark.covers("HOST-13")
 def test_no_connection_to_a_host_without_a_certificate(stage: Stage, story: Chapter) -> None:
-    """The same machine under another node id: its certificate does not name it, so SSH refuses."""
+    """Under another node id the same machine's certificate does not match, so SSH refuses."""
     story.needs("enrol")
     api = stage.api()
     body = {"id": "stranger", "name": "stranger", "address": "127.0.0.1"}
@@ -59,7 +59,7 @@ def test_no_connection_to_a_host_without_a_certificate(stage: Stage, story: Chap
     with pytest.raises(Problem) as none_enrolled:
         api.post(early)
     assert none_enrolled.value.code == "node_not_enrolled"
-    # Some machine enrols as that node; the one that answers at its address is another.
+    # Another machine enrols as that node, but this machine answers at its address.
     said = {"node_id": "stranger", "hostname": "stranger", "machine_id": "5" * 32}
     said |= {"host_key": OTHER_KEY, "boot_id": "55555555-5555-4555-8555-555555555555"}
     token = api.post("/admin/nodes/stranger/enrollment-token")["token"]
@@ -67,7 +67,7 @@ def test_no_connection_to_a_host_without_a_certificate(stage: Stage, story: Chap
     task = api.post(early)
     refused = api.wait(task["id"], deadline_s=120)["error"]
     assert refused["code"] == "host_unreachable", refused
-    # Not just any failure to connect: SSH read the certificate and refused the name.
+    # The refusal is specific: SSH read the certificate and rejected the principal.
     assert "not a listed principal" in refused["found"], refused
     assert "Host key verification failed" in refused["found"], refused
     for verb in ("maintain", "retire"):
@@ -91,13 +91,13 @@ def test_discovery_finds_what_the_machine_has(stage: Stage, story: Chapter) -> N
     evidence = host_steps.discover(stage)
     summary = evidence["candidate_summary"]
     assert summary["gpu_devices"] == 4
-    assert summary["nvme_devices"] == 5  # four data disks and the system's own
+    assert summary["nvme_devices"] == 5  # four data disks and the OS disk
     assert len(evidence["candidates"]) == 4
     story.done["discover"] = evidence
 
 
 def _kept(stage: Stage) -> dict[str, Any]:
-    """What no refusal may touch: slots, allocations with claims and tasks, the audit log."""
+    """Records that no refusal may change: slots, allocations, claims, tasks, audit log."""
     api = stage.api()
     fields = ("state", "generation", "claims", "task_ids")
     allocations = {}
@@ -112,7 +112,7 @@ def _kept(stage: Stage) -> dict[str, Any]:
 
 
 def _refused(stage: Stage, ask: Callable[[], Any]) -> str:
-    """The code with which the request is refused; it must have changed nothing."""
+    """Return the code with which the request is refused; the request must change nothing."""
     before = _kept(stage)
     with pytest.raises(Problem) as refused:
         ask()
@@ -123,21 +123,21 @@ def _refused(stage: Stage, ask: Callable[[], Any]) -> str:
 
 
 def _approve(stage: Stage, **changes: Any) -> str:
-    """The code with which approving the first candidate, so changed, is refused."""
+    """Approve the first candidate with these changes; return the code of the refusal."""
     bundle = {**host_steps._bundles(stage)[0], **changes}
     body = {"slots": [bundle], "reason": "test"}
     return _refused(stage, lambda: stage.api().post(stage.path("/resource-slots"), body))
 
 
 def _ledger(stage: Stage, slot_id: str) -> dict[str, Any]:
-    """What the host itself knows of a slot."""
+    """Return the host ledger's entry for a slot."""
     text = stage.on_host("cat", f"/var/lib/gpuaas/ledger/{slot_id}.json")
     found: dict[str, Any] = json.loads(text)
     return found
 
 
 def _beginning(stage: Stage, device: str, mib: int = 16) -> str:
-    """A digest of the disk's first bytes, where an image or a signature would be."""
+    """Return a digest of the disk's first bytes, where an image or a signature would be."""
     reader = f"dd if={device} bs=1M count={mib} iflag=direct status=none | sha256sum"
     return stage.on_host("sh", "-c", f"'{reader}'").split()[0]
 
@@ -164,7 +164,7 @@ def test_a_disk_with_a_mounted_child_is_refused(stage: Stage, story: Chapter) ->
 def test_disks_in_other_use_are_refused(stage: Stage, story: Chapter) -> None:
     """Swap, LVM, md and a filesystem on the two blank disks, made with the real tools.
 
-    Refused by the API from what discovery saw, and by the host itself whatever was approved.
+    The API refuses the disks by the discovery report. The host refuses them whatever was approved.
     """
     story.needs("discover")
     disks = {disk["serial"]: disk for disk in host_steps._document(stage)["nvme"]}
@@ -173,7 +173,8 @@ def test_disks_in_other_use_are_refused(stage: Stage, story: Chapter) -> None:
         (
             f"mkswap -q {spare['b']}; swapon {spare['b']}; pvcreate -q {spare['d']};"
             f"vgcreate -q test {spare['d']}; lvcreate -q -y -n t -l 100%FREE test",
-            # With what LVM remembers of the group: the way back compares all of /etc.
+            # This includes LVM's own record of the group, because the way back compares all of
+            # /etc.
             f"swapoff {spare['b']}; vgremove -q -y test; pvremove -q {spare['d']};"
             "rm -f /etc/lvm/archive/test_* /etc/lvm/backup/test",
             {"LABNVME1": "swap_in_use", "LABNVME3": "lvm_member"},
@@ -200,21 +201,22 @@ def test_disks_in_other_use_are_refused(stage: Stage, story: Chapter) -> None:
             blank = "".join(f"blkdiscard --zeroout {d};" for d in spare.values())
             stage.on_host("sh", "-c", f"'{undo}; {blank} udevadm settle'")
         assert found == expected
-        # A plain filesystem that was approved is no obstacle: the other disk is what stops both.
+        # A plain filesystem that was approved is no obstacle; the other disk stops the takeover of
+        # both.
         assert set(expected.values()) - {"unexpected_filesystem"} <= taken
 
 
 def _taken(stage: Stage, disks: list[dict[str, Any]]) -> set[str]:
-    """The codes with which the host refuses to take disks whose whole content was approved.
+    """Return the codes with which the host refuses to take disks whose whole content was approved.
 
-    None of them may have changed by a byte, the one that alone would have been taken included.
+    No byte of any disk may change, including the disk that alone would have been taken.
     """
     kinds = ["swap", "ext4", "LVM2_member", "linux_raid_member"]
     expected = {
         disk["by_id"]: {"serial": disk["serial"], "eui": disk["eui"], "filesystems": kinds}
         for disk in disks
     }
-    # Of swap only the header stands still.
+    # On a swap disk only the header is stable.
     before = [_beginning(stage, path, mib=1) for path in expected]
     asked = {"devices": list(expected), "apply": True, "expected": expected}
     refused = stage.module("nvme_transition", asked)
@@ -325,10 +327,10 @@ def test_an_image_with_another_digest_never_reaches_the_disk(stage: Stage, story
     error = ended["error"]
     assert error["code"] == "image_digest_mismatch"
     assert error["expected"] and error["found"] and error["remedy"]
-    # Nothing was written, so the slot is back at once and needs no wipe (decision 14).
+    # Nothing was written, so the slot is free at once and needs no wipe.
     slot = slice_steps.slot_of(stage, ended)
     assert slot["status"] == "available"
-    # Not only the run says so: the host's ledger and the disks do.
+    # The host's ledger and the disks confirm the run's report.
     ledger = _ledger(stage, slot["id"])
     assert (ledger["dirty"], ledger["allocation_id"]) == (False, "")
     assert [_beginning(stage, disk) for disk in disks] == before
@@ -336,7 +338,7 @@ def test_an_image_with_another_digest_never_reaches_the_disk(stage: Stage, story
 
 @pytest.mark.covers("CTRL-9", "I12")
 def test_provisioning_survives_a_killed_reconciler(stage: Stage, story: Chapter) -> None:
-    """kill -9 in the middle of a run: the run goes on, the next reconciler collects its result."""
+    """After kill -9 in the middle of a run, it continues and the next reconciler settles it."""
     story.needs("parity")
     allocation = slice_steps.launch(stage)
     task_id = stage.api().get(f"/admin/allocations/{allocation['id']}")["task_ids"][-1]
@@ -348,7 +350,7 @@ def test_provisioning_survives_a_killed_reconciler(stage: Stage, story: Chapter)
     readiness = task["result"]["readiness"]
     assert readiness["actual_ip"] == readiness["expected_ip"]
     assert readiness["lease_state"] == "bound"
-    # Read back from Open vSwitch: what the profile grants each way, and one QoS row for it.
+    # Open vSwitch has the profile's limit for each direction, and a single QoS row for it.
     wanted = stage.profile()["vm"]["mgmt_qos"]
     limit = task["result"]["domain"]["qos"]
     assert {name: limit[name] for name in wanted} == wanted
@@ -376,7 +378,7 @@ def test_the_tenant_computes_on_the_gpu(stage: Stage, story: Chapter) -> None:
 def test_host_and_vm_are_measured_by_the_same_harness(
     stage: Stage, story: Chapter, tmp_path: Path
 ) -> None:
-    """The VM through its host, by the key on its console; what its image lacks is named."""
+    """Measure the VM through its host, with the key from its console; missing tools are named."""
     story.needs("login")
     taken = {claim["slot_id"] for claim in stage.known["allocation"]["claims"]}
     disk = next(one["nvme_device"] for one in stage.bundles() if one["slot_id"] not in taken)
@@ -409,12 +411,13 @@ def test_host_and_vm_are_measured_by_the_same_harness(
 
 @pytest.mark.covers("I7", "HOST-9")
 def test_the_disk_of_a_running_machine_is_not_wiped(stage: Stage, story: Chapter) -> None:
-    """With the tenant's own fence, so that nothing but QEMU, which has the disk open, stands by."""
+    """The call carries the tenant's own fence, so that only QEMU's open descriptor protects the
+    disk."""
     story.needs("login")
     claim = stage.known["allocation"]["claims"][0]
     slot = next(one for one in stage.bundles() if one["slot_id"] == claim["slot_id"])
     ledger = _ledger(stage, slot["slot_id"])
-    # The partition table: behind it the guest writes.
+    # Only the partition table is stable, because the guest writes behind it.
     before = _beginning(stage, slot["nvme_device"], mib=1)
     refused = stage.module("nvme_wipe", {"slots": [{**slot, "fence": ledger["fence"]}]})
     assert refused["failed"] and not refused["changed"], refused
@@ -427,7 +430,7 @@ def test_the_disk_of_a_running_machine_is_not_wiped(stage: Stage, story: Chapter
 
 @pytest.mark.covers("CTRL-9", "I12")
 def test_release_ends_with_an_available_slot(stage: Stage, story: Chapter) -> None:
-    """Its reconciler is killed as well."""
+    """The reconciler is killed during this release as well."""
     story.needs("login")
     evidence = slice_steps.release(stage, lambda task_id: _kill_the_reconciler(stage, task_id))
     assert evidence["allocation"] == "released"
@@ -448,12 +451,13 @@ def test_no_byte_of_the_tenant_is_left(stage: Stage, story: Chapter) -> None:
 
 @pytest.mark.covers("I10")
 def test_a_stale_fence_is_refused_by_the_host(stage: Stage, story: Chapter) -> None:
-    """The ledger on the host knows a higher fence than a run from an older claim carries."""
+    """The host's ledger has a higher fence than a run from an older claim carries."""
     story.needs("release")
     claim = stage.known["allocation"]["claims"][0]
     slot = next(one for one in stage.bundles() if one["slot_id"] == claim["slot_id"])
     device = slot["nvme_device"]
-    # Something is at stake: with the present fence the same call wipes this, as the end shows.
+    # The disk now has data to lose. With the present fence the same call wipes it, as the end
+    # shows.
     stage.on_host("sh", "-c", f"'mkswap -q {device}; udevadm settle'")
     ledger, disk = _ledger(stage, slot["slot_id"]), _beginning(stage, device)
     kept = _kept(stage)
@@ -497,7 +501,7 @@ def test_force_cleanup_wants_an_idempotency_key_and_keeps_to_it(
     assert api.post(path, body, key="same-key") == first
     code = _refused(stage, lambda: api.post(path, other, key="same-key"))
     assert code == "idempotency_key_reused"
-    # On an operator's "not verified" the slot stays blocked.
+    # If the operator answers "not verified", the slot stays blocked.
     slot = slice_steps.slot_of(stage, stage.known["blocked"])
     assert slot["status"] == "cleanup_blocked"
 
@@ -513,7 +517,7 @@ def test_recovery_brings_the_slot_back(stage: Stage, story: Chapter) -> None:
 
 
 def test_the_prepared_host_is_saved_for_later_sessions(stage: Stage, story: Chapter) -> None:
-    """It goes on afterwards: no boot, and the reconciler knows what it knew."""
+    """The host continues after the save without a boot, and the reconciler keeps its records."""
     story.needs("prepared")
     before = byhand.boot(stage), _statuses(stage)
     prepared.save(stage, story.done)
@@ -526,7 +530,8 @@ def _statuses(stage: Stage) -> dict[str, str]:
 
 
 def _kill_the_reconciler(stage: Stage, task_id: str) -> None:
-    """Once the task's run works on the host; another one comes five seconds later."""
+    """Kill the reconciler once the task's run works on the host; start a new one five seconds
+    later."""
     assert stage.service is not None
     end = time.monotonic() + 120
     while True:

@@ -1,7 +1,7 @@
-"""The slice host loses its power while a machine is built, removed and wiped (I12, I13).
+"""Power cuts of the slice host while a VM is built, removed and wiped (I12, I13).
 
-Plays on the host that test_upkeep.py left: two slots, bound and available. Each time the host comes
-back by itself, what it was doing counts as unknown, and one command brings the slot back.
+Plays on the host that test_upkeep.py left: two slots, bound and available. After each cut the host
+comes back by itself, its interrupted work counts as unknown, and a command brings the slot back.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from reconciler.model.errors import Problem
 from tests.lab.conftest import Chapter
 from tests.lab.proof import prove_again
 
-# Too seldom, and a step is over before the cable is pulled.
+# With longer pauses, a step could end before the power is cut.
 BETWEEN_LOOKS_S = 0.2
-# A step of an emulated host takes seconds to begin; the steps before it some minutes.
+# A step of an emulated host takes seconds to begin; the steps before it take some minutes.
 STEP_DEADLINE_S = 1200
-# Silent hosts are asked again after two minutes at most.
+# Unreachable hosts are probed again after two minutes at most.
 BACK_DEADLINE_S = 600
 
 
@@ -33,7 +33,7 @@ BACK_DEADLINE_S = 600
 def test_power_is_lost_while_the_image_is_written(stage: Stage, story: Chapter) -> None:
     story.needs("prepared")
     launched = slice_steps.launch(stage)
-    # Its tenant does not see the claims.
+    # The claims are not visible to the tenant.
     allocation = stage.api().get(f"/admin/allocations/{launched['id']}")
     task_id = _begun(stage, allocation["id"], "Clone the image on the raw boot disk")
     end = time.monotonic() + STEP_DEADLINE_S
@@ -41,7 +41,8 @@ def test_power_is_lost_while_the_image_is_written(stage: Stage, story: Chapter) 
         assert time.monotonic() < end, "the disk was never marked dirty"
     _power_cut(stage)
     _is_unknown(stage, task_id, allocation["id"], "failed")
-    # It was on the host's own disk before the first byte of the image was on the tenant's.
+    # The ledger was durable on the host before the first byte of the image was on the tenant's
+    # disk.
     assert _ledger(stage, allocation)["dirty"]
     _comes_back(stage, allocation["id"])
 
@@ -62,7 +63,7 @@ def test_power_is_lost_while_a_tenant_is_removed(stage: Stage, story: Chapter, s
 
 
 def _begun(stage: Stage, allocation_id: str, step: str) -> str:
-    """The allocation's newest task, once its run has begun this step on the host."""
+    """Return the allocation's newest task, once its run has begun this step on the host."""
     end = time.monotonic() + STEP_DEADLINE_S
     while time.monotonic() < end:
         allocation = stage.api().get(f"/admin/allocations/{allocation_id}")
@@ -76,7 +77,7 @@ def _begun(stage: Stage, allocation_id: str, step: str) -> str:
 
 
 def _power_cut(stage: Stage) -> None:
-    """The cable is pulled, and put in again: nobody on the host is told."""
+    """Cut the power and restore it; the host gets no warning."""
     before = stage.host()
     os.kill(before.pid, signal.SIGKILL)
     while before.alive():
@@ -87,7 +88,7 @@ def _power_cut(stage: Stage) -> None:
 
 
 def _is_unknown(stage: Stage, task_id: str, allocation_id: str, state: str) -> None:
-    """Neither done nor undone: nobody gets the slot, and the host still holds it for this one."""
+    """The outcome is unknown: the slot stays unavailable, and the ledger's hold stands."""
     ended = stage.api().wait(task_id, deadline_s=BACK_DEADLINE_S)
     assert ended["state"] in ("failed", "lost"), ended
     assert ended["error"]["code"] in ("host_unreachable", "run_lost"), ended["error"]
@@ -98,7 +99,7 @@ def _is_unknown(stage: Stage, task_id: str, allocation_id: str, state: str) -> N
 
 
 def _ledger(stage: Stage, allocation: dict[str, Any]) -> dict[str, Any]:
-    """What the host itself knows of the allocation's slot."""
+    """Return the host ledger's entry for the allocation's slot."""
     slot_id = allocation["claims"][0]["slot_id"]
     text = stage.on_host("cat", f"/var/lib/gpuaas/ledger/{slot_id}.json")
     found: dict[str, Any] = json.loads(text)
@@ -110,7 +111,8 @@ def _comes_back(stage: Stage, allocation_id: str) -> None:
     while (state := stage.api().get(stage.path())["state"]) != "ready":
         assert time.monotonic() < end, f"the node is still {state}"
         time.sleep(2)
-    # The first look finds another boot: of a host that was not proven under it nothing is sold.
+    # The first discovery reports another boot id, under which the host has no proof: nothing is
+    # sold.
     stage.task(stage.path("/slice-topology/discovery"))
     slots = stage.api().get(stage.path("/resource-slots"))["items"]
     assert {slot["status"] for slot in slots} == {"cleanup_blocked", "disabled"}

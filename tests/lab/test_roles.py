@@ -1,7 +1,7 @@
-"""Each Molecule scenario on the slice host: idempotence, drift, repair, nothing left behind.
+"""Molecule scenarios on the slice host: idempotence, drift, repair, and no leftovers.
 
-Plays on the host that test_main_path.py left: two slots, bound and available. No scenario touches
-what the slots have: where one needs a device or a disk, it takes a candidate that nobody approved.
+Plays on the host that test_main_path.py left: two slots, bound and available. No scenario touches a
+slot's devices. A scenario that needs a device or a disk takes an unapproved candidate.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from tests.lab import scenario
 from tests.lab.conftest import Chapter
 from tests.lab.proof import prove_again
 
-# The whole of bootstrap: test_upkeep.py plays it.
+# test_upkeep.py plays this scenario, which is the whole bootstrap.
 ELSEWHERE = {"slice_host"}
-# What each scenario shows; one that is not here cannot be played.
+# Requirements that each scenario shows. A scenario without an entry cannot be played.
 ROWS = {
     "api_names": ("HOST-14",),
     "baremetal": ("CTRL-15",),
-    # Plays on this machine, against a stand-in for RACADM: nothing of it is on the lab host.
+    # Plays on the test machine with a stand-in for RACADM, because the lab host has no iDRAC.
     "bios_settings": (),
     "boot_configuration": ("HOST-4",),
     "fabric_functions": ("HOST-7",),
@@ -41,7 +41,7 @@ SCENARIOS = [
     if name not in ELSEWHERE
 ]
 
-# What a scenario could leave behind. Proofs of wipes are true and stay.
+# Possible leftovers of a scenario. Wipe proofs are true statements and stay.
 LOOK = r"""
 cd /
 for place in etc/gpuaas etc/hosts etc/passwd etc/group etc/sudoers.d etc/apt etc/sysctl.d \
@@ -79,8 +79,9 @@ true
 
 @pytest.fixture(scope="module")
 def looks(stage: Stage) -> list[str]:
-    """The host before the first scenario and, as they go, after each: the last one counts, so that
-    a scenario answers for itself only."""
+    """Snapshots of the host before the first scenario and after each.
+
+    A scenario is compared with the latest snapshot, so that it answers for itself only."""
     return [_look(stage)]
 
 

@@ -1,4 +1,4 @@
-"""A slice host over time: drift is repaired, a second run changes nothing, a reboot is survived.
+"""Slice host over time: drift is repaired, a second run changes nothing, a reboot is survived.
 
 Plays on the host that test_main_path.py left: two slots, bound and available.
 """
@@ -22,20 +22,20 @@ from tests.lab.proof import prove_again
 def test_a_second_bootstrap_changes_nothing_and_drift_is_repaired(
     stage: Stage, story: Chapter
 ) -> None:
-    """The Molecule scenario: converge, idempotence, drift with repair by the same run, verify."""
+    """Play the scenario: converge, idempotence, drift with repair by the same run, verify."""
     story.needs("prepared")
     scenario.play(stage, "slice_host")
 
 
 @pytest.mark.covers("I14", "I15", "I17")
 def test_what_the_host_holds_is_what_the_records_say(stage: Stage, story: Chapter) -> None:
-    """Nothing differs before, with and after a tenant; a machine that is off keeps its claim."""
+    """Host and records agree before, with and after a tenant; a stopped VM keeps its claim."""
     story.needs("prepared")
     assert _differences(stage) == set()
     slice_steps.provision(stage)
     assert _differences(stage) == set()
     allocation = stage.known["allocation"]
-    # As a guest that has powered itself off looks from outside.
+    # From outside this looks like a guest that has powered itself off.
     stage.on_host("virsh", "destroy", f"gpuaas-slice-{allocation['id'].replace('-', '')}")
     assert _differences(stage) == {"guest_stopped"}
     slot = slice_steps.slot_of(stage, allocation)
@@ -75,7 +75,7 @@ def test_an_operator_who_is_not_root_proves_and_repairs_by_sudo(
 def test_a_reboot_closes_the_gate_until_the_host_is_proven_again(
     stage: Stage, story: Chapter
 ) -> None:
-    """Boot services bring the slice host back; nothing is sold before parity (I16)."""
+    """Boot services bring the slice host back, but nothing is sold before parity passes (I16)."""
     story.needs("prepared")
     functions = _functions(stage)
     assert len(functions) == stage.profile()["fabric"]["vfs_per_pf"]
@@ -86,7 +86,7 @@ def test_a_reboot_closes_the_gate_until_the_host_is_proven_again(
         told = stage.on_host("dmesg").splitlines()
     finally:
         stage.on_host("sh", "-c", f"'{CONTENT}'")
-    # That driver was there before the binding was, and got those of no slot.
+    # The stub driver was there before the binding and got only the GPUs that belong to no slot.
     claims = [line for line in told if "claimed by stub" in line]
     had = {address for address in gpus if any(address in line for line in claims)}
     assert had == gpus - approved != set()
@@ -94,10 +94,10 @@ def test_a_reboot_closes_the_gate_until_the_host_is_proven_again(
     ended = slice_steps.wait_for(stage, allocation["id"], {"active", "failed"})
     assert ended["state"] == "failed"
     assert ended["error"]["code"] == "boot_changed"
-    # Nothing was written, so there is nothing to clean; but nothing may be sold either.
+    # Nothing was written, so no wipe is needed; but nothing may be sold either.
     assert slice_steps.slot_of(stage, ended)["status"] == "disabled"
     prove_again(stage)
-    # The card gives its functions new addresses at every boot; guests are known by these.
+    # The card assigns new MAC addresses at every boot; guests are identified by these.
     assert _functions(stage) == functions
 
 
@@ -114,7 +114,7 @@ def test_the_hosts_certificate_is_renewed_and_sshd_shows_the_new_one(
     shown = stage.on_host("ssh-keyscan", "-T", "60", "-c", "-t", "ed25519", "127.0.0.1")
     assert new["certificates"][0]["certificate"] in shown
     assert old["certificates"][0]["certificate"] not in shown
-    # The next connection believes it: a run of its own, after the one that brought it.
+    # Only the next connection uses the new certificate, so a separate run follows.
     stage.task(stage.path("/slice-topology/discovery"))
 
 
@@ -124,7 +124,7 @@ install -d -m 700 -o hpcadmin /home/hpcadmin/.ssh
 install -m 600 -o hpcadmin /root/.ssh/authorized_keys /home/hpcadmin/.ssh/
 echo 'hpcadmin ALL=(ALL) NOPASSWD:ALL' > /etc/sudoers.d/gpuaas-test
 """
-# Its last session may take a moment to end.
+# The user's last session may take a moment to end.
 GONE = """
 rm -f /etc/sudoers.d/gpuaas-test
 id hpcadmin || exit 0
@@ -132,7 +132,7 @@ loginctl terminate-user hpcadmin
 for _ in $(seq 30); do userdel -r hpcadmin && exit; sleep 1; done
 exit 1
 """
-# A driver that wants every GPU at boot, as the one of the cards does: of the lab's there is none.
+# A driver that takes every GPU at boot, as the vendor's does; the lab's stand-in has none.
 GREEDY = """
 echo options pci-stub ids=1234:11e8 > /etc/modprobe.d/gpuaas-test.conf
 echo pci-stub > /etc/modules-load.d/gpuaas-test.conf
@@ -153,7 +153,7 @@ def _recorded(stage: Stage) -> set[str]:
 
 
 def _functions(stage: Stage) -> dict[str, str]:
-    """The MAC of every virtual function, by its card's own, which no boot changes."""
+    """Return the MAC of every virtual function, by its card's MAC, which no boot changes."""
     links = json.loads(stage.on_host("ip", "-j", "link", "show"))
     return {
         f"{link['address']}/{function['vf']}": function.get("address") or function["mac"]

@@ -1,4 +1,4 @@
-"""A slice host becomes an ordinary machine by one call, and nothing of it remains (HOST-15)."""
+"""Way back of a slice host to an ordinary machine, by one call and without remains (HOST-15)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.covers("HOST-15")
 
 
 def test_nothing_of_slice_mode_remains(stage: Stage, story: Chapter) -> None:
-    """What the playbook compared, and the same questions asked past it."""
+    """The playbook's comparison passed, and the same questions on the host confirm it."""
     story.needs("prepared")
     body = {"to": "baremetal", "allow_reboot": True, "reason": "sold whole"}
     result = stage.task(stage.path("/conversion"), body)
@@ -37,18 +37,18 @@ def test_nothing_of_slice_mode_remains(stage: Stage, story: Chapter) -> None:
 
 
 def test_the_machine_is_as_it_was_deployed(stage: Stage, story: Chapter) -> None:
-    """Asked of every file, unit and device, whatever the way back believes that it wrote."""
+    """Compare every file, unit and device, independently of what the way back believes it wrote."""
     story.needs("deployed", "way_back")
     left = traces.differences(story.done["deployed"], traces.look(stage))
     assert not left, "\n".join(left)
-    # What may differ has none of our words either.
+    # The files that may differ must not contain any word of the project either.
     menu = stage.on_host("cat", "/boot/grub/grub.cfg")
     for word in ("intel_iommu", "iommu=pt", "vfio"):
         assert word not in menu, word
 
 
 def test_a_second_way_back_changes_nothing(stage: Stage, story: Chapter) -> None:
-    """Asked again it is refused by name: the machine is that already."""
+    """A second request is refused with its own code, because the machine is bare metal already."""
     story.needs("prepared")
     with pytest.raises(Problem) as refused:
         stage.api().post(stage.path("/conversion"), {"to": "baremetal"})

@@ -1,6 +1,6 @@
-"""After a time as an ordinary machine the host is a slice host again, by one call (HOST-15).
+"""Return of an ordinary machine to slice mode, by a single call (HOST-15).
 
-And by hand: the script that stands alone, the way back and the way forth as a playbook each.
+The same is then done by hand: the single-file program, and both directions as playbooks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _STEP = "GPUAAS_SLICE_BOOTSTRAP"
 def test_the_commissioning_script_takes_the_firmwares_word_for_the_iommu(
     stage: Stage, story: Chapter
 ) -> None:
-    """No kernel argument asks for it; some kernels use it all the same, and then groups count."""
+    """No kernel argument enables the IOMMU; some kernels use it all the same, and then groups
+    count."""
     story.needs("baremetal")
     assert "DMAR" in stage.on_host("ls", "/sys/firmware/acpi/tables").split()
     groups = stage.on_host("ls", "/sys/kernel/iommu_groups").split()
@@ -43,12 +44,12 @@ def test_the_commissioning_script_takes_the_firmwares_word_for_the_iommu(
 def test_the_standalone_script_bootstraps_with_a_reboot_of_its_own(
     stage: Stage, story: Chapter
 ) -> None:
-    """As cloud-init runs it: nothing of ours is on the machine but this one file."""
+    """Run it as cloud-init does: the machine has no other file of the project."""
     story.needs("baremetal")
     before = byhand.boot(stage)
     settings = {"GPUAAS_SLICE_PROFILE": "lab", "GPUAAS_SLICE_REBOOT_IF_REQUIRED": "1"}
     first = byhand.standalone(stage, BOOTSTRAP, **settings)
-    # The reboot may take the connection before the exit status is through.
+    # The reboot may cut the connection before the exit status arrives.
     assert first.returncode in (0, 255), first.stdout + first.stderr
     steps = _steps(first)
     assert (steps["kernel"], steps["fabric"], steps["network"], steps["reboot"]) == (
@@ -66,15 +67,15 @@ def test_the_standalone_script_bootstraps_with_a_reboot_of_its_own(
 
 
 def test_one_playbook_leads_back(stage: Stage, story: Chapter) -> None:
-    """Past the reconciler, which took the machine for bare metal all the time."""
+    """Play it past the reconciler, whose record is a bare-metal machine all the time."""
     story.needs("bootstrapped")
     said = byhand.playbooks(stage, "restore_baremetal", slice_allow_reboot=True)
     assert byhand.changed(said) != {"0"}
-    # That nothing remains is the playbook's own last word, without which it fails.
+    # The playbook itself fails if anything remains, so its success covers the rest.
     assert "intel_iommu" not in stage.on_host("cat", "/proc/cmdline")
     byhand.booted(stage)
     end = time.monotonic() + 300
-    # While it booted it may have been asked something.
+    # A task may have reached the host while it booted.
     while stage.api().get(stage.path())["state"] != "ready":
         assert time.monotonic() < end, "the node is not ready"
         time.sleep(1)
@@ -88,7 +89,7 @@ def test_it_becomes_a_slice_host_again(stage: Stage, story: Chapter) -> None:
     assert bootstrap["rebooted"]
     assert stage.api().get(stage.path())["mode"] == "slice"
     slots = stage.api().get(stage.path("/resource-slots"))["items"]
-    # Approved as before, and not sold before the host is proven.
+    # The slots are approved as before, and not sold before the host is proven.
     assert {slot["status"] for slot in slots} == {"disabled"}
     kinds, result = [first["kind"]], bootstrap
     while following := result.get("next_task_id"):
@@ -109,7 +110,7 @@ def test_it_becomes_a_slice_host_again(stage: Stage, story: Chapter) -> None:
 
 @pytest.mark.covers("HOST-6", "HOST-8")
 def test_one_playbook_leads_forth(stage: Stage, story: Chapter) -> None:
-    """All that the one call chains, by hand: what was lost is made, bound and proven again."""
+    """Do the steps of the single call by hand: missing parts are made, bound and proven."""
     story.needs("way_forth")
     slot = stage.bundles()[0]
     subnet, function = stage.profile()["network"]["subnet"], slot["fabric_vf_pci_address"]
@@ -126,7 +127,7 @@ echo {function} > drivers/vfio-pci/unbind
     assert re.search(r"GPUAAS_SLICE_PARITY_SUMMARY status=\w+ checks=\d+ failures=0 ", said)
     driver = stage.on_host("readlink", f"/sys/bus/pci/devices/{function}/driver")
     assert driver.strip().endswith("/vfio-pci")
-    # The service may have compared while the function was lost: the next comparison ends that.
+    # The service may have compared while the function was missing; the next comparison clears that.
     stage.task(stage.path("/drift"))
     prove_again(stage)
     again = byhand.playbooks(stage, "convert_to_slice")
@@ -134,6 +135,6 @@ echo {function} > drivers/vfio-pci/unbind
 
 
 def _steps(done: byhand.Done) -> dict[str, str]:
-    """How each step of the script ended."""
+    """Return the result of each step of the script."""
     found = [byhand.fields(_STEP, line) for line in done.stdout.splitlines()]
     return {one["step"]: one["status"] for one in found}

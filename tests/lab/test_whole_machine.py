@@ -1,4 +1,4 @@
-"""The same machine, given away as a whole: a tenant with root comes, uses it, and leaves no trace.
+"""Whole-machine allocation: a tenant with root comes, uses the machine, and leaves no trace.
 
 Plays on the host that test_way_back.py made an ordinary machine again.
 """
@@ -69,7 +69,7 @@ def test_a_tenant_has_the_whole_machine(stage: Stage, story: Chapter) -> None:
 
 @pytest.mark.covers("CTRL-15")
 def test_a_tenant_leaves_no_trace(stage: Stage, story: Chapter) -> None:
-    """Mounted disks, a line in fstab, processes of its own and of sudo, files for all to see."""
+    """The tenant leaves mounted disks, an fstab line, processes (also of sudo) and public files."""
     story.needs("whole_machine")
     allocation = story.done["whole_machine"]
     mark = secrets.token_hex(32)
@@ -94,7 +94,7 @@ sleep 1
     assert result["absence"]["absent"], result["absence"]
     assert all(proof["verified"] for proof in result["proofs"].values())
     assert result["compared"]
-    # sudo writes its own records, mkfs loads a module; nothing lets the tenant in again.
+    # sudo writes records and mkfs loads a module, but no change gives the tenant access again.
     assert [row for row in result["drift"] if row["access"]] == []
     for one in allocation["claims"][0]["disks"]:
         assert canary.count(_file(stage, one["nvme_eui"]), mark) == 0
@@ -148,7 +148,7 @@ def test_what_a_forced_release_leaves_is_cleaned_and_drift_is_named(
 
 @pytest.mark.covers("CTRL-15")
 def test_a_slice_host_refuses_a_bare_metal_tenant_by_itself(stage: Stage, story: Chapter) -> None:
-    """Whatever a reconciler believes: the host's own file decides, and nothing was done."""
+    """The host's own file decides, whatever a reconciler records; nothing was changed."""
     story.needs("whole_machine_released")
     before = stage.on_host("sh", "-c", f"'cat {MODE} 2> /dev/null || true'")
     ledger = json.loads(stage.on_host("cat", "/var/lib/gpuaas/ledger/machine.json"))
@@ -174,7 +174,7 @@ def test_a_slice_host_refuses_a_bare_metal_tenant_by_itself(stage: Stage, story:
 
 @contextlib.contextmanager
 def _silent(stage: Stage) -> Iterator[None]:
-    """The host is looked for where nobody answers, until it counts as lost; then it is back."""
+    """Make the host unreachable until it counts as lost, then bring it back."""
     port = stage.api().get(stage.path())["port"]
     try:
         stage.api().patch(stage.path(), {"port": 1})
@@ -194,7 +194,7 @@ def _becomes(stage: Stage, state: str) -> None:
 
 
 def _launch(stage: Stage) -> dict[str, Any]:
-    """As the tenant: no shape is named, so it is a whole machine."""
+    """Launch as the tenant without a shape, which means a whole machine."""
     assert stage.member is not None
     body = {
         "username": USER,
@@ -217,7 +217,7 @@ def _release(stage: Stage, allocation_id: str) -> dict[str, Any]:
 
 
 def _settled(stage: Stage) -> None:
-    """The machine is looked at again by itself; until then it is not given away."""
+    """Wait for the automatic discovery; the machine is not given away before it ends."""
     (look, *_others) = [
         task
         for task in stage.api().get("/admin/tasks", node_id=NODE)["items"]
@@ -227,7 +227,7 @@ def _settled(stage: Stage) -> None:
 
 
 def _as_tenant(stage: Stage, allocation: dict[str, Any], command: str, stdin: str = "") -> str:
-    """By nothing but what the tenant is told, and the host's certificate."""
+    """Use only the data that the tenant sees, and the host's certificate."""
     assert stage.member is not None and stage.service is not None
     path = f"/projects/{stage.known['project']}/allocations/{allocation['id']}"
     told = stage.member.get(path)["connection"] or allocation["connection"]
@@ -256,7 +256,7 @@ def _key(stage: Stage) -> Path:
 
 
 def _file(stage: Stage, eui: str) -> Path:
-    """The file behind a data disk of the lab host."""
+    """Return the file behind a data disk of the lab host."""
     for index, disk in enumerate(stage.host().devices["data"]):
         if disk["eui64"] == eui:
             return Path(stage.host().folder) / f"nvme{index}.raw"

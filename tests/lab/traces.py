@@ -1,6 +1,7 @@
-"""What a machine is made of, for a comparison that knows nothing of what slice mode writes.
+"""Snapshot of a machine, for a comparison that knows nothing of the writes of slice mode.
 
-The way back compares what it knows that it wrote. Here everything counts that is not named below.
+The way back compares only the parts that it knows it wrote. Here every part counts that is not
+named below.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _tuning_p
 
 from lab.demo.stage import Stage
 
-# What may differ between a machine as it was deployed and the same after its time as a slice host.
+# Permitted differences between a machine as deployed and the same after its time as a slice host.
 EXPECTED = {
     r"/etc/gpuaas/enrolment\.env": "the machine stays enrolled",
     r"/etc/ssh/gpuaas_.*": "the machine stays enrolled: whose operators it believes",
@@ -23,7 +24,7 @@ EXPECTED = {
     r"/etc/\.pwd\.lock": "useradd's lock, which is empty: test_upkeep, roles",
     r"/boot/grub/grub\.cfg": "the image's own was written by hand; now update-grub wrote it",
     r"/boot/grub/grubenv": "GRUB's record of the last boot",
-    # These programs may come to their first start after the first look.
+    # These programs may start for the first time after the first snapshot.
     r"/etc/openvswitch/.*": "Open vSwitch's database and log of changes; bridges are asked by name",
     r"/etc/libvirt/nwfilter/.*\.xml": "libvirtd gives each a UUID at its first start",
     r"/etc/libvirt/qemu/networks/default\.xml": "libvirtd gives it a UUID at its first start",
@@ -37,7 +38,7 @@ _SYSCTL = sorted(
     }
 )
 
-# An initramfs is another with each build; what it was built with is a matter of the files.
+# Each build makes a different initramfs; its content follows from the files, which are compared.
 LOOK = rf"""set -e
 udevadm settle --timeout=240 || true
 find /etc /usr/local /boot -xdev ! -type d ! -name 'initrd.img-*' -printf '%p\tis %M %U:%G %l\n'
@@ -57,12 +58,12 @@ done
 
 
 def look(stage: Stage) -> set[str]:
-    """Files with their digests, enabled units, the kernel's settings and the PCI devices."""
+    """Return files with their digests, enabled units, kernel settings and PCI devices."""
     return set(stage.on_host("sh", "-s", stdin=LOOK, limit_s=600).splitlines())
 
 
 def differences(before: set[str], after: set[str]) -> list[str]:
-    """What went and what came, but for EXPECTED; sorted by what it is about."""
+    """Return the removed and added entries except EXPECTED, sorted by subject."""
     found = [(row, f"- {row}") for row in before - after]
     found += [(row, f"+ {row}") for row in after - before]
     return [told for row, told in sorted(found) if not _EXPECTED.fullmatch(row.split("\t")[0])]

@@ -1,11 +1,11 @@
-"""An AWX that answers like its REST API, as a process of its own.
+"""Stand-in for AWX that answers like its REST API, as a separate process.
 
     python -m tests.standin.awx [CERTIFICATE KEY]       prints its port on the first line
 
-`POST /standin/begin` sets it up anew (see `Faults`), `GET /standin/record` says what happened. The
-job templates are those of awx/job_templates.yml. What is modelled: tokens, lists with pages and
-filters (the variables of jobs cannot be searched, as in AWX), launch with what it ignores, jobs
-with their states and artifacts, events that are saved late, cancel.
+`POST /standin/begin` resets it (see `Faults`), `GET /standin/record` returns its record. The job
+templates are those of awx/job_templates.yml. It models tokens, lists with pages and filters (the
+variables of jobs cannot be searched, as in AWX), launches with their ignored fields, jobs with
+their states and artifacts, events that are saved late, and cancel.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ ACTIVE = ("pending", "waiting", "running")
 
 @dataclass
 class Faults:
-    """token: that is let in. templates: over the fields of each. without: names left out.
+    """token: the accepted token. templates: overrides of each template's fields. without: omitted
+    names.
 
-    hosts, groups: of the inventory. page_size: the most that a list gives at a time.
-    status: `METHOD path` to how often which status is answered instead, as [status, times].
-    cut: `METHOD path` to how often the connection is cut instead of an answer, after the act.
-    drop: the same, before the act. later_s: what a cut launch still takes until it is carried out.
-    drip_s: pause before each answer. steps: looks at a job until it moves on.
-    events: of each job. late: counters that are saved after the end. never: not at all.
-    twice: each page repeats its events, and older ones. ends: state of the job. artifacts,
-    explanation: of it. play: a playbook that is really run instead.
+    hosts, groups: of the inventory. page_size: the most that a list gives at a time. status:
+    `METHOD path` to [status, times], answered instead of the normal status. cut: `METHOD path` to
+    how often the connection is cut instead of an answer, after the act. drop: the same, before the
+    act. later_s: delay until a cut launch is carried out. drip_s: pause before each answer. steps:
+    number of reads of a job until it moves on. events: of each job. late: counters that are saved
+    after the end. never: counters never saved. twice: each page repeats its events, and older ones.
+    ends: final state of the job. artifacts, explanation: of the job. play: a playbook that is
+    really run instead.
     """
 
     token: str = "token-1"
@@ -75,7 +76,7 @@ class Cut(Exception):
 
 
 class Awx:
-    """The state behind the answers; one lock, since requests come in threads."""
+    """State behind the answers, under a single lock because requests come in threads."""
 
     def __init__(self, faults: Faults) -> None:
         self.faults = faults
@@ -105,7 +106,7 @@ class Awx:
         return {**job, "job": job["id"], "ignored_fields": ignored}
 
     def look(self, job: dict[str, Any]) -> None:
-        """A scripted job moves on with each look."""
+        """Move a scripted job on with each read."""
         if self.faults.play:
             return
         if job["status"] not in ACTIVE:
@@ -124,7 +125,7 @@ class Awx:
             )
 
     def seen(self, job: dict[str, Any]) -> list[dict[str, Any]]:
-        """The events that are saved by now."""
+        """Return the events that are saved by now."""
         hidden = set(self.faults.never)
         hidden |= set() if job["event_processing_finished"] else set(self.faults.late)
         return [event for event in self.events[job["id"]] if event["counter"] not in hidden]
@@ -147,7 +148,7 @@ def _job(number: int, template: dict[str, Any], taken: dict[str, Any], status: s
         "name": template["name"],
         "job_template": template["id"],
         "limit": taken.get("limit", template.get("limit", "")),
-        # AWX keeps them as text.
+        # AWX stores the variables as text.
         "extra_vars": json.dumps(taken.get("extra_vars", {})),
         "status": status,
         "started": None,
@@ -159,7 +160,7 @@ def _job(number: int, template: dict[str, Any], taken: dict[str, Any], status: s
 
 
 def _play(awx: Awx, job: dict[str, Any], variables: dict[str, Any]) -> None:
-    """As AWX does it: ansible-runner, variables that are no templates, events saved one by one."""
+    """Play as AWX does: ansible-runner, untemplated variables, events saved one at a time."""
 
     def save(event: dict[str, Any]) -> bool:
         awx.events[job["id"]].append(event)
@@ -189,14 +190,14 @@ def _play(awx: Awx, job: dict[str, Any], variables: dict[str, Any]) -> None:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One request."""
+    """A request."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     server: Server
 
     def log_message(self, format: str, *args: Any) -> None:
-        """The record is the log."""
+        """Log nothing, because the record is the log."""
 
     def do_GET(self) -> None:
         self._serve()
@@ -257,7 +258,7 @@ class Handler(BaseHTTPRequestHandler):
             if not awx.faults.later_s:
                 self._act(path.removeprefix(API), body)
         if awx.faults.later_s:
-            # The request is with AWX, which takes its time; nobody hears how it ended.
+            # AWX has the request and carries it out later; the client never learns the outcome.
             timer = threading.Timer(awx.faults.later_s, self._act, (path.removeprefix(API), body))
             timer.daemon = True
             timer.start()
@@ -315,7 +316,7 @@ class Handler(BaseHTTPRequestHandler):
         if order.startswith("-"):
             items.reverse()
         following = items[page * size :]
-        # AWX names the path alone.
+        # AWX gives only the path.
         more = f"{API}/…?page={page + 1}" if following else None
         found = items[(page - 1) * size : page * size]
         return 200, {"count": len(items), "next": more, "results": found}
@@ -358,7 +359,7 @@ class Server(ThreadingHTTPServer):
         try:
             secured = self.context.wrap_socket(request, server_side=True)
         except ssl.SSLError:
-            return  # a client that does not trust us
+            return  # the client does not trust the certificate
         with secured:
             super().finish_request(secured, client_address)
 

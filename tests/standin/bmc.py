@@ -1,4 +1,4 @@
-"""The stand-in BMC of `redfish.py` as a process, with a certificate made for it."""
+"""Stand-in BMC of `redfish.py` as a process, with its own certificate."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 PROGRAM = Path(__file__).with_name("redfish.py")
-# Planted: must be found in nothing that any of this leaves behind.
+# Canary: no output, log or file of a test may contain it.
 PASSWORD = "canary-3f9c1b-do-not-print"
 
 
 @dataclass(frozen=True)
 class Bmc:
-    """ca_file: what its certificate, good for 127.0.0.1 only, verifies with."""
+    """ca_file: verifies its certificate, which is good for 127.0.0.1 only."""
 
     port: int
     ca_file: str
@@ -32,7 +32,7 @@ class Bmc:
         return f"127.0.0.1:{self.port}"
 
     def begin(self, **faults: Any) -> None:
-        """Anew, with the faults of `redfish.Faults`."""
+        """Reset it with the faults of `redfish.Faults`."""
         self._ask("POST", "/standin/begin", {"password": PASSWORD, **faults})
 
     def record(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def standing(folder: Path) -> Iterator[Bmc]:
 
 
 def authority(folder: Path, name: str, subject: str) -> tuple[Path, Path]:
-    """A certificate that vouches for itself, and its key."""
+    """Return a self-signed certificate and its key."""
     certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
     words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2"
     subprocess.run(

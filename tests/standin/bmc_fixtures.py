@@ -1,4 +1,4 @@
-"""A BMC for a module of tests; tests/conftest.py makes these fixtures known."""
+"""Fixtures of the stand-in BMC, registered by tests/conftest.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def bmc_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bmc]:
 
 @pytest.fixture
 def bmc(bmc_process: Bmc) -> Iterator[Bmc]:
-    """Whatever a test does, no session is left on the BMC."""
+    """A reset BMC; after the test, no session may be left on it."""
     bmc_process.begin()
     yield bmc_process
     assert bmc_process.record()["open_sessions"] == 0

@@ -1,4 +1,4 @@
-"""The stand-in AWX of `awx.py` as a process, with a certificate made for it."""
+"""Stand-in AWX of `awx.py` as a process, with its own certificate."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from reconciler.runs.awx.client import AwxAccess
 from tests.standin.bmc import authority
 
 ROOT = Path(__file__).resolve().parents[2]
-# Planted: must be found in nothing that any of this leaves behind.
+# Canary: no output, log or file of a test may contain it.
 TOKEN = "canary-9be2d1-do-not-print"
 
 
 @dataclass(frozen=True)
 class Controller:
-    """ca_file: what its certificate verifies with. token_file: lets in."""
+    """ca_file: verifies its certificate. token_file: holds the accepted token."""
 
     port: int
     ca_file: Path
@@ -38,7 +38,7 @@ class Controller:
         return f"https://127.0.0.1:{self.port}"
 
     def begin(self, **faults: Any) -> None:
-        """Anew, with the faults of `awx.Faults`."""
+        """Reset it with the faults of `awx.Faults`."""
         self.token_file.write_text(f"{TOKEN}\n")
         self._ask("POST", "/standin/begin", {"token": TOKEN, **faults})
 
@@ -53,7 +53,7 @@ class Controller:
         return list(self.record()["jobs"])
 
     def launch(self, template: int, **variables: Any) -> None:
-        """What somebody else starts."""
+        """Launch a job as another user would."""
         path = f"/api/v2/job_templates/{template}/launch/"
         self._ask("POST", path, {"extra_vars": variables, "limit": "x", "timeout": 9})
 

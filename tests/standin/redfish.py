@@ -1,11 +1,11 @@
-"""A BMC that answers like an iDRAC 9, as a process of its own, over TLS.
+"""Stand-in for a BMC that answers like an iDRAC 9, as a separate process, over TLS.
 
     python tests/standin/redfish.py CERTIFICATE KEY     prints its port on the first line
 
-`POST /standin/begin` sets it up anew with faults (see `Faults`), `GET /standin/record` says what
-happened: requests, sessions open now, sessions ever opened, wrong logins, resets, BIOS values.
-What is modelled: sessions, Bios with its pending settings and registry, the job queue of the
-manager, task monitors, resets that run the waiting job, the iDRAC's error messages.
+`POST /standin/begin` resets it with faults (see `Faults`). `GET /standin/record` returns its
+record: requests, sessions open now, sessions ever opened, wrong logins, resets, BIOS values. It
+models sessions, Bios with its pending settings and registry, the manager's job queue, task
+monitors, resets that run the waiting job, and the iDRAC's error messages.
 """
 
 from __future__ import annotations
@@ -58,17 +58,16 @@ ENTRIES: list[dict[str, Any]] = [
 
 @dataclass
 class Faults:
-    """password: of the user root. values: over VALUES. pending: of settings staged before.
+    """password: of the user root. values: over VALUES. pending: settings that were staged before.
 
-    expire_after: requests that a first session lives; -1: every session is forgotten at once.
-    busy: how often `METHOD path` is answered with 503 and Retry-After `retry_after`.
-    bodies: raw answers by path.
-    echo: errors repeat the request. drip: seconds between the bytes of this path's answers.
-    no_job: a change makes no job, as when it was pending already. forget: a change is not kept.
-    slow_job: looks at the queue until a new job is Scheduled. job_fails: what the reset ends in.
-    jobs: entries in the queue. expand: whether the queue gives more than links.
-    page: how many entries the queue gives at a time (0: all). next_link: what it says instead.
-    lacks: what is left out, of `SupportedApplyTimes`, `Manager.Jobs`, `Root.Registries`.
+    expire_after: requests until a first session expires; -1: every session is forgotten at once.
+    busy: how often `METHOD path` is answered with 503 and Retry-After `retry_after`. bodies: raw
+    answers by path. echo: errors repeat the request. drip: seconds between the bytes of this path's
+    answers. no_job: a change makes no job, as for a change already pending. forget: a change is not
+    kept. slow_job: reads of the queue until a new job is Scheduled. job_fails: final state after
+    the reset. jobs: entries in the queue. expand: whether the queue gives more than links. page:
+    how many entries the queue gives at a time (0: all). next_link: replaces the next link. lacks:
+    omitted parts, of `SupportedApplyTimes`, `Manager.Jobs`, `Root.Registries`.
     """
 
     password: str = "calvin"
@@ -93,7 +92,7 @@ class Faults:
 
 
 class Bmc:
-    """The state behind the answers; one lock, since requests come in threads."""
+    """State behind the answers, under a single lock because requests come in threads."""
 
     def __init__(self, faults: Faults) -> None:
         self.faults = faults
@@ -125,7 +124,7 @@ class Bmc:
         return str(job["Id"])
 
     def settle_jobs(self) -> None:
-        """A new job needs a moment until a reset would run it."""
+        """Move new jobs on: a new job needs a moment before a reset would run it."""
         if self.looks:
             self.looks -= 1
             return
@@ -154,14 +153,14 @@ def job_entry(id_: str, state: str, **more: Any) -> dict[str, Any]:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One request. Names and shapes are those of an iDRAC 9 with firmware 7."""
+    """A request. Names and shapes are those of an iDRAC 9 with firmware 7."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # headers and body are two writes; the second would wait 40 ms
     server: Server
 
     def log_message(self, format: str, *args: Any) -> None:
-        """The record is the log."""
+        """Log nothing, because the record is the log."""
 
     def do_GET(self) -> None:
         self._serve()
@@ -217,7 +216,7 @@ class Handler(BaseHTTPRequestHandler):
             return (404, _error("IDRAC.2.8.SYS403"), {}) if gone is None else (200, {}, {})
         bmc.served += 1
         if bmc.faults.expire_after in (bmc.served, -1):
-            # An iDRAC forgets the token first and counts the session for a while still.
+            # An iDRAC forgets the token first, and counts the session for a while longer.
             kept = bmc.sessions if bmc.faults.expire_after > 0 else {}
             bmc.sessions = dict.fromkeys(kept, "expired")
             return 401, _error("IDRAC.2.8.SYS403"), {}
@@ -311,7 +310,7 @@ def documents(bmc: Bmc, *, expand: bool) -> dict[str, Any]:
 
 
 def _page(members: list[Any], faults: Faults, asked: str) -> dict[str, Any]:
-    """As an iDRAC turns pages: the count is of all entries, the link is to what follows."""
+    """Page as an iDRAC does: the count covers all entries, and a link leads to the next page."""
     skip = int(asked.rpartition("skip=")[2] or 0) if "skip=" in asked else 0
     after = skip + faults.page
     page = {"Members": members[skip:after], "Members@odata.count": len(members)}
@@ -340,12 +339,13 @@ class Server(ThreadingHTTPServer):
         self.context.load_cert_chain(certificate, key)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """The handshake in the request's own thread: a client that refuses us stops nobody."""
+        """Do the handshake in the request's thread, so that a refusing client blocks no other."""
         with self.context.wrap_socket(request, server_side=True) as secured:
             super().finish_request(secured, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that does not trust us goes away in the middle; that is a test's purpose."""
+        """Ignore a client that distrusts the certificate and disconnects, as some tests do on
+        purpose."""
 
 
 def main() -> None:

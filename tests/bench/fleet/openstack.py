@@ -1,9 +1,9 @@
 """OpenStack Placement as the peer: gunicorn, one child provider per slot, the same PostgreSQL.
 
-Its environment is under build/peers; what measures against it makes it where there is none, as
-`python -m tests.bench.fleet.openstack` does. A claim there is two requests: candidates, then the
-allocation, again when another client was quicker. It writes no task, no history and no audit row,
-so it is the leaner side.
+Its environment is under build/peers. A bench creates it if it is missing, and so does `python -m
+tests.bench.fleet.openstack`. A claim there is two requests: candidates, then the allocation,
+repeated when another client was quicker. It writes no task, no history and no audit row, so it is
+the leaner side.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from tests.postgresql import Server
 
 HOME = Path(__file__).resolve().parents[3] / "build" / "peers" / "placement"
 PACKAGES = ("openstack-placement==16.*", "gunicorn", "psycopg2-binary")
-# A class that Placement knows by itself: a physical GPU.
+# A resource class that Placement has built in: a physical GPU.
 CLASS = "PGPU"
 WORKERS = 2
 HEADERS = {"X-Auth-Token": "admin", "OpenStack-API-Version": "placement 1.39"}
-# Candidates that a client is offered: with one, all clients would want the same.
+# Candidates offered to a client. With a single candidate all clients would want the same slot.
 OFFERED = 10
 
 
 class NotInstalled(Exception):
-    """There is no peer, and none could be made."""
+    """The peer is missing and cannot be installed."""
 
 
 def there() -> bool:
-    """Whether its environment has been made, and to its end."""
+    """Return whether its environment is completely installed."""
     words = [str(HOME / "bin" / "python"), "-c", "import gunicorn, placement, psycopg2"]
     with contextlib.suppress(OSError):
         return subprocess.run(words, check=False, capture_output=True).returncode == 0
@@ -50,7 +50,7 @@ def there() -> bool:
 
 
 def install() -> None:
-    """Make the environment where there is none."""
+    """Create the environment if it is missing."""
     if there():
         return
     sys.stderr.write(f"installing OpenStack Placement in {HOME}\n")
@@ -69,7 +69,7 @@ def install() -> None:
 
 @contextlib.contextmanager
 def serving(server: Server, database: str, nodes: int, slots: int) -> Iterator[str]:
-    """Placement over a fleet of this size, in this empty database."""
+    """Run Placement over a fleet of this size, in this empty database."""
     with tempfile.TemporaryDirectory(prefix="gpuaas-placement-") as name:
         folder = Path(name)
         url = f"postgresql+psycopg2://gpuaas@/{database}?host={server.folder}"
@@ -89,7 +89,7 @@ def serving(server: Server, database: str, nodes: int, slots: int) -> Iterator[s
         try:
             address = f"http://127.0.0.1:{port}"
             wait(f"{address}/", process, log)
-            # Its classes are in the database once it has answered something.
+            # Its classes are in the database only after its first answer.
             httpx.get(f"{address}/resource_classes", headers=HEADERS, timeout=60).raise_for_status()
             _fleet(server, database, nodes, slots)
             yield address
@@ -99,7 +99,7 @@ def serving(server: Server, database: str, nodes: int, slots: int) -> Iterator[s
 
 
 def claim(address: str, client: int, claims: int) -> list[float]:
-    """One client: seconds of each claim."""
+    """Claim as a single client; return the seconds of each claim."""
     times = []
     with Wire(address, HEADERS) as wire:
         for _ in range(claims):
@@ -129,7 +129,7 @@ def _try(wire: Wire, turn: int) -> bool:
 
 
 def _fleet(server: Server, database: str, nodes: int, slots: int) -> None:
-    """Through its API a large fleet would take longer than all the rest."""
+    """Write the fleet into the database, because its API would take longer than all the rest."""
     with psycopg.connect(host=str(server.folder), user="gpuaas", dbname=database) as conn:
         found = conn.execute("SELECT id FROM resource_classes WHERE name = %s", [CLASS]).fetchone()
         if found is None:

@@ -1,4 +1,4 @@
-"""Work in the queue that asks nothing of a host, the workers that do it, and how long they took."""
+"""Queued tasks without a host, the workers that execute them, and their durations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ENDED = (TaskState.SUCCEEDED, TaskState.FAILED, TaskState.CANCELED, TaskState.L
 
 
 def fill(engine: sa.Engine, count: int) -> list[str]:
-    """So many tasks, spread over all nodes, that are due at the same instant; their ids."""
+    """Queue `count` tasks, spread over all nodes and due at the same instant; return their ids."""
     with transaction(engine) as conn:
         image = images.find(conn, records.IMAGE, "")
         if image is None:
@@ -38,7 +38,8 @@ def fill(engine: sa.Engine, count: int) -> list[str]:
         added = []
         for turn in range(begun, begun + count):
             host = hosts[turn % len(hosts)]
-            # The same work twice is queued once; the kind reads nothing but the image.
+            # Duplicate work is queued only once, and the kind reads only the image, so each task
+            # gets a turn.
             parameters = {"image_id": image.id, "turn": turn}
             kind = TaskKind.NODE_IMAGE_CACHE
             item = queue.Enqueue(kind, host, "node", host, parameters)
@@ -50,7 +51,7 @@ def fill(engine: sa.Engine, count: int) -> list[str]:
 def workers(
     database_url: str, folder: Path, launcher: str, *, processes: int, at_once: int
 ) -> Iterator[list[int]]:
-    """Worker processes over one folder of runs; their ids."""
+    """Start worker processes over a shared folder of runs; return their ids."""
     environment = {
         **os.environ,
         "GPUAAS_DATABASE_URL": database_url,
@@ -77,7 +78,7 @@ def workers(
 
 
 def wait(engine: sa.Engine, ids: Sequence[str], limit_s: float) -> None:
-    """Until these have ended well."""
+    """Wait until these tasks have ended well."""
     mine = task_table.c.id.in_(ids)
     query = (
         sa.select(task_table.c.state, sa.func.count().label("count"))
@@ -99,8 +100,8 @@ def wait(engine: sa.Engine, ids: Sequence[str], limit_s: float) -> None:
 
 
 def phases(engine: sa.Engine, ids: Sequence[str]) -> dict[str, float]:
-    """Seconds of a task with a process of its run, in the middle of all: until its run was written
-    down, until its process had begun, until that had ended, and until a worker knew.
+    """Return a task's median seconds by phase, with a process for its run: until the run was
+    recorded, until its process had begun, until the process had ended, and until a worker noticed.
     """
     columns = (task_table.c.started_at, task_table.c.finished_at, task_table.c.run_directory)
     with reading(engine) as conn:
@@ -129,7 +130,7 @@ def _read(path: Path) -> dict[str, str]:
 
 
 def times(engine: sa.Engine, ids: Sequence[str]) -> tuple[float, float]:
-    """By the database's clock: seconds that all of these took, and that one took in the middle."""
+    """Return, by the database's clock, the seconds of all these tasks and the median of each."""
     query = sa.select(task_table.c.started_at, task_table.c.finished_at)
     with reading(engine) as conn:
         found = conn.execute(query.where(task_table.c.id.in_(ids))).all()

@@ -1,4 +1,4 @@
-"""A fleet of slice hosts with every slot on sale, written straight into the database."""
+"""Fleet of slice hosts with every slot on sale, written directly into the database."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAILw6MHUfBS0BkklFB8Qsked8rLaWhYoJ7HQ8J
 
 
 def make(url: str, count: int, slots_each: int) -> str:
-    """An empty database becomes a site with `count` nodes; the secret of an admin's token."""
+    """Fill an empty database with a site of `count` nodes; return an admin token's secret."""
     engine = open_engine(url)
     try:
         migrate(engine)
@@ -48,7 +48,7 @@ def make(url: str, count: int, slots_each: int) -> str:
 
 
 def member(url: str) -> str:
-    """The secret of a token of the project itself, as its tenants have it."""
+    """Return the secret of a member's token in the project, as its tenants have it."""
     engine = open_engine(url)
     try:
         with transaction(engine) as conn:
@@ -102,7 +102,7 @@ def _slot(
         "method": "user_data_erase",
         "document": {"verified": True},
     }
-    # Two sockets, two switches each, as in a server with eight GPUs.
+    # Two sockets with two switches each, as in a server with eight GPUs.
     half = max(1, slots_each // 2)
     function = f"0000:{index + 129:02x}:00.1"
     slot = {

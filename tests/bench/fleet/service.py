@@ -1,4 +1,4 @@
-"""`gpuaas serve` as a process of its own, and a client that launches slices from it."""
+"""`gpuaas serve` as a separate process, and a client that launches slices from it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _START_S = 60
 
 @dataclass(frozen=True)
 class Service:
-    """A process that answers. pid: its own, for what the kernel knows of it."""
+    """A running service. pid: its process id, for the kernel's counters."""
 
     address: str
     pid: int
@@ -33,7 +33,7 @@ class Service:
 
 @contextlib.contextmanager
 def serving(database_url: str) -> Iterator[str]:
-    """The API without workers: what is queued stays queued."""
+    """Run the API without workers, so that queued tasks stay queued."""
     with running(database_url, "--api-only") as service:
         yield service.address
 
@@ -42,9 +42,9 @@ def serving(database_url: str) -> Iterator[str]:
 def running(
     database_url: str, *words: str, module: str = "reconciler.cli.main", **settings: str
 ) -> Iterator[Service]:
-    """`gpuaas serve` with these words and settings, over this database; "" is its own SQLite.
+    """Run `gpuaas serve` with these words and settings over this database; "" means its own SQLite.
 
-    module: what is run in its place, with the same words.
+    module: runs in its place, with the same words.
     """
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="gpuaas-bench-") as folder:
@@ -68,7 +68,7 @@ def running(
 
 
 def launch(address: str, secret: str, client: int, claims: int) -> list[float]:
-    """One client: seconds of each launch."""
+    """Launch as a single client; return the seconds of each launch."""
     times = []
     path = f"/api/v1/projects/{records.PROJECT}/allocations"
     body = {
@@ -90,14 +90,14 @@ def launch(address: str, secret: str, client: int, claims: int) -> list[float]:
 
 
 def free_port() -> int:
-    """One that nobody listens on now."""
+    """Return a port on which no process listens now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Until the server answers."""
+    """Wait until the server answers."""
     end = time.monotonic() + _START_S
     while time.monotonic() < end and process.poll() is None:
         with contextlib.suppress(httpx.TransportError):

@@ -1,9 +1,9 @@
-"""`gpuaas serve` that says where the time of its requests goes; BENCH_TIMES names a file.
+"""`gpuaas serve` with a timing of each request by parts; BENCH_TIMES names the output file.
 
 Each POST adds a line of JSON to it: seconds in each part, less those in parts that it called.
-statements: until the database has answered. commits: the ends of transactions. launch: what the
-store's `allocate` spends beside those. http: the rest, from the parsed head to the last byte given
-to the socket. What other requests and loops spend is counted elsewhere, but may be waited for.
+statements: until the database has answered. commits: the ends of transactions. launch: the rest of
+the store's `allocate`. http: the rest, from the parsed head to the last byte given to the socket.
+The time of other requests and of loops is not counted here, but a request may wait for it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ PARTS = ("http", "launch", "statements", "commits")
 
 @dataclass
 class Request:
-    """seconds: of each part alone. inside: of the parts within each one that is not over."""
+    """seconds: of each part alone. inside: seconds of nested parts, for each part that is still
+    open."""
 
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     inside: list[float] = field(default_factory=lambda: [0.0])
@@ -49,7 +50,7 @@ _request: ContextVar[Request | None] = ContextVar("request", default=None)
 
 
 def timed(part: str, work: Callable[..., T]) -> Callable[..., T]:
-    """The same function, counted as this part of the request that it works for."""
+    """Return the function, timed as this part of the request for which it works."""
 
     def call(*given: Any, **named: Any) -> T:
         request = _request.get()
@@ -68,7 +69,7 @@ def timed(part: str, work: Callable[..., T]) -> Callable[..., T]:
 
 
 def counted(output: Path, answer: Callable[..., Any]) -> Callable[..., Any]:
-    """The application, with what came of each POST written down."""
+    """Return the application, which records the times of each POST."""
 
     async def call(app: FastAPI, scope: Any, receive: Any, send: Any) -> None:
         if scope.get("method") != "POST":

@@ -1,4 +1,4 @@
-"""What a process uses, as the kernel counts it."""
+"""Processor time and memory of a process, from the kernel's counters."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _TIMES = slice(11, 15)
 
 
 def cpu_s(pid: int) -> float:
-    """Seconds of processor time, those of programs that it has run and waited for included."""
+    """Return seconds of processor time, including those of ended child processes."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return sum(map(int, fields[_TIMES])) / os.sysconf("SC_CLK_TCK")
 
 
 def memory_mib(pid: int) -> dict[str, float]:
-    """rss: resident or swapped out. pss: shared pages in part. peak: most ever resident."""
+    """rss: resident or swapped out. pss: shared pages in part. peak: largest resident size."""
     said = _sizes(Path(f"/proc/{pid}/smaps_rollup").read_text())
     peak = _sizes(Path(f"/proc/{pid}/status").read_text())["VmHWM"]
     found = {"rss": said["Rss"] + said["Swap"], "pss": said["Pss"] + said["SwapPss"], "peak": peak}
@@ -25,6 +25,6 @@ def memory_mib(pid: int) -> dict[str, float]:
 
 
 def _sizes(text: str) -> dict[str, int]:
-    """Of lines like `Rss:  1234 kB`."""
+    """Parse lines like `Rss: 1234 kB`."""
     words = [line.split() for line in text.splitlines()]
     return {word[0].rstrip(":"): int(word[1]) for word in words if word[-1:] == ["kB"]}

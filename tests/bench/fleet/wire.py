@@ -1,7 +1,7 @@
-"""A client of JSON over HTTP that costs next to nothing: it shares the machine with what it asks.
+"""Minimal client for JSON over HTTP, because it shares the machine with the measured server.
 
-One connection, kept open, from the standard library: the usual clients take longer for a request
-than some servers do. Ours and the peer are asked by the same one.
+It keeps a single connection open and uses the standard library, because the usual clients take
+longer for a request than some servers do. The product and the peer are measured by the same client.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LIMIT_S = 120
 
 
 class Wire:
-    """Requests with the same headers to one server."""
+    """Requests with the same headers to a single server."""
 
     def __init__(self, address: str, headers: Mapping[str, str]) -> None:
         self._connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=_LIMIT_S)
@@ -38,7 +38,7 @@ class Wire:
     def ask(
         self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
     ) -> tuple[int, bytes]:
-        """The status and the answer's body, unread by us."""
+        """Return the status and the unparsed body of the answer."""
         content = None if body is None else json.dumps(body)
         self._connection.request(method, path, content, {**self._headers, **(headers or {})})
         answer = self._connection.getresponse()
@@ -46,7 +46,7 @@ class Wire:
 
 
 def expect(answer: tuple[int, bytes], *statuses: int) -> bytes:
-    """The body of an answer with one of these statuses."""
+    """Return the body of an answer, whose status must be among these."""
     status, body = answer
     if status not in statuses:
         raise RuntimeError(f"status {status}: {body[:500]!r}")

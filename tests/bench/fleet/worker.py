@@ -1,6 +1,6 @@
-"""`gpuaas worker` whose runs speak to no host: `python -m tests.bench.fleet.worker noop|runner`.
+"""`gpuaas worker` whose runs contact no host: `python -m tests.bench.fleet.worker noop|runner`.
 
-noop: all of a launch but the process: the run has ended well as soon as it is prepared. runner: the
+noop: all of a launch but the process; the run has ended well as soon as it is prepared. runner: the
 whole launch, with ansible-runner, of a playbook that does nothing.
 """
 
@@ -25,14 +25,14 @@ EMPTY = Path(__file__).parent / "empty"
 
 @contextlib.contextmanager
 def noop() -> Iterator[None]:
-    """In this process runs end without having begun."""
+    """Let runs of this process end without a start."""
     with patch.object(launch, "_spawn", _end):
         yield
 
 
 @contextlib.contextmanager
 def runner() -> Iterator[None]:
-    """In this process runs play what is in `empty`."""
+    """Let runs of this process play the playbooks in `empty`."""
 
     def here(site: launch.Site, spec: RunSpec) -> Path:
         return launch.launch(replace(site, playbooks=EMPTY), spec)
@@ -45,7 +45,7 @@ LAUNCHERS = {"noop": noop, "runner": runner}
 
 
 def _end(paths: RunPaths, _descriptor: int) -> None:
-    """What the process of a run writes at its end."""
+    """Write the result that the process of a run writes at its end."""
     manifest = read_json(paths.manifest)
     if manifest is None:
         raise FileNotFoundError(paths.manifest)

@@ -1,4 +1,4 @@
-"""A host's PCI tree with a kernel behind it: what is written into sysfs has its effect."""
+"""Fake PCI tree of a host, with a kernel behind it: writes into sysfs have their effect."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import _errors, 
 
 
 class FakePci:
-    """Functions are added with `add`; sysfs looks as on a host, symbolic links included."""
+    """PCI tree filled with `add`; sysfs looks as on a host, symbolic links included."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -61,7 +61,7 @@ class FakePci:
         return self
 
     def interface(self, name: str, address: str = "", *, kind: str = "1") -> Path:
-        """A network interface that is down, of a PCI function or of none."""
+        """Add a network interface that is down, of a PCI function or of none."""
         link = self.root / "sys/class/net" / name
         link.mkdir(parents=True, exist_ok=True)
         (link / "address").write_text("52:54:00:00:fa:01\n")
@@ -81,7 +81,7 @@ class FakePci:
         return _pci.read(address).driver
 
     def store(self, absolute: str, value: str) -> None:
-        """The kernel's side of a write."""
+        """Act on a write as the kernel does."""
         path, text = Path(absolute), value.strip()
         if path.name == "drivers_probe":
             self._probe(text)
@@ -135,7 +135,7 @@ class FakePci:
 
 @pytest.fixture
 def pci(tree: Path, monkeypatch: pytest.MonkeyPatch) -> FakePci:
-    """The PCI tree of the host; writes to sysfs act as the kernel would."""
+    """The PCI tree of the host; writes to sysfs act as in the kernel."""
     fake = FakePci(tree)
     monkeypatch.setattr(_pci, "store", fake.store)
     return fake

@@ -1,4 +1,4 @@
-"""Disks to try storage code on: files that answer as NVMe namespaces, and real loop devices."""
+"""Disks for tests of storage code: files that answer as NVMe namespaces, and real loop devices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MIB = 1 << 20
 
 @dataclass
 class Namespace:
-    """What a namespace says of itself, and how honest it is.
+    """Answers of a namespace, and its honesty.
 
     leaves: a discard or format reports success and leaves the bytes. refuses: NVMe status of a
     format. unsupported: ioctls that the driver does not know.
@@ -64,7 +64,7 @@ class Namespace:
 
 
 class Bench:
-    """A host root with disks under /dev, /sys and /proc as a host has them."""
+    """Host root with disks under /dev, /sys and /proc as on a host."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -73,7 +73,7 @@ class Bench:
         for folder in ("dev/disk/by-id", "sys/block", "sys/class/block", "sys/dev/block", "proc"):
             (root / folder).mkdir(parents=True)
         self.swaps: list[str] = []
-        # Kernel names of what ZFS or another part of the kernel has claimed.
+        # Kernel names of disks that ZFS or another part of the kernel has claimed.
         self.claimed: set[str] = set()
         self.mount("8:1", "/", "/dev/sda1")
 
@@ -141,7 +141,7 @@ class Bench:
         return self.namespaces[status.st_dev, status.st_ino]
 
     def call(self, descriptor: int, request: int, buffer: bytearray) -> int:
-        """What kernel and device would do with an ioctl."""
+        """Answer an ioctl as kernel and device would."""
         namespace = self.of(descriptor)
         if request in namespace.unsupported:
             raise OSError(errno.EOPNOTSUPP, "not supported")
@@ -183,7 +183,7 @@ class Bench:
 
 
 def admin(namespace: Namespace, buffer: bytearray, erase: Callable[[], None]) -> int:
-    """The controller: Identify and Format NVM."""
+    """Answer as the controller: Identify and Format NVM."""
     fields = struct.unpack("<BBHIIIQQIIIIIIIIII", buffer)
     opcode, address, length, cdw10 = fields[0], fields[7], fields[9], fields[10]
     if opcode == 0x06:
@@ -202,7 +202,7 @@ def admin(namespace: Namespace, buffer: bytearray, erase: Callable[[], None]) ->
 def _erase(descriptor: int, start: int, length: int) -> None:
     status = os.fstat(descriptor)
     length = length or status.st_size
-    # A second descriptor, because the one under test is for aligned direct I/O only.
+    # A second descriptor, because the descriptor under test is for aligned direct I/O only.
     with Path(f"/proc/self/fd/{descriptor}").open("r+b") as handle:
         handle.seek(start)
         while length > 0:
@@ -228,7 +228,7 @@ def bench(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 @dataclass
 class Loop:
-    """A real block device that says it is an NVMe namespace."""
+    """Real block device that reports itself as an NVMe namespace."""
 
     name: str
     device: Path
@@ -240,7 +240,7 @@ class Loop:
 
 @pytest.fixture
 def loop(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
-    """A loop device of 64 MiB with one partition; kernel, locks and mounts are the real ones."""
+    """A loop device of 64 MiB with a partition; kernel, locks and mounts are the real ones."""
     if not Path("/dev/loop-control").exists() or os.geteuid() != 0:
         pytest.fail("these tests attach a loop device: run them as root, after `modprobe loop`")
     image = tmp_path / "disk.img"
@@ -264,7 +264,7 @@ def loop(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     monkeypatch.setattr(_device, "call", call)
     monkeypatch.setattr(_disk, "WHOLE", re.compile(r"loop\d+"))
     try:
-        # BLKPG, because a kernel may come without a reader of partition tables.
+        # BLKPG, because a kernel may lack a reader of partition tables.
         subprocess.run(["addpart", str(device), "1", "2048", "65536"], check=True)
         yield Loop(device.name, device, namespace)
     finally:

@@ -1,7 +1,7 @@
-"""Which options of which commands destroy what is in use (I8), and how they are found in words.
+"""Options that make commands destroy data in use (I8), and their detection in command lines.
 
 Without them these commands refuse a disk with a mounted partition; with them they destroy it. `dd`
-is not here: it has no such option, and what writes to disks of ours does not use it.
+is not listed: it has no such option, and the code that writes to our disks does not use it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-# What a placeholder of a template stands for: any word at all.
+# Stands for a template's placeholder, which can be any word.
 ANY = "@any@"
 
 
@@ -18,8 +18,8 @@ ANY = "@any@"
 class Rule:
     """A command by its name, with the options that are its forced variants.
 
-    short: letters. long: words after `--`. takes: letters with an argument; what follows one of
-    them in the same word is that argument (`-tf2fs` is no `-f`).
+    short: letters. long: words after `--`. takes: letters with an argument; text behind such a
+    letter in the same word is that argument (`-tf2fs` is no `-f`).
     """
 
     name: str
@@ -34,12 +34,12 @@ RULES = (
     Rule(r"mkfs(\.(ext[234]|ext4dev))?|mke2fs", "F", takes="bCdeEgGiIJLmMNoOrTUzt"),
     # `-F 16` is the size of its FAT; `-I` takes a whole disk with partitions on it.
     Rule(r"mkfs\.(v?fat|msdos)|mkdosfs|mkfs\.exfat", "I", takes="bCDfFghiLmMnrRsS"),
-    # The kind is another one, or is not known here: either letter.
+    # Any other or unknown filesystem: both letters count.
     Rule(rf"mkfs\.(?!ext|v?fat|msdos|exfat)[\w{ANY}]+|mkntfs", "fF", takes="bdilLmnprst"),
     Rule("mkswap", "f", takes="pLUvo"),
     Rule("swapon", "f", ("fixpgsz",), takes="opLU"),
     Rule("sfdisk", "f", ("force",), takes="bdXYwWNO"),
-    # `--fix` and the hidden one answer its questions, among them whether a disk is in use.
+    # `--fix` and the hidden option answer its questions, among them whether a disk is in use.
     Rule("parted", "f", ("fix", "-pretend-input-tty"), takes="a"),
     Rule("sgdisk|gdisk|cgdisk|fdisk", "", ("force",)),
     Rule("nvme", "f", ("force",), takes="nltsaupmibcdorv"),
@@ -55,13 +55,13 @@ RULES = (
     Rule("badblocks|shred", "f", takes="bcdeiopstnsu"),
     Rule("hdparm", "", ("yes-i-know-what-i-am-doing", "please-destroy-my-drive", "security-erase")),
     Rule("sg_format|sg_sanitize", "Q", ("quick",)),
-    # Takes a mount away from those who use it.
+    # Takes a mount away from the processes that use it.
     Rule("umount", "fl", ("force", "lazy"), takes="NOt"),
     Rule("fuser", "k", ("kill",), takes="n"),
 )
 _PATTERNS = [(re.compile(rule.name), rule) for rule in RULES]
 
-# Where one simple command of a shell ends, and what may stand around a word.
+# End of a simple shell command, and the characters that may surround a word.
 _ENDS = re.compile(r"&&|\|\||[;|&\n()`]|\$\(")
 _AROUND = "\"'`,[]{}()<>:."
 _CONTINUED = re.compile(r"\\\n\s*")
@@ -70,7 +70,7 @@ _YES = re.compile(r"(?:^|[;&|\n(]\s*)yes\b[^|;&\n]*\|(?P<rest>[^|;&\n]*)")
 
 
 def in_words(words: Sequence[str]) -> Iterator[str]:
-    """The forced variants in one command's words; the command may follow `sudo` and the like."""
+    """Yield the forced variants in a command's words; the command may follow `sudo` and similar."""
     for index, word in enumerate(words):
         rule = _rule(word)
         if rule is not None:
@@ -80,7 +80,7 @@ def in_words(words: Sequence[str]) -> Iterator[str]:
 
 
 def in_text(text: str) -> Iterator[str]:
-    """The forced variants in a shell's text, or in any other in which commands are quoted."""
+    """Yield the forced variants in shell text, or in any text that quotes commands."""
     text = _CONTINUED.sub(" ", plain(text))
     for command in _ENDS.split(text):
         yield from in_words([word for each in command.split() if (word := each.strip(_AROUND))])
@@ -90,7 +90,7 @@ def in_text(text: str) -> Iterator[str]:
 
 
 def plain(text: str) -> str:
-    """The text with one word for whatever a template or a variable brings into it."""
+    """Return the text with a placeholder word for each template or variable."""
     return _TEMPLATE.sub(ANY, text)
 
 
@@ -105,7 +105,7 @@ def _name(word: str) -> str:
 
 def _options(words: Sequence[str]) -> Iterator[str]:
     for word in words:
-        # After it come operands: a file may be called `-f`.
+        # Operands follow it: a file may be called `-f`.
         if word == "--":
             return
         if len(word) > 1 and word.startswith("-"):
@@ -115,7 +115,7 @@ def _options(words: Sequence[str]) -> Iterator[str]:
 def _forces(rule: Rule, option: str) -> bool:
     if option.startswith("--"):
         given = option[2:].partition("=")[0]
-        # getopt takes a beginning that is unambiguous, such as `--fo`.
+        # getopt accepts an unambiguous prefix, such as `--fo`.
         return any(given == one or (len(given) > 1 and one.startswith(given)) for one in rule.long)
     for letter in option[1:]:
         if letter in rule.short:

@@ -1,7 +1,7 @@
-"""The repository's own programs and playbooks, read for the commands that are in them.
+"""Programs and playbooks of the repository, parsed for the commands that they contain.
 
-Each language as it is, so that words which stand apart in a file are still one command: a list over
-several lines in Python, an `argv` in YAML, Python inside a generated shell script.
+Each language is parsed, so that separated words still form a command: a list over several lines in
+Python, an `argv` in YAML, Python inside a generated shell script.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tests.unit.repository import commands
 ROOT = Path(__file__).resolve().parents[3]
 SUFFIXES = {".py", ".yml", ".yaml", ".sh", ".j2"}
 
-# Modules whose `force` does what `-F` does, by their last name.
+# Modules whose `force` does the same as `-F`, by their last name.
 _FORCING = {"filesystem", "lvg", "lvol", "parted", "luks_device", "zfs", "zpool", "mount"}
 _CARRIED = re.compile(r"= r'''(.*?)'''", re.DOTALL)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with Ansible's own tags, which say nothing here."""
+    """YAML loader that accepts Ansible's tags, which do not matter here."""
 
 
 def _untagged(loader: yaml.SafeLoader, _suffix: str, node: yaml.Node) -> Any:
@@ -42,7 +42,7 @@ _Loader.add_multi_constructor("!", _untagged)
 
 
 def files(root: Path = ROOT) -> list[Path]:
-    """What git has or would take: programs by suffix or by their first line, and the Makefile."""
+    """Files that git has or would take: programs by suffix or first line, and the Makefile."""
     words = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     listed = subprocess.run(words, cwd=root, check=True, capture_output=True, text=True).stdout
     paths = (root / name for name in sorted(set(listed.split("\0"))) if name)
@@ -50,7 +50,7 @@ def files(root: Path = ROOT) -> list[Path]:
 
 
 def found(path: Path) -> list[str]:
-    """Forced variants in one file, each named once, in order."""
+    """Return the forced variants in a file, each once, in order."""
     text = path.read_text(encoding="utf-8", errors="replace")
     if path.suffix == ".py" or text.startswith(("#!/usr/bin/env python", "#!/usr/bin/python")):
         every = in_python(text)
@@ -62,7 +62,7 @@ def found(path: Path) -> list[str]:
 
 
 def in_python(text: str) -> Iterator[str]:
-    """Lists and calls as words, and every string as a shell would read it."""
+    """Read lists and calls as words, and every string as a shell would."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.List, ast.Tuple, ast.Set, ast.BinOp)):
             yield from commands.in_words(list(_words(node)))
@@ -73,26 +73,26 @@ def in_python(text: str) -> Iterator[str]:
 
 
 def in_yaml(text: str) -> Iterator[str]:
-    """Every string and every list of words, and modules that are told to force."""
+    """Read every string and every list of words, and modules with `force`."""
     for document in yaml.load_all(text, Loader=_Loader):
         yield from _in_data(document)
 
 
 def in_shell(text: str) -> Iterator[str]:
-    """Its commands, and the Python sources that a generated script carries."""
+    """Read the shell's commands, and the Python sources that a generated script contains."""
     yield from commands.in_text(re.sub(r"^\s*#.*$", "", text, flags=re.MULTILINE))
     for carried in _CARRIED.findall(text):
         try:
             yield from in_python(carried)
         except SyntaxError:
-            continue  # data, not a source; its text has been read above
+            continue  # data instead of a source; its text has been read above
 
 
 def _in_data(data: Any) -> Iterator[str]:
     if isinstance(data, str):
         yield from commands.in_text(data)
     elif isinstance(data, list):
-        # The words of one command; a line among them is read by itself below.
+        # The words of a single command; a line among them is read separately below.
         words = [commands.plain(one) if isinstance(one, str) else "" for one in data]
         yield from commands.in_words([commands.ANY if " " in word else word for word in words])
         for one in data:
@@ -124,7 +124,7 @@ def _words(node: ast.expr) -> Iterator[str]:
 
 
 def _string(node: ast.expr) -> str | None:
-    """A string's text, with a placeholder for what is only known when it runs."""
+    """Return a string's text, with a placeholder for parts known only at run time."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):

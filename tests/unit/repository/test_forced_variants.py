@@ -1,4 +1,4 @@
-"""No forced variant of a destructive command is anywhere in the repository (I8)."""
+"""No forced variant of a destructive command exists in the repository (I8)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.unit.repository import commands, sources
 
 pytestmark = pytest.mark.covers("I8")
 
-# This file is the one that must hold them.
+# This file has to contain forced variants.
 SELF = Path(__file__).resolve()
 
 FORCED = [
@@ -139,7 +139,7 @@ def test_one_in_a_template_or_a_script_without_a_suffix_is_found(tmp_path: Path)
 
 
 def test_the_scanner_reads_what_must_be_read() -> None:
-    """A gate that looks at nothing passes too."""
+    """A scanner without files would pass too."""
     names = {str(path.relative_to(sources.ROOT)) for path in sources.files()}
     assert {
         "plugins/module_utils/disk/_nvme_wipe.py",

@@ -1,4 +1,4 @@
-"""Interrupted test session on several workers: what its tests had started has ended."""
+"""Processes left by an interrupted test session on several workers: all must have ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from lab.state import process_start
 
 ROOT = Path(__file__).resolve().parents[3]
-# As QEMU is started: nobody's child, in a session of its own.
+# Started like QEMU: without a parent, in a separate session.
 TEST = """
 import subprocess, time
 

@@ -68,7 +68,7 @@ SLOT: dict[str, Any] = {
 
 @dataclass
 class Machine:
-    """Builds a host's tree piece by piece; every method returns nothing and writes files."""
+    """Builder of a host's tree; every method returns nothing and writes files."""
 
     root: Path
 
@@ -84,7 +84,7 @@ class Machine:
         return target
 
     def link(self, absolute: str, target: Path) -> None:
-        """A relative link, so that it stays inside the tree."""
+        """Make a relative link, so that it stays inside the tree."""
         place = self.root / absolute.lstrip("/")
         place.parent.mkdir(parents=True, exist_ok=True)
         place.symlink_to(os.path.relpath(target, place.parent))
@@ -100,7 +100,7 @@ class Machine:
         driver: str = "",
         **attributes: str,
     ) -> None:
-        """A PCI function below `above` (`pci0000:40/0000:40:00.0`), class other unless given."""
+        """Add a PCI function below `above` (`pci0000:40/0000:40:00.0`), by default class other."""
         vendor, _, device = id_.partition(":")
         real = self.folder(f"/sys/devices/{above}/{address}")
         values = {"vendor": f"0x{vendor}", "device": f"0x{device}", "class": "0x00ff00"}
@@ -117,7 +117,7 @@ class Machine:
             (real / "driver").symlink_to(os.path.relpath(place, real))
 
     def function(self, physical: str, index: int, address: str) -> None:
-        """Say that `address` is virtual function `index` of `physical`; both exist."""
+        """Make `address` the virtual function `index` of `physical`; both exist."""
         devices = self.root / "sys/bus/pci/devices"
         parent, child = (devices / physical).resolve(), (devices / address).resolve()
         (parent / f"virtfn{index}").symlink_to(os.path.relpath(child, parent))
@@ -131,11 +131,11 @@ def machine(tree: Path) -> Machine:
 
 
 class ParityHost:
-    """A host that parity checks look at: its machine, its programs, its profile and one slot."""
+    """Host for parity checks: its machine, its programs, its profile and a slot."""
 
     profile = PROFILE
     slot = SLOT
-    # What slice mode derives for the first function of the card with `identified`'s address.
+    # Slice mode derives this MAC for the first function of the card with `identified`'s address.
     mac = "02:a4:79:e9:da:2a"
 
     def __init__(self, machine: Machine, script: Any) -> None:
@@ -147,11 +147,11 @@ class ParityHost:
         return _host_facts.Facts(asked)
 
     def installed(self, unit: _boot_service.Unit, **settings: Any) -> None:
-        """A boot service as bootstrap or the binding installs it."""
+        """Install a boot service as bootstrap or the binding does."""
         _boot_service.install(dataclasses.replace(unit, settings=settings or unit.settings))
 
     def identified(self, *functions: dict[str, str]) -> None:
-        """The fabric card's functions as iproute2 shows them, by index."""
+        """Set the fabric card's functions as iproute2 shows them, by index."""
         self.machine.folder("/sys/bus/pci/devices/0000:25:00.0/net/ens30")
         self.machine.file("/sys/class/net/ens30/address", "52:54:00:00:fa:01\n")
         listed = [{"vf": index, **shown} for index, shown in enumerate(functions)]
@@ -160,7 +160,7 @@ class ParityHost:
         self.script.on(*argv, out=json.dumps([{"vfinfo_list": listed}]))
 
     def boots(self) -> None:
-        """The boot as bootstrap configures it: files, a menu of them, an initramfs of them."""
+        """Set the boot as bootstrap does: files, and a menu and initramfs made from them."""
         params = _host_resources.boot_params(PROFILE)
         wanted = _kernel_arguments.desired_files(params, _kernel_arguments.observe(params))
         for path, text in wanted.items():
@@ -203,7 +203,7 @@ class ParityHost:
         return struct.pack(">I", len(data)) + data
 
     def units(self, **states: str) -> None:
-        """What systemctl says; a state is load/active/file/result."""
+        """Set systemctl's answers; a state is load/active/file/result."""
         blocks = []
         for name in ("baseline", "old", "fabric", "binding", "claim", "nvidia"):
             load, active, file, result = states.get(name, "not-found/inactive//").split("/")

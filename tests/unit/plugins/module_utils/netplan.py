@@ -1,4 +1,5 @@
-"""netplan's generator, as much of it as parity asks: test_netplan compares it with the real one."""
+"""Stand-in for netplan's generator, for the needs of parity; test_netplan compares it with the real
+one."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ Run = Callable[..., _command.Result]
 
 
 def before(run: Run) -> Run:
-    """`run`, with netplan answered here."""
+    """Return `run`, with netplan answered here."""
 
     def answer(argv: Sequence[str], **options: Any) -> _command.Result:
         if list(argv[:3]) == ["netplan", "generate", "--root-dir"]:

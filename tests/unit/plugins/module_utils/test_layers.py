@@ -1,4 +1,4 @@
-"""Layers of the private utilities: no subpackage imports one that is built on it."""
+"""Layers of the private utilities: no subpackage imports a subpackage that builds on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where something is decided by a file, one that cannot be read is not one that is not there."""
+"""Unreadable files: where a file decides, an unreadable file never counts as a missing file."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def baseline() -> object:
 
 
 def certificate() -> object:
-    # What was there before is what sshd gets back when it does not take the new one.
+    # sshd gets the earlier file back if it does not accept the new one.
     return _host_certificate.apply({"certificate": "x"}, None)
 
 

@@ -1,4 +1,4 @@
-"""Disks for the tests of the storage modules."""
+"""Disk fixtures for the tests of the storage modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A signed repository, with keys that gpg made and a repository that apt itself judges."""
+"""Signed apt repository, with keys made by gpg and a repository that apt itself judges."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SOURCE = "/etc/apt/sources.list.d/vendor.sources"
 
 @dataclass
 class Publisher:
-    """Somebody with a signing key. home: gpg's."""
+    """A publisher with a signing key. home: gpg's."""
 
     home: Path
     fingerprint: str = ""
@@ -94,7 +94,7 @@ def code(outcome: _change.Outcome) -> str:
 
 
 def repository(tree: Path, signer: Publisher | None) -> None:
-    """A repository with one empty list, signed by `signer` or by nobody."""
+    """Make a repository with a single empty list, signed by `signer` or unsigned."""
     suite = tree / "repository/dists/jammy"
     packages = suite / "main/binary-amd64/Packages"
     packages.parent.mkdir(parents=True)
@@ -110,7 +110,7 @@ def repository(tree: Path, signer: Publisher | None) -> None:
 
 
 def apt_takes(tree: Path) -> bool:
-    """Whether apt itself accepts the repository by our source file and keyring."""
+    """Return whether apt itself accepts the repository by our source file and keyring."""
     source = (_host.read(SOURCE) or "").replace(KEYRING, f"{tree}{KEYRING}")
     parts = tree / "apt"
     for name in ("sources", "lists/partial", "cache/archives/partial"):
@@ -165,7 +165,7 @@ def test_a_key_with_another_fingerprint_is_not_trusted(
     outcome = drive(params(tree, vendor, stranger.key()))
     assert code(outcome) == "key_fingerprint_mismatch"
     assert not (tree / KEYRING[1:]).exists() and not (tree / SOURCE[1:]).exists()
-    # A second key in the file would be trusted along with the right one.
+    # A second key in the file would be trusted along with the right key.
     assert code(drive(params(tree, vendor, vendor.key() + stranger.key()))) == (
         "key_fingerprint_mismatch"
     )
@@ -217,7 +217,7 @@ def test_no_source_may_go_unsigned(tree: Path, vendor: Publisher, file: str, tex
     asked = params(tree, vendor, vendor.key())
     assert code(drive(asked)) == "unauthenticated_source"
     assert not (tree / KEYRING[1:]).exists()
-    # Said to be off, or out of force, it opens nothing.
+    # An option that is switched off, or a disabled source, allows nothing.
     off = text.replace("trusted=yes", "trusted=no").replace("insecure=yes", "insecure=no")
     (tree / "etc/apt" / file).write_text(off.replace("Trusted: true", "Enabled: no\nTrusted: true"))
     assert drive(asked).failure is None
@@ -239,7 +239,7 @@ def test_what_opens_our_own_file_is_rewritten_and_hides_no_strangers(
     other.unlink()
     assert drive(asked, check=True).document()["diff"]["before"] == {SOURCE: opened}
     assert drive(asked).done == ["write_source"] and own.read_text() == wanted
-    # It does not stay open because there is no key to be had.
+    # The source is closed even if the key is not available.
     own.write_text(opened)
     (tree / KEYRING[1:]).unlink()
     assert code(drive(params(tree, vendor, stranger.key()))) == "key_fingerprint_mismatch"

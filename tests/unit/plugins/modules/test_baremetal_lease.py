@@ -1,4 +1,4 @@
-"""A whole machine in the host's ledger: taken, given, ended, free again."""
+"""Whole machine in the host's ledger: taken, in use, ended, free again."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TAKEN_OVER = {"disk": IDENTITY, "verified": True, "finished_at": "2026-01-01"}
 
 @pytest.fixture
 def host(bench):
-    """A machine with one unused disk that was taken over under its identity."""
+    """A machine with an unused disk that was taken over under its identity."""
     bench.disk()
     _proof.record(IDENTITY, TAKEN_OVER)
     _host.write("/proc/sys/kernel/random/boot_id", BOOT)
@@ -108,7 +108,7 @@ def test_a_repeated_provision_finds_the_machine_given_and_asks_nothing_of_its_di
 
 
 def test_a_crash_before_everything_was_marked_does_not_look_given(host) -> None:
-    """Half a wipe leaves the disk dirty; the machine's own mark is what says: a tenant is there."""
+    """Half a wipe leaves the disk dirty; the machine's mark alone shows a tenant in place."""
     lease()
     _ledger.mark_dirty(SLOT, fence=1, disk_identity=IDENTITY)
     again = lease()
@@ -163,7 +163,7 @@ def test_what_speaks_against_taking_the_machine(host) -> None:
 
 @pytest.mark.covers("CTRL-15", "I5")
 def test_a_disk_that_nobody_took_over_is_not_the_tenants(host) -> None:
-    """Without a signature it may hold data all the same; only an approval by identity says not."""
+    """A disk without a signature may hold data; only an approval by identity excludes that."""
     _host.remove(f"{_proof.DIRECTORY}/{IDENTITY}.json")
     host.write("nvme1n1", 20 << 20, b"raw data")
     outcome = lease()
@@ -284,7 +284,7 @@ def test_nothing_is_given_that_is_not_held(host) -> None:
 
 
 def test_giving_back_leaves_another_tenant_alone(host) -> None:
-    """A failed provision gives back what it had; by now the machine may be somebody else's."""
+    """A failed provision gives back its hold; by now the machine may have another tenant."""
     assert lease(fence=1).failure is None
     assert lease("released", fence=2, allocation_id=OTHER).done == []
     assert _ledger.load(SLOT).allocation_id == ALLOCATION
@@ -293,7 +293,7 @@ def test_giving_back_leaves_another_tenant_alone(host) -> None:
 
 
 def test_a_machine_that_lost_its_holder_but_not_its_mark_is_given_back(host) -> None:
-    """A tenant who is root took the name out of the ledger; others are shut out by the mark."""
+    """A tenant with root removed its name from the ledger; the mark keeps others out."""
     lease()
     wipe(1)
     lease("given")
@@ -305,7 +305,7 @@ def test_a_machine_that_lost_its_holder_but_not_its_mark_is_given_back(host) -> 
 
 @pytest.mark.covers("I10", "I12")
 def test_a_dead_disk_is_given_up_and_stays_dirty(host) -> None:
-    """It does not hold its machine for ever, and it does not come back clean."""
+    """The disk does not block its machine for ever, and never counts as clean again."""
     dead_eui = "5e0000000000dead"
     dead = {
         **DISK,

@@ -1,4 +1,4 @@
-"""The account of a tenant: made, shown out, gone; processes are real, the rest is a tree."""
+"""Account of a tenant: created, locked out, removed. Processes are real, the rest is a tree."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from ansible_collections.gpuaas.slice.plugins.modules import baremetal_tenant as
 
 pytestmark = pytest.mark.covers("CTRL-15")
 
-UID = 59_431  # Nobody's on the machine that runs the tests; tenants have 59000.
+UID = 59_431  # Unused on the machine that runs the tests; tenants have 59000.
 KEY = "ssh-ed25519 AAAA alice"
 SUBJECT = _change.Subject(module.observe, module.plan, module.apply, module.facts)
 
 
 class Accounts:
-    """The programs that change accounts, on a tree; nothing else may be run."""
+    """Programs that change accounts, on a tree; no other program may run."""
 
     def __init__(self, tree: Path) -> None:
         self.tree = tree
@@ -246,7 +246,7 @@ for state in ("present", "ended", "absent"):
         told[0].append([keys.st_uid, oct(keys.st_mode & 0o777)])
 print(json.dumps([told, before == text(), os.listdir("/home")]))
 """
-# What is mounted there is seen by this process only, and gone with it.
+# Only this process sees these mounts, and they end with it.
 AWAY = """
 set -e
 cp -a /etc "$1/etc"; mount --bind "$1/etc" /etc
@@ -260,7 +260,7 @@ exec "$2" -c "$3" "$4"
 
 
 def test_with_the_real_programs_the_machine_is_as_before(tmp_path: Path) -> None:
-    """useradd, usermod and userdel themselves, on a copy of /etc that only they see."""
+    """useradd, usermod and userdel themselves, on a private copy of /etc."""
     checkout = Path(__file__).parents[4]
     collections = str(checkout / "build" / "collections")
     words = ["unshare", "--mount", "--propagation", "private", "sh", "-c", AWAY, "sh"]

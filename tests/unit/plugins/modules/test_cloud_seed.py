@@ -1,4 +1,4 @@
-"""The seed: written once, replaced when its content changes, never shown."""
+"""Cloud-init seed: written once, replaced when its content changes, never shown."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Check mode tells the truth: what it says would be done is what an apply then does, no more.
+"""Check mode of the modules: an apply does exactly the steps that check mode announced.
 
-Each case is a host on which the module has something to do; its programs are those of the module's
-own tests.
+In each case the module has something to do on the host; its programs come from the module's own
+tests.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ MIB = 1 << 20
 
 
 class Site:
-    """The host of a case: its root, and pytest's ways to put something behind it."""
+    """Host of a case: its root, and pytest's means to replace programs."""
 
     def __init__(self, request: pytest.FixtureRequest) -> None:
         self.ask = request.getfixturevalue
@@ -66,7 +66,7 @@ class Site:
         self.patch: pytest.MonkeyPatch = self.ask("monkeypatch")
 
     def runs(self, run: Callable[[Sequence[str]], str]) -> None:
-        """Programs, by what they answer."""
+        """Define programs by their answers."""
 
         def answer(argv: Sequence[str], **_more: Any) -> _command.Result:
             return _command.Result(0, run(argv), "")
@@ -75,7 +75,7 @@ class Site:
 
 
 class Units:
-    """systemctl of a host: what is enabled and what is active."""
+    """systemctl of a host: enabled and active units."""
 
     def __init__(self) -> None:
         self.enabled: set[str] = set()
@@ -215,7 +215,7 @@ def tenant_disks_used(site: Site) -> Case:
         return ""
 
     site.runs(run)
-    # The backup's name carries the time.
+    # The backup's name contains the time.
     site.patch.setattr(_takeover, "stamp", lambda: "20260417152532")
     eui = "5e0000000000a000"
     disk = {
@@ -298,7 +298,7 @@ def kernel_arguments_booted(site: Site) -> Case:
 
 def kernel_arguments_edited(site: Site) -> Case:
     subject, params = kernel_arguments_booted(site)
-    # The initramfs is of other inputs, the menu of other files, and a module was taken out.
+    # Initramfs and menu come from other inputs, and a module was taken out.
     _host.write(_kernel_arguments.INITRAMFS_RECORD, "{}\n")
     _host.write("/boot/grub/grub.cfg", "\tlinux\t/boot/vmlinuz-6.1 root=UUID=x ro quiet\n")
     (site.tree / "sys/module/vfio").rmdir()
@@ -346,7 +346,7 @@ def api_names_edited(site: Site) -> Case:
     subject, params = api_names(site)
     assert _change.drive(subject, params, check_mode=False).failure is None
     hosts, template = _host.path(_api_names.HOSTS), _host.path(_api_names.TEMPLATE)
-    # Half a block, with a line of the site after it, and a second one.
+    # hosts: half a block, followed by a line of the site. template: the block twice.
     end = "# gpuaas.slice: end\n"
     hosts.write_text(hosts.read_text().replace(end, "192.0.2.7 site\n"))
     template.write_text(template.read_text() * 2)
@@ -379,18 +379,18 @@ def test_an_apply_does_what_check_mode_said(
     forecast = _change.drive(subject, params, check_mode=True)
     assert (forecast.failure, forecast.changed, forecast.done) == (None, True, [])
     assert files(site.tree) == before
-    # A program that changed something would show in the second look.
+    # A program with an effect would change the second forecast.
     assert said(_change.drive(subject, params, check_mode=True)) == said(forecast)
 
     outcome = _change.drive(subject, params, check_mode=False)
     assert outcome.failure is None, outcome.failure
     assert said(outcome) == said(forecast)
     assert outcome.done == [step.name for step in forecast.plan.steps]
-    # What the diff shows of a file is what the file then holds.
+    # The file then has the content that the diff shows.
     for step in forecast.plan.steps:
         if step.name == "write_file":
             assert _host.kept(step.subject) == (step.after and step.after.strip())
-    # Whether a reboot must follow is asked of check mode too.
+    # Check mode also says whether a reboot must follow.
     assert reboot(forecast) == reboot(outcome)
 
     again = _change.drive(subject, params, check_mode=True)
@@ -407,7 +407,7 @@ def reboot(outcome: _change.Outcome) -> dict[str, Any]:
 
 
 def files(tree: Path) -> dict[str, tuple[int, bytes | str]]:
-    """Everything below a root: what it is, and what is in it."""
+    """Return everything below a root: kind and content."""
     found: dict[str, tuple[int, bytes | str]] = {}
     for path in tree.rglob("*"):
         content: bytes | str = ""

@@ -1,4 +1,4 @@
-"""Entries of fstab back into force, only when asked and only with their file systems there."""
+"""Restored fstab entries: only on request and only with their file systems present."""
 
 from __future__ import annotations
 

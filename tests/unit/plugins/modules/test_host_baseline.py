@@ -1,4 +1,4 @@
-"""What a tenant could leave on a machine is named; what comes and goes by itself is not."""
+"""Host baseline: a tenant's possible traces are named, passing changes of the system are not."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_what_changes_by_itself_is_no_drift_and_packages_are_harmless(host: Any)
     before = drive().facts["baseline"]
     _host.write("/etc/ssh/ssh_host_ed25519_key-cert.pub", "renewed\n")
     _host.write("/home/ops/notes", "other")
-    # An ephemeral port of some client.
+    # A client's ephemeral port.
     _host.write("/proc/net/udp", HOST["/proc/net/udp"] + "   1: 00000000:C350 0:0 07 0\n")
     _host.write("/proc/modules", HOST["/proc/modules"] + "xfs 1 0 - Live 0x0\n")
     host.answers.clear()
@@ -162,7 +162,7 @@ def test_what_a_tenant_made_of_the_record_stops_no_release(
     assert outcome.done == ["forget_baseline"] and not kept.exists()
     (told,) = outcome.facts["drift"]
     assert (told["section"], told["change"], told["access"]) == ("baseline", "changed", False)
-    # A provision does not take the tenant's record for the first look.
+    # A provision does not take the tenant's record for the first baseline.
     kept.write_text("[]")
     with pytest.raises(_change.Refusal, match="baseline_unreadable"):
         drive()

@@ -1,4 +1,4 @@
-"""A host with anybody on it is not to be restarted, whoever put the tenant there."""
+"""Idle check: a host with any tenant must not be restarted, whoever put the tenant there."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_machines_are_found_without_libvirt(tree: Path) -> None:
     process(tree, 9, "/usr/bin/qemu-system-x86_64", "-name", "guest=stranger")
     found = refusal(RESTART)
     assert (found.code, found.found) == ("host_in_use", "qemu-system-x86_64 9")
-    # A bootstrap repairs a slice host under its machines, as long as it does not restart it.
+    # Bootstrap repairs a slice host under its VMs, as long as it does not restart the host.
     assert module.look(BOOTSTRAP) == {"idle": True}
 
 

@@ -128,7 +128,7 @@ def test_of_two_at_once_one_fetches_and_the_other_finds_it(
 
     def fetch(url: str, target: str, **how: Any) -> None:
         fetched.append(target)
-        # Long enough for the other to come and begin as well, were it let.
+        # Long enough for the other process to start as well, if the lock let it.
         time.sleep(0.2)
         real(url, target, **how)
 

@@ -52,9 +52,9 @@ def codes(outcome: _change.Outcome) -> list[str]:
 
 @pytest.fixture
 def ready(bench):
-    """A clean, proven disk leased by the allocation, and the image in the cache."""
+    """A clean, proven disk held by the allocation, and the image in the cache."""
     bench.disk()
-    # What BLKZEROOUT must overwrite when the proof missed it.
+    # Old bytes that the proof missed; BLKZEROOUT must overwrite them.
     bench.write("nvme1n1", 7 * MIB, b"old bytes")
     _proof.record(DISK, {"disk": DISK, "verified": True, "finished_at": _host.now()})
     _ledger.hold("slot-0", fence=1, allocation_id="alloc", disk_identity=DISK)

@@ -1,4 +1,4 @@
-"""An application's key in a home that its tenant arranges: files, links and owners are real."""
+"""Application key in a home that its tenant controls: files, links and owners are real."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from ansible_collections.gpuaas.slice.plugins.modules import managed_key as modu
 
 pytestmark = pytest.mark.covers("APP-4")
 
-UID = 59_431  # Nobody's on the machine that runs the tests; tenants have 59000.
+UID = 59_431  # Unused on the machine that runs the tests; tenants have 59000.
 ALLOCATION = "0f8fad5b-d9cb-469f-a165-70867728950e"
 INSTANCE = "7c9e6679-7425-40de-944b-e07fc1f90ae7"
 OTHER = "11111111-7425-40de-944b-e07fc1f90ae7"
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAILw6MHUfBS0BkklFB8Qsked8rLaWhYoJ7HQ8JG+KpgdX"
 ENDS = 1_767_225_600
 SUBJECT = _change.Subject(module.observe, module.plan, module.apply, module.facts)
-# Not what a careful person writes: no line end, no text, and a marker that is another instance's.
+# A careless file: no final line end, bytes that are not text, and another instance's marker.
 THEIRS = b"ssh-rsa AAAA alice\r\n\xff\xfe # odd\n\nssh-rsa BBBB gpuaas-managed:" + OTHER.encode()
 
 
@@ -78,7 +78,7 @@ def code(state: str = "present", **more: Any) -> str:
 
 
 def untouched(folder: Path) -> dict[str, tuple[int, int, bytes]]:
-    """Everything below a folder: owner, kind and mode, content."""
+    """Return everything below a folder: owner, kind and mode, content."""
     found = {}
     for path in sorted(folder.rglob("*")):
         status = path.lstat()
@@ -121,7 +121,7 @@ def test_the_key_may_run_commands_until_it_ends(home: Home) -> None:
     options, _, rest = home.line().decode().partition(" ")
     assert rest == f"{KEY} gpuaas-managed:{INSTANCE}"
     limit, _, end = options.partition(",")
-    # `restrict` takes forwarding, terminal and rc away; without command= any command runs.
+    # `restrict` removes forwarding, terminal and rc; without command= any command runs.
     assert limit == "restrict"
     local = time.localtime(ENDS)
     assert end == f'expiry-time="{time.strftime("%Y%m%d%H%M", local)}"'
@@ -146,7 +146,7 @@ def test_folder_and_file_are_made_as_the_tenants(home: Home) -> None:
 
 @pytest.fixture
 def roots(home: Home) -> Path:
-    """A folder of root's, with keys, that a tenant would like to have written to."""
+    """A folder of root with keys, to which a tenant would like root to write."""
     folder = home.tree / "root/.ssh"
     folder.mkdir(parents=True)
     (folder / "authorized_keys").write_bytes(b"ssh-rsa ROOT root\n")
@@ -180,7 +180,7 @@ def test_no_trap_in_the_home_is_walked_into(home: Home, roots: Path, trap: str, 
 
 @pytest.mark.parametrize("owned", ["home", "ssh", "keys"])
 def test_what_is_not_the_tenants_is_neither_read_nor_written(home: Home, owned: str) -> None:
-    """A hard link to somebody else's file, or a folder moved into the home."""
+    """A hard link to another user's file, or a folder moved into the home."""
     home.holds(b"ssh-rsa AAAA alice\n")
     os.chown(getattr(home, owned), 0, 0)
     before = untouched(home.tree / "home")
@@ -191,7 +191,7 @@ def test_what_is_not_the_tenants_is_neither_read_nor_written(home: Home, owned: 
 def test_a_link_that_is_put_there_after_the_look_is_not_followed(
     home: Home, roots: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between reading and writing, the tenant exchanges everything that has a name."""
+    """Between reading and writing, the tenant replaces every named object."""
     home.holds(b"ssh-rsa AAAA alice\n")
     write = _managed_key.write
 
@@ -206,7 +206,7 @@ def test_a_link_that_is_put_there_after_the_look_is_not_followed(
     assert code() == "home_unsafe", "the second look finds the link"
     assert (roots / "authorized_keys").read_bytes() == b"ssh-rsa ROOT root\n"
     assert (roots / "authorized_keys").stat().st_uid == 0
-    # What was written went into the tenant's own folder, in the place of the link.
+    # The write went into the tenant's own folder, in place of the link.
     written = home.home / "moved/authorized_keys"
     assert written.read_bytes() == b"ssh-rsa AAAA alice\n" + home.line() + b"\n"
     assert not written.is_symlink()

@@ -47,7 +47,7 @@ def take(**approved: Any) -> _change.Outcome:
 
 
 def approval(**more: Any) -> dict[str, Any]:
-    """What a dry run shows now, as somebody would approve it."""
+    """Return the dry run's present result, as an operator would approve it."""
     (device,) = drive([BY_ID]).facts["devices"]
     return {**device["approval"], **more}
 
@@ -76,7 +76,7 @@ def shared(bench, script, monkeypatch: pytest.MonkeyPatch):
         return answer(argv, **how)
 
     def call(descriptor: int, request: int, buffer: bytearray) -> int:
-        # Rereading the partition table takes the partitions out of sysfs, as in a kernel.
+        # Rereading the partition table removes the partitions from sysfs, as in a kernel.
         if request == _device.BLKRRPART:
             (bench.root / "sys/class/block/nvme1n1p1/partition").unlink()
         return int(ioctl(descriptor, request, buffer))

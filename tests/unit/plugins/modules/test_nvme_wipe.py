@@ -54,7 +54,7 @@ def code(*, fence: int = 3, **slot: Any) -> str:
 
 @pytest.fixture
 def bad(bench, monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """Places on the disk that cannot be read until the next format, nor written to."""
+    """Places on the disk that cannot be read or written until the next format."""
     places: set[int] = set()
     read, write, call = os.preadv, os.pwritev, _device.call
 
@@ -137,7 +137,7 @@ def test_a_model_that_was_excluded_after_the_disk_was_taken_can_be_released(
 
 @pytest.mark.covers("I7", "HOST-9")
 def test_what_a_tenant_wrote_does_not_decide_whether_it_goes(bench) -> None:
-    """A label with the name of the pool that the host runs from, and one without a name."""
+    """A label with the name of the pool that the host runs from, and a label without a name."""
     bench.disk()
     (bench.root / "proc/spl/kstat/zfs/rpool").mkdir(parents=True)
     bench.mount("0:50", "/var/log", "rpool/log", "zfs")
@@ -146,7 +146,7 @@ def test_what_a_tenant_wrote_does_not_decide_whether_it_goes(bench) -> None:
         bench.write("nvme1n1", 130 * 1024, b"\x0c\xb1\xba\x00\0\0\0\0")
         _ledger.mark_dirty("slot-0", fence=3, disk_identity=DISK)
         outcome = wipe()
-        # Once clean again, the disk is looked at as anybody's.
+        # Once clean again, the disk gets the same checks as any other disk.
         assert outcome.failure is None, outcome.failure
         assert not any(bench.read("nvme1n1", 130 * 1024, 8))
 
@@ -199,7 +199,7 @@ def test_what_was_made_on_a_raw_disk_since_it_was_taken_is_not_wiped(bench) -> N
         assert refused.failure.found == "gpt on nvme1n1"
     assert bench.read("nvme1n1", 512, 8) == b"EFI PART"
     assert not _ledger.load("slot-0").dirty
-    # An interrupted wipe of its own: what is there came after the disk was taken.
+    # An interrupted wipe of its own: the present data came after the takeover of the disk.
     _ledger.mark_dirty("slot-0", fence=3, disk_identity=DISK)
     assert wipe(raw=True).failure is None
     assert bench.read("nvme1n1", 512, 8) == bytes(8)
@@ -214,7 +214,7 @@ def test_the_proof_of_the_transition_serves_the_first_release(bench) -> None:
 
 @pytest.mark.covers("I4")
 def test_after_a_doubt_only_a_wipe_under_the_present_fence_is_believed(bench) -> None:
-    """Somebody ran a machine on the disk by hand; the ledger knows of no use."""
+    """A VM was run on the disk by hand; the ledger has no record of the use."""
     bench.disk()
     wipe(fence=5)
     bench.write("nvme1n1", 20 * MIB, b"by hand")

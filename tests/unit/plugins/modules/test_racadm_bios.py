@@ -1,4 +1,4 @@
-"""BIOS settings through a real program that behaves as RACADM and its controller do."""
+"""BIOS settings through a real program that behaves like RACADM and its controller."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BLOCKING = {"id": "JID_700000000001", "name": "Firmware Update: NIC", "status": 
 
 
 class Idrac:
-    """The controller behind the stand-in: its state, and one drive of the module against it."""
+    """Controller behind the stand-in: its state, and a drive of the module against it."""
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / "racadm-state.json"
@@ -70,7 +70,7 @@ class Idrac:
 
 @pytest.fixture
 def idrac(tmp_path: Path, tree: Path, monkeypatch: pytest.MonkeyPatch) -> Idrac:
-    """A machine with everything off, its `racadm` on the PATH of the one gate, nobody on it."""
+    """A machine with all settings off, its `racadm` on the command gate's PATH, and no tenant."""
     (tmp_path / "racadm").symlink_to(STANDIN)
     monkeypatch.setattr(_command, "_PATH", f"{tmp_path}:{_command._PATH}")
     return Idrac(tmp_path)
@@ -109,7 +109,7 @@ def test_check_mode_says_what_then_happens(idrac: Idrac) -> None:
 def test_a_job_is_left_to_the_power_cycle_and_followed_afterwards(idrac: Idrac) -> None:
     left = idrac.drive(wait=False)
     assert left.failure is None and left.changed
-    # The controller shows the new values as pending already; that proves nothing.
+    # The controller already shows the new values as pending, which proves nothing.
     assert not left.facts["settled"]
     assert {one["status"] for one in left.facts["attributes"]} == {"pending"}
     between = idrac.drive(wait=False)
@@ -143,7 +143,7 @@ def test_a_queue_that_contradicts_itself_is_refused(queue: str) -> None:
 
 
 def test_the_queue_is_read_before_the_settings(idrac: Idrac) -> None:
-    """A job that ends between the looks must not pass for settings that need another one."""
+    """A job that ends between the reads must not pass for settings that need another job."""
     idrac.drive(state="planned")
     assert idrac.state()["calls"] == [
         ["jobqueue", "view"], ["get", "BIOS.ProcSettings"], ["get", "BIOS.IntegratedDevices"],
@@ -176,7 +176,7 @@ def test_nobody_is_power_cycled(idrac: Idrac, tree: Path, comes: Callable[[Path]
         failure = idrac.drive(check=check).failure
         assert failure is not None
         assert (failure.code, failure.found) == ("host_in_use", found)
-    # A look says so as well, once it is about a power cycle.
+    # The forecast reports the refusal too, as soon as a power cycle is due.
     told = idrac.drive(state="planned").facts["refusals"]
     assert [one["code"] for one in told] == ["host_in_use"]
     assert idrac.refused(power_cycle=False) == "power_cycle_not_allowed"
@@ -216,10 +216,10 @@ def test_a_ledger_that_cannot_be_read_allows_no_power_cycle(idrac: Idrac) -> Non
 def test_other_jobs_in_the_queue_stop_it(idrac: Idrac) -> None:
     idrac.set(jobs=[BLOCKING])
     assert idrac.refused() == "job_in_queue"
-    # Also one that comes between the look and the act.
+    # This includes a job that arrives between the read and the act.
     idrac.set(jobs=[], intruder=[BLOCKING | {"name": "Configure: BIOS.Setup.1-1"}])
     assert idrac.refused() == "job_in_queue"
-    # Also an open BIOS job that brings something else.
+    # This includes an open BIOS job with other settings.
     idrac.set(intruder=[], pending={})
     assert idrac.refused() == "job_in_queue"
     assert idrac.state()["cycles"] == 0

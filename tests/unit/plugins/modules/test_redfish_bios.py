@@ -1,4 +1,4 @@
-"""BIOS settings through a BMC that is a process of its own and answers as an iDRAC does."""
+"""BIOS settings through a BMC that is a separate process and answers like an iDRAC."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def drive(bmc: standin.Bmc, *, check: bool = False, **change: Any) -> _change.Ou
 
 
 def refused(bmc: standin.Bmc, **change: Any) -> _errors.Refusal:
-    """The refusal of a run that changed nothing."""
+    """Return the refusal of a run that changed nothing."""
     try:
         outcome = drive(bmc, **change)
     except _errors.Refusal as refusal:
@@ -160,7 +160,7 @@ def test_an_open_job_of_somebody_else_is_in_the_way(
 
 
 def jobs(count: int, last: str = "Completed") -> list[dict[str, Any]]:
-    """A queue whose last entry alone may be open."""
+    """Return a queue in which only the last entry may be open."""
     return [
         redfish.job_entry(f"JID_7{number:011d}", last if number == count else "Completed")
         for number in range(1, count + 1)
@@ -180,7 +180,7 @@ def test_an_open_job_on_a_later_page_is_in_the_way(bmc: standin.Bmc, expand: boo
     "link",
     [
         f"{redfish.JOBS}?$expand=*($levels=1)",  # the first page again, for ever
-        f"{redfish.JOBS}?$skip=4",  # past entries that nobody has seen
+        f"{redfish.JOBS}?$skip=4",  # past entries that were never read
         "/somewhere/else",
     ],
 )
@@ -284,7 +284,7 @@ def test_what_is_staged_against_a_good_value_is_taken_back(bmc: standin.Bmc) -> 
 
 
 def run(bmc: standin.Bmc, tmp_path: Path, **change: Any) -> tuple[dict[str, Any], str]:
-    """The module as Ansible runs it: a process, its arguments on standard input."""
+    """Run the module as Ansible does: a process, its arguments on standard input."""
     asked = {
         "host": bmc.address, "user": "root", "password": standin.PASSWORD,
         "ca_file": bmc.ca_file, "state": "present", "timeout": 5, **change,

@@ -1,4 +1,4 @@
-"""The absence module's verdict over its checks."""
+"""Verdict of the absence module over its checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The module gives what was found, with the boot that it was found under."""
+"""Answer of the holdings module: the holdings, and the boot id under which they were read."""
 
 from __future__ import annotations
 

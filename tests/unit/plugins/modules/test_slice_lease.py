@@ -1,4 +1,4 @@
-"""Taking slots: validated against the host, fenced, and the same when done twice."""
+"""Slot holds: validated against the host, fenced, and unchanged by a repetition."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def proof_of(disk: _block.Disk) -> dict[str, Any]:
 
 @pytest.fixture
 def host(pci: Any, tree: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A host with one free slot on its only NUMA-less CPU pair."""
+    """A host with a free slot on its only NUMA-less CPU pair."""
     boot = tree / "proc/sys/kernel/random/boot_id"
     boot.parent.mkdir(parents=True)
     boot.write_text(f"{BOOT}\n")
@@ -120,7 +120,7 @@ def test_take_and_take_again(host: Path) -> None:
 def test_under_another_boot_nothing_is_done(
     host: Path, monkeypatch: pytest.MonkeyPatch, proven: str | None
 ) -> None:
-    monkeypatch.delattr(_libvirt, "states")  # nothing is even looked at
+    monkeypatch.delattr(_libvirt, "states")  # no state is even read
     with pytest.raises(_change.Refusal) as refused:
         drive({**PARAMS, "boot_id": proven})
     assert (refused.value.code, refused.value.found) == ("boot_changed", f"boot {BOOT}")
@@ -192,7 +192,7 @@ def test_two_leases_at_once_share_neither_cpu_nor_memory(
     codes: list[str],
     cpus: list[list[int]] | None,
 ) -> None:
-    """Two processes, and long enough between look and record that both would see the same."""
+    """Two processes; the time from read to record is so long that both see the same state."""
     look = _bridge.bridges
     monkeypatch.setattr(_bridge, "bridges", lambda: (time.sleep(0.3), look())[1])
     started = multiprocessing.get_context("fork")
@@ -238,7 +238,7 @@ def test_a_machine_that_a_tenant_has_as_a_whole_leases_no_slot(host: Path, given
     assert (code(outcome), outcome.done) == ("machine_leased", [])
     assert outcome.failure is not None and TWO in outcome.failure.found
     assert (_ledger.entries(), _pinning.recorded(ONE)) == (before, None)
-    # What a claim that ends needs is not in the way of anybody.
+    # An ending claim can still do its work.
     fenced = {**RELEASED, "state": "fenced"}
     assert (code(drive(fenced)), code(drive(RELEASED))) == ("", "")
     _ledger.mark_clean("machine", fence=1, disk_identity="", proof={})
@@ -271,7 +271,7 @@ def test_a_machine_taken_between_look_and_lease_is_refused_by_the_ledger(
 
 
 def test_a_host_in_conversion_leases_no_slot(host: Path) -> None:
-    """The way to bare metal takes the word away before anything else."""
+    """The way to bare metal removes the slice-mode file before anything else."""
     _host.remove(_boot_service.SLICE_MODE)
     outcome = drive(PARAMS)
     assert (code(outcome), outcome.done) == ("not_slice_mode", [])
@@ -294,7 +294,7 @@ TWO_SLOTS = [
 def test_every_disk_of_the_slice_needs_a_proof_that_stands(
     host: Path, pci: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No image is cloned onto the second one: the guest gets it as it is."""
+    """The second disk gets no image, so the guest receives it as it is."""
     pci.add("0000:44:00.0", "1234:11e8", driver="vfio-pci", group=13)
     by_serial = {disk.serial: disk for disk in (DISK, SPARE)}
     monkeypatch.setattr(_block, "of_slot", lambda slot: by_serial[slot["nvme_serial"]])
@@ -314,7 +314,7 @@ def test_a_proof_from_before_the_last_mark_does_not_stand(host: Path) -> None:
 
 
 def test_what_the_allocation_itself_wrote_is_no_obstacle(host: Path) -> None:
-    """A repeated provision finds its own image on the disk."""
+    """A repeated provision meets its own image on the disk."""
     drive(PARAMS)
     _ledger.mark_dirty("slot-3", fence=7, disk_identity=DISK.disk_identity)
     outcome = drive(PARAMS)

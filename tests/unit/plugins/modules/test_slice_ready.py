@@ -1,4 +1,4 @@
-"""The readiness gate against a lease file, a neighbour table and a real socket."""
+"""Readiness gate, against a DHCP lease file, a neighbour table and a real socket."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PARAMS: dict[str, Any] = {
 
 
 class Guest:
-    """What can be seen of a guest, on a clock that jumps a second at each look."""
+    """Visible state of a guest, on a clock that jumps a second at each read."""
 
     def __init__(self, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tree = tree
@@ -100,7 +100,7 @@ def test_one_look_in_check_mode(guest: Guest) -> None:
 
 
 class Module:
-    """What the driver needs of an AnsibleModule."""
+    """The parts of an AnsibleModule that the driver needs."""
 
     def __init__(self, *, check_mode: bool, **changes: Any) -> None:
         self.params = {**PARAMS, **changes}

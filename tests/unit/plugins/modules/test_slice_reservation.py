@@ -1,4 +1,4 @@
-"""An address reserved, refused when somebody has it, and given back with its lease."""
+"""Address reservation: made, refused when the address is taken, removed with its DHCP lease."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_late_release_leaves_the_next_holder_alone(host: Path) -> None:
 
 
 def test_a_late_run_reserves_nothing(host: Path) -> None:
-    """Its reservation would shut the slot's next tenant out; giving back is never late."""
+    """Its reservation would shut out the slot's next tenant; a removal is never too late."""
     slots = [{"slot_id": "s1", "fence": 3}]
     assert drive({**PARAMS, "slots": slots}).done == ["reserve_address"]
     drive(ABSENT)

@@ -1,4 +1,4 @@
-"""The VM's plan from every state it can be found in, and its acts."""
+"""Plan of a VM from each of its possible states, and the execution of the plan."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_guard_that_was_lost_is_put_back() -> None:
 def test_a_limit_holds_before_the_guest_runs_and_is_kept() -> None:
     wanted = {**SPEC, "mgmt_qos": LIMIT}
     assert steps(NOTHING, spec=wanted)[1:] == [*START[:2], "limit_port", "resume_domain"]
-    # What a VM before it left behind says nothing of the port that this one gets.
+    # The limit that an earlier VM left behind does not apply to the port of this VM.
     assert "limit_port" in steps(replace(NOTHING, qos=LIMITED), spec=wanted)
     assert steps(replace(RUNNING, qos=LIMITED), spec=wanted) == []
     assert steps(RUNNING, spec=wanted) == ["limit_port"]
@@ -120,7 +120,7 @@ def test_a_limit_goes_before_its_port_and_without_it() -> None:
 def test_an_attachment_that_does_not_exist_is_refused_by_name() -> None:
     wanted = {**SPEC, "mgmt_attachment": "vf_representor"}
     assert codes(NOTHING, spec=wanted) == ["mgmt_attachment_unsupported"]
-    # A VM that runs is released all the same.
+    # A running VM is released all the same.
     assert codes(RUNNING, spec=wanted, state="absent") == []
 
 
@@ -174,7 +174,7 @@ def test_a_qemu_without_a_domain_is_never_called_absent() -> None:
 
 
 class Host:
-    """Libvirt and the switch, as far as the module can tell."""
+    """Libvirt and the switch, as far as the module can observe them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.acts: list[str] = []
@@ -311,7 +311,7 @@ def test_a_late_run_is_refused_before_each_act(host: Host) -> None:
 
 
 def test_every_disk_is_marked_dirty_before_the_guest_starts(tree: Path) -> None:
-    """Also the data disks of an allocation with several GPUs, which no clone marks."""
+    """This includes the data disks of an allocation with several GPUs, which no clone marks."""
     for number in (0, 1):
         _ledger.hold(
             f"slot-{number}", fence=3, allocation_id="a", disk_identity=f"eui.{number:016x}"

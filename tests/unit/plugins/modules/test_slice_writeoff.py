@@ -1,4 +1,4 @@
-"""Giving up leases: only those that the reconciler has written off, and nothing is forgotten."""
+"""Write-off of holds: only those that the reconciler has written off; no record is lost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PARAMS: dict[str, Any] = {"slots": [DEAD]}
 
 @pytest.fixture
 def host(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Slot 3 was being wiped when its disk died; slot 4 is another tenant's."""
+    """The disk of slot 3 died during a wipe; slot 4 is another tenant's."""
     monkeypatch.setattr(_libvirt, "processes", lambda _name: {})
     _ledger.hold("slot-3", fence=7, allocation_id=ONE, disk_identity=DISK)
     _ledger.mark_dirty("slot-3", fence=8, disk_identity=DISK)
@@ -116,6 +116,6 @@ def test_not_while_its_machine_is_there(
 
 
 def test_the_ledger_itself_gives_up_for_nobody_else(host: Path) -> None:
-    """Somebody may have taken the slot between the look and the act."""
+    """The slot may have a new holder between the read and the act."""
     with pytest.raises(_change.Refusal, match="slot_leased"):
         _ledger.give_up("slot-3", fence=9, allocation_id=TWO, reason="x")

@@ -20,7 +20,7 @@ UNIT = "/etc/systemd/system/gpuaas-slice-fabric.service"
 
 @pytest.fixture(autouse=True)
 def live(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cards are test_sriov's concern; here they already are as asked."""
+    """Cards that are already in the requested state; test_sriov covers the cards."""
     state = _virtual_functions.State((), ())
     monkeypatch.setattr(_virtual_functions, "observe", lambda _params: state)
     done: set[str] = set()

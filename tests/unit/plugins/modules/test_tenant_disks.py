@@ -1,4 +1,4 @@
-"""Whatever a tenant made of the disks is undone without force, and nothing else is."""
+"""Tenant's use of the disks: undone without force, and nothing else is changed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def host(bench, monkeypatch: pytest.MonkeyPatch):
 
 
 def escaped(name: str) -> str:
-    """As the kernel's tables write it."""
+    """Return the name as the kernel's tables write it."""
     return name.replace("\\", "\\134").replace(" ", "\\040")
 
 
@@ -80,7 +80,7 @@ def test_mounts_swap_and_fstab(host) -> None:
         "systemctl daemon-reload", "swapoff -- /dev/nvme1n1",
         "umount -- /home/alice/data", "umount -- /data",
     ]  # fmt: skip
-    # To the byte: the baseline is compared next.
+    # Equal to the byte, because the baseline is compared next.
     assert _host.path("/etc/fstab").read_text() == before
     assert done.facts["used"] == {f"disk-{EUI}": []}
     assert free().changed is False
@@ -105,7 +105,8 @@ def test_a_volume_on_an_array_comes_apart_from_the_top(host) -> None:
     "point", ["/home", "/opt", "/var/lib", "/var/log", "/usr", "/root", "/boot"]
 )
 def test_a_tenants_disk_stays_the_tenants_wherever_it_is_mounted(host, point: str) -> None:
-    """The tenant's fstab mounts it there at every boot; the machine must come back all the same."""
+    """The tenant's fstab mounts it there at every boot, and the machine must come back all the
+    same."""
     _ledger.mark_dirty(f"disk-{EUI}", fence=1, disk_identity=f"eui.{EUI}")
     host.mount("259:2", point, "/dev/nvme1n1p1")
     before = "UUID=1 / ext4 defaults 0 1\n"
@@ -213,7 +214,7 @@ def test_a_mount_table_that_cannot_be_read_or_is_not_there_stops_all(host, there
 
 
 def test_a_name_in_no_encoding_keeps_no_tenants_disk_from_its_wipe(host) -> None:
-    """The programs get every byte of it; what is said of it can be written down anywhere."""
+    """The programs get every byte of the name; its printed form uses only storable characters."""
     host.mount("259:2", "/d\udce9\\040x", "/dev/nvme1n1p1")
     host.swap("/d\udce9\\040x/swap\udcff")
     done = free()

@@ -1,4 +1,4 @@
-"""Nothing is taken but what was approved: not what came since, nor what nobody knows."""
+"""Approval of a takeover: only approved data is erased, nothing newer and nothing unknown."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def refused(outcome: _change.Outcome) -> Refusal:
 
 @pytest.fixture
 def calls(bench, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was run; mounts follow."""
+    """Programs that ran; mounts follow them."""
     told: list[str] = []
 
     def run(argv: Any, **_how: Any) -> Any:
@@ -100,7 +100,7 @@ def test_what_the_host_lives_on_is_never_taken(share, calls: list[str], point: s
 
 
 def test_our_state_is_known_through_a_link(share, tree: Path) -> None:
-    """/var/lib/gpuaas leads to a share: its filesystem counts and not its name."""
+    """/var/lib/gpuaas leads to a share, so its filesystem counts and not its name."""
     (tree / "var/lib/gpuaas").mkdir(parents=True)
     number = tree.stat().st_dev
     share.mount(f"{os.major(number)}:{os.minor(number)}", "/data", "/dev/nvme1n1p1")
@@ -288,7 +288,7 @@ def test_a_mount_that_comes_over_it_after_the_plan_stays_too(share, calls: list[
 def test_a_disk_that_is_refused_after_all_gets_its_share_back(
     share, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only claiming it shows that something else has it."""
+    """Only the claim shows that another program uses it."""
     approved, fstab = approval(), _host.path("/etc/fstab").read_text()
 
     def held(*_what: Any, **_how: Any) -> Any:
@@ -401,7 +401,7 @@ def test_what_holds_a_partition_unseen_is_found_before_anything_is_unmounted(
 
 
 def test_os_disk_renamed_from_nvme4_to_nvme7_between_boots(bench, calls: list[str]) -> None:
-    """The incident: what was approved as nvme7 had become the operating system's disk."""
+    """The incident: the disk approved as nvme7 had become the operating system's disk."""
     system, data = "5e0000000000a004", "5e0000000000a007"
     four = bench.disk("nvme4n1", minor=4, eui=system, serial="SYSTEM")
     seven = bench.disk("nvme7n1", minor=7, eui=data, serial="DATA")

@@ -1,4 +1,4 @@
-"""A take-over that breaks off: it can be begun again, and nothing comes back that is half gone."""
+"""Interrupted takeover of a disk: it can start again, and half-erased content never comes back."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RECORD = f"{_erase_journal.DIRECTORY}/eui.{EUI}.json"
 
 
 class PowerLoss(BaseException):
-    """Nothing of the run gets to act on it."""
+    """End of the run's power; the run cannot react to it."""
 
 
 def drive(**other: Any) -> _change.Outcome:
@@ -57,7 +57,7 @@ def code(outcome: _change.Outcome) -> str:
 
 @pytest.fixture
 def share(bench, monkeypatch: pytest.MonkeyPatch):
-    """A mounted share with something in it, and the programs that mount."""
+    """A mounted share with a file in it, and the programs that mount."""
     bench.disk()
     bench.partition("nvme1n1", MIB, 20 * MIB, minor=2)
     bench.write("nvme1n1", 512, b"EFI PART")
@@ -81,7 +81,7 @@ def share(bench, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def broken(share, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The power fails after both ends were cleared; the approval of what was there."""
+    """The power failed after both ends were cleared; return the earlier content's approval."""
     approved = approval()
     with monkeypatch.context() as patch:
 
@@ -91,7 +91,7 @@ def broken(share, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         patch.setattr(_device, "zero", fails)
         with pytest.raises(PowerLoss):
             take(approved)
-    # The kernel finds no table at the next boot.
+    # The kernel sees no partition table at the next boot.
     (share.root / "sys/class/block/nvme1n1p1/partition").unlink()
     assert _block.usage(_block.resolve("nvme1n1")).filesystems == {"nvme1n1": "raw_data"}
     return approved
@@ -144,7 +144,7 @@ def test_a_record_that_outlived_the_erase_says_nothing(share, broken) -> None:
 
 
 def test_a_blank_look_is_no_end_of_an_erase(share, broken) -> None:
-    """An old proof, and the file that is left lies where nobody looks."""
+    """The proof is old, and the remaining file lies where no check reads."""
     proof = {"disk": f"eui.{EUI}", "verified": True, "finished_at": "2020-01-01T00:00:00+00:00"}
     _proof.record(f"eui.{EUI}", proof)
     share.write("nvme1n1", 6 * MIB, bytes(MIB))
@@ -178,7 +178,7 @@ def test_what_the_system_says_before_the_first_byte_puts_everything_back(
 def test_what_is_put_back_is_at_its_own_place_to_the_byte(
     bench, monkeypatch: pytest.MonkeyPatch, written: str, name: str
 ) -> None:
-    """What is shown of two names may be the same."""
+    """Two names can have the same printed form."""
     bench.mount("259:2", f"/d{written}", f"/dev/disk/by-label/x{written}")
     bench.mount("8:1", "/d\\134xe9" if name == "\udce9" else "/d\udce9", "/dev/sda1")
     done: list[list[str]] = []
@@ -189,7 +189,7 @@ def test_what_is_put_back_is_at_its_own_place_to_the_byte(
 
     monkeypatch.setattr(_command, "run", run)
     found = [mount for mount in _usage.mounts() if mount.devt == "259:2"]
-    # As a plan is shown, and handed on.
+    # In the form in which a plan is shown and handed on.
     (told,) = json.loads(
         json.dumps([step.document() for step in _mounting.steps(found, "x")], ensure_ascii=False)
         .encode()

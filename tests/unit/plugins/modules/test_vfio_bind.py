@@ -27,7 +27,7 @@ CLAIM = "/etc/systemd/system/gpuaas-slice-vfio-claim.service"
 
 @pytest.fixture(autouse=True)
 def host(pci: Any, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two GPUs on a host in slice mode, whose systemd does what it is told."""
+    """Two GPUs on a host in slice mode, whose systemd obeys."""
     pci.add(GPU, group=7, driver="nouveau").add(OTHER, group=9, driver="nouveau")
     (tree / "sys/bus/pci/drivers/vfio-pci").mkdir(parents=True)
     _host.write(_boot_service.SLICE_MODE, json.dumps({"mode": "slice"}))

@@ -1,4 +1,4 @@
-"""Bootstrap without Ansible: the playbook's order, one line each, a reboot only when allowed."""
+"""Bootstrap without Ansible: the playbook's order, a line per step, a reboot only when allowed."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_parts_are_what_the_playbook_gives_its_roles() -> None:
         "slice_mode",
     ]  # fmt: skip
     assert parts["packages"]["packages"] == [*_host_packages.REQUIRED, *server["packages"]]
-    # Not every distribution has it, and no host is the worse for it.
+    # Not every distribution has this package, and a host works without it.
     assert parts["packages"]["optional"] == server["optional_packages"] == ["rshim"]
     assert "rshim" not in parts["packages"]["packages"]
     assert parts["gpu_services"]["services"] == server["gpu_services"]
@@ -116,7 +116,7 @@ def test_what_the_host_goes_without_is_said(
 
 
 class Machine:
-    """Two parts that write files, and a kernel that may want a reboot."""
+    """Two parts that write files, and a kernel that may require a reboot."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reasons: list[str] = []
@@ -158,7 +158,7 @@ def machine(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def run(capsys: Any, *words: str, **environment: str) -> tuple[int, list[str]]:
-    """The exit code, and each line as `status step`."""
+    """Return the exit code, and each line as `status step`."""
     settings: Mapping[str, str] = {"GPUAAS_SLICE_PROFILE": "lab", **environment}
     code = _deploy_bootstrap.main(words, settings)
     lines = capsys.readouterr().out.splitlines()
@@ -268,7 +268,7 @@ def test_nobody_is_rebooted(
     machine.reasons = ["not booted with iommu=pt"]
     code, lines = run(capsys, GPUAAS_SLICE_REBOOT_IF_REQUIRED="1")
     assert (code, lines[0], lines[-1], script.calls) == (1, "CHANGED one", "FAIL reboot", [])
-    # A slice host is repaired under its machines as long as that takes no reboot.
+    # A slice host can be repaired under its running VMs as long as no reboot is needed.
     machine.reasons = []
     assert run(capsys)[0] == 0
 
@@ -285,7 +285,7 @@ def test_a_machine_that_a_tenant_has_is_left_alone(
     said = capsys.readouterr().out
     assert "machine_leased" in said and TENANT in said and said.count("\n") == 1
     assert (_host.read("/etc/one"), script.calls) == (None, [])
-    # A forecast names everything that stands in the way.
+    # A forecast names every obstacle.
     forecast = ["FAIL tenants", "PLANNED one", "PLANNED two", "PLANNED three"]
     assert run(capsys, "--check") == (1, forecast)
 
@@ -357,7 +357,7 @@ def test_a_record_of_the_host_that_cannot_be_read_is_named_before_anything_is_do
     said = capsys.readouterr().out
     assert "tuning_record_unreadable" in said and _host_tuning.OPTED_IN in said
     assert _host.read("/etc/one") is None
-    # The network has nothing to do with it.
+    # The network part does not depend on this.
     assert _deploy_bootstrap.network([], {"GPUAAS_SLICE_PROFILE": "lab"}) == 0
 
 
@@ -436,7 +436,7 @@ def test_boot_services_get_their_sources_from_the_generated_file() -> None:
 
 
 def test_the_generated_file_stands_alone(tmp_path: Path) -> None:
-    """Away from the repository, as cloud-init runs it; on a machine that it must not change."""
+    """Run it outside the repository, as cloud-init does, on a machine that it must not change."""
     (script,) = (one for one in standalone.SCRIPTS if one.path == SCRIPT)
     file = tmp_path / "bootstrap.sh"
     file.write_text(standalone.build(script))

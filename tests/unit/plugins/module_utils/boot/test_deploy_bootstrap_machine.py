@@ -1,7 +1,7 @@
-"""The generated bootstrap, run for real on a copy of this machine's folders, in namespaces.
+"""Generated bootstrap, run for real on a copy of this machine's folders, in namespaces.
 
 Real: the file as it ships, its writes, the network interfaces, the boot service that it installs.
-Stand-ins: what would act on the machine itself (tests/data/deployed_machine/program).
+Stand-ins: programs that would act on the machine itself (tests/data/deployed_machine/program).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ cat /proc/sys/net/ipv4/ip_forward; ip -4 -br address show dev ovsbr0; tail -n1 /
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """The file as generated, with a profile whose fabric is of no interest here."""
+    """The generated file, with a profile whose fabric does not matter here."""
     lab = yaml.safe_load((ROOT / "profiles" / "lab.yml").read_text())
     lab["fabric"]["pf_ids"] = []
     profile = tmp_path / "lab.yml"
@@ -73,7 +73,7 @@ def test_a_deployed_machine_becomes_a_slice_host_by_one_file(script: Path, tmp_p
     assert left[:4] == [
         '{"mode": "slice", "profile": "lab"}',
         "-A POSTROUTING -s 10.100.0.0/24 -j MASQUERADE",
-        # The service that comes back at boot, run from what the file has installed.
+        # The boot service, run from the installed files.
         "done: nothing to do",
         "1",
     ]
@@ -83,7 +83,7 @@ def test_a_deployed_machine_becomes_a_slice_host_by_one_file(script: Path, tmp_p
 
 
 def _words(lines: list[str]) -> list[str]:
-    """`status step` of each line; other lines as they are."""
+    """Return `status step` of each step line, and other lines unchanged."""
     found = []
     for line in filter(None, lines):
         words = dict(word.partition("=")[::2] for word in line.split())

@@ -1,4 +1,4 @@
-"""Services that hold GPUs: stopped for slices, and afterwards what they were."""
+"""Services that hold GPUs: stopped for slices, then restored to their earlier state."""
 
 from __future__ import annotations
 
@@ -82,9 +82,8 @@ def test_without_names_nothing_is_asked(script: Any) -> None:
 
 
 class Systemd:
-    """Services as active/file. What starts at boot is up to the real systemctl, on the host's tree;
-    only what is active is played: no manager runs here.
-    """
+    """Services as active/file. The real systemctl decides on the host's tree about the start at
+    boot; only the active state is simulated, because no manager runs here."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **services: str) -> None:
         self.active: dict[str, str] = {}
@@ -94,11 +93,11 @@ class Systemd:
         monkeypatch.setattr(_command, "run", self.run)
 
     def put(self, name: str, state: str, folder: str = "/usr/lib/systemd/system") -> None:
-        """A service as its package and somebody's hands have left it."""
+        """Set a service to the state that its package and an administrator have left."""
         self.active[name], _, file = state.partition("/")
         whole = name if name.endswith(".service") else f"{name}.service"
         text = f"[Service]\nExecStart=/bin/true\n{INSTALL.get(file, ALONE)}"
-        # Of an instance there is a template.
+        # An instance has a template.
         _host.write(f"{folder}/{re.sub('@.*[.]', '@.', whole)}", text)
         for way in file.split("+"):
             if way in WAYS:
@@ -128,7 +127,7 @@ class Systemd:
         return [self._state(name) for name in self.active]
 
     def _state(self, name: str) -> str:
-        # It says nothing of a unit that is nowhere, as `show` does.
+        # It prints nothing for a unit without files, as `show` does.
         file = self._really("is-enabled", name, ok=(0, 1)).strip()
         return f"{self.active.get(name, 'inactive')}/{file}"
 
@@ -157,7 +156,7 @@ KINDS = (
 def test_nothing_can_start_it_until_it_is_what_it_was(
     monkeypatch: pytest.MonkeyPatch, was: str
 ) -> None:
-    """A udev rule wants Ubuntu's nvidia-persistenced, which is static: disabling does nothing."""
+    """Ubuntu's nvidia-persistenced is static and wanted by a udev rule: disabling has no effect."""
     systemd = Systemd(monkeypatch, a=f"active/{was}")
     (before,) = systemd.states
     outcome = drive(services=["a.service"])
@@ -165,7 +164,7 @@ def test_nothing_can_start_it_until_it_is_what_it_was(
     assert systemd.states == ["inactive/masked"]
     assert not drive(services=["a.service"]).changed
     assert drive(services=[], state="restored").failure is None
-    # One that ran beneath a mask is as startable as it was: not at all.
+    # A service that ran beneath a mask cannot be started, now as before.
     assert systemd.states == [before.replace("active/masked", "inactive/masked")]
     assert _host.read(RECORD) is None
 
@@ -180,7 +179,7 @@ def test_each_service_becomes_what_it_was(monkeypatch: pytest.MonkeyPatch) -> No
         "inactive/masked", "failed/masked", "inactive/masked", "inactive/masked"
     ]  # fmt: skip
     assert not drive().changed
-    # The record names them, not the profile of the day.
+    # The record names the services; the profile may have changed since.
     assert drive(services=[], state="restored").failure is None
     assert systemd.states == before
     assert _host.read(RECORD) is None
@@ -190,7 +189,7 @@ def test_each_service_becomes_what_it_was(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_mask_of_the_sites_stays_and_hides_no_running_service(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Masked while it ran, or its unit gone: it is stopped; nothing could start it again."""
+    """A running service that is masked or lost its unit is stopped and cannot start again."""
     systemd = Systemd(monkeypatch, a="active/masked")
     assert drive(services=["a.service"]).done == ["remember_before", "stop_service"]
     assert drive(services=[], state="restored").done == ["forget_before"]
@@ -209,7 +208,7 @@ def test_a_unit_by_any_name_that_systemctl_takes_becomes_what_it_was(
     root = _host.path("/etc/systemd/system")
     before = sorted(root.rglob("*"))
     assert drive(services=[name]).failure is None
-    # A template of the site's leaves place for the mask of an instance.
+    # A site's template leaves room for the mask of an instance.
     own = "@" not in name and folder.startswith("/etc")
     assert systemd.states == [f"inactive/{was if own else 'masked'}"]
     assert own == _host.path(f"/etc/systemd/system/{name}.service.d").is_dir()
@@ -225,7 +224,7 @@ def test_a_unit_by_any_name_that_systemctl_takes_becomes_what_it_was(
 @pytest.mark.covers("HOST-15")
 @pytest.mark.parametrize("was", ["enabled", "static"])
 def test_a_unit_file_of_the_sites_own_is_barred(monkeypatch: pytest.MonkeyPatch, was: str) -> None:
-    """It lies where the mask would be, and systemctl refuses to put one there."""
+    """The unit file is at the mask's place, and systemctl refuses to put a mask there."""
     systemd = Systemd(monkeypatch)
     systemd.put("a.service", f"active/{was}", "/etc/systemd/system")
     folder = _host.path("/etc/systemd/system")
@@ -233,7 +232,7 @@ def test_a_unit_file_of_the_sites_own_is_barred(monkeypatch: pytest.MonkeyPatch,
     assert drive(services=["a.service"]).done == ["remember_before", "stop_service", "bar_service"]
     assert systemd.states == [f"inactive/{was}"]
     assert not drive(services=["a.service"]).changed
-    # A bar that somebody edited keeps nothing off.
+    # An edited bar has no effect.
     _host.write(f"/etc/systemd/system/a.service.d/{_gpu_services.BAR}", "[Unit]\n")
     assert drive(services=["a.service"]).done == ["bar_service"]
     given = ["unbar_service", "start_service", "forget_before"]
@@ -243,7 +242,7 @@ def test_a_unit_file_of_the_sites_own_is_barred(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.covers("HOST-15")
 def test_the_first_word_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody started one by hand on the slice host: it was quiet before, and is so again."""
+    """A service that an operator started on the slice host ends stopped, as it was before."""
     systemd = Systemd(monkeypatch, a="active/enabled", b="inactive/disabled")
     drive(services=["a.service", "b.service"])
     _command.run(["systemctl", "unmask", "--", "b.service"])
@@ -256,7 +255,7 @@ def test_the_first_word_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.covers("HOST-15")
 def test_drift_is_not_taken_for_what_was_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All were quiet at the first run; one that is started by hand later is not brought back."""
+    """All were stopped at the first run, so a service that started later is not restored."""
     systemd = Systemd(monkeypatch, a="inactive/disabled")
     assert drive(services=["a.service"]).done == ["remember_before", "mask_service"]
     assert not drive(services=["a.service"]).changed
@@ -284,7 +283,7 @@ def test_a_service_that_was_uninstalled_holds_nothing_up(monkeypatch: pytest.Mon
     systemd = Systemd(monkeypatch, a="active/enabled")
     drive(services=["a.service"])
     systemd.uninstall("a.service")
-    # Our mask goes all the same.
+    # The project's mask is removed all the same.
     assert drive(services=[], state="restored").done == ["unmask_service", "forget_before"]
     assert systemd.states == ["inactive/"]
 

@@ -1,4 +1,4 @@
-"""Which entry GRUB starts next, from menus in the form of Debian 12 and Ubuntu 24.04."""
+"""Next boot entry of GRUB, read from menus in the form of Debian 12 and Ubuntu 24.04."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _grub_men
 pytestmark = pytest.mark.covers("HOST-4", "HOST-10")
 
 DATA = Path(__file__).resolve().parents[4] / "data/grub"
-# `DEFAULT` stands where GRUB_DEFAULT does; each kernel line has a word of its own.
+# `DEFAULT` stands in place of GRUB_DEFAULT; each kernel line has a distinct word.
 DEBIAN = (DATA / "debian-12.cfg").read_text()
-# The cloud image boots without an initramfs first.
+# The cloud image first boots without an initramfs.
 UBUNTU = (DATA / "ubuntu-24.04-cloud.cfg").read_text()
 
 
@@ -56,7 +56,7 @@ def test_what_was_saved_and_what_is_asked_for_once() -> None:
     assert words(saved, saved_entry="1>1", prev_saved_entry="1>0") == ["one=second"]
     assert words(saved, saved_entry="0", next_entry="1>1") == ["one=first"]
     assert words(DEBIAN.replace("DEFAULT", "0"), saved_entry="1>1") == ["one=simple"]
-    # A menu that does not read it is not moved by it.
+    # A menu that does not read the variable is not affected by it.
     assert words('set default="1"\n' + DEBIAN[DEBIAN.index("menuentry") :], next_entry="0") == [
         "one=second"
     ]

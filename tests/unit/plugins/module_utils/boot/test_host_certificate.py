@@ -1,4 +1,4 @@
-"""The renewal of a host's certificate: certificates are real, sshd and systemd are scripted."""
+"""Renewal of a host's certificate: certificates are real, sshd and systemd are scripted."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_host_that_never_enrolled_is_told_to(trust: ca.Trust, old: str, script
 def test_a_certificate_without_an_end_is_refused_and_replaced(
     trust: ca.Trust, old: str, script: Any, tmp_path: Path
 ) -> None:
-    """No renewal would ever be due. One that is installed is no obstacle to a new one."""
+    """Its renewal would never be due. Such a certificate, once installed, can still be replaced."""
     (tmp_path / "subject.pub").write_text(_host.read(_host_certificate.KEY) or "")
     words = ["-I", "by hand", "-n", NODE, "-V", "always:forever", "-z", "7", "-h"]
     keygen.run("-q", "-s", str(trust.host_authority), *words, str(tmp_path / "subject.pub"))

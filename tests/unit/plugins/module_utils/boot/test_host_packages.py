@@ -1,4 +1,4 @@
-"""Packages: dpkg is asked once, apt only for what is missing."""
+"""Host packages: a single dpkg query, and apt only for missing packages."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_what_is_missing_or_only_removed_is_installed(script: Any) -> None:
     script.on(*APT, LOCK, "update").on(*install("ovmf", "dnsmasq"))
     assert drive(*wanted).done == ["install_packages"]
     assert script.calls[1:3] == [(*APT, LOCK, "update"), install("ovmf", "dnsmasq")]
-    # The way back asks which of them were not there before.
+    # The way back needs the record of packages that were not installed before.
     assert _host_snapshot.recall(_host_packages.RECORD) == dict.fromkeys(
         ["ovmf", "dnsmasq"], "installed"
     )
@@ -74,7 +74,7 @@ def test_a_package_that_apt_did_not_bring_is_no_success(script: Any) -> None:
 
 
 def test_what_apt_does_not_have_is_named_and_stops_nothing(script: Any) -> None:
-    """As rshim on a stock Debian 12: unknown to apt, and in no list that a mirror has."""
+    """Like rshim on a stock Debian 12: unknown to apt, and in no list of a mirror."""
     script.on(*QUERY, "zstd", "rshim", rc=1).on(
         *QUERY, "zstd", "rshim", out="installed zstd\n", rc=1
     )
@@ -83,7 +83,7 @@ def test_what_apt_does_not_have_is_named_and_stops_nothing(script: Any) -> None:
     assert outcome.failure is None and outcome.facts["unavailable"] == ["rshim"]
     assert outcome.evidence["install_optional"] == {"installed": [], "unavailable": ["rshim"]}
     assert _host_snapshot.recall(_host_packages.RECORD) == {"zstd": "installed"}
-    # The next run has nothing to do, and needs no mirror to know.
+    # The next run has nothing to do, and needs no mirror to find that out.
     asked = len(script.calls)
     again = drive("zstd", optional=("rshim",))
     assert (again.changed, again.facts["unavailable"]) == (False, ["rshim"])
@@ -110,7 +110,7 @@ def test_what_apt_has_is_installed_though_it_is_optional(script: Any) -> None:
 
 
 def test_what_apt_has_and_cannot_install_stops_nothing(script: Any) -> None:
-    """As a package that is held: apt names a candidate. The other one came before apt failed."""
+    """Like a package on hold: apt names a candidate. The other package came before apt failed."""
     query = (*QUERY, "zstd", "rshim", "mstflint")
     script.on(*query, rc=1).on(*query, out="installed zstd\ninstalled mstflint\n", rc=1)
     script.on(
@@ -125,7 +125,7 @@ def test_what_apt_has_and_cannot_install_stops_nothing(script: Any) -> None:
     assert (outcome.failure, outcome.done) == (None, ["install_packages"])
     (doubt,) = outcome.doubts
     assert doubt.code == "command_failed" and broken in doubt.found
-    # The service of one that somebody installs later is not one that came with us.
+    # If the site installs a package later, its service does not count as installed by the product.
     assert _host_snapshot.recall(_host_packages.RECORD) == {
         "zstd": "installed",
         "mstflint": "installed",
@@ -134,28 +134,28 @@ def test_what_apt_has_and_cannot_install_stops_nothing(script: Any) -> None:
 
 @contextmanager
 def held(lock: Path) -> Iterator[Callable[[], None]]:
-    """As another program holds it, until the function is called that this gives."""
+    """Hold the lock as another program does, until the returned function is called."""
     with lock.open("w") as file:
         fcntl.lockf(file, fcntl.LOCK_EX)
         yield lambda: fcntl.lockf(file, fcntl.LOCK_UN)
 
 
 def pausing(monkeypatch: pytest.MonkeyPatch, pause: Callable[[], None]) -> list[float]:
-    """Have apt's waiting call `pause`; returns how long it wanted to wait each time."""
+    """Make apt's wait call `pause`; return the requested pauses."""
     pauses: list[float] = []
 
     def sleep(seconds: float) -> None:
         pauses.append(seconds)
         pause()
 
-    # Not the real module's: subprocess sleeps too.
+    # The real module stays as it is, because subprocess sleeps too.
     monkeypatch.setattr(_apt, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
     return pauses
 
 
 @pytest.fixture
 def scratch(tmp_path: Path) -> list[str]:
-    """Settings for the real apt-get: a folder of its own, and no source."""
+    """Settings for the real apt-get: a separate folder, and no source."""
     for name in ("lists/partial", "archives/partial", "dpkg"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "dpkg/status").touch()
@@ -169,13 +169,13 @@ def scratch(tmp_path: Path) -> list[str]:
 def test_apt_itself_says_what_it_has(
     scratch: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The real apt-cache; what it has are the packages that are installed."""
+    """The real apt-cache; its packages are the installed packages."""
     row = "Package: there\nStatus: install ok {0}\nVersion: 1\nArchitecture: all\n"
     status = tmp_path / "dpkg/status"
     status.write_text(row.format("installed"))
     monkeypatch.setattr(_apt, "_LOOK", (*_apt._LOOK, *scratch))
     assert _apt.offered(["there", "no-such-package-anywhere"]) == {"there"}
-    # Known, and to be had nowhere.
+    # Known to apt, but available nowhere.
     status.write_text(row.format("config-files"))
     assert _apt.offered(["there"]) == frozenset()
     assert not (tmp_path / "cache").exists()
@@ -191,7 +191,7 @@ def test_a_lock_that_somebody_holds_is_waited_for(
     lock: str,
     words: list[str],
 ) -> None:
-    """As apt-daily holds it at a first boot; apt by itself waits for dpkg's lock only."""
+    """apt-daily holds the lock at a first boot, and apt itself waits only for dpkg's lock."""
     with held(tmp_path / lock) as release:
         pauses = pausing(monkeypatch, release)
         _apt.run(*words, settings=scratch)
@@ -219,7 +219,7 @@ def test_a_lock_that_nobody_can_open_is_not_waited_for(
     lock: str,
     words: list[str],
 ) -> None:
-    """Here it is a folder, which root cannot open for writing either; time does not help."""
+    """The lock is a folder here, which even root cannot open for writing; waiting does not help."""
     (tmp_path / lock).mkdir()
     pauses = pausing(monkeypatch, (tmp_path / lock).rmdir)
     with pytest.raises(Refusal) as refused:

@@ -1,4 +1,4 @@
-"""Tuned profiles: what they change, what is in force, and that nothing of them stays."""
+"""Tuned profiles: their changes, their effect, and their complete removal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ASKED: dict[str, Any] = {"tuning": [_tuning_profiles.NETWORK]}
 
 
 class Kernel:
-    """Sysctl values as the kernel keeps them, and the limit that a login gets."""
+    """Sysctl values as the kernel keeps them, and the limit of a login."""
 
     def __init__(self, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tree = tree
@@ -69,7 +69,7 @@ def drive(*profiles: str, check: bool = False, **more: Any) -> _change.Outcome:
 
 
 def ours(tree: Path) -> list[Path]:
-    """Every file that anything here writes."""
+    """Return every file that the tuning code writes."""
     return [one for path in ("etc", "var") for one in (tree / path).rglob("*") if one.is_file()]
 
 
@@ -100,7 +100,7 @@ def test_values_hold_now_and_at_the_next_boot(kernel: Kernel) -> None:
 def test_what_was_there_before_comes_back(kernel: Kernel, tree: Path) -> None:
     before = kernel.values()
     drive(_tuning_profiles.NETWORK)
-    # Drift on the tuned host is not what was there before.
+    # Drift on the tuned host must not count as the host's earlier value.
     kernel.set("net.core.rmem_max", "1")
     assert drive(_tuning_profiles.NETWORK).done == ["set_sysctl"]
     assert drive().failure is None
@@ -110,7 +110,7 @@ def test_what_was_there_before_comes_back(kernel: Kernel, tree: Path) -> None:
 
 
 def test_files_alone_are_no_effect(kernel: Kernel) -> None:
-    """The check reads the kernel and a login, so files that nobody has loaded do not pass."""
+    """The check reads the kernel and a login, so files that are not loaded do not pass."""
     drive(_tuning_profiles.NETWORK)
     kernel.set("net.ipv4.tcp_rmem", "4096 131072 6291456")
     kernel.write("sys/module/ib_ipoib/parameters/send_queue_size", "128\n")
@@ -135,7 +135,7 @@ def test_pages_are_counted_node_by_node(kernel: Kernel) -> None:
         folder = f"sys/devices/system/node/node{node}"
         kernel.write(f"{folder}/meminfo", f"Node {node} MemTotal: 8388608 kB\n")
         kernel.write(f"{folder}/hugepages/hugepages-1048576kB/nr_hugepages", f"{pages}\n")
-    # Memory on a card, for example: a node without any gives none.
+    # A node without memory, for example on a card, gives no pages.
     kernel.write("sys/devices/system/node/node2/meminfo", "Node 2 MemTotal: 0 kB\n")
     assert _host_tuning.problems(profile) == {
         _hugepages.PROFILE: ["node 1 has 1 pages of 1 GiB, not 2"]
@@ -178,7 +178,7 @@ def test_the_record_is_the_first_word(kernel: Kernel) -> None:
 
 
 def test_a_profile_in_force_is_a_capability_of_the_host(kernel: Kernel) -> None:
-    """Discovery says it; a profile that is asked for and not in force is none."""
+    """Discovery reports it; a requested profile that is not in force is no capability."""
     assert _host_resources.resources({})["tuning"] == []
     assert _host_resources.resources(ASKED)["tuning"] == []
     drive(_tuning_profiles.NETWORK)
@@ -204,7 +204,7 @@ def test_what_was_opted_in_to_is_a_capability_and_outlives_a_run_with_the_profil
     kernel: Kernel,
 ) -> None:
     drive(opted_in=[_tuning_profiles.NETWORK])
-    # As the playbook and a repair call it: of the operator they know nothing.
+    # Playbook and repair make this call, without knowledge of the operator's choice.
     outcome = drive()
     assert (outcome.changed, outcome.facts["profiles"]) == (False, [_tuning_profiles.NETWORK])
     assert kernel.values() == NETWORK.sysctl
@@ -238,7 +238,7 @@ def test_pages_that_were_opted_in_to_are_asked_of_the_boot(kernel: Kernel) -> No
     assert _host_resources.boot_params(profile)["tuning"] == [
         _tuning_profiles.NETWORK, _hugepages.PROFILE
     ]  # fmt: skip
-    # On an ordinary machine the record is a remnant, which asks for nothing.
+    # On a bare-metal machine the record is a remnant and requests nothing.
     ordinary = _host_resources.boot_params(profile, "baremetal")
     assert (ordinary["tuning"], ordinary["state"]) == ([_tuning_profiles.NETWORK], "absent")
 
@@ -279,7 +279,7 @@ def test_another_word_takes_the_place_of_the_one_before(kernel: Kernel, tree: Pa
     assert drive(opted_in=[_hugepages.PROFILE]).failure is None
     assert _tuning_opt_in.recorded() == (_hugepages.PROFILE,)
     assert ours(tree) == [tree / _host_tuning.OPTED_IN.lstrip("/")]
-    # What the hardware profile asks for is not the operator's to take back.
+    # The operator cannot take back a profile that the hardware profile requests.
     drive(_tuning_profiles.NETWORK, opted_in=[])
     assert _host_tuning.problems(ASKED) == {_tuning_profiles.NETWORK: []}
 
@@ -331,7 +331,7 @@ def test_on_a_record_that_cannot_be_read_nothing_is_done(
 def test_a_record_that_cannot_be_read_is_no_bar_to_who_wants_nothing_of_it(
     kernel: Kernel, tree: Path, text: str, word: dict[str, Any]
 ) -> None:
-    """The way back would stop half way, on a host that is no slice host any more."""
+    """Otherwise the way back would stop half-way, on a host that has left slice mode already."""
     drive(opted_in=[_tuning_profiles.NETWORK])
     _host.write(_host_tuning.OPTED_IN, text)
     assert drive(**word).failure is None
@@ -348,7 +348,7 @@ def test_a_record_that_cannot_be_read_is_written_anew_by_who_says_what_it_holds(
 
 
 def test_pages_that_this_machine_cannot_give_are_not_recorded(kernel: Kernel, tree: Path) -> None:
-    """Recorded, they would fail every bootstrap to come, whoever starts it."""
+    """A recorded request would fail every later bootstrap."""
     kernel.write("proc/cpuinfo", "flags : fpu\n")
     outcome = drive(opted_in=[_hugepages.PROFILE])
     assert outcome.failure is not None and outcome.failure.code == "hugepages_unsupported"

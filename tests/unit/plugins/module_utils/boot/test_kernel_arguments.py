@@ -27,7 +27,7 @@ class Machine:
         self.boots = 0
         # The program that fails, without any effect.
         self.broken = ""
-        # What the last image was built of.
+        # Inputs of the last built image.
         self.built: dict[str, bytes] = {}
         self.write("etc/default/grub", 'GRUB_CMDLINE_LINUX="console=ttyS0"\n')
         self.write("etc/initramfs-tools/modules", "# site\nnvme\n")
@@ -44,7 +44,7 @@ class Machine:
         file.write_text(text)
 
     def given(self) -> str:
-        """What a shell makes of GRUB's files."""
+        """Return the kernel arguments that a shell reads from GRUB's files."""
         value = ""
         drop_ins = sorted((self.tree / "etc/default/grub.d").glob("*.cfg"))
         for file in [self.tree / "etc/default/grub", *drop_ins]:
@@ -123,7 +123,7 @@ def test_configures_then_needs_a_reboot_then_nothing(machine: Machine) -> None:
 def test_a_run_that_failed_gives_the_reasons_that_are_true(
     machine: Machine, broken: str, more: list[str]
 ) -> None:
-    """Not those of the plan, and not those from before the steps that were done."""
+    """The reasons are not those of the plan, and not those from before the completed steps."""
     machine.broken = broken
     failed = drive()
     assert code(failed) == "command_failed"
@@ -143,7 +143,7 @@ def test_a_way_back_that_failed_does_not_say_that_the_menu_is_the_sites(machine:
 
 
 def test_the_initramfs_has_vfio_before_any_driver_of_a_gpu(machine: Machine) -> None:
-    """Literally: these files are read by modprobe and initramfs-tools, and by nothing of ours."""
+    """Compared literally, because modprobe and initramfs-tools read these files."""
     drive()
     assert _host.path("/etc/modprobe.d/gpuaas-vfio.conf").read_text().splitlines() == [
         "softdep nvidia pre: vfio-pci",
@@ -154,7 +154,7 @@ def test_the_initramfs_has_vfio_before_any_driver_of_a_gpu(machine: Machine) -> 
     early = _host.path("/etc/initramfs-tools/modules").read_text().splitlines()
     assert [row for row in early if not row.startswith("#")] == ["nvme", *modules]
     assert _host.path("/etc/modules-load.d/gpuaas-vfio.conf").read_text().split() == modules
-    # An image is built of them after they were written.
+    # The image is built after these files were written.
     assert machine.built == {
         name: (machine.tree / name).read_bytes()
         for name in ("etc/modprobe.d/gpuaas-vfio.conf", "etc/initramfs-tools/modules")
@@ -196,7 +196,7 @@ def test_an_edit_that_an_image_may_have_is_built_away(
     drive()
     machine.reboot()
     machine.write(_kernel_arguments.SOFT_DEPENDENCIES.lstrip("/"), "# nothing\n")
-    # A kernel's package has built one since.
+    # A kernel package has built an image since.
     machine.write("boot/initrd.img-6.1", "x")
     later = _host.path(_kernel_arguments.INITRAMFS_RECORD).stat().st_mtime + 60
     os.utime(machine.tree / "boot/initrd.img-6.1", (later, later))
@@ -420,7 +420,7 @@ def test_absent_needs_a_reboot_and_asks_for_no_iommu(machine: Machine) -> None:
     drive()
     machine.reboot()
     assert drive(state="absent").facts["reboot_reasons"] == [
-        # iommu=pt is the site's and stays.
+        # iommu=pt belongs to the site and stays.
         "still booted with intel_iommu=on",
         "initramfs built since the boot",
     ]
@@ -465,7 +465,8 @@ def test_pages_that_were_opted_in_to_outlive_a_run_with_the_profile_alone(machin
     machine.write(_tuning_opt_in.FILE.lstrip("/"), '{"profiles": ["hugepages-1g"]}')
     outcome = drive(tuning=[], hugepages_1g=TUNED["hugepages_1g"], in_effect=True)
     assert (outcome.failure, outcome.changed) == (None, False)
-    # Taken back, which a forecast has not done yet, they go; on the way back as well.
+    # They go when the opt-in is taken back, which the forecast has not done yet, and on the way
+    # back.
     for word in ({"opted_in": []}, {"state": "absent"}):
         params = {"arguments": ARGUMENTS, "state": "present", **word}
         assert _kernel_arguments.observe(params).arguments == tuple(ARGUMENTS)

@@ -1,4 +1,4 @@
-"""A host with an AMD IOMMU: what its boot is given, beside whatever the site gives it already."""
+"""Kernel arguments of a host with an AMD IOMMU, beside the site's own arguments."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tests.unit.plugins.module_utils.boot import test_kernel_arguments
 
 pytestmark = pytest.mark.covers("HOST-4", "HOST-10")
 
-# A profile is written for either maker.
+# A profile is written for both makers.
 ARGUMENTS = ["intel_iommu=on", "amd_iommu=on", "iommu=pt"]
 INTELS = ["intel_iommu=on", "iommu=pt"]
-# As Debian's 10_linux makes a menu: the second entry is the one for repair.
+# Menu as Debian's 10_linux makes it; the second entry is the recovery entry.
 _MENU = """\
 menuentry 'Debian' --class debian {{
 \tlinux\t/boot/vmlinuz-6.1.0 root=UUID=x ro {all} {default}
@@ -32,7 +32,7 @@ menuentry 'Debian (recovery mode)' {{
 \tlinux\t/boot/vmlinuz-6.1.0 root=UUID=x ro single {all}
 }}
 """
-# What update-grub does with its files: a shell reads them, in this order.
+# update-grub reads its files like this: a shell sources them, in this order.
 _SOURCE = '. "$1"; for f in "$2"/*.cfg; do [ -e "$f" ] && . "$f"; done; printf "%s\\n" "$3"'
 
 
@@ -53,7 +53,7 @@ class Epyc(test_kernel_arguments.Machine):
         self.site("quiet")
 
     def site(self, text: str, *, default: str = "", path: str = "etc/default/grub") -> None:
-        """The site's own arguments, booted with."""
+        """Set the site's own arguments, with which the host has booted."""
         rows = f'GRUB_CMDLINE_LINUX="{text}"\nGRUB_CMDLINE_LINUX_DEFAULT="{default}"\n'
         self.write(path, rows)
         self.make_menu()
@@ -79,7 +79,7 @@ class Epyc(test_kernel_arguments.Machine):
         self.write("proc/sys/kernel/random/boot_id", f"boot-{self.boots}\n")
 
     def files(self) -> dict[str, str]:
-        """What the site has in GRUB's files."""
+        """Return the arguments in the site's GRUB files."""
         found = [self.tree / "etc/default/grub", *(self.tree / "etc/default").glob("grub.d/*")]
         ours = _host.path(_kernel_arguments.DROP_IN)
         return {file.name: file.read_text() for file in found if file != ours}
@@ -95,7 +95,7 @@ def drive(**more: Any) -> _change.Outcome:
 
 
 def facts() -> _host_facts.Facts:
-    """With a profile that was written for Intel."""
+    """Return the facts with a profile that was written for Intel."""
     network = {"bridge": "ovsbr0", "address": "10.100.0.1/24", "subnet": "10.100.0.0/24"}
     profile = {"name": "epyc", "kernel_arguments": INTELS, "network": network}
     return _host_facts.Facts(_host_facts.Request(profile=profile))
@@ -107,9 +107,9 @@ def facts() -> _host_facts.Facts:
         ("quiet", "", "amd_iommu=on iommu=pt"),
         ("amd_iommu=on", "", "amd_iommu=on iommu=pt"),
         ("amd_iommu=on iommu=pt", "", None),
-        # The entry for repair lacks these.
+        # The recovery entry lacks these.
         ("", "amd_iommu=on iommu=pt", "amd_iommu=on iommu=pt"),
-        # Left from a machine with another board; the kernel passes over it.
+        # Left from a machine with another board; the kernel ignores it.
         ("intel_iommu=on iommu=pt", "", "amd_iommu=on iommu=pt"),
         ("intel_iommu=on amd_iommu=on iommu=pt", "quiet", None),
         ("amd_iommu=off iommu=nopt", "", "amd_iommu=on iommu=pt"),
@@ -139,7 +139,7 @@ def test_what_is_there_is_kept_and_the_second_run_does_nothing(
 
 
 def test_a_drop_in_of_ours_with_intels_argument_is_written_anew(epyc: Epyc) -> None:
-    """A disk that was moved, or a profile of before."""
+    """After a move of the disk, or from an earlier profile."""
     _host.write(
         _kernel_arguments.DROP_IN,
         'GRUB_CMDLINE_LINUX="$GRUB_CMDLINE_LINUX intel_iommu=on iommu=pt"\n',
@@ -201,6 +201,6 @@ def test_parity_takes_leftovers_of_the_other_maker_for_what_they_are(epyc: Epyc)
     assert test_kernel_arguments.drive(INTELS).failure is None
     epyc.reboot()
     assert _checks_platform.kernel_cmdline(facts()) == _check.passed("iommu=pt")
-    # A later word of the site's takes it back: that counts.
+    # A later argument of the site reverses it, and the later argument counts.
     epyc.site("iommu=pt iommu=nopt")
     assert "iommu=pt is not in /proc/cmdline" in _checks_platform.kernel_cmdline(facts()).detail

@@ -1,4 +1,4 @@
-"""libvirt answers, and QEMU can walk through its directory."""
+"""libvirt on a host: it answers, and QEMU can traverse its directory."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ STOP = (
     ("before", "packages", "done"),
     [
         ("inactive/disabled inactive/disabled", "", ["stop_libvirt", "close_directory"]),
-        # Its package started it; the package was ours.
+        # Its package, which the product installed, has started it.
         ("inactive/enabled active/enabled", "libvirt-daemon-system", ["stop_libvirt"]),
         ("inactive/enabled active/enabled", "", ["close_directory"]),
     ],
@@ -95,7 +95,7 @@ def test_libvirt_becomes_what_it_was(
 
 @pytest.mark.covers("HOST-15")
 def test_drift_is_not_taken_for_what_was_before(tree: Path, script: Any) -> None:
-    """The first run changed nothing; a repair months later must not close what was open."""
+    """The first run changed nothing, so a repair months later must not close an open directory."""
     folder = tree / "var/lib/libvirt"
     folder.mkdir(parents=True, mode=0o755)
     running, stopped = (shown(f"inactive/{f}", f"{a}/{f}") for a, f in (

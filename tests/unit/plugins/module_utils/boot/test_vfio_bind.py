@@ -1,4 +1,4 @@
-"""Binding to vfio-pci and back."""
+"""Binding of devices to vfio-pci, and its reversal."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def refused(outcome: _change.Outcome) -> str:
 
 
 def hold(tree: Path, path: str) -> None:
-    """A process of the host with `path` open."""
+    """Run a process of the host with `path` open."""
     process = tree / "proc/4242"
     (process / "fd").mkdir(parents=True)
     (process / "comm").write_text("qemu-system-x86\n")
@@ -218,7 +218,7 @@ def test_boot_waits_for_who_looks_at_gpus_and_names_who_stays(
     capsys: pytest.CaptureFixture[str],
     stays: bool,
 ) -> None:
-    """Monitoring opens a GPU for a moment; at boot nobody is there to bind it a second time."""
+    """Monitoring opens a GPU for a moment, and a boot has no operator to repeat the binding."""
     pci.add(GPU, group=7, driver="nvidia")
     remember(GPU)
     hold(tree, "/dev/nvidia0")
@@ -247,7 +247,7 @@ def test_boot_leaves_a_host_outside_slice_mode_alone(pci: Any) -> None:
 def test_early_at_boot_a_recorded_device_is_kept_from_the_hosts_drivers(
     pci: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before drivers are loaded; functions that the fabric card has not made yet come later."""
+    """Runs before drivers are loaded; the fabric card's functions are created later."""
     pci.add(GPU, group=7).add(OTHER, group=9)
     remember(GPU, VF)
     assert _vfio_bind.claim(_vfio_bind.SETTINGS) == 0
@@ -256,7 +256,7 @@ def test_early_at_boot_a_recorded_device_is_kept_from_the_hosts_drivers(
     for address in (GPU, OTHER):
         pci.store("/sys/bus/pci/drivers_probe", address)
     assert (pci.driver(GPU), _pci.read(OTHER).driver_override) == ("vfio-pci", "")
-    # As the service is started where the devices are bound already.
+    # The service also starts where the devices are bound already.
     assert _vfio_bind.claim(_vfio_bind.SETTINGS) == 0
     assert capsys.readouterr().out == "done: nothing to do\n"
 
@@ -287,7 +287,7 @@ def test_a_record_that_cannot_be_used_claims_nothing_and_is_named(
 
 
 def test_a_card_that_goes_back_finds_its_driver_again(pci: Any, script: Any, tree: Path) -> None:
-    """Claimed at boot, all cards of a kind are hidden from their driver, and it does not stay."""
+    """A claim at boot hides all cards of a kind from their driver, which then unloads."""
     pci.add(GPU, group=7)
     (tree / "sys/bus/pci/devices" / GPU / "modalias").write_text("pci:v000010DEd00002335\n")
     assert drive(GPU).failure is None
@@ -301,7 +301,7 @@ def test_a_card_that_goes_back_finds_its_driver_again(pci: Any, script: Any, tre
 def test_early_at_boot_nothing_is_said_about_what_is_not_the_slices(
     pci: Any, tree: Path, why: str
 ) -> None:
-    """What has a driver is looked at by the binding, which asks who uses it."""
+    """A device with a driver is left to the binding, which checks its users."""
     id_ = "10de:20b5" if why == "another" else "10de:2335"
     pci.add(GPU, id_, group=7, driver="nouveau" if why == "driven" else "")
     remember(GPU)

@@ -1,4 +1,4 @@
-"""Services that bring a concern back at boot."""
+"""Boot services that restore a part of slice mode after a reboot."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_an_edit_of_any_of_its_files_is_undone_by_an_installation(tree: Path, sc
         assert [s.name for s in _boot_service.plan(UNIT, _boot_service.observe(UNIT))] == [
             "install_service"
         ]
-        # What the settings should be, the unit alone does not say.
+        # The unit alone does not contain the expected settings.
         told = "".join(_boot_files.edited(UNIT))
         assert (path in told) == (path != UNIT.settings_path)
     _boot_service.apply(UNIT, step("install_service"))
@@ -154,7 +154,7 @@ def test_the_installed_script_runs_on_the_copied_sources_alone(tree: Path, scrip
     text = program.read_text().replace(
         _boot_service.LIBRARY, str(_host.path(_boot_service.LIBRARY))
     )
-    # Not in slice mode: the body of `boot` ends at once, but all its imports have happened.
+    # Outside slice mode the body of `boot` ends at once, but all its imports have happened.
     done = subprocess.run([sys.executable, "-I", "-c", text], capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
 
@@ -193,7 +193,7 @@ def test_slice_mode_is_said_in_a_file(tree: Path, text: str, expected: bool) -> 
 
 
 class Late:
-    """A subject whose device turns up at the third look."""
+    """A subject whose device appears at the third inspection."""
 
     def __init__(self, code: str) -> None:
         self.code, self.looks = code, 0
@@ -232,7 +232,8 @@ def test_boot_gives_up_in_the_end(tree: Path) -> None:
 
 
 def doubtful(looks: list[str]) -> _change.Subject:
-    """All that must be is there; what may be is missing until `looks` has run out."""
+    """A subject whose required state is present; its optional state is missing until `looks` is
+    used up."""
 
     def plan(_params: Any, _state: Any) -> _change.Plan:
         found = [Refusal(looks.pop(0), expected="", found="x\ny", remedy="")] if looks else []
@@ -253,7 +254,7 @@ def test_systemd_is_told_before_what_is_optional_is_waited_for(
             doubtful(["link_missing"]),
             "/x.json",
             wait_for=("link_missing",),
-            # Nothing is heard twice.
+            # No message arrives twice.
             sleep=lambda _: heard.append(systemd.recv(99)),
         )
         with pytest.raises(BlockingIOError):
@@ -279,7 +280,7 @@ def test_what_stays_of_a_doubt_is_the_last_word_and_no_failure(
 
 
 class Followed:
-    """Up at the first look, but for its link. `befalls` is what the second look meets."""
+    """Up at the first inspection, but for its link. `befalls` happens at the second inspection."""
 
     def __init__(self, *, befalls: Exception | None = None, lost: bool = False) -> None:
         self.befalls, self.lost, self.looks = befalls, lost, 0
@@ -320,7 +321,7 @@ class Followed:
 def test_nothing_fails_a_unit_that_is_up(
     tree: Path, capsys: pytest.CaptureFixture[str], befalls: Exception, told: str
 ) -> None:
-    """Parity would take the failed unit for a network that guests do not have."""
+    """Parity would read the failed unit as a host whose guests have no network."""
     followed = Followed(befalls=befalls)
     assert followed.boot() == 0
     assert followed.acts == ([] if told else ["address_link"])
@@ -328,7 +329,7 @@ def test_nothing_fails_a_unit_that_is_up(
 
 
 def test_what_the_unit_was_told_up_with_is_not_done_again(tree: Path) -> None:
-    """Somebody takes the bridge down while the card's link is waited for: it stays down."""
+    """An operator takes the bridge down during the wait for the card's link: it stays down."""
     followed = Followed(lost=True)
     assert (followed.boot(), followed.acts) == (0, ["address_link"])
 

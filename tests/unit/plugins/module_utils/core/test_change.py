@@ -1,4 +1,4 @@
-"""What is optional in a plan: it comes last, is told, and fails nothing."""
+"""Optional steps of a plan: they come last, are reported, and never fail the run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ pytestmark = pytest.mark.covers("HOST-6", "HOST-10")
 
 
 class Host:
-    """A soft thing, then a hard one. broken: what the soft step is refused with. deaf: steps that
-    have no effect.
-    """
+    """An optional step, then a required step. broken: refusal of the optional step. deaf: steps
+    without effect."""
 
     def __init__(self, broken: str = "") -> None:
         self.there: set[str] = set()
@@ -36,7 +35,7 @@ class Host:
 
 
 class Module:
-    """Ansible's side."""
+    """Ansible's side of the module."""
 
     check_mode = False
 

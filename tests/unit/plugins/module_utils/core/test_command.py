@@ -1,4 +1,4 @@
-"""The one gate through which programs are run."""
+"""Command gate, through which every program is run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a host was before: the first word counts, also while it cannot be read."""
+"""Snapshot of a host's earlier state: the first record counts, even while it cannot be read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ledger: what cannot be read is not what was never written."""
+"""The ledger: an unreadable entry differs from an entry that was never written."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_what_was_never_written_is_fresh(tree: Path) -> None:
 
 
 def test_an_entry_of_an_earlier_release_is_read(tree: Path) -> None:
-    """It had fewer words; what it lacks is as before the first of its kind."""
+    """The entry has fewer fields; a missing field has its initial value."""
     file = tree / f"var/lib/gpuaas/ledger/{SLOT}.json"
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps({"slot_id": SLOT, "fence": 3}))

@@ -1,4 +1,4 @@
-"""PCI functions read from sysfs."""
+"""PCI functions, read from sysfs."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_lost_device_answers_with_all_ones(pci: Any) -> None:
     assert _pci.answers(GPU)
     (pci.folder(GPU) / "config").write_bytes(b"\xff" * 64)
     assert not _pci.answers(GPU)
-    # As a real virtual function of the lab's card reads: no identity of its own, but a status.
+    # A real virtual function of the lab's card reads like this: no identity, but a status.
     (pci.folder(GPU) / "config").write_bytes(b"\xff\xff\xff\xff\x00\x00\x10\x00" + bytes(56))
     assert _pci.answers(GPU)
     assert not _pci.answers("0000:44:00.0")

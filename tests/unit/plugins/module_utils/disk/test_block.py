@@ -1,4 +1,4 @@
-"""The exclusive descriptor, against the kernel's own locks and mounts on a loop device."""
+"""Exclusive disk descriptor, against the kernel's own locks and mounts on a loop device."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Watch:
-    """Every path of a block device that this process opens, by whatever function, while it looks.
+    """Record of every block-device path that this process opens, by any function, while it is
+    active.
 
-    An audit hook cannot be taken away again, so there is one, and `seen` says whether it looks.
+    An audit hook cannot be removed, so a single hook stays, and `seen` says whether it records.
     """
 
     seen: list[str] | None = None
@@ -174,7 +175,7 @@ def test_a_real_block_device_is_wiped_and_its_partitions_are_gone(loop) -> None:
         proof = _nvme_wipe.erase(descriptor, disk, ["user_data_erase", "zero_fill"])
         assert not any(_device.read(descriptor, 0, 64 * MIB))
     assert proof["method"] == "zero_fill"
-    # A format that reports success and does nothing was caught by the read-back.
+    # The read-back caught a format that reports success and does nothing.
     assert "bytes left" in proof["attempts"][0]["outcome"]
     assert _block.usage(disk).children == []
 
@@ -182,7 +183,7 @@ def test_a_real_block_device_is_wiped_and_its_partitions_are_gone(loop) -> None:
 @pytest.mark.covers("I7")
 @pytest.mark.parametrize("seen", [None, "what is there"])
 def test_the_path_is_opened_once(loop, seen: str | None) -> None:
-    """What is looked up later would be looked up on whatever has the name by then."""
+    """A second lookup could reach another disk that has the name by then."""
     disk = _block.resolve(loop.name)
     loop.run("mke2fs", "-q", "-t", "ext4", f"{loop.device}p1")
     there = None if seen is None else [f"ext4 on {loop.name}p1"]
@@ -210,7 +211,8 @@ def test_what_is_on_the_disk_must_be_what_the_plan_saw(loop) -> None:
 
 
 def _guests_table(start: int, last: int) -> tuple[bytes, bytes]:
-    """A GPT in sectors of 512 bytes: its header, and the one entry that it lists at byte 1024."""
+    """Return a GPT in sectors of 512 bytes: its header, and the single entry that it lists at byte
+    1024."""
     header = bytearray(92)
     header[:8] = b"EFI PART"
     struct.pack_into("<QII", header, 72, 2, 128, 128)
@@ -236,7 +238,7 @@ def test_a_guests_partitions_on_a_disk_with_sectors_of_4096_bytes(loop) -> None:
         for at in (0, 70001 * 512 - 512, 80001 * 512 - MIB, 63 * MIB):
             assert not any(_device.read(descriptor, at, MIB))
         with pytest.raises(OSError, match="Invalid argument"):
-            _device.write_zeros(descriptor, 70001 * 512, MIB)  # The disk means it.
+            _device.write_zeros(descriptor, 70001 * 512, MIB)  # Unaligned for this disk.
 
 
 @pytest.mark.covers("I7")

@@ -84,7 +84,7 @@ def test_a_namespace_without_any_identifier_is_not_used(bench) -> None:
 
 @pytest.mark.covers("HOST-11")
 def test_a_file_in_place_of_a_device_hides_no_other_disk(bench) -> None:
-    """What a careless `dd of=/dev/nvme2n1` leaves when the disk is gone: a file of that name."""
+    """A careless `dd of=/dev/nvme2n1` leaves such a file when the disk is gone."""
     bench.disk()
     (bench.root / "sys/block/nvme2n1").mkdir()
     (bench.root / "dev/nvme2n1").write_text("not a disk")

@@ -74,7 +74,8 @@ def test_a_discard_that_leaves_bytes_is_made_good(bench) -> None:
 def test_an_erase_that_leaves_bytes_is_no_proof_and_the_next_method_is_tried(
     bench, method: str
 ) -> None:
-    """The controller says success; only the read-back can tell, and the proof is of what did it."""
+    """The controller reports success. Only the read-back can tell, and the proof names the method
+    used."""
     bench.disk(leaves={"format"}, fna=CAN_CRYPTO_ERASE)
     soil(bench)
     bench.write("nvme1n1", 3 * MIB, CANARY)
@@ -87,7 +88,7 @@ def test_an_erase_that_leaves_bytes_is_no_proof_and_the_next_method_is_tried(
     assert (proof["disk"], proof["serial"]) == ("eui.5e0000000000a000", "LABNVME0")
     assert proof["started_at"] < proof["finished_at"]
     assert proof["controller_status"]["status"] == 0
-    # Both ends and what lies between: so small a disk is read as a whole.
+    # Both ends and the part between: so small a disk is read as a whole.
     assert (proof["sample_offsets"], proof["sample_bytes"]) == ([0], SIZE)
 
 

@@ -45,7 +45,7 @@ def test_residue_names_the_pieces_that_are_not_zero(tmp_path: Path) -> None:
         handle.flush()
         assert _proof.residue(handle.fileno(), [(0, 4 * MIB)]) == [3 * MIB]
         assert _proof.residue(handle.fileno(), [(0, 2 * MIB)]) == []
-        # What cannot be read is not proven.
+        # Unreadable bytes are not proven.
         assert _proof.residue(handle.fileno(), [(4 * MIB, MIB)]) == [4 * MIB]
 
 

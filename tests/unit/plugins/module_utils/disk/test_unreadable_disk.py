@@ -1,4 +1,4 @@
-"""What of a disk cannot be read makes it neither empty nor unused, and hides no other disk."""
+"""Unreadable disks: they count neither as empty nor as unused, and hide no other disk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _checks
 
 pytestmark = pytest.mark.covers("HOST-9")
 
-# Before the stand-in takes its place.
+# Saved before the stand-in takes its place.
 is_claimed = _usage.is_claimed
 bench = runpy.run_path(str(Path(__file__).parents[2] / "storage_bench.py"))["bench"]
 
@@ -64,7 +64,7 @@ def test_parity_names_the_disk_that_cannot_be_read_and_no_other(parity: Any, bro
     assert found.status == "FAIL"
     assert found.detail.startswith(f"eui.{EUI}: device_unreadable: ") and OTHER not in found.detail
     assert "Input/output error" in found.detail
-    # One that nobody approved decides nothing.
+    # An unapproved disk decides nothing.
     assert check(parity.facts(slots[1])).status == "PASS"
 
 

@@ -1,4 +1,4 @@
-"""The host's address on the fabric: as netplan reads it, and as the host then has it."""
+"""Fabric address of the host: as netplan reads it, and as the host then has it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _ipoib_
 pytestmark = pytest.mark.covers("HOST-7")
 
 PARAMS = {"interface": "ibp65s0", "address": "10.20.0.7/16", "route": "10.20.0.0/16"}
-# Taken before a test puts something in its place.
+# Saved before a test replaces it.
 REAL = _command.run
 
 
 class Fabric:
-    """netplan and networkd: what an apply takes from the file, the host has."""
+    """netplan and networkd: an apply moves the file's content to the host."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
@@ -29,7 +29,7 @@ class Fabric:
         self.refusal = self.broken = ""
         self.deaf = False
         self.shown: dict[str, str] = {}
-        # By which links the route leads.
+        # Links of the route.
         self.way: list[str] = []
         monkeypatch.setattr(_command, "run", self.run)
         monkeypatch.setattr(_ipoib_address, "_SETTLES_S", 0.0)
@@ -121,7 +121,7 @@ def test_what_netplan_would_read_as_more_is_refused(fabric: Fabric, bad: dict[st
 
 
 def test_what_netplan_refuses_is_never_written(fabric: Fabric, tree: Path) -> None:
-    """It judges the whole of what the next boot reads, in a copy."""
+    """netplan judges a copy of all files that the next boot reads."""
     _host.write("/etc/netplan/50-cloud-init.yaml", "network: {version: 2, x: 1}\n")
     fabric.refusal = "/etc/netplan/50-cloud-init.yaml:1:25: unknown key x"
     for check_mode in (True, False):
@@ -135,7 +135,7 @@ def test_what_netplan_refuses_is_never_written(fabric: Fabric, tree: Path) -> No
 
 
 def test_an_apply_that_fails_fails_again_until_the_host_has_it(fabric: Fabric) -> None:
-    """The file is written by then: it alone is no reason to say that all is well."""
+    """The file is written by then, so the file alone does not prove success."""
     fabric.broken = "networkd is masked"
     failure = drive().failure
     assert failure is not None and failure.found == fabric.broken
@@ -174,7 +174,7 @@ def test_an_interface_that_is_not_there_is_named(fabric: Fabric) -> None:
     assert _host.read(_ipoib_address.FILE) is None
 
 
-# What a site has beside it: cloud-init's file on a bond, and a VLAN on that.
+# Other files of a site: cloud-init's file on a bond, and a VLAN on that bond.
 SITE = """\
 network:
   version: 2
@@ -190,7 +190,7 @@ network:
 
 @pytest.fixture
 def netplan(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> Fabric:
-    """The real netplan judges; only what it would do to this machine is played."""
+    """The real netplan judges; only its effects on this machine are simulated."""
     assert shutil.which("netplan", path=_command._PATH), (
         "expected netplan on this machine; found none. Run scripts/setup --tests (netplan.io)"
     )
@@ -207,7 +207,7 @@ def netplan(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> Fabric:
 @pytest.mark.parametrize(
     "more",
     [
-        # A partition of the fabric; a virtual function with the longest name that there is.
+        # A partition of the fabric; a virtual function with the longest possible name.
         {"interface": "ib0v3"},
         {"interface": "ibp65s0f1v12345", "route": ""},
         {"address": "10.20.0.7/31", "route": "10.0.0.0/8"},
@@ -223,7 +223,7 @@ def test_netplan_itself_takes_every_form(netplan: Fabric, more: dict[str, str]) 
 def test_netplan_itself_makes_of_the_file_what_was_asked(netplan: Fabric, tree: Path) -> None:
     _host.write("/etc/netplan/50-cloud-init.yaml", SITE, 0o600)
     assert drive().failure is None
-    # It has judged a copy: the host's own folders have nothing of it.
+    # netplan judged a copy, so the host's folders contain nothing of it.
     assert not (tree / "run").exists()
     REAL(["netplan", "generate", "--root-dir", str(tree)])
     made = {file.name: file.read_text() for file in (tree / "run/systemd/network").iterdir()}
@@ -242,7 +242,7 @@ def test_netplan_itself_makes_of_the_file_what_was_asked(netplan: Fabric, tree: 
     [
         ("network: {version: 2, ethernet: {}}\n", "unknown key 'ethernet'"),
         ("network: {version: 2\n", "Invalid YAML"),
-        # Each is good by itself.
+        # Each is valid by itself.
         (SITE.replace("bond0:", "ibp65s0:").replace("bond0,", "ibp65s0,"), "changes device type"),
     ],
 )

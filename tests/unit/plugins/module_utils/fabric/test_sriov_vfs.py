@@ -1,4 +1,4 @@
-"""A site's own virtual functions survive the way to slice mode and back."""
+"""Virtual functions of the site: they survive the way to slice mode and back."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Host:
         return self.card.run(argv, **more)
 
     def has(self, count: int, *, autoprobe: bool = True, card: str = PF) -> None:
-        """What the site itself does."""
+        """Set the site's own configuration."""
         self.pci.store(f"{_pci.DEVICES}/{card}/sriov_drivers_autoprobe", f"{autoprobe:d}")
         self.pci.store(f"{_pci.DEVICES}/{card}/sriov_numvfs", "0")
         self.pci.store(f"{_pci.DEVICES}/{card}/sriov_numvfs", str(count))
@@ -82,7 +82,7 @@ def refused(outcome: _change.Outcome) -> Refusal:
 
 
 def earlier(count: int) -> None:
-    """What a version that kept no record has left."""
+    """Leave the state of a version that kept no record."""
     done(count)
     _host.remove(RECORD)
 
@@ -125,7 +125,7 @@ def test_the_first_word_counts(host: Host) -> None:
     for index, name in enumerate(_virtual_functions.card_at(PF).desired_identities({}, 4)):
         host.card.identities[index] = {"address": name}
     host.pci.set_flags("ens30", "0x1003")
-    # Nothing to change on the card, and yet this is what was before.
+    # The card needs no change, but its earlier state is still recorded.
     assert done(4) == ["remember_before", "install_service", "start_service"]
     host.has(1)
     assert "remember_before" not in done(4)
@@ -155,7 +155,7 @@ def test_a_kind_of_card_that_the_profile_forgot_goes_back_without_a_record(host:
     assert host.found() == (0, "1")
 
 
-# A site's own functions on InfiniBand: one that it set up, one that it did not.
+# A site's own InfiniBand functions: the first configured by the site, the second not.
 OWN = {"node guid": "0c:42:a1:03:00:7e:54:11", "port guid": "0c:42:a1:03:00:7e:54:12"}
 OWNS = {
     0: {**OWN, "link_state": "enable"},
@@ -176,7 +176,7 @@ def shown(host: Host) -> dict[int, dict[str, str]]:
 
 @pytest.mark.covers("I11")
 def test_a_sites_own_functions_of_infiniband_are_again_who_they_were(infiniband: Host) -> None:
-    """The driver tells functions that are made anew what ours were told."""
+    """The driver gives the identity of our functions to functions that are created later."""
     infiniband.has(2)
     infiniband.card.identities |= {index: dict(one) for index, one in OWNS.items()}
     assert drive(4, link="infiniband").failure is None
@@ -196,7 +196,7 @@ def test_a_sites_own_functions_of_infiniband_are_again_who_they_were(infiniband:
 
 
 def test_functions_of_which_a_record_says_nothing_are_nobody(infiniband: Host) -> None:
-    """An earlier version's: none of ours may stay under our name."""
+    """Functions of an earlier version: none may keep an identity of the product."""
     infiniband.has(2)
     done(4, link="infiniband")
     _host.write(RECORD, json.dumps({PF: {"count": 2, "autoprobe": True}}))
@@ -218,7 +218,7 @@ def test_a_sites_link_state_on_ethernet_comes_back(host: Host) -> None:
 def test_nothing_is_forgotten_while_the_sites_functions_are_others(
     infiniband: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody else takes the names away between our telling and our forgetting."""
+    """Another program takes the names away between the restore and the removal of the record."""
     infiniband.has(2)
     infiniband.card.identities |= {index: dict(one) for index, one in OWNS.items()}
     done(4, link="infiniband")
@@ -255,7 +255,7 @@ def test_functions_in_the_record_that_nothing_can_be_told_are_refused(
 
 
 def test_ids_without_the_link_are_refused(host: Host) -> None:
-    """An Ethernet port of the id would be sold as a function of the fabric."""
+    """An Ethernet port with the same id would be sold as a function of the fabric."""
     assert refused(drive(2, link="")).code == "link_missing"
     assert host.found() == (0, "1")
     assert not _host.path(RECORD).exists()
@@ -266,7 +266,7 @@ def test_ids_without_the_link_are_refused(host: Host) -> None:
 def test_a_card_that_was_of_the_fabric_by_its_id_alone_is_given_back(
     host: Host, recorded: bool
 ) -> None:
-    """A service of an earlier version, which was told no link, made its functions."""
+    """A service of an earlier version, which had no link setting, made its functions."""
     host.has(1)
     done(2)
     told = json.loads(_host.read(_virtual_functions.SETTINGS) or "")
@@ -368,7 +368,7 @@ def test_an_interrupted_way_either_way_may_be_turned(host: Host) -> None:
 
 
 def interrupted(count: int, last: str) -> None:
-    """Stopped when the step is done, and before that is known."""
+    """Stop after the step is done and before it is recorded."""
 
     def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
         evidence = _sriov_vfs.apply(params, step)

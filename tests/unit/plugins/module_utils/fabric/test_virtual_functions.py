@@ -35,7 +35,7 @@ WORDS = {
 
 
 class Card:
-    """iproute2 in front of one card: shows and sets what a card keeps per function."""
+    """iproute2 in front of a card: shows and sets the card's values per function."""
 
     def __init__(self, pci: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pci, self.calls = pci, []
@@ -45,9 +45,8 @@ class Card:
         monkeypatch.setattr(pci, "_functions", self.make)
 
     def make(self, address: str, count: int) -> None:
-        """What a function was told goes with it, unless mlx5 has told it on InfiniBand: what is
-        not zero there is told to functions that are made anew.
-        """
+        """Create functions. A function's values go with it, except values that mlx5 has set on
+        InfiniBand: non-zero values there are given to functions that are created later."""
         if _pci.link(PF) == "ethernet":
             self.identities.clear()
         for told in self.identities.values():
@@ -125,7 +124,7 @@ def test_infiniband_functions_get_guids(card: Card, pci: Any) -> None:
 
 
 def test_the_port_of_an_infiniband_function_follows_the_cards(card: Card, pci: Any) -> None:
-    """As it is made it is down, and the guest's adapter with it, whatever its names are."""
+    """A new function's port is down, and so is the guest's adapter, whatever its names are."""
     pci.interface("ens30", kind="32")
     outcome = drive(2)
     assert outcome.done == ["make_functions", "raise_card", "name_functions", "link_functions"]
@@ -139,7 +138,7 @@ def test_the_port_of_an_infiniband_function_follows_the_cards(card: Card, pci: A
 def test_a_port_that_somebody_set_follows_again(
     card: Card, pci: Any, kind: str, state: str
 ) -> None:
-    """Also of a function that a guest has: it comes to life again, with the name it has."""
+    """This includes a guest's function: it comes up again, under its present name."""
     pci.interface("ens30", kind=kind)
     drive(2)
     pci._bind("0000:25:10.1", "vfio-pci")
@@ -168,7 +167,7 @@ def test_a_state_that_is_not_shown_is_none_on_infiniband(
     ]
 
 
-# What one id stands for in a real server: port and class of it.
+# A single id stands for these in a real server: port and class.
 PORTS = [("32", "020700", "infiniband"), ("1", "020000", "ethernet"), ("", "020700", "infiniband")]
 
 
@@ -177,7 +176,7 @@ PORTS = [("32", "020700", "infiniband"), ("1", "020000", "ethernet"), ("", "0207
 def test_only_cards_of_the_fabrics_link_get_functions(
     card: Card, pci: Any, kind: str, class_code: str, speaks: str, link: str
 ) -> None:
-    """The id is the same; before a driver has taken a card, its class tells."""
+    """The id is the same; before a driver has taken a card, the class distinguishes the cards."""
     (pci.folder(PF) / "class").write_text(f"0x{class_code}\n")
     pci.interface("ens30", kind=kind)
     outcome = drive(1, link=link)
@@ -202,7 +201,7 @@ def test_a_card_that_is_named_must_have_the_link_too(card: Card) -> None:
     assert refused(drive(1, link="infiniband", **named)) == "wrong_link"
     assert _pci.functions(PF) == []
     assert drive(1, link="ethernet", **named).failure is None
-    # What such a card was given once it can be rid of.
+    # Such a card can still lose its functions.
     assert drive(0, link="infiniband", **named).done == ["make_functions"]
 
 
@@ -219,7 +218,7 @@ def test_one_guid_that_is_right_says_nothing_about_the_other(
 
 
 def test_what_ipoib_puts_before_the_cards_guid_names_nobody(card: Card, pci: Any) -> None:
-    """The queue pair and the subnet's prefix are others after the driver has started again."""
+    """Queue pair and subnet prefix differ after the driver has started again."""
     link, names = pci.interface("ens30", kind="32"), set()
     for before in ("80:00:10:29:fe:80:00:00:00:00:00:00", "80:00:0a:28:fe:c0:00:00:00:00:00:01"):
         (link / "address").write_text(f"{before}:0c:42:a1:03:00:7e:54:10\n")
@@ -229,7 +228,7 @@ def test_what_ipoib_puts_before_the_cards_guid_names_nobody(card: Card, pci: Any
 
 @pytest.mark.parametrize("kind", ["1", "32"])
 def test_a_card_in_a_bond_names_its_functions_as_without(card: Card, pci: Any, kind: str) -> None:
-    """The bond gives each of its cards the address of one of them."""
+    """The bond gives each of its cards the address of the same member."""
     link = pci.interface("ens30", kind=kind)
     assert drive(2).failure is None
     own = (link / "address").read_text()

@@ -1,4 +1,4 @@
-"""The plan of BIOS settings against every state that a controller may be in."""
+"""Plan of BIOS settings, against every possible state of a controller."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WISHES = st.builds(
 
 
 def acted(state: _bios.State, plan: _bios.Plan) -> _bios.State:
-    """What a controller that does everything right makes of the steps."""
+    """Return the state after a controller has executed all steps correctly."""
     attributes, jobs = dict(state.attributes), state.jobs
     for step in plan.steps:
         if step.name == "stage_attribute":

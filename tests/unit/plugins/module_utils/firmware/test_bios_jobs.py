@@ -1,4 +1,4 @@
-"""Following jobs while the controller is sometimes silent."""
+"""Follow-up of BIOS jobs while the controller is sometimes silent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def silence(code: str) -> _errors.Refusal:
 
 
 class Looks:
-    """Answers in order, the last for ever."""
+    """Answers in order; the last answer repeats for ever."""
 
     def __init__(self, *answers: str | _errors.Refusal) -> None:
         self.answers = list(answers)

@@ -1,4 +1,4 @@
-"""The firmware preflight: the module, the program and the generated commissioning script."""
+"""Firmware preflight: the module, the program and the generated commissioning script."""
 
 from __future__ import annotations
 
@@ -45,9 +45,8 @@ bench = runpy.run_path(str(Path(__file__).parents[2] / "storage_bench.py"))["ben
 
 
 def record(machine: Any) -> None:
-    """A machine with two GPUs, a BlueField-3 that speaks InfiniBand and one that speaks Ethernet,
-    an IOMMU that nothing uses, and a hostile disk.
-    """
+    """A machine with two GPUs, a BlueField-3 with InfiniBand and another with Ethernet, an unused
+    IOMMU, and a disk with a hostile name."""
     machine.file("/proc/cpuinfo", "processor : 0\nflags : fpu vmx sse\n")
     machine.file("/proc/cmdline", "root=squash:http://maas ro\n")
     machine.file("/proc/self/mountinfo")
@@ -65,7 +64,7 @@ def record(machine: Any) -> None:
     (controller / "model").write_text("Micron 7450\n")
     machine.link("/sys/class/block/nvme0n1", block)
     machine.link("/sys/block/nvme0n1", block)
-    # Another name of multipath is no disk of its own.
+    # A multipath member is no separate disk.
     machine.folder("/sys/block/nvme4c4n1")
 
 
@@ -112,7 +111,7 @@ def checks(lines: list[str]) -> dict[str, str]:
 
 
 def changes(racadm: Path) -> list[list[str]]:
-    """Calls of RACADM that change something."""
+    """Return the calls of RACADM that change a setting."""
     return [call for call in state(racadm)["calls"] if call[0] == "set" or "create" in call]
 
 
@@ -135,7 +134,7 @@ def test_the_script_and_the_module_say_the_same(machine: Any, tree: Path, racadm
         "iommu_groups": "WARN", "gpu": "PASS", "fabric": "PASS", "sriov": "PASS", "nvme": "FAIL",
     }  # fmt: skip
     assert lines[-1] == ("GPUAAS_SLICE_FIRMWARE_SUMMARY status=FAIL checks=8 failures=3 warnings=1")
-    # Both only looked.
+    # Both only read.
     assert not [call for call in state(racadm)["calls"] if call[0] == "set" or "create" in call]
 
 
@@ -169,8 +168,7 @@ def test_told_to_apply_it_changes_the_bios_and_follows_the_job(
 def as_maas(
     program: Path, racadm: Path, root: Path, **settings: str
 ) -> subprocess.CompletedProcess[str]:
-    """As MAAS runs a script: with nothing of ours but where the stand-in is, which nobody waits
-    for."""
+    """Run a script as MAAS does: without settings, but the stand-in's path and no pause."""
     own = {"GPUAAS_SLICE_RACADM": str(racadm), "GPUAAS_SLICE_BIOS_INTERVAL": "0"}
     return subprocess.run(
         [str(program), "--root", str(root)],
@@ -181,7 +179,7 @@ def as_maas(
 
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
-    """The commissioning script as the code gives it now."""
+    """The commissioning script in the code's present form."""
     place = tmp_path / "preflight.sh"
     place.write_text(standalone.build(standalone.FIRMWARE))
     place.chmod(0o755)
@@ -240,7 +238,7 @@ def test_the_script_excludes_a_boot_card_without_identity(
 def test_what_the_script_has_by_itself_completes_no_half_of_a_setting(
     machine: Any, racadm: Path, program: Path, given: dict[str, str], code: int
 ) -> None:
-    """Ids of cards without their link are refused, as without settings of its own."""
+    """Card ids without their link are refused, as in a script without built-in settings."""
     record(machine)
     done = as_maas(program, racadm, machine.root, **given)
     assert (done.returncode, "GPUAAS_SLICE_FABRIC_LINK" in done.stderr) == (code, code == 2)
@@ -255,7 +253,7 @@ def test_maas_changes_the_bios_by_the_script_made_for_it_and_by_no_other(
     assert not changes(racadm) and state(racadm)["cycles"] == 0
     applying = tmp_path / "apply.sh"
     assert standalone.main(["--apply-bios", str(applying)]) == 0
-    # The environment still counts for more than what a script has by itself.
+    # The environment still overrides a script's built-in setting.
     as_maas(applying, racadm, machine.root, GPUAAS_SLICE_APPLY_BIOS="0")
     assert not changes(racadm) and state(racadm)["cycles"] == 0
     rows = as_maas(applying, racadm, machine.root).stdout.splitlines()
@@ -264,7 +262,7 @@ def test_maas_changes_the_bios_by_the_script_made_for_it_and_by_no_other(
     assert followed == ["Scheduled", "Running", "Completed", "Completed"]
     assert "GPUAAS_SLICE_BIOS_APPLY status=PASS changed=yes" in rows
     assert checks(rows)["bios_settings"] == "PASS" and state(racadm)["cycles"] == 1
-    # Commissioned once more, the other one finds it done.
+    # The next commissioning run of the other script finds the settings done.
     assert checks(as_maas(program, racadm, machine.root).stdout.splitlines())["bios_settings"] == (
         "PASS"
     )
@@ -303,7 +301,7 @@ def test_a_failed_job_fails_the_script_and_is_said(machine: Any, tree: Path, rac
         {"GPUAAS_SLICE_RACADM_REPOSITORY": "http://example.org/x"},
         {"GPUAAS_SLICE_RACADM_PACKAGES": "--allow-unauthenticated"},
         {"GPUAAS_SLICE_FABRIC_LINK": "roce"},
-        # Both kinds have one id: with ids of its own a machine says which it means.
+        # Both link types have the same id, so a machine with its own ids must name the link.
         {"GPUAAS_SLICE_FABRIC_LINK": "", "GPUAAS_SLICE_FABRIC_IDS": "15b3:a2dc"},
     ],
 )
@@ -346,7 +344,7 @@ def test_a_key_that_is_not_the_publishers_installs_nothing(
 def test_racadm_is_installed_where_it_is_missing_and_signed_only(
     tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """gpg is the real one; apt-get is a program that notes how it was called and brings RACADM."""
+    """gpg is real; apt-get is a program that records its call and brings RACADM."""
     home = tmp_path / "gpg"
     home.mkdir(mode=0o700)
     gpg = ["gpg", "--batch", "--quiet", "--homedir", str(home)]
@@ -384,17 +382,17 @@ def test_racadm_is_installed_where_it_is_missing_and_signed_only(
         "update", "install --yes --no-install-recommends -- srvadmin-idracadm8",
     ]  # fmt: skip
     assert all("APT::Get::AllowUnauthenticated=false" in call for call in calls)
-    # Beside the machine's own first upgrade: apt's locks are waited for.
+    # apt's locks are waited for, because the machine's own first upgrade may hold them.
     assert all("DPkg::Lock::Timeout=600" in call for call in calls)
-    # What enrolment's umask would hide from apt's own user is there for it.
+    # apt's own user can read the file in spite of enrolment's umask.
     source = tree / "etc/apt/sources.list.d/dell-openmanage.sources"
     assert (source.stat().st_mode & 0o777, "Components: main extra" in source.read_text()) == (
         0o644, True,
     )  # fmt: skip
     assert (source.parent.stat().st_mode & 0o777) == 0o755
-    # What was not there before is remembered.
+    # Packages that were not installed before are recorded.
     assert _host_snapshot.recall("packages") == {"srvadmin-idracadm8": "installed"}
-    # It is there now: nothing is installed again.
+    # RACADM is present now, so nothing is installed again.
     _preflight_command.main(["--root", str(tree)], settings)
     assert (tmp_path / "calls").read_text().splitlines() == calls
 
@@ -412,7 +410,7 @@ def test_racadm_is_installed_where_it_is_missing_and_signed_only(
 def test_where_nobody_sets_anything_the_script_knows_dells_repository(
     machine: Any, tree: Path, tmp_path: Path, given: dict[str, str], asked: bool
 ) -> None:
-    """As MAAS runs it. What decides is what it asks for: nothing here can be reached."""
+    """Run as by MAAS. The requested address decides, because nothing can be reached here."""
     record(machine)
     machine.folder("/etc/apt")
     done = subprocess.run(
@@ -472,7 +470,7 @@ def test_a_disk_is_shown_with_everything_on_it(bench: Any) -> None:
 
 
 def nvme(*exclude: str) -> tuple[list[dict[str, str]], tuple[str, str]]:
-    """The lines of the disks, and what the check says of them all."""
+    """Return the lines of the disks, and the result of their check."""
     asked = _firmware_preflight.Request(
         bios={}, not_applicable=["bios_settings"], exclude_models=exclude
     )
@@ -483,7 +481,7 @@ def nvme(*exclude: str) -> tuple[list[dict[str, str]], tuple[str, str]]:
 
 
 def test_a_boot_card_is_shown_and_not_judged(bench: Any) -> None:
-    """Many have no identity that a disk needs, and all have a system on them."""
+    """Many boot cards lack a disk identity, and all carry a system."""
     bench.disk("nvme0n1", minor=0, eui="", model="Dell BOSS-N1")
     folder = bench.root / "sys/devices/virtual/nvme0n1/device"
     folder.mkdir()
@@ -527,7 +525,7 @@ def test_hardware_that_is_not_there_fails(machine: Any, tree: Path) -> None:
 def test_only_what_has_the_fabrics_link_counts_as_a_card(
     machine: Any, tree: Path, link: str, card: str
 ) -> None:
-    """The other one is shown all the same: it has one of the ids."""
+    """The other card is shown all the same, because it has a configured id."""
     record(machine)
     fabric = PROFILE["fabric"] | {"link": link}
     found = module(Path("/nonexistent/racadm"), not_applicable=["bios_settings"], fabric=fabric)
@@ -542,7 +540,8 @@ def test_only_what_has_the_fabrics_link_counts_as_a_card(
 def test_a_storage_port_without_virtual_functions_is_no_fabric_card(
     machine: Any, tree: Path
 ) -> None:
-    """A ConnectX-7 by itself speaks InfiniBand too; one that can give nothing would fail all."""
+    """A plain ConnectX-7 speaks InfiniBand too; a card without virtual functions would fail the
+    check."""
     record(machine)
     machine.pci("0000:2a:00.0", "15b3:1021", sriov_totalvfs="0", **{"class": "0x020700"})
     shipped = yaml.safe_load((REPOSITORY / "profiles/xe9680l-h200.yml").read_text())["fabric"]

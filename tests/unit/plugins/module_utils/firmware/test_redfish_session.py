@@ -1,4 +1,4 @@
-"""Sessions and trust, against a BMC that is a process of its own behind TLS."""
+"""Redfish sessions and trust, against a BMC that is a separate process behind TLS."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_logs_out_whatever_happens(bmc: standin.Bmc, crash: type[BaseException])
 
 
 def test_a_wrong_password_is_tried_once(bmc: standin.Bmc) -> None:
-    """After three an iDRAC blocks the address."""
+    """After three wrong logins an iDRAC blocks the address."""
     bmc.begin(password="another", echo=True)
     refusal = get(bmc)
     assert (refusal.code, refusal.found) == ("bmc_login_refused", "HTTP 401 (IDRAC.2.8.RAC0212)")
@@ -90,7 +90,7 @@ def test_an_expired_session_is_replaced_and_both_are_closed(bmc: standin.Bmc) ->
 
 
 def test_a_session_that_is_never_good_ends_after_the_second(bmc: standin.Bmc) -> None:
-    """A BMC that forgets each token at once is not logged into for ever."""
+    """A BMC that forgets each token at once does not cause endless logins."""
     bmc.begin(password=standin.PASSWORD, expire_after=-1)
     assert get(bmc).code == "bmc_session_refused"
     assert bmc.record()["opened"] == 2
@@ -127,7 +127,7 @@ def test_retry_after_may_be_a_date() -> None:
 
 
 def test_a_bmc_that_drips_is_cut_off(bmc: standin.Bmc) -> None:
-    """A socket's time limit begins anew with every byte; ours does not."""
+    """A socket's time limit restarts with every byte; the product's limit does not."""
     bmc.begin(drip=SYSTEM)
     before = time.monotonic()
     assert get(bmc, timeout=0.7).code == "bmc_unreachable"
@@ -155,7 +155,7 @@ def test_garbage_is_no_answer(bmc: standin.Bmc, body: str, found: str) -> None:
 def test_links_stay_within_the_tree_of_this_bmc(bmc: standin.Bmc, link: object) -> None:
     with client(bmc) as session:
         if link == "https://elsewhere.example/redfish/v1/x/../../..":
-            # Only its path counts: nothing is ever sent to another machine.
+            # Only the path of a link counts, so no request goes to another machine.
             assert session.path(link) == "/redfish/v1/x/../../.."
         else:
             assert refused(lambda: session.path(link)).code == "bmc_answer_malformed"

@@ -1,4 +1,4 @@
-"""Names of the control plane: a block of /etc/hosts, and whether an address answers."""
+"""Names of the control plane: a block of /etc/hosts, and the reachability of an address."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_block_comes_is_replaced_and_goes(tree: Path, site: str) -> None:
 
 
 def test_cloud_inits_template_has_it_too_where_it_writes_the_file(tree: Path) -> None:
-    """Its default on some images: the next boot would take the block away."""
+    """Some images do this by default, and the next boot would remove the block."""
     _host.write(_api_names.HOSTS, "# configured 'manage_etc_hosts' as True.\n127.0.0.1 localhost\n")
     _host.write(_api_names.TEMPLATE, "## template:jinja\n127.0.0.1 localhost\n")
     assert drive().done == ["write_block", "write_block"]
@@ -76,7 +76,7 @@ def test_a_line_of_the_site_that_would_win_is_named(tree: Path) -> None:
 
 
 def test_an_answer_is_an_answer_also_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real sockets: one that listens, and the port after it is closed."""
+    """Real sockets: a listening port, and the next port, which is closed."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()

@@ -1,4 +1,4 @@
-"""The live slice network."""
+"""Live slice network: bridge, addresses, NAT and forwarding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SETTINGS = "/etc/gpuaas/network-baseline.json"
 
 
 class Network:
-    """ovs-vsctl, ip, iptables and sysctl of a host that keeps what they are told."""
+    """ovs-vsctl, ip, iptables and sysctl of a host that keeps every setting."""
 
     def __init__(self, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tree = tree
@@ -144,7 +144,7 @@ def test_without_the_cards_link_guests_have_their_network(network: Network) -> N
     assert outcome.failure is None
     assert outcome.done == ["add_bridge", "address_interface", "forward_ipv4", "add_nat"]
     assert [doubt.code for doubt in outcome.doubts] == ["tmfifo_missing"]
-    # Nothing that could be done about it from here: a second run does nothing.
+    # The module cannot fix this, so a second run does nothing.
     assert (drive(tmfifo=True).changed, drive().doubts) == (False, [])
 
 

@@ -1,4 +1,4 @@
-"""What netplan makes of the host's files, by the stand-in and by the real one."""
+"""Netplan's result for the host's files, from the stand-in and from the real program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the network baseline keeps on disk."""
+"""Files and services of the network baseline."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PLAN = _bridge.plan
 
 
 class Systemd:
-    """systemctl and dnsmasq of a host; the live network is somebody else's test."""
+    """systemctl and dnsmasq of a host; other tests cover the live network."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.active: dict[str, int] = {"openvswitch-switch.service": 1}
@@ -83,7 +83,7 @@ def drive(**more: Any) -> _change.Outcome:
 
 @pytest.fixture(autouse=True)
 def folder_time(tree: Path, monkeypatch: pytest.MonkeyPatch, systemd: Systemd) -> None:
-    """Files change on the scripted clock, which is far behind the machine's."""
+    """Let files change on the scripted clock, which is far behind the machine's."""
     real = _ovs_nat.observe
 
     def observe(params: Any) -> _ovs_nat.State:
@@ -122,7 +122,7 @@ def test_dnsmasq_serves_reservations_on_the_bridge_only() -> None:
 
 
 def test_ubuntus_libvirt_decides_how_dnsmasq_binds(systemd: Systemd) -> None:
-    """Its file comes back with every upgrade; dnsmasq does not start with both words."""
+    """Its file returns with every upgrade; dnsmasq does not start with both words."""
     drive()
     assert "bind-dynamic" in (_host.read(_ovs_nat.DNSMASQ) or "").splitlines()
     _host.write("/etc/dnsmasq.d/libvirt-daemon", "bind-interfaces\nexcept-interface=virbr0\n")
@@ -145,7 +145,7 @@ def test_the_service_restarts_dnsmasq_after_itself_and_never_waits_for_it() -> N
 
 
 def test_nothing_that_guests_need_waits_for_rshim(systemd: Systemd) -> None:
-    """systemd is told when guests have their network; the card's link is waited for after that."""
+    """systemd learns that guests have their network; only then is the card's link awaited."""
     drive(tmfifo=True)
     text = _host.read(f"/etc/systemd/system/{_ovs_nat.unit(PARAMS).service}") or ""
     assert "Type=notify\n" in text and "rshim" not in text
@@ -175,7 +175,7 @@ def test_open_vswitch_runs_before_its_bridge_is_made(systemd: Systemd) -> None:
 def test_the_older_service_is_migrated_away(systemd: Systemd) -> None:
     _host.write(f"/etc/systemd/system/{OLD}.service", "[Service]\n")
     _host.write(f"/usr/local/sbin/{OLD}", "#!/bin/sh\n")
-    # `enable` of another day, into a target that nobody uses any more.
+    # `enable` of an earlier version, into a target that is no longer used.
     link = _host.path(f"/etc/systemd/system/network-online.target.wants/{OLD}.service")
     link.parent.mkdir(parents=True)
     link.symlink_to("/nowhere")
@@ -211,7 +211,7 @@ def test_rshim_is_started_for_its_interface(
 def test_an_rshim_that_runs_without_being_enabled_is_enabled(
     tree: Path, systemd: Systemd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As NVIDIA's host page shows it; the next boot would have no link."""
+    """As on NVIDIA's documentation page for the host; the next boot would have no link."""
     card(tree, monkeypatch)
     (tree / "sys/class/net/tmfifo_net0").mkdir(parents=True)
     systemd.active["rshim.service"] = 1
@@ -241,7 +241,7 @@ def test_an_rshim_that_does_not_start_keeps_no_guest_from_its_network(
 def test_where_nothing_can_make_the_link_nothing_is_tried(
     tree: Path, systemd: Systemd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No rshim installed; or it runs, and the card's BMC owns what it would attach to."""
+    """rshim is not installed; or it runs, and the card's BMC owns the device."""
     card(tree, monkeypatch)
     (tree / "usr/lib/systemd/system/rshim.service").unlink()
     outcome = drive(tmfifo=True)
@@ -257,7 +257,8 @@ def test_where_nothing_can_make_the_link_nothing_is_tried(
 
 
 def card(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """rshim is installed; what its link is given is remembered, and all else of the network is."""
+    """rshim is installed; the settings of its link are recorded, and the rest of the network is
+    ready."""
     unit = tree / "usr/lib/systemd/system/rshim.service"
     unit.parent.mkdir(parents=True)
     unit.touch()
@@ -292,5 +293,5 @@ def test_a_link_without_its_unit_is_migrated_away_too(systemd: Systemd) -> None:
     link.symlink_to(f"/etc/systemd/system/{OLD}.service")
     assert drive().done == ["remove_old_service"]
     assert not link.is_symlink()
-    # systemctl knows no such unit any more, so it is not asked to disable one.
+    # systemctl no longer knows this unit, so no command disables it.
     assert ["systemctl", "disable", "--now", f"{OLD}.service"] not in systemd.calls

@@ -1,4 +1,4 @@
-"""The network baseline taken away: nothing of ours is left, the rest is as it was."""
+"""Removal of the network baseline: no trace of it is left, the rest is as before."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def remove(*, check: bool = False, **more: Any) -> _change.Outcome:
 
 
 def left(tree: Path) -> list[str]:
-    """Every file below the folders that the baseline writes to."""
+    """Return every file below the folders that the baseline writes to."""
     folders = [tree / name for name in ("etc", "usr", "var")]
     files = [file for folder in folders for file in folder.rglob("*") if not file.is_dir()]
     return sorted(str(file.relative_to(tree)) for file in files)
@@ -135,7 +135,7 @@ def test_a_plain_host_is_plain_again(host: Host, tree: Path) -> None:
     assert establish().failure is None
     assert (host.active >= {SWITCH, DHCP}, RULE in host.rules) == (True, True)
     forecast = remove(check=True)
-    host.rules.append(RULE)  # somebody's own script has added it once more
+    host.rules.append(RULE)  # a script of the site has added it once more
     outcome = remove()
     assert outcome.failure is None
     assert [step.name for step in forecast.plan.steps] == outcome.done == [
@@ -163,7 +163,7 @@ def test_what_ran_before_keeps_running_without_our_settings(host: Host, tree: Pa
 
 
 def test_a_service_becomes_what_it_was_for_each_of_now_and_the_next_boot(host: Host) -> None:
-    """rshim as NVIDIA's host page shows it: started by hand, not enabled."""
+    """rshim as on NVIDIA's documentation page: started by hand, not enabled."""
     rshim = _ovs_nat.RSHIM
     host.write(f"usr/lib/systemd/system/{rshim}", "")
     host.write("sys/class/net/tmfifo_net0/flags", "0x1003")
@@ -186,13 +186,13 @@ def test_a_service_that_came_with_our_packages_was_not_there(host: Host, tree: P
 
 
 def test_without_a_record_our_host_counts_as_freshly_deployed(host: Host, tree: Path) -> None:
-    """Converted by an earlier release."""
+    """The host was converted by an earlier release."""
     establish()
     _host.remove(_host_snapshot.file_of(_ovs_nat.RECORD))
     assert establish().changed is False
     outcome = remove()
     assert outcome.failure is None and host.active == set()
-    # Whether it forwarded is not known; the next boot has no setting of ours.
+    # It is unknown whether the host forwarded; the next boot has no setting of the product.
     assert "stop_forwarding" not in outcome.done
 
 
@@ -215,7 +215,7 @@ def test_nothing_goes_while_a_slice_is_on_the_bridge(host: Host, tree: Path) -> 
 
 
 def test_it_goes_on_where_it_was_killed(host: Host, tree: Path) -> None:
-    """After each step in turn the run ends; the next one brings it to the end."""
+    """The run ends after each step in turn; the next run completes the removal."""
     for stop in range(1, 10):
         assert establish().failure is None
         done = 0

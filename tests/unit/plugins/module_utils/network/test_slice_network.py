@@ -1,4 +1,4 @@
-"""The slice network's evidence, and above all: a missing NAT rule is seen."""
+"""Evidence on the slice network, above all the detection of a missing NAT rule."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_the_fabric_route_is_one_by_the_profiles_interface(
         assert found["fabric_route"]["present"] is present
 
 
-# As iproute2 6.1 shows a host's routes.
+# A host's routes as iproute2 6.1 shows them.
 SHOWN = """[{"type":"unreachable","dst":"10.22.0.0/16","flags":[]},
 {"dst":"default","gateway":"10.8.0.5","dev":"t0","flags":["linkdown"]},
 {"dst":"10.8.0.0/24","dev":"t0","protocol":"kernel","scope":"link","prefsrc":"10.8.0.1","flags":[]},

@@ -1,4 +1,4 @@
-"""Outcomes and their lines: one line per check, whatever a host says in it."""
+"""Outcomes of parity checks and their lines: a line per check, whatever a host reports in it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_failure_names_its_remedy_and_playbook() -> None:
 
 
 def test_bare_metal_has_remedies_of_its_own() -> None:
-    """The remedy of a slice host would bring back what must be gone."""
+    """The remedy of a slice host would bring slice mode back."""
     found = _check.Check(
         "nat",
         lambda _facts: _check.passed("fine"),

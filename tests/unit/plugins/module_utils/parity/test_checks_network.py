@@ -1,4 +1,4 @@
-"""Network checks: a host whose guests have no network never passes, whatever its services say."""
+"""Network checks: a host without network for its guests never passes, whatever services report."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ FABRIC_SETTINGS: dict[str, Any] = {
 
 @pytest.fixture
 def bootstrapped(machine: Any) -> Any:
-    """A host with the files of the network baseline, written by what bootstrap writes them with."""
+    """A host with the files of the network baseline, written by bootstrap's own code."""
     _boot_service.install(_ovs_nat.unit(NETWORK))
     _host.write(_baseline_files.SYSCTL, _baseline_files.FORWARDING)
     _host.write(_baseline_files.DNSMASQ, _baseline_files.dnsmasq(NETWORK))
@@ -168,7 +168,7 @@ def test_functions_have_the_identities_that_slice_mode_gives(
 def test_a_slots_function_is_of_a_card_with_the_fabrics_link(
     parity: Any, machine: Any, link: str, problem: str
 ) -> None:
-    """Beside a card of the fabric with the same id, whose functions are as they must be."""
+    """Next to a fabric card with the same id, whose functions are correct."""
     parity.units(fabric=UP)
     parity.installed(_boot_units.FABRIC, **FABRIC_SETTINGS | {"link": link})
     machine.pci("0000:25:00.0", "8086:10c9", **CARD)
@@ -256,7 +256,7 @@ def test_fabric_address_route_and_netplan(parity: Any, planned: Any, script: Any
 def test_a_route_by_another_link_than_the_addresss_is_none(
     parity: Any, script: Any, links: tuple[str, ...]
 ) -> None:
-    """Also where only one hop of several leads elsewhere, first or last."""
+    """This holds even if only a single hop of several leads elsewhere, first or last."""
     parity.shown(("eth0", "192.0.2.7/24"), ("ibp66s0", "10.30.0.7/16"), ("ibp65s0", "10.20.0.7/16"))
     route_by(script, *links)
     found = _checks_network.fabric_route(parity.facts())
@@ -374,7 +374,7 @@ def test_the_cards_link_is_there_now_and_after_the_next_boot(
     [
         (None, _check.failed("192.168.100.2 is silent")),
         (0.26, _check.passed("0.3 ms")),
-        # So fast that no clock sees it is an answer too.
+        # An answer faster than the clock's resolution counts too.
         (0.0, _check.passed("0.0 ms")),
     ],
 )
@@ -497,7 +497,7 @@ def test_dnsmasq_settings(parity: Any, bootstrapped: Any, script: Any) -> None:
 def test_a_slot_with_the_address_of_paritys_guest_is_named(
     parity: Any, bootstrapped: Any, script: Any
 ) -> None:
-    """dnsmasq says nothing, and offers the slot's guest nothing."""
+    """dnsmasq reports no error, and offers the slot's guest no address."""
     bootstrapped.file("/var/lib/gpuaas/dnsmasq/hosts.d/a", "52:54:00:64:00:fe,10.100.0.254,a\n")
     script.on(*TEST, err="dnsmasq: syntax check OK.")
     found = _checks_network.dnsmasq_config(parity.facts())
@@ -513,7 +513,7 @@ def test_dnsmasq_settings_that_do_not_parse(parity: Any, machine: Any, script: A
     assert found.detail.endswith("gpuaas-slice.conf is missing; dnsmasq: bad option")
 
 
-# Each is valid to dnsmasq, and each would give guests what the profile does not.
+# Each is valid for dnsmasq, and each would give guests other settings than the profile's.
 EDITS = [
     (lambda text: f"{text}dhcp-option=option:dns-server,192.0.2.53\n", "has 'dhcp-option="),
     (lambda text: text.replace("static", "10.100.0.200"), "has 'dhcp-range="),
@@ -539,7 +539,7 @@ def test_an_edited_but_valid_configuration_is_noticed_and_what_bootstrap_does_re
     found = look(parity.facts())
     assert (found.status, shown in found.detail) == ("FAIL", True), found.detail
 
-    # The remedy is the role slice_network, which is this plan.
+    # The remedy is the role slice_network, which executes this plan.
     idle = _boot_service.Service(active=True, enabled=True, started_at=2**40)
     monkeypatch.setattr(_boot_service, "services", lambda names: dict.fromkeys(names, idle))
     live = _bridge.State((), {}, forwarding=True, nat=True, uplink="eno1")

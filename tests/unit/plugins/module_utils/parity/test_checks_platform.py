@@ -1,4 +1,4 @@
-"""The machine's own checks: what passes on a recorded host, and each thing that must not."""
+"""Platform checks of a host: the passing state on a recorded host, and each failing state."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_the_api_name_resolves(parity: Any, machine: Any, monkeypatch: pytest.Mo
 def test_a_name_that_leads_nowhere_fails(
     parity: Any, machine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It resolved on every host of the seeds' site, to an address without a route."""
+    """Seen on every host of a customer's site: the name resolved to an address without a route."""
     machine.file(
         "/etc/gpuaas/enrolment.env", "GPUAAS_API_URL=https://api.lab\nGPUAAS_API_NAME=api.lab\n"
     )
@@ -96,7 +96,7 @@ def test_a_name_that_leads_nowhere_fails(
     )
     found = _checks_platform.name_resolution(parity.facts())
     assert found == _check.failed("api.lab: no 192.0.2.1:443; no 192.0.2.2:443")
-    # One good way is enough.
+    # A single working address is enough.
     silent.clear()
     assert _checks_platform.name_resolution(parity.facts()).status == "PASS"
 
@@ -113,7 +113,7 @@ def test_an_unresolved_name_fails_and_an_address_passes(
         assert _checks_platform.name_resolution(parity.facts()).status == "FAIL"
         machine.file("/etc/gpuaas/enrolment.env", "GPUAAS_API_NAME=api.lab\n")
         assert "not known" in _checks_platform.name_resolution(parity.facts()).detail
-    # This machine: nothing listens there, which is an answer.
+    # This machine: nothing listens there, and a refused connection counts as an answer.
     machine.file("/etc/gpuaas/enrolment.env", "GPUAAS_API_URL=http://127.0.0.1:1\n")
     assert _checks_platform.name_resolution(parity.facts()).status == "PASS"
 
@@ -144,7 +144,7 @@ def test_firmware_virtualization(parity: Any, machine: Any, cpuinfo: str, status
 
 
 def kvm(parity: Any) -> dict[str, str]:
-    """The outcome as it gets into the report: a check that cannot look has failed."""
+    """Return the outcome as in the report: a check that cannot read its subject has failed."""
     (check,) = (one for one in _slice_parity.CHECKS if one.name == "kvm")
     facts = parity.facts()
     before = set(Path("/proc/self/fd").iterdir())
@@ -156,7 +156,7 @@ def kvm(parity: Any) -> dict[str, str]:
 def answering(
     monkeypatch: pytest.MonkeyPatch, *, version: int = 12, refusal: OSError | None = None
 ) -> None:
-    """The kernel's side of /dev/kvm: its API's version, and a new VM or why there is none."""
+    """The kernel's side of /dev/kvm: its API version, and a new VM or the reason for a refusal."""
 
     def ioctl(_descriptor: int, request: int) -> int:
         if request == 0xAE00:
@@ -173,7 +173,7 @@ def answering(
     ("make", "why"),
     [
         (lambda _machine: None, "FileNotFoundError"),
-        # Nobody can open this one for writing.
+        # This path cannot be opened for writing.
         (lambda machine: machine.folder("/dev/kvm"), "IsADirectoryError"),
         (lambda machine: machine.file("/dev/kvm"), "Inappropriate ioctl for device"),
     ],
@@ -187,7 +187,7 @@ def test_a_file_of_kvms_name_is_no_kvm(parity: Any, machine: Any, make: Any, why
 def test_kvm_is_proven_by_a_machine_that_it_makes(
     parity: Any, machine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Firmware without VMX, or a hypervisor that has it already: the file is there all the same."""
+    """Without VMX in the firmware, or under another hypervisor, the file exists all the same."""
     machine.file("/dev/kvm")
     answering(monkeypatch, refusal=OSError(errno.EBUSY, "Device or resource busy"))
     found = kvm(parity)
@@ -242,7 +242,7 @@ def test_kernel_arguments_and_modules(parity: Any, machine: Any) -> None:
 
 
 def record(parity: Any, machine: Any, *addresses: str) -> None:
-    """What the binding's service goes by at boot."""
+    """Write the record that the binding's service reads at boot."""
     ids = {"0000:25:10.0": "8086:10ca"}
     devices = {address: ids.get(address, "1234:11e8") for address in addresses}
     for unit in (_boot_units.BINDING, _boot_units.CLAIM):
@@ -283,7 +283,7 @@ def test_a_binding_outside_slice_mode_would_not_last(parity: Any, machine: Any) 
 
 
 def test_a_claim_that_failed_at_boot_is_a_doubt(parity: Any, machine: Any) -> None:
-    """The devices are bound all the same: the binding took them from their drivers."""
+    """The devices are bound all the same, because the binding took them from their drivers."""
     machine.pci("0000:23:00.0", "1234:11e8", driver="vfio-pci", config="\x34\x12")
     machine.pci("0000:25:10.0", "8086:10ca", driver="vfio-pci", config="\x86\x80")
     machine.file("/etc/gpuaas/slice-mode.json", '{"mode": "slice"}')

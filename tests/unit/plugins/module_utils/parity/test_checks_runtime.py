@@ -1,4 +1,4 @@
-"""Checks of what a slice VM runs on."""
+"""Runtime checks: the programs, files and settings that a slice VM needs."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_tuning_only_when_asked(parity: Any, machine: Any, script: Any) -> None:
     machine.file("/proc/sys/net/core/rmem_max", "212992\n")
     found = _checks_runtime.tuning(parity.facts(**asked))
     assert found.detail == "network-buffers: net.core.rmem_max is 212992, not 268435456"
-    # A file that says so is no effect, and an effect without the file ends with this boot.
+    # A file alone has no effect, and an effect without the file ends with this boot.
     machine.file("/proc/sys/net/core/rmem_max", "268435456\n")
     assert _checks_runtime.tuning(parity.facts(**asked)).status == "PASS"
     for path in _host_tuning.FILES:

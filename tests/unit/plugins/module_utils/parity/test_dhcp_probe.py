@@ -1,4 +1,4 @@
-"""The request for a lease, before a real dnsmasq with the rendered configuration."""
+"""DHCP probe: a request for an address, against a real dnsmasq with the rendered configuration."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ NETWORK = {"bridge": "ovsbr0", "address": "10.100.0.1/24", "subnet": "10.100.0.0
 MAC = _baseline_files.PROBE_MAC
 OTHER = "52:54:00:64:00:0a"
 
-# Who is not root is root of a namespace.
+# A user other than root is root of a namespace.
 ALONE = ["unshare", "--net", *([] if os.geteuid() == 0 else ["--map-root-user"])]
-# In a network namespace of its own: a pair of interfaces stands for bridge and port. As both have
-# this one's addresses, packets must be let in whose source is an own one.
+# In a separate network namespace, a pair of interfaces stands for bridge and port. Both have
+# addresses of this machine, so packets with a local source address must be accepted.
 STORY = """
 import json, subprocess, sys
 from pathlib import Path
@@ -62,7 +62,7 @@ print(json.dumps(found))
 
 
 def test_who_has_a_reservation_is_offered_its_address_and_nobody_else(tmp_path: Path) -> None:
-    """Also by a bridge that was made anew below the server."""
+    """This also holds for a bridge that was made anew below the server."""
     (tmp_path / "hosts.d").mkdir()
     leases, conf = tmp_path / "leases", tmp_path / "dnsmasq.conf"
     text = _baseline_files.dnsmasq(NETWORK).replace(
@@ -82,7 +82,7 @@ def test_who_has_a_reservation_is_offered_its_address_and_nobody_else(tmp_path: 
         "foreign": "",
         "made_anew": "10.100.0.254",
     }
-    # Nothing was taken.
+    # The probe took no DHCP lease.
     assert leases.read_text() == ""
 
 
@@ -100,7 +100,7 @@ def test_only_an_offer_to_this_request_counts() -> None:
 
 
 def test_a_slot_cannot_reserve_the_address_that_is_parity_s(tree: Path) -> None:
-    """Asked of the real dnsmasq, which is silent about it while it runs."""
+    """Checked with the real dnsmasq, which reports nothing about it while it runs."""
     conf = tree / _baseline_files.DNSMASQ.lstrip("/")
     conf.parent.mkdir(parents=True)
     conf.write_text(_baseline_files.dnsmasq(NETWORK))

@@ -1,6 +1,6 @@
-"""Every file that bootstrap and the binding write whole: an edit is seen, and one repair ends it.
+"""Edits of the files that bootstrap and the binding write whole: detected, and repaired at once.
 
-The list of files is not said here: it is what the writers write onto an empty host.
+The writers define the list of files: it contains every file that they write onto an empty host.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ CODE = f"{_boot_files.LIBRARY}/{_boot_files.PACKAGE.replace('.', '/')}"
 
 @pytest.fixture
 def host(parity: Any, machine: Any) -> Any:
-    """A slice host with one approved slot, all of whose files are as they were written."""
+    """A slice host with an approved slot, whose files are as they were written."""
     machine.file("/proc/cmdline", "intel_iommu=on iommu=pt")
     for name in _kernel_arguments.MODULES:
         machine.folder(f"/sys/module/{name}")
@@ -86,7 +86,7 @@ def test_services_as_they_were_installed_pass(host: Any, unit: _boot_service.Uni
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
 def test_each_file_of_a_service_is_looked_at(host: Any, unit: _boot_service.Unit) -> None:
     own = [unit.path, unit.program] + ([] if unit.borrowed else [unit.settings_path])
-    # Its own code, and what it shares with the others.
+    # Its own code, and the code that it shares with the others.
     names = (unit.module, "core._host", "core._errors")
     code = [f"{CODE}/{name.replace('.', '/')}.py" for name in names]
     for path in (*own, *code):
@@ -105,7 +105,7 @@ def test_each_file_of_a_service_is_looked_at(host: Any, unit: _boot_service.Unit
     for path in (*own, *code):
         _host.path(path).write_text("edited\n")
     assert look(host, CHECKS[unit.name])[0] == "FAIL"
-    # All of them by one repair.
+    # A single repair for all of them.
     host.installed(unit, **SETTINGS[unit.name])
     assert look(host, CHECKS[unit.name])[0] == "PASS"
 
@@ -131,7 +131,7 @@ def test_a_program_that_may_not_be_run_is_no_program(host: Any) -> None:
 
 
 def test_code_without_a_record_is_not_believed(host: Any) -> None:
-    """A host that an older release set up; one bootstrap and one binding write it."""
+    """An older release set up the host; another bootstrap and binding write the record."""
     _host.remove(_boot_files.RECORD)
     for unit in UNITS:
         status, detail = look(host, CHECKS[unit.name])
@@ -146,13 +146,14 @@ def test_code_without_a_record_is_not_believed(host: Any) -> None:
 
 
 def test_a_newer_release_alone_is_no_edit(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parity does not look at its own code: the services of one release agree with each other."""
+    """Parity does not compare its own code, because the services of a release agree with each
+    other."""
     monkeypatch.setattr(
         _boot_service, "sources", lambda module: {module: "new", "core._host": "new as well"}
     )
     assert [look(host, check)[0] for check in CHECKS.values()] == ["PASS"] * len(CHECKS)
     host.installed(_boot_units.BINDING, **SETTINGS[_boot_units.BINDING.name])
-    # What they share was written anew for all of them.
+    # The shared code was written anew for all of them.
     assert _host.read(f"{CODE}/core/_host.py") == "new as well"
     assert [look(host, check)[0] for check in CHECKS.values()] == ["PASS"] * len(CHECKS)
 
@@ -169,7 +170,7 @@ def test_the_bindings_settings_name_the_approved_devices_and_no_others(host: Any
         f"0000:25:10.0 is not in {path}; "
         f"0000:23:00.0 is ffff:ffff in {path}, and 1234:11e8 on the host",
     )
-    # The audio function of an approved GPU goes with it.
+    # The audio function of an approved GPU is bound with it.
     host.installed(_boot_units.BINDING, devices={**DEVICES, "0000:23:00.1": "10de:22ba"})
     assert look(host, _checks_platform.vfio_binding)[0] == "PASS"
     host.installed(_boot_units.BINDING, devices={**DEVICES, "0000:02:00.0": "8086:1533"})
@@ -225,7 +226,7 @@ def test_an_initramfs_that_was_never_built_is_none(host: Any, machine: Any) -> N
         ("/boot/grub/grub.cfg", " iommu=pt", "", ("FAIL", "the next boot would lose iommu=pt")),
         ("/boot/grub/grub.cfg", "iommu=pt", "iommu=pt iommu=off", ("FAIL", "would lose iommu=pt")),
         ("/boot/grub/grub.cfg", "linux", "chainloader", ("FAIL", "starts no kernel of this host")),
-        # It is right, and the next update-grub would make it wrong.
+        # It is right now, and the next update-grub would make it wrong.
         (
             _kernel_arguments.DROP_IN,
             " iommu=pt",

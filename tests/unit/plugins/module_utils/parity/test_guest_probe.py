@@ -1,4 +1,4 @@
-"""The guest stand-in: what it sends, and that nothing of it stays."""
+"""Guest probe: the packets that it sends, and its complete removal."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def nowhere(_name: str) -> Iterator[None]:
 
 @pytest.fixture
 def sockets(monkeypatch: pytest.MonkeyPatch, tree: Path) -> Path:
-    """The probe without a kernel: no namespace is entered, sockets are ordinary ones."""
+    """The probe without a kernel: no namespace is entered, sockets are ordinary sockets."""
     (tree / "run").mkdir()
 
     def plain(_what: str) -> socket.socket:
@@ -106,7 +106,7 @@ def test_a_server_that_answers_is_heard() -> None:
     client.bind(("127.0.0.1", 0))
 
     class Redirect:
-        """Sends to the test server instead of port 53."""
+        """Socket that sends to the test server instead of port 53."""
 
         def settimeout(self, seconds: float) -> None:
             client.settimeout(seconds)
@@ -130,7 +130,7 @@ def test_a_server_that_answers_is_heard() -> None:
 
 
 class Leaving:
-    """A packet socket with these frames in it: source, destination, protocol, direction."""
+    """Packet socket with these frames in it: source, destination, protocol, direction."""
 
     def __init__(self, *frames: tuple[str, int, int]) -> None:
         self.frames = list(frames)

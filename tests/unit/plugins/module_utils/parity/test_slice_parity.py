@@ -1,4 +1,4 @@
-"""The whole report: every check in order, on an empty host and on a bare-metal one."""
+"""Whole parity report: every check in order, on an empty host and on a bare-metal host."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_every_check_of_the_decisions_is_there_once_and_in_order() -> None:
     assert [check.name for check in _slice_parity.CHECKS] == DECIDED.split()
     for check in _slice_parity.CHECKS:
         assert check.remedy.text
-        # A remedy that destroys or needs an approval is never run by a check.
+        # A check never runs a remedy that destroys data or needs an approval.
         assert not check.remedy.role or check.remedy.playbook in REPAIRS, check.name
 
 

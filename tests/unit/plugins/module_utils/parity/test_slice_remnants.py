@@ -1,4 +1,4 @@
-"""What slice mode leaves: each trace is found by itself, and the list is the writers' own."""
+"""Remnants of slice mode: each trace is detected separately, and the list is the writers' own."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ALLOCATION = "23bd713b-6073-4ef7-8a51-2897e902365d"
 
 @pytest.fixture
 def host(parity: Any, machine: Any, script: Any) -> Any:
-    """A host that never was a slice host, with a GPU and a fabric card of its own."""
+    """A host that never was a slice host, with a GPU and a fabric card."""
     machine.pci("0000:23:00.0", "1234:11e8", driver="nvidia")
     machine.pci("0000:25:00.0", "8086:10c9", driver="igb", sriov_numvfs="0")
     machine.pci("0000:26:00.0", "ffff:0001", driver="vfio-pci")  # the host's own use of VFIO
@@ -133,7 +133,7 @@ def test_each_file_is_found_by_itself(
 ) -> None:
     machine.file(path, text)
     found = left(host)
-    # A reservation is in a folder that is gone, too.
+    # A reservation also means a folder that must be gone.
     assert {one[0] for one in found} - {"dnsmasq"} <= {check}
     assert check in {one[0] for one in found}
 

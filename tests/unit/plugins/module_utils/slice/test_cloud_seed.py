@@ -1,4 +1,4 @@
-"""Cloud-init documents read back by a YAML reader, and the digest an ISO carries."""
+"""Cloud-init documents, read back by a YAML reader, and the digest in an ISO."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_lone_surrogate_is_refused() -> None:
 
 
 class Maker:
-    """An ISO program that writes only what `present` reads."""
+    """ISO program that writes only the parts that `present` reads."""
 
     def __init__(self, missing: tuple[str, ...] = ()) -> None:
         self.missing = missing

@@ -1,4 +1,4 @@
-"""Reservations and leases of dnsmasq."""
+"""Reservations and DHCP leases of dnsmasq."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The domain renderer, read back: no other device can be in what it writes."""
+"""Domain renderer, read back: its output can contain no other device."""
 
 from __future__ import annotations
 

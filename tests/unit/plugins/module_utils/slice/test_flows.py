@@ -1,4 +1,4 @@
-"""The guard of a port: what its rules let pass, and how the switch's own print is read."""
+"""Port guard: the traffic that its rules pass, and the parsing of the switch's output."""
 
 from __future__ import annotations
 

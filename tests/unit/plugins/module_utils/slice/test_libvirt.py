@@ -1,4 +1,4 @@
-"""What virsh says and what is asked of it."""
+"""Calls of virsh, and the parsing of its answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CPUs and memory for a slice, and the record of what was given."""
+"""CPUs and memory for a slice, and the record of the pinned resources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The limit of a port, as Open vSwitch 3.1 prints and takes it."""
+"""Port limit, as Open vSwitch 3.1 prints and accepts it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Absence is proven trace by trace; a look that fails proves nothing."""
+"""Absence of a slice, proven trace by trace; a failed read proves nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def broken(*_: object, **__: object) -> Any:
 
 @pytest.fixture
 def empty(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A host on which nothing is left."""
+    """A host without any trace."""
     monkeypatch.setattr(_libvirt, "states", dict)
     monkeypatch.setattr(_flows, "ports", lambda: {"gs33bd713b6073": 5})
     monkeypatch.setattr(_flows, "guards", lambda _bridge: {_object_names.cookie(TWO): 17})

@@ -1,4 +1,4 @@
-"""Everything of slices is listed, whoever it belongs to; a look that fails is never empty."""
+"""Holdings of all slices on a host, whoever owns them; a failed read never counts as empty."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PARTS = {
 
 @pytest.fixture
 def empty(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A host that holds nothing."""
+    """A host without holdings."""
     monkeypatch.setattr(_libvirt, "states", dict)
     monkeypatch.setattr(_flows, "ports", dict)
     monkeypatch.setattr(_flows, "guards", lambda _name: {})

@@ -1,4 +1,4 @@
-"""A slot bundle against the host: every finding is a refusal."""
+"""Slot bundle against the host: every difference is a refusal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces of slices: whose an object is, by its name alone."""
+"""Traces of slices: the owner of an object, read from its name alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a real sshd makes of the managed line: commands until its end, and nothing else."""
+"""Managed key line in a real sshd: commands until its expiry, and nothing else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INSTANCE = "7c9e6679-7425-40de-944b-e07fc1f90ae7"
 
 
 class Login:
-    """One key, and how it is let in."""
+    """A key, and the login by it."""
 
     def __init__(self, boot: Boot, folder: Path, ends_in_s: int) -> None:
         self.key = folder / "controller"
@@ -57,7 +57,7 @@ def test_it_runs_commands_and_gets_neither_terminal_nor_forwarding(
 
 
 def test_after_its_end_it_opens_nothing_until_it_is_renewed(boot: Boot, tmp_path: Path) -> None:
-    # Two minutes: only whole ones are written.
+    # Two minutes, because only whole minutes are written.
     login, at = Login(boot, tmp_path, -120), f"{USER}@127.0.0.1"
     refused = login(at, "true")
     assert refused.returncode == 255

@@ -1,4 +1,4 @@
-"""A machine that one tenant has as a whole: nothing makes a slice host of it meanwhile."""
+"""Whole-machine tenancy: no action turns the machine into a slice host meanwhile."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def tenant(tree: Path) -> None:
 
 
 def refused(subject: _change.Subject, **params: Any) -> bool:
-    """Whether it is refused by name, with nothing done."""
+    """Return whether the action is refused with its code, and without any change."""
     for check_mode in (True, False):
         failure = _change.drive(subject, params, check_mode=check_mode).failure
         if failure is None or failure.code != "machine_leased":
@@ -54,7 +54,8 @@ def test_it_is_not_put_into_slice_mode(tree: Path, tenant: None) -> None:
 
 
 def test_a_word_for_slices_can_always_be_taken_back(tree: Path) -> None:
-    """With it the tenant could not be released: baremetal_lease refuses a slice host."""
+    """A leftover mark would block the tenant's release, because baremetal_lease refuses a slice
+    host."""
     _host.write(_boot_service.SLICE_MODE, '{"mode": "slice"}\n')
     _ledger.hold(_ledger.MACHINE, fence=1, allocation_id=TENANT, disk_identity="")
     outcome = _change.drive(_slice_mode.SUBJECT, {"state": "absent"}, check_mode=False)
@@ -128,7 +129,7 @@ def test_its_devices_keep_their_drivers(
 
 
 def test_a_mark_without_a_name_counts(tree: Path, tenant: None) -> None:
-    """The tenant was root, and may have taken its name out of the ledger."""
+    """The tenant was root, and may have removed its name from the ledger."""
     _ledger.release(_ledger.MACHINE, fence=1)
     outcome = _change.drive(_slice_mode.SUBJECT, {"profile": "lab"}, check_mode=False)
     assert outcome.failure is not None and outcome.failure.code == "machine_leased"
@@ -139,7 +140,7 @@ def test_without_a_tenant_nothing_is_in_the_way(tree: Path) -> None:
 
 
 def test_what_puts_back_what_was_done_is_kept(tree: Path) -> None:
-    """A guard changes what is looked at and refused, and nothing else of its subject."""
+    """A guard changes observation and refusal, and nothing else of its subject."""
 
     def fails(_params: _change.Params, _step: _change.Step) -> None:
         raise _host.Refusal("no", expected="", found="", remedy="")

@@ -1,4 +1,4 @@
-"""The pairing: NUMA first, stable whatever the disks are used for, never a disk of the host."""
+"""Pairing of candidates: NUMA first, stable under any disk use, never a disk of the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The discovery document of a recorded host, before and after it was prepared."""
+"""Discovery document of a recorded host, before and after its preparation."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def disk(number: int, *, model: str = "QEMU NVMe Ctrl", by_id: bool = True) -> _
 
 
 def fill(machine: Any) -> None:
-    """Two nodes, each with a GPU stand-in and a disk; a card with two functions on the left."""
+    """Add two nodes, each with a GPU stand-in and a disk; the left node has a card with two
+    functions."""
     machine.file("/etc/machine-id", "m1\n")
     machine.file("/proc/cmdline", "root=/dev/x intel_iommu=on iommu=pt\n")
     machine.file("/proc/sys/kernel/random/boot_id", "b1\n")
@@ -88,7 +89,7 @@ def fill(machine: Any) -> None:
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> dict[str, _block.Usage]:
-    """What the disks are used for, by kernel name; tests change it."""
+    """Uses of the disks, by kernel name; tests change them."""
     found: dict[str, _block.Usage] = {}
     known = [disk(0), disk(1)]
     monkeypatch.setattr(_block, "disks", lambda: known)
@@ -226,7 +227,7 @@ def test_who_a_disk_is_can_forbid_it(monkeypatch: pytest.MonkeyPatch, machine: A
 
 
 def test_a_nameless_disk_is_shown_but_never_used(machine: Any) -> None:
-    """Files under /dev, where a host has block devices: looked at as they are."""
+    """Under /dev are plain files instead of block devices, and they are read as they are."""
     fill(machine)
     machine.file("/proc/self/mountinfo")
     (machine.root / "dev/nvme1n1").unlink()
@@ -240,7 +241,7 @@ def test_a_nameless_disk_is_shown_but_never_used(machine: Any) -> None:
 
 
 def test_a_boot_card_without_identity_is_excluded_by_the_kernels_word(machine: Any) -> None:
-    """And is as little a slot's as before: neither may stand in for the other."""
+    """It is still no slot's disk: neither disk may stand in for the other."""
     fill(machine)
     machine.file("/proc/self/mountinfo")
     models = {0: "ACME Boot 2\n", 1: "Dell BOSS-N1            \n"}
@@ -263,7 +264,7 @@ def test_a_boot_card_without_identity_is_excluded_by_the_kernels_word(machine: A
 def test_a_disk_behind_a_network_is_shown_without_a_place_on_the_host(
     machine: Any, looks: Any
 ) -> None:
-    """Its controller's address is one of NVMe over Fabrics."""
+    """Its controller's address is an address of NVMe over Fabrics."""
     fill(machine)
     controller = machine.root / f"sys/devices/{LEFT}/0000:21:00.0/nvme/nvme0"
     (controller / "address").write_text("traddr=192.0.2.7,trsvcid=4420\n")
@@ -321,7 +322,7 @@ def test_a_card_without_functions_says_why(machine: Any) -> None:
     assert found[0]["rdma"] == ["rocep37s0"]
 
 
-# A vendor's one id of both: InfiniBand beside each GPU, Ethernet of the BlueField-3 elsewhere.
+# A vendor's single id for both: InfiniBand beside each GPU, Ethernet of the BlueField-3 elsewhere.
 MIXED = {
     "pf_ids": ["15b3:a2dc"], "link": "infiniband", "vfs_per_pf": 1, "route": "",
 }  # fmt: skip
@@ -331,7 +332,7 @@ MIXED = {
 def test_an_ethernet_port_is_no_fabric_of_infiniband(
     machine: Any, script: Any, looks: Any, driven: bool
 ) -> None:
-    """It sits nearer to the second GPU, and its function would go past the bridge's isolation."""
+    """It is nearer to the second GPU, and its function would bypass the bridge's isolation."""
     fill(machine)
     script.on("ip", "-j", "address", "show", out="[]")
     script.on("iptables", "-w", "-t", "nat", "-S", "POSTROUTING", rc=4)

@@ -1,7 +1,7 @@
-"""Runs each script that arrives on the virtio port `gpuaas.userdata`, once per delivery.
+"""Service that runs each script from the virtio port `gpuaas.userdata`, once per delivery.
 
-A delivery is one line of JSON {"id", "script"}; the answer one line {"id", "exit", "output"}.
-A delivery repeated under the same id (its answer was lost) gets the recorded answer.
+A delivery is a line of JSON {"id", "script"}; the answer is a line {"id", "exit", "output"}. A
+repeated delivery with the same id (its answer was lost) gets the recorded answer.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ ANSWERS = Path("/var/lib/lab-userdata")
 
 
 def execute(script: str) -> tuple[int, str]:
-    """Run the script (by its own #! line) and return exit code and output."""
+    """Run the script by its own #! line and return its exit code and output."""
     with tempfile.TemporaryDirectory(prefix="userdata.") as folder:
         path = Path(folder) / "script"
         path.write_text(script)
         path.chmod(0o700)
-        # Files, not pipes: a service that the script starts must not keep the delivery open.
+        # Files instead of pipes: a service that the script starts must not keep the delivery open.
         with (Path(folder) / "output").open("w+b") as output:
             done = subprocess.run(
                 [str(path)], stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False
@@ -34,7 +34,7 @@ def execute(script: str) -> tuple[int, str]:
 
 
 def answer(line: bytes) -> bytes:
-    """Run or recall one delivery."""
+    """Run a delivery, or return its recorded answer."""
     delivery = json.loads(line)
     record = ANSWERS / f"{delivery['id']}.json"
     if not record.exists():
@@ -56,7 +56,7 @@ def main() -> None:
     while True:
         chunk = os.read(port, 65536)
         if not chunk:
-            # Nobody is at the other end; half a delivery of a client that left is worthless.
+            # No client is connected. Half a delivery from a client that has left is worthless.
             pending = b""
             time.sleep(0.3)
             continue
