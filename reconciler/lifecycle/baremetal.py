@@ -13,6 +13,7 @@ from reconciler.lifecycle import gate, slices
 from reconciler.lifecycle import slots as slot_life
 from reconciler.model.act import Act, require_reason
 from reconciler.model.errors import Problem
+from reconciler.model.identity import disk_identity
 from reconciler.model.proof import DEFAULT_POLICY
 from reconciler.model.scheduler.machine import MachineView, MachineWant, choose
 from reconciler.model.scheduler.place import NoFit
@@ -379,7 +380,7 @@ def _dead_disks(conn: sa.Connection, node_id: str, allocation_id: str, act: Act)
             found="all of them, or no discovery since the machine was last cleaned",
             remedy="discover the node and ask again; clean it with all disks that are there",
         )
-    return [disk["slot_id"] for disk in disks if f"eui.{disk['nvme_eui']}" in dead]
+    return [disk["slot_id"] for disk in disks if disk_identity(disk["nvme_eui"]) in dead]
 
 
 def accept_drift(conn: sa.Connection, node_id: str, act: Act) -> Node:

@@ -20,6 +20,7 @@ from reconciler.model.bundle import Bundle
 from reconciler.model.discovery import gpu as find_gpu
 from reconciler.model.discovery import pcie_switch
 from reconciler.model.errors import Problem
+from reconciler.model.identity import disk_identity
 from reconciler.model.proof import DEFAULT_POLICY
 from reconciler.model.states import LIVE_CLAIMS, NodeMode, SlotState
 from reconciler.records import proofs, reports
@@ -255,8 +256,8 @@ def dead_disks(conn: sa.Connection, node_id: str, disks: list[Any], since: float
     latest = _after(conn, node_id, since)
     if latest is None:
         return []
-    identities = [f"eui.{disk['nvme_eui']}" for disk in disks]
-    return [one for one in identities if seen.disk_by_identity(latest.document, one) is None]
+    identities = [disk_identity(disk["nvme_eui"]) for disk in disks]
+    return [name for name in identities if seen.disk_by_identity(latest.document, name) is None]
 
 
 def written_off_holds(conn: sa.Connection, node_id: str) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from reconciler.model import gate
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.gate import Failures
+from reconciler.model.identity import disk_identity
 from reconciler.model.proof import DEFAULT_POLICY, check_proof
 from reconciler.model.states import ProofKind, SlotState
 
@@ -117,7 +118,7 @@ def record_disk(
     task_id: str | None = None,
 ) -> Proof:
     """Record the wipe proof of a disk of a whole-machine claim."""
-    identity = f"eui.{disk['nvme_eui']}"
+    identity = disk_identity(disk["nvme_eui"])
     if document is None:
         raise Problem(
             "proof_missing",
