@@ -1,10 +1,10 @@
 """Benchmark of the memory of `gpuaas serve`: `python -m tests.bench.memory`; key `memory_mib`.
 
 It measures the real process, with workers and single loops. rest: on an empty site, SQLite, as
-`make run` starts it. slots_N: on PostgreSQL with that many slots, first after the loops have run,
-then after clients that read every list and place slices, all at once, and a further turn of the
-loops. Each figure is resident memory (RSS); _pss counts shared pages in part, _peak is the largest
-so far. Runs are separate processes and not counted; here they find no playbook and end.
+`make run` starts it. slots_N: on PostgreSQL with that many slots, first after turns of the loops.
+The second figure follows clients that read every list and place slices, all at once, and a further
+turn of the loops. Each figure is resident memory (RSS); _pss counts shared pages in part, _peak is
+the largest so far. Runs are separate processes and not counted; here they find no playbook and end.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def _read(path: Path) -> dict[str, str]:
 
 
 def times(engine: sa.Engine, ids: Sequence[str]) -> tuple[float, float]:
-    """Return, by the database's clock, the seconds of all these tasks and the median of each."""
+    """Return, by the database's clock, the seconds of all these tasks and the median of a task."""
     query = sa.select(task_table.c.started_at, task_table.c.finished_at)
     with reading(engine) as conn:
         found = conn.execute(query.where(task_table.c.id.in_(ids))).all()
