@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -30,6 +31,13 @@ signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 print("works", flush=True)
 sys.stdin.read()
 """
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A short path: those of pytest's workers come near the limit of a socket's path."""
+    with tempfile.TemporaryDirectory(prefix="gpuaas-test-") as name:
+        yield Path(name)
 
 
 @pytest.fixture(autouse=True)
