@@ -64,7 +64,7 @@ def told(engine: sa.Engine) -> list[Event]:
     with reading(engine) as conn:
         rows = journal.pending_events(conn, 10_000)
     return [
-        {name: value for name, value in row.items() if name != "published_at"}
+        {name: value for name, value in vars(row).items() if name != "published_at"}
         | {"at": clock.iso(row.at)}
         for row in rows
     ]

@@ -58,7 +58,7 @@ class Story:
 
     def open(self, act: Act = ADMIN) -> str:
         case = self.do(lambda conn: recovery_cases.open_case(conn, self.key, act))
-        return str(case["id"])
+        return str(case.id)
 
     def policy(self, **values: Any) -> None:
         self.do(lambda conn: recovery_policy.write(conn, Policy(**values), ADMIN))
@@ -165,8 +165,8 @@ def test_a_leader_that_is_killed_in_any_move_does_nothing_twice(story: Story, ab
     assert killed == ["opened", "verifying", "cleaning", "confirming"][: len(killed)]
     assert (len(killed), story.tasks(LOOK), story.tasks(WIPE)) == (looks + 2, looks, 1)
     (forced,) = story.audited(recovery.FORCE_CLEANUP)
-    assert forced["detail"]["runtime_verified_absent"] is absent
-    assert (forced["actor"], forced["reason"], forced["correlation_id"]) == (
+    assert forced.detail["runtime_verified_absent"] is absent
+    assert (forced.actor, forced.reason, forced.correlation_id) == (
         "admin:alice",
         "test",
         "corr-1",
@@ -214,7 +214,7 @@ def two_at_once(story: Story) -> None:
     for state, kind in (("verifying", LOOK), ("cleaning", WIPE)):
         with ThreadPoolExecutor(4) as pool:
             done = list(pool.map(lambda _: story.do(play), range(4)))
-        assert [row["state"] for row in done if row is not None] == [state]
+        assert [row.state for row in done if row is not None] == [state]
         assert story.tasks(kind) == 1
         if kind == LOOK:
             story.answer()
@@ -344,7 +344,7 @@ def test_a_slot_that_was_sold_since_had_come_back(story: Story) -> None:
     sold = story.do(lambda conn: story.site.allocate(conn, 2))
     assert story.statuses() == ["reserved", "reserved"]
     assert story.play().state == "recovered"
-    assert story.do(lambda conn: allocations.get(conn, sold))["state"] == "requested"
+    assert story.do(lambda conn: allocations.get(conn, sold)).state == "requested"
 
 
 def test_a_run_that_may_live_is_ended_first(sold: Site) -> None:
@@ -431,7 +431,7 @@ def test_a_word_that_keeps_the_slots_is_kept(story: Story) -> None:
     case = story.case()
     asked = (case.requested_by, case.reason, case.waits_for)
     assert asked == ("admin:bob", "second look", {})
-    assert [row["actor"] for row in story.audited(recovery_cases.ADOPTED)] == ["admin:bob"]
+    assert [row.actor for row in story.audited(recovery_cases.ADOPTED)] == ["admin:bob"]
     assert story.play().state == "cleaning"
 
 
@@ -460,7 +460,7 @@ def test_a_person_takes_over_from_the_policy(story: Story) -> None:
     story.answer(absent=False)
     assert story.play().state == "cleaning", "what is left may be removed now"
     (forced,) = story.audited(recovery.FORCE_CLEANUP)
-    assert forced["actor"] == "admin:bob"
+    assert forced.actor == "admin:bob"
     story.wipe(fails=True)
     story.play()
     story.answer()
