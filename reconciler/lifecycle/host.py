@@ -1,4 +1,4 @@
-"""A host's life: enrolment, contact, bootstrap, maintenance, conversion."""
+"""Lifecycle of a host: enrolment, contact, bootstrap, maintenance and conversion."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def enrolled(
     host_key: str,
     boot_id: str = "",
 ) -> Node:
-    """The host's key is certified. Another installation than before must be bootstrapped again."""
+    """Record that the host's key is certified. A new installation must be bootstrapped again."""
     before = rows.get(conn, Node, id, lock=True)
     identity = {"machine_id": machine_id, "host_key": host_key, "boot_id": boot_id}
     observed(conn, id, act, identity=identity)
@@ -59,7 +59,7 @@ def bootstrapped(
     identity: Mapping[str, Any],
     began: float | None = None,
 ) -> Node:
-    """The host is prepared; a conversion to slice host that was in flight is complete."""
+    """Record that the host is prepared. This completes a conversion to slice host under way."""
     observed(conn, id, act, identity=identity, reboot_required=False, began=began)
     node = node_records.get(conn, id)
     if node.state == NodeState.BOOTSTRAPPING:
@@ -70,7 +70,7 @@ def bootstrapped(
 
 
 def learn_fabric(conn: sa.Connection, id: str, act: Act, *, interface: str, address: str) -> Node:
-    """What the host has on the fabric already, if nobody has said what it should have."""
+    """Store the host's own fabric interface and address, unless the node already has either."""
     node = rows.get(conn, Node, id, lock=True)
     if not (interface and address) or node.fabric_interface or node.fabric_address:
         return node
@@ -83,41 +83,41 @@ def learn_fabric(conn: sa.Connection, id: str, act: Act, *, interface: str, addr
 
 
 def lost(conn: sa.Connection, id: str, act: Act) -> Node:
-    """Contact is lost. Nothing is freed: what goes on there is unknown."""
+    """Record lost contact. Nothing is freed, because the state of the host is unknown (I13)."""
     return advance(conn, "node", id, "lose", act)
 
 
 def regained(conn: sa.Connection, id: str, act: Act) -> Node:
-    """Contact is back: the node is what it was before."""
+    """Record regained contact. The node returns to its state from before the loss."""
     losses = [row for row in journal.history_of(conn, "node", id) if row.event == "lose"]
     before = losses[-1].source if losses else NodeState.MAINTENANCE.value
     return advance(conn, "node", id, f"regain_{before}", act)
 
 
 def drain(conn: sa.Connection, id: str, act: Act) -> Node:
-    """Take nothing new."""
+    """Stop accepting new work."""
     return node_records.by_admin(conn, id, "drain", act)
 
 
 def resume(conn: sa.Connection, id: str, act: Act) -> Node:
-    """Take work again."""
+    """Accept work again."""
     return node_records.by_admin(conn, id, "resume", act)
 
 
 def maintain(conn: sa.Connection, id: str, act: Act) -> Node:
-    """Out of use until resumed; refused while a tenant is on it."""
+    """Take the node out of use until it is resumed. Refused while a tenant is on it."""
     with locks.node(conn, id):
-        # First, so that a launch which has a slot by then is seen by the question after it. One
-        # that has only chosen a slot does not get it.
+        # Close the gate first, so that the in-use check below sees every launch that already has a
+        # slot. A launch that has only chosen a slot does not get it.
         close(conn, id, act.because("the node is in maintenance"))
         node_records.refuse_in_use(conn, id)
         return node_records.by_admin(conn, id, "maintain", act)
 
 
 def retire(conn: sa.Connection, id: str, act: Act) -> Node:
-    """Gone for good; refused while a tenant is on it.
+    """Retire the node for good. Refused while a tenant is on it.
 
-    Of a node that does not answer, what may be left on it is written off with it.
+    On an unreachable node, slots that may still hold data are written off with the node.
     """
     node = rows.get(conn, Node, id, lock=True)
     if transitions.target("node", node.state, "retire") is None:
@@ -127,7 +127,7 @@ def retire(conn: sa.Connection, id: str, act: Act) -> Node:
         require_reason(act, gate.WHY_GIVEN_UP)
     else:
         node_records.require_clean(node)
-    # First, so that a launch which has a slot by then is seen by the question after it.
+    # Close the gate first, so that the in-use check below sees every launch that has a slot.
     close(conn, id, act.because("the node is retired"))
     node_records.refuse_in_use(conn, id, busy=node_records.AT_WORK if lost else node_records.BUSY)
     given_up = slot_life.written_off_slots(conn, id, act)
@@ -139,10 +139,10 @@ def retire(conn: sa.Connection, id: str, act: Act) -> Node:
 
 
 def convert(conn: sa.Connection, id: str, to: NodeMode, act: Act) -> Node:
-    """Begin a conversion, or go on with it: slots go off sale first.
+    """Begin or continue a conversion. The node's slots go off sale first.
 
-    Problem `node_in_use` while a tenant or a clean-up is on the node, `transition_refused` when it
-    is that already.
+    Raises Problem `node_in_use` while a tenant or a clean-up is on the node, and
+    `transition_refused` when the node already has the mode.
     """
     node = rows.get(conn, Node, id, lock=True)
     if node.mode == f"converting_to_{to}":
@@ -156,7 +156,7 @@ def convert(conn: sa.Connection, id: str, to: NodeMode, act: Act) -> Node:
 
 
 def require_slice_mode(conn: sa.Connection, id: str) -> Node:
-    """The node, unless it is bare metal: a slice host is made of it on purpose or not at all."""
+    """Return the node. A bare-metal node is refused: it becomes a slice host by conversion only."""
     node = rows.get(conn, Node, id)
     if node.mode in (NodeMode.BAREMETAL, NodeMode.CONVERTING_TO_BAREMETAL):
         raise Problem(
@@ -170,17 +170,17 @@ def require_slice_mode(conn: sa.Connection, id: str) -> Node:
 
 
 def converted(conn: sa.Connection, id: str, act: Act) -> Node:
-    """The conversion is done and proven."""
+    """Record that the conversion is complete and proven."""
     return advance(conn, "node_mode", id, "converted", act)
 
 
 def conversion_reverted(conn: sa.Connection, id: str, act: Act) -> Node:
-    """The conversion was undone on the host."""
+    """Record that the host has reverted the conversion."""
     return advance(conn, "node_mode", id, "revert", act)
 
 
 def set_scheduling(conn: sa.Connection, id: str, on: bool, act: Act) -> Node:
-    """Sell this node's slices, or stop; not before there is something proven to sell."""
+    """Switch the sale of slices on or off. On needs approved slots and passing parity."""
     node = rows.get(conn, Node, id, lock=True)
     if on:
         approved = sa.select(slots.c.id).where(slots.c.node_id == id, slots.c.retired_at.is_(None))
@@ -209,7 +209,7 @@ def set_scheduling(conn: sa.Connection, id: str, on: bool, act: Act) -> Node:
 
 
 def contacted(conn: sa.Connection, node_id: str) -> None:
-    """The host has answered just now."""
+    """Set the time of last contact to now."""
     conn.execute(sa.update(nodes).where(nodes.c.id == node_id).values(last_contact_at=clock.now()))
 
 
@@ -222,11 +222,11 @@ def observed(
     reboot_required: bool | None = None,
     began: float | None = None,
 ) -> bool:
-    """Remember boot and installation; True when they changed, and then the gate is closed.
+    """Store boot and installation. Returns True, with the gate closed, when either changed.
 
-    began: when the look began, by the database's clock; None for just now. One that tells of
-    another host than is known, and began before that was learned, may have seen the host before or
-    after: neither is believed, and the host is looked at again.
+    began: when the observation began, on the database's clock; None means now. If the observation
+    differs from the stored identity but began before that identity was learned, it may be older or
+    newer. Neither is trusted, and the host is verified again.
     """
     node = rows.get(conn, Node, node_id, lock=True)
     known = {
@@ -256,9 +256,10 @@ def observed(
 
 
 def restarted(conn: sa.Connection, node_id: str, act: Act, *, since: str) -> bool:
-    """The host runs under another boot than `since`; which one is known when it is discovered.
+    """Record that the host no longer runs under boot `since`. Discovery learns the new boot id.
 
-    Until then nothing that was proven counts: the gate is closed. False when this is old news.
+    Until then earlier evidence does not count, so the gate is closed (I16). Returns False when the
+    stored boot id is already another.
     """
     node = rows.get(conn, Node, node_id, lock=True)
     if node.boot_id != since:
@@ -282,9 +283,9 @@ def _forget_boot(conn: sa.Connection, node_id: str) -> None:
 
 
 def record_silence(conn: sa.Connection, node_id: str, act: Act) -> bool:
-    """The host did not answer: from now on its tasks wait. False when that is not news.
+    """Record that the host did not answer, so that its tasks wait.
 
-    A node that has not been enrolled yet, or is retired, has no contact to lose.
+    Returns False when the node is already lost, is not enrolled yet or is retired.
     """
     node = rows.get(conn, Node, node_id, lock=True)
     if transitions.target("node", node.state, "lose") is None:
@@ -294,36 +295,36 @@ def record_silence(conn: sa.Connection, node_id: str, act: Act) -> bool:
 
 
 def record_answer(conn: sa.Connection, node_id: str, act: Act) -> bool:
-    """The host has answered. If it was lost, its tasks go on and what is proven is sold again."""
+    """Record an answer. If the host was lost, its tasks resume and proven slots are sold again."""
     node = rows.get(conn, Node, node_id, lock=True)
     contacted(conn, node_id)
     if node.state != NodeState.UNREACHABLE:
         return False
     regained(conn, node_id, act)
     task_queue.resume(conn, node_id)
-    # A slot that came back clean meanwhile was parked, because nothing is sold on a lost node.
+    # A slot that came back clean in the meantime was parked: a lost node sells nothing.
     gate.open_gate(conn, node_id, act)
     return True
 
 
 def lost_nodes(conn: sa.Connection) -> list[Node]:
-    """The nodes of which nothing has been heard since contact was lost."""
+    """List the nodes that are unreachable."""
     query = sa.select(node_table).where(node_table.c.state == NodeState.UNREACHABLE)
     return rows.every(conn, query.order_by(node_table.c.id), Node)
 
 
-# In this order: what parity compares with is the discovery, and its pass opens the gate.
+# The order matters: parity compares with the discovery, and a parity pass opens the gate.
 _VERIFICATION = (TaskKind.SLICE_TOPOLOGY_DISCOVER, TaskKind.NODE_PARITY)
 
 
 def reverify_allocation(conn: sa.Connection, allocation_id: str, act: Act) -> None:
-    """Discover the allocation's host and run its parity, from the beginning."""
+    """Queue discovery and parity for the allocation's host."""
     allocation = rows.get(conn, Allocation, allocation_id)
     reverify(conn, rows.get(conn, Node, allocation.node_id), act)
 
 
 def reverify(conn: sa.Connection, node: Node, act: Act) -> None:
-    """The same for a host; of one that is no slice host parity opens nothing."""
+    """Queue discovery for a host, and parity if it is a slice host."""
     node_id, sliced = node.id, NodeMode(node.mode).purpose == "slice"
     for kind in _VERIFICATION if sliced else _VERIFICATION[:1]:
         item = task_queue.Enqueue(
@@ -332,16 +333,16 @@ def reverify(conn: sa.Connection, node: Node, act: Act) -> None:
         task_queue.enqueue(conn, item, act)
 
 
-# A renewal that failed is tried again this much later: what kept it from succeeding is repaired by
-# people, and there are weeks left.
+# Interval between attempts to renew a certificate. People repair the cause of a failed renewal, and
+# weeks are left.
 RENEWAL_RETRY_S = 86_400.0
 _NOT_RENEWED = (NodeState.ENROLLING, NodeState.UNREACHABLE, NodeState.RETIRED)
 
 
 def certificates_ending(conn: sa.Connection, within_s: float) -> list[str]:
-    """Nodes whose certificate is still good and ends within this time, and that can be told so.
+    """List reachable nodes whose valid certificate ends within this time, soonest first.
 
-    Left out are those with a renewal under way, and those where one was tried a short time ago.
+    Nodes with a renewal under way, or with a recent attempt, are left out.
     """
     now = clock.read(conn)
     found = certificates.ends_where(conn, nodes.c.state.not_in(_NOT_RENEWED)).items()
@@ -362,10 +363,10 @@ RENEW_S = ca.HOST_DAYS * 86_400 / 3
 
 
 def queue_renewal(conn: sa.Connection, settings: Settings, node_id: str, act: Act) -> Task:
-    """A renewal of the node's certificate, or the one that waits already.
+    """Queue a renewal of the node's certificate, or return the renewal that is already open.
 
-    The certificate is signed here and goes with the task: a run that is attached to again must get
-    the same one. It counts once the host has it.
+    The certificate is signed here and travels in the task's parameters, because a re-attached run
+    must get the same certificate. It takes effect once the host has it.
     """
     known = certificates.current(conn, node_id)
     for task in task_queue.every(conn, node_id=node_id, kind=TaskKind.NODE_ENROL, limit=1):
