@@ -1,4 +1,4 @@
-"""What tenants asked for: placing it, giving it back, reading it."""
+"""Launch and release of allocations: placement, claims and the queued work."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _OF_NODE = ("id", "boot_id", "profile", "region", "pool")
 class Launch:
     """A tenant's request, checked for its form by the API.
 
-    A slice names its image by id, or by name, maybe with a version. catalogue: what a machine is
-    sold as, by the name of its hardware profile; a SKU that is asked for is one of these.
+    A slice names its image by id, or by name with an optional version. catalogue: the SKU of each
+    hardware profile, by profile name. A requested SKU must be in the catalogue.
     """
 
     project_id: str
@@ -58,7 +58,7 @@ class Launch:
 
     @property
     def profiles(self) -> tuple[str, ...]:
-        """The hardware that is sold as the SKU that is asked for; () when any will do."""
+        """The hardware profiles sold as the requested SKU. () means any profile."""
         if not (self.sku and self.catalogue):
             return ()
         found = tuple(name for name, sold in self.catalogue.items() if sold == self.sku)
@@ -74,7 +74,7 @@ class Launch:
 
 
 def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
-    """Place, claim, reserve, record and queue the work: together or not at all."""
+    """Place, claim and record the allocation and queue its work, in one transaction (I3)."""
     if launch.capacity_shape == CapacityShape.BAREMETAL:
         return _whole_machine(conn, launch, act)
     _check(launch)
@@ -84,10 +84,10 @@ def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
     try:
         node_id, chosen = placement.reserve(conn, want)
     except Problem:
-        # A name that nothing has is the answer that helps, not that there is no room for it.
+        # A missing project or image is a more useful answer than missing capacity.
         _require_image(conn, launch)
         raise
-    # The slots are locked and were available, so this is the boot that their gate was proven under
+    # The slots are locked and available, so the node's boot id is the boot that opened their gate
     # (I16).
     image, node = _named(conn, launch, node_id)
     with batch_insert(conn):
@@ -100,12 +100,12 @@ def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
         extra = {**_parameters(launch, image), "boot_id": node["boot_id"]}
         item = _item(allocation, TaskKind.SLICE_VM_PROVISION, held, extra=extra)
         task = queue.add(conn, item, act)
-    # As `get` would read it, were it read again.
+    # Equal to the result of a fresh `get`, without another read.
     return replace(allocation, claims=tuple(held), task_ids=(task.id,))
 
 
 def _whole_machine(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
-    """The same for a machine as a whole, with every disk that was taken over and nothing uses."""
+    """Allocate a whole machine, with every unused disk that was taken over."""
     projects.get(conn, launch.project_id)
     want = MachineWant(launch.region, launch.pool, launch.node_id, profiles=launch.profiles)
     node, discovery = baremetal.reserve(conn, want)
@@ -135,7 +135,7 @@ def _record(
             "project_id": launch.project_id,
             "node_id": node["id"],
             "capacity_shape": launch.capacity_shape,
-            # Where it is and what it is, which bills are made of: not what was written on it.
+            # Billing uses these values, so they come from the node and not from the request.
             "sku": launch.catalogue.get(node["profile"], launch.sku),
             "region": node["region"],
             "pool": node["pool"],
@@ -172,7 +172,7 @@ def _record(
 
 
 def release(conn: sa.Connection, id: str, act: Act) -> Allocation:
-    """The tenant gives it back. One that nobody has begun to build goes back at once."""
+    """Release an allocation for its tenant. One whose work never started ends at once."""
     allocation = rows.get(conn, Allocation, id, lock=True)
     state = allocation.state
     queued = queue.open_of_allocation(conn, id)
@@ -206,7 +206,7 @@ def release(conn: sa.Connection, id: str, act: Act) -> Allocation:
 
 
 def _instead_of_release(allocation: Allocation) -> str:
-    """What helps who cannot give it back as it is now."""
+    """Remedy for an allocation that cannot be released in its present state."""
     state = allocation.state
     recover = f"an operator, `gpuaas recover {allocation.id} --reason WHY`"
     if state == AllocationState.RELEASED:
@@ -240,7 +240,7 @@ def _check(launch: Launch) -> None:
 
 
 def _require_image(conn: sa.Connection, launch: Launch) -> None:
-    """Problem when the project or the image does not exist."""
+    """Raise a Problem when the project or the image does not exist."""
     projects.get(conn, launch.project_id)
     named = {"id": launch.image_id} if launch.image_id else {"name": launch.image}
     if launch.image_version and not launch.image_id:
@@ -252,8 +252,9 @@ def _require_image(conn: sa.Connection, launch: Launch) -> None:
 
 
 def _named(conn: sa.Connection, launch: Launch, node_id: str) -> tuple[Image, Record]:
-    """The request's image, and of the node what is asked of it; Problem when there is no such
-    project or image.
+    """Return the requested image and the columns `_OF_NODE` of the node.
+
+    Raises a Problem when the project or the image does not exist.
     """
     how = "id" if launch.image_id else "version" if launch.image_version else "name"
     wanted = {"image": launch.image_id or launch.image, "version": launch.image_version}
@@ -269,7 +270,7 @@ def _named(conn: sa.Connection, launch: Launch, node_id: str) -> tuple[Image, Re
 
 @cache
 def _naming(how: str) -> sa.Select[Any]:
-    """The image by id, by name and version, or by name, the newest; with it the node."""
+    """Query for the node and the image, by id, by name and version, or the newest by name."""
     image, version = sa.bindparam("image", type_=sa.Text), sa.bindparam("version", type_=sa.Text)
     project = sa.exists().where(project_table.c.id == sa.bindparam("project"))
     node = [nodes.c[name].label(f"node_{name}") for name in _OF_NODE]
@@ -327,7 +328,7 @@ def _withdraw(conn: sa.Connection, id: str, queued: Sequence[Task], act: Act) ->
     with locks.allocation(conn, id):
         for task in queued:
             ended = queue.cancel(conn, task.id, act)
-            # A worker may have taken it since it was read, and may have begun.
+            # A worker may have started the task since `queued` was read.
             if ended.state != TaskState.CANCELED or ended.started_at is not None:
                 raise Problem(
                     "generation_conflict",
@@ -343,7 +344,7 @@ def _withdraw(conn: sa.Connection, id: str, queued: Sequence[Task], act: Act) ->
             **NOTHING_DONE,
         }
         own = act.because("withdrawn before any run began", evidence)
-        # The claims first: the schema sells no slot that one still holds (I4).
+        # End the claims first: the schema refuses to sell a slot under a live claim (I4).
         move_claims(conn, id, "finish", own)
         for slot in held_slots(conn, id):
             proof = proofs.record(conn, slot, ProofKind.UNTOUCHED, evidence, allocation_id=id)
