@@ -1,7 +1,7 @@
-"""What follows from the end of a run: allocation, claims and slots move together.
+"""Transitions of a slice allocation at the start and end of a run, with its claims and slots.
 
-Each function is called in the transaction that finishes the task. It answers False, and changes
-nothing, when the allocation has moved on meanwhile: a late result decides nothing.
+Each function runs in the transaction that finishes the task. It returns False and changes nothing
+when the allocation has already left the expected state, because a late result decides nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CLEANING = (SlotState.CLEANUP, SlotState.CLEANUP_BLOCKED)
 
 
 def provision_started(conn: sa.Connection, allocation_id: str, act: Act) -> bool:
-    """A run has begun to build it."""
+    """Record that a run has begun to build the allocation."""
     if not _in_state(conn, allocation_id, AllocationState.REQUESTED):
         return False
     _together(conn, allocation_id, "provision", act)
@@ -41,7 +41,7 @@ def provision_started(conn: sa.Connection, allocation_id: str, act: Act) -> bool
 def provision_succeeded(
     conn: sa.Connection, allocation_id: str, act: Act, *, connection: Mapping[str, Any]
 ) -> bool:
-    """The tenant can use it; connection is what the tenant may see."""
+    """Activate the allocation. connection: the access data that the tenant may see."""
     if not _in_state(conn, allocation_id, AllocationState.PROVISIONING):
         return False
     columns = {"connection": dict(connection), "activated_at": clock.now()}
@@ -59,9 +59,9 @@ def provision_failed(
     error: Mapping[str, Any],
     untouched: Proofs | None = None,
 ) -> bool:
-    """It never became usable. Only slots that the host calls untouched go back by themselves.
+    """Fail the allocation. Only slots that the host reports as untouched return automatically.
 
-    Where the host is to blame they stay disabled until it has been looked at.
+    After a launch failure that the host caused, they stay disabled until the host is verified.
     """
     if not _in_state(conn, allocation_id, *BUILDING):
         return False
@@ -97,12 +97,12 @@ def release_succeeded(
     proofs: Proofs,
     absence: Mapping[str, Any],
 ) -> bool:
-    """Nothing is left and every disk is proven clean; raises when a proof does not say so."""
+    """Finish a release with absence and wipe proofs. Raises when the evidence falls short."""
     if not _in_state(conn, allocation_id, AllocationState.RELEASING):
         return False
     with locks.allocation(conn, allocation_id):
         own = _slot_act(act, allocation_id, "released")
-        # The claims first: the schema sells no slot that one still holds (I4).
+        # End the claims first: the schema refuses to sell a slot under a live claim (I4).
         move_claims(conn, allocation_id, "finish", own)
         _clean(conn, held_slots(conn, allocation_id), proofs, absence, own)
         advance(conn, "allocation", allocation_id, "finish", own, columns={"ended_at": clock.now()})
@@ -112,7 +112,7 @@ def release_succeeded(
 def release_failed(
     conn: sa.Connection, allocation_id: str, act: Act, *, step: str, error: Mapping[str, Any]
 ) -> bool:
-    """Something may be left: the slots wait for evidence, the allocation stays releasing."""
+    """Block the slots until there is evidence. The allocation stays `releasing`."""
     if not _in_state(conn, allocation_id, AllocationState.RELEASING):
         return False
     with locks.allocation(conn, allocation_id):
@@ -120,7 +120,7 @@ def release_failed(
         for slot in held_slots(conn, allocation_id):
             if slot.status == SlotState.RELEASING:
                 block(conn, slot, allocation_id, own, step=step, error=error)
-        # A new attempt may come; the time that a release may take has begun with the first.
+        # Keep the deadline: the release time limit runs from the first attempt.
         columns = {"error": dict(error), "deadline_at": allocations.c.deadline_at}
         advance(conn, "allocation", allocation_id, "strand", own, columns=columns)
         return True
@@ -134,7 +134,7 @@ def wiped(
     proofs: Proofs,
     absence: Mapping[str, Any],
 ) -> bool:
-    """The clean-up after an allocation is proven; True when at least one slot came back."""
+    """Return slots after a proven clean-up. True when at least one slot was in clean-up."""
     with locks.allocation(conn, allocation_id):
         found = [slot for slot in held_slots(conn, allocation_id) if slot.id in proofs]
         cleaning = [slot for slot in found if slot.status in CLEANING]
@@ -145,7 +145,7 @@ def wiped(
 def wipe_failed(
     conn: sa.Connection, allocation_id: str, act: Act, *, step: str, error: Mapping[str, Any]
 ) -> bool:
-    """The clean-up did not prove anything: blocked again, with the reason."""
+    """Block the slots again after a clean-up without proof, with the reason."""
     found = [slot.id for slot in held_slots(conn, allocation_id)]
     return wipe_slots_failed(conn, found, act, step=step, error=error)
 
@@ -158,10 +158,10 @@ def wiped_slots(
     *,
     measured: str | None = None,
 ) -> bool:
-    """As `wiped`, for single slots, whoever had them last.
+    """Like `wiped`, for single slots of any last holder.
 
-    measured: the allocation of whose traces the absence tells, "" for one that no record knows; if
-    not given, the slots' last holder.
+    measured: the allocation whose traces the absence report covers, "" for an allocation without a
+    record. The default is the last holder of each slot.
     """
     with ExitStack() as held:
         found = [held.enter_context(locks.slot(conn, slot_id)) for slot_id in sorted(proofs)]
@@ -181,7 +181,7 @@ def wipe_slots_failed(
     step: str,
     error: Mapping[str, Any],
 ) -> bool:
-    """As `wipe_failed`, for single slots."""
+    """Like `wipe_failed`, for single slots."""
     done = False
     for slot_id in slot_ids:
         slot = rows.get(conn, Slot, slot_id, lock=True)
@@ -209,7 +209,7 @@ def block(
     step: str,
     error: Mapping[str, Any],
 ) -> Slot:
-    """Keep a slot from everybody until there is evidence; its detail says whose and why."""
+    """Block a slot until there is evidence. Its detail names the allocation and the reason."""
     reason = str(error.get("found") or error.get("code") or act.reason)
     detail = {"allocation_id": allocation_id, "reason": reason, "step": step}
     if error.get("code"):
@@ -225,9 +225,9 @@ def block(
 def require_absence(
     conn: sa.Connection, allocation_id: str, absence: Mapping[str, Any], act: Act
 ) -> None:
-    """Keep the report, and raise unless it says that nothing of the allocation is left.
+    """Store the absence report, and raise unless it proves that no traces are left.
 
-    Of an allocation that no record knows ("") there is nothing to keep it with.
+    The report of an allocation without a record ("") cannot be stored.
     """
     if allocation_id:
         reports.record_absence(conn, allocation_id, absence, act)
