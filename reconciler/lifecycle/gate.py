@@ -1,4 +1,4 @@
-"""Collecting what the gate looks at, and opening slots that pass it."""
+"""Gate of slots: collect the evidence, open slots that pass and close slots that do not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from reconciler.records.claims import exclusive_ended_at
 
 @dataclass(frozen=True)
 class Host:
-    """What every slot of a node is judged by. bundles: of its approved slots, by the slot's id."""
+    """Evidence shared by all slots of a node. bundles: of the approved slots, by slot id."""
 
     node: Node
     discovery: Sighting | None
@@ -35,7 +35,7 @@ class Host:
 
 
 def host(conn: sa.Connection, node_id: str) -> Host:
-    """One look at a node. Whoever acts on the answer holds the node (order)."""
+    """Read the evidence of a node. A caller that acts on it holds the node lock (lock order)."""
     return Host(
         node=rows.get(conn, Node, node_id),
         discovery=_sighting(reports.latest_discovery(conn, node_id)),
@@ -47,7 +47,7 @@ def host(conn: sa.Connection, node_id: str) -> Host:
 
 
 def gate(conn: sa.Connection, slot_id: str) -> tuple[Blocker, ...]:
-    """What keeps a slot from being sold; empty when nothing does."""
+    """The blockers of a slot. Empty when the slot can be sold."""
     slot = rows.get(conn, Slot, slot_id)
     return judge(conn, slot, proofs.current(conn, slot))
 
@@ -55,7 +55,7 @@ def gate(conn: sa.Connection, slot_id: str) -> tuple[Blocker, ...]:
 def judge(
     conn: sa.Connection, slot: Slot, proof: Proof | None, seen: Host | None = None
 ) -> tuple[Blocker, ...]:
-    """The gate for a slot with this proof; seen: the look at its node, where one serves many."""
+    """Judge a slot with this proof. seen: evidence of its node, if the caller already read it."""
     seen = seen or host(conn, slot.node_id)
     return blockers(
         GateEvidence(
@@ -81,14 +81,14 @@ def judge(
 
 
 def approved(conn: sa.Connection, node_id: str) -> dict[str, Bundle]:
-    """The bundles of the node's approved slots, by the slot's id."""
+    """The bundles of the node's approved slots, by slot id."""
     query = sa.select(slots).where(slots.c.node_id == node_id, slots.c.retired_at.is_(None))
     found = rows.every(conn, query.order_by(slots.c.slot_index), Slot)
     return {slot.id: Bundle.of(vars(slot)) for slot in found}
 
 
 def make_available(conn: sa.Connection, slot_id: str, act: Act) -> Slot:
-    """Sell a disabled slot; refused with every blocker that there is."""
+    """Make a disabled slot available. A refusal lists every blocker."""
     with locks.slot(conn, slot_id) as slot:
         proof = proofs.current(conn, slot)
         found = judge(conn, slot, proof)
@@ -117,7 +117,7 @@ def make_available(conn: sa.Connection, slot_id: str, act: Act) -> Slot:
 
 
 def open_gate(conn: sa.Connection, node_id: str, act: Act) -> dict[str, Any]:
-    """Sell every slot of the node that is wanted and passes; say why the others do not."""
+    """Make every wanted slot that passes the gate available. Report the blockers of the others."""
     with locks.node(conn, node_id):
         query = sa.select(slots).where(
             slots.c.node_id == node_id,
@@ -139,13 +139,13 @@ def open_gate(conn: sa.Connection, node_id: str, act: Act) -> dict[str, Any]:
 
 
 def review(conn: sa.Connection, node_id: str, act: Act) -> list[str]:
-    """Take off sale what does not pass any more; the ids. What is wanted of it stays as it was."""
+    """Disable available slots that fail the gate and return their ids. `wanted` stays unchanged."""
     query = sa.select(slots).where(
         slots.c.node_id == node_id, slots.c.status == SlotState.AVAILABLE
     )
     shut = []
-    # Locked, in the order of everybody else: nobody claims one between its judgement and what
-    # follows from it.
+    # Locked in the common lock order, so that no launch can claim a slot between its judgement and
+    # its transition.
     found_on_sale = rows.every(conn, query.order_by(slots.c.id).with_for_update(), Slot)
     seen = host(conn, node_id)
     for slot in found_on_sale:
@@ -160,9 +160,9 @@ def review(conn: sa.Connection, node_id: str, act: Act) -> list[str]:
 
 
 def give_back(conn: sa.Connection, slot: Slot, proof: Proof, act: Act) -> Slot:
-    """A slot that is proven clean again: on sale, or disabled while its gate is closed.
+    """Return a slot that is proven clean: available, or disabled while its gate is closed.
 
-    The caller holds the slot, and its node since before that.
+    The caller holds the locks of the node and the slot, taken in this order.
     """
     found = judge(conn, slot, proof)
     wanted = slot.wanted == SlotState.AVAILABLE
@@ -188,7 +188,7 @@ def give_back(conn: sa.Connection, slot: Slot, proof: Proof, act: Act) -> Slot:
 
 
 def _drift(slot: Slot) -> str:
-    """A slot that comes back from its clean-up was looked at since; its detail is the old one."""
+    """Drift of an idle slot. The detail of a slot in clean-up is older than its verification."""
     detail = slot.health_detail
     known = detail.get("step") == drift.STEP and slot.status in drift.IDLE
     return str(detail["reason"]) if known else ""
@@ -197,7 +197,7 @@ def _drift(slot: Slot) -> str:
 def _proof(record: Proof | None) -> DiskProof | None:
     if record is None:
         return None
-    # An untouched disk is as clean as the proof that it was sold on.
+    # An untouched disk is as clean as the proof under which the slot was sold.
     method = None if record.kind == ProofKind.UNTOUCHED else record.method
     return DiskProof(
         disk_identity=record.disk_identity,
@@ -221,11 +221,11 @@ def _sighting(record: Discovery | Parity | None) -> Sighting | None:
 
 
 def close(conn: sa.Connection, node_id: str, act: Act) -> list[str]:
-    """Take the node's available slots off sale. What is wanted of them stays as it was."""
+    """Disable the node's available slots and return their ids. `wanted` stays unchanged."""
     query = sa.select(slots.c.id).where(
         slots.c.node_id == node_id, slots.c.status == SlotState.AVAILABLE
     )
-    # Locked, in the order of everybody else: what a launch has taken meanwhile is no more on sale.
+    # Locked in the common lock order. A slot that a launch took in the meantime is not available.
     locked = conn.execute(query.order_by(slots.c.id).with_for_update())
     closed = [str(slot) for slot in locked.scalars()]
     for slot_id in closed:
@@ -233,14 +233,14 @@ def close(conn: sa.Connection, node_id: str, act: Act) -> list[str]:
     return closed
 
 
-# What is given up is given up by somebody.
+# Remedy when a write-off has no reason. The audit needs the reason of the person who gives up.
 WHY_GIVEN_UP = "say why this is given up"
 
 
 def doubted(slot: Slot) -> bool:
-    """Whether the host was last seen to hold something in an idle slot.
+    """Whether the latest drift detection found something in an idle slot.
 
-    Only the slot's own gate knows that: before the slot is retired, its disk gets the next
-    generation, or the proof from before would count in the slot that gets the disk next.
+    Only the gate of this slot knows the drift. Before the slot is retired, its disk must get the
+    next generation. Otherwise the earlier proof would count in the next slot with this disk.
     """
     return bool(slot.health_detail.get("step") == drift.STEP)
