@@ -1,4 +1,4 @@
-"""Finding a whole machine for a tenant and keeping others off it until the claim is made."""
+"""Whole-machine allocations: reservation, provisioning, release, clean-up and drift."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ from reconciler.records import nodes as node_records
 from reconciler.records import proofs, queue, reports
 from reconciler.records.claims import exclusive_ended_at, next_node_fence, of_allocation
 
-# How often another one is looked for when somebody else took it meanwhile (PostgreSQL only).
+# Attempts to reserve a machine when concurrent launches take the candidates (PostgreSQL only).
 _TRIES = 20
 _IDLE = (SlotState.DISABLED, SlotState.AVAILABLE)
 
 
 def reserve(conn: sa.Connection, want: MachineWant) -> tuple[Node, Discovery]:
-    """A machine that is free, locked until the transaction ends, and its discovery.
+    """Return a free machine, locked until the transaction ends, and its discovery.
 
-    One that others hold locked is passed over while another fits; only then are they waited for.
+    Machines that other transactions hold locked are skipped while another machine fits. Only when
+    none fits does this wait for a lock.
     """
     passed: frozenset[str] = frozenset()
     for _ in range(_TRIES):
@@ -83,7 +84,7 @@ def _views(conn: sa.Connection, without: frozenset[str]) -> Iterator[MachineView
 
 
 def _refusal(conn: sa.Connection, node: Node) -> str:
-    """Why a node is not given away, as a code; "" when it is."""
+    """Reason code why a node cannot be allocated. "" when it can."""
     for wrong, reason in (
         (node.mode != NodeMode.BAREMETAL, "not_baremetal"),
         (node.state != NodeState.READY, f"node_{node.state}"),
@@ -109,7 +110,7 @@ def _in_use(conn: sa.Connection, node_id: str) -> str:
 
 
 def _unknown(conn: sa.Connection, node: Node) -> str:
-    """What is there must have been seen since the last tenant, under the present boot (I16)."""
+    """Reason code without a discovery since the last tenant under the current boot (I16)."""
     seen = reports.latest_discovery(conn, node.id)
     if seen is None:
         return "not_discovered"
@@ -134,12 +135,12 @@ def _none(found: NoFit) -> Problem:
 DRIFT = "machine_drifted"
 IN_SLICE_MODE = "node_in_slice_mode"
 OURS = (node_records.NOT_CLEAN, DRIFT, IN_SLICE_MODE)
-# Shown with the node; all of it is in the result of the task.
+# Differences kept in the node's health detail. The result of the task has all of them.
 _SHOWN = 50
 
 
 def claim_of(conn: sa.Connection, allocation_id: str) -> Claim:
-    """The allocation's claim on its node."""
+    """The allocation's exclusive claim on its node."""
     found = [c for c in of_allocation(conn, allocation_id) if c.kind == ClaimKind.NODE_EXCLUSIVE]
     if not found:
         raise Problem(
@@ -153,7 +154,7 @@ def claim_of(conn: sa.Connection, allocation_id: str) -> Claim:
 
 
 def queue_provision(conn: sa.Connection, allocation: Allocation, boot_id: str, act: Act) -> Task:
-    """Queue the work that lets the tenant in."""
+    """Queue the task that gives the tenant access."""
     named = {key: getattr(allocation, key) for key in ("id", "username", "ssh_keys")}
     claim = claim_of(conn, allocation.id)
     parameters = {"allocation": named, "fence": claim.fence, "boot_id": boot_id}
@@ -163,9 +164,9 @@ def queue_provision(conn: sa.Connection, allocation: Allocation, boot_id: str, a
 def queue_release(
     conn: sa.Connection, allocation: Allocation, act: Act, *, written_off: Sequence[str] = ()
 ) -> Task:
-    """Queue the work that cleans the machine, under a new fence; one at a time.
+    """Queue the task that cleans the machine, under a new fence. An open release task is returned.
 
-    written_off: disks, by the name that the host's ledger has for them, that are not waited for.
+    written_off: disks, by their names in the host's ledger, that need no proof.
     """
     for task in queue.open_of_allocation(conn, allocation.id):
         if task.kind == TaskKind.BAREMETAL_RELEASE:
@@ -179,8 +180,9 @@ def queue_release(
 
 
 def entered(conn: sa.Connection, node_id: str) -> None:
-    """A tenant is let onto the machine and is root there: no proof so far says anything of any of
-    its disks any more. The schema then refuses to sell a slot on one (I4).
+    """Advance the generation of every disk, because a tenant gets root on the machine.
+
+    This voids all earlier proofs, so the schema refuses to sell a slot on these disks (I4).
     """
     there = (slots.c.node_id == node_id, slots.c.retired_at.is_(None))
     conn.execute(sa.update(slots).where(*there).values(disk_generation=slots.c.disk_generation + 1))
@@ -194,7 +196,7 @@ def provision_succeeded(
     baseline: Mapping[str, Any],
     task_id: str,
 ) -> bool:
-    """The tenant can enter; what the machine was like before is kept where no tenant reaches."""
+    """Activate the allocation. The baseline is stored here, out of the tenant's reach."""
     allocation = rows.get(conn, Allocation, allocation_id)
     node = rows.get(conn, Node, allocation.node_id)
     connection: dict[str, Any] = {
@@ -219,7 +221,7 @@ def provision_failed(
     baseline: Mapping[str, Any] | None = None,
     task_id: str = "",
 ) -> bool:
-    """The tenant never came. Free again only when the host says that nothing was touched."""
+    """Fail the allocation. The machine is free only if the host reports that it is untouched."""
     if not slices.provision_failed(conn, allocation_id, act, step=step, error=error):
         return False
     allocation = rows.get(conn, Allocation, allocation_id)
@@ -229,7 +231,7 @@ def provision_failed(
     if not untouched:
         left_behind(conn, allocation_id, act, step=step, error=error)
     elif error.get("code") == IN_SLICE_MODE:
-        # The records and the host disagree about what it is: not to be sold before that is settled.
+        # Records and host disagree on the mode. The node is not sold until that is resolved.
         detail = _detail(IN_SLICE_MODE, allocation_id, error, step)
         _set_health(conn, allocation.node_id, HealthState.FAILED, detail)
     else:
@@ -248,9 +250,9 @@ def release_succeeded(
     policy: str = DEFAULT_POLICY,
     task_id: str | None = None,
 ) -> bool:
-    """Nothing is left and every disk is proven clean: the machine is free again.
+    """Finish a release: with no traces left and every disk proven clean, the machine is free.
 
-    Raises when a proof does not say so. False, and nothing changed, when the run was fenced off.
+    Raises when the evidence falls short. Returns False and changes nothing when the fence is old.
     """
     allocation = rows.get(conn, Allocation, allocation_id, lock=True)
     node = rows.get(conn, Node, allocation.node_id, lock=True)
@@ -262,7 +264,7 @@ def release_succeeded(
     for disk in claim_of(conn, allocation_id).disks:
         if disk["slot_id"] in written_off:
             continue
-        # After the claim has ended: only then is the proof newer than the last tenant.
+        # Record after the end of the claim, so that the proof is newer than the last tenant.
         proofs.record_disk(
             conn,
             node.id,
@@ -287,12 +289,12 @@ def release_failed(
     step: str,
     error: Mapping[str, Any],
 ) -> bool:
-    """Something may be left: the allocation stays as it is, the node waits for evidence."""
+    """Mark the node unclean until there is evidence. The allocation keeps its state."""
     allocation = rows.get(conn, Allocation, allocation_id, lock=True)
     node = rows.get(conn, Node, allocation.node_id, lock=True)
     if fence != node.fence or not _owed(allocation, node):
         return False
-    # An allocation that is on its way out says so itself; it has no slots to block.
+    # A releasing allocation records the error itself. It has no slots to block.
     slices.release_failed(conn, allocation_id, act, step=step, error=error)
     left_behind(conn, allocation_id, act, step=step, error=error)
     return True
@@ -301,7 +303,7 @@ def release_failed(
 def left_behind(
     conn: sa.Connection, allocation_id: str, act: Act, *, step: str, error: Mapping[str, Any]
 ) -> bool:
-    """Keep the node from everybody until it is proven clean; False when it never was near it."""
+    """Block the node until it is proven clean. False if no task of the allocation started."""
     allocation = rows.get(conn, Allocation, allocation_id)
     if allocation.capacity_shape != CapacityShape.BAREMETAL:
         return False
@@ -327,9 +329,9 @@ def left_behind(
 
 
 def clean(conn: sa.Connection, node_id: str, act: Act, *, without_dead_disks: bool = False) -> Task:
-    """Queue the release of what the last tenant left; the task that does it.
+    """Queue the clean-up after the last tenant and return its task.
 
-    without_dead_disks: disks that the latest discovery lacks are written off, not waited for.
+    without_dead_disks: write off disks that the latest discovery lacks, instead of waiting.
     """
     node = rows.get(conn, Node, node_id, lock=True)
     allocation_id = node.unclean_allocation_id or (
@@ -367,7 +369,7 @@ def clean(conn: sa.Connection, node_id: str, act: Act, *, without_dead_disks: bo
 
 
 def _dead_disks(conn: sa.Connection, node_id: str, allocation_id: str, act: Act) -> list[str]:
-    """The tenant's disks that a discovery after everything that was tried does not show."""
+    """The tenant's disks missing from a discovery newer than all tasks of the allocation."""
     require_reason(act, gate.WHY_GIVEN_UP)
     ended = [task.finished_at or 0.0 for task in queue.every(conn, allocation_id=allocation_id)]
     disks = claim_of(conn, allocation_id).disks
@@ -384,7 +386,7 @@ def _dead_disks(conn: sa.Connection, node_id: str, allocation_id: str, act: Act)
 
 
 def accept_drift(conn: sa.Connection, node_id: str, act: Act) -> Node:
-    """A person has looked at what is different and answers for it."""
+    """Accept the drift of a machine, on the responsibility of the person who reviewed it."""
     node = rows.get(conn, Node, node_id, lock=True)
     require_reason(act, "say why the differences may stay")
     detail = node.health_detail
@@ -402,7 +404,7 @@ def accept_drift(conn: sa.Connection, node_id: str, act: Act) -> Node:
 
 
 def _owed(allocation: Allocation, node: Node) -> bool:
-    """Whether a release of the allocation still means something for the node."""
+    """Whether the node still waits for a release of the allocation."""
     releasing = allocation.state == AllocationState.RELEASING
     return bool(releasing or node.unclean_allocation_id == allocation.id)
 
@@ -410,7 +412,7 @@ def _owed(allocation: Allocation, node: Node) -> bool:
 def _name_drift(
     conn: sa.Connection, node_id: str, allocation_id: str, evidence: Mapping[str, Any]
 ) -> None:
-    """What could let the last tenant in again keeps the next one out until a person has looked."""
+    """Degrade the node on drift that affects access: a person reviews it before the next use."""
     serious = [row for row in evidence["drift"] if row["access"]]
     if not serious and evidence["compared"]:
         _set_health(conn, node_id, HealthState.HEALTHY, {})
@@ -434,7 +436,7 @@ def _detail(code: str, allocation_id: str, error: Mapping[str, Any], step: str) 
 def _set_health(
     conn: sa.Connection, node_id: str, state: HealthState, detail: Mapping[str, Any]
 ) -> None:
-    """Say how the machine is, but for what others have found wrong with it."""
+    """Set the health of the machine, unless another check has found a fault."""
     node = rows.get(conn, Node, node_id, lock=True)
     troubled = node.health_state in (HealthState.FAILED, HealthState.DEGRADED)
     if troubled and node.health_detail.get("code") not in OURS:
@@ -447,13 +449,13 @@ def _mark(conn: sa.Connection, node_id: str, allocation_id: str) -> None:
 
 
 def _change(conn: sa.Connection, node_id: str, **values: Any) -> None:
-    """Whoever read the node before decides on something else: drift is accepted as it was read."""
+    """Update the node with a new generation, so that a decision on an older read is refused."""
     later = {"generation": nodes.c.generation + 1}
     conn.execute(sa.update(nodes).where(nodes.c.id == node_id).values(**later, **values))
 
 
 def _look_again(conn: sa.Connection, node_id: str, act: Act) -> None:
-    """What the next tenant would get is seen anew."""
+    """Queue a discovery, because the next tenant needs a current one."""
     kind = TaskKind.SLICE_TOPOLOGY_DISCOVER
     item = queue.Enqueue(kind=kind, node_id=node_id, subject_kind="node", subject_id=node_id)
     queue.enqueue(conn, item, act)
