@@ -1,4 +1,4 @@
-"""What the records say of one node, for a comparison with what its host holds."""
+"""Drift detection: compare a host with the expected state in the records, and act on it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from reconciler.records import proofs, queue
 from reconciler.records import slots as slot_records
 from reconciler.records.queue import OPEN
 
-# They change nothing on a host, so a snapshot is as good during them as without.
+# Read-only tasks. A snapshot taken during them is valid.
 LOOKS = (
     TaskKind.SLICE_TOPOLOGY_DISCOVER,
     TaskKind.SLICE_ABSENCE_VERIFY,
@@ -66,19 +66,21 @@ _UNDER_WAY = (
     AllocationState.PROVISIONING,
     AllocationState.RELEASING,
 )
-# More names than a host can have use for are the host's own invention; they stay nobody's.
+# Limit on allocation names from a host. No genuine host has more; the rest stay unknown.
 _NAMES = 500
 
 
 def expected_state(
     conn: sa.Connection, node_id: str, holdings: Mapping[str, Any], *, since: float
 ) -> Records:
-    """The node's approved slots, held still until this transaction ends, and the allocations that
-    have them or that the host names. since: when the host was asked; what an operation has touched
-    from then on is not settled (I14).
+    """Expected state of one node: its approved slots, locked until the transaction ends, and the
+    allocations that hold them or that the host names.
+
+    since: when the snapshot of the host began. Records touched by an operation since then are not
+    settled (I14).
     """
     query = sa.select(slots).where(slots.c.node_id == node_id, slots.c.retired_at.is_(None))
-    # Locked first: nobody can claim one between this look and what follows from it.
+    # Lock first, so that no launch can claim a slot between this read and its consequences.
     found = rows.every(conn, query.order_by(slots.c.id).with_for_update(), Slot)
     busy = _busy(conn, node_id, since)
     holders = _holders(conn, [slot.id for slot in found])
@@ -120,7 +122,7 @@ def _settled(
 
 
 def _busy(conn: sa.Connection, node_id: str, since: float) -> set[str]:
-    """Allocations and slots on which something works, or has worked since."""
+    """Ids of allocations and slots with a task that is running or ended since then."""
     query = sa.select(tasks).where(
         tasks.c.node_id == node_id,
         tasks.c.kind.not_in(LOOKS),
@@ -135,7 +137,7 @@ def _busy(conn: sa.Connection, node_id: str, since: float) -> set[str]:
 
 
 def _holders(conn: sa.Connection, slot_ids: list[str]) -> dict[str, str]:
-    """Who claimed each slot last."""
+    """The allocation of the last claim on each slot, by slot id."""
     query = sa.select(claims.c.slot_id, claims.c.allocation_id)
     of_these = query.where(claims.c.slot_id.in_(slot_ids)).order_by(claims.c.disk_generation)
     return {row.slot_id: row.allocation_id for row in conn.execute(of_these)}
@@ -158,7 +160,7 @@ def _read(conn: sa.Connection, ids: set[str]) -> list[Allocation]:
 def _named(
     conn: sa.Connection, holdings: Mapping[str, Any], known: Mapping[str, Allocation]
 ) -> list[Allocation]:
-    """The allocations that the host names and that are not known yet, wherever they are."""
+    """Allocations on any node that the host names and that `known` does not contain."""
     starts = [key.replace("-", "") for key in known]
     names = sorted(
         name
@@ -174,7 +176,7 @@ def _named(
 
 
 def _names(holdings: Mapping[str, Any]) -> Iterator[str]:
-    """As hexadecimal digits; anything else is no id of ours."""
+    """Allocation ids as hexadecimal digits. Other names cannot be allocation ids."""
     for part in holdings.values():
         for one in part["found"]:
             said = str(one.get("allocation_id") or one.get("owner") or "").replace("-", "")
@@ -183,29 +185,30 @@ def _names(holdings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _dashed(digits: str) -> str:
-    """As much of an allocation id as these are."""
+    """The digits with the dashes of an allocation id."""
     parts = [digits[begin:end] for begin, end in pairwise((0, 8, 12, 16, 20, 32))]
     return "-".join(part for part in parts if part)
 
 
-# A lost host is asked by the watch; one that is not prepared has nothing to compare.
+# Node states in which drift is measured. The watch probes unreachable hosts, and an unprepared
+# host has nothing to compare.
 ASKED = (NodeState.READY, NodeState.DRAINING, NodeState.MAINTENANCE)
 _COMPARED = sa.and_(nodes.c.mode == NodeMode.SLICE, nodes.c.state.in_(ASKED))
-# The host has been seen without a stranger's use of the disk; no proof of a clean disk is newer.
+# Unexpected use of the disk has ended on the host, but no proof of a clean disk is newer.
 UNPROVEN = "disk_unproven"
 
 
 def reconcile(
     conn: sa.Connection, node_id: str, evidence: Mapping[str, Any], act: Act, *, since: float
 ) -> dict[str, Any]:
-    """Compare, and do what follows; since: when the host was asked, by the database's clock.
+    """Compare a snapshot with the records and apply the findings to slots and node.
 
-    The task's result: differences, skipped, unknown, and the slots that were blocked, shut, healed
-    and opened.
+    since: when the snapshot of the host began, on the database's clock. Returns the task's result:
+    differences, skipped, unknown, and the slots that were blocked, shut, healed and opened.
     """
     node = rows.get(conn, Node, node_id, lock=True)
     if node.mode != NodeMode.SLICE:
-        # Being converted: what is there now is on its way.
+        # The node is not in slice mode, or under conversion: its holdings are in transit.
         return {"differences": [], "skipped": [node_id], "unknown": {}}
     _heed_boot(conn, node, evidence["identity"], act)
     holdings = evidence["holdings"]
@@ -241,8 +244,9 @@ def reconcile(
 
 
 def due(conn: sa.Connection, *, every_s: float, at_once: int) -> list[str]:
-    """The slice hosts whose turn it is, the longest unseen first: so many that, with those that are
-    asked already, no more than at_once are asked together.
+    """The slice hosts due for drift detection, least recently measured first.
+
+    Together with the comparisons already open, at most at_once run at the same time.
     """
     asked = (
         sa.select(nodes.c.id, nodes.c.state)
@@ -250,7 +254,7 @@ def due(conn: sa.Connection, *, every_s: float, at_once: int) -> list[str]:
         .where(task_table.c.kind == TaskKind.SLICE_DRIFT_RECONCILE, task_table.c.state.in_(OPEN))
     )
     open_ones = {row.id: row.state for row in conn.execute(asked)}
-    # Those that wait for a host that is lost keep no other host from being looked at.
+    # Comparisons that wait for an unreachable host do not count against the limit.
     under_way = sum(state in ASKED for state in open_ones.values())
     since = _asked_at()
     query = sa.select(nodes.c.id).where(
@@ -263,13 +267,13 @@ def due(conn: sa.Connection, *, every_s: float, at_once: int) -> list[str]:
 
 
 def overdue_nodes(conn: sa.Connection) -> float:
-    """Seconds since the host that was asked longest ago was asked; 0 without any."""
+    """Age in seconds of the oldest last comparison of a slice host. 0 without slice hosts."""
     longest = sa.select(clock.now() - sa.func.min(_asked_at())).where(_COMPARED)
     return float(conn.execute(longest).scalar() or 0)
 
 
 def queue_comparison(conn: sa.Connection, node_id: str, act: Act) -> Task:
-    """Queue one look at one host; it gives way to all work that somebody waits for."""
+    """Queue drift detection for one host, at a lower priority than requested work."""
     item = queue.Enqueue(
         kind=TaskKind.SLICE_DRIFT_RECONCILE,
         node_id=node_id,
@@ -282,14 +286,14 @@ def queue_comparison(conn: sa.Connection, node_id: str, act: Act) -> Task:
 
 
 def forget(conn: sa.Connection, node_id: str, act: Act) -> None:
-    """The node is no slice host any more: what was found of its slices is the past's."""
+    """Clear the drift of a node that is no longer a slice host."""
     node = rows.get(conn, Node, node_id, lock=True)
     if node.health_detail.get("step") == STEP:
         _node_health(conn, node, HealthState.UNKNOWN, {}, act.because("no slice host any more"))
 
 
 def _asked_at() -> sa.ColumnElement[Any]:
-    """When a node was last asked, or became one to ask."""
+    """When drift detection was last queued for a node, or else when its mode was set."""
     mine = sa.and_(
         task_table.c.node_id == nodes.c.id, task_table.c.kind == TaskKind.SLICE_DRIFT_RECONCILE
     )
@@ -298,8 +302,10 @@ def _asked_at() -> sa.ColumnElement[Any]:
 
 
 def _heed_boot(conn: sa.Connection, node: Node, identity: Mapping[str, Any], act: Act) -> None:
-    """Another boot than the proven one closes the gate (I16). Which one it is, a discovery says:
-    from here it could be an older one than is known by now, and open what is closed (I14).
+    """Close the gate when the host runs under a boot other than the proven boot (I16).
+
+    Only a discovery stores the new boot id. The boot id of this snapshot may be older than the
+    stored boot id, and storing it could open a gate that must stay closed (I14).
     """
     host.contacted(conn, node.id)
     if node.boot_id and identity["boot_id"] != node.boot_id:
@@ -317,7 +323,7 @@ def _of_slot(
 ) -> list[str]:
     record = rows.get(conn, Slot, slot.id)
     if not found:
-        # A part that could not be looked at may hide what was found there before (I13).
+        # A part that could not be measured may hide earlier findings (I13).
         clean = not findings.unknown and record.health_detail.get("step") == STEP
         if not clean or record.status == SlotState.CLEANUP_BLOCKED:
             return []
@@ -348,7 +354,7 @@ def _of_slot(
 
 
 def _heal(conn: sa.Connection, record: Slot, act: Act, since: float) -> list[str]:
-    """The host was seen without what it had. A disk that somebody used needs a newer proof."""
+    """Clear the drift of a slot without differences. A disk that was used needs a newer proof."""
     slot_id, detail = record.id, record.health_detail
     if detail.get("disk_used"):
         told = {
@@ -373,7 +379,7 @@ def _heal(conn: sa.Connection, record: Slot, act: Act, since: float) -> list[str
 
 
 def _detail(found: Sequence[Difference], told: str) -> dict[str, Any]:
-    """As of a blocked slot, so that whoever reads one finds it where it always is."""
+    """Health detail with the same keys as the detail of a blocked slot."""
     detail: dict[str, Any] = {"step": STEP, "code": found[0].code, "reason": told}
     named = [one.allocation_id for one in found if one.allocation_id]
     return detail | ({"allocation_id": named[0]} if named else {})
@@ -384,7 +390,7 @@ def _failed(one: Difference) -> bool:
 
 
 def _of_node(conn: sa.Connection, node: Node, findings: Findings, act: Act) -> None:
-    """What concerns no slot is the node's health, unless that tells of something else already."""
+    """Record differences without a slot as node health, unless the node has another fault."""
     loose = [one for one in findings.differences if not one.slot_id]
     told = [f"{one.code}: {one.found}" for one in loose]
     told += [f"{name} {why}" for name, why in sorted(findings.unknown.items())]
