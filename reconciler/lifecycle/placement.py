@@ -1,4 +1,4 @@
-"""Finding slots for a slice and keeping others off them until they are claimed."""
+"""Placement of slices: choose a node and slots and lock them until they are claimed."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ from reconciler.model.scheduler.place import Placement, place
 from reconciler.model.scheduler.snapshot import NodeView, NvlinkSets, SlotView, Snapshot, Want
 from reconciler.model.states import HealthState, NodeMode, NodeState, SharingMechanism, SlotState
 
-# How often a place is looked for again when somebody else took it meanwhile (PostgreSQL only).
+# Attempts to reserve slots when concurrent launches take the candidates (PostgreSQL only).
 TRIES = 20
-# How many nodes a launch looks at slot by slot, and by which factor it goes on: what the counts do
-# not know (a slot that somebody holds at this moment, an incomplete row, an NVLink set) seldom
-# leaves none of the first ones.
+# Number of nodes that a launch first judges slot by slot, and the factor by which it widens. The
+# counts miss locked slots, incomplete rows and NVLink sets, but these seldom rule out all of the
+# first nodes.
 _FIRST = 6
 _WIDER = 3
-# How many single slots are asked for in one statement once the best one was somebody else's.
+# Single slots requested in one statement after another launch has locked the best slot.
 _AT_ONCE = 6
 _OFF = frozenset({"site_off", "scheduling_off"})
 
 
 class NoRoom(Problem):
-    """Nothing was found for `want`. Why is for `refusal` to say, which takes long and locks none:
-    the transaction of a launch holds up other writers.
+    """No placement exists for `want`.
+
+    `refusal` explains the reason outside the transaction of the launch. It is slow and takes no
+    locks, while a launch's transaction delays other writers.
     """
 
     def __init__(self, want: Want) -> None:
@@ -48,15 +50,15 @@ class NoRoom(Problem):
 
 
 def reserve(conn: sa.Connection, want: Want) -> tuple[str, list[Slot]]:
-    """A node and its slots for the request, locked; they are checked again by the claim.
+    """Return a node and its locked slots for the request. The claim checks them again.
 
-    A few nodes that look best are tried, then more and more of the others. Slots that others hold
-    locked are passed over while anything else fits; only then are those others waited for, since
-    they may yet give back what they hold.
+    The best-ranked nodes are tried first, then increasingly many others. Locked slots are skipped
+    while another placement fits. Only when none fits does this wait, because the other transactions
+    may still release their slots.
     """
     for _ in range(TRIES):
         passed: set[str] = set()
-        # No node without slices is as good as any with one: those are looked at only afterwards.
+        # Every node with a slice ranks above every node without slices.
         for sliced in (True, False):
             found = _search(conn, want, passed, sliced=sliced)
             if found is not None:
@@ -68,7 +70,7 @@ def reserve(conn: sa.Connection, want: Want) -> tuple[str, list[Slot]]:
 
 
 def contended() -> Problem:
-    """Others were there first, each time."""
+    """Problem when concurrent launches took the slots in every attempt."""
     return Problem(
         "generation_conflict",
         409,
@@ -79,16 +81,16 @@ def contended() -> Problem:
 
 
 def refusal(conn: sa.Connection, want: Want) -> Problem | None:
-    """Why there is no room; None when there is by now.
+    """Why the request cannot be placed; None when it fits by now.
 
-    Said of one picture, as `reserve` has two: between them, a node may have got its first slice.
+    This judges one snapshot. `reserve` reads two, between which a node may get its first slice.
     """
     found, explanation = judge(conn, want)
     return None if found is not None else _no_capacity(explanation, want)
 
 
 def judge(conn: sa.Connection, want: Want) -> tuple[Placement | None, Explanation]:
-    """Where the request would go now, and how every slot was judged; nothing is reserved."""
+    """The placement of the request and the judgement of every slot. Nothing is reserved."""
     everything = snapshot(conn)
     return place(everything, want), explain(everything, want)
 
@@ -109,7 +111,7 @@ def _search(
 def _take(
     conn: sa.Connection, snapshot: Snapshot, want: Want, passed: set[str]
 ) -> tuple[str, list[Slot]] | None:
-    """Lock the best place; what others hold is added to `passed`, and the next best is tried."""
+    """Lock the best placement. Locked slots are added to `passed`, and the next best is tried."""
     at_once = 1
     while True:
         places = _places(snapshot, want, passed, at_once if want.gpus == 1 else 1)
@@ -124,12 +126,12 @@ def _take(
             if set(found.slot_ids) <= set(locked):
                 return found.node_id, [locked[slot_id] for slot_id in found.slot_ids]
             passed |= set(found.slot_ids) - set(locked)
-        # Others are about: they want the same ones, in the same order.
+        # Concurrent launches want the same slots in the same order, so request several at once.
         at_once = _AT_ONCE
 
 
 def _places(snapshot: Snapshot, want: Want, passed: set[str], most: int) -> list[Placement]:
-    """The best place, then those that are best without the slots of the ones before."""
+    """The best placements in order, each without the slots of the placements before it."""
     places: list[Placement] = []
     without = set(passed)
     while len(places) < most:
@@ -147,7 +149,7 @@ def _lock(conn: sa.Connection, slot_ids: Sequence[str], *, skip: bool) -> dict[s
 
 
 def _all_or_none(conn: sa.Connection, slot_ids: Sequence[str]) -> dict[str, Slot]:
-    """Lock what nobody else holds; kept only when it is the whole set: others may want a part."""
+    """Lock all slots or none, because a partial lock would block other launches."""
     savepoint = conn.begin_nested()
     locked = _lock(conn, slot_ids, skip=True)
     if len(locked) == len(slot_ids):
@@ -158,14 +160,14 @@ def _all_or_none(conn: sa.Connection, slot_ids: Sequence[str]) -> dict[str, Slot
 
 
 def _wait(conn: sa.Connection, slot_ids: Collection[str]) -> None:
-    """Until others hold them no longer. None is kept: two launches would wait for each other."""
+    """Wait until the slots are unlocked, and keep no lock: two launches could deadlock."""
     savepoint = conn.begin_nested()
     _lock(conn, sorted(slot_ids), skip=False)
     savepoint.rollback()
 
 
 def _first(conn: sa.Connection, slot_ids: Sequence[str]) -> dict[str, Slot]:
-    """Lock the first of them, in this order, that nobody else holds."""
+    """Lock the first unlocked slot, in the given order."""
     padded = [*slot_ids, *[""] * (_AT_ONCE - len(slot_ids))]
     found = conn.execute(_choosing(), {f"id{at}": id for at, id in enumerate(padded)}).mappings()
     return {slot["id"]: Slot(**slot) for slot in found}
@@ -221,7 +223,7 @@ def _remedy(explanation: Explanation) -> str:
 
 
 Row = sa.RowMapping
-# What of a slot's metadata says where it sits; the rest of it is not read for each launch.
+# The topology columns of a slot's metadata. A launch does not read the rest.
 _PLACE = (
     slots.c.capacity_metadata["pcie_switch"].as_string().label("pcie_switch"),
     slots.c.capacity_metadata["gpu_module_id"].label("gpu_module_id"),
@@ -232,7 +234,7 @@ _SITE = sa.select(settings_table.c.value).where(settings_table.c.name == setting
 
 
 def snapshot(conn: sa.Connection) -> Snapshot:
-    """Slice hosts with their approved slots as they are now."""
+    """Snapshot of all nodes that are not retired and have approved slots."""
     return _read(conn, _picture())
 
 
@@ -244,11 +246,11 @@ def likely(
     sliced: bool,
     beside: Collection[str] = (),
 ) -> Snapshot:
-    """The nodes, but for some, that the counts of their slots rank first for this request.
+    """The nodes that rank first for this request by their slot counts, except those in `beside`.
 
-    sliced: of those that have a slice, or of those that have none. The order is that of
-    planning.score as far as counts go: those with room on one NUMA node, the fullest, those with a
-    NUMA node that is nearly full. Nothing is decided here: the slots are judged one by one later.
+    sliced: consider only nodes with a slice, or only nodes without. The order approximates
+    planning.score: first nodes with room on one NUMA node, then the fullest, then those with a
+    nearly full NUMA node. Nothing is decided here, because each slot is judged later.
     """
     wanted = {"region": want.region, "pool": want.pool, "id": want.node_id}
     given = {name: value for name, value in wanted.items() if value}
@@ -272,7 +274,7 @@ def _read(
 
 @cache
 def _picture() -> sa.Select[Any]:
-    """A row for each slot, with its node's columns; what can be judged there is judged there."""
+    """Query for one row per slot with its node's columns. The database computes the flags."""
     host = ("region", "pool", "profile", "mode", "state", "health_state", "reboot_required")
     own = ("id", "node_id", "slot_index", "status", "numa_node", "fabric_vf_pci_address")
     exclusive = slots.c.sharing_mechanism == SharingMechanism.EXCLUSIVE_DEVICE
@@ -293,7 +295,7 @@ def _picture() -> sa.Select[Any]:
 
 
 def _complete() -> sa.ColumnElement[bool]:
-    """Bundle.missing, asked of the database."""
+    """`Bundle.missing` as an SQL condition."""
     columns = [slots.c[name] for name in REQUIRED]
     return sa.and_(*(column != (0 if column.type.python_type is int else "") for column in columns))
 
@@ -315,14 +317,14 @@ def _likely(sliced: bool, wanted: tuple[str, ...], profiles: bool, beside: bool)
     )
     counts: sa.CTE | sa.Subquery
     if sliced:
-        # Few are left to be asked about, so each is; with a join, a planner that takes almost no
-        # node for fit, as it does while all nodes are alike, would count again for each of them.
+        # Few nodes are left, so each is checked by a subquery. With a join, a planner that expects
+        # almost no fit node, as it does while all nodes are alike, would count again for each.
         counts = counted.subquery("counts")
         one = sa.select(sa.literal(1)).where(host.c.id == counts.c.node_id, fit).scalar_subquery()
         best = sa.select(counts.c.node_id).where(one == 1)
     else:
-        # Nodes without slices may be the whole site: counted once, and what is not wanted is left
-        # out by two sets that PostgreSQL hashes whatever it takes their sizes for.
+        # Nodes without slices may be the whole site. They are counted once, and two sets exclude
+        # the rest, because PostgreSQL hashes these sets at any estimated size.
         counts = counted.cte("counts").prefix_with("MATERIALIZED", dialect="postgresql")
         unfit = sa.select(host.c.id).where(sa.not_(fit))
         node_id = counts.c.node_id
@@ -341,8 +343,8 @@ def _likely(sliced: bool, wanted: tuple[str, ...], profiles: bool, beside: bool)
 
 
 def _counted(sliced: bool) -> sa.Select[Any]:
-    """Free slots of each node; together, least: the most and the fewest on one NUMA node."""
-    # An integer: PostgreSQL adds up larger ones as numbers of any length.
+    """Free slots per node. together, least: most and fewest free slots of its NUMA nodes."""
+    # Cast to integer, because PostgreSQL sums bigint values as numeric.
     counted = sa.cast(sa.func.count(), sa.Integer)
     query = sa.select(slots.c.node_id, counted.label("free"))
     parts = _free(query, sliced).group_by(slots.c.node_id, slots.c.numa_node).subquery("parts")
@@ -353,9 +355,9 @@ def _counted(sliced: bool) -> sa.Select[Any]:
 
 
 def _free(query: sa.Select[Any], sliced: bool) -> sa.Select[Any]:
-    # Answered from ix_slots_free and ix_slots_busy alone, so nothing else of a slot may be asked
-    # for. Nodes with slices are found from the smaller of the two sets, the others by going through
-    # all that is free: only when no sliced node has room.
+    # Index-only scans of ix_slots_free and ix_slots_busy answer this, so do not read other columns.
+    # Nodes with slices come from the smaller set. The others need a scan of all free slots, which
+    # happens only when no sliced node has room.
     query = query.where(
         slots.c.retired_at.is_(None), slots.c.status == _literal(SlotState.AVAILABLE)
     )
@@ -363,7 +365,7 @@ def _free(query: sa.Select[Any], sliced: bool) -> sa.Select[Any]:
 
 
 def _busy() -> sa.Select[tuple[str]]:
-    """Nodes with a slice, one row for each slot of it."""
+    """Nodes with a slice, one row for each busy slot."""
     other = slots.alias("busy")
     return sa.select(other.c.node_id).where(
         other.c.retired_at.is_(None), other.c.status.not_in([_literal(state) for state in IDLE])
@@ -371,7 +373,7 @@ def _busy() -> sa.Select[tuple[str]]:
 
 
 def _literal(state: SlotState) -> sa.ColumnElement[str]:
-    # In the statement's text: with a parameter no planner can tell that the partial index fits.
+    # A literal in the statement, because with a parameter no planner can match the partial index.
     return sa.literal_column(f"'{state.value}'", sa.Text)
 
 
@@ -406,7 +408,7 @@ def _slot(slot: Row) -> SlotView:
 
 
 def _nvlink_sets(found: Iterable[Row]) -> NvlinkSets:
-    """As the profile said at the approval of each slot."""
+    """NVLink sets from the hardware profile, as stored when each slot was approved."""
     listed: list[Any] = [slot["nvlink_sets"] or [] for slot in found]
     return frozenset(frozenset(modules) for sets in listed for modules in sets)
 
