@@ -1,4 +1,7 @@
-"""Bringing blocked slots back: by evidence, never by somebody's word alone."""
+"""Recovery of blocked slots: forced clean-up and release, repair, deadlines and orphans.
+
+A slot comes back by evidence only, never by the word of a person alone.
+"""
 
 from __future__ import annotations
 
@@ -33,26 +36,26 @@ from reconciler.records import queue as task_queue
 from reconciler.records.claims import fence_off, held_slots, last_holder, of_allocation
 
 FORCE_CLEANUP = "admin.allocation.force_cleanup.applied"
-# In the evidence of an act, and in its audit row: the recovery case that did it.
+# Key of the recovery case that acted, in the evidence of an act and in its audit row.
 CASE = "recovery_case_id"
 DRAINED = (NodeState.DRAINING, NodeState.MAINTENANCE)
-# What comes before a forced clean-up of a node that is not well, by its state; else it is drained.
+# Remedy before a forced clean-up on an unhealthy node, by node state. The default is to drain it.
 _FIRST: dict[str, str] = {
     NodeState.ENROLLING: "have its host enrol first (`gpuaas nodes userdata`)",
     NodeState.BOOTSTRAPPING: "end its bootstrap first (`gpuaas nodes bootstrap`); one that cannot"
     " be prepared goes into maintenance by itself after two hours, where this is possible too",
     NodeState.RETIRED: "nothing to do: no slot of a retired node comes back",
 }
-# Nothing to recover: back already, or a clean-up is under way.
+# States without anything to recover: the slot is back, or a clean-up is under way.
 SETTLED = (SlotState.AVAILABLE, SlotState.DISABLED, SlotState.CLEANUP)
 
 
 def force_cleanup(
     conn: sa.Connection, allocation_id: str, act: Act, *, runtime_verified_absent: bool
 ) -> Record:
-    """End a stuck allocation; with the operator's word for absence its slots are cleaned up.
+    """End a stuck allocation. If the operator confirms absence, its slots are cleaned up.
 
-    They come back through verification and wipe, at once only where the proof is already there.
+    Slots come back through verification and wipe. They come back at once only if the proof exists.
     """
     require_reason(act, "say why this is forced")
     with locks.allocation(conn, allocation_id) as allocation:
@@ -105,7 +108,7 @@ def force_cleanup(
 
 
 def force_release(conn: sa.Connection, allocation_id: str, act: Act) -> Allocation:
-    """End the tenant's use and the billing although the host does not answer."""
+    """End the tenant's use and the billing while the host does not answer."""
     require_reason(act, "say why this is forced")
     _require_silence(conn, rows.get(conn, Allocation, allocation_id, lock=True))
     own = act.because(act.reason, {**act.evidence, "allocation_id": allocation_id})
@@ -130,7 +133,7 @@ def force_release(conn: sa.Connection, allocation_id: str, act: Act) -> Allocati
 
 
 def repair(conn: sa.Connection, slot_id: str, act: Act) -> Task:
-    """Clean up one blocked slot: verify, wipe, prove. The task that does it."""
+    """Queue the clean-up of one blocked slot (verify, wipe, prove) and return its task."""
     slot = rows.get(conn, Slot, slot_id, lock=True)
     holder = last_holder(conn, slot_id)
     own = act.because(act.reason or "repair", {**act.evidence, "allocation_id": holder})
@@ -142,7 +145,7 @@ def repair(conn: sa.Connection, slot_id: str, act: Act) -> Task:
             found=str(slot.status),
             remedy="nothing to repair; disable and enable it to have its gate judged again",
         )
-    # Sold with a live claim on it, the slot would refuse every launch that is placed there.
+    # A slot that is sold under a live claim would refuse every launch placed there.
     claimed = [claim for claim in of_allocation(conn, holder) if claim.slot_id == slot_id]
     if any(claim.state in LIVE_CLAIMS for claim in claimed):
         raise Problem(
@@ -157,7 +160,7 @@ def repair(conn: sa.Connection, slot_id: str, act: Act) -> Task:
 
 
 def verify_absence(conn: sa.Connection, allocation_id: str, act: Act) -> Task:
-    """Queue the look at the host for anything that is left of an allocation."""
+    """Queue the absence check for an allocation on its host."""
     held = held_slots(conn, allocation_id)
     shape = rows.get(conn, Allocation, allocation_id).capacity_shape
     if shape == CapacityShape.BAREMETAL:
@@ -172,7 +175,7 @@ def verify_absence(conn: sa.Connection, allocation_id: str, act: Act) -> Task:
 
 
 def blocked(conn: sa.Connection, node_id: str | None = None) -> list[Record]:
-    """Slots that wait for evidence, with the allocation, reason and step of their detail."""
+    """Blocked slots, with the allocation, reason and step from their health detail."""
     query = rows.where(
         sa.select(slot_table), slot_table, status=SlotState.CLEANUP_BLOCKED, node_id=node_id
     )
@@ -184,7 +187,7 @@ def blocked(conn: sa.Connection, node_id: str | None = None) -> list[Record]:
 
 
 def expire(conn: sa.Connection, overdue: Overdue, act: Act) -> bool:
-    """Do what passing a deadline means; False when it is only a warning, or not so any more."""
+    """Apply a passed deadline. False when it is only a warning or no longer applies."""
     holder = last_holder(conn, overdue.id) if overdue.entity == "slot" else ""
     with locks.allocation(conn, holder) if holder else nullcontext():
         return _expire(conn, overdue, act, holder)
@@ -196,14 +199,14 @@ def _expire(conn: sa.Connection, overdue: Overdue, act: Act, holder: str) -> boo
     if not overdue.event or getattr(record, where.state) != overdue.state:
         return False
     if getattr(record, where.deadline) != overdue.deadline_at:
-        # Put off meanwhile: a run has begun.
+        # The deadline was extended in the meantime, because a run has begun.
         return False
     error = deadline_error(overdue)
     own = act.because(f"deadline passed in {overdue.state}", {"deadline": error})
     if overdue.entity == "allocation":
         return _expire_allocation(conn, overdue.id, own, error)
     if overdue.entity == "slot":
-        # A slot that is being built or released goes with its allocation; a clean-up by itself.
+        # A slot in provisioning or release ends with its allocation, a clean-up on its own.
         if overdue.state == SlotState.CLEANUP or not _expire_allocation(conn, holder, own, error):
             own = own.because(own.reason, {**own.evidence, "allocation_id": holder})
             slices.block(
@@ -222,7 +225,7 @@ def _expire(conn: sa.Connection, overdue: Overdue, act: Act, holder: str) -> boo
 
 
 def deadline_error(overdue: Overdue) -> dict[str, str]:
-    """What is recorded of something that stayed in a state for too long."""
+    """Error document for a passed deadline."""
     return {
         "code": task_queue.DEADLINE_PASSED,
         "expected": f"{overdue.entity} {overdue.state} for a limited time",
@@ -244,7 +247,7 @@ def _expire_allocation(
 def _expire_building(
     conn: sa.Connection, allocation_id: str, act: Act, error: dict[str, str]
 ) -> bool:
-    """What nobody began, however long it waited, has touched nothing."""
+    """Fail an allocation under construction. Without a started run its slots are untouched."""
     begun = task_queue.may_have_begun(conn, allocation_id)
     shape = rows.get(conn, Allocation, allocation_id).capacity_shape
     if shape == CapacityShape.BAREMETAL:
@@ -259,9 +262,9 @@ def _expire_building(
 
 
 def _require_silence(conn: sa.Connection, allocation: Allocation) -> None:
-    """Of a host that answers it can be known what the tenant has: there a release is the way.
+    """Refuse a forced release while the host answers, because a normal release is possible then.
 
-    Unless it was tried on a whole machine, which stays out of reach until it is clean in any case.
+    An exception is a whole machine whose release has failed: it stays blocked until it is clean.
     """
     node = rows.get(conn, Node, allocation.node_id, lock=True)
     tried = allocation.state == AllocationState.RELEASING and (
@@ -335,7 +338,7 @@ def _refuse(conn: sa.Connection, allocation: Allocation, held: list[Slot]) -> No
 
 def _cancel(conn: sa.Connection, allocation_id: str, act: Act) -> list[str]:
     open_tasks = task_queue.open_of_allocation(conn, allocation_id)
-    # A clean-up under way is what is wanted; everything else ends.
+    # A clean-up under way goes on. All other tasks end.
     ended = [task.id for task in open_tasks if task.kind != TaskKind.SLICE_WIPE]
     for task_id in ended:
         task_queue.cancel(conn, task_id, act)
@@ -349,7 +352,7 @@ def _recover(conn: sa.Connection, slot: Slot, allocation_id: str, act: Act, abse
         if slot.status != SlotState.CLEANUP_BLOCKED:
             error = {"code": "force_cleanup", "found": act.reason}
             slot = slices.block(conn, slot, allocation_id, act, step="force_cleanup", error=error)
-        # From the next run on the host refuses whatever is still alive of the one before.
+        # From the next run on, the host refuses a run that is still alive under the old fence.
         fence_off(conn, {slot.id: slot.fence})
         return rows.get(conn, Slot, slot.id)
     proof = _proof_since_failure(conn, slot, allocation_id)
@@ -359,7 +362,7 @@ def _recover(conn: sa.Connection, slot: Slot, allocation_id: str, act: Act, abse
 
 
 def _proof_since_failure(conn: sa.Connection, slot: Slot, allocation_id: str) -> Proof | None:
-    """The proof, if absence and a clean disk were both shown after the slot was blocked."""
+    """The wipe proof, if absence and proof are both newer than the block."""
     if slot.status != SlotState.CLEANUP_BLOCKED:
         return None
     since = slot.status_since
@@ -371,18 +374,18 @@ def _proof_since_failure(conn: sa.Connection, slot: Slot, allocation_id: str) ->
 
 
 def begin_cleanup(conn: sa.Connection, slot: Slot, act: Act) -> Slot:
-    """Into `cleanup`, under the next fence: from its first step on, the host refuses whatever run
-    is still alive.
+    """Move the slot to `cleanup` under the next fence.
+
+    From the first step of the clean-up on, the host refuses any run that is still alive.
     """
     return advance(conn, "slot", slot.id, "clean", act, columns={"fence": slot.fence + 1})
 
 
 def queue_wipe(conn: sa.Connection, name: str, cleaning: list[Slot], act: Act) -> Task:
-    """The task that cleans these slots of one node.
+    """Queue the task that cleans these slots of one node.
 
-    name: the allocation whose machine and traces are removed with them. One that no record knows
-    has no say in the records either; a slot that nobody ever had gives its own id, which is the
-    name of nothing on the host.
+    name: the allocation whose machine and traces are removed too. Without a record of it, the task
+    belongs to a slot. A slot without any holder gives its own id, which names nothing on the host.
     """
     return queue_host_task(conn, TaskKind.SLICE_WIPE, name, cleaning, act)
 
@@ -390,7 +393,7 @@ def queue_wipe(conn: sa.Connection, name: str, cleaning: list[Slot], act: Act) -
 def queue_host_task(
     conn: sa.Connection, kind: TaskKind, name: str, found: list[Slot], act: Act
 ) -> Task:
-    """Work on the host of an allocation, with the slots as the run contract has them."""
+    """Queue a task on the host of an allocation, with slots in the form of the run contract."""
     query = sa.select(allocations.c.id, allocations.c.node_id).where(allocations.c.id == name)
     known = rows.first(conn, query)
     parameters: dict[str, Any] = {
@@ -417,10 +420,10 @@ _ENDED = (AllocationState.RELEASED, AllocationState.FAILED)
 
 
 def remove_orphan(conn: sa.Connection, slot_id: str, allocation_id: str, act: Act) -> Task:
-    """Clean one idle slot of a machine with this id: remove it, wipe, verify. The task.
+    """Queue the removal of a machine with this id from an idle slot, with wipe and verification.
 
-    Problem `slot_in_use` while somebody has the slot, or while it waits for evidence about another
-    allocation, `allocation_active` when the machine is that of one which has not ended.
+    Raises Problem `slot_in_use` while the slot is in use or waits for evidence about another
+    allocation, and `allocation_active` when the machine's allocation has not ended.
     """
     require_reason(act, gate.WHY_GIVEN_UP)
     recorded = rows.first(
@@ -465,8 +468,10 @@ def _remove_orphan(
 
 
 def _require_orphan_block(conn: sa.Connection, slot: Slot) -> None:
-    """A slot that is blocked may hold what its last tenant left, of which the removal of another
-    machine proves nothing. It does not where such a removal blocked it: it was idle before.
+    """Refuse a blocked slot unless an orphan removal blocked it.
+
+    A blocked slot may hold data of its last tenant, and the removal of another machine proves
+    nothing about that data. A slot blocked by an orphan removal was idle before.
     """
     blocked = SlotState.CLEANUP_BLOCKED
     past = [row for row in journal.history_of(conn, "slot", slot.id) if row.target == blocked]
