@@ -22,7 +22,7 @@ from reconciler.records import slots as slot_records
 ACTOR = "policy"
 BEGUN = "policy.recovery.begun"
 STOPPED = "policy.recovery.stopped"
-# In a slot's health_detail: why the policy leaves it alone.
+# Key in a slot's health_detail: the reason why the policy does not recover it.
 STOPPED_KEY = "policy_stopped"
 REASON = "recovery policy: "
 _SETTING = "recovery_policy"
@@ -30,7 +30,7 @@ _SETTING = "recovery_policy"
 
 @dataclass(frozen=True)
 class BlockedAllocation:
-    """The blocked slots of one allocation that the policy has not given up, and its next move."""
+    """Blocked slots of one allocation that the policy still handles, and its next move."""
 
     allocation_id: str
     node_id: str
@@ -40,24 +40,24 @@ class BlockedAllocation:
 
 
 def read(conn: sa.Connection) -> Policy:
-    """The site's policy; off until set."""
+    """Read the site's policy. It is off until set."""
     return Policy(**settings.read(conn, _SETTING, {}))
 
 
 def write(conn: sa.Connection, policy: Policy, act: Act) -> None:
-    """Set it, with the name of the person who did."""
+    """Store the policy, with the actor in the audit."""
     settings.write(conn, _SETTING, asdict(policy), act)
 
 
 def hold(conn: sa.Connection) -> Policy:
-    """The policy, still until this transaction ends: its limits are counted by one at a time."""
+    """Lock and read the policy, so that only one transaction at a time counts the limits."""
     query = sa.select(setting_table.c.name).where(setting_table.c.name == _SETTING)
     rows.first(conn, query.with_for_update())
     return read(conn)
 
 
 def blocked_allocations(conn: sa.Connection) -> list[BlockedAllocation]:
-    """Every allocation with blocked slots, the longest blocked first; also while it is off."""
+    """Every allocation with blocked slots, longest blocked first, also while the policy is off."""
     policy = read(conn)
     by_allocation: dict[str, list[Record]] = defaultdict(list)
     for slot in blocked(conn):
@@ -92,10 +92,11 @@ def _judge(
 
 
 def kept(conn: sa.Connection, allocation_id: str, *, since: float = 0.0) -> str:
-    """Why a person who ended the allocation wants its slots to stay as they are; "" for nobody.
+    """The actor and reason of a forced clean-up that keeps the slots for inspection, or "".
 
-    The newest word counts: with `runtime_verified_absent` true the slots are on their way back.
-    What a recovery case does in a person's name is no such word. since: older words do not count.
+    Only the newest forced clean-up counts. If it confirmed absence (`runtime_verified_absent`), the
+    slots are on their way back. Acts of the policy or of a recovery case do not count.
+    since: older acts are ignored.
     """
     words = [
         row
@@ -108,12 +109,12 @@ def kept(conn: sa.Connection, allocation_id: str, *, since: float = 0.0) -> str:
 
 
 def record_begun(conn: sa.Connection, judged: BlockedAllocation, act: Act) -> None:
-    """The audit row that counts for the limits."""
+    """Write the audit row that the limits count."""
     _audit(conn, BEGUN, judged.allocation_id, judged.node_id, judged.slots, act)
 
 
 def stop(conn: sa.Connection, allocation_id: str, node_id: str, why: str, act: Act) -> None:
-    """Leave the allocation to people: marked on every blocked slot, where they look first."""
+    """Stop automatic recovery of the allocation, and mark every blocked slot with the reason."""
     held = [slot for slot in blocked(conn, node_id) if slot["allocation_id"] == allocation_id]
     own = act.because(REASON + why)
     for slot in held:
