@@ -1,4 +1,4 @@
-"""Approved slots: what may be sold of a node."""
+"""Approved slots of a node: approval, enabling, disabling, withdrawal and write-off."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def approve(
     *,
     capacity_metadata: Mapping[str, Any] | None = None,
 ) -> Slot:
-    """Make a slot of a bundle that the latest discovery shows free; it starts disabled."""
+    """Approve a bundle that the latest discovery shows free. The new slot starts disabled."""
     node = rows.get(conn, Node, node_id, lock=True)
     if node.mode not in (NodeMode.SLICE, NodeMode.CONVERTING_TO_SLICE):
         raise Problem(
@@ -94,7 +94,7 @@ def approve(
 
 
 def disable(conn: sa.Connection, slot_id: str, act: Act) -> Slot:
-    """Take a slot off sale; one that is in use goes off sale when it comes back."""
+    """Take a slot off sale. A slot in use goes off sale when it comes back."""
     slot = rows.get(conn, Slot, slot_id, lock=True)
     slot_records.update(conn, slot_id, wanted=SlotState.DISABLED.value)
     journal.audit(conn, act, "admin.slot.disabled", "slot", slot_id)
@@ -104,7 +104,7 @@ def disable(conn: sa.Connection, slot_id: str, act: Act) -> Slot:
 
 
 def enable(conn: sa.Connection, slot_id: str, act: Act) -> Slot:
-    """Want a slot on sale; it is, as soon as its gate lets it."""
+    """Put a slot on sale, now or as soon as its gate opens."""
     with locks.slot(conn, slot_id) as slot:
         slot_records.update(conn, slot_id, wanted=SlotState.AVAILABLE.value)
         journal.audit(conn, act, "admin.slot.enabled", "slot", slot_id)
@@ -114,9 +114,9 @@ def enable(conn: sa.Connection, slot_id: str, act: Act) -> Slot:
 
 
 def withdraw(conn: sa.Connection, slot_id: str, act: Act) -> Slot:
-    """Take the approval back: the bundle's devices can be approved anew.
+    """Withdraw the approval, so that the bundle's devices can be approved again.
 
-    A blocked slot goes only when the host shows that its disk or GPU has died.
+    A blocked slot is withdrawn only if discovery shows that its disk or GPU has died.
     """
     slot = rows.get(conn, Slot, slot_id, lock=True)
     detail = {}
@@ -139,7 +139,7 @@ def withdraw(conn: sa.Connection, slot_id: str, act: Act) -> Slot:
 
 
 def _place(document: Mapping[str, Any], bundle: Bundle) -> dict[str, Any]:
-    """Where the GPU sits, for the scheduler: what it is near to, and its module if known."""
+    """Topology of the GPU for the scheduler: its PCIe switch, and its module if known."""
     gpu = find_gpu(document, bundle.gpu_pci_address) or {}
     module = {"gpu_module_id": gpu["module_id"]} if isinstance(gpu.get("module_id"), int) else {}
     return {"pcie_switch": pcie_switch(gpu), **module}
@@ -187,14 +187,14 @@ def _refuse_duplicates(conn: sa.Connection, node_id: str, columns: Mapping[str, 
             )
 
 
-# As many as a host takes in one conversion; it has given up those of earlier ones before.
+# Holds that a host accepts in one conversion. Earlier conversions have given up the older holds.
 _LEASES = 256
 
 
 def write_off(conn: sa.Connection, slot: Slot, act: Act) -> Slot:
-    """Take a blocked slot out of recovery; only where the host shows that a device of it is gone.
+    """Take a blocked slot out of recovery, if discovery shows that its disk or GPU is gone.
 
-    Problem `reason_required`, `claim_live`, or `slot_in_use` while disk and GPU are there.
+    Raises Problem `reason_required`, `claim_live`, or `slot_in_use` while disk and GPU are present.
     """
     require_reason(act, slot_gate.WHY_GIVEN_UP)
     holder = last_holder(conn, slot.id)
@@ -232,10 +232,10 @@ def write_off(conn: sa.Connection, slot: Slot, act: Act) -> Slot:
 
 
 def written_off_slots(conn: sa.Connection, node_id: str, act: Act) -> list[str]:
-    """All slots of a node that goes for good: their devices and addresses are free for others."""
+    """Retire all slots of a retired node, which frees their devices and addresses."""
     query = sa.select(slots).where(slots.c.node_id == node_id, slots.c.retired_at.is_(None))
     given_up = []
-    # Locked in the order of everybody else, written off in the machine's.
+    # Locked in the common lock order, written off in the order of slot indexes.
     held = rows.every(conn, query.order_by(slots.c.id).with_for_update(), Slot)
     for slot in sorted(held, key=attrgetter("slot_index")):
         if slot.status == SlotState.CLEANUP_BLOCKED:
@@ -252,7 +252,7 @@ def written_off_slots(conn: sa.Connection, node_id: str, act: Act) -> list[str]:
 
 
 def dead_disks(conn: sa.Connection, node_id: str, disks: list[Any], since: float) -> list[str]:
-    """Those of a whole machine's disks that its latest discovery, after `since`, does not have."""
+    """Disks of a whole machine that are missing from its latest discovery after `since`."""
     latest = _after(conn, node_id, since)
     if latest is None:
         return []
@@ -261,10 +261,10 @@ def dead_disks(conn: sa.Connection, node_id: str, disks: list[Any], since: float
 
 
 def written_off_holds(conn: sa.Connection, node_id: str) -> list[dict[str, Any]]:
-    """What a host may still hold in the name of dead slots of its node: nobody gives it back.
+    """Holds that a host may still have for written-off slots, which no run releases.
 
-    Each with its fence since then, the allocation that had it last, and what has died; the newest
-    first. The reason is ours: what a person has written does not go to the host.
+    Each has the slot's current fence, its last allocation and the dead devices, newest first. The
+    reason is generated, because text that a person wrote is not sent to the host.
     """
     query = sa.select(history.c.evidence, slots.c.id, slots.c.fence).where(
         history.c.node_id == node_id,
@@ -292,15 +292,15 @@ def _died(devices: list[str]) -> str:
 def _withdraw(
     conn: sa.Connection, slot: Slot, act: Act, why: str, evidence: Mapping[str, object]
 ) -> Slot:
-    # The next fence: a run that is still alive somewhere has no word in this any more. The disk's
-    # next generation: one that was idle when it was blocked still has its proof.
+    # The next fence shuts out a run that is still alive. The next disk generation voids the proof
+    # that a slot still has if it was idle when it was blocked.
     own = act.because(f"{act.reason}; written off: {why}", {**act.evidence, **evidence})
     columns = {"fence": slot.fence + 1, "disk_generation": slot.disk_generation + 1}
     return advance(conn, "slot", slot.id, "withdraw", own, columns=columns)
 
 
 def _after(conn: sa.Connection, node_id: str, since: float) -> Discovery | None:
-    """The latest discovery, if it is of the host's present boot and was begun after `since`."""
+    """The latest discovery, if it began after `since` under the host's current boot."""
     node = rows.get(conn, Node, node_id)
     latest = reports.latest_discovery(conn, node_id)
     if latest is None or not node.boot_id or (latest.observed_at or 0.0) < since:
