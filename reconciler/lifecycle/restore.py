@@ -1,4 +1,4 @@
-"""Nothing that a restored database says of hosts is taken as it stands."""
+"""Restore from a backup: distrust every record about hosts until it is proven again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from reconciler.model.states import LIVE_CLAIMS, SlotState
 from reconciler.records import tokens
 from reconciler.records.leasing import DUE
 
-# More claims than any slot can have had since the backup: hosts refuse a fence they have passed.
+# Added to every fence: more claims than a slot can have had since the backup. Hosts refuse a fence
+# that is lower than their highest.
 LEAP = 1_000_000
 _DONE = "admin.service.restored"
 
@@ -25,8 +26,8 @@ def doubt(
 ) -> dict[str, Any]:
     """Close every gate until its host is discovered and proven, and leap over unknown fences.
 
-    Whoever may have had a disk since the backup is not in the records: no proof of before stands.
-    backup: its name, under which `told` finds what was done. ended: what was done before.
+    The records lack all use of disks since the backup, so earlier proofs do not count.
+    backup: its name, by which `told` finds the result. ended: results of earlier restore steps.
     """
     closed: list[str] = []
     for node_id, boot in conn.execute(sa.select(nodes.c.id, nodes.c.boot_id)).all():
@@ -37,14 +38,14 @@ def doubt(
     held = sa.exists().where(live, claims.c.slot_id == slots.c.id)
     conn.execute(sa.update(slots).where(~held).values(fence=slots.c.fence + LEAP))
     _distrust(conn, held)
-    # Also of a disk that was taken over and, by these records, is in no slot yet.
+    # Also voids proofs of disks that were taken over and are in no slot by these records.
     settings.write(conn, settings.RESTORED, clock.read(conn), act)
     whole = sa.exists().where(live, claims.c.node_id == nodes.c.id, claims.c.slot_id.is_(None))
     conn.execute(sa.update(nodes).where(~whole).values(fence=nodes.c.fence + LEAP))
     settings.set_site_scheduling(conn, False, act)
     recovery_cases.end_restored(conn, act)
     tokens.end_enrolments(conn)
-    # Those were processes of another life.
+    # The stored processes and terms are from before the restore.
     conn.execute(sa.update(leaders).values(expires_at=0))
     conn.execute(sa.delete(service_processes))
     done = {**(ended or {}), "closed_slots": closed}
@@ -53,14 +54,14 @@ def doubt(
 
 
 def told(conn: sa.Connection, backup: str) -> dict[str, Any] | None:
-    """What `doubt` did of this backup; None before it has."""
+    """The result of `doubt` for this backup. None if it has not run."""
     for row in journal.audit_rows(conn, action=_DONE, subject_id=backup):
         return dict(row.detail)
     return None
 
 
 def unfinished(conn: sa.Connection) -> list[Task]:
-    """The tasks that nobody had taken yet, each now as one that somebody may have begun since."""
+    """Mark every waiting task as possibly started since the backup, and return these tasks."""
     due = tasks.c.state.in_(DUE)
     begun = sa.func.coalesce(tasks.c.started_at, clock.now())
     conn.execute(sa.update(tasks).where(due).values(started_at=begun))
@@ -70,8 +71,10 @@ def unfinished(conn: sa.Connection) -> list[Task]:
 
 
 def _distrust(conn: sa.Connection, held: sa.Exists) -> None:
-    """Every disk that a launch could get counts as given away since; what has a tenant, or waits
-    for evidence, keeps the number by which the records tell whose it is.
+    """Advance the generation of every disk that a launch could get, as if it had been sold since.
+
+    A slot with a tenant, or one that waits for evidence, keeps its generation, because the
+    generation links it to its allocation.
     """
     beside = slots.alias("beside")
     needed = sa.exists().where(
@@ -80,7 +83,7 @@ def _distrust(conn: sa.Connection, held: sa.Exists) -> None:
     )
     free = sa.update(slots).where(~held, ~needed)
     conn.execute(free.values(disk_generation=slots.c.disk_generation + 1))
-    # Evidence of an absence, or of a wipe, is of a time that nobody knows the end of.
+    # Earlier evidence of absence or of a wipe must not count, because later use is unknown.
     blocked = sa.update(slots).where(slots.c.status == SlotState.CLEANUP_BLOCKED)
     conn.execute(blocked.values(status_since=clock.now()))
 
