@@ -1,4 +1,4 @@
-"""Discovery and parity reports, and what they mean for the node's slots."""
+"""Store discovery and parity reports and apply them to the gates of the node's slots."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def record_discovery(
     task_id: str | None = None,
     observed_at: float | None = None,
 ) -> Discovery:
-    """A discovery document; what it speaks against goes off sale.
+    """Store a discovery document. Slots that it blocks go off sale.
 
-    observed_at: when its run was started, by the database's clock.
+    observed_at: when its run started, on the database's clock.
     """
     node = rows.get(conn, Node, node_id)
-    # It is what a slice host would need; of a bare-metal machine nobody asks it.
+    # Only a slice host needs the reboot. A bare-metal machine does not.
     reboot = bool(document.get("reboot_required")) and node.mode != NodeMode.BAREMETAL
     identity = document.get("identity") or {}
     host.observed(conn, node_id, act, identity=identity, reboot_required=reboot, began=observed_at)
@@ -50,7 +50,7 @@ def record_parity(
     task_id: str | None = None,
     observed_at: float | None = None,
 ) -> Parity:
-    """A parity report; failures close the gate until a later one passes."""
+    """Store a parity report. Failures close the gate until a later report passes."""
     identity = report.get("identity") or {}
     host.observed(conn, node_id, act, identity=identity, began=observed_at)
     failures = int(report.get("failures", 1))
