@@ -1,1 +1,1 @@
-"""The stories of hosts, slots and allocations, each in the order in which things happen."""
+"""Lifecycle of hosts, slots and allocations: their transitions and the work that follows."""
