@@ -1,7 +1,7 @@
-"""What may be forgotten: traces of work that is over, once they are old, some at a time.
+"""Retention: delete old events, answers and progress of finished work, in batches.
 
-Never history, audit, claims, usage and proofs, nor tasks themselves: these are the record. Nor what
-belongs to an allocation that lives, or to one that left a slot behind which nobody has cleaned.
+History, audit, claims, usage, proofs and tasks are the permanent record and are never deleted. Data
+of an allocation that has not ended, or that left an unclean slot behind, is kept too.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from reconciler.db.schema import allocations, idempotency_keys, outbox, slots, t
 from reconciler.model.states import AllocationState, SlotState, TaskState
 from reconciler.records.leasing import DUE
 
-# Rows of one transaction: it must not keep other writers of a SQLite file waiting.
+# Rows per transaction, so that other writers of a SQLite file do not wait long.
 AT_ONCE = 500
 _OVER = (AllocationState.RELEASED, AllocationState.FAILED)
 _UNCLEAN = (SlotState.CLEANUP, SlotState.CLEANUP_BLOCKED)
 
 
 def events(conn: sa.Connection, *, sent_s: float, unsent_s: float) -> int:
-    """Forget events that a relay took so long ago, and those that nobody ever took; how many."""
+    """Delete published events older than sent_s and any older than unsent_s. Returns the count."""
     age = clock.now() - outbox.c.at
     sent = sa.and_(outbox.c.published_at.is_not(None), age > sent_s)
     old = sa.select(outbox.c.id).where(sa.or_(sent, age > unsent_s))
@@ -31,27 +31,27 @@ def events(conn: sa.Connection, *, sent_s: float, unsent_s: float) -> int:
 
 
 def answers(conn: sa.Connection, *, age_s: float) -> int:
-    """Forget idempotency keys: a request that is repeated later is done anew.
+    """Delete old idempotency keys. A request that is repeated later runs again.
 
-    One whose answer names an allocation that lives is kept, or the repetition would make another.
+    Keys whose answer names a live allocation are kept, or a repetition would create another.
     """
     table = idempotency_keys
     named = table.c.body["id"].as_string()
     lives = sa.exists().where(allocations.c.id == named, allocations.c.state.not_in(_OVER))
-    # What was never completed did nothing; whoever holds it past its time is refused in the end.
+    # A request that never completed did nothing. A late completion of an expired key is refused.
     since = sa.func.coalesce(table.c.completed_at, table.c.expires_at, table.c.created_at)
     old = sa.select(table.c.scope, table.c.key).where(clock.now() - since > age_s, ~lives)
     return _delete(conn, table, (table.c.scope, table.c.key), old)
 
 
 def progress(conn: sa.Connection, *, age_s: float) -> int:
-    """Forget how far tasks were that ended so long ago; how they ended stays."""
+    """Delete progress events of tasks that ended longer ago than age_s. Their results stay."""
     old = sa.select(task_events.c.id).join(tasks, tasks.c.id == task_events.c.task_id)
     return _delete(conn, task_events, (task_events.c.id,), old.where(_done(age_s)))
 
 
 def done(conn: sa.Connection, ids: Collection[str], *, age_s: float) -> set[str]:
-    """Which of these tasks ended so long ago that the files of their runs may go."""
+    """The tasks among `ids` that ended long enough ago to delete the files of their runs."""
     query = sa.select(tasks.c.id).where(tasks.c.id.in_(ids), _done(age_s))
     return set(conn.execute(query).scalars())
 
