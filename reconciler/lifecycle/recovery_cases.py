@@ -1,8 +1,8 @@
-"""Recovery cases: the runbook for blocked slots, followed by the leader one move at a time.
+"""Recovery cases: the runbook for blocked slots, played by the leader move by move.
 
-A case is opened by a person or by the policy, and everything it does is done in that name. Each
-move is one transaction with the change of the case's state, so a leader that dies between two moves
-leaves a case that the next leader goes on with. What a step showed is kept in the case's history.
+A person or the policy opens a case, and the case acts in that name. Each move and the change of the
+case's state share a transaction, so the next leader continues after a crash between two moves. The
+evidence of each step is kept in the case's history.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from reconciler.records.claims import held_slots
 
 OPENED = "admin.allocation.recovery.opened"
 ADOPTED = "admin.allocation.recovery.adopted"
-# Refusals that end without the case: it waits, and says so.
+# Temporary refusals. The case waits and records the reason.
 _PASSING = frozenset({"node_unreachable", "node_unhealthy", "allocation_releasing"})
-# A change that leaves a case in its state gives it no more time.
+# Columns for a change within a state, which must not extend the deadline.
 _SAME_TIME = {
     "state_since": recovery_cases.c.state_since,
     "deadline_at": recovery_cases.c.deadline_at,
@@ -55,7 +55,7 @@ Steps = list[Document]
 
 @dataclass(frozen=True)
 class Judgement:
-    """What is done next with a case. hold: what keeps it from going on, {} when nothing does."""
+    """The next move of a case. hold: the reason for waiting, or {} when it can go on."""
 
     move: Move
     why: str
@@ -66,9 +66,9 @@ class Judgement:
 def open_case(
     conn: sa.Connection, allocation_id: str, act: Act, *, remove_leftovers: bool = True
 ) -> RecoveryCase:
-    """The open recovery case of an allocation, which is made where there is none.
+    """Return the open recovery case of an allocation, or open a new case.
 
-    Refused where only a person can decide: an active or bare-metal allocation, a release under way.
+    Refused where a person must decide: an active or bare-metal allocation, a release under way.
     """
     with locks.allocation(conn, allocation_id) as allocation:
         case = case_records.open_of(conn, allocation_id)
@@ -106,7 +106,7 @@ def open_case(
 
 
 def _adopt(conn: sa.Connection, case: RecoveryCase, act: Act) -> RecoveryCase:
-    """A person's word replaces the policy's, and an older word that keeps the slots as they are."""
+    """Take a case over for a person, from the policy or from an older decision to keep slots."""
     case = case_records.hold(conn, case.id)
     if not act.reason.strip() or act.actor == ACTOR:
         return case
@@ -128,7 +128,7 @@ def _adopt(conn: sa.Connection, case: RecoveryCase, act: Act) -> RecoveryCase:
 
 
 def open_by_policy(conn: sa.Connection, allocation_id: str) -> BlockedAllocation | None:
-    """Open a case if the policy and its limits let it; None when there is nothing to decide."""
+    """Open a case if the policy and its limits allow it. None when there is nothing to decide."""
     policy = recovery_policy.hold(conn)
     if not policy.enabled:
         return None
@@ -142,7 +142,7 @@ def open_by_policy(conn: sa.Connection, allocation_id: str) -> BlockedAllocation
     )
     if candidate is None or candidate.move == Move.WAIT:
         return candidate
-    # The request with which all of it began.
+    # The allocation has the correlation id of the original request.
     allocation = rows.get(conn, Allocation, allocation_id)
     act = Act(ACTOR, recovery_policy.REASON + candidate.why, allocation.correlation_id)
     if candidate.move == Move.STOP:
@@ -160,7 +160,7 @@ def open_by_policy(conn: sa.Connection, allocation_id: str) -> BlockedAllocation
 
 
 def refuse(allocation: Allocation, held: list[Slot]) -> None:
-    """Problem for what only a person can decide about, before anything is asked of a host."""
+    """Raise a Problem where a person must decide, before any task on the host."""
     releasing = allocation.state == AllocationState.RELEASING and any(
         slot.status == SlotState.RELEASING for slot in held
     )
@@ -192,7 +192,7 @@ def refuse(allocation: Allocation, held: list[Slot]) -> None:
 
 
 def due(conn: sa.Connection) -> list[str]:
-    """The open cases that can go on, or whose reason for waiting has changed. Locks nothing."""
+    """Open cases that can move, or whose reason for waiting has changed. Takes no locks."""
     case_ids = []
     for case in case_records.every_open(conn):
         judged = _judge(conn, case)
@@ -202,7 +202,7 @@ def due(conn: sa.Connection) -> list[str]:
 
 
 def play(conn: sa.Connection, case_id: str) -> RecoveryCase | None:
-    """Do the next move of a case; None when there is none now."""
+    """Do the next move of a case. None when no move is possible now."""
     with locks.allocation(conn, case_records.get(conn, case_id).allocation_id):
         case = case_records.hold(conn, case_id)
         if case.state not in OPEN_CASES:
@@ -226,7 +226,7 @@ def play(conn: sa.Connection, case_id: str) -> RecoveryCase | None:
 
 
 def expire(conn: sa.Connection, overdue: Overdue, act: Act) -> bool:
-    """End a case that is past its deadline; False when it has moved on."""
+    """End a case past its deadline. False when its state or deadline has changed."""
     with locks.allocation(conn, case_records.get(conn, overdue.id).allocation_id):
         case = case_records.hold(conn, overdue.id)
         if (case.state, case.deadline_at) != (overdue.state, overdue.deadline_at):
@@ -239,7 +239,7 @@ def expire(conn: sa.Connection, overdue: Overdue, act: Act) -> bool:
 
 
 def end_restored(conn: sa.Connection, act: Act) -> list[str]:
-    """End every open case of a restored database: its evidence is of an unknown time."""
+    """End every open case after a restore, because the age of its evidence is unknown."""
     ended = []
     for case in case_records.every_open(conn):
         error = {
@@ -254,7 +254,7 @@ def end_restored(conn: sa.Connection, act: Act) -> list[str]:
 
 
 def waits_for(conn: sa.Connection, case: RecoveryCase) -> Document | None:
-    """Why an open case does not go on: `code`, `detail`, and `remedy` where a person can act."""
+    """Why an open case waits: `code`, `detail`, and `remedy` where a person can act."""
     hold = case.waits_for
     if case.state not in OPEN_CASES:
         return None
@@ -280,7 +280,7 @@ def _task_reason(conn: sa.Connection, task_id: str) -> tuple[str, str]:
 def _judge(conn: sa.Connection, case: RecoveryCase) -> Judgement:
     seen = _progress(conn, case)
     move, why = next_move(seen)
-    # Once the clean-up has begun there is nothing left that could stay as it is.
+    # After the clean-up has begun, no state is left to keep for inspection.
     early = seen.state in (RecoveryState.OPENED, RecoveryState.VERIFYING)
     hold = _held_back(conn, case) if early and move != Move.WAIT else {}
     return Judgement(move, why, seen, hold)
@@ -302,7 +302,7 @@ def _progress(conn: sa.Connection, case: RecoveryCase) -> Progress:
 
 
 def _held_back(conn: sa.Connection, case: RecoveryCase) -> Document:
-    """What a person has said since, and the policy's switch."""
+    """Hold of the case: a person keeps the slots, or the policy is off."""
     kept = _kept(conn, case)
     if kept:
         return {
@@ -324,7 +324,7 @@ def _held_back(conn: sa.Connection, case: RecoveryCase) -> Document:
 
 
 def _kept(conn: sa.Connection, case: RecoveryCase) -> str:
-    """A word that keeps the slots: for the policy any, for a person what was said since."""
+    """The decision to keep the slots: any for the policy, a later decision for a person."""
     since = 0.0 if case.requested_by == ACTOR else case.requested_at
     return recovery_policy.kept(conn, case.allocation_id, since=since)
 
@@ -338,7 +338,7 @@ def _wait(conn: sa.Connection, case: RecoveryCase, hold: Document, act: Act) -> 
 
 
 def _look(conn: sa.Connection, case: RecoveryCase, judged: Judgement, act: Act) -> RecoveryCase:
-    """Have the host say what is left. A run that may be alive is ended and fenced off first."""
+    """Queue the absence check. A run that may be alive is canceled and fenced off first."""
     key = case.allocation_id
     steps: Steps = []
     if case.state == RecoveryState.OPENED:
@@ -355,7 +355,7 @@ def _look(conn: sa.Connection, case: RecoveryCase, judged: Judgement, act: Act) 
 
 
 def _clean(conn: sa.Connection, case: RecoveryCase, judged: Judgement, act: Act) -> RecoveryCase:
-    """End the allocation by what the host reported; its slots go through wipe and verification."""
+    """End the allocation on the host's report. Its slots go through wipe and verification."""
     key = case.allocation_id
     absent = judged.seen.absent is True
     steps = _report_steps(conn, case, "runtime_absence")
@@ -396,7 +396,7 @@ def _finish(conn: sa.Connection, case: RecoveryCase, judged: Judgement, act: Act
 
 
 def _stop(conn: sa.Connection, case: RecoveryCase, judged: Judgement, act: Act) -> RecoveryCase:
-    """The case ends without the slots, and says what a person does next."""
+    """Fail the case without its slots, with a remedy for a person."""
     if judged.seen.absent is None and case.state != RecoveryState.CLEANING:
         steps, error = [], _unanswered(conn, case)
     elif case.state == RecoveryState.VERIFYING:
@@ -447,7 +447,7 @@ _MOVES: dict[Move, Callable[[sa.Connection, RecoveryCase, Judgement, Act], Recov
 
 
 def _report(conn: sa.Connection, case: RecoveryCase) -> Absence | None:
-    """What the host said in the case's own task: no other report counts."""
+    """The absence report of the case's own task. No other report counts."""
     if case.task_id is None:
         return None
     query = sa.select(absences).where(
