@@ -1,4 +1,4 @@
-"""Evidence of a recovery case: what its slots, their disks and their gates are like."""
+"""Evidence of a recovery case: the state of its slots, their disks and their gates."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from reconciler.records import proofs as proof_records
 from reconciler.records.claims import of_allocation
 
 Document = dict[str, Any]
-# A slot leaves its clean-up for these only with the proof of a clean disk.
+# A slot enters these states from its clean-up only with the proof of a clean disk.
 _RECOVERED = (SlotState.AVAILABLE, SlotState.DISABLED)
 
 
 def slots_of(conn: sa.Connection, case: RecoveryCase) -> list[Slot]:
-    """The slots of a case, whoever has them now."""
+    """The slots of a case, under any present holder."""
     query = sa.select(slots).where(slots.c.id.in_(case.slot_ids))
     return rows.every(conn, query.order_by(slots.c.slot_index), Slot)
 
 
 def unsold_slots(conn: sa.Connection, case: RecoveryCase) -> list[Slot]:
-    """Those that no later claim has taken: one that was sold since had come back."""
+    """The slots without a later claim. A slot that was sold since has already come back."""
     claimed = of_allocation(conn, case.allocation_id)
     generations = {claim.slot_id: claim.disk_generation for claim in claimed}
     return [
@@ -36,7 +36,7 @@ def unsold_slots(conn: sa.Connection, case: RecoveryCase) -> list[Slot]:
 
 
 def stuck(slot_rows: Sequence[Slot]) -> str:
-    """Why a slot has not come back: of the one that was blocked last; "" when all have."""
+    """Why the most recently blocked slot has not come back. "" when all slots have."""
     left = _stuck_slots(slot_rows)
     if not left:
         return ""
@@ -62,7 +62,7 @@ def _stuck_slots(slot_rows: Sequence[Slot]) -> list[Slot]:
 
 
 def cleaning(conn: sa.Connection, case: RecoveryCase) -> str:
-    """Which slots are being wiped, and until when they may be; "" when none is."""
+    """The slots under wipe with their deadlines. "" when there are none."""
     return ", ".join(
         f"slot {slot.slot_index} ({slot.id}) is wiped, until {clock.iso(slot.deadline_at)}"
         for slot in unsold_slots(conn, case)
@@ -71,7 +71,7 @@ def cleaning(conn: sa.Connection, case: RecoveryCase) -> str:
 
 
 def inventory(conn: sa.Connection, slot_rows: Sequence[Slot]) -> Document:
-    """How slots are, by id."""
+    """State of each slot, by id."""
     return {
         slot.id: {
             "slot_index": slot.slot_index,
@@ -87,7 +87,7 @@ def inventory(conn: sa.Connection, slot_rows: Sequence[Slot]) -> Document:
 
 
 def proofs(conn: sa.Connection, case: RecoveryCase) -> Document:
-    """The last proof of each slot's disk, by slot; None where there is none."""
+    """The last proof of each slot's disk, by slot id. None without a proof."""
     return {slot.id: _proof(conn, slot) for slot in slots_of(conn, case)}
 
 
