@@ -1,4 +1,4 @@
-"""Applications on a project's allocations: made, read, stopped, and what they wait for."""
+"""Application instances on a project's allocations: create, read, reconcile and stop."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MEMBERS = Order(app_members, ("created_at", "id"))
 
 @dataclass(frozen=True, kw_only=True)
 class NewApp:
-    """A request, checked for its form by the API. managed_key: type and base64, nothing else."""
+    """A request whose form the API has checked. managed_key: type and base64, nothing else."""
 
     project_id: str
     slug: str
@@ -50,7 +50,7 @@ class NewApp:
 
 
 def create(conn: sa.Connection, wish: NewApp, act: Act) -> AppInstance:
-    """Record it over allocations that are there, and queue what makes each of them ready."""
+    """Create an instance on existing allocations, and queue the preparation of each member."""
     projects.get(conn, wish.project_id)
     _require_new_name(conn, wish)
     ids = [wish.controller_id, *wish.worker_ids]
@@ -62,7 +62,7 @@ def create(conn: sa.Connection, wish: NewApp, act: Act) -> AppInstance:
             found=", ".join(sorted({key for key in ids if ids.count(key) > 1})),
             remedy="name every allocation once",
         )
-    # In one order, so that two who want the same ones do not wait for each other.
+    # Lock in a fixed order, so that two requests for the same allocations do not deadlock.
     held = {key: _usable(conn, wish.project_id, key) for key in sorted(ids)}
     instance = rows.add(
         conn,
@@ -91,7 +91,7 @@ def create(conn: sa.Connection, wish: NewApp, act: Act) -> AppInstance:
 
 
 def get(conn: sa.Connection, project_id: str, id: str, *, lock: bool = False) -> AppInstance:
-    """The project's instance with an id; that of another project is not there."""
+    """The project's instance with this id. An instance of another project is not found."""
     found = rows.get(conn, AppInstance, id, lock=lock)
     if found.project_id != project_id:
         raise not_found("app_instance", id)
@@ -105,7 +105,7 @@ def every(conn: sa.Connection, project_id: str, page: Page | None = None) -> lis
 
 
 def members(conn: sa.Connection, instance_id: str, page: Page | None = None) -> list[Record]:
-    """Controller first; with what its allocation says, and the node's own address."""
+    """The members, controller first, with columns of the allocation and the node's address."""
     query = (
         sa.select(
             app_members,
@@ -124,7 +124,7 @@ def members(conn: sa.Connection, instance_id: str, page: Page | None = None) -> 
 
 
 def reconcile(conn: sa.Connection, project_id: str, id: str, act: Act) -> list[AppOperation]:
-    """Put the managed key on every member again; the operations, each with its task."""
+    """Put the managed key on every member again. Returns the operations."""
     instance = _living(conn, project_id, id)
     _audit(conn, instance, "app_instance.bootstrap_ssh_reconcile", act, {})
     made = []
@@ -133,7 +133,7 @@ def reconcile(conn: sa.Connection, project_id: str, id: str, act: Act) -> list[A
         if allocation.state != AllocationState.ACTIVE:
             app_operations.left(conn, instance, member, act)
             if member.role == MemberRole.CONTROLLER:
-                break  # The instance has failed with it: no key of its is wanted anywhere.
+                break  # The instance has failed too and needs no keys.
             continue
         if member.status == MemberStatus.FAILED:
             advance(conn, "app_member", member.id, "reconcile", act)
@@ -143,7 +143,7 @@ def reconcile(conn: sa.Connection, project_id: str, id: str, act: Act) -> list[A
 
 
 def stop(conn: sa.Connection, project_id: str, id: str, act: Act) -> AppInstance:
-    """End it: its allocations stay and are free for another; its keys are taken away."""
+    """Stop an instance and remove its keys. Its allocations stay, free for other instances."""
     instance = get(conn, project_id, id, lock=True)
     now = {"ended_at": clock.now()}
     stopped = advance(conn, "app_instance", id, "stop", act, columns=now, held=instance)
@@ -158,7 +158,7 @@ def stop(conn: sa.Connection, project_id: str, id: str, act: Act) -> AppInstance
 def reported(
     conn: sa.Connection, member_id: str, detail: Mapping[str, Any], act: Act, *, ready: bool
 ) -> AppMember:
-    """What the application's controller says of a member; with the last one ready, it runs."""
+    """Store the controller's report on a member. When all members are ready, the app runs."""
     found = rows.get(conn, AppMember, member_id)
     instance = rows.get(conn, AppInstance, found.instance_id, lock=True)
     member = rows.get(conn, AppMember, member_id, lock=True)
@@ -176,7 +176,7 @@ def reported(
 
 
 def waits_for(instance: AppInstance, found: Sequence[Record]) -> dict[str, str] | None:
-    """What keeps an instance from running, by code; None when nothing does, or it has ended."""
+    """Why a deploying instance does not run yet, by code. None in every other status."""
     if instance.status != AppStatus.DEPLOYING:
         return None
     for member in found:
@@ -209,7 +209,7 @@ def _require_new_name(conn: sa.Connection, wish: NewApp) -> None:
 
 
 def _usable(conn: sa.Connection, project_id: str, id: str) -> Allocation:
-    """The allocation, held until the transaction ends; Problem when no application can have it."""
+    """Lock and return the allocation. Raises a Problem when no application can use it."""
     allocation = rows.get(conn, Allocation, id, lock=True)
     if allocation.project_id != project_id:
         raise not_found("allocation", id)
@@ -256,7 +256,7 @@ def _add_member(
 
 
 def _present(conn: sa.Connection, instance_id: str) -> list[AppMember]:
-    """The members that have not left, held until the transaction ends."""
+    """The members that have not left, locked until the transaction ends."""
     query = sa.select(app_members).where(
         app_members.c.instance_id == instance_id, app_members.c.left_at.is_(None)
     )
