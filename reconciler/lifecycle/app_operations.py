@@ -1,11 +1,11 @@
-"""Work on the members of applications: the managed key on a member's host, and off it again.
+"""Operations on application members: add, renew and remove the managed key on a member's host.
 
-Locks are taken in one order: behind the allocation (`db.locks`) the instance, its members, their
-operations, and then tasks.
+Lock order: after the allocation (`db.locks`) the instance, its members, their operations, then
+tasks.
 
-A key has an end of its own, written into its line on the host. So one that cannot be taken away,
-because its host does not answer, is good for a limited time only; one that is wanted is put there
-again before it ends.
+The line of a key on the host contains its expiry time. A key that cannot be removed, because its
+host does not answer, is therefore valid for a limited time only. A key still in use is renewed
+before it expires.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from reconciler.model.states import (
 from reconciler.records import queue
 from reconciler.records.leasing import DUE
 
-# How long a key is good for on its host. Too low, and a host that is away for a night locks its
-# application out; too high, and a key that could not be taken away opens the host for that long.
+# Lifetime of a key on its host. If it is too short, a host that is away for a night locks its
+# application out. If it is too long, a key that could not be removed opens the host for that time.
 KEY_S = 86_400
 OPERATIONS = Order(app_operations, ("created_at", "id"))
 OPEN = (OperationStatus.ACCEPTED, OperationStatus.RUNNING)
-# Instances that want no key any more.
+# Status of instances that need no key.
 ENDED = (AppStatus.FAILED, AppStatus.STOPPED)
 _GUEST = {
     "code": "guest_unreachable_by_design",
@@ -71,9 +71,9 @@ def request(
     kind: OperationKind,
     act: Act,
 ) -> AppOperation:
-    """The operation, with its task; one that is under way already is not asked for twice.
+    """Create the operation and its task, or return the member's open operation.
 
-    Fails at once, by name, for a member that nobody can do this for.
+    For a slice the operation fails at once with `guest_unreachable_by_design`.
     """
     same = rows.first(conn, _open_of(member.id), AppOperation)
     if same is not None:
@@ -103,13 +103,13 @@ def request(
 
 
 def every(conn: sa.Connection, instance_id: str, page: Page | None = None) -> list[AppOperation]:
-    """What was ever done with the instance's members, in order."""
+    """All operations on the instance's members, in order."""
     query = sa.select(app_operations).where(app_operations.c.instance_id == instance_id)
     return rows.every(conn, part(query, OPERATIONS, page), AppOperation)
 
 
 def began(conn: sa.Connection, operation_id: str, act: Act) -> str:
-    """Its run starts now; answers why nobody wants that any more, and then changes nothing."""
+    """Record the start of the run. Returns a reason, and changes nothing, if it is obsolete."""
     operation, member, instance = held(conn, operation_id)
     allocation = rows.get(conn, Allocation, member.allocation_id)
     removes = operation.kind == OperationKind.BOOTSTRAP_SSH_REMOVE
@@ -127,7 +127,7 @@ def began(conn: sa.Connection, operation_id: str, act: Act) -> str:
 def succeeded(
     conn: sa.Connection, operation_id: str, act: Act, *, expires_at: float | None
 ) -> bool:
-    """The host says so; expires_at: of the key that it has now, None when it has none."""
+    """Record success. expires_at: expiry of the key now on the host, None without a key."""
     operation, member, _ = held(conn, operation_id)
     if operation.status != OperationStatus.RUNNING:
         return False
@@ -138,7 +138,7 @@ def succeeded(
 
 
 def failed(conn: sa.Connection, operation_id: str, act: Act, error: Mapping[str, Any]) -> bool:
-    """It was not done. A member that has a key already keeps its place until that one ends."""
+    """Record failure. A ready member with a key stays a member until the key expires."""
     operation, _, _ = held(conn, operation_id)
     if operation.status not in OPEN:
         return False
@@ -147,14 +147,14 @@ def failed(conn: sa.Connection, operation_id: str, act: Act, error: Mapping[str,
 
 
 def leave(conn: sa.Connection, member: AppMember) -> None:
-    """From now on the allocation is free for another application."""
+    """Mark the member as left, so that its allocation is free for another application."""
     _set(conn, member, left_at=clock.now())
 
 
 def left(conn: sa.Connection, instance: AppInstance, member: AppMember, act: Act) -> None:
-    """Its allocation has ended: it cannot come back, and no instance lives without its controller.
+    """Fail a member whose allocation has ended. Without its controller the instance fails too.
 
-    Its key is gone with the account that had it.
+    The key is gone with the account.
     """
     own = act.because("allocation_ended", {"allocation_id": member.allocation_id})
     if member.status != MemberStatus.FAILED:
@@ -167,7 +167,7 @@ def left(conn: sa.Connection, instance: AppInstance, member: AppMember, act: Act
 
 
 def withdraw(conn: sa.Connection, member: AppMember, act: Act) -> None:
-    """End what nobody has begun; what runs is left to end by itself."""
+    """End operations that have not started. A running operation ends by itself."""
     for operation in rows.every(conn, _open_of(member.id), AppOperation):
         if operation.status != OperationStatus.ACCEPTED:
             continue
@@ -183,7 +183,7 @@ def withdraw(conn: sa.Connection, member: AppMember, act: Act) -> None:
 
 
 def held(conn: sa.Connection, operation_id: str) -> tuple[AppOperation, AppMember, AppInstance]:
-    """Operation, member and instance, locked in the order in which everybody does it."""
+    """Operation, member and instance, locked in the common lock order."""
     operation = rows.get(conn, AppOperation, operation_id)
     instance, member = member_held(conn, operation.member_id)
     operation = rows.get(conn, AppOperation, operation_id, lock=True)
@@ -220,7 +220,7 @@ def _enqueue(
     item = queue.Enqueue(
         kind=TaskKind.ALLOCATION_RECONCILE_MANAGED_AUTHORIZED_KEY,
         node_id=allocation.node_id,
-        # One at a time on an allocation, and none beside its release.
+        # One task at a time per allocation, and none during its release.
         subject_kind="allocation",
         subject_id=allocation.id,
         allocation_id=allocation.id,
@@ -253,16 +253,17 @@ def _set(conn: sa.Connection, member: AppMember, **values: Any) -> None:
     conn.execute(sa.update(app_members).where(app_members.c.id == member.id).values(values))
 
 
-# With a third left a new end is written.
+# A key is renewed when a third of its lifetime is left.
 RENEW_S = KEY_S / 3
-# What failed by itself is tried again this much later.
+# Delay before a failed operation is tried again.
 RETRY_S = 1_800.0
 
 
 @dataclass(frozen=True)
 class Look:
-    """Which rows something follows for, and what, one by one: of each in a transaction of its own,
-    so that one which cannot be looked after keeps no other waiting.
+    """A periodic follow-up: a query for due rows and the function to call for each.
+
+    Each row can have a transaction of its own, so that a failing row does not delay the others.
     """
 
     id: sa.Column[str]
@@ -270,12 +271,12 @@ class Look:
     follow: Callable[[sa.Connection, str, Act], None]
 
     def due(self, conn: sa.Connection, *which: sa.ColumnElement[bool]) -> list[str]:
-        """The ids of those rows, in the order in which they are locked."""
+        """The ids of the due rows, in lock order."""
         query = self.query().where(*which).order_by(self.id.table.c.instance_id, self.id)
         return list(conn.execute(query).scalars())
 
     def __call__(self, conn: sa.Connection, act: Act, *which: sa.ColumnElement[bool]) -> int:
-        """Do what follows for those of them that are due still; how many."""
+        """Follow up on every row that is due, and return their number."""
         found = self.due(conn, *which)
         for id in found:
             self.follow(conn, id, act)
@@ -283,9 +284,9 @@ class Look:
 
 
 def _keys_to_remove() -> sa.Select[Any]:
-    """Those that instances which have ended may have left.
+    """Members on whose hosts an ended instance may have left a key.
 
-    Not of those that have ended by themselves, nor where something is still under way.
+    Keys that have expired by themselves, and members with an open operation, are excluded.
     """
     done_already = _exists(
         app_operations.c.kind == OperationKind.BOOTSTRAP_SSH_REMOVE,
@@ -293,7 +294,7 @@ def _keys_to_remove() -> sa.Select[Any]:
     )
     return _of_active().where(
         app_instances.c.status.in_(ENDED),
-        # Before that, all that is under way about a member is withdrawn.
+        # Until a member has left, its open operations still have to be withdrawn.
         app_members.c.left_at.is_not(None),
         app_instances.c.ended_at > clock.now() - KEY_S,
         _exists(app_operations.c.task_id.is_not(None)),
@@ -304,7 +305,7 @@ def _keys_to_remove() -> sa.Select[Any]:
 
 
 def _keys_to_renew() -> sa.Select[Any]:
-    """Those that are wanted and end soon."""
+    """Members whose key is still needed and expires soon."""
     return _of_active().where(
         app_instances.c.status.in_((AppStatus.DEPLOYING, AppStatus.RUNNING)),
         app_members.c.left_at.is_(None),
@@ -315,7 +316,7 @@ def _keys_to_renew() -> sa.Select[Any]:
 
 
 def _members_to_leave() -> sa.Select[Any]:
-    """Those whose allocation has ended, and those whose instance failed without them."""
+    """Members whose allocation has ended or whose instance has failed."""
     over = sa.or_(
         allocations.c.state != AllocationState.ACTIVE, app_instances.c.status == AppStatus.FAILED
     )
@@ -335,9 +336,9 @@ def _leave(conn: sa.Connection, member_id: str, act: Act) -> None:
 
 
 def _operations_to_close() -> sa.Select[Any]:
-    """Those whose task has ended without a word to them.
+    """Open operations whose task has ended without an outcome for the operation.
 
-    Tasks are also ended by those who end what they are about, such as a node.
+    A task can also be canceled with its subject, for example when a node is retired.
     """
     return (
         sa.select(app_operations.c.id)
@@ -376,7 +377,7 @@ def _members() -> sa.Select[Any]:
 
 
 def _of_active() -> sa.Select[Any]:
-    """Members on whole machines that their tenant still has."""
+    """Members on active whole-machine allocations."""
     return _members().where(
         allocations.c.state == AllocationState.ACTIVE,
         allocations.c.capacity_shape == CapacityShape.BAREMETAL,
