@@ -1,4 +1,4 @@
-"""What the checks of the invariants answer, and how they read more than fits into memory."""
+"""Invariant checks on the whole database, which read it in streams to bound memory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from reconciler.records.claims import exclusive_ended_at
 from reconciler.records.leasing import DUE
 from reconciler.records.queue import GRACE_S
 
-# Rows that are read at once.
+# Rows per fetch of a stream.
 _AT_ONCE = 500
 
 
@@ -68,7 +68,7 @@ Found = Iterator[Violation]
 
 
 def stream(conn: sa.Connection, query: sa.Select[Any]) -> Iterator[Record]:
-    """The rows, a few at a time."""
+    """Yield the rows of a query in small batches."""
     for row in conn.execute(query, execution_options={"yield_per": _AT_ONCE}).mappings():
         yield dict(row)
 
@@ -76,7 +76,7 @@ def stream(conn: sa.Connection, query: sa.Select[Any]) -> Iterator[Record]:
 def beside(
     conn: sa.Connection, *queries: sa.Select[Any]
 ) -> Iterator[tuple[str, tuple[list[Record], ...]]]:
-    """What each query has of a key, its first column; never all of a site's past at once."""
+    """Merge sorted queries by their first column, so that memory holds the rows of one key."""
     streams = (_in_order(conn, number, query) for number, query in enumerate(queries))
     for key, rows_of in groupby(heapq.merge(*streams, key=itemgetter(0)), key=itemgetter(0)):
         found: tuple[list[Record], ...] = tuple([] for _ in queries)
@@ -89,13 +89,13 @@ def _in_order(
     conn: sa.Connection, number: int, query: sa.Select[Any]
 ) -> Iterator[tuple[str, int, Record]]:
     key = query.selected_columns[0]
-    # As Python compares: the database's own order may be that of a language.
+    # Order as Python compares, because the database's collation may be that of a language.
     order = sa.collate(key, "C" if conn.dialect.name == "postgresql" else "BINARY")
     for row in stream(conn, query.order_by(order)):
         yield row[key.name], number, row
 
 
-# What a usage record keeps of a claim.
+# Fields of a claim that a usage record stores.
 _SOLD = ("kind", "slot_id", "slot_index", "nvme_size_bytes")
 
 
@@ -104,7 +104,7 @@ def history_told(conn: sa.Connection) -> Found:
     for entity, where in ENTITIES.items():
         states = sa.select(where.table.c.id, where.table.c[where.state].label("state"))
         for key, (now, written) in beside(conn, states, _gaps_and_ends(entity)):
-            # The mode that a node is made with belongs to the history of the node itself.
+            # The initial mode of a node is in the history of the node, not of its mode.
             last = now[0]["state"] if now and entity == "node_mode" else None
             for row in written:
                 if row["gap"]:
@@ -119,7 +119,7 @@ def history_told(conn: sa.Connection) -> Found:
 
 
 def _gaps_and_ends(entity: str) -> sa.Select[Any]:
-    """Of each history the last row, and those that do not begin where the one before them ended."""
+    """Per history: the last row, and each row whose source differs from the target before it."""
     whose, when = history.c.entity_id, history.c.id
     before = sa.func.lag(history.c.target).over(partition_by=whose, order_by=when)
     after = sa.func.lead(when).over(partition_by=whose, order_by=when)
@@ -132,7 +132,7 @@ def _gaps_and_ends(entity: str) -> sa.Select[Any]:
 
 
 def usage_counted(conn: sa.Connection) -> Found:
-    """CTRL-14: what was ever used is recorded once, from its first moment to its claims' last."""
+    """CTRL-14: each use has one usage record, from activation to the end of its last claim."""
     active = sa.select(history.c.entity_id).where(
         history.c.entity == "allocation", history.c.target == AllocationState.ACTIVE
     )
@@ -164,7 +164,7 @@ def usage_counted(conn: sa.Connection) -> Found:
 
 
 def _end_of(held: list[Record], record: Record) -> tuple[float | None, str]:
-    """When all its claims had ended, and how; a clock that went back counts as no time."""
+    """When the last claim ended and its end state. A clock that went back counts as zero time."""
     ends = [claim["ended_at"] for claim in held]
     if None in ends:
         return None, ""
@@ -175,8 +175,8 @@ def _sold(listed: list[Record]) -> list[tuple[str, ...]]:
     return sorted(tuple(str(one[name]) for name in _SOLD) for one in listed)
 
 
-# A deadline is looked at every few seconds by every worker, and one that ends a run takes GRACE_S
-# more. Something that is later than this, nobody looks at.
+# Every worker checks deadlines every few seconds. A deadline that ends a run takes GRACE_S more.
+# An entity that is later than this is not being checked.
 UNSEEN_S = 2 * GRACE_S
 _CLAIMS_OF = {
     AllocationState.REQUESTED: ClaimState.RESERVED,
@@ -189,7 +189,7 @@ _BEING_PROVEN = (SlotState.CLEANUP, SlotState.CLEANUP_BLOCKED)
 
 
 def check(conn: sa.Connection) -> list[Violation]:
-    """Every violation; in one consistent picture, so do it in a reading transaction."""
+    """Every violation. Call it in a reading transaction, so that all checks see one snapshot."""
     return [violation for ask in CHECKS for violation in ask(conn)]
 
 
@@ -215,7 +215,7 @@ def one_claim_each(conn: sa.Connection) -> Found:
 
 
 def whole_or_sliced(conn: sa.Connection) -> Found:
-    """I2: a claim on the whole machine excludes those on its slots, and each needs its mode."""
+    """I2: a whole-machine claim excludes slice claims, and each kind needs its node mode."""
     modes = _pairs(conn, nodes.c.id, nodes.c.mode)
     whole: dict[str, list[str]] = defaultdict(list)
     for claim in _live(conn, ClaimKind.NODE_EXCLUSIVE):
@@ -234,7 +234,7 @@ def whole_or_sliced(conn: sa.Connection) -> Found:
 
 
 def committed_together(conn: sa.Connection) -> Found:
-    """I3: allocation, claims and slots say the same."""
+    """I3: allocation, claims and slots agree."""
     live: dict[str, list[Claim]] = defaultdict(list)
     for claim in _live(conn):
         live[claim.allocation_id].append(claim)
@@ -256,7 +256,7 @@ def committed_together(conn: sa.Connection) -> Found:
 
 
 def proven(conn: sa.Connection) -> Found:
-    """I4, I6: what is on sale is proven clean since its disk was last given to anybody."""
+    """I4, I6: an available slot has a proof that is newer than every use of its disk."""
     known = {row.id: row for row in rows.every(conn, _proofs_in_use(), Proof)}
     installed = _pairs(conn, nodes.c.id, nodes.c.install_id)
     left: dict[str, float] = {}
@@ -281,7 +281,7 @@ def proven(conn: sa.Connection) -> Found:
 
 
 def fenced(conn: sa.Connection) -> Found:
-    """I10: nobody works under a fence that was never given out."""
+    """I10: no live claim or open task has a fence above the fence of its slot."""
     fences = _pairs(conn, slots.c.id, slots.c.fence)
     for claim in _live(conn, ClaimKind.SLICE):
         if claim.fence > fences[claim.slot_id or ""]:
@@ -295,7 +295,7 @@ def fenced(conn: sa.Connection) -> Found:
 
 
 def in_time(conn: sa.Connection) -> Found:
-    """I12: nothing stays in an unstable state unseen."""
+    """I12: no entity stays in an unstable state past its deadline."""
     now = clock.read(conn)
     for entity, where in ENTITIES.items():
         state, deadline = where.table.c[where.state], where.table.c[where.deadline]
@@ -321,7 +321,7 @@ def recovered_by_proof(conn: sa.Connection) -> Found:
 
 
 def unknown_frees_nothing(conn: sa.Connection) -> Found:
-    """I13: a run of which no outcome was seen is followed by a wipe before anything is sold."""
+    """I13: after a lost run, a slot is sold only with a newer wipe proof."""
     known = {row.id: row for row in rows.every(conn, _proofs_in_use(), Proof)}
     holders = _last_holders(conn)
     last = sa.func.max(sa.func.coalesce(tasks.c.finished_at, 0.0))
@@ -338,7 +338,7 @@ def unknown_frees_nothing(conn: sa.Connection) -> Found:
 
 
 def this_boot(conn: sa.Connection) -> Found:
-    """I16: what is on sale was looked at under this boot and installation, and passed."""
+    """I16: nodes with available slots pass parity under the current boot and installation."""
     by_node: dict[str, list[Slot]] = defaultdict(list)
     for slot in _on_sale(conn):
         by_node[slot.node_id].append(slot)
@@ -365,7 +365,7 @@ def this_boot(conn: sa.Connection) -> Found:
 
 
 def unblocked(conn: sa.Connection) -> Found:
-    """I16: nothing is on sale against which the latest discovery speaks."""
+    """I16: no available slot has a blocker from the latest discovery."""
     hosts: dict[str, gate.Host] = {}
     for slot in _on_sale(conn):
         node_id = slot.node_id
@@ -378,7 +378,7 @@ def unblocked(conn: sa.Connection) -> Found:
 
 
 def gone(conn: sa.Connection) -> Found:
-    """I3: of a retired node nothing is sold, claimed or approved any more."""
+    """I3: a retired node has no live claims and no approved slots."""
     retired = sa.select(nodes.c.id).where(nodes.c.state == NodeState.RETIRED)
     live = sa.select(claims.c.node_id, claims.c.id).where(
         claims.c.node_id.in_(retired), claims.c.state.in_(LIVE_CLAIMS)
@@ -433,7 +433,7 @@ def _says_clean(slot: Slot, proof: Proof) -> bool:
 
 
 def _last_holders(conn: sa.Connection) -> dict[tuple[str, int], str]:
-    """Of what is on sale; of all that was ever sold they would be too many."""
+    """Last holders of available slots only, because holders of all past claims are too many."""
     columns = (claims.c.slot_id, claims.c.disk_generation, claims.c.allocation_id)
     this = sa.and_(
         claims.c.slot_id == slots.c.id, claims.c.disk_generation == slots.c.disk_generation
