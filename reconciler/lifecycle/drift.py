@@ -208,7 +208,7 @@ def reconcile(
     """
     node = rows.get(conn, Node, node_id, lock=True)
     if node.mode != NodeMode.SLICE:
-        # The node is not in slice mode, or under conversion: its holdings are in transit.
+        # Holdings change during a conversion, so drift is compared in slice mode only.
         return {"differences": [], "skipped": [node_id], "unknown": {}}
     _heed_boot(conn, node, evidence["identity"], act)
     holdings = evidence["holdings"]
