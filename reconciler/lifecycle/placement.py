@@ -249,7 +249,7 @@ def likely(
     """The nodes that rank first for this request by their slot counts, except those in `beside`.
 
     sliced: consider only nodes with a slice, or only nodes without. The order approximates
-    planning.score: first nodes with room on one NUMA node, then the fullest, then those with a
+    place.score: first nodes with room on one NUMA node, then the fullest, then those with a
     nearly full NUMA node. Nothing is decided here, because each slot is judged later.
     """
     wanted = {"region": want.region, "pool": want.pool, "id": want.node_id}
