@@ -77,7 +77,7 @@ def _end_task(engine: Engine, settings: Settings, item: Overdue, act: Act) -> No
 
 
 def _cancel_task(engine: Engine, settings: Settings, item: Overdue) -> None:
-    """Cancel a task that no worker leased before its deadline, so that its subject is freed."""
+    """Cancel a task that no worker leased in time, so that its subject stops waiting for it."""
     with transaction(engine) as conn:
         if queue.get(conn, item.id).deadline_at != item.deadline_at:
             return
