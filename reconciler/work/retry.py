@@ -33,7 +33,7 @@ def may_pass(outcome: Outcome, failure: Failure) -> bool:
 
 
 def again(work: Work, outcome: Outcome, failure: Failure) -> bool:
-    """Queue another attempt in the transaction of `work`; False if there is none."""
+    """Queue another attempt in the transaction of `work`; False if no attempt follows."""
     conn, task = work.conn, work.task
     if task.attempt >= task.max_attempts or not may_pass(outcome, failure):
         return False
