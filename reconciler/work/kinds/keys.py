@@ -18,7 +18,7 @@ def managed_key_variables(work: Work) -> dict[str, Any]:
 
 
 def managed_key_start(work: Work) -> None:
-    """Problem `canceled`, which starts no run, if the operation has ended."""
+    """Problem `canceled`, which starts no run, if the operation is no longer wanted."""
     own = work.act.because("its run begins")
     why = app_operations.began(work.conn, work.parameters["operation_id"], own)
     if why:
