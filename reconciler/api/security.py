@@ -38,7 +38,7 @@ _ACTOR: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Caller:
-    """The identity that a token stands for. stored: the token is one of this site's, not of its
+    """The identity that a token stands for. stored: the token was issued by this site, not by its
     OpenID provider.
     """
 
