@@ -93,7 +93,7 @@ async def member(
         Security(caller, scopes=[Role.PROJECT_MEMBER.value, Role.PLATFORM_ADMIN.value]),
     ],
 ) -> Context:
-    """The context of a request about one project, by a member of it or by an admin.
+    """The context of a request about a project, by a member of it or by an admin.
 
     To a member, the projects of others do not exist.
     """
