@@ -1,1 +1,1 @@
-"""The HTTP API: it records intent; what happens then is the tasks' business."""
+"""HTTP API: records intent, which tasks carry out."""

@@ -1,4 +1,4 @@
-"""Allocations for operators: reading them, and recovering one that is stuck."""
+"""Allocations for operators: reading and recovery."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Service(FastAPI):
 
 
 def create_app(settings: Settings, engine: Engine) -> FastAPI:
-    """The API over one database. It starts nothing in the background."""
+    """Build the API over a database. It starts nothing in the background."""
     app = Service(
         title="gpuaas.slice reconciler",
         version=version("gpuaas-slice"),

@@ -3,7 +3,7 @@
 `python -m reconciler.api.contract` lists every difference. The file is the authority. Besides prose
 it holds nothing that the service does not describe: paths, methods, parameters, schemas, statuses
 and roles are compared in both directions. `--write` takes the structure of the service over and
-keeps the order and the prose of the file; review what it changed like any other change of the
+keeps the order and the prose of the file; review its changes like any other change of the
 contract. `--prose` also takes descriptions from the docstrings of the service.
 """
 

@@ -155,7 +155,7 @@ def _refusals(
 
 
 def _has_generation(response: Document, schemas: Document) -> bool:
-    """Whether the answer is one record with an ETag."""
+    """Whether the answer is a single record with an ETag."""
     schema = response["content"].get("application/json", {}).get("schema", {})
     name = schema.get("$ref", "").rpartition("/")[2]
     return "generation" in schemas.get(name, {}).get("properties", {})

@@ -121,7 +121,8 @@ def create_operator_app(settings: Settings, engine: Engine) -> FastAPI:
     )
     app.state.settings = settings
     app.state.engine = engine
-    # Only this application overrides authentication; the main one cannot be opened by mistake.
+    # Only this application overrides authentication; the main application cannot be opened
+    # by mistake.
     app.dependency_overrides[caller] = lambda: _LOCAL_OPERATOR
     problems.install(app)
     app.add_middleware(telemetry.Correlation)
@@ -131,7 +132,7 @@ def create_operator_app(settings: Settings, engine: Engine) -> FastAPI:
 
 
 def require_local_program(request: Request) -> None:
-    """Refuse what a web page made a browser send: by DNS rebinding or across sites."""
+    """Refuse requests that a web page made a browser send, by DNS rebinding or across sites."""
     origin = request.headers.get("Origin")
     if origin is None and _names_loopback(request):
         return

@@ -54,9 +54,7 @@ class PageRequest:
     cursor: str
 
     def page(self, order: Order) -> Page:
-        """The page to read. It has one row more than is shown, which tells whether another page
-        follows.
-        """
+        """The page to read. It has an extra row, which shows whether another page follows."""
         return Page(self.limit + 1, _decode_cursor(self.cursor, order) if self.cursor else ())
 
     def answer(self, order: Order, rows: Sequence[R], item: Callable[[R], T]) -> PageOf[T]:
@@ -84,8 +82,8 @@ Paging = Annotated[PageRequest, Depends(_page_request)]
 
 
 def _encode_cursor(order: Order, row: Row | Record) -> str:
-    # A cursor needs no signature: it holds only what its reader has seen, and it only positions
-    # the caller's own query.
+    # A cursor needs no signature: it holds only values that its reader has seen, and it only
+    # positions the caller's own query.
     place = json.dumps([order.table.name, *order.keys(row)]).encode()
     return base64.urlsafe_b64encode(place).decode().rstrip("=")
 
@@ -189,7 +187,7 @@ _IDEMPOTENCY_KEY = re.compile(r"[!-~]{1,255}")
 
 
 def idempotency_key(headers: Mapping[str, str]) -> str:
-    """The request's idempotency key, from either header; "" without one."""
+    """The request's idempotency key, from either header; "" if there is none."""
     keys = {headers[name] for name in IDEMPOTENCY_HEADERS if name in headers}
     if not keys:
         return ""
@@ -216,7 +214,7 @@ def _invalid_key(expected: str, found: str) -> Problem:
 
 @dataclass(frozen=True)
 class Context:
-    """One authorised request.
+    """An authorised request.
 
     holder: the id of the token, which scopes idempotency keys.
     allowed: whether the token is still valid, for answers that stream.

@@ -102,7 +102,7 @@ def content(
     """The bytes of a registered file, for a host that holds its download token."""
     settings = request.app.state.settings
     digest = f"sha256:{digest.removeprefix('sha256:')}"
-    # Checked before the look-up: without the token nobody learns which images exist.
+    # Checked before the look-up: callers without the token must not learn which images exist.
     if not downloads.allowed(settings, digest, token):
         raise Problem(
             "token_invalid",

@@ -251,7 +251,7 @@ def _redact(problem: Problem, role: str) -> Problem:
 
 
 def _catalogue(settings: Settings, shape: CapacityShape) -> Mapping[str, str]:
-    """What is sold, by hardware profile: slices under the profile's SKU, whole machines under the
+    """Offers by hardware profile: slices under the profile's SKU, whole machines under the
     name of their hardware.
     """
     skus = profile_skus(settings.profiles_dir)

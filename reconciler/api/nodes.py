@@ -104,7 +104,7 @@ class NewNode(Body):
     pool: Name = "default"
     profile: Name
     maas_tags: MaasTags | None = None
-    # What it is going to be sold as.
+    # The intended form of sale.
     mode: Literal["slice", "baremetal"] = "slice"
     reason: Reason = ""
 

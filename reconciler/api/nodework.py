@@ -245,7 +245,7 @@ def transition(node_id: Id, body: StorageTransition, context: Admin) -> JSONResp
             remedy="do the dry run first, check the identities that it reports, and send them",
         )
     parameters = body.model_dump(mode="json", exclude={"reason", "expected"})
-    # An empty list of signatures approves less than a missing one, so only sent fields are kept.
+    # An empty list of signatures approves less than a missing list, so only sent fields are kept.
     parameters["expected"] = {
         name: disk.model_dump(mode="json", exclude_unset=True)
         for name, disk in body.expected.items()

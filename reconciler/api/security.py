@@ -38,7 +38,7 @@ _ACTOR: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Caller:
-    """The identity that a token stands for. stored: the token is one of this site's, not of its
+    """The identity that a token stands for. stored: the token was issued by this site, not by its
     OpenID provider.
     """
 
@@ -93,7 +93,7 @@ async def member(
         Security(caller, scopes=[Role.PROJECT_MEMBER.value, Role.PLATFORM_ADMIN.value]),
     ],
 ) -> Context:
-    """The context of a request about one project, by a member of it or by an admin.
+    """The context of a request about a project, by a member of it or by an admin.
 
     To a member, the projects of others do not exist.
     """

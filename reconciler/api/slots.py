@@ -310,7 +310,7 @@ def _profile(context: Context, node: schema.Node) -> Record:
 
 
 def _capacity_metadata(profile: Record, bundle: Bundle) -> Record:
-    """Copied into the slot: a later change of the profile does not change what was approved."""
+    """Metadata copied into the slot, so that later changes of the profile do not affect it."""
     if not profile:
         return {}
     metadata: Record = {"destructive_wipe_policy": profile.get("wipe_policy", DEFAULT_POLICY)}

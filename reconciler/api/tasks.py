@@ -1,4 +1,4 @@
-"""Tasks: their state, progress, events and output; cancelling one; queueing one for a request."""
+"""Tasks: state, progress, events and output; cancellation; queueing for a request."""
 
 from __future__ import annotations
 

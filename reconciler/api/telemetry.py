@@ -44,14 +44,14 @@ _CORRELATION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def correlation_id(request: Request) -> str:
-    """The correlation id of the request: the caller's or a new one. Every record and log line that
+    """Correlation id of the request: from the caller or newly made. Every record and log line that
     the request leads to carries it.
     """
     return str(request.scope.get("correlation_id", ""))
 
 
 class Correlation:
-    """ASGI middleware: correlation id, one log line per request, limit of the body's size."""
+    """ASGI middleware: correlation id, log line per request, limit of the body's size."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -133,7 +133,7 @@ _ENDED = (TaskState.SUCCEEDED, TaskState.FAILED, TaskState.CANCELED, TaskState.L
 
 
 def _count_request(scope: MutableMapping[str, Any], status: int, seconds: float) -> None:
-    """Count one request of the API."""
+    """Count a request of the API."""
     route = getattr(scope.get("route"), "path", "none")
     method = scope["method"] if scope["method"] in _METHODS else "other"
     _REQUESTS.labels(method, route, str(status)).observe(seconds)

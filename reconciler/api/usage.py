@@ -1,4 +1,4 @@
-"""Usage for billing: the share of every allocation in a period, as JSON pages or as one CSV."""
+"""Usage for billing: the share of every allocation in a period, as JSON pages or as a CSV file."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def _table(
 
     def lines() -> Iterator[str]:
         yield _line(columns)
-        # One transaction for each page, and none while the page is sent: slow readers would occupy
+        # A transaction for each page, and none while the page is sent: slow readers would occupy
         # every connection, including the leader's. The order of records and their share of the
         # period do not change in between.
         rows = read(Page(_AT_ONCE))

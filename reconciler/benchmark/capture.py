@@ -90,7 +90,7 @@ def _run(
         try:
             if process.stdout:
                 text = process.stdout.read(document.LIMIT_BYTES + 1)
-            # Wait for the exit code only after the end of the output, not of one that is too long.
+            # Wait for the exit code only at the end of the output, not if the output is too long.
             code = process.wait() if len(text) <= document.LIMIT_BYTES else 0
         finally:
             timer.cancel()

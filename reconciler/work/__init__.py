@@ -1,1 +1,1 @@
-"""Tasks: leasing them, running their playbooks, and recording how they ended."""
+"""Execution of tasks: leases, runs of playbooks, and settlement of outcomes."""

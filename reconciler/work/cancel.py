@@ -1,7 +1,7 @@
-"""The end of a task that nobody wants any more.
+"""Cancellation of tasks.
 
-One whose run may live is asked to end, and settled by its holder. One that has not begun ends here,
-and its handler is told as of any other failure: nothing that waited for the task waits on.
+A task whose run may be alive gets a cancel request, and its holder settles it. A task that has not
+begun ends here. Its handler gets an ordinary failure, so that nothing keeps waiting for the task.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ def cancel(
     error: Mapping[str, str] | None = None,
     believed: bool = True,
 ) -> Task:
-    """Problem `generation_conflict` when somebody takes the task meanwhile: repeat all of it.
+    """Cancel a task; Problem `generation_conflict` if a worker leases it meanwhile.
 
-    error: why, if not because somebody asked for it. believed: whether the record can be relied on
-    when it says that no run has begun.
+    After that Problem the caller repeats the whole transaction. error: the cause, if it is not a
+    request. believed: whether to trust the record if it shows that no run has begun.
     """
     task = queue.get(conn, task_id)
     if task.state not in DUE:
         return queue.cancel(conn, task_id, act)
     told = dict(error or _asked_for(act))
-    # As where a run is settled: first what the task was about, then the task. In another order, two
-    # who end the same allocation could wait for each other.
+    # Lock order as in `settle`: first the subject of the task, then the task. Any other order could
+    # deadlock two transactions that end the same allocation.
     failure = _failure(task, told, believed=believed)
     handler = HANDLERS.get(task.kind)
     if handler is not None:

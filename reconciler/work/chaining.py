@@ -1,9 +1,9 @@
-"""What follows when a task has ended well: the next step of what was asked for in one call.
+"""Chaining of tasks: the next step of a request after a task has succeeded.
 
-The rest of the story stands in the task's parameters (`then`): everybody sees what is to come, and
-nobody must remember it. The next task is queued in the transaction that ends the one before it,
-under the same correlation id. A step that fails ends the story; each step can also be asked for by
-itself, so a person goes on from there.
+The remaining steps are stored in the task's parameters (`then`), so that the chain is visible and
+survives a restart. The next task is queued in the transaction that ends its predecessor, under the
+same correlation id. A failed step ends the chain. Each step can also be requested separately, so
+that a person can continue from there.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from reconciler.model.states import TaskKind
 from reconciler.records import queue, slots
 from reconciler.work.handler import Work
 
-# After the bootstrap of a node whose slots were approved in an earlier life as a slice host.
+# Steps after the bootstrap of a node whose slots were approved when it was a slice host before.
 TO_SLICE = (TaskKind.NODE_BIND_TOPOLOGY, TaskKind.SLICE_TOPOLOGY_DISCOVER, TaskKind.NODE_PARITY)
 
 
 def then(kinds: Sequence[TaskKind]) -> dict[str, Any]:
-    """The part of a task's parameters that names what follows it."""
+    """Task parameters that name the following steps."""
     return {"then": [kind.value for kind in kinds]}
 
 
 def go_on(work: Work, result: dict[str, Any]) -> dict[str, Any]:
-    """Queue the next step, if there is one; the task's result, which names it."""
+    """Queue the next step, if any; returns the task's result, which names the next task."""
     rest = [TaskKind(kind) for kind in work.parameters.get("then", ())]
     if not rest:
         return result

@@ -1,9 +1,10 @@
-"""Every unstable state has a deadline; passing it is an event with a reason, never silence.
+"""Deadlines of unstable states: handling of records that are overdue.
 
-A running task is given up in two steps. First its run is told to end, by its holder and, where the
-run's folder is ours, directly. If that does not end the task, and nobody holds it any more, it is
-lost: what its run did on the host is unknown, its slots are blocked and fenced off, and no later
-word of that run counts (I13).
+Every unstable state has a deadline, and passing it is an event with a reason.
+A running task is given up in two steps. First its run is canceled: by the holder of the lease and,
+if the run's folder is on this machine, also directly. If the task still does not end and its lease
+has expired, the task is lost. The effect of its run on the host is then unknown: its slots are
+blocked and fenced off, and no later report of that run counts (I13).
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ log = logging.getLogger("gpuaas.overdue")
 
 
 def end_overdue(engine: Engine, settings: Settings) -> None:
-    """Do what every passed deadline means; what cannot be done now is tried at the next look."""
+    """Handle every passed deadline; a failure is tried again at the next pass."""
     with reading(engine) as conn:
-        # A warning changes nothing: it is shown where it is asked for, and not tried here.
+        # Warnings have no event and change nothing; they are only shown on request.
         late = [item for item in journal.overdue(conn) if item.event]
     for item in late:
         act = Act("reconciler", f"still {item.state} past its deadline")
@@ -54,7 +55,7 @@ def end_overdue(engine: Engine, settings: Settings) -> None:
         except Deposed:
             raise
         except Exception:
-            # One record that cannot be handled must not keep all others waiting.
+            # A failing record must not block the others.
             log.exception("overdue %s %s is left as it is", item.entity, item.id)
 
 
@@ -65,18 +66,18 @@ def _end_task(engine: Engine, settings: Settings, item: Overdue, act: Act) -> No
         if task.deadline_at != item.deadline_at:
             return  # Another worker, or the end of the task, was quicker.
         if task.error.get("code") == queue.DEADLINE_PASSED:
-            # A lease ends soon after the deadline: no heartbeat prolongs it then.
+            # The lease ends soon after the deadline, because no heartbeat extends it then.
             if (task.lease_expires_at or 0.0) < clock.read(conn):
                 lose(conn, settings, task, act.because(f"{act.reason}: no end of its run"))
             return
         asked = queue.expire(conn, item.id, item.deadline_at, act, error)
     if asked and asked.run_directory and asked.runner == runner_id(settings.state_dir):
-        # Also when all workers are busy and nobody attends: the run looks for this by itself.
+        # Works for unattended runs too, because the run itself checks for its cancellation.
         collect.cancel(Path(asked.run_directory))
 
 
 def _cancel_task(engine: Engine, settings: Settings, item: Overdue) -> None:
-    """No worker has taken it in all that time: what it was about need not wait for it any more."""
+    """Cancel a task that no worker leased in time, so that its subject stops waiting for it."""
     with transaction(engine) as conn:
         if queue.get(conn, item.id).deadline_at != item.deadline_at:
             return
@@ -86,7 +87,7 @@ def _cancel_task(engine: Engine, settings: Settings, item: Overdue) -> None:
 
 
 def lose(conn: Connection, settings: Settings, task: Task, act: Act) -> None:
-    """What its run did is unknown, for the reason in its error: block, fence off, free nothing."""
+    """Give up a task whose run has an unknown effect: block, fence off, free nothing."""
     handler = HANDLERS.get(task.kind)
     with failed_work(conn, settings, task) as work:
         if handler is not None:

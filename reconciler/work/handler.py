@@ -1,4 +1,4 @@
-"""The shape of a kind of task: which playbook, with which variables, and what its end means."""
+"""Task handler: playbook, variables and effects of the outcome for a kind of task."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from reconciler.settings import Settings
 
 @dataclass(frozen=True)
 class Work:
-    """A task at hand, inside a transaction of the worker.
+    """A task and its records, inside a transaction of the worker.
 
-    profile: hardware profile of the node, with what is the node's own over it.
+    profile: hardware profile of the node, overridden by the values of the node itself.
     """
 
     conn: Connection
@@ -39,7 +39,7 @@ class Work:
 
     @property
     def allocation_id(self) -> str:
-        """The allocation that the task is about; "" for work on a node."""
+        """Allocation of the task; "" for work on a node."""
         return self.task.allocation_id or ""
 
     @property
@@ -49,11 +49,11 @@ class Work:
 
 @dataclass(frozen=True)
 class Failure:
-    """How a run failed.
+    """Failure of a run.
 
     step: the playbook task that failed, "" when the run itself broke. error: code, expected, found,
-    remedy. evidence: what the playbook could still say. known: False when the effect on the host is
-    unknown (process lost, contact lost): then nothing may be freed (I13).
+    remedy. evidence: the report of the playbook, as far as it got. known: False when the effect on
+    the host is unknown (process lost, contact lost). Then nothing may be freed (I13).
     """
 
     step: str
@@ -63,7 +63,7 @@ class Failure:
 
     @property
     def untouched(self) -> bool:
-        """The host itself says that nothing was written and nothing is left."""
+        """Whether the host reports that nothing was written and nothing is left."""
         return (
             self.known
             and self.evidence.get("disk_written") is False
@@ -72,22 +72,22 @@ class Failure:
 
 
 def nothing_to_start(_work: Work) -> None:
-    """Most kinds change no state when their run starts."""
+    """Default `start`: most kinds change no state when their run starts."""
 
 
 def nothing_to_undo(_work: Work, _failure: Failure) -> None:
-    """Most kinds leave the records as they were when their run fails; the task tells the story."""
+    """Default `fail`: most kinds change no records; the failure is stored in the task."""
 
 
 @dataclass(frozen=True)
 class Handler:
-    """One kind of task.
+    """Handler for a kind of task.
 
-    deadlines names the entries of the profile's deadlines that the run may use up. wiped names the
-    variable that lists the disks: the entry `wipe` is that of one disk, and they come one by one.
-    variables must give the same document for the same task every time: a restarted reconciler calls
-    it again and the run contract refuses another answer. succeed runs in the transaction that ends
-    the task and returns the task's result.
+    deadlines: entries of the profile's deadlines that the run may use up. wiped: the variable that
+    lists the disks; the profile's `wipe` is the limit per disk, and disks are wiped in sequence.
+    variables must be deterministic per task, because a restarted reconciler calls it again and the
+    run contract refuses a different document. succeed runs in the transaction that ends the task
+    and returns the task's result.
     """
 
     playbook: str
@@ -99,7 +99,7 @@ class Handler:
     wiped: str = ""
 
     def deadline_s(self, work: Work, variables: dict[str, Any]) -> int:
-        """Seconds that a run may take: what the profile allows for its parts, and some for us."""
+        """Time limit of a run in seconds: the profile's limits of its parts, plus 600 s."""
         wipes = max(1, len(variables[self.wiped])) if self.wiped else 0
         allowed = hardware.limit_s(work.profile, (*self.deadlines, *("wipe",) * wipes))
         return min(LONGEST_S, max(int(work.task.deadline_s), allowed + 600))
@@ -114,15 +114,15 @@ def open_work(conn: Connection, settings: Settings, task: Task) -> Work:
 
 
 def locked_subject(conn: Connection, task: Task) -> AbstractContextManager[object]:
-    """Lock the allocation that a task is about; work on a node locks nothing here."""
+    """Lock the allocation of a task; work on a node locks nothing here."""
     return locks.allocation(conn, task.allocation_id) if task.allocation_id else nullcontext()
 
 
 @contextmanager
 def failed_work(conn: Connection, settings: Settings, task: Task) -> Iterator[Work]:
-    """A task that failed, with its subject locked.
+    """Work of a failed task, with its subject locked.
 
-    The profile is left out: no failure needs it, and it may be gone by now.
+    The profile is left out, because no failure needs it and it may no longer exist.
     """
     with locked_subject(conn, task):
         yield Work(conn, task, nodes.get(conn, task.node_id), {}, settings)

@@ -33,8 +33,8 @@ _DRIFT_ACT = Act("reconciler", "compared every so often")
 
 
 def compare_hosts(engine: Engine, settings: Settings) -> None:
-    """The loop: ask the hosts whose turn it is. One that says nothing is lost, like any other whose
-    task cannot reach it, and its look waits until it answers.
+    """Loop for drift: queue comparisons of the hosts that are due. A host that its task cannot
+    reach counts as lost, and its comparison waits until it answers.
     """
     if not settings.drift_interval_s:
         return
@@ -50,7 +50,7 @@ _CERTIFICATES_LOG = logging.getLogger("gpuaas.certificates")
 
 
 def renew_certificates(engine: Engine, settings: Settings) -> None:
-    """The loop: whoever has a third of the time left, or less, gets a renewal."""
+    """Loop for host certificates: renew those with at most a third of their validity left."""
     with reading(engine) as conn:
         found = host.certificates_ending(conn, host.RENEW_S)
     for node_id in found:
@@ -62,7 +62,7 @@ def renew_certificates(engine: Engine, settings: Settings) -> None:
         except Deposed:
             raise
         except Exception:
-            # One node that cannot be certified must not keep all others waiting.
+            # A node that cannot be certified must not block the other nodes.
             _CERTIFICATES_LOG.exception(
                 "certificate of node %s is not renewed; it is tried again", node_id
             )
@@ -79,7 +79,7 @@ _APP_LOOKS: dict[str, Look] = {
 
 
 def tend_apps(engine: Engine, _settings: Settings) -> None:
-    """The loop: what follows for applications from what happened to their allocations and keys."""
+    """Loop for applications: follow up ended allocations, ended tasks and due keys."""
     for what, look in _APP_LOOKS.items():
         with reading(engine) as conn:
             found = look.due(conn)
@@ -90,7 +90,7 @@ def tend_apps(engine: Engine, _settings: Settings) -> None:
             except Deposed:
                 raise
             except Exception:
-                # One that cannot be looked after must not keep all others waiting.
+                # A failing application must not block the others.
                 _APPS_LOG.exception("apps: %s of %s is left as it is", id, look.id.table.name)
         if count:
             _APPS_LOG.info("apps: %d %s", count, what)
@@ -104,7 +104,7 @@ _RECOVERY_LOG = logging.getLogger("gpuaas.recovery")
 
 
 def recover_blocked(engine: Engine, _settings: Settings) -> None:
-    """The loop: open a recovery case where the policy of the site allows it."""
+    """Loop for recovery: open a recovery case where the policy of the site allows it."""
     with reading(engine) as conn:
         enabled = recovery_policy.read(conn).enabled
         candidates = recovery_policy.blocked_allocations(conn) if enabled else []
@@ -117,7 +117,7 @@ def recover_blocked(engine: Engine, _settings: Settings) -> None:
         except Deposed:
             raise
         except Exception:
-            # One that cannot be handled must not keep all others waiting.
+            # A failing allocation must not block the others.
             _RECOVERY_LOG.exception("recovery of allocation %s is left as it is", key)
             continue
         if done is not None:
@@ -125,7 +125,7 @@ def recover_blocked(engine: Engine, _settings: Settings) -> None:
 
 
 def play_recovery_cases(engine: Engine, _settings: Settings) -> None:
-    """The loop: do the next move of every recovery case that can go on."""
+    """Loop for recovery: do the next move of every recovery case that is due."""
     with reading(engine) as conn:
         case_ids = recovery_cases.due(conn)
     for case_id in case_ids:
@@ -134,7 +134,7 @@ def play_recovery_cases(engine: Engine, _settings: Settings) -> None:
         except Deposed:
             raise
         except Exception:
-            # One that cannot be handled must not keep all others waiting.
+            # A failing case must not block the others.
             _RECOVERY_LOG.exception("recovery case %s is left as it is", case_id)
             continue
         if case is not None:
@@ -149,17 +149,17 @@ def play_recovery_cases(engine: Engine, _settings: Settings) -> None:
 
 _RETENTION_LOG = logging.getLogger("gpuaas.retention")
 DAY_S = 86_400.0
-# How often a machine looks through its folders of runs.
+# Interval at which a machine checks its run folders.
 EVERY_S = 3600.0
-# Transactions of one look for each kind of row: the other loops wait meanwhile.
+# Transactions per pass and kind of row. The limit exists because other loops wait meanwhile.
 _TRANSACTIONS = 20
-# A run's folder begins with the id of its task.
+# The name of a run folder begins with the task id.
 _TASK_ID = len("00000000-0000-0000-0000-000000000000")
 _AT_ONCE = 200
 
 
 def forget(engine: Engine, settings: Settings) -> dict[str, int]:
-    """The loop: rows past their age; how many of each kind."""
+    """Loop for retention: delete rows past their age; returns the count of each kind."""
     works: dict[str, Callable[[Connection], int]] = {
         "events": partial(
             retention.events,
@@ -188,9 +188,9 @@ def _some(engine: Engine, work: Callable[[Connection], int]) -> int:
 
 
 def tidy(engine: Engine, settings: Settings, stopping: threading.Event) -> list[str]:
-    """Delete this machine's folders of runs whose tasks ended long ago; their names.
+    """Delete run folders of this machine whose tasks ended long ago; returns their names.
 
-    Folders of tasks that the records do not know stay: the records may be an old copy.
+    Folders of unknown tasks stay, because the records may be restored from an old copy.
     """
     root = runs_directory(settings.state_dir)
     folders = [entry for entry in root.iterdir() if entry.is_dir()] if root.is_dir() else []
@@ -211,7 +211,7 @@ def tidy(engine: Engine, settings: Settings, stopping: threading.Event) -> list[
 
 
 def tidy_on(engine: Engine, settings: Settings, stopping: threading.Event) -> None:
-    """Look every so often, until stopping."""
+    """Delete old run folders at intervals, until `stopping` is set."""
     while not stopping.is_set():
         try:
             tidy(engine, settings, stopping)
@@ -224,7 +224,7 @@ def _discarded(folder: Path) -> bool:
     try:
         collect.discard(folder)
     except RunError as alive:
-        # Its task was given up, and it goes on all the same, in AWX perhaps.
+        # The task was given up, but its run still goes on, for example in AWX.
         _RETENTION_LOG.warning("run %s is kept: %s", folder.name, alive)
         return False
     return True

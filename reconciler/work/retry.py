@@ -1,7 +1,7 @@
-"""Which failures are tried again by themselves: of work that may be done twice, what may pass.
+"""Retry policy for tasks: automatic attempts after transient failures of repeatable work.
 
-Nothing that builds, removes or wipes for a tenant: what its failure means is decided by its outcome
-(decisions 12 to 15), and a person or the recovery policy asks for it anew.
+Tasks that build, remove or wipe for a tenant are never retried automatically. Their outcome decides
+the next state, and a person or the recovery policy requests the work again.
 """
 
 from __future__ import annotations
@@ -12,29 +12,28 @@ from reconciler.records import queue
 from reconciler.runs.collect import Outcome
 from reconciler.work.handler import Failure, Work
 
-# A busy host or source gets some time; the last attempt comes two and a half minutes after the
-# first.
+# The pauses give a busy host or source some time. The last attempt starts two and a half minutes
+# after the first.
 _FIRST_PAUSE_S = 30.0
 _GROWS = 4
-# What a playbook itself says that may be otherwise next time. Whatever else it says is a refusal,
-# which holds until somebody acts.
+# Transient error codes of playbooks. All other codes are refusals, which hold until a person acts.
 _PASSING = frozenset({"command_timeout", "image_unreachable"})
-# Of a run that could not say how it ended: its process, or the way to its host, was gone.
+# Codes of a run without a reported end: its process or the connection to its host was lost.
 _BROKEN = frozenset({"run_failed", "run_lost"})
 
 
 def may_pass(outcome: Outcome, failure: Failure) -> bool:
-    """Whether the same run may end otherwise next time."""
+    """Whether the failure is transient, so that another run may succeed."""
     code = failure.error["code"]
     if failure.known:
         return code in _PASSING
-    # A host that refuses us before anything began will do so again; one that was lost may answer.
+    # A host that refused the first connection will refuse again. A host lost later may answer.
     lost = code == "host_unreachable" and outcome.touched
     return lost or code in _BROKEN
 
 
 def again(work: Work, outcome: Outcome, failure: Failure) -> bool:
-    """Queue another attempt, in the transaction of `work`; False when this was the last."""
+    """Queue another attempt in the transaction of `work`; False if no attempt follows."""
     conn, task = work.conn, work.task
     if task.attempt >= task.max_attempts or not may_pass(outcome, failure):
         return False
@@ -53,6 +52,6 @@ def again(work: Work, outcome: Outcome, failure: Failure) -> bool:
         error={**failure.error, "step": failure.step, "evidence": failure.evidence},
     )
     if task.kind == TaskKind.SLICE_TOPOLOGY_DISCOVER:
-        # What parity compares with is this discovery.
+        # Parity compares against this discovery, so it must run after it.
         queue.postpone_behind(conn, task, TaskKind.NODE_PARITY)
     return True

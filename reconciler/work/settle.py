@@ -1,4 +1,4 @@
-"""The end of a run becomes the end of its task and the next state of its subject, in one go."""
+"""Settlement of a finished run: end of its task and state of its subject in one transaction."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from reconciler.work import chaining as story
 from reconciler.work import retry as again
 from reconciler.work.handler import Failure, Handler, Work, failed_work, locked_subject, open_work
 
-# The code of an end that the schema alone refuses, whoever is right: nothing is freed by it.
+# Error code of an outcome that only the schema refuses. Such an outcome frees nothing.
 REFUSED = "outcome_refused"
 _STATES = {"canceled": TaskState.CANCELED, "lost": TaskState.LOST}
-# What it means that a result fits no record: what the contract leaves open, and the databases not.
+# Errors of a result that fits no record: the run contract allows it, the databases do not.
 _MISFITS = (KeyError, TypeError, ValueError, OverflowError, exc.DataError)
 
 
 def settle(
     engine: Engine, settings: Settings, handler: Handler, task: Task, outcome: Outcome
 ) -> None:
-    """Finish `task` by `outcome`; Problem `stale_lease` when somebody else holds the task.
+    """Finish `task` by `outcome`; Problem `stale_lease` when another worker holds the task.
 
-    A run that never reached its host ends nothing: the task waits until the host answers. Nor does
-    one that was broken by what may pass, of work that may be done again.
+    A run that never reached its host does not end the task, which waits until the host answers. A
+    run of repeatable work that failed by a transient error does not end it either.
     """
     outcome = _legible(outcome)
     if is_untouched(outcome) and _wait_for_host(engine, task, outcome):
@@ -57,8 +57,8 @@ def settle(
     try:
         retrying(engine, partial(fail, failure=failure))
     except (exc.IntegrityError, *_MISFITS) as untaken:
-        # What cannot be recorded as it was told counts as unknown. The handler does not get the
-        # words that were not taken; the task keeps them.
+        # A failure that cannot be recorded as reported counts as unknown. The task keeps the
+        # refused report; the handler does not get it.
         told = {**failure.error, "step": failure.step, "evidence": failure.evidence}
         unknown = Failure("record the failure", _untaken(untaken), {"failure": told}, known=False)
         retrying(engine, partial(fail, failure=unknown))
@@ -67,7 +67,7 @@ def settle(
 def _succeed(
     engine: Engine, settings: Settings, handler: Handler, task: Task, outcome: Outcome
 ) -> Failure | None:
-    """None once all of it is recorded, or else why it cannot be."""
+    """Record a success: None, or the failure to record it."""
     evidence: dict[str, Any] = {}
 
     def record(conn: Connection) -> None:
@@ -79,17 +79,18 @@ def _succeed(
             _finish(work.conn, task, TaskState.SUCCEEDED, work.act, result=result)
 
     try:
-        # A rule may refuse what somebody else was quicker with: that has a name at the next look.
+        # A constraint may refuse a change that another transaction made first. The repetition then
+        # fails with a named problem.
         retrying(engine, record)
     except Problem as problem:
         if problem.code == "stale_lease":
             raise
-        # The host did its part, the records refuse it: that is a failure with a name.
+        # The host did its part and the records refuse it: a known failure with a code.
         return Failure("record the outcome", problem.told(), evidence, known=True)
     except exc.IntegrityError as refused:
         return Failure("record the outcome", _untaken(refused), evidence, known=False)
     except _MISFITS as unreadable:
-        # Left alone, the task would be leased and settled for ever.
+        # Without a failure here, the task would be leased and settled for ever.
         return Failure("record the outcome", _untaken(unreadable), {}, known=False)
     return None
 
@@ -101,14 +102,14 @@ def _fail(work: Work, handler: Handler, outcome: Outcome, failure: Failure) -> N
     if outcome.unreachable and outcome.touched:
         host.record_silence(conn, task.node_id, work.act.because(failure.error["found"]))
     if state is TaskState.LOST:
-        # Its launcher lost it too: something of it may still act, under the fence it was given.
+        # The launcher lost the run too. Parts of it may still act under the fence of the task.
         claims.fence_off(conn, task.fences)
     error = {**failure.error, "step": failure.step, "evidence": failure.evidence}
     _finish(conn, task, state, work.act.because(code), error=error)
 
 
 def _legible(outcome: Outcome) -> Outcome:
-    """The outcome as it can be kept; a result that cannot is none, whoever wrote it down."""
+    """The outcome in storable form. With an unstorable result, the run counts as failed."""
     told = replace(outcome, problem=contract.storable_text(outcome.problem))
     where = contract.unstorable(outcome.result)
     if where is None:
@@ -118,7 +119,7 @@ def _legible(outcome: Outcome) -> Outcome:
 
 
 def _wait_for_host(engine: Engine, task: Task, outcome: Outcome) -> bool:
-    """False when the task is not wanted any more: then it has ended."""
+    """Let the task wait for its host; False if the task is canceled, because then it ends."""
     act = Act(f"task:{task.id}", outcome.problem, task.correlation_id or "")
     with transaction(engine) as conn:
         if queue.get(conn, task.id).cancel_requested:
@@ -129,7 +130,7 @@ def _wait_for_host(engine: Engine, task: Task, outcome: Outcome) -> bool:
 
 
 def read_failure(outcome: Outcome) -> Failure:
-    """Why a run failed: what its playbook says, or else how its process ended."""
+    """Failure of a run: the error of its playbook, or else the end of its process."""
     result = outcome.result or {}
     error = result.get("error") or {}
     if outcome.status == "failed" and result and not outcome.unreachable:
@@ -154,9 +155,10 @@ def read_failure(outcome: Outcome) -> Failure:
 
 
 def _with_cause(engine: Engine, task: Task, outcome: Outcome, failure: Failure) -> Failure:
-    """A run that was told to end because of its deadline says so, and not that it was canceled.
+    """The failure with its real cause, for runs that ended by a deadline or a certificate.
 
-    One whose host was refused because its certificate has ended says that.
+    A run canceled because of its deadline reports the deadline, not the cancellation. A run whose
+    host was refused because of an expired certificate reports the certificate.
     """
     if outcome.status != "canceled":
         return _with_certificate(engine, task, failure) if outcome.unreachable else failure
@@ -175,7 +177,7 @@ def _with_certificate(engine: Engine, task: Task, failure: Failure) -> Failure:
 
 
 def _untaken(cause: Exception) -> dict[str, str]:
-    """What the records do not take: by a rule of the schema, or as nothing that they can hold."""
+    """Error for a refused record: a constraint of the schema, or a value that cannot be stored."""
     refused = isinstance(cause, exc.IntegrityError)
     return {
         "code": REFUSED if refused else contract.UNREADABLE,
@@ -188,7 +190,7 @@ def _untaken(cause: Exception) -> dict[str, str]:
 
 
 def _said(cause: Exception) -> str:
-    """Of the database its own words: what it was given is the host's."""
+    """The text of the cause; for the database its message only, without values of the host."""
     told = cause.orig if isinstance(cause, exc.DBAPIError) else cause
     own = getattr(getattr(told, "diag", None), "message_primary", None)
     return contract.storable_text(str(own or told))[:300]

@@ -1,4 +1,4 @@
-"""Checks before a run starts: the work is still wanted, and the host runs under the proven boot."""
+"""Checks before a run starts: allocation not canceled, host under the proven boot id."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from reconciler.work.handler import Failure, Work
 
 
 def begin_provision(work: Work) -> None:
-    """The task's allocation is being provisioned; Problem `canceled` when it has ended."""
+    """Set the task's allocation to provisioning; Problem `canceled` when it has ended."""
     key = work.allocation_id
     if slices.provision_started(work.conn, key, work.act.because("provisioning started")):
         return
     state = allocations.get(work.conn, key).state
-    # Begun before: this run goes on where one that never reached its host, or failed, has ended.
+    # Already provisioning: this run continues after a run that failed or never reached its host.
     if state != AllocationState.PROVISIONING:
         raise Problem(
             "canceled",
@@ -26,13 +26,13 @@ def begin_provision(work: Work) -> None:
         )
 
 
-# The code with which a host refuses that has been restarted since it was proven.
+# Error code of a host that was restarted since its gate was proven.
 BOOT_CHANGED = "boot_changed"
 
 
 def require_proven_boot(work: Work) -> None:
-    """The host checks this too; here no run is started for what is known already."""
-    # A task from before there was such a parameter has proven nothing.
+    """Refuse a known change of boot without a run. The host checks the boot id as well."""
+    # Tasks queued by versions without this parameter have no proven boot.
     proven, found = work.parameters.get("boot_id", ""), work.node.boot_id
     if not proven or found != proven:
         raise Problem(
@@ -44,7 +44,7 @@ def require_proven_boot(work: Work) -> None:
 
 
 def close_gate_after_reboot(work: Work, failure: Failure) -> None:
-    """Close the node's gate when the host says that it was restarted."""
+    """Close the node's gate when the host reports a restart."""
     if failure.error["code"] == BOOT_CHANGED:
         act = work.act.because(failure.error["found"])
         host.restarted(work.conn, work.node.id, act, since=work.parameters["boot_id"])

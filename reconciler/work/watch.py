@@ -1,7 +1,7 @@
-"""Asking hosts that fell silent whether they are back; the tasks that wait for them then go on.
+"""Probes of unreachable hosts, so that waiting tasks continue when a host answers again.
 
-Nothing here is remembered: each process asks by itself, and a node is regained once, whoever hears
-its host first.
+Nothing is stored: each process probes independently. The first process that gets an answer marks
+the node as reachable, and that happens once.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from reconciler.runs.ssh import SshAccess
 log = logging.getLogger("gpuaas.watch")
 
 ACT = Act("reconciler", "the host answers again")
-# A restart takes minutes; a host that is gone is asked at this rate for as long as it is wanted.
+# Probe interval of an unreachable host: it doubles from FIRST_S to LONGEST_S and stays there. A
+# restart takes minutes, so probing faster gains nothing.
 FIRST_S = 5.0
 LONGEST_S = 120.0
-# Hosts asked at once: one that is silent takes its time to be so.
+# Parallel probes, because a probe of a silent host takes long to time out.
 _AT_ONCE = 8
 
 
 class Watch:
-    """access: our identity for SSH, made anew for each look that has somebody to ask."""
+    """Prober of unreachable hosts. access: makes an SSH identity, for each pass with due hosts."""
 
     def __init__(
         self,
@@ -45,11 +46,11 @@ class Watch:
         self._engine = engine
         self._access = access
         self._clock = clock
-        # When a node is asked next, and how long it is left alone after that.
+        # Per node: time of the next probe, and the pause after it.
         self._plan: dict[str, tuple[float, float]] = {}
 
     def run(self, stopping: threading.Event, every_s: float = 1.0) -> None:
-        """Look until stopping."""
+        """Probe the due hosts every `every_s` seconds until `stopping` is set."""
         while not stopping.wait(every_s):
             try:
                 self.look()
@@ -57,7 +58,7 @@ class Watch:
                 log.exception("asking silent hosts failed; trying again")
 
     def look(self) -> list[str]:
-        """Ask every silent host whose turn it is; the ids of those that answered."""
+        """Probe every silent host that is due; returns the ids of the nodes that answered."""
         with reading(self._engine) as conn:
             found = {node.id: node for node in host.lost_nodes(conn)}
         now = self._clock()

@@ -1,7 +1,7 @@
-"""The worker: leases tasks, launches or attaches to their runs, and settles how they ended.
+"""Worker: leases tasks, launches their runs or attaches to them, and settles the outcomes.
 
-It holds nothing that matters: a run outlives it, the database says what is to be done, and a worker
-that is killed at any instant is replaced by the next one that leases the task.
+The worker keeps no state of its own. Runs outlive it and the database holds all pending work. If a
+worker is killed at any instant, the next worker that leases the task continues it.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from reconciler.work.watch import Watch
 
 log = logging.getLogger("gpuaas.worker")
 
-# How often runs that nobody attends are looked at: all workers may be busy with others.
+# Interval for checking unattended runs, because all workers may be busy with other tasks.
 UNATTENDED_EVERY_S = 10.0
-# Longer than a look may take when the database is busy; then the worker counts as stuck.
+# The worker counts as stuck after this time. A pass is shorter even on a busy database.
 STUCK_S = 60.0
-# How long the identity of a look at silent hosts is good for.
+# Validity of the SSH identity that probes silent hosts.
 PROBE_S = 300
 NOT_BEGUN = (Phase.ABSENT, Phase.PREPARED)
-# What goes wrong on this machine before a run begins: a full disk, an ssh-keygen that fails.
+# Errors of this machine before a run begins, such as a full disk or a failing ssh-keygen.
 _OURS = (OSError, TrustError, subprocess.SubprocessError)
 
 
 class Worker:
-    """`settings.workers` tasks at a time, in threads of this process."""
+    """Attends up to `settings.workers` tasks at a time, in threads of this process."""
 
     def __init__(self, settings: Settings, engine: Engine) -> None:
         self._settings = settings
@@ -64,7 +64,7 @@ class Worker:
         self._runner = runner_id(settings.state_dir)
         self._owner = f"{socket.gethostname()}:{os.getpid()}"
         self._stopping = threading.Event()
-        # Set when a place is free again, and to stop: the loop need not sleep out its pause.
+        # Set when a thread becomes free and on stop, so that the loop ends its pause early.
         self._wake = threading.Event()
         self._looked_at = time.monotonic()
         self._busy: set[str] = set()
@@ -73,11 +73,11 @@ class Worker:
         self._pool = ThreadPoolExecutor(max(settings.workers, 1), thread_name_prefix="task")
         self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
         watch = Watch(engine, lambda: _access(engine, settings, PROBE_S))
-        # A daemon: a probe of a silent host may last longer than anybody waits for us to stop.
+        # A daemon thread, because a probe of a silent host may outlast the time allowed for stop.
         self._watch = threading.Thread(
             target=watch.run, args=(self._stopping,), name="watch", daemon=True
         )
-        # By every machine for itself: the leader sees its own folder only.
+        # Every machine tidies its own folder, because the leader sees only its own.
         self._tidy = threading.Thread(
             target=tidy_on, args=(engine, settings, self._stopping), name="tidy", daemon=True
         )
@@ -88,7 +88,7 @@ class Worker:
         self._tidy.start()
 
     def stop(self) -> None:
-        """Stop attending. Runs go on; their leases end now, so that another worker may attach."""
+        """Stop attending. Runs go on; their leases end now, so that another worker can attach."""
         self._stopping.set()
         self._wake.set()
         self._thread.join(timeout=10)
@@ -97,7 +97,7 @@ class Worker:
         retrying(self._engine, lambda conn: queue.abandon(conn, self._owner))
 
     def looking(self) -> bool:
-        """Whether the loop that leases tasks still turns."""
+        """Whether the leasing loop is alive and not stuck."""
         return self._thread.is_alive() and time.monotonic() - self._looked_at < STUCK_S
 
     def _run(self) -> None:
@@ -112,15 +112,15 @@ class Worker:
                 self._let_go()
                 self._lease()
             except Exception:
-                # A database that is away for a moment must not end the only loop there is.
+                # A short outage of the database must not end the only leasing loop.
                 log.exception("looking for work failed; trying again")
             self._wake.wait(self._settings.poll_s)
             self._wake.clear()
 
     def _free_what_the_dead_hold(self) -> None:
-        # A worker that was killed on this machine: its tasks need not wait for the lease's end. If
-        # it lives after all, somewhere that cannot be seen from here, it is refused as any holder
-        # that was too slow; the run is attached to, not repeated.
+        # Tasks of a worker that was killed on this machine need not wait for the end of the lease.
+        # If that worker is alive after all, out of sight of this process, its writes are refused
+        # like those of any holder that was too slow. The run is attached to, not repeated.
         with reading(self._engine) as conn:
             owners = queue.holders(conn, self._runner)
         for owner in owners:
@@ -130,7 +130,7 @@ class Worker:
                 retrying(self._engine, partial(_abandon, owner))
 
     def _let_go(self) -> None:
-        # What was left because the database was away goes on as soon as it is back.
+        # Tasks dropped during a database outage continue as soon as the database is back.
         with self._lock:
             dropped = list(self._dropped)
         for task in dropped:
@@ -139,7 +139,8 @@ class Worker:
                 self._dropped.remove(task)
 
     def _end_unwanted_runs(self) -> None:
-        # Only where a run's folder is can it be told to end; who asked for that may be elsewhere.
+        # A run can be canceled only on the machine that has its folder. The request may have come
+        # from another machine.
         with reading(self._engine) as conn:
             unwanted = queue.canceled_runs(conn, self._runner)
         for task in unwanted:
@@ -173,7 +174,7 @@ class Worker:
                 attend(self._engine, self._settings, task, self._stopping)
             ended = True
         except Problem as problem:
-            # stale_lease: somebody else attends now; all others are told by the next look.
+            # stale_lease: another worker attends now. Other problems recur at the next lease.
             log.warning("task %s left: %s", task.id, problem)
         except exc.DBAPIError as failure:
             log.warning("task %s left, the database is away: %s", task.id, failure.orig)
@@ -184,7 +185,7 @@ class Worker:
         finally:
             with self._lock:
                 self._busy.discard(task.id)
-            # Only then: a task that cannot be attended to would be tried without a pause.
+            # Only after success: a failing task would otherwise be retried without a pause.
             if ended:
                 self._wake.set()
 
@@ -208,7 +209,7 @@ def _is_dead(pid: int) -> bool:
 
 
 def attend(engine: Engine, settings: Settings, task: Task, stopping: threading.Event) -> None:
-    """Bring one leased task to its end, or leave it running when the worker stops."""
+    """Attend a leased task until it ends, or leave it running when the worker stops."""
     handler = HANDLERS[task.kind]
     run_id = queue.run_id(task)
     directory = run_directory(settings.state_dir, run_id)
@@ -217,7 +218,7 @@ def attend(engine: Engine, settings: Settings, task: Task, stopping: threading.E
             spec = prepare(engine, settings, handler, task, run_id)
             launch(_site(engine, settings, spec.deadline_s), spec)
         except (Problem, RunError, *_OURS) as failure:
-            # A launcher can fail after its child began: then the run tells how it went.
+            # A launcher can fail after its child began. The run then reports its own outcome.
             if collect.observe(directory).phase in NOT_BEGUN:
                 refusal = _named(settings, failure) if isinstance(failure, _OURS) else failure
                 if isinstance(refusal, LauncherAway):
@@ -231,7 +232,7 @@ def attend(engine: Engine, settings: Settings, task: Task, stopping: threading.E
     while True:
         state = collect.observe(directory)
         if state.outcome is not None:
-            # Its last lines came after the last look.
+            # Report the lines that came after the last pass.
             _report(engine, settings, task, directory, since)
             settle(engine, settings, handler, task, state.outcome)
             return
@@ -247,7 +248,7 @@ def attend(engine: Engine, settings: Settings, task: Task, stopping: threading.E
 def prepare(
     engine: Engine, settings: Settings, handler: Handler, task: Task, run_id: str
 ) -> RunSpec:
-    """Resolve every variable and record that the run is about to start."""
+    """Resolve all variables and record that the run is about to start."""
     with transaction(engine) as conn:
         work = open_work(conn, settings, task)
         if queue.get(conn, task.id).cancel_requested:
@@ -257,7 +258,8 @@ def prepare(
                 found="its cancellation, asked for before its run began",
                 remedy="nothing to do: no run was started",
             )
-        # Where nobody would believe the host nothing is begun, so that nothing is unknown.
+        # Start no run on a host without a valid certificate. Its result could not be trusted, so
+        # the effect would be unknown.
         certificates.require_valid(conn, task.node_id)
         correlation = task.correlation_id or task.id
         own = handler.variables(work)
@@ -284,7 +286,7 @@ def prepare(
             deadline_s=deadline_s,
         )
         node = work.node
-        # Runs of this machine know them from a file (_access); a job of AWX has no part in it.
+        # Runs on this machine read revoked keys from a file (`_access`). AWX jobs cannot read it.
         elsewhere = settings.launcher == "awx"
         revoked = tokens.revoked_host_keys(conn, node.id) if elsewhere else []
     return RunSpec(
@@ -317,7 +319,7 @@ def _report(engine: Engine, settings: Settings, task: Task, directory: Path, sin
 
 
 def _end_unwanted(engine: Engine, task: Task, directory: Path) -> None:
-    """The task was taken away. If not to be attended by somebody else, its run must end as well."""
+    """After the loss of a lease: cancel the run, unless another worker attends the task."""
     with reading(engine) as conn:
         over = queue.get(conn, task.id).state != TaskState.RUNNING
     if over:
@@ -325,7 +327,7 @@ def _end_unwanted(engine: Engine, task: Task, directory: Path) -> None:
 
 
 def _wait_for_launcher(engine: Engine, task: Task, away: LauncherAway) -> None:
-    """Nothing was started: the same work is tried again later, with a run of its own."""
+    """No run was started. The task waits and is tried again later with a new run."""
     act = Act(f"task:{task.id}", contract.storable_text(str(away)), task.correlation_id or "")
     error = {name: contract.storable_text(word) for name, word in away.told().items()}
     with transaction(engine) as conn:
@@ -334,7 +336,7 @@ def _wait_for_launcher(engine: Engine, task: Task, away: LauncherAway) -> None:
 
 
 def _named(settings: Settings, failure: Exception) -> LauncherAway:
-    """Nothing of it is the task's fault, or the host's: the task waits until it is repaired."""
+    """A controller error. Neither task nor host caused it, so the task waits for the repair."""
     found = f"{type(failure).__name__}: {failure}"
     if isinstance(failure, TrustError):
         found = f"{failure.code}: {failure.found}"
@@ -349,10 +351,10 @@ def _named(settings: Settings, failure: Exception) -> LauncherAway:
 def _refuse(
     engine: Engine, task: Task, handler: Handler, settings: Settings, refusal: Problem | RunError
 ) -> None:
-    """The run could not start: nothing on the host was touched, the task says why."""
+    """Finish a task whose run could not start, with the reason as its error."""
     error = refusal.told()
     with transaction(engine) as conn, failed_work(conn, settings, task) as work:
-        # An earlier attempt may have acted, so only a first one proves that nothing was touched.
+        # An earlier attempt may have acted. Only a refused first attempt proves an untouched host.
         failure = Failure("start the run", error, dict(NOTHING_DONE), known=task.attempt <= 1)
         handler.fail(work, failure)
         act = work.act.because(refusal.code)
@@ -369,7 +371,7 @@ def _site(engine: Engine, settings: Settings, deadline_s: int) -> Site:
 
 def _access(engine: Engine, settings: Settings, valid_s: int) -> SshAccess:
     trust = open_trust(settings.state_dir)
-    # Other services enrol hosts too: the records say which keys no host may show any more.
+    # Other services enrol hosts too, so the revoked host keys come from the records.
     with reading(engine) as conn:
         revoked = tokens.revoked_host_keys(conn)
     revoke_host(trust, *revoked)

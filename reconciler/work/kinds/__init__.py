@@ -1,4 +1,4 @@
-"""Every kind of task that runs a playbook."""
+"""Registry of task handlers by kind."""
 
 from __future__ import annotations
 

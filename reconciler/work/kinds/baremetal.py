@@ -1,4 +1,4 @@
-"""Kinds of task in the life of a whole machine: provision and release."""
+"""Task kinds for whole machines: provision and release."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def provision_variables(work: Work) -> dict[str, Any]:
 
 
 def provision_start(work: Work) -> None:
-    """Problem `canceled`, which starts no run, when nobody waits for the machine any more."""
+    """Problem `canceled`, which starts no run, if the allocation has ended."""
     start_guard.begin_provision(work)
     baremetal.entered(work.conn, work.task.node_id)
 
@@ -39,7 +39,7 @@ def provision_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
 
 
 def provision_failed(work: Work, failure: Failure) -> None:
-    """The machine is free again only when the host itself says that nothing was touched."""
+    """Free the machine only if the host reports that nothing was touched."""
     evidence = failure.evidence
     start_guard.close_gate_after_reboot(work, failure)
     baremetal.provision_failed(

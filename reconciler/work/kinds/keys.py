@@ -1,4 +1,4 @@
-"""Kind of task that puts an application's managed key on a member's host, or removes it."""
+"""Task kind for managed keys: sets or removes an application's key on a member's host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def managed_key_variables(work: Work) -> dict[str, Any]:
 
 
 def managed_key_start(work: Work) -> None:
-    """Problem `canceled`, which starts no run, when nobody wants it any more."""
+    """Problem `canceled`, which starts no run, if the operation is no longer wanted."""
     own = work.act.because("its run begins")
     why = app_operations.began(work.conn, work.parameters["operation_id"], own)
     if why:

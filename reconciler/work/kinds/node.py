@@ -1,4 +1,4 @@
-"""Kinds of task in the life of a host, from enrolment to conversion."""
+"""Task kinds for hosts: enrolment, bootstrap, discovery, takeover, parity, conversion, images."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def enrol_variables(work: Work) -> dict[str, Any]:
 
 
 def enrol_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
-    """The host shows the new certificate from now on."""
+    """Record the new certificate, which the host presents from now on."""
     text, key = work.parameters["certificate"], work.parameters["public_key"]
-    # The host may have enrolled with another key meanwhile: that one counts then.
+    # The host may have enrolled with another key meanwhile. Then that key counts.
     tokens.check_host_key(work.conn, work.task.node_id, key)
     certificate = ca.read_certificate(text)
     tokens.record_certificate(
@@ -49,7 +49,9 @@ def bootstrap_variables(work: Work) -> dict[str, Any]:
 
 
 def bootstrap_start(work: Work) -> None:
-    """Nobody is let in while this runs; whoever came since it was asked for is not restarted."""
+    """Refuse a reboot of a node in use. New tenants may have come since the task was queued; none
+    can come while it runs.
+    """
     if work.parameters.get("allow_reboot", False):
         nodes.refuse_in_use(work.conn, work.task.node_id, nodes.AT_WORK)
 
@@ -90,11 +92,11 @@ def discover_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
         observed_at=work.task.started_at,
     )
     if (work.node.mode, work.node.state) == (NodeMode.BAREMETAL, NodeState.BOOTSTRAPPING):
-        # An ordinary machine needs no preparation: it is certified, it answers, it has been seen.
+        # A bare-metal machine needs no preparation beyond certificate, contact and discovery.
         act = work.act.because("an ordinary machine, discovered")
         identity, began = document["identity"], work.task.started_at
         host.bootstrapped(work.conn, work.node.id, act, identity=identity, began=began)
-    # What an earlier discovery took off sale, and this one shows well.
+    # Reopen the gate of slots that an earlier discovery closed and this discovery shows healthy.
     slot_gate.open_gate(work.conn, work.task.node_id, work.act.because("seen without blockers"))
     return {"candidate_summary": document["candidate_summary"]}
 
@@ -187,7 +189,7 @@ def convert_variables(work: Work) -> dict[str, Any]:
 
 
 def convert_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
-    """The host was compared item by item with what an ordinary machine has."""
+    """Record the conversion. The run compared the host item by item with an ordinary machine."""
     act = work.act.because("the host is bare metal again", evidence)
     host.observed(
         work.conn,
@@ -202,7 +204,7 @@ def convert_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     return evidence
 
 
-# A failure leaves the node in conversion, where nothing is sold; asking again goes on from there.
+# A failure leaves the node in conversion, where nothing is sold. A new request continues there.
 CONVERT = Handler("restore_baremetal", convert_variables, convert_succeeded, deadlines=("reboot",))
 
 

@@ -1,4 +1,4 @@
-"""Kinds of task in the life of a slice: provision, release, wipe, absence, drift."""
+"""Task kinds for slices: provision, release, wipe, absence, drift."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from reconciler.work.handler import Failure, Handler, Work
 
 
 def seed_documents(allocation: dict[str, Any], management_mac: str) -> dict[str, Any]:
-    """user_data, meta_data and network_config as structures; the host renders them."""
+    """Cloud-init documents user_data, meta_data and network_config, which the host renders."""
     user = {
         "name": allocation["username"],
         "shell": "/bin/bash",
@@ -38,7 +38,7 @@ def seed_documents(allocation: dict[str, Any], management_mac: str) -> dict[str,
         "network_config": {
             "version": 2,
             "ethernets": {
-                # The fabric function has another address, so it stays out of the management plane.
+                # The fabric function has a different MAC, so it stays out of the management plane.
                 "management": {"match": {"macaddress": management_mac}, "dhcp4": True}
             },
         },
@@ -46,7 +46,7 @@ def seed_documents(allocation: dict[str, Any], management_mac: str) -> dict[str,
 
 
 def image_document(settings: Settings, image: dict[str, Any]) -> dict[str, Any]:
-    """name, version, digest and size of the raw image, and where the host may fetch it."""
+    """Name, version, digest and size of the raw image, with its download URL for the host."""
     return {
         "name": image["name"],
         "version": image["version"],
@@ -72,7 +72,7 @@ def provision_variables(work: Work) -> dict[str, Any]:
 
 
 def machine_shape(profile: dict[str, Any], gpus: int) -> dict[str, Any]:
-    """The shape of a VM with so many GPUs: the profile's share of CPUs and memory for each."""
+    """Shape of a VM: the profile's share of CPUs and memory per GPU, times `gpus`."""
     vm = profile["vm"]
     limit = {"mgmt_qos": vm["mgmt_qos"]} if vm.get("mgmt_qos") else {}
     return {
@@ -94,7 +94,7 @@ def ready_deadline(work: Work) -> int:
 
 
 def provision_start(work: Work) -> None:
-    """Problem `canceled`, which starts no run, when nobody waits for the machine any more."""
+    """Problem `canceled`, which starts no run, if the allocation has ended."""
     start_guard.begin_provision(work)
 
 
@@ -114,9 +114,9 @@ def provision_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
 
 
 def provision_failed(work: Work, failure: Failure) -> None:
-    """A slot goes back at once only when the host itself says that nothing was touched (I6)."""
+    """Free the slots only if the host reports that nothing was touched (I6)."""
     evidence = failure.evidence
-    # First of all, so that the slots are given back to a closed gate.
+    # Close the gate first, so that freed slots meet a closed gate.
     start_guard.close_gate_after_reboot(work, failure)
     slots = work.parameters["slots"]
     untouched = {slot["slot_id"]: evidence for slot in slots} if failure.untouched else None
@@ -184,7 +184,7 @@ def wipe_variables(work: Work) -> dict[str, Any]:
     return {
         "slice_allocation": {"id": work.parameters["allocation"]["id"]},
         "slice_slots": work.parameters["slots"],
-        # Nobody is inside whom one would have to wait for.
+        # The VM has no tenant, so a graceful shutdown is not awaited.
         "slice_shutdown_deadline": 0,
     }
 
@@ -207,9 +207,9 @@ def wipe_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unfenced_slots(work: Work) -> list[str]:
-    """The slots that this task was given and that nobody fenced off since. Their node is locked.
+    """Slots of the task that were not fenced off since. Their node is locked.
 
-    What the host answers is never the list: it could name slots of others.
+    The list never comes from the host's answer, which could name slots of other tenants.
     """
     given = {slot["slot_id"]: slot["fence"] for slot in work.parameters["slots"]}
     return claims.unfenced(work.conn, given)
@@ -264,12 +264,12 @@ def drift_variables(work: Work) -> dict[str, Any]:
 
 
 def drift_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
-    # From when the task was taken on, not from when the host looked: of the two, the earlier.
+    # Use the start of the task, because it is earlier than the inspection of the host.
     since = work.task.started_at or 0.0
     return drift.reconcile(
         work.conn, work.task.node_id, evidence, work.act.because("compared"), since=since
     )
 
 
-# A look that fails changes nothing: what is on the host is as unknown as before (I13).
+# A failed comparison changes nothing: the content of the host is as unknown as before (I13).
 DRIFT = Handler("reconcile_drift", drift_variables, drift_succeeded)
