@@ -136,7 +136,7 @@ def test_it_stops_when_the_slot_does_not_come_back(governed: Governed) -> None:
     governed.look()
     assert (governed.tasks(), governed.do(recovery_policy.blocked_allocations)) == ([], [])
     (stopped,) = governed.do(lambda conn: journal.audit_rows(conn, action=recovery_policy.STOPPED))
-    assert (stopped["actor"], stopped["subject_id"]) == ("policy", allocation_id)
+    assert (stopped.actor, stopped.subject_id) == ("policy", allocation_id)
     slot = governed.do(recovery.blocked)[0]
     assert slot["health_detail"]["reason"] == "I/O error", "what happened stays readable"
     # A person goes on from here; what they do clears the mark.
@@ -267,4 +267,4 @@ def test_one_that_breaks_leaves_the_others(
     monkeypatch.setattr(recovery_cases, "open_by_policy", step)
     governed.look()
     (row,) = governed.do(lambda conn: journal.audit_rows(conn, action=recovery_policy.BEGUN))
-    assert row["subject_id"] == sound
+    assert row.subject_id == sound
