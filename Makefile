@@ -24,7 +24,7 @@ test: ## Run all tests of CI; results by requirement in build/coverage
 	@scripts/setup --tests
 	@scripts/test all
 
-test-fast: ## Run the tests that need neither a lab host nor minutes
+test-fast: ## Run the tests that need neither a lab host, nor a database server, nor minutes
 	@scripts/setup --tests
 	@scripts/test fast
 

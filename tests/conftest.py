@@ -15,17 +15,26 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command,
 
 from scripts import standalone
 
-pytest_plugins = ("tests.coverage", "tests.standin.bmc_fixtures")
+pytest_plugins = ("tests.coverage", "tests.workers", "tests.standin.bmc_fixtures")
 
-# What takes tens of seconds without a lab host: make test runs it, make test-fast does not.
+# Files that take about ten seconds or more: make test runs them, make test-fast does not.
 SLOW = (
+    "collection/",
     "contract/test_firmware_playbook.py",
     "unit/playbooks/",
+    "unit/reconciler/api/test_fuzz.py",
+    "unit/reconciler/backup/test_backup.py",
+    "unit/reconciler/cli/test_host.py",
     "unit/reconciler/cli/test_host_machine.py",
+    "unit/reconciler/db/test_upgrade.py",
     "unit/reconciler/faults/",
+    "unit/reconciler/lifecycle/test_concurrent_clients.py",
+    "unit/reconciler/runs/awx/test_process.py",
+    "unit/reconciler/runs/test_run.py",
     "unit/reconciler/service/test_crashes.py",
     "unit/reconciler/service/test_leader.py",
     "unit/reconciler/service/test_postgres.py",
+    "unit/reconciler/work/test_awx.py",
 )
 
 

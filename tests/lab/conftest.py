@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from lab.demo.stage import Stage
 from lab.paths import REPOSITORY
 from tests.lab import prepared
 
+ENDING = pytest.StashKey[contextlib.ExitStack]()
 # The files play a single story on a single host: each continues from the state that the previous
 # file left.
 STORY = (
@@ -33,7 +35,7 @@ LONG = frozenset({"test_roles", "test_power_cut", "test_entry_points", "test_way
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    ours = [item for item in items if item.path.is_relative_to(Path(__file__).parent)]
+    ours = [item for item in items if _is_ours(item)]
     for item in ours:
         item.add_marker(pytest.mark.lab)
         if item.path.stem in LONG:
@@ -66,16 +68,29 @@ def stage(request: pytest.FixtureRequest, story: Chapter) -> Iterator[Stage]:
     A session without that file starts from a host in the state after it: a saved host if none of
     its sources has changed, else a host that is prepared and saved now.
     """
-    stage = Stage(
-        REPOSITORY / "build" / "test",
-        firmware=os.environ.get("SLICE_FIRMWARE", "bios"),
-        console=Console(stderr=True),
-    )
-    stage.folder.mkdir(parents=True, exist_ok=True)
-    try:
+    with contextlib.ExitStack() as ending:
+        request.config.stash[ENDING] = ending
+        stage = Stage(
+            REPOSITORY / "build" / "test",
+            firmware=os.environ.get("SLICE_FIRMWARE", "bios"),
+            console=Console(stderr=True),
+        )
+        stage.folder.mkdir(parents=True, exist_ok=True)
+        patch = ending.enter_context(pytest.MonkeyPatch.context())
+        patch.setenv("GPUAAS_LAB_DIR", str(stage.folder / "lab"))
+        ending.callback(stage.close)
         if not any(item.path.stem == STORY[0] for item in request.session.items):
             story.done |= prepared.open_on(stage)
             story.done["prepared"] = True
         yield stage
-    finally:
-        stage.close()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the stage with the last lab test: the worker that played it goes on with unit tests."""
+    if (nextitem is None or not _is_ours(nextitem)) and ENDING in item.config.stash:
+        item.config.stash[ENDING].close()
+
+
+def _is_ours(item: pytest.Item) -> bool:
+    return item.path.is_relative_to(Path(__file__).parent)

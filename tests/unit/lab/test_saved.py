@@ -22,6 +22,7 @@ HERE = distro.Distro("debian", "bookworm", "main", "http://mirror/", "keyring.gp
 @pytest.fixture
 def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The host image of this checkout, built."""
+    monkeypatch.setenv("GPUAAS_CACHE", str(tmp_path / "own-cache"))
     monkeypatch.setenv("GPUAAS_LAB_SAVED", str(tmp_path / "saved"))
     monkeypatch.setenv("GPUAAS_LAB_DIR", str(tmp_path / "lab"))
     monkeypatch.setattr(saved, "this_distro", lambda: HERE)

@@ -67,6 +67,38 @@ def server() -> Iterator[str]:
         yield postgres.url
 
 
+class PostgresDatabase:
+    """The same on PostgreSQL: one engine, and for each test a new copy of a migrated database."""
+
+    def __init__(self, server: str) -> None:
+        self.admin = sa.create_engine(server, isolation_level="AUTOCOMMIT")
+        self._run("CREATE DATABASE migrated")
+        template = open_engine(server.replace("/postgres?", "/migrated?"))
+        migrate(template)
+        template.dispose()
+        self.engine = open_engine(server.replace("/postgres?", "/site?"))
+
+    def restore(self) -> sa.Engine:
+        """Start from a copy of the template."""
+        self.engine.dispose()
+        self._run("DROP DATABASE IF EXISTS site WITH (FORCE)")
+        self._run("CREATE DATABASE site TEMPLATE migrated")
+        return self.engine
+
+    def _run(self, statement: str) -> None:
+        with self.admin.connect() as conn:
+            conn.exec_driver_sql(statement)
+
+
+@pytest.fixture(scope="session")
+def postgres_database(server: str) -> Iterator[PostgresDatabase]:
+    """The engine and its database."""
+    database = PostgresDatabase(server)
+    yield database
+    database.engine.dispose()
+    database.admin.dispose()
+
+
 @pytest.fixture(scope="session")
 def template(database: Database) -> Path:
     """A migrated database, made once."""

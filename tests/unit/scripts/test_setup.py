@@ -66,8 +66,8 @@ class Checkout:
         environment = {
             **os.environ,
             "PATH": f"{self.folder}/bin:{os.environ['PATH']}",
-            "GPUAAS_SETUP_LOCK_LIMIT_S": str(limit_s),
-            "GPUAAS_SETUP_LOCK_PAUSE_S": "1",
+            "SLICE_SETUP_LOCK_LIMIT_S": str(limit_s),
+            "SLICE_SETUP_LOCK_PAUSE_S": "1",
         }
         return subprocess.run(
             [self.folder / "scripts" / "setup", "--uv-only"],

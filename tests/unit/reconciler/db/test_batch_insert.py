@@ -10,9 +10,8 @@ import sqlalchemy as sa
 from sqlalchemy import event
 
 from reconciler.db import journal, rows
-from reconciler.db.engine import asking, open_engine, reading, transaction
+from reconciler.db.engine import asking, reading, transaction
 from reconciler.db.journal import advance
-from reconciler.db.migrations import migrate
 from reconciler.db.rows import batch_insert
 from reconciler.db.schema import Project, Slot, outbox, slots
 from reconciler.db.schema import history as history_table
@@ -30,11 +29,7 @@ def selling(request: pytest.FixtureRequest) -> Iterator[Site]:
     if request.param == "sqlite":
         yield request.getfixturevalue("sold")
         return
-    engine = open_engine(request.getfixturevalue("server"))
-    with transaction(engine) as conn:
-        conn.exec_driver_sql("DROP SCHEMA public CASCADE")
-        conn.exec_driver_sql("CREATE SCHEMA public")
-    migrate(engine)
+    engine = request.getfixturevalue("postgres_database").restore()
     site = Site(engine)
     site.node()
     yield site

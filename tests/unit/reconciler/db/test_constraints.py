@@ -40,11 +40,7 @@ def claimed(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[s
         shutil.copy(request.getfixturevalue("template"), file)
         engine = open_engine(f"sqlite:///{file}")
     else:
-        engine = open_engine(request.getfixturevalue("server"))
-        with transaction(engine) as conn:
-            conn.exec_driver_sql("DROP SCHEMA public CASCADE")
-            conn.exec_driver_sql("CREATE SCHEMA public")
-        migrate(engine)
+        engine = request.getfixturevalue("postgres_database").restore()
     site = Site(engine)
     site.node()
     with transaction(engine) as conn:

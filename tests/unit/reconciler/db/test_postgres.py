@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,28 +16,22 @@ from alembic.script import ScriptDirectory
 from reconciler.db import journal, migrations
 from reconciler.db import rows as db_rows
 from reconciler.db import schema as tables
-from reconciler.db.engine import open_engine, reading, retrying, transaction
+from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.migrations import migrate
 from reconciler.lifecycle import launch, slices
 from reconciler.model.errors import Problem
 from reconciler.model.states import NodeMode, Role
 from reconciler.records import allocations, claims, leasing, nodes, tokens
-from tests.unit.reconciler.conftest import Site
+from tests.unit.reconciler.conftest import PostgresDatabase, Site
 
 pytestmark = pytest.mark.postgres
 HEAD = ScriptDirectory(str(Path(migrations.__file__).parent)).get_current_head()
 
 
 @pytest.fixture
-def engine(server: str) -> Iterator[sa.Engine]:
+def engine(postgres_database: PostgresDatabase) -> sa.Engine:
     """An empty database."""
-    engine = open_engine(server)
-    with transaction(engine) as conn:
-        conn.exec_driver_sql("DROP SCHEMA public CASCADE")
-        conn.exec_driver_sql("CREATE SCHEMA public")
-    migrate(engine)
-    yield engine
-    engine.dispose()
+    return postgres_database.restore()
 
 
 @pytest.mark.covers("CTRL-2")

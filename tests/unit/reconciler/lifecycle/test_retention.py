@@ -13,9 +13,8 @@ import sqlalchemy as sa
 
 from reconciler.db import idempotency, journal
 from reconciler.db import schema as tables
-from reconciler.db.engine import open_engine, reading, transaction
+from reconciler.db.engine import reading, transaction
 from reconciler.db.idempotency import Answer, Call
-from reconciler.db.migrations import migrate
 from reconciler.db.schema import Task
 from reconciler.lifecycle import invariants, launch, retention, slices
 from reconciler.model.errors import Problem
@@ -48,11 +47,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[sa.Engine]:
         database = request.getfixturevalue("database")
         yield database.restore(request.getfixturevalue("template"))
         return
-    engine = open_engine(request.getfixturevalue("server"))
-    with transaction(engine) as conn:
-        conn.exec_driver_sql("DROP SCHEMA public CASCADE")
-        conn.exec_driver_sql("CREATE SCHEMA public")
-    migrate(engine)
+    engine = request.getfixturevalue("postgres_database").restore()
     yield engine
     engine.dispose()
 
