@@ -39,6 +39,8 @@ DONE = {"deployed": {"b", "a"}, "transition": {"applied": []}, "bind": object()}
 def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is built, and of a lab host that is saved only what is beside its disks."""
     monkeypatch.setenv("GPUAAS_LAB_SAVED", str(tmp_path / "saved"))
+    # CI keeps no copy of its lab host.
+    monkeypatch.delenv("GPUAAS_LAB_SAVE", raising=False)
     monkeypatch.setattr(prepared.saved, "save", _copy)
     monkeypatch.setattr(prepared, "this_distro", lambda: None)
     monkeypatch.setattr(prepared.host_image, "name", lambda _distro: "host-image")
