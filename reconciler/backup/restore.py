@@ -22,14 +22,13 @@ from reconciler.db import clock, migrations
 from reconciler.db.engine import open_engine, transaction
 from reconciler.db.schema import ApiToken
 from reconciler.lifecycle import restore as restored
+from reconciler.lifecycle import task_failures
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.states import TaskState
 from reconciler.records import certificates, queue, tokens
 from reconciler.runs.paths import write_text
 from reconciler.settings import Settings
-from reconciler.work import deadlines as overdue
-from reconciler.work.cancel import cancel
 
 
 def restore(settings: Settings, file: Path) -> dict[str, Any]:
@@ -65,7 +64,7 @@ def _restore(settings: Settings, file: Path) -> dict[str, Any]:
                 database.put_back(engine, folder / archive.DATABASE)
             revision = migrations.migrate(engine)
             with transaction(engine) as conn:
-                done = restored.told(conn, backup) or _doubt(conn, settings, manifest, backup)
+                done = restored.told(conn, backup) or _doubt(conn, manifest, backup)
                 accepted = _accepted_again(conn)
         finally:
             engine.dispose()
@@ -76,9 +75,7 @@ def _restore(settings: Settings, file: Path) -> dict[str, Any]:
     return {**manifest, "revision": revision, **done, **accepted}
 
 
-def _doubt(
-    conn: Connection, settings: Settings, manifest: dict[str, Any], backup: str
-) -> dict[str, Any]:
+def _doubt(conn: Connection, manifest: dict[str, Any], backup: str) -> dict[str, Any]:
     act = Act("restore", f"restored from the backup of {manifest['made_at']}")
     error = {
         "code": "restored",
@@ -96,9 +93,9 @@ def _doubt(
     waiting = restored.unfinished(conn)
     lost = queue.every(conn, state=TaskState.RUNNING, limit=100_000)
     for task in lost:
-        overdue.lose(conn, settings, replace(task, error=error), act)
+        task_failures.lose(conn, replace(task, error=error), act)
     for task in waiting:
-        cancel(conn, settings, task.id, act, error=undone, believed=False)
+        task_failures.cancel(conn, task.id, act, error=undone, trust_record=False)
     ended = {
         "lost_tasks": [task.id for task in lost],
         "canceled_tasks": [task.id for task in waiting],
