@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from reconciler.lifecycle import drift, host
-from reconciler.lifecycle import evidence as host_evidence
 from reconciler.lifecycle import gate as slot_gate
 from reconciler.model import hardware
 from reconciler.model.states import NodeMode, NodeState
@@ -83,7 +82,7 @@ def discover_variables(_work: Work) -> dict[str, Any]:
 
 def discover_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     document = evidence["discovery"]
-    host_evidence.record_discovery(
+    host.record_discovery(
         work.conn,
         work.task.node_id,
         document,
@@ -163,7 +162,7 @@ def parity_variables(work: Work) -> dict[str, Any]:
 
 def parity_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     report, node_id = evidence["parity"], work.task.node_id
-    host_evidence.record_parity(
+    host.record_parity(
         work.conn,
         node_id,
         report,
