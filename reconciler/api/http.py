@@ -147,6 +147,7 @@ def _guard(
     if_match: Annotated[
         str | None,
         Header(
+            alias="If-Match",
             max_length=200,
             description="The ETag on which the caller decided; 412 when it is outdated.",
         ),

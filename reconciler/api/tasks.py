@@ -219,7 +219,11 @@ def events(
     context: Admin,
     last_event_id: Annotated[
         str | None,
-        Header(pattern=r"^\d{1,18}\.\d{1,18}(\.end)?$", description="Continue after this event."),
+        Header(
+            alias="Last-Event-Id",
+            pattern=r"^\d{1,18}\.\d{1,18}(\.end)?$",
+            description="Continue after this event.",
+        ),
     ] = None,
 ) -> Response:
     """Server-sent events: `state` and `progress` as they happen, then `end`.
