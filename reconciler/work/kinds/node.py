@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from reconciler.lifecycle import drift, host
-from reconciler.lifecycle import evidence as host_evidence
 from reconciler.lifecycle import gate as slot_gate
 from reconciler.model import hardware
 from reconciler.model.states import NodeMode, NodeState
@@ -79,7 +78,7 @@ BOOTSTRAP = Handler(
 
 def discover_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     document = evidence["discovery"]
-    host_evidence.record_discovery(
+    host.record_discovery(
         work.conn,
         work.task.node_id,
         document,
@@ -155,7 +154,7 @@ def parity_variables(work: Work) -> dict[str, Any]:
 
 def parity_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     report, node_id = evidence["parity"], work.task.node_id
-    host_evidence.record_parity(
+    host.record_parity(
         work.conn,
         node_id,
         report,
