@@ -33,7 +33,6 @@ from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.states import NodeMode, TaskKind
 from reconciler.records import images, nodes, queue, reports
-from reconciler.work import chaining
 
 _PREFIX = "/admin/nodes/{node_id}"
 state_router = APIRouter(prefix=_PREFIX, tags=["node state"])
@@ -221,7 +220,7 @@ def convert(node_id: Id, body: Conversion, context: Admin, guard: IfMatch) -> JS
         guard.check(conn, "node", node_id)
         host.convert(conn, node_id, target, act)
         if target is NodeMode.SLICE:
-            return {"allow_reboot": body.allow_reboot, **chaining.then(chaining.TO_SLICE)}
+            return {"allow_reboot": body.allow_reboot, **queue.then(host.TO_SLICE)}
         return {
             "allow_reboot": body.allow_reboot,
             "written_off": slots.written_off_holds(conn, node_id),

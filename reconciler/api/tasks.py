@@ -15,13 +15,13 @@ from reconciler.api.http import IfMatch, PageOf, Paging, encode, tagged
 from reconciler.api.models import Answer, Document, Filter, Id, Moment, Reasoned, Record
 from reconciler.api.security import Admin
 from reconciler.db import journal, schema
+from reconciler.lifecycle import task_failures
 from reconciler.model.act import Act
 from reconciler.model.states import TaskKind, TaskState
 from reconciler.records import leasing, queue
 from reconciler.records.queue import Position
 from reconciler.runs import collect
 from reconciler.runs.scrub import scrub
-from reconciler.work.cancel import cancel as cancel_task
 
 router = APIRouter(prefix="/admin/tasks", tags=["tasks"])
 
@@ -258,7 +258,7 @@ def cancel(
 
     def work(conn: Connection, act: Act) -> Task:
         guard.check(conn, "task", task_id)
-        task = cancel_task(conn, context.settings, task_id, act)
+        task = task_failures.cancel(conn, task_id, act)
         journal.audit(conn, act, "admin.task.canceled", "task", task_id)
         return Task.of(task)
 
