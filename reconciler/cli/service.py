@@ -133,12 +133,12 @@ def outdated(revision: str | None) -> Problem:
 
 
 def _open(settings: Settings) -> Engine:
-    from reconciler.backup import unfinished
+    from reconciler.backup import refuse_unfinished_restore
     from reconciler.db.engine import open_engine
 
     folder = settings.state_dir
     try:
-        unfinished.refuse(settings)
+        refuse_unfinished_restore(settings)
         # Run folders, keys and the database are for the service's user only.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not settings.database_url:
