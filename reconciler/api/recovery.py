@@ -173,7 +173,7 @@ def _policy(conn: Connection) -> RecoveryPolicy:
             BlockedAllocation(
                 allocation_id=case.allocation_id,
                 node_id=case.node_id,
-                slot_ids=[slot["id"] for slot in case.slots],
+                slot_ids=[slot.id for slot in case.slots],
                 move=case.move,
                 why=case.why,
             )

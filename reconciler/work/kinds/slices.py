@@ -202,7 +202,8 @@ def wipe_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
                 remedy="read the task's output; repair the slots again",
             )
         measured = work.allocation_id or ""
-        slices.wiped_slots(work.conn, proofs, evidence["absence"], act, measured=measured)
+        absence = evidence["absence"]
+        slices.cleanup_succeeded(work.conn, measured, act, proofs=proofs, absence=absence)
     return evidence
 
 
@@ -217,7 +218,7 @@ def _unfenced_slots(work: Work) -> list[str]:
 
 def wipe_failed(work: Work, failure: Failure) -> None:
     with locks.node(work.conn, work.task.node_id):
-        slices.wipe_slots_failed(
+        slices.cleanup_failed(
             work.conn,
             _unfenced_slots(work),
             work.act.because(failure.error["code"], failure.evidence),
