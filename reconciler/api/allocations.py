@@ -13,6 +13,7 @@ from reconciler.api.tasks import Task, audited
 from reconciler.api.timeline import ProgressStep, StateStep
 from reconciler.db.rows import Page
 from reconciler.lifecycle import recovery
+from reconciler.model.act import Act
 from reconciler.model.states import (
     AllocationState,
     CapacityShape,
@@ -174,10 +175,9 @@ def force_cleanup(
     allocation_id: Id, body: ForceCleanup, context: Admin, guard: IfMatch
 ) -> JSONResponse:
     """End an allocation that is stuck. Its slots come back only by proof."""
-    act = context.act(body.reason)
     absent = body.runtime_verified_absent
 
-    def work(conn: Connection) -> ForcedCleanup:
+    def work(conn: Connection, act: Act) -> ForcedCleanup:
         guard.check(conn, "allocation", allocation_id)
         return ForcedCleanup.of(
             recovery.force_cleanup(conn, allocation_id, act, runtime_verified_absent=absent)
@@ -191,10 +191,8 @@ def force_release(
     allocation_id: Id, context: Admin, guard: IfMatch, body: Reasoned | None = None
 ) -> JSONResponse:
     """End a tenant's use and billing while the host does not answer. Its slots stay blocked."""
-    body = body or Reasoned()
-    act = context.act(body.reason)
 
-    def work(conn: Connection) -> Allocation:
+    def work(conn: Connection, act: Act) -> Allocation:
         guard.check(conn, "allocation", allocation_id)
         return Allocation.of(recovery.force_release(conn, allocation_id, act))
 
@@ -204,10 +202,8 @@ def force_release(
 @router.post("/{allocation_id}/verify-absent", status_code=202, response_model=Task)
 def verify_absent(allocation_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResponse:
     """Have the host report what is left of the allocation. Answers with the task."""
-    body = body or Reasoned()
-    act = context.act(body.reason)
 
-    def work(conn: Connection) -> Task:
+    def work(conn: Connection, act: Act) -> Task:
         return audited(conn, recovery.verify_absence(conn, allocation_id, act), act)
 
     return context.write(work, body=body, status=202)

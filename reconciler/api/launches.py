@@ -33,6 +33,7 @@ from reconciler.api.security import Member
 from reconciler.db import schema
 from reconciler.lifecycle import launch as launching
 from reconciler.lifecycle import placement
+from reconciler.model.act import Act
 from reconciler.model.errors import Problem, not_found
 from reconciler.model.scheduler.explain import public
 from reconciler.model.states import AllocationState, CapacityShape, Role
@@ -167,9 +168,8 @@ class MemberAllocations(PageOf[MemberAllocation]):
 def create(project_id: Id, body: NewAllocation, context: Member) -> JSONResponse:
     """Claim capacity and queue its provisioning, all or nothing."""
     _refuse_without_effect(body)
-    act = context.act("launched by its project")
 
-    def work(conn: DatabaseConnection) -> MemberAllocation:
+    def work(conn: DatabaseConnection, act: Act) -> MemberAllocation:
         launch = launching.Launch(
             project_id=project_id,
             image=body.image or "",
@@ -180,15 +180,16 @@ def create(project_id: Id, body: NewAllocation, context: Member) -> JSONResponse
         )
         return MemberAllocation.of_allocation(launching.allocate(conn, launch, act))
 
+    reason = "launched by its project"
     for _ in range(placement.TRIES):
         try:
-            return context.write(work, body=body, status=201, key_required=True)
+            return context.write(work, body=body, reason=reason, status=201, key_required=True)
         except placement.NoRoom as no_room:
             refusal = context.read(partial(placement.refusal, want=no_room.want))
         except Problem as problem:
-            raise _redact(problem, context.role) from None
+            raise _redact(problem, context.caller.role) from None
         if refusal is not None:
-            raise _redact(refusal, context.role)
+            raise _redact(refusal, context.caller.role)
     raise placement.contended()
 
 
@@ -220,15 +221,13 @@ def release(
     body: Reasoned | None = None,
 ) -> JSONResponse:
     """Release the allocation. Its machine ends and its disks are wiped."""
-    body = body or Reasoned()
-    act = context.act(body.reason or "released by its project")
 
-    def work(conn: DatabaseConnection) -> MemberAllocation:
+    def work(conn: DatabaseConnection, act: Act) -> MemberAllocation:
         _allocation_of(conn, project_id, allocation_id)
         guard.check(conn, "allocation", allocation_id)
         return MemberAllocation.of_allocation(launching.release(conn, allocation_id, act))
 
-    return context.write(work, body=body)
+    return context.write(work, body=body, reason="released by its project")
 
 
 def _refuse_without_effect(body: NewAllocation) -> None:

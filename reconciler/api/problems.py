@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from reconciler.api.telemetry import CORRELATION_HEADER, correlation_id
 from reconciler.model.approval import REMEDIES
 from reconciler.model.errors import Problem
-from reconciler.trust.errors import TrustError
+from reconciler.trust.keygen import TrustError
 
 log = logging.getLogger("gpuaas.api")
 

@@ -14,6 +14,7 @@ from reconciler.api.models import Answer, Document, Id, Moment, Reasoned, Strict
 from reconciler.api.security import Admin
 from reconciler.db import schema
 from reconciler.lifecycle import recovery_cases, recovery_policy
+from reconciler.model.act import Act
 from reconciler.model.recovery import Move, Policy
 from reconciler.model.states import RecoveryState
 from reconciler.records import allocations
@@ -123,10 +124,8 @@ def recover(
 
     While a case is open, a repetition answers with that case.
     """
-    body = body or Reasoned()
-    act = context.act(body.reason)
 
-    def work(conn: Connection) -> RecoveryCase:
+    def work(conn: Connection, act: Act) -> RecoveryCase:
         guard.check(conn, "allocation", allocation_id)
         return RecoveryCase.of_case(conn, recovery_cases.open_case(conn, allocation_id, act))
 
@@ -153,9 +152,8 @@ def show(context: Admin) -> RecoveryPolicy:
 @policy_router.put("", response_model=RecoveryPolicy)
 def change(body: PolicyBody, context: Admin) -> JSONResponse:
     """Set the whole policy. A field that is left out gets its default."""
-    act = context.act(body.reason)
 
-    def work(conn: Connection) -> RecoveryPolicy:
+    def work(conn: Connection, act: Act) -> RecoveryPolicy:
         recovery_policy.write(conn, Policy(**body.model_dump(exclude={"reason"})), act)
         return _policy(conn)
 

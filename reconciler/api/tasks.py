@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, Field, WithJsonSchema
+from pydantic import Field, WithJsonSchema
 from sqlalchemy import Connection
 
 from reconciler.api.eventstream import Batch, Event, EventStream
-from reconciler.api.http import Context, IfMatch, PageOf, Paging, encode, tagged
+from reconciler.api.http import IfMatch, PageOf, Paging, encode, tagged
 from reconciler.api.models import Answer, Document, Filter, Id, Moment, Reasoned, Record
 from reconciler.api.security import Admin
 from reconciler.db import journal, schema
+from reconciler.lifecycle import task_failures
 from reconciler.model.act import Act
 from reconciler.model.states import TaskKind, TaskState
-from reconciler.records import leasing, nodes, queue
+from reconciler.records import leasing, queue
 from reconciler.records.queue import Position
 from reconciler.runs import collect
 from reconciler.runs.scrub import scrub
-from reconciler.work.cancel import cancel as cancel_task
 
 router = APIRouter(prefix="/admin/tasks", tags=["tasks"])
 
@@ -256,40 +255,14 @@ def cancel(
     The subject of the task counts as failed: an allocation ends, and a slot that may hold something
     of a tenant is blocked until it is recovered.
     """
-    body = body or Reasoned()
-    act = context.act(body.reason)
 
-    def work(conn: Connection) -> Task:
+    def work(conn: Connection, act: Act) -> Task:
         guard.check(conn, "task", task_id)
-        task = cancel_task(conn, context.settings, task_id, act)
+        task = task_failures.cancel(conn, task_id, act)
         journal.audit(conn, act, "admin.task.canceled", "task", task_id)
         return Task.of(task)
 
     return context.write(work, body=body)
-
-
-def queue_for_node(
-    context: Context,
-    node_id: str,
-    kind: TaskKind,
-    body: BaseModel,
-    parameters: Callable[[Connection], Record] = lambda _conn: {},
-) -> JSONResponse:
-    """202 with a new task whose subject is the node; refused until its host has enrolled."""
-    act = context.act(getattr(body, "reason", ""))
-
-    def work(conn: Connection) -> Task:
-        nodes.require_enrolled(conn, node_id)
-        item = queue.Enqueue(
-            kind=kind,
-            node_id=node_id,
-            subject_kind="node",
-            subject_id=node_id,
-            parameters=parameters(conn),
-        )
-        return audited(conn, queue.enqueue(conn, item, act), act)
-
-    return context.write(work, body=body, status=202)
 
 
 def audited(conn: Connection, task: schema.Task, act: Act) -> Task:

@@ -25,6 +25,9 @@ from reconciler.records.leasing import DUE
 from reconciler.settings import Settings
 from reconciler.trust import ca
 
+# Steps after the bootstrap of a node whose slots were approved when it was a slice host before.
+TO_SLICE = (TaskKind.NODE_BIND_TOPOLOGY, TaskKind.SLICE_TOPOLOGY_DISCOVER, TaskKind.NODE_PARITY)
+
 
 def enrolled(
     conn: sa.Connection,

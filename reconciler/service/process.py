@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager
 from sqlalchemy import Engine
 
 from reconciler.service.heartbeat import Heartbeat
-from reconciler.service.loops import Loops
 from reconciler.settings import Settings
+from reconciler.work.loops import Loops
 from reconciler.work.worker import Worker
 
 API, WORKER, LOOPS = "api", "worker", "loops"

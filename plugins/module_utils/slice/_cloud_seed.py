@@ -36,13 +36,13 @@ def files(
     user_data: Mapping[str, Any], meta_data: Mapping[str, Any], network: Mapping[str, Any]
 ) -> dict[str, str]:
     """The files of the seed by name."""
-    found = {
+    contents = {
         "user-data": f"#cloud-config\n{yaml(user_data)}\n",
         "meta-data": f"{yaml(meta_data)}\n",
     }
     if network:
-        found["network-config"] = f"{yaml(network)}\n"
-    return found
+        contents["network-config"] = f"{yaml(network)}\n"
+    return contents
 
 
 def digest(content: Mapping[str, str]) -> str:

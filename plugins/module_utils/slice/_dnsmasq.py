@@ -88,12 +88,12 @@ def reservations() -> list[Reservation]:
 
 def leases() -> list[Lease]:
     """Current DHCP leases of the lease file; IPv6 and malformed lines are skipped."""
-    found = []
+    parsed = []
     for line in (_host.kept(LEASES) or "").splitlines():
         fields = line.split()
         if len(fields) >= 4 and fields[0].isdigit() and fields[2].count(".") == 3:
-            found.append(Lease(int(fields[0]), fields[1].lower(), fields[2], fields[3]))
-    return found
+            parsed.append(Lease(int(fields[0]), fields[1].lower(), fields[2], fields[3]))
+    return parsed
 
 
 def pid() -> int | None:

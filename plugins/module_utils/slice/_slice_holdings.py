@@ -97,11 +97,11 @@ def _devices(slots: Collection[_slots.Slot]) -> Rows:
 
     Use by a slice is no reason here: the domains and processes already identify the slice.
     """
-    own = list(_libvirt.processes(_object_names.PREFIX))
+    own_pids = list(_libvirt.processes(_object_names.PREFIX))
     rows: Rows = []
     for slot in slots:
-        _disk, problems = _slots.disk(slot, own_pids=own)
-        problems = [*problems, *_slots.passthrough(_slots.addresses(slot), own_pids=own)]
+        _disk, problems = _slots.disk(slot, own_pids=own_pids)
+        problems = [*problems, *_slots.passthrough(_slots.addresses(slot), own_pids=own_pids)]
         rows += [{"slot_id": slot["slot_id"], **_problem(problem)} for problem in problems]
     return rows
 

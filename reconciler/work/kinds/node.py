@@ -76,10 +76,6 @@ BOOTSTRAP = Handler(
 )
 
 
-def discover_variables(_work: Work) -> dict[str, Any]:
-    return {}
-
-
 def discover_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     document = evidence["discovery"]
     host.record_discovery(
@@ -100,7 +96,7 @@ def discover_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     return {"candidate_summary": document["candidate_summary"]}
 
 
-DISCOVER = Handler("discover", discover_variables, discover_succeeded)
+DISCOVER = Handler("discover", lambda _work: {}, discover_succeeded)
 
 
 def takeover_variables(work: Work) -> dict[str, Any]:
@@ -136,11 +132,7 @@ def bind_variables(work: Work) -> dict[str, Any]:
     return {"slice_slots": slots.bundles(work.conn, work.task.node_id)}
 
 
-def bind_succeeded(_work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
-    return evidence
-
-
-BIND = Handler("bind_topology", bind_variables, bind_succeeded)
+BIND = Handler("bind_topology", bind_variables)
 
 
 def parity_variables(work: Work) -> dict[str, Any]:
@@ -215,8 +207,4 @@ def cache_image_variables(work: Work) -> dict[str, Any]:
     }
 
 
-def cache_image_succeeded(_work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
-    return evidence
-
-
-CACHE_IMAGE = Handler("cache_image", cache_image_variables, cache_image_succeeded)
+CACHE_IMAGE = Handler("cache_image", cache_image_variables)

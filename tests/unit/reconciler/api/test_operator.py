@@ -12,9 +12,11 @@ from fastapi import APIRouter
 from sqlalchemy import Connection
 
 from reconciler.api.health import create_operator_app
+from reconciler.api.models import Answer
 from reconciler.api.security import Admin
 from reconciler.db import journal, leader
 from reconciler.db.engine import transaction
+from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.service import addresses, listener, process
 from reconciler.settings import Settings
@@ -40,15 +42,14 @@ def local(new: World) -> Iterator[httpx.Client]:
     acts = APIRouter()
 
     @acts.post("/acts")
-    def act(context: Admin) -> Any:
-        """As an act of a later route would be recorded."""
-        done = context.act("by hand")
+    def record(context: Admin) -> Any:
+        """Record an act of the caller, as every changing route does."""
 
-        def work(conn: Connection) -> dict[str, str]:
-            journal.audit(conn, done, "test.act", "site", "s")
-            return {}
+        def work(conn: Connection, act: Act) -> Answer:
+            journal.audit(conn, act, "test.act", "site", "s")
+            return Answer()
 
-        return context.write(work)
+        return context.write(work, reason="by hand")
 
     app.include_router(acts)
     settings = new.settings.model_copy(update={"operator_listen": "127.0.0.1:0"})

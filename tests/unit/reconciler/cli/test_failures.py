@@ -20,7 +20,7 @@ from reconciler.cli import failures
 from reconciler.db import migrations
 from reconciler.db.engine import open_engine, transaction
 from reconciler.settings import Settings
-from reconciler.trust.errors import TrustError
+from reconciler.trust.keygen import TrustError
 from tests.postgresql import running
 from tests.unit.reconciler.api.world import World
 from tests.unit.reconciler.cli.conftest import Gpuaas
