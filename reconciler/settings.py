@@ -26,7 +26,6 @@ PREFIX = "GPUAAS_"
 CONFIG_FILE = Path("/etc/gpuaas/gpuaas.env")
 CONFIG_FILE_VARIABLE = f"{PREFIX}CONFIG_FILE"
 
-
 # Schemes of PostgreSQL in a URL. Other programs write the first, our driver needs the last.
 _POSTGRESQL = ("postgres", "postgresql", "postgresql+psycopg")
 # The rest of the URL as SQLAlchemy reads it, but without an @ in the host. There it would be the
@@ -45,171 +44,106 @@ class Settings(BaseSettings):
     """All settings of the reconciler; `GPUAAS_STATE_DIR=/srv/gpuaas` sets `state_dir`."""
 
     # A refused value may be a secret, or contain secrets.
-    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", hide_input_in_errors=True)
-
-    state_dir: Path = Field(
-        default=shipped.STATE,
-        description="Folder of the database, runs, SSH CA and logs.",
-    )
-    database_url: str = Field(
-        default="",
-        description="postgresql://USER:PASSWORD@HOST/NAME (postgresql+psycopg:// means the same) or"
-        " sqlite:///FILE. Empty: SQLite in the state folder.",
-    )
-    listen: str = Field(
-        default="127.0.0.1:8080", description="Address that the API listens on, host:port."
-    )
-    operator_listen: str = Field(
-        default="",
-        description="Address of the operators' listener, such as 127.0.0.1:8008. Loopback only:"
-        " every user of this machine is a platform admin there without a token, audited as"
-        " local-operator. Empty: none.",
-    )
-    public_url: str = Field(
-        default="",
-        description="URL under which hosts reach the API. Empty: the listen address, which hosts"
-        " can use for enrolment only if other machines can reach it.",
-    )
-    public_address: IPvAnyAddress | None = Field(
-        default=None,
-        description="IP address behind the name in public_url, for a site whose DNS lacks the name."
-        " Hosts use it to enrol, and bootstrap writes it into their /etc/hosts.",
-    )
-    enrolment_ca_file: Path | None = Field(
-        default=None,
-        description="PEM of the only CA that hosts accept for the API when they enrol over HTTPS."
-        " Unset: the CAs that the host itself trusts.",
-    )
-    collections_path: Path = Field(
-        default=shipped.COLLECTIONS,
-        description="Ansible collections path that holds gpuaas.slice.",
-    )
-    profiles_dir: Path = Field(
-        default=PROJECT / "profiles", description="Folder of hardware profiles, one YAML file each."
-    )
-    workers: int = Field(default=2, ge=0, description="Tasks that a process runs at the same time.")
-    task_lease_s: int = Field(
-        default=30,
-        ge=5,
-        description="Seconds after which the task of a silent worker is taken over.",
-    )
-    poll_s: float = Field(
-        default=0.5, gt=0, description="Seconds between two checks of the queue and of runs."
-    )
-    leader_lease_s: float = Field(
-        default=10.0,
-        ge=1,
-        description="Seconds after which a silent leader is replaced. Too low, and a busy database"
-        " changes the leader without need; too high, and deadlines pass unnoticed for that long.",
-    )
-    drift_interval_s: int = Field(
-        default=900,
-        ge=0,
-        description="Seconds between two comparisons of a slice host with the records; 0: only on"
-        " request. An idle host that falls silent is noticed in the same interval. Too low, and"
-        " comparisons keep workers busy; too high, and leftovers or losses on a host stay unnoticed"
-        " for that long.",
-    )
-    drift_at_once: int = Field(
-        default=1,
-        ge=1,
-        description="Hosts of the whole site that are compared at the same time. Each occupies a"
-        " worker for some seconds.",
-    )
-    keep_events_days: int = Field(
-        default=7, ge=1, description="Days after which events that a relay has read are deleted."
-    )
-    keep_unsent_events_days: int = Field(
-        default=30,
-        ge=1,
-        description="Days after which events that no relay has read are deleted. A relay that"
-        " stops for longer misses events; a site without a relay keeps this many days.",
-    )
-    keep_answers_days: int = Field(
-        default=7,
-        ge=1,
-        description="Days for which an idempotency key is remembered; longer while its allocation"
-        " lives. A request repeated later is carried out again.",
-    )
-    keep_progress_days: int = Field(
-        default=30,
-        ge=1,
-        description="Days for which the progress of an ended task is kept. Its result, history,"
-        " audit and usage are kept for ever.",
-    )
-    keep_runs_days: int = Field(
-        default=30,
-        ge=1,
-        description="Days after which the run files of an ended task are deleted, with Ansible's"
-        " output. Files and progress stay while the task's allocation lives or one of its slots is"
-        " not clean.",
-    )
-    log_format: Literal["text", "json"] = Field(
-        default="text", description="Log lines as text for people, or as JSON objects for programs."
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="Lowest level that is logged."
-    )
-    member_address: str = Field(
-        default="", description="Tenant-facing SSH address; empty until the gateway is configured."
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX,
+        extra="ignore",
+        hide_input_in_errors=True,
+        use_attribute_docstrings=True,
     )
 
-    launcher: Literal["runner", "awx"] = Field(
-        default="runner",
-        description="Launcher of playbooks: processes of ansible-runner on this machine, or job"
-        " templates of an AWX (docs/awx.md). A change does not move runs that have begun.",
-    )
+    state_dir: Path = shipped.STATE
+    """Folder of the database, runs, SSH CA and logs."""
+    database_url: str = ""
+    """postgresql://USER:PASSWORD@HOST/NAME (postgresql+psycopg:// means the same) or
+    sqlite:///FILE. Empty: SQLite in the state folder."""
+    listen: str = "127.0.0.1:8080"
+    """Address that the API listens on, host:port."""
+    operator_listen: str = ""
+    """Address of the operators' listener, such as 127.0.0.1:8008. Loopback only: every user of
+    this machine is a platform admin there without a token, audited as local-operator. Empty:
+    none."""
+    public_url: str = ""
+    """URL under which hosts reach the API. Empty: the listen address, which hosts can use for
+    enrolment only if other machines can reach it."""
+    public_address: IPvAnyAddress | None = None
+    """IP address behind the name in public_url, for a site whose DNS lacks the name. Hosts use
+    it to enrol, and bootstrap writes it into their /etc/hosts."""
+    enrolment_ca_file: Path | None = None
+    """PEM of the only CA that hosts accept for the API when they enrol over HTTPS. Unset: the
+    CAs that the host itself trusts."""
+    collections_path: Path = shipped.COLLECTIONS
+    """Ansible collections path that holds gpuaas.slice."""
+    profiles_dir: Path = PROJECT / "profiles"
+    """Folder of hardware profiles, one YAML file each."""
+    workers: int = Field(2, ge=0)
+    """Tasks that a process runs at the same time."""
+    task_lease_s: int = Field(30, ge=5)
+    """Seconds after which the task of a silent worker is taken over."""
+    poll_s: float = Field(0.5, gt=0)
+    """Seconds between two checks of the queue and of runs."""
+    leader_lease_s: float = Field(10.0, ge=1)
+    """Seconds after which a silent leader is replaced. Too low, and a busy database changes the
+    leader without need; too high, and deadlines pass unnoticed for that long."""
+    drift_interval_s: int = Field(900, ge=0)
+    """Seconds between two comparisons of a slice host with the records; 0: only on request. An
+    idle host that falls silent is noticed in the same interval. Too low, and comparisons keep
+    workers busy; too high, and leftovers or losses on a host stay unnoticed for that long."""
+    drift_at_once: int = Field(1, ge=1)
+    """Hosts of the whole site that are compared at the same time. Each occupies a worker for
+    some seconds."""
+    keep_events_days: int = Field(7, ge=1)
+    """Days after which events that a relay has read are deleted."""
+    keep_unsent_events_days: int = Field(30, ge=1)
+    """Days after which events that no relay has read are deleted. A relay that stops for longer
+    misses events; a site without a relay keeps this many days."""
+    keep_answers_days: int = Field(7, ge=1)
+    """Days for which an idempotency key is remembered; longer while its allocation lives. A
+    request repeated later is carried out again."""
+    keep_progress_days: int = Field(30, ge=1)
+    """Days for which the progress of an ended task is kept. Its result, history, audit and
+    usage are kept for ever."""
+    keep_runs_days: int = Field(30, ge=1)
+    """Days after which the run files of an ended task are deleted, with Ansible's output. Files
+    and progress stay while the task's allocation lives or one of its slots is not clean."""
+    log_format: Literal["text", "json"] = "text"
+    """Log lines as text for people, or as JSON objects for programs."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lowest level that is logged."""
+    member_address: str = ""
+    """Tenant-facing SSH address; empty until the gateway is configured."""
+
+    launcher: Literal["runner", "awx"] = "runner"
+    """Launcher of playbooks: processes of ansible-runner on this machine, or job templates of
+    an AWX (docs/awx.md). A change does not move runs that have begun."""
     awx_url: str = Field(
-        default="",
-        pattern=r"^$|^https://[^/?#@]+/?$|^http://(127\.0\.0\.1|localhost|\[::1\])(:[0-9]+)?/?$",
-        description="URL of the AWX, without /api; required with launcher=awx.",
+        "", pattern=r"^$|^https://[^/?#@]+/?$|^http://(127\.0\.0\.1|localhost|\[::1\])(:[0-9]+)?/?$"
     )
-    awx_token_file: Path | None = Field(
-        default=None,
-        description="File with the OAuth2 token of AWX's service user; read for each request.",
-    )
-    awx_ca_file: Path | None = Field(
-        default=None,
-        description="PEM of the only CA accepted for AWX. Unset: the system's CAs.",
-    )
-    awx_template_prefix: str = Field(
-        default="gpuaas.slice.",
-        pattern=r"^[A-Za-z0-9._ -]*$",
-        description="Prefix of each job template's name, before the name of its playbook.",
-    )
+    """URL of the AWX, without /api; required with launcher=awx."""
+    awx_token_file: Path | None = None
+    """File with the OAuth2 token of AWX's service user; read for each request."""
+    awx_ca_file: Path | None = None
+    """PEM of the only CA accepted for AWX. Unset: the system's CAs."""
+    awx_template_prefix: str = Field("gpuaas.slice.", pattern=r"^[A-Za-z0-9._ -]*$")
+    """Prefix of each job template's name, before the name of its playbook."""
     oidc_issuer: str = Field(
-        default="",
-        pattern=r"^$|^https://|^http://(127\.0\.0\.1|localhost|\[::1\])[:/]",
-        description="Issuer of the site's OpenID provider, whose bearer tokens are accepted too."
-        " Empty: none.",
+        "", pattern=r"^$|^https://|^http://(127\.0\.0\.1|localhost|\[::1\])[:/]"
     )
-    oidc_ca_file: Path | None = Field(
-        default=None,
-        description="PEM of the only CA accepted for the provider. Unset: the public CAs.",
-    )
-    oidc_audience: str = Field(
-        default="",
-        description="Audience that a provider's token must have; required with an issuer.",
-    )
-    oidc_name_claim: str = Field(
-        default="sub",
-        description="Claim that names the holder in audit. Holders must not be able to choose it.",
-    )
-    oidc_groups_claim: str = Field(default="groups", description="Claim with the holder's groups.")
-    oidc_admin_group: str = Field(
-        default="", description="Members of this group are platform admins. Empty: no group."
-    )
-    oidc_project_prefix: str = Field(
-        default="",
-        description="Groups with this prefix make their members project members; the rest of the"
-        " group's name is the project's id. Empty: no groups.",
-    )
-    oidc_skew_s: int = Field(
-        default=30,
-        ge=0,
-        le=120,
-        description="Largest accepted difference of the provider's clock, in seconds.",
-    )
+    """Issuer of the site's OpenID provider, whose bearer tokens are accepted too. Empty: none."""
+    oidc_ca_file: Path | None = None
+    """PEM of the only CA accepted for the provider. Unset: the public CAs."""
+    oidc_audience: str = ""
+    """Audience that a provider's token must have; required with an issuer."""
+    oidc_name_claim: str = "sub"
+    """Claim that names the holder in audit. Holders must not be able to choose it."""
+    oidc_groups_claim: str = "groups"
+    """Claim with the holder's groups."""
+    oidc_admin_group: str = ""
+    """Members of this group are platform admins. Empty: no group."""
+    oidc_project_prefix: str = ""
+    """Groups with this prefix make their members project members; the rest of the group's name
+    is the project's id. Empty: no groups."""
+    oidc_skew_s: int = Field(30, ge=0, le=120)
+    """Largest accepted difference of the provider's clock, in seconds."""
 
     @field_validator("public_address", mode="before")
     @classmethod
@@ -237,13 +171,9 @@ class Settings(BaseSettings):
         return f"postgresql+psycopg://{rest}"
 
     @model_validator(mode="after")
-    def _oidc_is_whole(self) -> Settings:
+    def _companions_are_set(self) -> Settings:
         if self.oidc_issuer and not self.oidc_audience:
             raise ValueError("GPUAAS_OIDC_AUDIENCE goes with GPUAAS_OIDC_ISSUER")
-        return self
-
-    @model_validator(mode="after")
-    def _awx_is_whole(self) -> Settings:
         if self.launcher == "awx" and not (self.awx_url and self.awx_token_file):
             raise ValueError("GPUAAS_LAUNCHER=awx needs GPUAAS_AWX_URL and GPUAAS_AWX_TOKEN_FILE")
         return self

@@ -1,10 +1,9 @@
 """Comparison of contracts/openapi.yaml with the running service.
 
-`python -m reconciler.api.contract` lists every difference. The file is the authority. Besides prose
-it holds nothing that the service does not describe: paths, methods, parameters, schemas, statuses
-and roles are compared in both directions. `--write` takes the structure of the service over and
-keeps the order and the prose of the file; review its changes like any other change of the
-contract. `--prose` also takes descriptions from the docstrings of the service.
+`python -m reconciler.api.contract` lists every difference, in both directions and including
+descriptions. The file also holds what describes the API as a whole: `info`, `tags` and `servers`.
+`--write` takes everything else over from the service and keeps the order of the file; review its
+changes like any other change of the contract.
 """
 
 from __future__ import annotations
@@ -27,13 +26,6 @@ Document = dict[str, Any]
 CONTRACT = PROJECT / "contracts" / "openapi.yaml"
 # Only the file has these.
 _FILE_ONLY = ("info", "tags", "servers", "externalDocs")
-_PROSE = frozenset({"description", "summary", "title", "example", "examples"})
-# Keys below these are names, even if such a name is "title" or "description".
-_NAMES = frozenset(
-    {"paths", "properties", "schemas", "parameters", "headers", "responses", "securitySchemes"}
-)
-# Lists without a meaningful order.
-_SETS = frozenset({"required", "enum", "type", "anyOf", "oneOf", "token"})
 # Collections up to this many characters are written on one line.
 _LINE = 88
 _WIDTH = 110
@@ -56,20 +48,23 @@ def contract(file: Path = CONTRACT) -> Document:
     return document
 
 
+def generated(written: Document, running: Document) -> Document:
+    """The document of the service with the head and the order of the file."""
+    head = {name: written[name] for name in _FILE_ONLY if name in written}
+    document: Document = _in_order(written, running | head)
+    return document
+
+
 def differences(written: Document, running: Document) -> Iterator[str]:
-    """Every place where the two documents differ in meaning."""
-    yield from _compare("", _comparable(written), _comparable(running), names=False)
-
-
-def merged(written: Document, running: Document, *, prose: bool = False) -> Document:
-    """The structure of the service with the order and the prose of the file.
-
-    prose: where the service has prose too, its prose is taken.
-    """
-    kept = {name: written[name] for name in _FILE_ONLY if name in written}
-    structure: Document = _Merge(prose).mapping(_comparable(written), _comparable(running))
-    version = structure.pop("openapi")
-    return {"openapi": version, **kept, **structure}
+    """Every place where the two documents differ."""
+    first, second = dict(_places(written)), dict(_places(generated(written, running)))
+    for place in first | second:
+        if place not in second:
+            yield f"{place}: only in the contract"
+        elif place not in first:
+            yield f"{place}: only in the service"
+        elif first[place] != second[place]:
+            yield f"{place}: contract {first[place]!s:.120}, service {second[place]!s:.120}"
 
 
 def dump(document: Document) -> str:
@@ -121,102 +116,39 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
 _Dumper.add_representer(str, _represent_text)
 
 
-def _comparable(document: Document) -> Document:
-    return {name: part for name, part in document.items() if name not in _FILE_ONLY}
-
-
-def _compare(where: str, written: Any, running: Any, *, names: bool) -> Iterator[str]:
+def _in_order(written: Any, running: Any) -> Any:
+    """`running` with its names, and its lists of the same items, in the order of `written`."""
     if isinstance(written, dict) and isinstance(running, dict):
-        for name in [*written, *(name for name in running if name not in written)]:
-            if name in _PROSE and not names:
-                continue
-            place = f"{where}/{name}"
-            if name not in running:
-                yield f"{place}: only in the contract"
-            elif name not in written:
-                yield f"{place}: only in the service"
-            else:
-                below = name in _NAMES and not names
-                pair = _unordered(name, written[name]), _unordered(name, running[name])
-                yield from _compare(place, *pair, names=below)
-    elif isinstance(written, list) and isinstance(running, list) and len(written) == len(running):
-        for index, (first, second) in enumerate(zip(written, running, strict=True)):
-            yield from _compare(f"{where}/{index}", first, second, names=False)
-    elif written != running:
-        yield f"{where}: contract {_shorten(written)}, service {_shorten(running)}"
+        names = [*(name for name in written if name in running), *running]
+        return {name: _in_order(written.get(name), running[name]) for name in dict.fromkeys(names)}
+    if isinstance(written, list) and isinstance(running, list):
+        if sorted(written, key=str) == sorted(running, key=str):
+            return written
+        pairs = zip(written, running, strict=False)
+        return [_in_order(*pair) for pair in pairs] + running[len(written) :]
+    return running
 
 
-def _unordered(name: str, value: Any) -> Any:
-    if not isinstance(value, list):
-        return value
-    if name == "parameters":
-        return {_parameter_key(parameter): parameter for parameter in value}
-    return sorted(value, key=str) if name in _SETS else value
-
-
-def _parameter_key(parameter: Document) -> str:
-    reference = parameter.get("$ref")
-    return str(reference) if reference else f"{parameter['in']} {parameter['name']}"
-
-
-def _shorten(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 120 else f"{text[:120]}…"
-
-
-class _Merge:
-    """Merges the document of the service into that of the file."""
-
-    def __init__(self, prose: bool) -> None:
-        self._prose = prose
-
-    def mapping(self, written: Document, running: Document, *, names: bool = False) -> Document:
-        result: Document = {}
-        for name in [*written, *(name for name in running if name not in written)]:
-            prose = name in _PROSE and not names
-            if name not in running:
-                if prose:
-                    result[name] = written[name]
-            elif name not in written:
-                result[name] = running[name]
-            elif prose and isinstance(written[name], str):
-                result[name] = running[name] if self._prose else written[name]
-            else:
-                below = name in _NAMES and not names
-                result[name] = self._value(written[name], running[name], names=below)
-        return result
-
-    def _value(self, written: Any, running: Any, *, names: bool) -> Any:
-        if isinstance(written, dict) and isinstance(running, dict):
-            return self.mapping(written, running, names=names)
-        if isinstance(written, list) and isinstance(running, list):
-            return self._list(written, running)
-        return running
-
-    def _list(self, written: list[Any], running: list[Any]) -> list[Any]:
-        if all(isinstance(part, dict) and ("in" in part or "$ref" in part) for part in running):
-            present = {
-                _parameter_key(part): part
-                for part in written
-                if isinstance(part, dict) and ("in" in part or "$ref" in part)
-            }
-            return [
-                self._value(present.get(_parameter_key(part), part), part, names=False)
-                for part in running
-            ]
-        return written if sorted(written, key=str) == sorted(running, key=str) else running
+def _places(part: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of a document under its place; a list of plain values is one value."""
+    if isinstance(part, list) and any(isinstance(item, dict) for item in part):
+        part = dict(enumerate(part))
+    if not isinstance(part, dict) or not part:
+        yield where, part
+        return
+    for name, value in part.items():
+        yield from _places(value, f"{where}/{name}")
 
 
 def main() -> int:
     """0 when contract and service agree, otherwise 1 and every difference."""
     parser = argparse.ArgumentParser(prog="python -m reconciler.api.contract")
-    parser.add_argument("--write", action="store_true", help="take the service's structure over")
-    parser.add_argument("--prose", action="store_true", help="take the service's prose over too")
+    parser.add_argument("--write", action="store_true", help="take the service's document over")
     arguments = parser.parse_args()
     written, running = contract(), service()
-    if arguments.write or arguments.prose:
+    if arguments.write:
         head = [line for line in CONTRACT.read_text("utf-8").splitlines() if line.startswith("#")]
-        text = dump(merged(written, running, prose=arguments.prose))
+        text = dump(generated(written, running))
         CONTRACT.write_text("\n".join([*head, text]), "utf-8")
         written = contract()
     lines = list(differences(written, running))

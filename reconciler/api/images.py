@@ -71,28 +71,23 @@ class Image(MemberImage):
 @router.post("/admin/images", status_code=201, response_model=Image)
 def register(body: NewImage, context: Admin) -> JSONResponse:
     """Register an image; this record is the authority for its digest."""
-    act = context.act(body.reason)
     values = body.model_dump(exclude={"reason"})
     downloads.refuse(body.url, body.size_bytes if body.compression == "none" else None)
     return context.write(
-        lambda conn: Image.of(images.register(conn, act, **values)), body=body, status=201
+        lambda conn, act: Image.of(images.register(conn, act, **values)), body=body, status=201
     )
 
 
 @router.get("/admin/images")
 def list_images(context: Admin, paging: Paging) -> PageOf[Image]:
     """The catalogue."""
-    page = paging.page(images.ORDER)
-    rows = context.read(lambda conn: images.every(conn, page))
-    return paging.answer(images.ORDER, rows, Image.of)
+    return context.page(paging, images.ORDER, images.every, Image.of)
 
 
 @router.get("/images", response_model=MemberImages)
-def offered(request: Request, _who: Holder, paging: Paging) -> PageOf[MemberImage]:
+def offered(context: Holder, paging: Paging) -> PageOf[MemberImage]:
     """The images that a launch can name."""
-    page = paging.page(images.ORDER)
-    with reading(request.app.state.engine) as conn:
-        return paging.answer(images.ORDER, images.every(conn, page), MemberImage.of)
+    return context.page(paging, images.ORDER, images.every, MemberImage.of)
 
 
 @router.get("/images/{digest}/content", response_class=FileResponse)

@@ -6,13 +6,12 @@ import logging
 import sqlite3
 from collections.abc import Sequence
 from http import HTTPStatus
-from typing import Annotated, Any
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.encoders import jsonable_encoder
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import exc
 from sqlalchemy.exc import DBAPIError, IntegrityError, InterfaceError, OperationalError
 from starlette.exceptions import HTTPException
@@ -20,7 +19,7 @@ from starlette.exceptions import HTTPException
 from reconciler.api.telemetry import CORRELATION_HEADER, correlation_id
 from reconciler.model.approval import REMEDIES
 from reconciler.model.errors import Problem
-from reconciler.trust.errors import TrustError
+from reconciler.trust.keygen import TrustError
 
 log = logging.getLogger("gpuaas.api")
 
@@ -73,28 +72,6 @@ _APPS = """
 CODES: frozenset[str] = frozenset(
     " ".join((_REQUEST, _ACCESS, _UNKNOWN, _NODES, _SLOTS, _ALLOCATIONS, _APPS)).split()
 ) | frozenset(REMEDIES)
-CODE_SCHEMA: dict[str, Any] = {
-    "type": "string",
-    "enum": sorted(CODES),
-    "description": "The cause, for programs. A code keeps its meaning forever.",
-}
-
-
-class ProblemDocument(BaseModel):
-    """RFC 9457. Some codes add members of their own."""
-
-    model_config = ConfigDict(extra="allow", title="Problem")
-
-    type: Annotated[str, Field(pattern="^urn:gpuaas:problem:[a-z0-9_]+$")]
-    title: str
-    status: Annotated[int, Field(ge=400, le=599)]
-    detail: str
-    instance: str = ""
-    code: str
-    expected: str
-    found: str
-    remedy: str
-    correlation_id: str
 
 
 def respond(request: Request, problem: Problem) -> JSONResponse:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+from functools import partial
+
+from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from sqlalchemy import Connection
 
 from reconciler.api.http import PageOf, Paging
 from reconciler.api.models import Answer, Moment, Name, Reasoned
 from reconciler.api.security import Admin, Holder
-from reconciler.db.engine import reading
+from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.states import Role
 from reconciler.records import projects
@@ -35,9 +37,8 @@ class Project(Answer):
 @router.post("/admin/projects", status_code=201, response_model=Project)
 def create(body: NewProject, context: Admin) -> JSONResponse:
     """Add a project."""
-    act = context.act(body.reason)
 
-    def work(conn: Connection) -> Project:
+    def work(conn: Connection, act: Act) -> Project:
         if body.id in {row.id for row in projects.every(conn)}:
             raise Problem(
                 "project_exists",
@@ -54,16 +55,12 @@ def create(body: NewProject, context: Admin) -> JSONResponse:
 @router.get("/admin/projects")
 def list_projects(context: Admin, paging: Paging) -> PageOf[Project]:
     """All projects."""
-    page = paging.page(projects.ORDER)
-    rows = context.read(lambda conn: projects.every(conn, page))
-    return paging.answer(projects.ORDER, rows, Project.of)
+    return context.page(paging, projects.ORDER, projects.every, Project.of)
 
 
 @router.get("/projects", name="own")
-def list_own_projects(request: Request, who: Holder, paging: Paging) -> PageOf[Project]:
+def list_own_projects(context: Holder, paging: Paging) -> PageOf[Project]:
     """The caller's projects: a member's own, all of them for an admin."""
-    among = None if who.role == Role.PLATFORM_ADMIN else sorted(who.projects)
-    page = paging.page(projects.ORDER)
-    with reading(request.app.state.engine) as conn:
-        rows = projects.every(conn, page, among=among)
-    return paging.answer(projects.ORDER, rows, Project.of)
+    caller = context.caller
+    among = None if caller.role == Role.PLATFORM_ADMIN else sorted(caller.projects)
+    return context.page(paging, projects.ORDER, partial(projects.every, among=among), Project.of)

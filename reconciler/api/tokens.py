@@ -11,7 +11,8 @@ from sqlalchemy import Connection
 
 from reconciler.api.http import PageOf, Paging
 from reconciler.api.models import Answer, Id, Moment, Name, Reasoned
-from reconciler.api.security import Admin, write_secret
+from reconciler.api.security import Admin
+from reconciler.model.act import Act
 from reconciler.model.states import Role
 from reconciler.records import nodes, projects, tokens
 
@@ -65,10 +66,9 @@ class Revoked(Answer):
 @router.post("", status_code=201, response_model=IssuedToken)
 def issue(body: NewToken, context: Admin) -> JSONResponse:
     """Issue a token."""
-    act = context.act(body.reason)
     values = body.model_dump(exclude={"reason", "role"})
 
-    def work(conn: Connection) -> IssuedToken:
+    def work(conn: Connection, act: Act) -> IssuedToken:
         if body.project_id:
             projects.get(conn, body.project_id)
         if body.node_id:
@@ -76,23 +76,20 @@ def issue(body: NewToken, context: Admin) -> JSONResponse:
         record, secret = tokens.issue(conn, act, role=body.role, **values)
         return IssuedToken.of(record, token=secret)
 
-    return write_secret(context, work, frozenset({"token"}), body=body)
+    return context.write(work, body=body, status=201, secrets=frozenset({"token"}))
 
 
 @router.get("")
 def list_tokens(context: Admin, paging: Paging) -> PageOf[Token]:
     """All tokens, without their secrets."""
-    page = paging.page(tokens.ORDER)
-    rows = context.read(lambda conn: tokens.every(conn, page))
-    return paging.answer(tokens.ORDER, rows, Token.of)
+    return context.page(paging, tokens.ORDER, tokens.every, Token.of)
 
 
 @router.delete("/{token_id}", response_model=Revoked)
 def revoke(token_id: Id, context: Admin) -> JSONResponse:
     """Revoke the token at once."""
-    act = context.act()
 
-    def work(conn: Connection) -> Revoked:
+    def work(conn: Connection, act: Act) -> Revoked:
         tokens.revoke(conn, token_id, act)
         return Revoked(id=token_id, revoked=True)
 

@@ -14,9 +14,9 @@ from fastapi.responses import Response, StreamingResponse
 from pydantic import AwareDatetime, Field
 from sqlalchemy import Connection
 
-from reconciler.api.http import Context, PageOf, PageRequest, Paging, encode
+from reconciler.api.http import PageOf, PageRequest, Paging, encode
 from reconciler.api.models import Answer, Document, Filter, Id, Moment, Record
-from reconciler.api.security import Admin, Member
+from reconciler.api.security import Admin, Context, Member
 from reconciler.db.rows import Page
 from reconciler.model.states import CapacityShape
 from reconciler.records import projects, usage

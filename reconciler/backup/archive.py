@@ -10,16 +10,22 @@ import io
 import json
 import os
 import shutil
+import sqlite3
+import subprocess
 import tarfile
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from reconciler.backup import database, unfinished
+import sqlalchemy as sa
+from psycopg.pq import Conninfo
+from sqlalchemy import Engine
+
+from reconciler.backup import refuse_unfinished_restore
 from reconciler.db import migrations
 from reconciler.db.engine import open_existing
 from reconciler.model.errors import Problem
@@ -27,6 +33,10 @@ from reconciler.settings import PREFIX, Settings, config_file
 
 SCHEMA = 1
 MANIFEST, DATABASE, SETTINGS, TRUST = "manifest.json", "database", "settings.env", "trust/"
+_SERVICE = "gpuaas"
+# libpq strips white space from the end of a password in a service file, and a service cannot refer
+# to another service.
+_NOT_IN_A_FILE = {"password", "service"}
 
 
 def write(settings: Settings, file: Path) -> dict[str, Any]:
@@ -35,7 +45,7 @@ def write(settings: Settings, file: Path) -> dict[str, Any]:
     Problem `backup_exists`, or `restore_unfinished` while a restore is incomplete, because the
     records may lack changes of their backup until then.
     """
-    unfinished.refuse(settings)
+    refuse_unfinished_restore(settings)
     if file.exists():
         raise Problem(
             "backup_exists",
@@ -53,7 +63,8 @@ def write(settings: Settings, file: Path) -> dict[str, Any]:
         )
     with open_existing(settings) as engine, tempfile.TemporaryDirectory(dir=file.parent) as folder:
         # A consistent copy: later changes belong to the next backup.
-        copy = database.copy(engine, Path(folder) / DATABASE)
+        copy = Path(folder) / DATABASE
+        copy_database(engine, copy)
         manifest = {
             "schema": SCHEMA,
             "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -64,7 +75,12 @@ def write(settings: Settings, file: Path) -> dict[str, Any]:
         trust = settings.state_dir / "trust"
         keys = sorted(path for path in trust.glob("*") if path.is_file() and path.name != "lock")
         if not keys:
-            raise _incomplete(str(trust))
+            raise Problem(
+                "backup_incomplete",
+                expected="the SSH authorities, without which every host must enrol again",
+                found=f"no keys in {trust}",
+                remedy="run the backup on the machine with the service's state folder",
+            )
         fresh = Path(folder) / "backup.tar.gz"
         with _private(fresh) as handle, tarfile.open(fileobj=handle, mode="w:gz") as tar:
             _add(tar, MANIFEST, json.dumps(manifest, indent=1).encode())
@@ -101,6 +117,43 @@ def read(file: Path, folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def copy_database(engine: Engine, file: Path) -> None:
+    """A consistent copy of a database that other processes may write to."""
+    if engine.dialect.name == "postgresql":
+        _postgresql(engine, "pg_dump", ["--format=custom", "--no-owner", f"--file={file}"])
+        return
+    source = sqlite3.connect(str(engine.url.database))
+    with closing(source), closing(sqlite3.connect(file)) as target:
+        source.backup(target)
+        # The copy must be a single file, without a write-ahead log beside it.
+        target.execute("PRAGMA journal_mode = DELETE")
+
+
+def existing_database(engine: Engine) -> str:
+    """Description of an existing database, "" if there is none."""
+    if engine.dialect.name == "postgresql":
+        with engine.connect() as conn:
+            tables = sa.inspect(conn).get_table_names()
+        return f"a database with {len(tables)} tables" if tables else ""
+    target = Path(str(engine.url.database))
+    return f"{target} exists" if target.exists() else ""
+
+
+def put_back_database(engine: Engine, file: Path) -> None:
+    """Create the database from the copy, completely or not at all."""
+    if engine.dialect.name == "postgresql":
+        words = ["--no-owner", "--exit-on-error", "--single-transaction", str(file)]
+        _postgresql(engine, "pg_restore", words)
+        return
+    target = Path(str(engine.url.database))
+    fresh = target.with_name(f".{target.name}.restored")
+    fresh.touch(mode=0o600)
+    shutil.copyfile(file, fresh)
+    with fresh.open("rb") as handle:
+        os.fsync(handle.fileno())
+    fresh.rename(target)
+
+
 def _settings() -> str:
     """The settings of this site, as information for a restore, which does not apply them."""
     lines = [f"# from {config_file()}"]
@@ -127,15 +180,6 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
     tar.addfile(member, io.BytesIO(content))
 
 
-def _incomplete(folder: str) -> Problem:
-    return Problem(
-        "backup_incomplete",
-        expected="the SSH authorities, without which every host must enrol again",
-        found=f"no keys in {folder}",
-        remedy="run the backup on the machine with the service's state folder",
-    )
-
-
 def _unreadable(file: Path, found: str) -> Problem:
     return Problem(
         "backup_unreadable",
@@ -144,3 +188,46 @@ def _unreadable(file: Path, found: str) -> Problem:
         found=found,
         remedy="use a file of `gpuaas backup`; nothing was restored",
     )
+
+
+def _postgresql(engine: Engine, program: str, words: Sequence[str]) -> None:
+    if not shutil.which(program):
+        raise Problem(
+            "program_missing",
+            expected=f"{program} of the server's version on this machine",
+            found=f"no {program} on PATH",
+            remedy="install postgresql-client, or run pg_dump and pg_restore by hand as"
+            " docs/operations.md says, and keep the trust folder with the dump",
+        )
+    # The connection parameters of the service, including those for TLS.
+    _, parameters = engine.dialect.create_connect_args(engine.url)
+    password = parameters.get("password")
+    secret = {"PGPASSWORD": str(password)} if password else {}
+    with _service(parameters) as file:
+        done = subprocess.run(
+            [program, f"--dbname=service={_SERVICE}", *words],
+            env={**os.environ, "PGSERVICEFILE": str(file), **secret},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if done.returncode:
+        raise Problem(
+            "program_failed",
+            expected=f"{program} to succeed",
+            found=f"exit {done.returncode}: {' '.join(done.stderr.split())[-300:]}",
+            remedy="nothing was changed; correct the cause and repeat the command",
+        )
+
+
+@contextmanager
+def _service(parameters: Mapping[str, Any]) -> Iterator[Path]:
+    """A service file for libpq, because every user of this machine can read a command line."""
+    # Other parameters are options of the driver, such as its type adapters.
+    options = {option.keyword.decode() for option in Conninfo.get_defaults()} - _NOT_IN_A_FILE
+    lines = [f"{name}={value}" for name, value in parameters.items() if name in options]
+    # Created with mode 600.
+    with tempfile.NamedTemporaryFile("w", suffix=".conf") as file:
+        file.write("\n".join([f"[{_SERVICE}]", *lines, ""]))
+        file.flush()
+        yield Path(file.name)

@@ -11,25 +11,32 @@ Runs may have ended since the backup, and tenants may have come and gone. Theref
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, Engine
 
-from reconciler.backup import archive, database, unfinished
+from reconciler.backup import MARK, archive, backup_in_progress
 from reconciler.db import clock, migrations
 from reconciler.db.engine import open_engine, transaction
-from reconciler.db.schema import ApiToken
 from reconciler.lifecycle import restore as restored
+from reconciler.lifecycle import task_failures
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.states import TaskState
 from reconciler.records import certificates, queue, tokens
 from reconciler.runs.paths import write_text
 from reconciler.settings import Settings
-from reconciler.work import deadlines as overdue
-from reconciler.work.cancel import cancel
+
+_WORK_PREFIX = ".restore-"
 
 
 def restore(settings: Settings, file: Path) -> dict[str, Any]:
@@ -39,55 +46,89 @@ def restore(settings: Settings, file: Path) -> dict[str, Any]:
     site, `backup_unreadable`, `backup_newer`.
     """
     settings.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with unfinished.locked(settings):
+    with locked(settings):
         return _restore(settings, file)
 
 
 def _restore(settings: Settings, file: Path) -> dict[str, Any]:
     state = settings.state_dir
     trust = state / "trust"
-    backup = unfinished.digest(file)
-    repeated = unfinished.backup_in_progress(settings) == backup
+    backup = _digest(file)
+    repeated = backup_in_progress(settings) == backup
     if trust.exists() and not repeated:
-        raise database.not_empty(f"{trust} exists")
-    with unfinished.work_folder(settings) as folder:
+        raise _not_empty(f"{trust} exists")
+    with work_folder(settings) as folder:
         manifest = archive.read(file, folder)
         engine = open_engine(settings.database)
         try:
             _refuse_another(engine, manifest)
-            present = database.existing(engine)
+            present = archive.existing_database(engine)
             if present and not repeated:
-                raise database.not_empty(present)
+                raise _not_empty(present)
             # From here on no command opens this site until the restore is complete: the records of
             # the backup may offer slots that have tenants by now.
-            unfinished.begin(settings, backup)
+            write_text(state / MARK, f"{backup}\n")
             if not present:
-                database.put_back(engine, folder / archive.DATABASE)
+                archive.put_back_database(engine, folder / archive.DATABASE)
             revision = migrations.migrate(engine)
             with transaction(engine) as conn:
-                done = restored.told(conn, backup) or _doubt(conn, settings, manifest, backup)
+                done = restored.told(conn, backup) or _doubt(conn, manifest, backup)
                 accepted = _accepted_again(conn)
         finally:
             engine.dispose()
         write_text(state / "restored-settings.env", (folder / archive.SETTINGS).read_text())
         if not trust.exists():
             _put_keys(folder / archive.TRUST, folder / "keys", trust)
-        unfinished.end(settings)
+        (state / MARK).unlink()
     return {**manifest, "revision": revision, **done, **accepted}
 
 
-def _doubt(
-    conn: Connection, settings: Settings, manifest: dict[str, Any], backup: str
-) -> dict[str, Any]:
+@contextmanager
+def locked(settings: Settings) -> Iterator[None]:
+    """Hold the lock of restores; Problem `restore_unfinished` while another process holds it."""
+    folder = os.open(settings.state_dir, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as busy:
+        raise Problem(
+            "restore_unfinished",
+            expected="no other restore",
+            found=f"another restore that is running in {settings.state_dir}",
+            remedy="wait until it ends",
+        ) from busy
+    finally:
+        os.close(folder)
+
+
+@contextmanager
+def work_folder(settings: Settings) -> Iterator[Path]:
+    """A folder for the unpacked backup. Folders of killed restores are removed: they hold keys."""
+    for leftover in settings.state_dir.glob(f"{_WORK_PREFIX}*"):
+        shutil.rmtree(leftover)
+    with tempfile.TemporaryDirectory(prefix=_WORK_PREFIX, dir=settings.state_dir) as folder:
+        yield Path(folder)
+
+
+def _digest(file: Path) -> str:
+    """Digest of a backup; "" for an unreadable file, which `archive.read` reports."""
+    try:
+        with file.open("rb") as handle:
+            return hashlib.file_digest(handle, "sha256").hexdigest()
+    except OSError:
+        return ""
+
+
+def _doubt(conn: Connection, manifest: dict[str, Any], backup: str) -> dict[str, Any]:
     act = Act("restore", f"restored from the backup of {manifest['made_at']}")
-    error = {
+    lost_error = {
         "code": "restored",
         "expected": "a service that was running when the run ended",
         "found": f"a backup of {manifest['made_at']}, in which it was running",
         "remedy": "the effect on the host is unknown: verify the host before anything is freed",
     }
-    undone = {
-        **error,
+    canceled_error = {
+        "code": "restored",
         "expected": "a service that was running since the task was queued",
         "found": f"a backup of {manifest['made_at']}, in which the task had not started",
         "remedy": "it may have started since: check the host; a blocked slot needs"
@@ -96,9 +137,9 @@ def _doubt(
     waiting = restored.unfinished(conn)
     lost = queue.every(conn, state=TaskState.RUNNING, limit=100_000)
     for task in lost:
-        overdue.lose(conn, settings, replace(task, error=error), act)
+        task_failures.lose(conn, replace(task, error=lost_error), act)
     for task in waiting:
-        cancel(conn, settings, task.id, act, error=undone, believed=False)
+        task_failures.cancel(conn, task.id, act, error=canceled_error, trust_record=False)
     ended = {
         "lost_tasks": [task.id for task in lost],
         "canceled_tasks": [task.id for task in waiting],
@@ -107,36 +148,40 @@ def _doubt(
 
 
 def _accepted_again(conn: Connection) -> dict[str, Any]:
-    """Tokens and host keys that are valid by the records, and may have been revoked since."""
-    return {
-        "valid_tokens": [_token(token) for token in tokens.valid(conn)],
-        "valid_host_keys": [_host_key(key) for key in certificates.accepted(conn)],
-    }
+    """Tokens and host keys that are valid by the records, and may have been revoked since.
 
-
-def _token(token: ApiToken) -> dict[str, Any]:
-    """A valid token, with the command that revokes it."""
-    return {
-        "name": token.name,
-        "role": token.role,
-        "created_at": clock.iso(token.created_at),
-        "if_revoked_since": f"gpuaas token revoke {token.id}",
-    }
-
-
-def _host_key(key: dict[str, Any]) -> dict[str, Any]:
-    """A valid host key, with the command that replaces it.
-
-    A key that the host gave up after the backup may be in other hands. A new enrolment of the host
-    records its current key and revokes this key again.
+    Each has the command that revokes it. A key that the host gave up after the backup may be in
+    other hands: a new enrolment of the host records its current key and revokes this key again.
     """
-    return {
-        "node": key["node_id"],
-        "host_key": key["public_key"],
-        "certified_at": clock.iso(key["since"]),
-        "valid_until": clock.iso(key["until"]),
-        "if_replaced_since": f"gpuaas nodes userdata {key['node_id']}, its script on the host",
-    }
+    valid_tokens = [
+        {
+            "name": token.name,
+            "role": token.role,
+            "created_at": clock.iso(token.created_at),
+            "if_revoked_since": f"gpuaas token revoke {token.id}",
+        }
+        for token in tokens.valid(conn)
+    ]
+    valid_host_keys = [
+        {
+            "node": key["node_id"],
+            "host_key": key["public_key"],
+            "certified_at": clock.iso(key["since"]),
+            "valid_until": clock.iso(key["until"]),
+            "if_replaced_since": f"gpuaas nodes userdata {key['node_id']}, its script on the host",
+        }
+        for key in certificates.accepted(conn)
+    ]
+    return {"valid_tokens": valid_tokens, "valid_host_keys": valid_host_keys}
+
+
+def _not_empty(found: str) -> Problem:
+    return Problem(
+        "restore_not_empty",
+        expected="an empty state folder and no database",
+        found=found,
+        remedy="stop the service and move both away; nothing was restored",
+    )
 
 
 def _refuse_another(engine: Engine, manifest: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ def doctor(context: typer.Context) -> None:
     findings = examine()
     failures = sum(finding.status == "fail" for finding in findings)
     warnings = sum(finding.status == "warn" for finding in findings)
-    documents = [finding.document() for finding in findings]
+    documents = [vars(finding) for finding in findings]
     if here.output == "json":
         output.document({"failures": failures, "warnings": warnings, "findings": documents})
     else:
@@ -39,7 +39,7 @@ def check(context: typer.Context) -> None:
 
     Reads only. The service may run meanwhile, but need not.
     """
-    from reconciler.backup import unfinished
+    from reconciler.backup import refuse_unfinished_restore
     from reconciler.cli.service import outdated
     from reconciler.db.engine import open_existing, reading
     from reconciler.db.migrations import current, head
@@ -48,7 +48,7 @@ def check(context: typer.Context) -> None:
 
     here = session.of(context)
     settings = Settings()
-    unfinished.refuse(settings)
+    refuse_unfinished_restore(settings)
     with open_existing(settings) as engine:
         revision = current(engine)
         if revision != head():

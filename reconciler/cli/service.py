@@ -64,7 +64,6 @@ def run_worker() -> None:
     """
     from reconciler import logs
     from reconciler.service import process
-    from reconciler.service.authorities import adopt
     from reconciler.settings import Settings
 
     settings = Settings()
@@ -78,7 +77,7 @@ def run_worker() -> None:
             remedy="set it, or run `gpuaas serve --api-only` here",
         )
     engine, revision = open_migrated(settings)
-    adopt(settings, engine)
+    process.adopt(settings, engine)
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopping.set())
@@ -133,12 +132,12 @@ def outdated(revision: str | None) -> Problem:
 
 
 def _open(settings: Settings) -> Engine:
-    from reconciler.backup import unfinished
+    from reconciler.backup import refuse_unfinished_restore
     from reconciler.db.engine import open_engine
 
     folder = settings.state_dir
     try:
-        unfinished.refuse(settings)
+        refuse_unfinished_restore(settings)
         # Run folders, keys and the database are for the service's user only.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not settings.database_url:

@@ -58,7 +58,7 @@ def page() -> str:
 
 
 def _row(name: str, field: FieldInfo) -> str:
-    text = (field.description or "").replace("|", "\\|")
+    text = " ".join((field.description or "").split()).replace("|", "\\|")
     return f"| `{PREFIX}{name.upper()}` | {_default(name, field)} | {_allowed(field)} | {text} |"
 
 

@@ -25,8 +25,7 @@ from reconciler.trust.certificates import (
     certify,
     read_certificate,
 )
-from reconciler.trust.errors import TrustError
-from reconciler.trust.keygen import new_key, public_key
+from reconciler.trust.keygen import TrustError, new_key, public_key
 
 __all__ = [
     "CertificateInfo",

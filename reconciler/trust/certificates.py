@@ -27,8 +27,7 @@ from cryptography.hazmat.primitives.serialization import (
     ssh_key_fingerprint,
 )
 
-from reconciler.trust.errors import TrustError
-from reconciler.trust.keygen import public_key
+from reconciler.trust.keygen import TrustError, public_key
 
 SigningKey = Ed25519PrivateKey | EllipticCurvePrivateKey | RSAPrivateKey
 

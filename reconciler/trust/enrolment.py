@@ -16,8 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from reconciler.trust.ca import HOST_DAYS, OPERATOR, Trust, certify_host, user_ca
-from reconciler.trust.errors import TrustError
-from reconciler.trust.keygen import public_key
+from reconciler.trust.keygen import TrustError, public_key
 
 _SCRIPT = Path(__file__).with_name("enrol.sh")
 _MARK = "# @values@\n"

@@ -21,7 +21,8 @@ from sqlalchemy import Connection, Engine, exc
 from reconciler import logs
 from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.schema import Task
-from reconciler.model.act import Act
+from reconciler.lifecycle import task_failures
+from reconciler.lifecycle.task_failures import Failure, act_of, locked_subject
 from reconciler.model.errors import Problem
 from reconciler.model.proof import NOTHING_DONE
 from reconciler.model.states import TaskState
@@ -35,8 +36,8 @@ from reconciler.runs.spec import LauncherAway, NodeAccess, RunError, RunSpec
 from reconciler.runs.ssh import SshAccess
 from reconciler.settings import Settings
 from reconciler.trust.ca import known_hosts, open_trust, operator_identity, revoke_host
-from reconciler.trust.errors import TrustError
-from reconciler.work.handler import Failure, Handler, failed_work, open_work
+from reconciler.trust.keygen import TrustError
+from reconciler.work.handler import Handler, open_work
 from reconciler.work.kinds import HANDLERS
 from reconciler.work.loops import tidy_on
 from reconciler.work.settle import settle
@@ -224,7 +225,7 @@ def attend(engine: Engine, settings: Settings, task: Task, stopping: threading.E
                 if isinstance(refusal, LauncherAway):
                     _wait_for_launcher(engine, task, refusal)
                 else:
-                    _refuse(engine, task, handler, settings, refusal)
+                    _refuse(engine, task, refusal)
                 return
     if task.allocation_id or task.fences:
         retrying(engine, lambda conn: queue.extend_deadlines(conn, queue.get(conn, task.id)))
@@ -328,11 +329,10 @@ def _end_unwanted(engine: Engine, task: Task, directory: Path) -> None:
 
 def _wait_for_launcher(engine: Engine, task: Task, away: LauncherAway) -> None:
     """No run was started. The task waits and is tried again later with a new run."""
-    act = Act(f"task:{task.id}", contract.storable_text(str(away)), task.correlation_id or "")
-    error = {name: contract.storable_text(word) for name, word in away.told().items()}
+    act = act_of(task).because(contract.storable_text(str(away)))
+    error = {part: contract.storable_text(text) for part, text in away.told().items()}
     with transaction(engine) as conn:
-        lease = (task.id, task.lease_token)
-        queue.wait_for_host(conn, *lease, act.reason, act=act, error=error)
+        queue.wait_for_host(conn, task.id, task.lease_token, act.reason, act=act, error=error)
 
 
 def _named(settings: Settings, failure: Exception) -> LauncherAway:
@@ -348,17 +348,15 @@ def _named(settings: Settings, failure: Exception) -> LauncherAway:
     )
 
 
-def _refuse(
-    engine: Engine, task: Task, handler: Handler, settings: Settings, refusal: Problem | RunError
-) -> None:
+def _refuse(engine: Engine, task: Task, refusal: Problem | RunError) -> None:
     """Finish a task whose run could not start, with the reason as its error."""
     error = refusal.told()
-    with transaction(engine) as conn, failed_work(conn, settings, task) as work:
-        # An earlier attempt may have acted. Only a refused first attempt proves an untouched host.
-        failure = Failure("start the run", error, dict(NOTHING_DONE), known=task.attempt <= 1)
-        handler.fail(work, failure)
-        act = work.act.because(refusal.code)
-        state = TaskState.CANCELED if refusal.code == "canceled" else TaskState.FAILED
+    # An earlier attempt may have acted. Only a refused first attempt proves an untouched host.
+    failure = Failure("start the run", error, dict(NOTHING_DONE), known=task.attempt <= 1)
+    state = TaskState.CANCELED if refusal.code == "canceled" else TaskState.FAILED
+    with transaction(engine) as conn, locked_subject(conn, task):
+        task_failures.record(conn, task, failure)
+        act = act_of(task).because(refusal.code)
         queue.finish(conn, task.id, task.lease_token, state, act, error=error)
 
 

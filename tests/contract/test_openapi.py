@@ -71,6 +71,7 @@ NODE = ("paths", "/api/v1/admin/nodes/{node_id}", "patch")
         (("components", "schemas", "Problem", "properties"), lambda part: part.pop("title")),
         (("components", "schemas", "ProblemCode", "enum"), lambda part: part.append("new")),
         (("components", "schemas", "NodeChange", "properties"), lambda part: part.pop("pool")),
+        (NODE, lambda part: part.update(description="Outdated.")),
     ],
 )
 def test_every_kind_of_difference_is_seen_from_both_sides(
@@ -85,15 +86,16 @@ def test_every_kind_of_difference_is_seen_from_both_sides(
     assert list(contract.differences(running, other))
 
 
-def test_taking_the_services_structure_over_keeps_prose(running: Document) -> None:
-    old = copy.deepcopy(running)
+def test_writing_takes_the_service_over_and_keeps_the_head(running: Document) -> None:
+    old = copy.deepcopy(running) | {"info": {"title": "Written by hand."}}
     patch = old["paths"][NODE[1]]["patch"]
-    patch["description"] = "Written by hand."
+    patch["description"] = "Outdated."
     patch["responses"].pop("412")
     old["paths"].pop("/api/v1/admin/audit")
     old["paths"]["/gone"] = {}
-    new = contract.merged(old, running)
-    assert new["paths"][NODE[1]]["patch"]["description"] == "Written by hand."
+    new = contract.generated(old, running)
+    assert new == running | {"info": {"title": "Written by hand."}}
+    assert list(new["paths"]) == [*list(old["paths"])[:-1], "/api/v1/admin/audit"]
     assert list(contract.differences(new, running)) == []
 
 

@@ -7,8 +7,8 @@ from typing import Any
 from reconciler.lifecycle import baremetal
 from reconciler.model.proof import DEFAULT_POLICY
 from reconciler.records import reports
-from reconciler.work import start_guard
-from reconciler.work.handler import Failure, Handler, Work
+from reconciler.work.handler import Handler, Work
+from reconciler.work.kinds.slices import begin_provision
 
 
 def provision_variables(work: Work) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def provision_variables(work: Work) -> dict[str, Any]:
 
 def provision_start(work: Work) -> None:
     """Problem `canceled`, which starts no run, if the allocation has ended."""
-    start_guard.begin_provision(work)
+    begin_provision(work)
     baremetal.entered(work.conn, work.task.node_id)
 
 
@@ -38,27 +38,10 @@ def provision_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     return rest
 
 
-def provision_failed(work: Work, failure: Failure) -> None:
-    """Free the machine only if the host reports that nothing was touched."""
-    evidence = failure.evidence
-    start_guard.close_gate_after_reboot(work, failure)
-    baremetal.provision_failed(
-        work.conn,
-        work.allocation_id,
-        work.act.because(failure.error["code"]),
-        step=failure.step,
-        error=failure.error,
-        untouched=failure.untouched,
-        baseline=evidence.get("baseline") or {},
-        task_id=work.task.id,
-    )
-
-
 PROVISION = Handler(
     "provision_baremetal",
     provision_variables,
     provision_succeeded,
-    provision_failed,
     provision_start,
     wiped="slice_disks",
 )
@@ -97,22 +80,10 @@ def release_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     return evidence
 
 
-def release_failed(work: Work, failure: Failure) -> None:
-    baremetal.release_failed(
-        work.conn,
-        work.allocation_id,
-        work.act.because(failure.error["code"], failure.evidence),
-        fence=work.parameters["fence"],
-        step=failure.step,
-        error=failure.error,
-    )
-
-
 RELEASE = Handler(
     "release_baremetal",
     release_variables,
     release_succeeded,
-    release_failed,
     deadlines=("shutdown",),
     wiped="slice_disks",
 )

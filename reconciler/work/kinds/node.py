@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from reconciler.lifecycle import drift, host
-from reconciler.lifecycle import evidence as host_evidence
 from reconciler.lifecycle import gate as slot_gate
 from reconciler.model import hardware
 from reconciler.model.states import NodeMode, NodeState
@@ -77,13 +76,9 @@ BOOTSTRAP = Handler(
 )
 
 
-def discover_variables(_work: Work) -> dict[str, Any]:
-    return {}
-
-
 def discover_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     document = evidence["discovery"]
-    host_evidence.record_discovery(
+    host.record_discovery(
         work.conn,
         work.task.node_id,
         document,
@@ -101,7 +96,7 @@ def discover_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     return {"candidate_summary": document["candidate_summary"]}
 
 
-DISCOVER = Handler("discover", discover_variables, discover_succeeded)
+DISCOVER = Handler("discover", lambda _work: {}, discover_succeeded)
 
 
 def takeover_variables(work: Work) -> dict[str, Any]:
@@ -137,11 +132,7 @@ def bind_variables(work: Work) -> dict[str, Any]:
     return {"slice_slots": slots.bundles(work.conn, work.task.node_id)}
 
 
-def bind_succeeded(_work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
-    return evidence
-
-
-BIND = Handler("bind_topology", bind_variables, bind_succeeded)
+BIND = Handler("bind_topology", bind_variables)
 
 
 def parity_variables(work: Work) -> dict[str, Any]:
@@ -163,7 +154,7 @@ def parity_variables(work: Work) -> dict[str, Any]:
 
 def parity_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     report, node_id = evidence["parity"], work.task.node_id
-    host_evidence.record_parity(
+    host.record_parity(
         work.conn,
         node_id,
         report,
@@ -216,8 +207,4 @@ def cache_image_variables(work: Work) -> dict[str, Any]:
     }
 
 
-def cache_image_succeeded(_work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
-    return evidence
-
-
-CACHE_IMAGE = Handler("cache_image", cache_image_variables, cache_image_succeeded)
+CACHE_IMAGE = Handler("cache_image", cache_image_variables)

@@ -8,12 +8,8 @@ from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _ledger
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
-    _domain,
-    _flows,
-    _libvirt,
-    _qos,
-)
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _domain, _libvirt, _qos
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice._libvirt import State as Life
 from ansible_collections.gpuaas.slice.plugins.modules import slice_vm
 
@@ -48,7 +44,7 @@ FLOWS = frozenset({_flows.Flow(200, frozenset({"in_port=5"}), "drop")})
 WANT = _domain.describe(slice_vm._spec(PARAMS))
 NOTHING = slice_vm.State(
     life=None,
-    found=None,
+    definition=None,
     pids=(),
     port=None,
     flows=frozenset(),
@@ -58,7 +54,13 @@ NOTHING = slice_vm.State(
     left=(),
 )
 RUNNING = replace(
-    NOTHING, life=Life("running"), found=WANT, pids=(9,), port=5, flows=FLOWS, wanted_flows=FLOWS
+    NOTHING,
+    life=Life("running"),
+    definition=WANT,
+    pids=(9,),
+    port=5,
+    flows=FLOWS,
+    wanted_flows=FLOWS,
 )
 LIMIT = {"rate_kbps": 1000, "burst_kb": 100}
 LIMITED = _qos.State((1000, 100), ("linux-htb", "1000000", "row"), ("row",))
@@ -84,7 +86,7 @@ def test_a_running_vm_needs_nothing() -> None:
 
 
 def test_a_vm_that_shut_itself_down_is_started_again() -> None:
-    assert steps(replace(NOTHING, life=Life("shut off"), found=WANT)) == START
+    assert steps(replace(NOTHING, life=Life("shut off"), definition=WANT)) == START
 
 
 def test_an_interrupted_start_is_finished() -> None:
@@ -126,8 +128,8 @@ def test_an_attachment_that_does_not_exist_is_refused_by_name() -> None:
 
 def test_another_definition_is_replaced_only_while_off() -> None:
     changed = {**WANT, "memory_mib": 1}
-    assert steps(replace(NOTHING, life=Life("shut off"), found=changed))[0] == "define_domain"
-    assert codes(replace(RUNNING, found=changed)) == ["domain_differs"]
+    assert steps(replace(NOTHING, life=Life("shut off"), definition=changed))[0] == "define_domain"
+    assert codes(replace(RUNNING, definition=changed)) == ["domain_differs"]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +166,7 @@ def test_removal_ends_with_the_files() -> None:
 
 def test_stopping_keeps_the_definition_but_no_flow() -> None:
     assert steps(RUNNING, state="stopped") == ["stop_domain", "remove_flows", "remove_port"]
-    off = replace(NOTHING, life=Life("shut off"), found=WANT, flows=FLOWS)
+    off = replace(NOTHING, life=Life("shut off"), definition=WANT, flows=FLOWS)
     assert steps(off, state="stopped") == ["remove_flows"]
 
 

@@ -10,7 +10,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block
 from ansible_collections.gpuaas.slice.plugins.module_utils.topology import _slice_discovery
 
 from reconciler.db.engine import transaction
-from reconciler.lifecycle import evidence, host
+from reconciler.lifecycle import host
 from tests.unit.plugins.module_utils.conftest import Machine
 from tests.unit.plugins.module_utils.topology.test_slice_discovery import (
     LEFT,
@@ -48,7 +48,7 @@ def discovered(world: World) -> list[dict[str, Any]]:
     with transaction(world.engine) as conn:
         host.enrolled(conn, NODE, ACT, **identity)
         host.bootstrapped(conn, NODE, ACT, identity=identity)
-        evidence.record_discovery(conn, NODE, document | {"identity": identity}, ACT)
+        host.record_discovery(conn, NODE, document | {"identity": identity}, ACT)
     return [candidate["bundle"] for candidate in document["candidates"]]
 
 

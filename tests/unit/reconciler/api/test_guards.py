@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from reconciler.api import contract
-from reconciler.api.document import MUTATING
+from reconciler.api.app import MUTATING
 from reconciler.db.engine import transaction
 from reconciler.lifecycle import slices
 from tests.unit.reconciler.api.refusals import refused

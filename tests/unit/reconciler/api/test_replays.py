@@ -12,7 +12,7 @@ import pytest
 import sqlalchemy as sa
 
 from reconciler.api import contract
-from reconciler.api.document import MUTATING
+from reconciler.api.app import MUTATING
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
 from reconciler.lifecycle import host

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reconciler.db.engine import transaction
-from reconciler.lifecycle import evidence, host
+from reconciler.lifecycle import host
 from tests.unit.reconciler.api.world import ACT, NODE, World, discovery
 
 pytestmark = pytest.mark.covers("HOST-11")
@@ -32,7 +32,7 @@ def test_a_bare_metal_nodes_report_is_the_one_that_it_was_asked_for(new: World) 
     with transaction(new.engine) as conn:
         for intent, failures in (("baremetal", 3), ("slice", 0)):
             report = {"intent": intent, "failures": failures, "identity": identity}
-            evidence.record_parity(conn, "m1", report, ACT)
+            host.record_parity(conn, "m1", report, ACT)
     assert admin.get("admin/nodes/m1/parity").json()["document"]["failures"] == 3
 
 

@@ -19,7 +19,7 @@ import pytest
 import sqlalchemy as sa
 
 import reconciler.backup.restore as restoring
-from reconciler.backup import archive, database, unfinished
+from reconciler.backup import archive
 from reconciler.backup.restore import restore
 from reconciler.cli.service import open_migrated
 from reconciler.db import clock, migrations
@@ -32,7 +32,7 @@ from reconciler.lifecycle.restore import LEAP
 from reconciler.model.errors import Problem
 from reconciler.model.states import Role, TaskKind
 from reconciler.records import allocations, claims, leasing, nodes, queue, slots, tokens
-from reconciler.service.authorities import adopt
+from reconciler.service.process import adopt
 from reconciler.settings import Settings
 from reconciler.trust.ca import known_hosts, open_trust, user_ca
 from tests.postgresql import Server, running
@@ -291,14 +291,16 @@ def cut_off(after: Settings, file: Path, module: ModuleType, name: str, when: st
 @pytest.mark.parametrize(
     ("urls", "module", "name", "when"),
     [
-        ("sqlite", database, "put_back", "before"),
-        ("sqlite", database, "put_back", "after"),
+        ("sqlite", archive, "put_back_database", "before"),
+        ("sqlite", archive, "put_back_database", "after"),
         ("sqlite", migrations, "migrate", "after"),
         # Not committed, and committed.
         ("sqlite", restoring, "_doubt", "after"),
         ("sqlite", restoring, "_put_keys", "before"),
         ("sqlite", restoring, "_put_keys", "after"),
-        pytest.param("postgresql", database, "put_back", "after", marks=pytest.mark.postgres),
+        pytest.param(
+            "postgresql", archive, "put_back_database", "after", marks=pytest.mark.postgres
+        ),
     ],
     indirect=["urls"],
 )
@@ -319,7 +321,7 @@ def test_a_restore_that_was_cut_off_is_opened_by_nobody_and_begun_again(
         open_migrated(after)
     with pytest.raises(Problem, match="restore_unfinished"):
         archive.write(after, tmp_path / "half.tar.gz")
-    if (name, when) != ("put_back", "before"):
+    if (name, when) != ("put_back_database", "before"):
         with pytest.raises(Problem, match="restore_not_empty"):
             restore(after, other)
     done = restore(after, file)
@@ -348,7 +350,7 @@ def test_a_restore_that_goes_on_is_left_alone(tmp_path: Path) -> None:
     new.state_dir.mkdir(parents=True, exist_ok=True)
     file = tmp_path / "backup.tar"
     file.write_bytes(b"of no matter")
-    with unfinished.locked(new), unfinished.work_folder(new) as folder:
+    with restoring.locked(new), restoring.work_folder(new) as folder:
         with pytest.raises(Problem, match="another restore that is running"):
             restore(new, file)
         assert folder.exists()
@@ -360,7 +362,8 @@ def test_the_database_is_copied_the_way_that_the_service_goes(
 ) -> None:
     url = postgres.database(f"b_{uuid.uuid4().hex[:8]}")
     engine = open_engine(f"{url}&application_name=a%20copy")
-    assert database.copy(engine, tmp_path / "copy").stat().st_size
+    archive.copy_database(engine, tmp_path / "copy")
+    assert (tmp_path / "copy").stat().st_size
     engine.dispose()
 
 
@@ -385,7 +388,7 @@ def test_no_password_goes_to_a_server_without_the_tls_that_the_service_insists_o
         where = f"127.0.0.1:{server.getsockname()[1]}/gpuaas?sslmode=verify-full"
         engine = open_engine(f"postgresql+psycopg://gpuaas:secret@{where}")
         with pytest.raises(Problem, match="SSL"):
-            database.copy(engine, tmp_path / "copy")
+            archive.copy_database(engine, tmp_path / "copy")
         listener.join(30)
     request_for_tls = bytes([0, 0, 0, 8, 4, 210, 22, 47])
     assert said == [request_for_tls, b""]

@@ -14,12 +14,12 @@ import pytest
 import sqlalchemy as sa
 import yaml
 
-from reconciler.backup import unfinished
+from reconciler.backup import MARK
 from reconciler.db import leader
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
-from reconciler.doctor import configuration, folders, records, tools
-from reconciler.service.authorities import adopt
+from reconciler.doctor import examine, installation, services
+from reconciler.service.process import adopt
 from reconciler.settings import Settings
 from reconciler.trust.ca import Trust, open_trust
 from tests.unit.reconciler.api.world import World
@@ -41,8 +41,8 @@ def sound(selling: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch) -> Wo
     monkeypatch.setenv("GPUAAS_STATE_DIR", str(folder))
     monkeypatch.setenv("GPUAAS_PUBLIC_URL", "https://gpuaas.example")
     monkeypatch.setenv("GPUAAS_MEMBER_ADDRESS", "gpu.example")
-    monkeypatch.setattr(folders, "_LITTLE_GIB", 0)
-    monkeypatch.setattr(folders, "_LEAST_GIB", 0)
+    monkeypatch.setattr(installation, "_LITTLE_GIB", 0)
+    monkeypatch.setattr(installation, "_LEAST_GIB", 0)
     return selling
 
 
@@ -223,7 +223,7 @@ def test_the_file_of_settings_is_looked_at(
     file.write_text("GPUAAS_WORKERS=7\nGPUAAS_WRKERS=3\n")
     monkeypatch.setenv("GPUAAS_CONFIG_FILE", str(file))
     file.chmod(0o644)
-    assert [one.found[-10:] for one in configuration._file()] == ["(mode 644)"]
+    assert [one.found[-10:] for one in examine.file_mode()] == ["(mode 644)"]
     assert Settings().workers == 7
     monkeypatch.setenv("GPUAAS_WORKERS", "1")
     assert Settings().workers == 1, "the environment goes before the file"
@@ -233,7 +233,7 @@ def test_the_file_of_settings_is_looked_at(
 
 def test_a_restore_that_was_cut_off_is_named(sound: World, doctor: Doctor, gpuaas: Gpuaas) -> None:
     """The records of such a site describe the past."""
-    unfinished.begin(sound.settings, "0" * 64)
+    (sound.settings.state_dir / MARK).write_text("0" * 64)
     finding = doctor()["database"]
     assert finding["status"] == "fail" and "was cut off" in finding["found"]
     gpuaas("check")
@@ -248,16 +248,16 @@ def test_a_broken_profile_is_named(sound: World, tmp_path: Path) -> None:
     old = yaml.safe_load(good.read_text())
     del old["fabric"]["link"]
     (tmp_path / "old.yml").write_text(yaml.safe_dump(old))
-    rows = list(tools.profiles(Settings(profiles_dir=tmp_path)))
+    rows = list(installation.profiles(Settings(profiles_dir=tmp_path)))
     assert [one.status for one in rows] == ["fail", "ok", "fail", "fail"]
     assert rows[2].found == "old.yml: fabric: 'link' is a required property"
 
 
 def test_little_room_is_said(sound: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders, "_LITTLE_GIB", 1 << 30)
-    assert [one.status for one in folders.room(sound.settings)] == ["warn"]
-    monkeypatch.setattr(folders, "_LEAST_GIB", 1 << 30)
-    assert [one.status for one in folders.room(sound.settings)] == ["fail"]
+    monkeypatch.setattr(installation, "_LITTLE_GIB", 1 << 30)
+    assert [one.status for one in installation.free_space(sound.settings)] == ["warn"]
+    monkeypatch.setattr(installation, "_LEAST_GIB", 1 << 30)
+    assert [one.status for one in installation.free_space(sound.settings)] == ["fail"]
 
 
 def test_another_user_is_told_whose_folder_it_is(
@@ -272,9 +272,9 @@ def test_forgotten_holds_are_named(sound: World) -> None:
     run = folder / "runs" / "nobodys-run"
     run.mkdir(parents=True)
     with transaction(sound.engine) as conn:
-        assert not [one for one in records._run_locks(sound.settings, conn) if one.status != "ok"]
+        assert not [one for one in services.run_locks(sound.settings, conn) if one.status != "ok"]
     with (run / "lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         with transaction(sound.engine) as conn:
-            (stale,) = records._run_locks(sound.settings, conn)
+            (stale,) = services.run_locks(sound.settings, conn)
     assert (stale.status, "nobodys-run" in stale.found) == ("warn", True)

@@ -15,14 +15,15 @@ from reconciler.db import locks, rows
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.schema import Slot
-from reconciler.lifecycle import gate, host, launch, placement, recovery, slices
+from reconciler.lifecycle import gate, host, launch, placement, recovery, slices, task_failures
 from reconciler.lifecycle import slots as slot_life
+from reconciler.lifecycle.task_failures import Failure
 from reconciler.model.errors import Problem
 from reconciler.model.scheduler.snapshot import Want
 from reconciler.model.states import ProofKind
 from reconciler.records import claims, nodes, proofs, slots
 from reconciler.settings import Settings
-from reconciler.work.handler import Failure, Work
+from reconciler.work.handler import Work
 from reconciler.work.kinds import node
 from reconciler.work.kinds import slices as slice_kinds
 from tests.unit.reconciler.conftest import ADMIN, Site
@@ -171,7 +172,8 @@ def test_a_clean_up_decides_nothing_about_a_slot_that_is_fenced_off_meanwhile(
             if ends == "well":
                 slice_kinds.wipe_succeeded(work, {"proofs": given, "absence": {"absent": True}})
             else:
-                slice_kinds.wipe_failed(work, Failure("nvme_wipe", dict(ERROR), {}, known=False))
+                failure = Failure("nvme_wipe", dict(ERROR), {}, known=False)
+                task_failures.record(conn, first, failure)
 
     with transaction(sold.engine) as conn:
         slot = rows.get(conn, Slot, claim.slot_id, lock=True)

@@ -31,8 +31,7 @@ from reconciler.model.states import TaskKind, TaskState
 from reconciler.records import allocations, leasing, queue, reports
 from reconciler.records import recovery_cases as case_records
 from reconciler.settings import Settings
-from reconciler.work.deadlines import end_overdue
-from reconciler.work.loops import play_recovery_cases, recover_blocked
+from reconciler.work.loops import end_overdue, play_recovery_cases, recover_blocked
 from tests.unit.reconciler.conftest import ADMIN, Site
 
 pytestmark = pytest.mark.covers("CTRL-7", "I12", "I13")

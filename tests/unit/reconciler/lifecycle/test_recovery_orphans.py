@@ -13,8 +13,7 @@ from reconciler.db import journal
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
 from reconciler.db.schema import Task
-from reconciler.lifecycle import evidence as host_evidence
-from reconciler.lifecycle import gate, invariants, launch, recovery, slices
+from reconciler.lifecycle import gate, host, invariants, launch, recovery, slices
 from reconciler.lifecycle import restore as restored
 from reconciler.lifecycle import slots as slot_life
 from reconciler.model.errors import Problem
@@ -65,8 +64,8 @@ def test_after_a_restore_no_proof_of_before_stands(sold: Site) -> None:
         assert slots.get(conn, held).disk_generation == before[held].disk_generation
         assert slots.get(conn, idle).disk_generation == before[idle].disk_generation + 1
         # All that can be seen of the host is well, and still nothing of it is sold.
-        host_evidence.record_discovery(conn, "n1", sold.document(0), sold.act)
-        host_evidence.record_parity(conn, "n1", sold.parity(), sold.act)
+        host.record_discovery(conn, "n1", sold.document(0), sold.act)
+        host.record_parity(conn, "n1", sold.parity(), sold.act)
         (found,) = gate.open_gate(conn, "n1", sold.act)["closed"][idle]
         assert found["code"] == "proof_missing"
         old = replace(

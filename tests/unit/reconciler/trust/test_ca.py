@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from reconciler.trust import ca, keygen
-from reconciler.trust.errors import TrustError
+from reconciler.trust.keygen import TrustError
 
 pytestmark = pytest.mark.covers("HOST-13")
 

@@ -10,7 +10,7 @@ import pytest
 
 from reconciler.trust import keygen
 from reconciler.trust.certificates import Signature, certify, read_certificate
-from reconciler.trust.errors import TrustError
+from reconciler.trust.keygen import TrustError
 
 pytestmark = pytest.mark.covers("HOST-13")
 

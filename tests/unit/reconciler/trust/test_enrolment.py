@@ -14,7 +14,7 @@ import pytest
 from reconciler.trust import ca, keygen
 from reconciler.trust.certificates import Signature, certify
 from reconciler.trust.enrolment import EnrolmentRequest, answer, read_pin, userdata
-from reconciler.trust.errors import TrustError
+from reconciler.trust.keygen import TrustError
 from tests.unit.reconciler.trust.machine import TOKEN, Api, Host, Reply
 
 pytestmark = pytest.mark.covers("HOST-13")

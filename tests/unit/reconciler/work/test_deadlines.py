@@ -24,8 +24,8 @@ from reconciler.runs.launch import Site as RunSite
 from reconciler.runs.paths import runner_id
 from reconciler.settings import Settings
 from reconciler.work import worker
-from reconciler.work.deadlines import end_overdue
 from reconciler.work.kinds import HANDLERS
+from reconciler.work.loops import end_overdue
 from reconciler.work.settle import settle
 from tests.unit.reconciler.conftest import ADMIN, Site
 

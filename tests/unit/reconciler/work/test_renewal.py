@@ -17,10 +17,10 @@ from reconciler.model.errors import Problem
 from reconciler.model.states import TaskKind
 from reconciler.records import allocations, certificates, leasing, queue, tokens
 from reconciler.runs import contract
-from reconciler.service.loops import LOOPS
 from reconciler.settings import Settings
 from reconciler.trust import ca, keygen
 from reconciler.work import loops
+from reconciler.work.loops import LOOPS
 from tests.unit.reconciler.conftest import ADMIN, Site
 from tests.unit.reconciler.work.test_attend import Runs, launched, runs
 from tests.unit.reconciler.work.test_unreachable import SILENT, STRANGER, Attend, attend

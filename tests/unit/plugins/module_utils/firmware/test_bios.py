@@ -32,7 +32,7 @@ STATES = st.builds(
 )  # fmt: skip
 WISHES = st.builds(
     _bios.Wish,
-    wanted=st.dictionaries(st.sampled_from(NAMES[:2]), VALUES),
+    attributes=st.dictionaries(st.sampled_from(NAMES[:2]), VALUES),
     power_cycle=st.booleans(),
     wait=st.booleans(),
     acknowledged=st.frozensets(st.sampled_from(["JID_1000000", "JID_10000000"])),
@@ -81,7 +81,7 @@ def test_nothing_is_staged_or_cycled_without_leave_or_over_an_open_job(
         return
     if "commit_job" in names:
         assert wish.power_cycle and not state.open_jobs()
-        strange = [a for n, a in state.attributes.items() if n not in wish.wanted]
+        strange = [a for n, a in state.attributes.items() if n not in wish.attributes]
         assert all(one.coming == one.current for one in strange)
     if "stage_attribute" in names:
         assert not any(job.is_bios for job in state.open_jobs())

@@ -1,0 +1,221 @@
+"""Checks of this machine: listeners, state folder with its keys, needs of runs."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonschema import Draft202012Validator
+
+from reconciler.doctor import Finding, fail, ok, refused, warn
+from reconciler.model.errors import Problem
+from reconciler.runs import contract
+from reconciler.service.listeners import api_address, host_port, is_local, operator_address
+from reconciler.settings import Settings
+from reconciler.trust.ca import Trust
+from reconciler.trust.keygen import public_key
+
+_GIB = 1 << 30
+# Below the first limit the disk is full within days, below the second within hours.
+_LITTLE_GIB, _LEAST_GIB = 5, 1
+# Programs on the search path of runs (runs.launch). Only the first is beside our interpreter.
+_PROGRAMS = {
+    "ansible-playbook": "install the Python packages of requirements.lock into one environment",
+    "ssh": "install openssh-client",
+    "ssh-keygen": "install openssh-client",
+}
+
+
+def listeners(settings: Settings) -> Iterator[Finding]:
+    """The API, the operators' listener if there is one, and the URL for hosts."""
+    try:
+        address = api_address(settings)
+        local = is_local(address)
+        text = f"{host_port(address)}: API, with tokens"
+        yield warn(
+            "listen",
+            text if local else f"{text}, unencrypted on the network",
+            unless=local,
+            expected="a loopback address behind a proxy that terminates TLS",
+            remedy="GPUAAS_LISTEN=127.0.0.1:8080 and docs/operations.md, TLS; nothing if only"
+            " the service uses that network",
+        )
+    except Problem as problem:
+        yield refused("listen", problem)
+    try:
+        operators = operator_address(settings)
+        users = "operators on this machine, without a token"
+        text = f"{host_port(operators)}: {users}" if operators else "off"
+        yield ok("operator_listen", text)
+    except Problem as problem:
+        yield refused("operator_listen", problem)
+    try:
+        yield ok("public_url", f"hosts reach the API at {settings.url_for_hosts}")
+    except Problem as missing:
+        yield warn(
+            "public_url",
+            f"{missing.found}: no host can enrol",
+            expected=missing.expected,
+            remedy=missing.remedy,
+        )
+
+
+def state_folder(settings: Settings) -> Iterator[Finding]:
+    """The folder exists, belongs to the service's user, is private and writable."""
+    folder, check = settings.state_dir, "state_dir"
+    if not folder.is_dir():
+        yield fail(
+            check,
+            f"no folder {folder}",
+            expected="the state folder of the service",
+            remedy="set GPUAAS_STATE_DIR, or start the service once: it creates the folder",
+        )
+        return
+    findings = list(_private(check, folder, 0o700))
+    if not os.access(folder, os.W_OK | os.X_OK):
+        findings.append(_other_owner(check, folder))
+    yield from findings or [ok(check, str(folder))]
+
+
+def keys(settings: Settings) -> Iterator[Finding]:
+    """The keys of the authorities are complete and private: with them a reader can pose as any
+    host, or as the reconciler.
+    """
+    trust, check = Trust(settings.state_dir.resolve() / "trust"), "ssh_ca"
+    if not trust.directory.is_dir():
+        yield warn(
+            check,
+            "no authority yet",
+            expected=f"keys in {trust.directory}",
+            remedy="start the service, which creates them, or restore the backup that has them:"
+            " with new keys every host must enrol again",
+        )
+        return
+    findings = list(_private(check, trust.directory, 0o700))
+    for key in (trust.host_authority, trust.user_authority, trust.operator):
+        public = key.with_name(f"{key.name}.pub")
+        if not key.exists() or not public.exists():
+            findings.append(
+                fail(
+                    check,
+                    f"{key.name} or {public.name} is missing",
+                    expected="a pair of keys",
+                    remedy="restore the trust folder from a backup",
+                )
+            )
+            continue
+        public_key(public.read_text())
+        findings += _private(check, key, 0o600)
+    yield from findings or [ok(check, str(trust.directory))]
+
+
+def free_space(settings: Settings) -> Iterator[Finding]:
+    """The disk of the state folder has room for the database and the output of runs."""
+    folder = settings.state_dir
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free / _GIB
+    yield (fail if free < _LEAST_GIB else warn)(
+        "disk_space",
+        f"{free:.1f} GiB free in {folder}",
+        unless=free >= _LITTLE_GIB,
+        expected=f"at least {_LITTLE_GIB} GiB",
+        remedy="free space or move the folder",
+    )
+
+
+def programs(_settings: Settings) -> Iterator[Finding]:
+    """The programs are on the search path of a run."""
+    bin_folder = str(Path(sys.executable).parent)
+    path = f"{bin_folder}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    for name, remedy in _PROGRAMS.items():
+        program = shutil.which(name, path=path)
+        text = program or f"not in {path}"
+        yield fail(name, text, unless=bool(program), expected="the program", remedy=remedy)
+    try:
+        yield ok("ansible_runner", version("ansible-runner"))
+    except PackageNotFoundError:
+        yield fail(
+            "ansible_runner",
+            "not installed",
+            expected="the package ansible-runner",
+            remedy=_PROGRAMS["ansible-playbook"],
+        )
+
+
+def collection(settings: Settings) -> Iterator[Finding]:
+    """The collection gpuaas.slice is installed with all playbooks of the tasks."""
+    folder = settings.collections_path / "ansible_collections" / "gpuaas" / "slice"
+    playbooks = {file.stem for file in (folder / "playbooks").glob("*.yml")}
+    missing = [name for name in contract.PLAYBOOKS if name not in playbooks]
+    if missing:
+        yield fail(
+            "collection",
+            f"{folder} without {', '.join(missing) if playbooks else 'any playbook'}",
+            expected="the collection gpuaas.slice of this version",
+            remedy="ansible-galaxy collection install the archive there, or set"
+            " GPUAAS_COLLECTIONS_PATH; in a checkout: scripts/collection-path",
+        )
+    else:
+        yield ok("collection", f"{folder}, {len(playbooks)} playbooks")
+
+
+def profiles(settings: Settings) -> Iterator[Finding]:
+    """Each hardware profile is valid."""
+    rules: dict[str, Any] = contract.schema("common")
+    validator = Draft202012Validator({**rules, "$ref": "#/$defs/linked_profile"})
+    files = sorted(settings.profiles_dir.glob("*.yml"))
+    if not files:
+        yield fail(
+            "profiles",
+            f"none in {settings.profiles_dir}",
+            expected="hardware profiles, each a YAML file",
+            remedy="set GPUAAS_PROFILES_DIR to the folder with the profiles",
+        )
+    for file in files:
+        try:
+            wrong = [
+                f"{'.'.join(map(str, error.absolute_path)) or 'document'}: {error.message[:120]}"
+                for error in validator.iter_errors(yaml.safe_load(file.read_text()))
+            ]
+        except yaml.YAMLError as unreadable:
+            wrong = [" ".join(str(unreadable).split())[:200]]
+        yield fail(
+            "profiles",
+            f"{file.name}: {'; '.join(wrong[:3])}" if wrong else file.name,
+            unless=not wrong,
+            expected="linked_profile of contracts/runs/common.schema.json",
+            remedy=f"correct {file}",
+        )
+
+
+def _private(check: str, path: Path, mode: int) -> Iterator[Finding]:
+    status = path.stat()
+    if status.st_uid != os.geteuid():
+        yield _other_owner(check, path)
+    elif status.st_mode & 0o077:
+        yield fail(
+            check,
+            f"{path} has mode {status.st_mode & 0o777:03o}",
+            expected=f"mode {mode:03o}, for the service's user only",
+            remedy=f"chmod {mode:03o} {path}",
+        )
+
+
+def _other_owner(check: str, path: Path) -> Finding:
+    try:
+        owner = pwd.getpwuid(path.stat().st_uid).pw_name
+    except KeyError:
+        owner = str(path.stat().st_uid)
+    return fail(
+        check,
+        f"{path} belongs to {owner}, this is {pwd.getpwuid(os.geteuid()).pw_name}",
+        expected="the same user for the service and its files",
+        remedy=f"run as {owner} (`runuser -u {owner} -- gpuaas doctor`), or chown the folder",
+    )
