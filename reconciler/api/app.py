@@ -21,7 +21,6 @@ from reconciler.api import (
     apps,
     health,
     images,
-    launches,
     nodes,
     nodework,
     placement,
@@ -44,7 +43,7 @@ Document = dict[str, Any]
 PREFIX = "/api/v1"
 # Requests are matched in this order, so the routes of tenants come first.
 ROUTERS = (
-    launches.router,
+    allocations.router,
     apps.router,
     nodes.router,
     nodes.enrolment_router,
@@ -55,7 +54,7 @@ ROUTERS = (
     slots.router,
     images.router,
     projects.router,
-    allocations.router,
+    allocations.admin_router,
     recovery.router,
     placement.router,
     recovery.policy_router,
