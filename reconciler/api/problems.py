@@ -16,7 +16,7 @@ from sqlalchemy import exc
 from sqlalchemy.exc import DBAPIError, IntegrityError, InterfaceError, OperationalError
 from starlette.exceptions import HTTPException
 
-from reconciler.api.telemetry import CORRELATION_HEADER, correlation_id
+from reconciler.api.http import CORRELATION_HEADER, correlation_id
 from reconciler.model.approval import REMEDIES
 from reconciler.model.errors import Problem
 from reconciler.trust.keygen import TrustError

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _object_names
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _dnsmasq, _object_names
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _dnsmasq
 from ansible_collections.gpuaas.slice.plugins.modules import slice_ready as module
 
 ONE = "23bd713b-6073-4ef7-8a51-2897e902365d"

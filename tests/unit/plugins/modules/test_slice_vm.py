@@ -8,12 +8,8 @@ from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _ledger
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
-    _domain,
-    _flows,
-    _libvirt,
-    _qos,
-)
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _domain, _libvirt, _qos
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice._libvirt import State as Life
 from ansible_collections.gpuaas.slice.plugins.modules import slice_vm
 

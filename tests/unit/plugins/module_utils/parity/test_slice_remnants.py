@@ -22,6 +22,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _host,
     _host_snapshot,
     _ledger,
+    _object_names,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _virtual_functions
 from ansible_collections.gpuaas.slice.plugins.module_utils.firmware import _preflight_command
@@ -30,11 +31,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.parity import (
     _host_facts,
     _slice_remnants,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
-    _object_names,
-    _qos,
-    _traces,
-)
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _qos, _traces
 from ansible_collections.gpuaas.slice.plugins.modules import slice_remnants
 
 bench = runpy.run_path(str(Path(__file__).parents[2] / "storage_bench.py"))["bench"]

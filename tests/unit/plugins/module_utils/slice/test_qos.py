@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _object_names
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _object_names, _qos
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _qos
 
 pytestmark = pytest.mark.covers("HOST-7")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _flows
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice._flows import Guard
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows
+from ansible_collections.gpuaas.slice.plugins.module_utils.network._flows import Guard
 
 from tests.conftest import Script
 
