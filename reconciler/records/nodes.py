@@ -134,11 +134,16 @@ def change(conn: sa.Connection, id: str, act: Act, **values: Any) -> Node:
             remedy="leave these out: they follow from what happens to the node",
         )
     before = rows.get(conn, Node, id, lock=True)
-    update = sa.update(nodes).where(nodes.c.id == id)
-    conn.execute(update.values(generation=nodes.c.generation + 1, **values))
+    update(conn, id, **values)
     detail = {name: {"from": getattr(before, name), "to": value} for name, value in values.items()}
     journal.audit(conn, act, "admin.node.changed", "node", id, detail=detail)
     return get(conn, id)
+
+
+def update(conn: sa.Connection, id: str, **values: Any) -> None:
+    """Update the node with a new generation, so that a decision on an older read is refused."""
+    later = {"generation": nodes.c.generation + 1}
+    conn.execute(sa.update(nodes).where(nodes.c.id == id).values(**later, **values))
 
 
 def require_enrolled(conn: sa.Connection, id: str) -> Node:
