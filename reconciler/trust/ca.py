@@ -32,23 +32,14 @@ _PRINCIPAL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _BACKDATE = timedelta(hours=1)
 
 
-@dataclass(frozen=True)
 class Trust:
     """Folder with the keys of both authorities and of the operator; created by `open_trust`."""
 
-    directory: Path
-
-    @property
-    def host_authority(self) -> Path:
-        return self.directory / "host_ca"
-
-    @property
-    def user_authority(self) -> Path:
-        return self.directory / "user_ca"
-
-    @property
-    def operator(self) -> Path:
-        return self.directory / "operator"
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.host_authority = directory / "host_ca"
+        self.user_authority = directory / "user_ca"
+        self.operator = directory / "operator"
 
 
 @dataclass(frozen=True)
