@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, StringConstraints
 from sqlalchemy import Connection
 from typing_extensions import TypeAliasType
 
-from reconciler.api.http import IfMatch, PageOf, Paging, tagged
+from reconciler.api.http import IfMatch, PageOf, Paging, correlation_id, tagged
 from reconciler.api.models import (
     Address,
     Answer,
@@ -31,7 +31,6 @@ from reconciler.api.models import (
 )
 from reconciler.api.security import Admin
 from reconciler.api.tasks import Task, audited
-from reconciler.api.telemetry import correlation_id
 from reconciler.db import schema, settings
 from reconciler.db.engine import reading, retrying
 from reconciler.lifecycle import host

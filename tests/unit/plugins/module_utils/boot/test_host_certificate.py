@@ -97,8 +97,8 @@ def test_only_this_hosts_own_certificate_is_taken(
         refused = drive(text)
         assert refused.failure is not None and refused.failure.code == code
     user = ca.operator_identity(trust).certificate.read_text()
-    told = drive(user).failure
-    assert told is not None and told.code == "certificate_unreadable"
+    failure = drive(user).failure
+    assert failure is not None and failure.code == "certificate_unreadable"
     assert installed() == old
 
 
