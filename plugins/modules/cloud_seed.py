@@ -81,8 +81,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host, _ledger
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _cloud_seed, _object_names
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _change,
+    _host,
+    _ledger,
+    _object_names,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _cloud_seed
 
 
 def observe(params: _change.Params) -> str | None:

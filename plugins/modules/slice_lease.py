@@ -130,17 +130,13 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _change,
     _host,
     _ledger,
+    _object_names,
     _pci,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import _bridge
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
-    _libvirt,
-    _object_names,
-    _pinning,
-    _slots,
-)
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _libvirt, _pinning, _slots
 
 
 @dataclass(frozen=True)

@@ -67,13 +67,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host, _ledger
-from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
-    _libvirt,
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _change,
+    _host,
+    _ledger,
     _object_names,
-    _pinning,
 )
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _libvirt, _pinning
 
 # Read rather than asked for: libvirt may be gone from the host when a conversion is repeated.
 _DOMAINS = ("/etc/libvirt/qemu", "/run/libvirt/qemu")

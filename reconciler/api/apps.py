@@ -10,8 +10,8 @@ from fastapi.responses import JSONResponse
 from pydantic import AfterValidator, Field, StringConstraints
 from sqlalchemy import Connection as DatabaseConnection
 
+from reconciler.api.allocations import Connection
 from reconciler.api.http import IfMatch, PageOf, Paging, tagged
-from reconciler.api.launches import Connection
 from reconciler.api.models import Answer, Body, Id, Moment, Name, PublicKey, Reasoned, Record
 from reconciler.api.security import Member
 from reconciler.db import schema

@@ -14,6 +14,7 @@ from reconciler.api.models import (
     Answer,
     Body,
     Bytes,
+    Devices,
     Document,
     Id,
     Moment,
@@ -83,26 +84,13 @@ class Approval(Body):
     reason: RequiredReason
 
 
-class Slot(Answer):
+class Slot(Devices):
     """What may be sold of a node: one bundle of its devices."""
 
     id: str
     node_id: str
     parent_slot_id: str | None
     sharing_mechanism: SharingMechanism
-    slot_index: int
-    gpu_pci_address: str
-    nvme_device: str
-    nvme_identity: str
-    nvme_serial: str
-    nvme_eui: str
-    nvme_size_bytes: int
-    management_mac: str
-    private_ip: str
-    fabric_vf_pci_address: str
-    numa_node: int
-    fence: int
-    disk_generation: int
     capacity_metadata: Document
     status: SlotState
     status_reason: str

@@ -15,8 +15,7 @@ from reconciler import logs
 from reconciler.api.app import create_app
 from reconciler.api.health import create_operator_app
 from reconciler.cli.service import open_migrated
-from reconciler.service import addresses, listener, process
-from reconciler.service.authorities import adopt
+from reconciler.service import listeners, process
 from reconciler.settings import Settings
 
 log = logging.getLogger("gpuaas")
@@ -29,13 +28,13 @@ def serve(*, api_only: bool) -> None:
     """Serve until SIGINT or SIGTERM."""
     settings = Settings()
     logs.configure(settings)
-    with listener.api(settings) as sockets:
+    with listeners.api_sockets(settings) as sockets:
         _serve(settings, sockets, api_only=api_only)
 
 
 def _serve(settings: Settings, sockets: list[socket.socket], *, api_only: bool) -> None:
     engine, revision = open_migrated(settings)
-    adopt(settings, engine)
+    process.adopt(settings, engine)
     app = create_app(settings, engine)
     # /readyz of this process answers for the whole site.
     app.state.needed = process.NEEDED
@@ -54,7 +53,7 @@ def _serve(settings: Settings, sockets: list[socket.socket], *, api_only: bool) 
         signal.signal(number, _stop)
     try:
         with (
-            listener.operators(settings, _for_operators(settings, engine)),
+            listeners.serve_operators(settings, _for_operators(settings, engine)),
             process.running(settings, engine, api=True, work=not api_only),
         ):
             log.info("database at %s, API on %s", revision, _listening(settings, sockets))
@@ -65,7 +64,7 @@ def _serve(settings: Settings, sockets: list[socket.socket], *, api_only: bool) 
 
 def _listening(settings: Settings, sockets: list[socket.socket]) -> str:
     """The addresses that it listens on, and the public URL if it differs."""
-    urls = [f"http://{addresses.host_port(item.getsockname()[:2])}" for item in sockets]
+    urls = [f"http://{listeners.host_port(item.getsockname()[:2])}" for item in sockets]
     text = " and ".join(urls)
     if settings.public_url and settings.public_url.rstrip("/") not in urls:
         return f"{text}, for others at {settings.public_url}"

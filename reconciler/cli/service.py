@@ -64,7 +64,6 @@ def run_worker() -> None:
     """
     from reconciler import logs
     from reconciler.service import process
-    from reconciler.service.authorities import adopt
     from reconciler.settings import Settings
 
     settings = Settings()
@@ -78,7 +77,7 @@ def run_worker() -> None:
             remedy="set it, or run `gpuaas serve --api-only` here",
         )
     engine, revision = open_migrated(settings)
-    adopt(settings, engine)
+    process.adopt(settings, engine)
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopping.set())

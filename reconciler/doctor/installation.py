@@ -17,7 +17,7 @@ from jsonschema import Draft202012Validator
 from reconciler.doctor import Finding, fail, ok, refused, warn
 from reconciler.model.errors import Problem
 from reconciler.runs import contract
-from reconciler.service import addresses
+from reconciler.service.listeners import api_address, host_port, is_local, operator_address
 from reconciler.settings import Settings
 from reconciler.trust.ca import Trust
 from reconciler.trust.keygen import public_key
@@ -36,9 +36,9 @@ _PROGRAMS = {
 def listeners(settings: Settings) -> Iterator[Finding]:
     """The API, the operators' listener if there is one, and the URL for hosts."""
     try:
-        address = addresses.api(settings)
-        local = addresses.is_local(address)
-        text = f"{addresses.host_port(address)}: API, with tokens"
+        address = api_address(settings)
+        local = is_local(address)
+        text = f"{host_port(address)}: API, with tokens"
         yield warn(
             "listen",
             text if local else f"{text}, unencrypted on the network",
@@ -50,9 +50,9 @@ def listeners(settings: Settings) -> Iterator[Finding]:
     except Problem as problem:
         yield refused("listen", problem)
     try:
-        operators = addresses.operators(settings)
+        operators = operator_address(settings)
         users = "operators on this machine, without a token"
-        text = f"{addresses.host_port(operators)}: {users}" if operators else "off"
+        text = f"{host_port(operators)}: {users}" if operators else "off"
         yield ok("operator_listen", text)
     except Problem as problem:
         yield refused("operator_listen", problem)

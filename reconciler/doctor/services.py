@@ -23,8 +23,7 @@ from reconciler.runs.awx import request
 from reconciler.runs.awx.client import Client, awx_access
 from reconciler.runs.paths import RunPaths, runs_directory
 from reconciler.runs.spec import RunError
-from reconciler.service.authorities import NAME
-from reconciler.service.process import NEEDED
+from reconciler.service.process import AUTHORITIES, NEEDED
 from reconciler.settings import Settings
 from reconciler.trust import oidc
 from reconciler.trust.ca import Trust, authorities
@@ -154,7 +153,7 @@ def _clock(conn: Connection) -> Finding:
 
 def _authorities(settings: Settings, conn: Connection) -> Iterator[Finding]:
     trust = Trust(settings.state_dir.resolve() / "trust")
-    recorded = site.read(conn, NAME)
+    recorded = site.read(conn, AUTHORITIES)
     if recorded is None or not trust.host_authority.exists() or not trust.user_authority.exists():
         return  # Missing keys are a finding of the check of the folder.
     equal = authorities(trust) == recorded

@@ -24,6 +24,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _host,
     _host_snapshot,
     _ledger,
+    _object_names,
     _pci,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
@@ -39,7 +40,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.parity._host_facts im
     OLD_BASELINE,
     Facts,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _object_names, _traces
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _traces
 from ansible_collections.gpuaas.slice.plugins.module_utils.topology import _host_resources
 
 SLICE_MODE = "/etc/gpuaas/slice-mode.json"

@@ -15,10 +15,13 @@ import time
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _command,
+    _host,
+    _object_names,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import _baseline_files
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _object_names
 
 DIRECTORY, LEASES = _baseline_files.RESERVATIONS, _baseline_files.LEASES
 PID_FILE = "/run/dnsmasq/dnsmasq.pid"

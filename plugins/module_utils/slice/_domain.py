@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from xml.etree import ElementTree as ET
 
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice._object_names import (
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._object_names import (
     SEEDS,
     check_mac,
     check_pci,

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _libvirt, _object_names
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _object_names
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _libvirt
 
 DIRECTORY = f"{_host.STATE_DIRECTORY}/plans"
 

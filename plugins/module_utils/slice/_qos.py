@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _object_names
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _object_names
 
 LABEL = "gpuaas-allocation"
 _SHAPER = "linux-htb"
