@@ -230,7 +230,7 @@ def change(body: PolicyBody, context: Admin) -> JSONResponse:
 
 def _policy(conn: Connection) -> RecoveryPolicy:
     cases = [
-        BlockedAllocation.of(case, slot_ids=[slot["id"] for slot in case.slots])
+        BlockedAllocation.of(case, slot_ids=[slot.id for slot in case.slots])
         for case in recovery_policy.blocked_allocations(conn)
     ]
     return RecoveryPolicy.of(recovery_policy.read(conn), cases=cases)

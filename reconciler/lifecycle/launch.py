@@ -16,7 +16,7 @@ from reconciler.db.schema import Allocation, Claim, Image, Task, nodes
 from reconciler.db.schema import images as image_table
 from reconciler.db.schema import projects as project_table
 from reconciler.lifecycle import baremetal, gate, placement
-from reconciler.lifecycle.slices import move_claims
+from reconciler.lifecycle.slices import advance_together, move_claims
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem, not_found
 from reconciler.model.hardware import gpu_count, tenant_disks
@@ -178,7 +178,7 @@ def release(conn: sa.Connection, id: str, act: Act) -> Allocation:
     queued = queue.open_of_allocation(conn, id)
     unstarted = all(task.started_at is None for task in queued)
     if state == AllocationState.ACTIVE:
-        _move(conn, id, "release", act)
+        advance_together(conn, id, "release", act)
         if allocation.capacity_shape == CapacityShape.BAREMETAL:
             baremetal.queue_release(conn, allocation, act)
         else:
@@ -314,14 +314,6 @@ def _item(
         parameters={"allocation": named, "slots": slots, **given},
         fences={slot["slot_id"]: slot["fence"] for slot in slots},
     )
-
-
-def _move(conn: sa.Connection, id: str, event: str, act: Act) -> None:
-    own = act.because(act.reason, {**act.evidence, "allocation_id": id})
-    advance(conn, "allocation", id, event, act)
-    move_claims(conn, id, event, act)
-    for slot in held_slots(conn, id):
-        advance(conn, "slot", slot.id, event, own)
 
 
 def _withdraw(conn: sa.Connection, id: str, queued: Sequence[Task], act: Act) -> None:

@@ -144,7 +144,7 @@ def _wipe_failed(conn: Connection, task: Task, failure: Failure) -> None:
     act = act_of(task).because(failure.error["code"], failure.evidence)
     with locks.node(conn, task.node_id):
         slots = unfenced_slots(conn, task)
-        slices.wipe_slots_failed(conn, slots, act, step=failure.step, error=failure.error)
+        slices.cleanup_failed(conn, slots, act, step=failure.step, error=failure.error)
 
 
 def _machine_provision_failed(conn: Connection, task: Task, failure: Failure) -> None:

@@ -202,7 +202,8 @@ def wipe_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
                 remedy="read the task's output; repair the slots again",
             )
         measured = work.allocation_id or ""
-        slices.wiped_slots(work.conn, proofs, evidence["absence"], act, measured=measured)
+        absence = evidence["absence"]
+        slices.cleanup_succeeded(work.conn, measured, act, proofs=proofs, absence=absence)
     return evidence
 
 

@@ -93,16 +93,7 @@ def clean(site: Site) -> Callable[[sa.Connection], Any]:
         (claim,) = claims.of_allocation(conn, key)
         recovery.repair(conn, claim.slot_id, ADMIN)
         given: Any = {"proofs": site.proofs(conn, key), "absence": {"absent": True}}
-    return lambda conn: slices.wiped(conn, key, ADMIN, **given)
-
-
-def clean_slots(site: Site) -> Callable[[sa.Connection], Any]:
-    with transaction(site.engine) as conn:
-        key = site.failed(conn)
-        (claim,) = claims.of_allocation(conn, key)
-        recovery.repair(conn, claim.slot_id, ADMIN)
-        given = site.proofs(conn, key)
-    return lambda conn: slices.wiped_slots(conn, given, {"absent": True}, ADMIN)
+    return lambda conn: slices.cleanup_succeeded(conn, key, ADMIN, **given)
 
 
 def force(site: Site) -> Callable[[sa.Connection], Any]:
@@ -116,7 +107,7 @@ def force(site: Site) -> Callable[[sa.Connection], Any]:
     return lambda conn: recovery.force_cleanup(conn, key, ADMIN, runtime_verified_absent=True)
 
 
-WAYS = [enable, open_gate, withdraw, fail, release, clean, clean_slots, force]
+WAYS = [enable, open_gate, withdraw, fail, release, clean, force]
 
 
 @pytest.mark.covers("CTRL-6", "I16")
@@ -257,11 +248,11 @@ def test_who_removes_a_known_machine_waits_for_its_allocation_and_holds_no_slot(
     with transaction(sold.engine) as conn, locks.allocation(conn, key):
         removed = beside(
             lambda: retrying(
-                sold.engine, lambda other: recovery.remove_orphan(other, slot["id"], key, sold.act)
+                sold.engine, lambda other: recovery.remove_orphan(other, slot.id, key, sold.act)
             )
         )
         with pytest.raises(TimeoutError):
             removed.result(A_WHILE_S)
-        query = sa.select(tables.slots.c.id).where(tables.slots.c.id == slot["id"])
-        assert conn.execute(query.with_for_update(nowait=True)).scalar_one() == slot["id"]
+        query = sa.select(tables.slots.c.id).where(tables.slots.c.id == slot.id)
+        assert conn.execute(query.with_for_update(nowait=True)).scalar_one() == slot.id
     assert removed.result(SOON_S).subject_id == key

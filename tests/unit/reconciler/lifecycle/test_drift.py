@@ -296,7 +296,7 @@ def test_what_the_last_tenant_left_goes_through_the_ordinary_clean_up(compare: C
         given = compare.site.proofs(conn, key)
         recovery.force_cleanup(conn, key, ADMIN, runtime_verified_absent=True)
         (task,) = leasing.lease(conn, "w", kinds=[TaskKind.SLICE_WIPE])
-        slices.wiped_slots(conn, given, {"absent": True}, ADMIN)
+        slices.cleanup_succeeded(conn, key, ADMIN, proofs=given, absence={"absent": True})
         queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ADMIN)
     assert compare.told() == ("available", "healthy", "")
     holdings = nothing()
@@ -311,7 +311,7 @@ def test_what_the_last_tenant_left_goes_through_the_ordinary_clean_up(compare: C
     with transaction(compare.engine) as conn:
         assert queue.every(conn, state=TaskState.QUEUED) == []
         assert recovery.repair(conn, slot.id, ADMIN).kind == "slice.wipe"
-        slices.wiped_slots(conn, given, {"absent": True}, ADMIN)
+        slices.cleanup_succeeded(conn, key, ADMIN, proofs=given, absence={"absent": True})
     assert compare.told() == ("available", "healthy", "")
     compare.sound()
 

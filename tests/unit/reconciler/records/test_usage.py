@@ -70,10 +70,12 @@ def test_force_release_ends_it_although_nobody_answers(sold: Site) -> None:
         (over,) = usage.every(conn, ALWAYS)
         assert over["end_state"] == "released"
         host.regained(conn, "n1", sold.act)
-        recovery.repair(conn, recovery.blocked(conn)[0]["id"], sold.act)
+        recovery.repair(conn, recovery.blocked(conn)[0].id, sold.act)
         sold.finish(conn, TaskKind.SLICE_WIPE)
         given = sold.proofs(conn, allocation_id)
-        assert slices.wiped(conn, allocation_id, sold.act, proofs=given, absence={"absent": True})
+        assert slices.cleanup_succeeded(
+            conn, allocation_id, sold.act, proofs=given, absence={"absent": True}
+        )
         assert usage.every(conn, ALWAYS)[0]["ended_at"] == over["ended_at"]
 
 

@@ -143,8 +143,11 @@ def test_a_second_attempt_proves_nothing_about_the_first(sold: Site, ended: End)
     with transaction(sold.engine) as conn:
         assert states(conn, key) == ("failed", "failed", "cleanup_blocked")
         (blocked,) = recovery.blocked(conn)
-        assert (blocked["allocation_id"], blocked["step"]) == (key, "wait for its run")
-        assert blocked["fence"] > fence
+        assert (blocked.health_detail["allocation_id"], blocked.health_detail["step"]) == (
+            key,
+            "wait for its run",
+        )
+        assert blocked.fence > fence
     recovered(sold, key)
 
 
@@ -166,7 +169,7 @@ def test_a_release_is_finished_by_recovery(sold: Site, ended: End, waits: bool) 
 def test_a_clean_up_blocks_its_slot_again(sold: Site, ended: End) -> None:
     with transaction(sold.engine) as conn:
         key = sold.failed(conn)
-        recovery.repair(conn, recovery.blocked(conn)[0]["id"], ACT)
+        recovery.repair(conn, recovery.blocked(conn)[0].id, ACT)
         assert states(conn, key)[2] == "cleanup"
     ended(TaskKind.SLICE_WIPE)
     with reading(sold.engine) as conn:
@@ -180,7 +183,7 @@ def recovered(sold: Site, key: str) -> None:
         recovery.force_cleanup(conn, key, ACT, runtime_verified_absent=True)
         sold.finish(conn, TaskKind.SLICE_WIPE)
         given = sold.proofs(conn, key)
-        assert slices.wiped(conn, key, ACT, proofs=given, absence=ABSENT)
+        assert slices.cleanup_succeeded(conn, key, ACT, proofs=given, absence=ABSENT)
         assert states(conn, key) == ("failed", "failed", "available")
 
 

@@ -102,7 +102,7 @@ def test_its_slot_waits_for_evidence(
         found = allocations.get(conn, key)
         assert (found.state, found.claims[0].state) == left
         (slot,) = recovery.blocked(conn)
-        assert slot["health_detail"]["code"] == "outcome_refused"
+        assert slot.health_detail["code"] == "outcome_refused"
 
 
 @pytest.mark.covers("I4")
