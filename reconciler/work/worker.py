@@ -330,7 +330,7 @@ def _end_unwanted(engine: Engine, task: Task, directory: Path) -> None:
 def _wait_for_launcher(engine: Engine, task: Task, away: LauncherAway) -> None:
     """No run was started. The task waits and is tried again later with a new run."""
     act = act_of(task).because(contract.storable_text(str(away)))
-    error = {part: contract.storable_text(text) for part, text in away.told().items()}
+    error = {part: contract.storable_text(text) for part, text in away.to_dict().items()}
     with transaction(engine) as conn:
         queue.wait_for_host(conn, task.id, task.lease_token, act.reason, act=act, error=error)
 
@@ -350,7 +350,7 @@ def _named(settings: Settings, failure: Exception) -> LauncherAway:
 
 def _refuse(engine: Engine, task: Task, refusal: Problem | RunError) -> None:
     """Finish a task whose run could not start, with the reason as its error."""
-    error = refusal.told()
+    error = refusal.to_dict()
     # An earlier attempt may have acted. Only a refused first attempt proves an untouched host.
     failure = Failure("start the run", error, dict(NOTHING_DONE), known=task.attempt <= 1)
     state = TaskState.CANCELED if refusal.code == "canceled" else TaskState.FAILED
