@@ -9,7 +9,6 @@ from reconciler.lifecycle import gate as slot_gate
 from reconciler.model import hardware
 from reconciler.model.states import NodeMode, NodeState
 from reconciler.records import images, nodes, proofs, reports, slots, tokens
-from reconciler.trust import ca
 from reconciler.work.handler import Handler, Work
 from reconciler.work.kinds.slices import image_document
 
@@ -23,17 +22,8 @@ def enrol_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     text, key = work.parameters["certificate"], work.parameters["public_key"]
     # The host may have enrolled with another key meanwhile. Then that key counts.
     tokens.check_host_key(work.conn, work.task.node_id, key)
-    certificate = ca.read_certificate(text)
-    tokens.record_certificate(
-        work.conn,
-        work.task.node_id,
-        work.act.because("certificate renewed", evidence),
-        serial=str(certificate.serial),
-        public_key=key,
-        certificate=text,
-        principals=certificate.principals,
-        valid_until=certificate.valid_before.timestamp(),
-    )
+    act = work.act.because("certificate renewed", evidence)
+    host.record_certificate(work.conn, work.task.node_id, act, certificate=text, public_key=key)
     return evidence
 
 
