@@ -1,4 +1,4 @@
-"""The GPU probe against a stand-in for libcuda; no hardware was there to run it on."""
+"""GPU probe against a stand-in for libcuda."""
 
 from __future__ import annotations
 

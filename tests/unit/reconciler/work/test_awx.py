@@ -96,7 +96,7 @@ def test_a_slice_is_provisioned_by_a_job_of_awx(shop: Shop, process: Controller)
     task = shop.attend()
     output = collect.output(Path(task.run_directory))
     assert task.state == "succeeded", (task.error, output)
-    assert shop.to_dict() == ("active", ["active", "available"])
+    assert shop.told() == ("active", ["active", "available"])
     (body,) = process.record()["bodies"]
     assert body["limit"] == "n1"
     assert body["extra_vars"]["slice_run"]["id"] == task.run_id
@@ -134,7 +134,7 @@ def test_an_awx_that_is_away_is_waited_for(shop: Shop, process: Controller) -> N
         assert nodes.get(conn, "n1").state == "ready"
         assert leasing.wait_reasons(conn, [task])[task.id]["code"] == "awx_silent"
     assert TOKEN not in str(task)
-    assert shop.to_dict()[1] == ["available", "provisioning"]
+    assert shop.told()[1] == ["available", "provisioning"]
     process.begin(hosts=["n1"], steps=0, artifacts={"slice_result": RESULT})
     with transaction(shop.site.engine) as conn:
         queue.resume(conn, "n1")
@@ -144,7 +144,7 @@ def test_an_awx_that_is_away_is_waited_for(shop: Shop, process: Controller) -> N
 def test_what_awx_refuses_frees_the_slot(shop: Shop, process: Controller) -> None:
     process.begin(hosts=["n1"], without=["gpuaas.slice.provision_slice"])
     assert shop.attend().error["code"] == "awx_template_missing"
-    assert shop.to_dict() == ("failed", ["available", "available"])
+    assert shop.told() == ("failed", ["available", "available"])
 
 
 def test_what_awx_lost_blocks_the_slot_and_fences_it_off(shop: Shop, process: Controller) -> None:
@@ -152,7 +152,7 @@ def test_what_awx_lost_blocks_the_slot_and_fences_it_off(shop: Shop, process: Co
     task = shop.attend()
     assert (task.state, task.error["code"]) == ("lost", "run_lost")
     assert "lost its node" in task.error["found"]
-    assert shop.to_dict() == ("failed", ["available", "cleanup_blocked"])
+    assert shop.told() == ("failed", ["available", "cleanup_blocked"])
     with transaction(shop.site.engine) as conn:
         ((slot_id, fence),) = task.fences.items()
         assert slots.get(conn, slot_id).fence == fence + 1
