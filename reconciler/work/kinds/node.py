@@ -126,17 +126,17 @@ BIND = Handler("bind_topology", bind_variables)
 
 
 def parity_variables(work: Work) -> dict[str, Any]:
-    node_id, asked = work.task.node_id, NodeMode(work.node.mode).purpose
+    node_id, intent = work.task.node_id, NodeMode(work.node.mode).purpose
     tags = hardware.maas_tags(work.node.maas_tags)
-    if asked != "slice":
-        return {"slice_slots": [], "slice_intent": asked, **tags}
+    if intent != "slice":
+        return {"slice_slots": [], "slice_intent": intent, **tags}
     latest = reports.latest_discovery(work.conn, node_id)
     topology: dict[str, Any] = {"source": "reconciler", "completed": latest is not None}
     summary = latest.document["candidate_summary"] if latest else {}
     topology["blockers"] = summary.get("blockers", [])
     return {
         "slice_slots": slots.bundles(work.conn, node_id),
-        "slice_intent": asked,
+        "slice_intent": intent,
         "slice_api_topology": topology,
         **tags,
     }
