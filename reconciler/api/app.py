@@ -31,9 +31,9 @@ from reconciler.api import (
     tasks,
     telemetry,
     timeline,
-    tokens,
     usage,
 )
+from reconciler.api.http import CORRELATION_HEADER
 from reconciler.model import states
 from reconciler.model.states import Described
 from reconciler.settings import Settings
@@ -62,7 +62,7 @@ ROUTERS = (
     tasks.router,
     timeline.router,
     timeline.audit_router,
-    tokens.router,
+    projects.token_router,
 )
 
 
@@ -70,7 +70,7 @@ MUTATING = frozenset({"post", "put", "patch", "delete"})
 _KEY: Document = {"type": "string", "minLength": 1, "maxLength": 255, "pattern": "^[!-~]+$"}
 _PARAMETERS: dict[str, Document] = {
     "CorrelationId": {
-        "name": telemetry.CORRELATION_HEADER,
+        "name": CORRELATION_HEADER,
         "in": "header",
         "required": False,
         "description": "Goes into every record, log line and run of the request; made if absent.",

@@ -1,4 +1,4 @@
-"""Requests and answers: paging, ETags and idempotency keys."""
+"""Requests and answers: correlation ids, paging, ETags and idempotency keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, TypeVar
 
-from fastapi import Depends, Header, Query
+from fastapi import Depends, Header, Query, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 from sqlalchemy import Connection
@@ -23,6 +23,18 @@ from reconciler.model.errors import Problem
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Row | Record)
+
+# -- Correlation ids ----------------------------------------------------------------------------
+
+CORRELATION_HEADER = "X-Correlation-Id"
+
+
+def correlation_id(request: Request) -> str:
+    """Correlation id of the request: from the caller or newly made. Every record and log line that
+    the request leads to carries it.
+    """
+    return str(request.scope.get("correlation_id", ""))
+
 
 # -- Paging -------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated
 
 from fastapi import Depends, Request, Security
@@ -13,8 +13,16 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from fastapi.security.utils import get_authorization_scheme_param
 from sqlalchemy import Connection, Engine
 
-from reconciler.api import telemetry
-from reconciler.api.http import PageOf, PageRequest, R, T, encode, etag, idempotency_key
+from reconciler.api.http import (
+    PageOf,
+    PageRequest,
+    R,
+    T,
+    correlation_id,
+    encode,
+    etag,
+    idempotency_key,
+)
 from reconciler.api.models import Answer, Body, Id, Reasoned, Record
 from reconciler.db import idempotency
 from reconciler.db.engine import asking, reading, retrying
@@ -121,7 +129,7 @@ class Context:
         act = Act(
             self.caller.actor,
             getattr(body, "reason", "") or reason,
-            telemetry.correlation_id(self.request),
+            correlation_id(self.request),
             role=self.caller.role,
         )
         hidden: Record = {}
@@ -214,16 +222,8 @@ Holder = Annotated[Context, Depends(holder)]
 
 def provider(settings: Settings) -> oidc.Provider:
     """The site's OpenID provider as the settings describe it."""
-    return oidc.Provider(
-        issuer=settings.oidc_issuer,
-        audience=settings.oidc_audience,
-        skew_s=settings.oidc_skew_s,
-        groups_claim=settings.oidc_groups_claim,
-        name_claim=settings.oidc_name_claim,
-        admin_group=settings.oidc_admin_group,
-        project_prefix=settings.oidc_project_prefix,
-        ca_file=settings.oidc_ca_file,
-    )
+    names = [field.name for field in fields(oidc.Provider)]
+    return oidc.Provider(**{name: getattr(settings, f"oidc_{name}") for name in names})
 
 
 def _require_project(request: Request, project_id: str) -> None:

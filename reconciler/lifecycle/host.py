@@ -17,12 +17,13 @@ from reconciler.model.act import Act, require_reason
 from reconciler.model.errors import Problem
 from reconciler.model.identity import install_id
 from reconciler.model.states import NodeMode, NodeState, TaskKind, TaskState
-from reconciler.records import certificates, reports
+from reconciler.records import certificates, reports, tokens
 from reconciler.records import nodes as node_records
 from reconciler.records import queue as task_queue
 from reconciler.records.leasing import DUE
 from reconciler.settings import Settings
 from reconciler.trust import ca
+from reconciler.trust.certificates import read_certificate
 
 # Steps after the bootstrap of a node whose slots were approved when it was a slice host before.
 TO_SLICE = (TaskKind.NODE_BIND_TOPOLOGY, TaskKind.SLICE_TOPOLOGY_DISCOVER, TaskKind.NODE_PARITY)
@@ -401,6 +402,23 @@ def certificates_ending(conn: sa.Connection, within_s: float) -> list[str]:
 RENEW_S = ca.HOST_DAYS * 86_400 / 3
 
 
+def record_certificate(
+    conn: sa.Connection, id: str, act: Act, *, certificate: str, public_key: str
+) -> None:
+    """Record the certificate that the host presents from now on."""
+    fields = read_certificate(certificate)
+    tokens.record_certificate(
+        conn,
+        id,
+        act,
+        serial=str(fields.serial),
+        public_key=public_key,
+        certificate=certificate,
+        principals=fields.principals,
+        valid_until=fields.valid_before.timestamp(),
+    )
+
+
 def queue_renewal(conn: sa.Connection, settings: Settings, node_id: str, act: Act) -> Task:
     """Queue a renewal of the node's certificate, or return the renewal that is already open.
 
@@ -417,6 +435,6 @@ def queue_renewal(conn: sa.Connection, settings: Settings, node_id: str, act: Ac
         node_id=node_id,
         subject_kind="node",
         subject_id=node_id,
-        parameters={"certificate": signed.text, "public_key": certificate.public_key},
+        parameters={"certificate": signed, "public_key": certificate.public_key},
     )
     return task_queue.add(conn, item, act)
