@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse
 from pydantic import Field, model_validator
 from sqlalchemy import Connection as DatabaseConnection
 
+from reconciler.api import problems
 from reconciler.api.http import IfMatch, PageOf, Paging, tagged
 from reconciler.api.models import (
     Answer,
@@ -228,7 +229,8 @@ class MemberAllocations(PageOf[MemberAllocation]):
 @router.post("", status_code=201, response_model=MemberAllocation)
 def create(project_id: Id, body: NewAllocation, context: Member) -> JSONResponse:
     """Claim capacity and queue its provisioning, all or nothing."""
-    _refuse_without_effect(body)
+    profiles = "hardware profiles define no runtime profiles"
+    problems.require_default(body, "runtime_profile", profiles)
 
     def work(conn: DatabaseConnection, act: Act) -> MemberAllocation:
         launch = launching.Launch(
@@ -329,17 +331,6 @@ def show_all(allocation_id: Id, context: Admin) -> JSONResponse:
         )
 
     return tagged(context.read(read))
-
-
-def _refuse_without_effect(body: NewAllocation) -> None:
-    if body.runtime_profile:
-        raise Problem(
-            "field_without_effect",
-            422,
-            expected="no runtime_profile: hardware profiles define no runtime profiles",
-            found=f"runtime_profile {body.runtime_profile!r}",
-            remedy="leave runtime_profile out",
-        )
 
 
 def _redact(problem: Problem, role: str) -> Problem:

@@ -409,17 +409,8 @@ def enrol(node_id: Id, body: EnrolmentBody, request: Request) -> Enrolment:
         node = nodes.get(conn, node_id)
         profile = hardware_profile(configuration.profiles_dir, node.profile)
         answer = enrolment.answer(trust, parsed, preflight=preflight.document(profile))
-        certificate = ca.read_certificate(answer["certificate"])
-        tokens.record_certificate(
-            conn,
-            node_id,
-            act,
-            serial=str(certificate.serial),
-            public_key=parsed.host_key,
-            certificate=answer["certificate"],
-            principals=certificate.principals,
-            valid_until=certificate.valid_before.timestamp(),
-        )
+        key, certificate = parsed.host_key, answer["certificate"]
+        host.record_certificate(conn, node_id, act, certificate=certificate, public_key=key)
         tokens.replace_certificates(conn, node_id, parsed.host_key, act)
         identity = {"machine_id": parsed.machine_id, "boot_id": parsed.boot_id}
         host.enrolled(conn, node_id, act, host_key=parsed.host_key, **identity)

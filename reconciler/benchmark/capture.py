@@ -12,10 +12,11 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from reconciler import carrier
 from reconciler.benchmark import document
@@ -42,14 +43,7 @@ def capture(target: Target, request: Request, on_progress: Callable[[str], None]
     the harness.
     """
     limit = longest_s(request) + _SLACK_S
-    messages: list[str] = []
-
-    def on_line(line: str) -> None:
-        messages.append(line)
-        del messages[:-_LINES]
-        on_progress(line)
-
-    code, text = _run(command(target), program(request), limit, on_line)
+    code, text, messages = _run(command(target), program(request), limit, on_progress)
     if code is None:
         raise Problem(
             "capture_timeout",
@@ -61,9 +55,13 @@ def capture(target: Target, request: Request, on_progress: Callable[[str], None]
     output = document.parse(text, "the target's answer") if code in (0, 3) else {}
     if code == 3 and isinstance(output.get("refusal"), dict):
         texts = {name: str(output["refusal"].get(name, ""))[:2000] for name in _REFUSAL}
-        expected, found, remedy = (texts[name] for name in _REFUSAL[1:])
-        reason = texts["code"][:100] or "refused"
-        raise Problem(reason, 409, expected=expected, found=found, remedy=remedy)
+        raise Problem(
+            texts["code"][:100] or "refused",
+            409,
+            expected=texts["expected"],
+            found=texts["found"],
+            remedy=texts["remedy"],
+        )
     if code:
         raise Problem(
             "target_unreachable" if target.host and code == _SSH_FAILED else "harness_failed",
@@ -116,17 +114,23 @@ def program(request: Request) -> str:
 
 
 def _run(
-    argv: list[str], text: str, limit: float, on_line: Callable[[str], None]
-) -> tuple[int | None, str]:
-    """Exit code (None after a timeout) and standard output of the program with this text."""
-    end = time.monotonic() + limit
-    pipe = subprocess.PIPE
+    argv: list[str], text: str, limit: float, on_progress: Callable[[str], None]
+) -> tuple[int | None, str, Collection[str]]:
+    """Exit code (None after a timeout), standard output, and the last lines of progress."""
+    messages: deque[str] = deque(maxlen=_LINES)
+    end, pipe = time.monotonic() + limit, subprocess.PIPE
     with tempfile.TemporaryFile() as file:
         file.write(text.encode())
         file.seek(0)
         process = subprocess.Popen(
             argv, stdin=file, stdout=pipe, stderr=pipe, start_new_session=True
         )
+
+    def listen() -> None:
+        while line := process.stderr.readline(_LINE_BYTES) if process.stderr else b"":
+            if message := line.decode("utf-8", "replace").strip():
+                messages.append(message)
+                on_progress(message)
 
     def stop() -> None:
         """Terminate the session with ssh's own children. The harness ends its probe itself."""
@@ -135,7 +139,7 @@ def _run(
 
     with process:
         timer = threading.Timer(limit, stop)
-        listener = threading.Thread(target=_listen, args=(process.stderr, on_line), daemon=True)
+        listener = threading.Thread(target=listen, daemon=True)
         timer.start()
         listener.start()
         try:
@@ -146,10 +150,5 @@ def _run(
             timer.cancel()
             stop()
             listener.join()
-    return (None if time.monotonic() >= end else code), output.decode("utf-8", "replace")
-
-
-def _listen(pipe: IO[bytes], on_line: Callable[[str], None]) -> None:
-    while line := pipe.readline(_LINE_BYTES):
-        if text := line.decode("utf-8", "replace").strip():
-            on_line(text)
+    late = time.monotonic() >= end
+    return (None if late else code), output.decode("utf-8", "replace"), messages

@@ -12,6 +12,7 @@ from reconciler.db.schema import Node, Task
 from reconciler.lifecycle.task_failures import act_of
 from reconciler.model import hardware
 from reconciler.model.act import Act
+from reconciler.model.errors import Problem
 from reconciler.profiles import hardware_profile
 from reconciler.records import nodes
 from reconciler.runs.spec import LONGEST_S
@@ -44,6 +45,12 @@ class Work:
     @property
     def act(self) -> Act:
         return act_of(self.task)
+
+
+def canceled(expected: str, found: str) -> Problem:
+    """A refusal to start the run of a task that is no longer needed: the task ends canceled."""
+    remedy = "nothing to do: no run was started"
+    return Problem("canceled", expected=expected, found=found, remedy=remedy)
 
 
 def return_evidence(_work: Work, evidence: dict[str, Any]) -> dict[str, Any]:

@@ -7,16 +7,8 @@ import os
 import stat
 from typing import Any
 
-from reconciler.benchmark.harness.probe import (
-    Failed,
-    Request,
-    Skipped,
-    Unavailable,
-    find_tool,
-    metric,
-    run_tool,
-    tool_version,
-)
+from reconciler.benchmark.harness import probe
+from reconciler.benchmark.harness.probe import Failed, Request, Skipped, Unavailable, metric
 
 # All read, and fail where fio would have to create a file.
 _FIO = (
@@ -45,14 +37,14 @@ def measure(request: Request) -> dict[str, Any]:
             found="no target",
             remedy="name a device or a file, which is only read",
         )
-    fio = find_tool("fio", "fio")
+    fio = probe.find_tool("fio", "fio")
     subject = target(request.fio_target)
     sequential, random = (
         [_run(fio, request, pattern) for _ in range(request.repetitions)] for pattern in READS
     )
     latencies = [job["clat_ns"]["percentile"]["99.000000"] / 1e3 for job in random]
     return {
-        "tool": {"name": "fio", "version": tool_version(fio)},
+        "tool": {"name": "fio", "version": probe.tool_version(fio)},
         "subject": subject,
         "workload": {
             "patterns": {name: {"block": size, "depth": n} for name, (size, n) in READS.items()},
@@ -145,4 +137,4 @@ def parse(text: str) -> dict[str, Any]:
 def _run(fio: str, request: Request, pattern: str) -> dict[str, Any]:
     # Resolve the path for each run, because the name may point to another device by now.
     argv = arguments(fio, target(request.fio_target), pattern, request.seconds)
-    return parse(run_tool(argv, timeout=request.seconds + 30))
+    return parse(probe.run_tool(argv, timeout=request.seconds + 30))

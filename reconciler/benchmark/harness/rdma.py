@@ -7,18 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from reconciler.benchmark.harness.probe import (
-    Failed,
-    Request,
-    Skipped,
-    Unavailable,
-    ensure_name,
-    find_tool,
-    last_figure,
-    metric,
-    run_tool,
-    tool_version,
-)
+from reconciler.benchmark.harness import probe
+from reconciler.benchmark.harness.probe import Failed, Request, Skipped, Unavailable, metric
 
 DEVICES = Path("/sys/class/infiniband")
 
@@ -47,10 +37,10 @@ def measure(request: Request) -> dict[str, Any]:
             remedy="name a peer on the fabric",
         )
     remedy = "use the address or name in the form that the tools print"
-    ensure_name(peer, _PEER, expected="a plain name for --rdma-peer", remedy=remedy)
+    probe.ensure_name(peer, _PEER, expected="a plain name for --rdma-peer", remedy=remedy)
     if device:
-        ensure_name(device, _DEVICE, expected="a plain name for --rdma-device", remedy=remedy)
-    tool = find_tool("ib_write_bw", "perftest")
+        probe.ensure_name(device, _DEVICE, expected="a plain name for --rdma-device", remedy=remedy)
+    tool = probe.find_tool("ib_write_bw", "perftest")
     present = sorted(path.name for path in DEVICES.glob("*"))
     if not present or (device and device not in present):
         raise Unavailable(
@@ -64,7 +54,7 @@ def measure(request: Request) -> dict[str, Any]:
     rates = [parse(_run(argv, request.seconds)) for _ in range(request.repetitions)]
     return {
         # It prints its version and exits with 1.
-        "tool": {"name": "ib_write_bw", "version": tool_version(tool, ok=(0, 1))},
+        "tool": {"name": "ib_write_bw", "version": probe.tool_version(tool, ok=(0, 1))},
         "subject": f"{device or present[0]} to {peer}",
         "workload": {"seconds": request.seconds, "repetitions": request.repetitions},
         "metrics": [metric("rdma.write", "Gb/s", rates)],
@@ -77,7 +67,7 @@ def _run(argv: list[str], seconds: int) -> str:
     while True:
         began = time.monotonic()
         try:
-            return run_tool(argv, timeout=seconds + 30)
+            return probe.run_tool(argv, timeout=seconds + 30)
         except Failed as failed:
             now = time.monotonic()
             if failed.code != "tool_failed" or now - began >= seconds or now > until:
@@ -88,4 +78,4 @@ def _run(argv: list[str], seconds: int) -> str:
 def parse(text: str) -> float:
     """Average Gb/s of the last row."""
     expected = "ib_write_bw's table in Gb/sec"
-    return last_figure(text, _ROW, expected=expected, remedy="use perftest 4.5 or newer")
+    return probe.last_figure(text, _ROW, expected=expected, remedy="use perftest 4.5 or newer")

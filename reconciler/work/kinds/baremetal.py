@@ -48,22 +48,17 @@ PROVISION = Handler(
 
 
 def release_variables(work: Work) -> dict[str, Any]:
-    allocation_id = work.allocation_id
-    disks, dead = baremetal.claim_of(work.conn, allocation_id).disks, _written_off(work)
-    found: dict[str, Any] = {
+    disks = baremetal.claim_of(work.conn, work.allocation_id).disks
+    dead = work.parameters.get("written_off", [])
+    variables = {
         "slice_allocation": work.parameters["allocation"],
         "slice_fence": work.parameters["fence"],
         "slice_disks": [disk for disk in disks if disk["slot_id"] not in dead],
-        "slice_baseline": reports.baseline(work.conn, allocation_id),
+        "slice_baseline": reports.baseline(work.conn, work.allocation_id),
     }
     if dead:
-        found["slice_written_off"] = [disk for disk in disks if disk["slot_id"] in dead]
-    return found
-
-
-def _written_off(work: Work) -> list[str]:
-    dead: list[str] = work.parameters.get("written_off", [])
-    return dead
+        variables["slice_written_off"] = [disk for disk in disks if disk["slot_id"] in dead]
+    return variables
 
 
 def release_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
@@ -73,7 +68,7 @@ def release_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
         work.act.because("the tenant is gone, its disks are wiped and verified"),
         fence=work.parameters["fence"],
         evidence=evidence,
-        written_off=_written_off(work),
+        written_off=work.parameters.get("written_off", []),
         policy=work.profile.get("wipe_policy", DEFAULT_POLICY),
         task_id=work.task.id,
     )

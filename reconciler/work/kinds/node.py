@@ -9,7 +9,6 @@ from reconciler.lifecycle import gate as slot_gate
 from reconciler.model import hardware
 from reconciler.model.states import NodeMode, NodeState
 from reconciler.records import images, nodes, proofs, reports, slots, tokens
-from reconciler.trust import ca
 from reconciler.work.handler import Handler, Work
 from reconciler.work.kinds.slices import image_document
 
@@ -23,17 +22,8 @@ def enrol_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     text, key = work.parameters["certificate"], work.parameters["public_key"]
     # The host may have enrolled with another key meanwhile. Then that key counts.
     tokens.check_host_key(work.conn, work.task.node_id, key)
-    certificate = ca.read_certificate(text)
-    tokens.record_certificate(
-        work.conn,
-        work.task.node_id,
-        work.act.because("certificate renewed", evidence),
-        serial=str(certificate.serial),
-        public_key=key,
-        certificate=text,
-        principals=certificate.principals,
-        valid_until=certificate.valid_before.timestamp(),
-    )
+    act = work.act.because("certificate renewed", evidence)
+    host.record_certificate(work.conn, work.task.node_id, act, certificate=text, public_key=key)
     return evidence
 
 
@@ -136,17 +126,17 @@ BIND = Handler("bind_topology", bind_variables)
 
 
 def parity_variables(work: Work) -> dict[str, Any]:
-    node_id, asked = work.task.node_id, NodeMode(work.node.mode).purpose
+    node_id, intent = work.task.node_id, NodeMode(work.node.mode).purpose
     tags = hardware.maas_tags(work.node.maas_tags)
-    if asked != "slice":
-        return {"slice_slots": [], "slice_intent": asked, **tags}
+    if intent != "slice":
+        return {"slice_slots": [], "slice_intent": intent, **tags}
     latest = reports.latest_discovery(work.conn, node_id)
     topology: dict[str, Any] = {"source": "reconciler", "completed": latest is not None}
     summary = latest.document["candidate_summary"] if latest else {}
     topology["blockers"] = summary.get("blockers", [])
     return {
         "slice_slots": slots.bundles(work.conn, node_id),
-        "slice_intent": asked,
+        "slice_intent": intent,
         "slice_api_topology": topology,
         **tags,
     }

@@ -13,7 +13,7 @@ from reconciler.records import allocations, claims, reports
 from reconciler.records import slots as slot_records
 from reconciler.settings import Settings
 from reconciler.trust.downloads import url as download_url
-from reconciler.work.handler import Handler, Work
+from reconciler.work.handler import Handler, Work, canceled
 
 
 def seed_documents(allocation: dict[str, Any], management_mac: str) -> dict[str, Any]:
@@ -66,24 +66,18 @@ def begin_provision(work: Work) -> None:
     state = allocations.get(work.conn, key).state
     # Already provisioning: this run continues after a run that failed or never reached its host.
     if state != AllocationState.PROVISIONING:
-        raise Problem(
-            "canceled",
-            409,
-            expected=f"allocation {key} requested, or being provisioned",
-            found=str(state),
-            remedy="nothing to do: no run was started",
-        )
+        raise canceled(f"allocation {key} requested, or being provisioned", str(state))
 
 
 def require_proven_boot(work: Work) -> None:
     """Refuse a known change of boot without a run. The host checks the boot id as well."""
     # Tasks queued by versions without this parameter have no proven boot.
-    proven, found = work.parameters.get("boot_id", ""), work.node.boot_id
-    if not proven or found != proven:
+    proven, current = work.parameters.get("boot_id", ""), work.node.boot_id
+    if not proven or current != proven:
         raise Problem(
             BOOT_CHANGED,
             expected=f"node {work.node.id} under boot {proven}, for which its gate was proven",
-            found=f"boot {found or 'unknown'}",
+            found=f"boot {current or 'unknown'}",
             remedy="discover the node and run its parity, then launch again",
         )
 
@@ -265,23 +259,17 @@ def managed_key_variables(work: Work) -> dict[str, Any]:
 
 def managed_key_start(work: Work) -> None:
     """Problem `canceled`, which starts no run, if the operation is no longer wanted."""
-    own = work.act.because("its run begins")
-    why = app_operations.began(work.conn, work.parameters["operation_id"], own)
-    if why:
-        raise Problem(
-            "canceled",
-            409,
-            expected="an operation that is still wanted",
-            found=why,
-            remedy="nothing to do: no run was started",
-        )
+    act = work.act.because("its run begins")
+    reason = app_operations.began(work.conn, work.parameters["operation_id"], act)
+    if reason:
+        raise canceled("an operation that is still wanted", reason)
 
 
 def managed_key_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
-    found = evidence["managed_key"]
-    expires_at = float(found["expires_at"]) if found["present"] else None
-    own = work.act.because("as the host says", {"present": found["present"]})
-    app_operations.succeeded(work.conn, work.parameters["operation_id"], own, expires_at=expires_at)
+    key = evidence["managed_key"]
+    expires_at = float(key["expires_at"]) if key["present"] else None
+    act = work.act.because("as the host says", {"present": key["present"]})
+    app_operations.succeeded(work.conn, work.parameters["operation_id"], act, expires_at=expires_at)
     return evidence
 
 
