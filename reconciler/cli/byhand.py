@@ -67,7 +67,10 @@ def evidence(api: Api) -> Evidence:
         slots = list(client.items(f"{node}/resource-slots"))
         document = client.get(f"{node}/slice-topology/discovery")["document"]
         record = client.get(node)
-        profile, fabric = str(record["profile"]), {name: record[name] for name in hardware.OWN}
+        profile, fabric = (
+            str(record["profile"]),
+            {name: record[name] for name in hardware.NODE_FIELDS},
+        )
         tags = record["maas_tags"]
     except (Problem, ValueError, LookupError, TypeError) as failure:
         code = failure.code if isinstance(failure, Problem) else "api_answer_unreadable"
