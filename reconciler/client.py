@@ -43,6 +43,7 @@ class Client:
         self._http.close()
 
     def get(self, path: str, **query: Any) -> Any:
+        """The document of a path. Empty values of the query are left out."""
         return self._send("GET", path, params=query)
 
     def items(self, path: str, **query: Any) -> Iterator[Any]:
@@ -133,8 +134,9 @@ class Client:
             raise _refusal(response) from None
 
     def _answer(self, method: str, path: str, **arguments: Any) -> httpx.Response:
+        params = {k: v for k, v in arguments.pop("params", {}).items() if v not in ("", None)}
         try:
-            response = self._http.request(method, API + path, **arguments)
+            response = self._http.request(method, API + path, params=params, **arguments)
         except httpx.TransportError as lost:
             raise self._unreachable(lost) from lost
         if response.is_error:

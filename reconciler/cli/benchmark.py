@@ -18,7 +18,8 @@ from reconciler.benchmark.compare import compare as differences
 from reconciler.benchmark.harness.request import Request
 from reconciler.benchmark.target import Target, jump
 from reconciler.benchmark.text import cell, percent
-from reconciler.cli import output, session
+from reconciler.cli import output
+from reconciler.cli.session import client
 from reconciler.model.errors import Problem
 from reconciler.runs.ssh import SshAccess
 
@@ -40,7 +41,6 @@ _TUNING = re.compile(r"[a-z0-9][a-z0-9_.+-]{0,63}")
 
 @app.command()
 def capture(
-    context: typer.Context,
     *,
     label: Annotated[str, typer.Option(help="Name of this capture.")],
     file: Annotated[Path, typer.Option("--output", help="The JSON file to write.")],
@@ -119,7 +119,7 @@ def capture(
     )
     with tempfile.TemporaryDirectory(prefix="gpuaas-benchmark-") as folder:
         if allocation:
-            target = _guest(session.of(context), allocation, base, Path(folder))
+            target = _guest(allocation, base, Path(folder))
         else:
             target = _routed(base, via, node_id)
         result = measure(target, request, output.line)
@@ -133,14 +133,12 @@ def capture(
 
 @app.command()
 def compare(
-    context: typer.Context,
     files: Files,
     *,
     svg: Annotated[Path | None, typer.Option(help="Also write a chart.")] = None,
     html: Annotated[Path | None, typer.Option(help="Also write an HTML page.")] = None,
 ) -> None:
     """Compare captures with the first one, in percent."""
-    here = session.of(context)
     if len(files) < 2:
         raise _refused("captures_few", "two captures or more", str(len(files)), "the files")
     comparison = differences([document.load(file) for file in files])
@@ -151,22 +149,18 @@ def compare(
             document.write(svg, chart.svg(comparison))
         if html:
             document.write(html, page.html(comparison))
-    if here.output == "json":
-        output.document(comparison)
+    if output.in_json(comparison):
         return
     names = _names(len(files))
     legend = [{"": name} | row for name, row in zip(names, comparison["captures"], strict=True)]
-    output.rows(here, legend, "", "label", "kind", "tuning", "vcpus", "hostname")
-    output.rows(
-        here, [_line(names, row) for row in comparison["rows"]], *_columns(names, comparison)
-    )
+    output.rows(legend, "", "label", "kind", "tuning", "vcpus", "hostname")
+    output.rows([_line(names, row) for row in comparison["rows"]], *_columns(names, comparison))
     for note in comparison["notes"]:
         output.line(f"note: {note}")
 
 
 @app.command()
 def gate(
-    context: typer.Context,
     files: Files,
     *,
     without: Annotated[
@@ -178,19 +172,17 @@ def gate(
     ] = None,
 ) -> None:
     """Judge whether a tuning profile may become the default; exit 0 only if all of them pass."""
-    here, waived = session.of(context), without or []
+    waived = without or []
     if unknown := sorted(set(waived) - set(judge.PROBES)):
         raise _refused("probe_unknown", ", ".join(judge.PROBES), ", ".join(unknown), "--without")
     verdicts = judge.gate([document.load(file) for file in files], waived, vcpus or [])
-    if here.output == "json":
-        output.document(verdicts)
-    else:
+    if not output.in_json(verdicts):
         rows = [
             cell | {"tuning": verdict["tuning"]} | {way: ", ".join(cell[way]) for way in _WAYS}
             for verdict in verdicts
             for cell in verdict["cells"]
         ]
-        output.rows(here, rows, "tuning", "kind", "vcpus", "verdict", *_WAYS)
+        output.rows(rows, "tuning", "kind", "vcpus", "verdict", *_WAYS)
     for verdict in verdicts:
         output.line(f"{verdict['tuning']}: {'passes' if verdict['passes'] else 'does not pass'}")
     if not verdicts or not all(verdict["passes"] for verdict in verdicts):
@@ -233,11 +225,11 @@ def _certified(target: Target, node_id: str) -> Target:
     return dataclasses.replace(target, user=target.user or "root", access=_access(), alias=node_id)
 
 
-def _guest(here: session.Session, allocation_id: str, base: Target, folder: Path) -> Target:
+def _guest(allocation_id: str, base: Target, folder: Path) -> Target:
     """A tenant's machine, from the reconciler's records of it and of its host."""
-    allocation = here.client.get(f"/admin/allocations/{allocation_id}")
+    allocation = client().get(f"/admin/allocations/{allocation_id}")
     node_id, _address = guest.place(allocation)
-    node = here.client.get(f"/admin/nodes/{node_id}")
+    node = client().get(f"/admin/nodes/{node_id}")
     return guest.target(allocation, node, base, access=_access(), folder=folder)
 
 

@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from reconciler.cli import output, session
-from reconciler.cli.session import default_token_file
+from reconciler.cli import output
+from reconciler.cli.session import client, current, default_token_file
 from reconciler.model.errors import Problem
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
+commands = typer.Typer()
 app = typer.Typer(no_args_is_help=True, help="API tokens: create, list, revoke.")
+commands.add_typer(app, name="token")
 
 RoleName = Literal["platform-admin", "project-member", "node"]
 
@@ -30,12 +32,6 @@ _TIMEOUT_S = 10.0
 _INTERVAL_S = 5.0
 # Lower bound of the interval, whatever the provider answers.
 _LEAST_S = 1.0
-
-
-def mount(parent: typer.Typer) -> None:
-    """Add the commands to the program."""
-    parent.add_typer(app, name="token")
-    parent.command("login")(login)
 
 
 @app.command("create")
@@ -59,24 +55,20 @@ def create(
 
 
 @app.command("list")
-def list_tokens(context: typer.Context) -> None:
+def list_tokens() -> None:
     """List all tokens, without their secrets."""
-    here = session.of(context)
     columns = ("id", "name", "role", "project_id", "node_id", "expires_at", "revoked_at")
-    output.rows(here, list(here.client.items("/admin/tokens")), *columns)
+    output.rows(client().items("/admin/tokens"), *columns)
 
 
 @app.command("revoke")
-def revoke(
-    context: typer.Context, token: Annotated[str, typer.Argument(help="The token's id.")]
-) -> None:
+def revoke(token: Annotated[str, typer.Argument(help="The token's id.")]) -> None:
     """Revoke a token at once."""
-    here = session.of(context)
-    output.record(here, here.client.delete(f"/admin/tokens/{token}"))
+    output.record(client().delete(f"/admin/tokens/{token}"))
 
 
+@commands.command()
 def login(
-    context: typer.Context,
     issuer: Annotated[str, typer.Option(envvar="GPUAAS_OIDC_ISSUER", help="The provider.")],
     client_id: Annotated[
         str,
@@ -91,7 +83,7 @@ def login(
 
     Shows a code to confirm in a browser, on this machine or another (device code, RFC 8628).
     """
-    file = session.of(context).token_file or default_token_file()
+    file = current().token_file or default_token_file()
     _save_login(issuer, {"client_id": client_id, "scope": scope}, f"{kind}_token", file)
 
 
@@ -187,7 +179,7 @@ def _wait_for_tokens(
             interval += _INTERVAL_S
         elif error != "authorization_pending":
             raise _login_failed("the login to be confirmed", str(error))
-    raise _login_failed("the code to be confirmed in time", "nobody did")
+    raise _login_failed("the code to be confirmed in time", "not confirmed")
 
 
 def _login_failed(expected: str, found: str) -> Problem:
