@@ -171,20 +171,11 @@ def _refusal(response: httpx.Response) -> Problem:
         document = response.json()
     except ValueError:
         document = None
-    if not isinstance(document, dict) or not document.keys() >= set(parts):
-        return _foreign_answer(response)
-    return Problem(
-        document["code"],
-        response.status_code,
-        expected=document["expected"],
-        found=document["found"],
-        remedy=document["remedy"],
-        detail={key: value for key, value in document.items() if key not in parts},
-    )
-
-
-def _foreign_answer(response: httpx.Response) -> Problem:
-    """An error without a code comes from a proxy in front of the service, not from the service."""
+    if isinstance(document, dict) and document.keys() >= set(parts):
+        code, expected, found, remedy = (document.pop(part) for part in parts)
+        status = response.status_code
+        return Problem(code, status, expected=expected, found=found, remedy=remedy, detail=document)
+    # An error without a code comes from a proxy in front of the service.
     kind = response.headers.get("Content-Type", "no type")
     text = " ".join(response.text.split())[:200]
     return Problem(

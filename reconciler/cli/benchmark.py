@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import string
 import tempfile
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +19,7 @@ from reconciler.benchmark.harness.request import Request
 from reconciler.benchmark.target import Target, jump
 from reconciler.benchmark.text import cell, percent
 from reconciler.cli import output
+from reconciler.cli.options import with_options
 from reconciler.cli.session import client
 from reconciler.model.errors import Problem
 from reconciler.runs.ssh import SshAccess
@@ -32,14 +33,30 @@ Files = Annotated[list[Path], typer.Argument(help="Captures; the first is the re
 
 # Takes seconds instead of minutes; comparable only with other quick captures.
 _FULL = Request(label="", kind="auto")
-_QUICK = dataclasses.replace(
-    _FULL, repetitions=3, cpu_steps=500_000, memory_bytes=16 << 20, seconds=2
-)
+_QUICK = replace(_FULL, repetitions=3, cpu_steps=500_000, memory_bytes=16 << 20, seconds=2)
 
 _TUNING = re.compile(r"[a-z0-9][a-z0-9_.+-]{0,63}")
 
 
+@dataclass(frozen=True)
+class ConnectionOptions:
+    """Options for the connection to the machine; the fields are those of `Target`."""
+
+    host: Annotated[str, typer.Option(help="The machine's address; default: this machine.")] = ""
+    user: Annotated[str, typer.Option(help="User of SSH.")] = ""
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of SSH.")] = 0
+    key: Annotated[
+        Path | None, typer.Option("--ssh-key", help="File with a private key for SSH.")
+    ] = None
+    config: Annotated[Path | None, typer.Option("--ssh-config", help="File for ssh -F.")] = None
+    known_hosts: Annotated[
+        Path | None, typer.Option(help="File of trusted host keys; default: your own.")
+    ] = None
+    sudo: Annotated[bool, typer.Option("--sudo", help="Measure as root.")] = False
+
+
 @app.command()
+@with_options(ConnectionOptions)
 def capture(
     *,
     label: Annotated[str, typer.Option(help="Name of this capture.")],
@@ -52,14 +69,6 @@ def capture(
     vcpus: Annotated[
         int, typer.Option(min=0, help="Refuse a machine with another number of CPUs.")
     ] = 0,
-    host: Annotated[str, typer.Option(help="The machine's address; default: this machine.")] = "",
-    user: Annotated[str, typer.Option(help="User of SSH.")] = "",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of SSH.")] = 0,
-    ssh_key: Annotated[Path | None, typer.Option(help="File with a private key for SSH.")] = None,
-    ssh_config: Annotated[Path | None, typer.Option(help="File for ssh -F.")] = None,
-    known_hosts: Annotated[
-        Path | None, typer.Option(help="File of trusted host keys; default: your own.")
-    ] = None,
     node_id: Annotated[
         str,
         typer.Option(
@@ -72,7 +81,6 @@ def capture(
     allocation: Annotated[
         str, typer.Option(help="A slice VM, through its host, with the host key from its console.")
     ] = "",
-    sudo: Annotated[bool, typer.Option("--sudo", help="Measure as root.")] = False,
     fio_target: Annotated[
         str, typer.Option(help="An approved disk or file; it is only read.")
     ] = "",
@@ -84,20 +92,22 @@ def capture(
         str, typer.Option(help="A model that is already on the machine.")
     ] = Request.vllm_model,
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes, for a trial.")] = False,
+    **connection: Any,
 ) -> None:
     """Measure a machine. Nothing is installed, written or left there."""
     if not 1 <= len(label) <= 100 or not label.isprintable():
         raise _refused("label_invalid", "1 to 100 printable characters", repr(label), "--label")
     if not _TUNING.fullmatch(tuning):
         raise _refused("tuning_invalid", "off, or profile names joined by +", tuning, "--tuning")
-    if allocation and (host or via or node_id):
+    base = Target(**connection)
+    if allocation and (base.host or via or node_id):
         raise _refused(
             "way_ambiguous", "--allocation alone", "another address beside it", "--allocation"
         )
-    if (node_id or via) and not host:
+    if (node_id or via) and not base.host:
         raise _refused("host_missing", "the machine's address", "none", "--host")
     size = _QUICK if quick else _FULL
-    request = dataclasses.replace(
+    request = replace(
         size,
         label=label,
         kind=kind,
@@ -107,15 +117,6 @@ def capture(
         rdma_peer=rdma_peer,
         rdma_device=rdma_device,
         vllm_model=vllm_model,
-    )
-    base = Target(
-        host=host,
-        user=user,
-        port=port,
-        key=ssh_key,
-        config=ssh_config,
-        known_hosts=known_hosts,
-        sudo=sudo,
     )
     with tempfile.TemporaryDirectory(prefix="gpuaas-benchmark-") as folder:
         if allocation:
@@ -154,7 +155,9 @@ def compare(
     names = _names(len(files))
     legend = [{"": name} | row for name, row in zip(names, comparison["captures"], strict=True)]
     output.rows(legend, "", "label", "kind", "tuning", "vcpus", "hostname")
-    output.rows([_line(names, row) for row in comparison["rows"]], *_columns(names, comparison))
+    figures = [_line(names, row) for row in comparison["rows"]]
+    prototype = ["prototype"] if any(line["prototype"] for line in figures) else []
+    output.rows(figures, "metric", "unit", *names, *prototype)
     for note in comparison["notes"]:
         output.line(f"note: {note}")
 
@@ -198,11 +201,6 @@ def _names(count: int) -> list[str]:
     return [letters[index] if index < len(letters) else f"Z{index}" for index in range(count)]
 
 
-def _columns(names: list[str], comparison: dict[str, Any]) -> list[str]:
-    referenced = any(row["reference_percent"] is not None for row in comparison["rows"])
-    return ["metric", "unit", *names, *(["prototype"] if referenced else [])]
-
-
 def _line(names: list[str], row: dict[str, Any]) -> dict[str, str]:
     reference = row["reference_percent"]
     cells = {name: cell(value) for name, value in zip(names, row["cells"], strict=True)}
@@ -214,15 +212,15 @@ def _line(names: list[str], row: dict[str, Any]) -> dict[str, str]:
 def _routed(base: Target, via: str, node_id: str) -> Target:
     """The target, with the node's certified key for the machine that --node-id names."""
     if via:
-        hop = dataclasses.replace(jump(via), config=base.config, known_hosts=base.known_hosts)
-        return dataclasses.replace(base, via=_certified(hop, node_id))
+        hop = replace(jump(via), config=base.config, known_hosts=base.known_hosts)
+        return replace(base, via=_certified(hop, node_id))
     return _certified(base, node_id)
 
 
 def _certified(target: Target, node_id: str) -> Target:
     if not node_id:
         return target
-    return dataclasses.replace(target, user=target.user or "root", access=_access(), alias=node_id)
+    return replace(target, user=target.user or "root", access=_access(), alias=node_id)
 
 
 def _guest(allocation_id: str, base: Target, folder: Path) -> Target:

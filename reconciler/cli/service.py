@@ -105,7 +105,7 @@ def doctor() -> None:
     """
     from reconciler.doctor.examine import examine
 
-    findings = [vars(finding) for finding in examine()]
+    findings = examine()
     failed = sum(finding["status"] == "fail" for finding in findings)
     warnings = sum(finding["status"] == "warn" for finding in findings)
     if not output.in_json({"failures": failed, "warnings": warnings, "findings": findings}):
